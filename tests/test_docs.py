@@ -18,13 +18,14 @@ from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.commands import episode_check
 from megarl.config import AlgorithmConfig, EpisodeConfig, Recipe, RewardConfig
 from megarl.config.loading import load_recipe
+from megarl.model import tensors
+from megarl.model.families import FAMILIES
+from megarl.model.hf_config import model_shape
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.families import FAMILIES
-from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import resolve
 from megarl.preflight.layout import node_faults, slot_faults
-from megarl.resharding import megatron_map, sglang_map, tensors
+from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.traffic import count_traffic
 from megarl.rollout.agents.chat import ChatAnswer, ChatRequest
 from megarl.rollout.agents.thread import AgentThread, agent_settings

@@ -32,7 +32,9 @@ NARROWED = {  # it takes tensors and layouts, not engines
     "resharding": {
         "megarl.parallel.layout",
         "megarl.parallel.engine_layout",
-        "megarl.parallel.lora_pairs",
+        "megarl.model.lora_pairs",
+        "megarl.model.quantisation",
+        "megarl.model.tensors",
         "megarl.types",
         "megarl.device",
     }

@@ -20,17 +20,16 @@ from safetensors.torch import save_file
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
-from megarl.parallel.engine_layout import FP8_TILE
+from megarl.model.lora_pairs import LoraSize, is_factor
+from megarl.model.quantisation import FP8_CONFIG, FP8_TILE, QUANTISATION_KEYS
+from megarl.model.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize, is_factor
-from megarl.parallel.quantisation import FP8_CONFIG, QUANTISATION_KEYS
 from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
-from megarl.resharding.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import ModelShape, UserFault
 

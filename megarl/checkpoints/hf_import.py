@@ -12,8 +12,8 @@ import torch
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
-from megarl.resharding.shards import STACK, VOCAB_TENSORS, Shard, verify_params, views
-from megarl.resharding.tensors import hf_tensors, mtp_prefix
+from megarl.model.tensors import STACK, hf_tensors, mtp_prefix
+from megarl.resharding.shards import VOCAB_TENSORS, Shard, verify_params, views
 from megarl.types import SCORE, ModelShape, UserFault
 
 _SAMPLED_BYTES = 64 << 10

@@ -23,11 +23,12 @@ from safetensors.torch import save_file
 
 from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import load_hf
-from megarl.parallel.adapter_config import CONFIG, OF_EACH_EXPERT, OF_EXPERTS
-from megarl.parallel.hf_config import read_json
-from megarl.parallel.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
+from megarl.model.adapter_config import CONFIG, OF_EACH_EXPERT, OF_EXPERTS
+from megarl.model.hf_config import read_json
+from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
+from megarl.model.tensors import STACK
 from megarl.resharding import lora_map
-from megarl.resharding.shards import STACK, Shard
+from megarl.resharding.shards import Shard
 from megarl.types import SCORE, ModelShape, UserFault
 
 STEM = "adapter_model"

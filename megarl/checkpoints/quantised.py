@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megarl.checkpoints.hf_files import Slices
-from megarl.parallel.engine_layout import FP8_TILE
-from megarl.parallel.hf_config import HfFacts, HfModel
-from megarl.parallel.quantisation import INT4_GROUP, MEND, Quantisation
+from megarl.model.hf_config import HfFacts, HfModel
+from megarl.model.quantisation import FP8_TILE, INT4_GROUP, MEND, Quantisation
+from megarl.model.tensors import aliases, hf_tensors, is_projection, tensors
 from megarl.resharding.fp8 import FP8, SCALE_SUFFIX
 from megarl.resharding.shards import LayoutError, Range, intersect, tiles
-from megarl.resharding.tensors import aliases, hf_tensors, is_projection, tensors
 from megarl.types import ModelShape, UserFault
 
 if TYPE_CHECKING:

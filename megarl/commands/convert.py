@@ -15,7 +15,7 @@ from megarl.config import Recipe
 from megarl.controller.resuming import FOLDER, model_faults
 from megarl.disk import output_fault
 from megarl.fleet.fleet import training_fleet
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.parallel.roles import lora_size, resolve
 from megarl.types import UserFault, UserFaults
 

@@ -13,6 +13,7 @@ from typing import Any
 from megarl.commands.episode_player import PlayedEpisode, PlayedStep, difference, play
 from megarl.commands.episode_turns import ScriptedTurn, hostile_turns, made_up, read_turns, turns_of_file
 from megarl.config import Recipe
+from megarl.model.tokenizer import load_tokenizer
 from megarl.preflight import episodes, rewards
 from megarl.printable import one_line, short, show
 from megarl.rollout.conversations.template import ChatTemplate
@@ -20,7 +21,6 @@ from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_r
 from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
-from megarl.rollout.prompts import load_tokenizer
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault, UserFaults

@@ -18,7 +18,7 @@ from megarl.commands.recorded_episodes import (
     recorded_turns,
 )
 from megarl.config import Recipe
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.printable import short, show
 from megarl.rollout.conversations.template import TemplateRefusal, num_shared
 from megarl.rollout.data_files import BadRow, column

@@ -13,7 +13,7 @@ from megarl.controller.run import Step, TrainingRun
 from megarl.controller.samples import sampling_of, with_overlong_penalty
 from megarl.controller.stages import LEARNING_STAGES, advantages, publish, score
 from megarl.fleet.fleet import Fleet, training_fleet
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.parallel.roles import resolve
 from megarl.preflight.check import Inputs
 from megarl.rollout.sample_file import SampleFile, writing

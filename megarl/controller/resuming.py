@@ -16,7 +16,7 @@ from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.config import Recipe
 from megarl.fleet.fleet import STOCK, Fleet
 from megarl.fleet.rank_groups import GroupStock
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.parallel.roles import Roles, lora_size, resolve
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.parallel.hf_config import HfFacts
+from megarl.model.hf_config import HfFacts
 from megarl.types import MlaShape
 
 

@@ -40,9 +40,9 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megarl.device import DEVICE
+from megarl.model.lora_pairs import CHILD, LoraPair, LoraSize
 from megarl.parallel import groups
 from megarl.parallel.local_spec import DuplicatedLinear
-from megarl.parallel.lora_pairs import CHILD, LoraPair, LoraSize
 from megarl.parallel.shared_weights import heads
 from megarl.types import UserFault
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from megarl.model.lora_pairs import factor_name
 from megarl.parallel import groups
 from megarl.parallel.lora import FactorPair
-from megarl.parallel.lora_pairs import factor_name
 from megarl.parallel.shared_weights import heads
 from megarl.types import SCORE
 

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
+from megarl.model.lora_pairs import LoraPair
 from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
-from megarl.parallel.lora_pairs import LoraPair
 from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.roles import lora_size, train_layout

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, has_critic, has_reference
-from megarl.parallel.adapter_config import adapter_keys
+from megarl.model.adapter_config import adapter_keys
+from megarl.model.hf_config import HfModel, read_model
+from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.hf_config import HfModel, read_model
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize
 from megarl.types import ModelShape, UserFault
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megarl.parallel.lora_pairs import is_factor
+from megarl.model.lora_pairs import is_factor
 from megarl.parallel.model import ROUTER_BIAS, Score
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.parallel.lora_pairs import is_factor
+from megarl.model.lora_pairs import is_factor
 from megarl.parallel.param_names import named_parameters
 
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import cache
 from itertools import starmap
 
+from megarl.model.lora_pairs import LoraSize
+from megarl.model.tensors import STACK
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize
 from megarl.parallel.sizes import ChunkSize
 from megarl.resharding import lora_map, lora_slots
 from megarl.resharding.routes import item_bytes
-from megarl.resharding.shards import STACK
 from megarl.rollout.sglang.adapters import ADAPTER_SLOTS
 from megarl.types import ModelShape
 

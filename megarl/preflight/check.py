@@ -17,6 +17,7 @@ from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.disk import output_fault
+from megarl.model.tokenizer import load_tokenizer
 from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
 from megarl.parallel.roles import Roles, resolve
 from megarl.preflight.data import length_faults, read_data, sample_file_faults
@@ -30,7 +31,7 @@ from megarl.preflight.models import critic_faults, eos_faults, policy_faults, re
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
 from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.prompts import PromptStream, load_tokenizer
+from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import SampleFile, open_samples
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
 from megarl.rollout.sglang.drafts import draft_faults

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.episode import EpisodeConfig
-from megarl.parallel.hf_config import end_token_ids
+from megarl.model.hf_config import end_token_ids
 from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.prepared import prepare, prepare_agents

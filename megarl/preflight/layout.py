@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
-from megarl.parallel.engine_layout import FP8_TILE
+from megarl.model.quantisation import FP8_TILE
 from megarl.parallel.layout import divisors, nearest
 from megarl.parallel.roles import Roles
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map

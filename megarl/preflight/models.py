@@ -9,9 +9,9 @@ from typing import Any
 from megarl.algos import learns_from_answers
 from megarl.checkpoints import hf_import, peft
 from megarl.config import Recipe
-from megarl.parallel.hf_config import end_token_ids
+from megarl.model.hf_config import end_token_ids
+from megarl.model.tokenizer import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.parallel.roles import Role, Roles
-from megarl.rollout.prompts import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.rollout.template_check import template_fault
 from megarl.types import ModelShape, Prompt, UserFault
 

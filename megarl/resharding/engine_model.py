@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megarl.parallel.engine_layout import FP8_TILE
+from megarl.model.quantisation import FP8_TILE
 from megarl.resharding.sglang_map import DRAFT
 from megarl.resharding.shards import LayoutError
 

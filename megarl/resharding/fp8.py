@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megarl.parallel.engine_layout import FP8_TILE
+from megarl.model.quantisation import FP8_TILE
 from megarl.resharding.shards import LayoutError, Part, Shard, tiles
 
 SCALE_SUFFIX = "_scale_inv"  # a weight's name with it is the name of its scales in the checkpoint

@@ -21,10 +21,11 @@ from typing import NamedTuple
 import torch
 
 from megarl.device import DEVICE
+from megarl.model.lora_pairs import LoraSize, Rounding, factor_name, factor_param
+from megarl.model.tensors import STACK, Size
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize, Rounding, factor_name, factor_param
 from megarl.resharding import lora_map, megatron_map
-from megarl.resharding.shards import STACK, Cell, Shard, Size, verify_params, views
+from megarl.resharding.shards import Cell, Shard, verify_params, views
 from megarl.types import ModelShape
 
 TILE_ROWS, TILE_COLS = 128, 2048

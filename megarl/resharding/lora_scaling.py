@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.parallel.lora_pairs import LoraSize
-from megarl.resharding.shards import STACK, Cell, Size, views
+from megarl.model.lora_pairs import LoraSize
+from megarl.model.tensors import STACK, Size
+from megarl.resharding.shards import Cell, views
 
 _FACTOR_B = ".lora_B.weight"
 

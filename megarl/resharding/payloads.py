@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megarl.parallel.lora_pairs import LoraSize, is_factor
+from megarl.model.lora_pairs import LoraSize, is_factor
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.lora_scaling import Scaling

@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megarl.parallel.engine_layout import FP8_TILE
+from megarl.model.quantisation import FP8_TILE
+from megarl.model.tensors import Size
 from megarl.resharding.routes import Flow, Hop, RouteChooser, item_bytes
-from megarl.resharding.shards import Box, Cell, Part, Size, box_area, box_size
+from megarl.resharding.shards import Box, Cell, Part, box_area, box_size
 from megarl.types import UserFault
 
 DIGEST_BITS = 128

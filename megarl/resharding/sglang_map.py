@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from megarl.parallel.engine_layout import FP8_TILE, VOCAB_MULTIPLE, EngineLayout
-from megarl.resharding.shards import EMBEDDING, FP8, LM_HEAD, LayoutError, Part, Range, Shard, intersect, share, tiles
-from megarl.resharding.tensors import FINAL_NORM, layer_prefix, mtp_prefix
+from megarl.model.quantisation import FP8_TILE
+from megarl.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, mtp_prefix
+from megarl.parallel.engine_layout import VOCAB_MULTIPLE, EngineLayout
+from megarl.resharding.shards import FP8, LayoutError, Part, Range, Shard, intersect, share, tiles
 from megarl.types import MlaShape, ModelShape
 
 ONE_ITEM = (0, 1)

@@ -10,18 +10,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.parallel.engine_layout import FP8_TILE
+from megarl.model.quantisation import FP8_TILE
+from megarl.model.tensors import EMBEDDING, LM_HEAD, STACK, Size
 
 if TYPE_CHECKING:
     import torch
 
 Range = tuple[int, int]  # half open
 Cell = tuple[int, int, int]  # item, row, column
-Size = tuple[int, int, int]  # items, rows, columns
 Box = tuple[Range, Range, Range]  # items, rows, columns
 FP8 = "float8_e4m3fn"  # torch's name of the type of weights in tiles
-STACK = "{}"  # in a name: the placeholder of the item's number
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows
 _FAULTS_SHOWN = 3
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 
 from megarl.device import DEVICE
-from megarl.parallel.engine_layout import FP8_TILE, EngineLayout
+from megarl.model.quantisation import FP8_TILE
+from megarl.parallel.engine_layout import EngineLayout
 from megarl.resharding.execute import Params, Piece, Transform, fill, source_views, target_views
 from megarl.resharding.plan import Copy, Streams
 from megarl.resharding.shards import FP8, Box, first_of

@@ -6,7 +6,8 @@ from functools import cached_property
 from typing import Protocol
 
 from megarl.config import Recipe
-from megarl.parallel.hf_config import end_token_ids
+from megarl.model.hf_config import end_token_ids
+from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.episode import EpisodeRunner
@@ -15,7 +16,6 @@ from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeResult, TurnSampler
 from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
-from megarl.rollout.prompts import load_tokenizer
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 

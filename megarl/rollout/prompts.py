@@ -5,22 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.printable import first_line, short
+from megarl.model.tokenizer import OWN_TOKENIZER, chat_messages, token_outside_vocabulary
+from megarl.printable import short
 from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
-from megarl.rollout.template_check import chat_messages, template_fault
-from megarl.rollout.tokenizer import load_auto_tokenizer
+from megarl.rollout.template_check import template_fault
 from megarl.rollout.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise
 from megarl.types import Prompt, UserFault, UserFaults, WhenOverlong
 
-OWN_TOKENIZER = "give model.path the tokenizer that its weights were trained with"
 _MESSAGES = "write a non-empty string, or a list of messages {role, content} whose contents are strings"
 
 
@@ -54,29 +52,6 @@ class PromptFile:
     @property
     def num_dropped(self) -> int:
         return self.num_rows - len(self.prompts)
-
-
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint folder. Raises UserFault(model.path) when it cannot be loaded."""
-    if not Path(path).is_dir():
-        raise UserFault("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
-    try:
-        found = load_auto_tokenizer(path)
-        if not found("a")["input_ids"]:
-            raise ValueError("no tokenizer files")  # transformers makes an empty tokenizer from config.json alone
-        return found
-    except Exception as error:  # a broken file raises whatever its parser raises
-        problem = f"{path} has no usable tokenizer ({first_line(error)})"
-        raise UserFault("model.path", problem, "add its tokenizer files") from error
-
-
-def token_outside_vocabulary(tokenizer: Any, token_ids: Iterable[int], vocab_size: int) -> str | None:
-    """A description of the largest of token_ids where it is outside a vocabulary of vocab_size; else None."""
-    largest = max(token_ids, default=0)
-    if largest < vocab_size:
-        return None
-    text = tokenizer.convert_ids_to_tokens(largest)
-    return f"token {largest} ({text!r}), and the ids of the model's {vocab_size} tokens end at {vocab_size - 1}"
 
 
 def load_prompts(
@@ -211,26 +186,6 @@ def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults, tools: Sequen
             bad.add(row.id, BadRow(problem, "mend the messages or the template"))
         else:
             yield text
-
-
-def chat_text(tokenizer: Any, prompt: Any, response: str) -> tuple[str, bool]:
-    """(a prompt with a response as text, whether the tokenizer has to add special tokens to it).
-
-    Applies the chat template if there is one. Raises ValueError for chat messages without a template, and what the
-    template raises.
-    """
-    if tokenizer.chat_template is None:
-        if not isinstance(prompt, str):
-            raise ValueError("it is chat messages, and there is no chat template")
-        return prompt + response, True
-    answered = [*chat_messages(prompt), {"role": "assistant", "content": response}]
-    return tokenizer.apply_chat_template(answered, tokenize=False), False
-
-
-def chat_ids(tokenizer: Any, prompt: Any, response: str) -> list[int]:
-    """The token ids of `chat_text`."""
-    text, special = chat_text(tokenizer, prompt, response)
-    return tokenizer(text, add_special_tokens=special)["input_ids"]
 
 
 class PromptStream:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.model.tokenizer import chat_messages
 from megarl.rollout.sandbox.inside_launcher import limit
 from megarl.types import UserFault
 
@@ -51,13 +52,6 @@ def template_fault(
     if not problem:
         return None
     return UserFault("model.path", f"the chat template {problem} for {chats[chosen[number]][0]}", _MEND)
-
-
-def chat_messages(prompt: Any) -> list[Mapping[str, Any]]:
-    """The prompt as chat messages. Keys with a null value are left out: parquet adds them to messages without them."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
 
 
 def _size(chat: Chat) -> int:

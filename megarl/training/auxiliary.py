@@ -17,8 +17,8 @@ from megarl.algos.losses import LossResult, outcome_loss, value_loss
 from megarl.algos.statistics import Statistics
 from megarl.config import Recipe
 from megarl.device import Address
+from megarl.model.hf_config import read_model
 from megarl.parallel import host_offload
-from megarl.parallel.hf_config import read_model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.sequences import PackedRow
 from megarl.training import credit

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import torch
 
+from megarl.model.lora_pairs import LoraSize
 from megarl.parallel import host_offload
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.shards import cells
 from megarl.types import ModelShape

@@ -21,8 +21,8 @@ from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.config import Recipe
+from megarl.model.hf_config import model_shape
 from megarl.parallel import groups, host_offload, model
-from megarl.parallel.hf_config import model_shape
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.roles import lora_size, reference_copy, sent_lora, trains_merged
 from megarl.parallel.routing import Choices

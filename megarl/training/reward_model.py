@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from megarl import device
 from megarl.config import Recipe
+from megarl.model.hf_config import hf_facts, scorer_shape
+from megarl.model.tokenizer import chat_ids, load_tokenizer
 from megarl.parallel import groups
-from megarl.parallel.hf_config import hf_facts, scorer_shape
 from megarl.parallel.sequences import PackedRow
-from megarl.rollout.prompts import chat_ids, load_tokenizer
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.training.flops import train_work
 from megarl.training.rank import TrainingRank

@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.config import Recipe
 from megarl.device import DEVICE
+from megarl.model.hf_config import hf_facts
 from megarl.parallel import groups, model
-from megarl.parallel.hf_config import hf_facts
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.optimizer import build_optimizer
 from megarl.parallel.routing import Routing

@@ -17,11 +17,12 @@ from megarl.checkpoints import hf_import
 from megarl.checkpoints.hf_export import Export, export_hf, plan_files
 from megarl.checkpoints.quantised import file_bytes
 from megarl.device import Address, join_store
-from megarl.parallel.hf_config import hf_facts, model_shape
+from megarl.model import tensors
+from megarl.model.hf_config import hf_facts, model_shape
+from megarl.model.tensors import is_vector
 from megarl.parallel.layout import TrainLayout
-from megarl.resharding import fp8, megatron_map, tensors
+from megarl.resharding import fp8, megatron_map
 from megarl.resharding.shards import cells, param_table
-from megarl.resharding.tensors import is_vector
 from megarl.types import ModelShape
 from tests.parallel import checkpoints
 from tests.parallel.worlds import TIMEOUT_S, run_ranks

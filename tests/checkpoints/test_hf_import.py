@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 
 from megarl.checkpoints.hf_files import tensor_files
 from megarl.checkpoints.hf_import import check_hf, load_hf
+from megarl.model.tensors import hf_tensors
 from megarl.parallel.layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard, param_table
-from megarl.resharding.tensors import hf_tensors
 from megarl.types import UserFault
-from tests.parallel.test_hf_config import CONFIG, SHAPE
+from tests.model.test_hf_config import CONFIG, SHAPE
 
 
 def tensors() -> dict[str, torch.Tensor]:

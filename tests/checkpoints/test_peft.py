@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints import peft
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.lora_pairs import LoraSize, weight_of
+from megarl.model.hf_config import model_shape
+from megarl.model.lora_pairs import LoraSize, weight_of
 from tests.parallel import checkpoints
 
 SIZE = LoraSize(4, 4, 6.0, ())

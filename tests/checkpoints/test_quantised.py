@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import check_hf, load_hf
 from megarl.checkpoints.quantised import file_bytes, fill
+from megarl.model.hf_config import HfFacts
+from megarl.model.quantisation import MEND, Quantisation
+from megarl.model.tensors import hf_tensors, is_projection
+from megarl.model.tensors import tensors as logical_tensors
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.hf_config import HfFacts
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.quantisation import MEND, Quantisation
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table
-from megarl.resharding.tensors import hf_tensors, is_projection
-from megarl.resharding.tensors import tensors as logical_tensors
 from megarl.types import MlaShape, ModelShape, UserFault
 
 Tensors = dict[str, torch.Tensor]

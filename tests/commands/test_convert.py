@@ -20,8 +20,8 @@ from megarl.commands import convert
 from megarl.commands.convert import find_snapshot
 from megarl.config.loading import load_recipe
 from megarl.controller.resuming import FOLDER, Progress
-from megarl.parallel.adapter_config import adapter_keys
-from megarl.parallel.hf_config import model_shape
+from megarl.model.adapter_config import adapter_keys
+from megarl.model.hf_config import model_shape
 from megarl.parallel.roles import resolve
 from megarl.preflight import check
 from megarl.types import UserFaults

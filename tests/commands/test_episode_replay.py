@@ -18,8 +18,9 @@ from typer.testing import CliRunner, Result
 
 from megarl.cli import app
 from megarl.config.loading import load_recipe
+from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.episodes import EnvironmentRuntime
-from megarl.rollout.prompts import PromptSource, load_prompts, load_tokenizer
+from megarl.rollout.prompts import PromptSource, load_prompts
 from megarl.rollout.sample_file import writing
 from megarl.rollout.stock import PartialGroup
 from megarl.rollout.worker import scored

@@ -20,10 +20,10 @@ from megarl.checkpoints.quantised import file_bytes
 from megarl.commands import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.parallel.hf_config import hf_facts, model_shape
+from megarl.model.hf_config import hf_facts, model_shape
+from megarl.model.tensors import aliases, mtp_prefix, tensors
 from megarl.parallel.roles import Roles
 from megarl.preflight import check, layout
-from megarl.resharding.tensors import aliases, mtp_prefix, tensors
 from megarl.types import UserFaults
 from scripts.keep_layers import keep_layers
 

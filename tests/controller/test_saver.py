@@ -18,7 +18,7 @@ from megarl.config.loading import load_recipe
 from megarl.controller.resuming import FOLDER, Progress, StockState, find, model_faults, resume
 from megarl.controller.saver import Saver
 from megarl.fleet.rank_groups import GroupStock
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.parallel.roles import resolve
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptStream

@@ -16,7 +16,7 @@ import pytest
 from megarl.cluster.session import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
-from megarl.parallel.lora_pairs import LoraSize
+from megarl.model.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
 from megarl.rollout.step_fit import EngineHistory

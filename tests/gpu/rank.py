@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import HashStore
 
 from megarl import device
 from megarl.checkpoints import hf_import
+from megarl.model.hf_config import model_shape
+from megarl.model.lora_pairs import LoraSize, weight_of
 from megarl.parallel import model
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.lora_pairs import LoraSize, weight_of
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.roles import lora_size, train_layout

@@ -28,7 +28,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/end_to_end/test_doctor.py",
     ),
     3: (
-        "tests/parallel/test_families.py",
+        "tests/model/test_families.py",
         "tests/parallel/test_groups.py",
         "tests/parallel/test_replay.py",
         "tests/parallel/test_token_rewards.py",

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megarl.parallel.hf_config import model_shape
-from megarl.resharding.tensors import aliases, hf_tensors
+from megarl.model.hf_config import model_shape
+from megarl.model.tensors import aliases, hf_tensors
 
 COMMON: Mapping[str, Any] = {
     "vocab_size": 200,  # no multiple of what Megatron pads to

@@ -36,7 +36,7 @@ def drawn(name: str, size: tuple[int, int]) -> np.ndarray:
 @torch.no_grad()
 def set_b(trainer: Any) -> None:
     """Give every B of this rank values that are the same whole tensor in every layout."""
-    from megarl.resharding.tensors import tensors
+    from megarl.model.tensors import tensors
 
     sizes, held = tensors(trainer.shape), trained(trainer)
     for shard in trained_shards(trainer):

@@ -157,8 +157,8 @@ class Odd(torch.nn.Linear):
     ],
 )
 def test_an_unknown_linear_layer_is_refused_by_name(param: str, says: str) -> None:
+    from megarl.model.lora_pairs import LoraPair, LoraSize
     from megarl.parallel.lora import attach
-    from megarl.parallel.lora_pairs import LoraPair, LoraSize
 
     chunk, name = torch.nn.Module(), "model.layers.0.self_attn.q_proj.weight"
     chunk.decoder = torch.nn.Module()

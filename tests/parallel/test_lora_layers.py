@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine
 
+from megarl.model.lora_pairs import LoraSize
+from megarl.model.tensors import STACK
 from megarl.parallel import groups, lora, model
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding import lora_map, megatron_map
-from megarl.resharding.shards import STACK, views
+from megarl.resharding.shards import views
 from tests.resharding.test_sglang_map import QWEN3_MOE
 
 SIZE, EPS = LoraSize(3, 2, 6.0, ()), 1e-5

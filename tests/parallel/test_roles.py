@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.parallel import hf_config
+from megarl.model import hf_config
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import Role, engine_layout, resolve, shared_slots
 from megarl.types import UserFault
-from tests.parallel.test_hf_config import CONFIG, SHAPE
+from tests.model.test_hf_config import CONFIG, SHAPE
 from tests.parallel.worlds import recipe
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.hf_config import HfModel
+from megarl.model.hf_config import HfModel
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import engine_layout, train_layout
 from megarl.plan.batch import advice, response_lengths, samples_bytes, share_of, step_samples

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
+from megarl.model.hf_config import model_shape
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import RoleName, train_layout
 from megarl.parallel.sizes import ChunkSize

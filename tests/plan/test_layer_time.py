@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, RankLayers

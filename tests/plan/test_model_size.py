@@ -8,7 +8,7 @@ import pytest
 
 from megarl import device
 from megarl.config import Recipe
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import resolve, train_layout
 from megarl.plan.model_size import ModelSize, model_sizes, sizes_of

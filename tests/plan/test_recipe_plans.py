@@ -14,7 +14,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
-from megarl.parallel.hf_config import HfModel
+from megarl.model.hf_config import HfModel
 from megarl.parallel.roles import Role, Roles, resolve, train_layout
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan

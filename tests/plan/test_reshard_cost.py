@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
+from megarl.model.hf_config import model_shape
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.roles import resolve, train_layout
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard

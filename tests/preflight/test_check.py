@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config.loading import load_recipe
+from megarl.model.tokenizer import load_tokenizer
 from megarl.parallel.roles import resolve
 from megarl.preflight.check import Inputs, _Case, _faults, check, check_rollout, check_samples, faults_elsewhere
-from megarl.rollout.prompts import load_tokenizer
 from megarl.types import UserFaults
 from tests.parallel import checkpoints
 

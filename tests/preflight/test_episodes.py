@@ -12,11 +12,11 @@ import pytest
 from megarl.commands.dry_run import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
+from megarl.model.tokenizer import load_tokenizer
 from megarl.preflight.data import read_data
 from megarl.preflight.episodes import demonstration_faults, read_episode
 from megarl.preflight.rewards import reward_faults
 from megarl.rollout.conversations.template import ChatTemplate
-from megarl.rollout.prompts import load_tokenizer
 from megarl.types import UserFault
 from tests.rollout.conversations.chatml_families import QWEN_3
 from tests.rollout.conversations.families import stop_ids, tokenizer_of

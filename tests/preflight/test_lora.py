@@ -9,8 +9,8 @@ import torch
 
 from megarl.checkpoints import peft
 from megarl.config.loading import load_recipe
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.lora_pairs import LoraSize
+from megarl.model.hf_config import model_shape
+from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.roles import resolve
 from megarl.preflight import check
 from megarl.preflight.check import Command

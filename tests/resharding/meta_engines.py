@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.lora_pairs import LoraSize
 from tests.resharding import meta_slots
 
 TIMEOUT_S = 500

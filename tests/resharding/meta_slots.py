@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from megarl.model.hf_config import model_shape
+from megarl.model.lora_pairs import LoraSize, factor_name
+from megarl.model.tensors import STACK
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.hf_config import model_shape
-from megarl.parallel.lora_pairs import LoraSize, factor_name
 from megarl.resharding import engine_model, lora_map, lora_slots
-from megarl.resharding.shards import STACK
 from megarl.rollout.sglang import adapters, cpu
 from megarl.types import ModelShape
 from tests.resharding.worlds import Pair, factor, fill, same_bits

@@ -25,8 +25,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.device import DEVICE, Address, address_of, host_store, join_store
+from megarl.model.hf_config import model_shape
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.model import TRANSFORMER_ENGINE
 from megarl.resharding.member import Member, collect_stats

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.device import Address, address_of, host_store, join_store
+from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude

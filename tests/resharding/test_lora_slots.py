@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding import lora_slots
 from megarl.types import ModelShape
 from tests.resharding.test_sglang_map import DEEPSEEK, QWEN3_MOE

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize
 from megarl.resharding.execute import DIRECT_BYTES, messages
 from megarl.resharding.plan import Copy
 from megarl.resharding.routes import item_bytes

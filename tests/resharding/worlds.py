@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from megarl.device import address_of, host_store, use_loopback
+from megarl.model.lora_pairs import LoraSize, factor_name
+from megarl.model.tensors import STACK
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize, factor_name
 from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
 from megarl.resharding.member import Member, Stats, collect_stats
 from megarl.resharding.payloads import PayloadName
 from megarl.resharding.plan import Copy
 from megarl.resharding.session import Session
-from megarl.resharding.shards import STACK, VOCAB_TENSORS, Box, Shard, cells, param_table, views
+from megarl.resharding.shards import VOCAB_TENSORS, Box, Shard, cells, param_table, views
 from megarl.resharding.verify import VerifyMode
 from megarl.types import MlaShape, ModelShape
 from tests import forked

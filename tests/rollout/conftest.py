@@ -12,7 +12,7 @@ import torch
 
 from megarl.config import RewardConfig
 from megarl.device import DEVICE
-from megarl.rollout.prompts import load_tokenizer
+from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.sandbox.sandbox import sandbox_faults
 from megarl.rollout.sglang import cpu, scheduler
 from megarl.rollout.sglang.engine import Engine

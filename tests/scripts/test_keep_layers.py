@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.hf_import import check_hf
-from megarl.parallel.hf_config import model_shape
+from megarl.model.hf_config import model_shape
 from megarl.types import UserFault
 from scripts.keep_layers import INDEX, keep_layers
 from tests.parallel import checkpoints

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
+from megarl.model.tokenizer import chat_messages
 from megarl.rollout.agents.chat import Access, ChatHandler
 from megarl.rollout.agents.thread import AgentFailure, AgentTimeout
 from megarl.rollout.conversations.agent_episode import AgentEpisode
@@ -14,7 +15,6 @@ from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.paced import PacedSampler
 from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeResult, EpisodeRows, TurnSampler
-from megarl.rollout.template_check import chat_messages
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
+from megarl.model.tokenizer import chat_messages
 from megarl.rollout.accounting import longest_row
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, rendered, results_of
 from megarl.rollout.conversations.open_episode import (
@@ -33,7 +34,6 @@ from megarl.rollout.conversations.transcript import TranscriptWriter
 from megarl.rollout.environments.pool import EnvironmentFailure, ReplayFailure
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.stock import phases_of
-from megarl.rollout.template_check import chat_messages
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict

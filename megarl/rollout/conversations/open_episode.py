@@ -12,11 +12,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megarl.model.tokenizer import chat_messages
 from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.rows import EpisodeRows, SampledTurn
 from megarl.rollout.conversations.tally import Tally
 from megarl.rollout.conversations.template import Message
-from megarl.rollout.template_check import chat_messages
 from megarl.types import EpisodeProgress, Prompt, Sample
 
 Result = TypeVar("Result")

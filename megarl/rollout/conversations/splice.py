@@ -21,8 +21,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megarl.model.tokenizer import chat_messages
 from megarl.rollout.conversations.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, user
-from megarl.rollout.template_check import chat_messages
 from megarl.types import UserFault
 
 MEND = "use a checkpoint with another chat template, or set episode.history to render"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.parallel.lora_pairs import LoraSize
+from megarl.model.lora_pairs import LoraSize
 from megarl.resharding.engine_model import SLOT_NUMBER
 from megarl.resharding.lora_slots import modules, slot_rank
 from megarl.types import ModelShape

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.device import DEVICE, Address
-from megarl.parallel.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
+from megarl.model.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
 from megarl.rollout.sglang import adapters, cpu, deterministic
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.sizes import group_arguments, running_limit

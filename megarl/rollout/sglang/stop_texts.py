@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from megarl.rollout.tokenizer import load_auto_tokenizer
+from megarl.model.tokenizer import load_auto_tokenizer
 
 
 class StopTextParams(SamplingParams):

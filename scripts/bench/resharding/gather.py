@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megarl.model.tensors import STACK, Size
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.shards import STACK, Cell, Shard, Size, box_size, intersect_boxes, param_table, views
+from megarl.resharding.shards import Cell, Shard, box_size, intersect_boxes, param_table, views
 
 from .case import Case, Params
 from .groups import axis_group, axis_ranks

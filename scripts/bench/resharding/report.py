@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from statistics import mean, median
 from typing import Any
 
-from megarl.resharding.tensors import tensors
+from megarl.model.tensors import tensors
 from megarl.resharding.traffic import Traffic
 
 from .case import Case, num_bytes

@@ -12,8 +12,8 @@ from tests.gpu.simulated import cuda
 cuda.install()
 
 import tests.gpu.rank as of_device  # noqa: E402 - megarl decides for the GPU when it is imported
+from megarl.model.lora_pairs import is_factor  # noqa: E402
 from megarl.parallel import model, rank_model  # noqa: E402
-from megarl.parallel.lora_pairs import is_factor  # noqa: E402
 
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 

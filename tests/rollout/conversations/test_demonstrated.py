@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.environments.calculator import calculate
+from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.demonstrated import Demonstration, demonstrate
 from megarl.rollout.conversations.splice import Splice, ToolResult
@@ -20,7 +21,6 @@ from megarl.rollout.conversations.splice_check import check
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall
 from megarl.rollout.data_files import BadRow
 from megarl.rollout.environments.loading import load_tools
-from megarl.rollout.prompts import load_tokenizer
 from megarl.types import Sample, SamplePart
 from scripts import make_arithmetic, make_tiny_moe
 from tests.rollout.conversations.chatml_families import CHATML, HERMES, QWEN_2_5, QWEN_3_CODER

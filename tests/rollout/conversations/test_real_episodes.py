@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from megarl.config.episode import EpisodeConfig
-from megarl.parallel.hf_config import end_token_ids
+from megarl.model.hf_config import end_token_ids
+from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout import accounting
 from megarl.rollout.agents.thread import AgentThread
 from megarl.rollout.agents.workers import AgentSettings
@@ -26,7 +27,6 @@ from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
-from megarl.rollout.prompts import load_tokenizer
 from megarl.rollout.sglang.engine import Engine
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.device import DEVICE
-from megarl.parallel.quantisation import QUANTISATION_KEYS
+from megarl.model.quantisation import QUANTISATION_KEYS
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import (
     LATENT_FP8_BACKENDS,

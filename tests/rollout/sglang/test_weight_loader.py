@@ -16,10 +16,10 @@ from megarl.checkpoints.hf_import import load_hf
 from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.config.roles import LoraConfig
 from megarl.device import Address
+from megarl.model.lora_pairs import LoraSize
+from megarl.model.quantisation import Quantisation
 from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.layout import TrainLayout
-from megarl.parallel.lora_pairs import LoraSize
-from megarl.parallel.quantisation import Quantisation
 from megarl.resharding import sglang_map
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.payloads import reshard_steps

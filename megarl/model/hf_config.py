@@ -12,17 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.parallel.families import FAMILIES
-from megarl.parallel.hf_values import (
-    integer,
-    mapping,
-    number,
-    optional_integer,
-    refuse_contradictions,
-    texts,
-    truth,
-)
-from megarl.parallel.quantisation import Quantisation, quantisation
+from megarl.model.families import FAMILIES
+from megarl.model.hf_values import integer, mapping, number, optional_integer, refuse_contradictions, texts, truth
+from megarl.model.quantisation import Quantisation, quantisation
 from megarl.types import ModelShape, UserFault
 
 _MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names

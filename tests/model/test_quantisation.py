@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.hf_config import hf_facts, model_shape, read_model
-from megarl.parallel.quantisation import FP8_CONFIG, MEND, Quantisation
+from megarl.model.hf_config import hf_facts, model_shape, read_model
+from megarl.model.quantisation import FP8_CONFIG, MEND, Quantisation
 from megarl.types import UserFault
-from tests.parallel.test_hf_config import CONFIG, write
+from tests.model.test_hf_config import CONFIG, write
 
 FP8: dict[str, Any] = dict(FP8_CONFIG)
 INT4: dict[str, Any] = {  # Kimi-K2-Thinking's

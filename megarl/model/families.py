@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.parallel.hf_values import integer, optional_integer
+from megarl.model.hf_values import integer, optional_integer
 from megarl.types import MlaShape
 
 _EXPERT_INTEGERS = {  # ModelShape's field -> the keys of config.json, of which transformers has several

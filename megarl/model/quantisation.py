@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.parallel.engine_layout import FP8_TILE
-from megarl.parallel.hf_values import mapping, texts
+from megarl.model.hf_values import mapping, texts
 from megarl.types import UserFault
 
+FP8_TILE = 128  # rows and columns of a weight that share one scale
 QUANTISATION_KEYS = "quantization_config", "compression_config"  # of which config.json has at most one
 KEY = QUANTISATION_KEYS[0]
 INT4_GROUP = 32  # columns of a row that share one scale

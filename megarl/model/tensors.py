@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megarl.resharding.shards import EMBEDDING, LM_HEAD, STACK, Size
 from megarl.types import SCORE, ModelShape
 
+Size = tuple[int, int, int]  # items, rows, columns
+STACK = "{}"  # in a name: the placeholder of the item's number
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 Named = Iterator[tuple[str, Size]]
 

@@ -14,8 +14,8 @@ from megarl import device
 from megarl.checkpoints.hf_import import load_hf
 from megarl.config import TrainConfig
 from megarl.device import Address
+from megarl.model.hf_config import model_shape
 from megarl.parallel import cpu, groups, model
-from megarl.parallel.hf_config import model_shape
 from megarl.parallel.layout import TrainLayout
 from megarl.parallel.routing import Routing
 from megarl.resharding import megatron_map

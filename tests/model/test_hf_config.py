@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.hf_config import Yarn, end_token_ids, hf_facts, model_shape
+from megarl.model.hf_config import Yarn, end_token_ids, hf_facts, model_shape
 from megarl.types import MlaShape, ModelShape, UserFault
 
 SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
