@@ -26,8 +26,8 @@ FLOORS: list[dict[str, str]] = [
     {"environments": "tools and games for episodes", "training": "one rank: credit, batches, updates"},
     {"rollout": "prompts, engines, rewards, sandbox"},
     {"checkpoints": "Hugging Face files, run snapshots"},
-    {"resharding": "from Megatron's shards to SGLang's"},
-    {"cluster": "actors, network cards", "parallel": "layout, model, pipeline", "tracking": "records, curves"},
+    {"parallel": "Megatron-Core", "resharding": "from Megatron's shards to SGLang's"},
+    {"cluster": "actors, network cards", "placement": "layouts and roles", "tracking": "records, curves"},
     {
         "algos": "advantages and losses",
         "config": "the recipe tree",

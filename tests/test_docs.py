@@ -21,9 +21,9 @@ from megarl.config.loading import load_recipe
 from megarl.model import tensors
 from megarl.model.families import FAMILIES
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import resolve
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.layout import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.traffic import count_traffic

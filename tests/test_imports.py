@@ -30,8 +30,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 MOST_ALONE = 6  # modules that lie in no room
 NARROWED = {  # it takes tensors and layouts, not engines
     "resharding": {
-        "megarl.parallel.layout",
-        "megarl.parallel.engine_layout",
+        "megarl.placement.train_layout",
+        "megarl.placement.engine_layout",
         "megarl.model.lora_pairs",
         "megarl.model.quantisation",
         "megarl.model.tensors",

@@ -23,7 +23,7 @@ from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, is_factor
 from megarl.model.quantisation import FP8_CONFIG, FP8_TILE, QUANTISATION_KEYS
 from megarl.model.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor

@@ -16,7 +16,7 @@ from megarl.controller.resuming import FOLDER, model_faults
 from megarl.disk import output_fault
 from megarl.fleet.fleet import training_fleet
 from megarl.model.hf_config import model_shape
-from megarl.parallel.roles import lora_size, resolve
+from megarl.placement.roles import lora_size, resolve
 from megarl.types import UserFault, UserFaults
 
 

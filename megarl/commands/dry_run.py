@@ -11,9 +11,9 @@ from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.checkpoints.quantised import weights_in_words
 from megarl.config import EngineConfig, Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import Roles, resolve
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import Roles, resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.adapters import adapters_in_words
 from megarl.plan.batch import step_samples
 from megarl.plan.turns import tool_load

@@ -14,7 +14,7 @@ from megarl.controller.samples import sampling_of, with_overlong_penalty
 from megarl.controller.stages import LEARNING_STAGES, advantages, publish, score
 from megarl.fleet.fleet import Fleet, training_fleet
 from megarl.model.hf_config import model_shape
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.preflight.check import Inputs
 from megarl.rollout.sample_file import SampleFile, writing
 from megarl.tracking.metrics import rollout_metrics

@@ -17,7 +17,7 @@ from megarl.config import Recipe
 from megarl.fleet.fleet import STOCK, Fleet
 from megarl.fleet.rank_groups import GroupStock
 from megarl.model.hf_config import model_shape
-from megarl.parallel.roles import Roles, lora_size, resolve
+from megarl.placement.roles import Roles, lora_size, resolve
 from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sample_file import open_samples
 from megarl.rollout.stock import Entry, Ticket

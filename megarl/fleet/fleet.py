@@ -16,9 +16,9 @@ from megarl.cluster.topology import placement_faults, placement_lines
 from megarl.config import Recipe
 from megarl.device import address_of
 from megarl.fleet.engines import Engines
-from megarl.fleet.memory import MemoryScheduler, Phase
+from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
-from megarl.parallel.roles import Roles, resolve, sent_lora, trains_merged
+from megarl.placement.roles import Phase, Roles, resolve, sent_lora, trains_merged
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
 from megarl.resharding.session import Session, Sessions, sessions

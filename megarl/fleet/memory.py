@@ -15,11 +15,10 @@ memory: its models keep all of it in every phase, so that the optimizer is not m
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
+from megarl.placement.roles import Phase
 from megarl.types import Metrics
-
-Phase = Literal["rollout", "score", "critic", "train", "reshard"]
 
 
 class RanksMemory(Protocol):

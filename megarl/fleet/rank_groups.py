@@ -18,7 +18,7 @@ from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.session import Cluster
 from megarl.config import Recipe
-from megarl.parallel.roles import Role, is_reporting_rank
+from megarl.placement.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank
 from megarl.rollout.stock import Entry, Stock
 from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_updates, refs_of

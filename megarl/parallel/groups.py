@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # also regist
 
 from megarl import device
 from megarl.algos.statistics import Statistic, Statistics
-from megarl.parallel.layout import RankCoords, TrainLayout
+from megarl.placement.train_layout import RankCoords, TrainLayout
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:

@@ -20,10 +20,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megarl.config import Recipe
 from megarl.model.hf_config import model_shape, scorer_shape
 from megarl.parallel import cpu, groups, model
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sizes import ChunkSize, Whole
+from megarl.placement.roles import train_layout
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import ModelShape, UserFault
 
 

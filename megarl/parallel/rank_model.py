@@ -15,10 +15,10 @@ from megarl.model.lora_pairs import LoraPair
 from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
 from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Pipeline
-from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.parallel.tp_attributes import set_tp_attributes
+from megarl.placement.roles import lora_size, train_layout
 from megarl.types import ModelShape
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from megarl.device import DEVICE
 from megarl.parallel.model import DTYPES, buffers_config, fixed_field_names, transformer_config
 from megarl.parallel.optimizer import optimizer_config, transformer_engine_fault
 from megarl.parallel.options import option_faults
-from megarl.parallel.roles import Role
+from megarl.placement.roles import Role
 from megarl.types import UserFault
 
 

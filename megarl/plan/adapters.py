@@ -10,9 +10,9 @@ from itertools import starmap
 
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.tensors import STACK
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
 from megarl.parallel.sizes import ChunkSize
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, lora_slots
 from megarl.resharding.routes import item_bytes
 from megarl.rollout.sglang.adapters import ADAPTER_SLOTS

@@ -15,8 +15,8 @@ import numpy as np
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout, nearest
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout, nearest
 from megarl.plan.turns import Turns, turns_of
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.training.flops import train_work

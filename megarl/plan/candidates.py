@@ -12,8 +12,8 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
-from megarl.parallel.layout import TrainLayout, divisors
-from megarl.parallel.roles import Roles, resolve, train_layout
+from megarl.placement.roles import Roles, resolve, train_layout
+from megarl.placement.train_layout import TrainLayout, divisors
 from megarl.plan.fit import RECOMPUTE
 from megarl.preflight.layout import engine_faults, node_faults, slot_faults
 from megarl.preflight.lora import lora_faults

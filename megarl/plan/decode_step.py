@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.config.hardware import Hardware
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.engine_memory import layers_of, weight_bytes
 from megarl.resharding.routes import item_bytes
 from megarl.training.flops import forward_flops

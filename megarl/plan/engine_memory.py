@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
 from megarl.rollout.sglang.sizes import given_sizes, limit_of, step_sequences

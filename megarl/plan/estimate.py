@@ -13,8 +13,8 @@ from functools import cached_property
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.roles import Role, RoleName, Roles, resolve
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import Role, RoleName, Roles, resolve
 from megarl.plan.batch import RankWork, Samples, share_of
 from megarl.plan.candidates import Overlay
 from megarl.plan.engine_simulation import GroupLimits

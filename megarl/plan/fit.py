@@ -11,8 +11,8 @@ from typing import Any
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.layout import divisors
-from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
+from megarl.placement.roles import RoleName, Roles, engine_layout, resolve
+from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
 from megarl.plan.step_time import StepTime

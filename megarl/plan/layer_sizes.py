@@ -13,9 +13,9 @@ from dataclasses import astuple, dataclass, replace
 
 from megarl.config import Recipe
 from megarl.config.loading import overlaid
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import Role, RoleName, train_layout
 from megarl.parallel.sizes import ChunkSize
+from megarl.placement.roles import Role, RoleName, train_layout
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.types import ModelShape
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from megarl.config.hardware import Hardware
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import ModelShape
 
 _ACTIVATION_BYTES = 2  # of a number between layers

@@ -14,8 +14,8 @@ from typing import Any
 
 import megarl
 from megarl.config import Recipe
-from megarl.parallel.roles import Role, RoleName, resolve
 from megarl.parallel.sizes import ChunkSize
+from megarl.placement.roles import Role, RoleName, resolve
 from megarl.plan.adapters import Stages, adapter_parameters, with_adapters
 from megarl.resharding.routes import item_bytes
 from megarl.types import UserFault

@@ -16,9 +16,8 @@ from functools import cached_property
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.fleet.memory import Phase
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, engine_layout, reference_copy, shared_slots, trains_merged
+from megarl.placement.roles import Phase, RoleName, engine_layout, reference_copy, shared_slots, trains_merged
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.adapters import adapter_slot_bytes
 from megarl.plan.batch import samples_bytes

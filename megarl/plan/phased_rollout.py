@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.algos import hyperparameters_of
 from megarl.config import Recipe
-from megarl.parallel.layout import divisors
+from megarl.placement.train_layout import divisors
 from megarl.plan.batch import Samples
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedRequest, Speed

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from megarl.parallel.roles import RoleName
+from megarl.placement.roles import RoleName
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.report import amount, engines, parallel_sizes, title, verdict
 from megarl.plan.run_plan import RunPlan, Slot

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.config.hardware import Hardware
-from megarl.parallel.roles import Roles
+from megarl.placement.roles import Roles
 from megarl.preflight.layout import factor_maps, weight_maps
 from megarl.resharding import fp8
 from megarl.resharding.plan import plan_streams

@@ -10,9 +10,9 @@ from statistics import fmean
 from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import RankCoords, TrainLayout
-from megarl.parallel.roles import RoleName, Roles, engine_layout, resolve
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import RoleName, Roles, engine_layout, resolve
+from megarl.placement.train_layout import RankCoords, TrainLayout
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, share_of, step_samples
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import settings_of, weight_bytes

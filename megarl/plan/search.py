@@ -16,7 +16,7 @@ from typing import Literal
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
 from megarl.plan.candidates import Overlay, changes, engine_overlays, train_overlays, train_variants, with_fraction
 from megarl.plan.estimate import Estimate, Estimator

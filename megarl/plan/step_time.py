@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from megarl.algos import has_reference, hyperparameters_of, needs_old_logprobs
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, Roles, reference_copy, trains_merged
+from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.model_size import ModelSize

@@ -19,7 +19,7 @@ from megarl.device import DEVICE
 from megarl.disk import output_fault
 from megarl.model.tokenizer import load_tokenizer
 from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
-from megarl.parallel.roles import Roles, resolve
+from megarl.placement.roles import Roles, resolve
 from megarl.preflight.data import length_faults, read_data, sample_file_faults
 from megarl.preflight.environment import attention_faults, cluster_faults
 from megarl.preflight.episodes import demonstration_faults, read_episode

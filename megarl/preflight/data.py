@@ -11,7 +11,7 @@ import numpy as np
 from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.data import DataConfig, DataFileConfig
-from megarl.parallel.roles import Role, Roles
+from megarl.placement.roles import Role, Roles
 from megarl.rollout.accounting import row_length
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts, vocabulary_faults

@@ -9,8 +9,8 @@ from dataclasses import replace
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.model.quantisation import FP8_TILE
-from megarl.parallel.layout import divisors, nearest
-from megarl.parallel.roles import Roles
+from megarl.placement.roles import Roles
+from megarl.placement.train_layout import divisors, nearest
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import LayoutError, Part

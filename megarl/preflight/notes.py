@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megarl.algos import ALGORITHMS, has_critic, has_reference, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.parallel.roles import train_layout
+from megarl.placement.roles import train_layout
 from megarl.rollout.stock import num_phases, staleness_bound
 
 _HIGH_RATE = 0.1

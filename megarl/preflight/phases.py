@@ -8,7 +8,7 @@ from __future__ import annotations
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.algos.mismatch import bounds
 from megarl.config import Recipe
-from megarl.parallel.roles import Roles
+from megarl.placement.roles import Roles
 from megarl.types import Hyperparameters, UserFault
 
 # By algorithm.mismatch of whole samples: the hyperparameters that bound it, and what its default bounds do to samples

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megarl.model.lora_pairs import LoraPair, LoraSize, factor_name, factor_param, leaf_of
 from megarl.model.tensors import STACK, tensors
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard
 from megarl.types import ModelShape

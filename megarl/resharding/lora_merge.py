@@ -23,7 +23,7 @@ import torch
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, Rounding, factor_name, factor_param
 from megarl.model.tensors import STACK, Size
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Cell, Shard, verify_params, views
 from megarl.types import ModelShape

@@ -17,8 +17,8 @@ from dataclasses import replace
 
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of
 from megarl.model.tensors import STACK, Size
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, sglang_map
 from megarl.resharding.shards import FP8, Part, Shard, param_table
 from megarl.types import ModelShape

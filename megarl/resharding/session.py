@@ -8,8 +8,8 @@ from typing import Any
 
 from megarl.device import Address
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.verify import VerifyMode
 from megarl.types import MlaShape, ModelShape, UserFault

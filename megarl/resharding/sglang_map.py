@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, mtp_prefix
-from megarl.parallel.engine_layout import VOCAB_MULTIPLE, EngineLayout
+from megarl.placement.engine_layout import VOCAB_MULTIPLE, EngineLayout
 from megarl.resharding.shards import FP8, LayoutError, Part, Range, Shard, intersect, share, tiles
 from megarl.types import MlaShape, ModelShape
 

@@ -10,7 +10,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import communicator_bytes
 from megarl.model.hf_config import model_shape
 from megarl.model.quantisation import QUANTISATION_KEYS
-from megarl.parallel.roles import engine_layout, lora_size
+from megarl.placement.roles import engine_layout, lora_size
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan
 from megarl.rollout.sglang.deterministic import generator_seed

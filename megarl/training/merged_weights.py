@@ -15,7 +15,7 @@ import torch
 
 from megarl.model.lora_pairs import LoraSize
 from megarl.parallel import host_offload
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.shards import cells
 from megarl.types import ModelShape

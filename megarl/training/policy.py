@@ -24,9 +24,9 @@ from megarl.config import Recipe
 from megarl.model.hf_config import model_shape
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.roles import lora_size, reference_copy, sent_lora, trains_merged
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow
+from megarl.placement.roles import lora_size, reference_copy, sent_lora, trains_merged
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.payloads import ReshardStep, exchanged

@@ -21,9 +21,9 @@ from megarl.config import Recipe
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
-from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.routing import Choices
 from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
+from megarl.placement.roles import lora_size, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import TokenValues, Update

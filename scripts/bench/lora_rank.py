@@ -12,9 +12,9 @@ import torch
 from megarl import device
 from megarl.config import Recipe
 from megarl.device import Address
-from megarl.parallel.engine_layout import EngineLayout
 from megarl.parallel.optimizer import stepping
-from megarl.parallel.roles import lora_size, sent_lora
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import lora_size, sent_lora
 from megarl.resharding import lora_slots, sglang_map
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.member import Stats

@@ -12,8 +12,8 @@ import multiprocessing
 import resource
 import time
 
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.fp8 import with_scales
 from megarl.resharding.plan import plan_streams

@@ -18,10 +18,10 @@ from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.model.hf_config import hf_facts
 from megarl.parallel import groups, model
-from megarl.parallel.layout import TrainLayout
 from megarl.parallel.optimizer import build_optimizer
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import PackedRow
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import ModelShape
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from megarl.checkpoints.hf_files import tensor_files
 from megarl.checkpoints.hf_import import check_hf, load_hf
 from megarl.model.tensors import hf_tensors
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard, param_table
 from megarl.types import UserFault

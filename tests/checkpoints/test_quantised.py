@@ -21,8 +21,8 @@ from megarl.model.hf_config import HfFacts
 from megarl.model.quantisation import MEND, Quantisation
 from megarl.model.tensors import hf_tensors, is_projection
 from megarl.model.tensors import tensors as logical_tensors
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table
 from megarl.types import MlaShape, ModelShape, UserFault

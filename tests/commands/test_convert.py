@@ -22,7 +22,7 @@ from megarl.config.loading import load_recipe
 from megarl.controller.resuming import FOLDER, Progress
 from megarl.model.adapter_config import adapter_keys
 from megarl.model.hf_config import model_shape
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.preflight import check
 from megarl.types import UserFaults
 from tests.test_cli import QUICKSTART, megarl

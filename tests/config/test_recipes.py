@@ -22,7 +22,7 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.model.hf_config import hf_facts, model_shape
 from megarl.model.tensors import aliases, mtp_prefix, tensors
-from megarl.parallel.roles import Roles
+from megarl.placement.roles import Roles
 from megarl.preflight import check, layout
 from megarl.types import UserFaults
 from scripts.keep_layers import keep_layers

@@ -19,7 +19,7 @@ from megarl.controller.resuming import FOLDER, Progress, StockState, find, model
 from megarl.controller.saver import Saver
 from megarl.fleet.rank_groups import GroupStock
 from megarl.model.hf_config import model_shape
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptStream
 from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserFault, UserFaults

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
 from megarl.types import FloatArray, Prompt, Sample, SampleGroup, SamplePart
 from tests.plan import plans

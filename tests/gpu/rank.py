@@ -23,8 +23,8 @@ from megarl.model.lora_pairs import LoraSize, weight_of
 from megarl.parallel import model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
-from megarl.parallel.roles import lora_size, train_layout
 from megarl.parallel.sequences import PackedRow, pack, unpack
+from megarl.placement.roles import lora_size, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Shard, verify_params, views
 from megarl.types import ModelShape, TrainSequence

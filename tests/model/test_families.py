@@ -16,8 +16,8 @@ from megarl.config import TrainConfig
 from megarl.device import Address
 from megarl.model.hf_config import model_shape
 from megarl.parallel import cpu, groups, model
-from megarl.parallel.layout import TrainLayout
 from megarl.parallel.routing import Routing
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
 from tests.parallel import checkpoints as checkpoints_of_families
 from tests.parallel import precision

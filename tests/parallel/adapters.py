@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.config import Recipe
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.shards import views
 from tests.parallel.gradients import uneven_steps
 from tests.parallel.worlds import recipe, trained, trained_shards

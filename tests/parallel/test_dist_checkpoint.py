@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.parallel import dist_checkpoint
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserFault
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import check_gradients, check_learning, check_weights, recorded, resumed, whole

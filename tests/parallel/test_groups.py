@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.device import DEVICE
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from tests.parallel.worlds import recipe, run_world
 
 LAYOUTS = {

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import MicroBatch, SampleRef, plan_updates
 from megarl.training.shares import RankObservation
 from megarl.training.train_sequences import train_sequences

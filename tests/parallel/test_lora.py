@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl import device
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserFault
 from tests.parallel import adapters, test_parity
 from tests.parallel.adapters import DENOMINATOR, LORA, LR, STEPS, VOCAB_SIZE, lora_recipe, without_mark

@@ -17,7 +17,7 @@ from megarl.checkpoints import peft
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.dist_checkpoint import read_factors
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from tests.parallel.adapters import LORA, VOCAB_SIZE, lora_recipe, set_b, trained
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import check_learning, recorded

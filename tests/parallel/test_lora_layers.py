@@ -20,7 +20,7 @@ from megatron.core.extensions import transformer_engine
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.tensors import STACK
 from megarl.parallel import groups, lora, model
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import views
 from tests.resharding.test_sglang_map import QWEN3_MOE

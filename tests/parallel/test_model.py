@@ -14,9 +14,9 @@ from megatron.core.transformer.moe import moe_utils
 from megarl.config import TrainConfig
 from megarl.model.hf_config import model_shape
 from megarl.parallel import model
-from megarl.parallel.layout import TrainLayout
 from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.model import hf_facts, transformer_config
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserFault
 from tests.gpu import tiny
 

@@ -13,8 +13,8 @@ import torch
 
 from megarl.config import TrainConfig
 from megarl.device import Address
-from megarl.parallel.layout import TrainLayout
 from megarl.parallel.optimizer import optimizer_config
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserFault
 from tests.parallel.checkpoints import write
 from tests.parallel.worlds import deal, numbers, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded, uneven_steps
 from tests.parallel.precision import within

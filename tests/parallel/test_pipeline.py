@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from tests.parallel.worlds import deal, part, ragged, recipe, run_world, weighted_loss
 
 LAYOUTS = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import TrainSequence
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.device import Address
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.checkpoints import write, write_classifier
 from tests.parallel.gradients import check_learning, recorded, whole

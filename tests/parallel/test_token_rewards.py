@@ -14,8 +14,8 @@ import pytest
 
 from megarl.config import AlgorithmConfig, ReferenceConfig
 from megarl.device import Address
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import is_reporting_rank
+from megarl.placement.roles import is_reporting_rank
+from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import SampleRef, TokenValues, Update, key_of, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint

@@ -19,7 +19,7 @@ from megarl.algos.losses import GAP, GAP_MAX, LossResult
 from megarl.algos.statistics import TOKENS, Statistics, over_tokens
 from megarl.config import Recipe
 from megarl.device import Address
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.tracking.metrics import train_metrics
 from megarl.types import TrainSequence
 from tests import forked
@@ -200,7 +200,7 @@ def _head_shards(trainer: Any) -> list[Any]:
 def trained_shards(trainer: Any) -> list[Any]:
     """Their map."""
     from megarl.parallel.model import TRANSFORMER_ENGINE
-    from megarl.parallel.roles import lora_size
+    from megarl.placement.roles import lora_size
     from megarl.resharding import lora_map, megatron_map
 
     of_rank = trainer.shape, trainer.layout, trainer.rank

@@ -11,9 +11,9 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.model.hf_config import HfModel
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName
 from megarl.parallel.sizes import ChunkSize
+from megarl.placement.roles import RoleName
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.fit import with_faults
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import MemoryPlan, plan_memory

@@ -11,9 +11,9 @@ import pytest
 from megarl.config import Recipe
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import resolve
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.adapters import adapter_parameters, adapter_slot_bytes, adapters_in_words
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.model_size import ModelSize, sizes_of

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megarl.model.hf_config import model_shape
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import engine_layout, train_layout
+from megarl.placement.roles import engine_layout, train_layout
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import advice, response_lengths, samples_bytes, share_of, step_samples
 from tests.plan import recipes as planning
 

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.decode_step import ACCEPTED, ATTENTION_SHARE, LAYER_S, STEP_S, EngineSpeed, all_to_all_s
 from megarl.plan.engine_memory import token_bytes, weight_bytes
 from megarl.types import ModelShape

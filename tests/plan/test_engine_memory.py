@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.engine_memory import DEEPEP_MIB, MIB, Settings, kept_bytes
 
 

@@ -11,7 +11,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
 from megarl.config.loading import overlaid
-from megarl.parallel.roles import Roles, resolve
+from megarl.placement.roles import Roles, resolve
 from megarl.plan.batch import Samples, step_samples
 from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedEngine, SimulatedRequest, simulate
 from megarl.plan.phase_advice import phase_advice

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, train_layout
 from megarl.parallel.sizes import ChunkSize
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import RoleName, train_layout
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import activation_bytes, in_flight, kept_and_recomputed, logits_bytes, row_of
 from megarl.plan.engine_memory import Settings, running_bytes, settings_of, token_bytes, weight_bytes
 from megarl.plan.memory_parts import Parts

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import model_shape
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, RankLayers
 from megarl.plan.step_time import ComputingModel, learning_time

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.batch import Samples, response_lengths
 from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.phased_rollout import _lengths_of, _part, phased_rollout

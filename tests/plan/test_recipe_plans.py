@@ -15,7 +15,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import HfModel
-from megarl.parallel.roles import Role, Roles, resolve, train_layout
+from megarl.placement.roles import Role, Roles, resolve, train_layout
 from megarl.plan import model_size, run_plan
 from megarl.plan.phase_memory import MemoryPlan
 from megarl.plan.search import SearchResult, Side, needs_of, search

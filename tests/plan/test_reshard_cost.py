@@ -9,9 +9,9 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import resolve, train_layout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import resolve, train_layout
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
 from megarl.preflight.models import stand_ins
 from megarl.resharding import fp8, megatron_map, sglang_map

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.batch import Samples, response_lengths
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import token_bytes

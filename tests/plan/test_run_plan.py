@@ -17,9 +17,9 @@ from megarl import cli
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
 from megarl.config.loading import overlaid
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import RoleName, resolve
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import RoleName, resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan import run_plan
 from megarl.plan.model_size import ModelSize
 from megarl.plan.picture import draw

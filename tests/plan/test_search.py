@@ -18,8 +18,8 @@ from megarl import cli
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.config.loading import load_recipe, overlaid, overlay_yaml
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan import candidates
 from megarl.plan.batch import step_samples
 from megarl.plan.candidates import Overlay, engine_overlays, train_overlays, train_variants, with_fraction

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.plan import step_time
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.loading import load_recipe
 from megarl.model.tokenizer import load_tokenizer
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.preflight.check import Inputs, _Case, _faults, check, check_rollout, check_samples, faults_elsewhere
 from megarl.types import UserFaults
 from tests.parallel import checkpoints

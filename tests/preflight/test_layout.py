@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import Role, Roles, resolve
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import Role, Roles, resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.data import budget_faults
 from megarl.preflight.layout import layout_faults, node_faults, slot_faults
 from tests.parallel.worlds import recipe

@@ -11,7 +11,7 @@ from megarl.checkpoints import peft
 from megarl.config.loading import load_recipe
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.preflight import check
 from megarl.preflight.check import Command
 from megarl.preflight.lora import cpu_faults, lora_faults, sharing_faults

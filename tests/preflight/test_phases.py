@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.loading import load_recipe
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.preflight.phases import phase_faults
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"  # 128 prompts a step, 5 tokens a response

@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from tests.resharding import meta_slots
 
 TIMEOUT_S = 500

@@ -15,7 +15,7 @@ import torch
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, factor_name
 from megarl.model.tensors import STACK
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import engine_model, lora_map, lora_slots
 from megarl.rollout.sglang import adapters, cpu
 from megarl.types import ModelShape

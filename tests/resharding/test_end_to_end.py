@@ -26,9 +26,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.device import DEVICE, Address, address_of, host_store, join_store
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
 from megarl.parallel.model import TRANSFORMER_ENGINE
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.member import Member, collect_stats
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.session import Session, sessions

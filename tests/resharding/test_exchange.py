@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.device import Address, address_of, host_store, join_store
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.fp8 import FP8, LARGEST, quantise, tile_scales, with_scales
 from megarl.resharding.shards import LayoutError, Part, Shard

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of
 from megarl.model.tensors import STACK, tensors
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.lora_merge import TILE_COLS, Merge
 from megarl.resharding.shards import Shard, box_area, overlapping, param_table, views

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.lora_merge import Merge, MergedBox, mixed
 from megarl.resharding.shards import Range, Shard, param_table

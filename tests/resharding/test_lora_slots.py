@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import lora_slots
 from megarl.types import ModelShape
 from tests.resharding.test_sglang_map import DEEPSEEK, QWEN3_MOE

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import DIRECT_BYTES, messages
 from megarl.resharding.plan import Copy
 from megarl.resharding.routes import item_bytes

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from megarl.model.tensors import hf_tensors, tensors
-from megarl.parallel.layout import RankCoords, TrainLayout
+from megarl.placement.train_layout import RankCoords, TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Box, box_area, cells, overlapping
 from megarl.types import ModelShape

@@ -12,7 +12,7 @@ import torch
 
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, cells, verify_params
 from tests.resharding.meta_engines import Request, build, write_config

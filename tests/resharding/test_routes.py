@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.routes import Hop, RouteChooser
 from megarl.resharding.shards import LayoutError, Part, Shard

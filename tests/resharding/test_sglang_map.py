@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table, views
 from megarl.types import MlaShape, ModelShape

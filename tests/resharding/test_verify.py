@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import Params
 from megarl.resharding.transport import PeerCheck
 from megarl.resharding.verify import VerifyMode, _strips, _weights

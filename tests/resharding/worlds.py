@@ -19,8 +19,8 @@ import torch
 from megarl.device import address_of, host_store, use_loopback
 from megarl.model.lora_pairs import LoraSize, factor_name
 from megarl.model.tensors import STACK
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
 from megarl.resharding.member import Member, Stats, collect_stats
 from megarl.resharding.payloads import PayloadName

@@ -17,7 +17,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.model.hf_config import HfModel
-from megarl.parallel.roles import Roles, resolve
+from megarl.placement.roles import Roles, resolve
 from megarl.preflight.data import sample_file_faults
 from megarl.rollout.sample_file import SampleFile, open_samples, writing
 from megarl.rollout.stock import PartialGroup

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.loading import load_recipe
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
 from megarl.preflight.check import faults_elsewhere
 from tests.scripts.test_scripts import ROOT, Sandbox, with_gpus
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from tests.parallel.adapters import LORA, LR, VOCAB_SIZE, digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import uneven_steps
@@ -90,7 +90,7 @@ def all_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 def sums_of(trainer: Any, frozen: dict[str, torch.Tensor], version: int | None = None) -> dict[str, torch.Tensor]:
     """What resharding sends of frozen weights where it merges them itself."""
-    from megarl.parallel.roles import lora_size
+    from megarl.placement.roles import lora_size
     from megarl.resharding.lora_merge import Merge
 
     size = lora_size(trainer._recipe, trainer.shape)
@@ -149,7 +149,7 @@ def test_stochastic_rounding_is_that_of_the_version(path: Path) -> None:
 
 
 def test_only_16_bit_types_are_merged_in_training() -> None:
-    from megarl.parallel.roles import trains_merged
+    from megarl.placement.roles import trains_merged
 
     def asked(dtype: str, **lora: Any) -> bool:
         adapters = SimpleNamespace(**({"sync": "merged"} | lora))

@@ -14,7 +14,7 @@ import torch
 from megarl.algos.statistics import TOKENS
 from megarl.config import ReferenceConfig
 from megarl.controller.samples import samples_of
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.rollout.worker import summary
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart

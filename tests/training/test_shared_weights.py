@@ -12,8 +12,8 @@ import torch
 from megarl.config import Recipe
 from megarl.device import Address
 from megarl.model.tokenizer import chat_ids, load_tokenizer
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import resolve
+from megarl.placement.roles import resolve
+from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.models import reward_model_faults
 from tests.parallel.adapters import LR, VOCAB_SIZE, digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters

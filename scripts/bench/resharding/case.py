@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.shards import Box, Shard, param_table, views
 from megarl.types import ModelShape
 

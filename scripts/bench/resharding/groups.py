@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 
 FIXED_AXES = {
     "tp": ("pp", "dp", "cp"),

@@ -16,7 +16,7 @@ from megatron.core.resharding import build_centralized_reshard_plan, execute_res
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 
 from megarl.parallel.cpu import patch_megatron
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 
 from .case import Case, Params
 from .groups import axis_group

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from tests.gpu import tiny
 from tests.gpu.child import ON_CPU, Child
 from tests.gpu.simulated.world import SETTINGS, World, axes, world

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import device
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from tests.gpu.child import TIMEOUT_S, Child
 
 SETTINGS: dict[str, dict[str, Any]] = {

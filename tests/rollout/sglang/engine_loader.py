@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import engine_model, sglang_map
 from megarl.resharding.shards import verify_params
 from megarl.types import MlaShape, ModelShape

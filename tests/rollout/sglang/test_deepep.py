@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.engine import Engine, Sampling
 from tests.parallel import checkpoints
 from tests.rollout.conftest import Reference, write_tokenizer

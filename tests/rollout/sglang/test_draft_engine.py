@@ -12,7 +12,7 @@ import torch
 
 from megarl.device import DEVICE
 from megarl.model.hf_config import model_shape
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
 from tests.end_to_end.test_one_gpu import LATENT

@@ -18,8 +18,8 @@ from megarl.config.roles import LoraConfig
 from megarl.device import Address
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.quantisation import Quantisation
-from megarl.parallel.engine_layout import EngineLayout
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.payloads import reshard_steps

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.parallel.layout import TrainLayout
+from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import SampleRef, Update
 from scripts.bench.controller import TOKEN_BYTES, node_bytes
 

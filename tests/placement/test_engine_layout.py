@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.parallel.engine_layout import EngineLayout
+from megarl.placement.engine_layout import EngineLayout
 from megarl.types import MlaShape, ModelShape
 
 MOE = ModelShape(4, 128, 8, 4, 16, 200, num_experts=8, experts_per_token=2, moe_ffn_size=128)

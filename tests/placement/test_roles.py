@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.model import hf_config
-from megarl.parallel.layout import TrainLayout
-from megarl.parallel.roles import Role, engine_layout, resolve, shared_slots
+from megarl.placement.roles import Role, engine_layout, resolve, shared_slots
+from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserFault
 from tests.model.test_hf_config import CONFIG, SHAPE
 from tests.parallel.worlds import recipe

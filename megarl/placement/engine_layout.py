@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from megarl.model.quantisation import FP8_TILE
-from megarl.parallel.layout import divisors, nearest
+from megarl.placement.train_layout import divisors, nearest
 from megarl.types import ModelShape, UserFault
 
 CPU_FFN_MULTIPLE = 32  # on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
