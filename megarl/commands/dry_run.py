@@ -18,8 +18,8 @@ from megarl.plan.adapters import adapters_in_words
 from megarl.plan.batch import step_samples
 from megarl.plan.turns import tool_load
 from megarl.preflight.check import faults_elsewhere
-from megarl.preflight.layout import factor_maps, weight_maps
 from megarl.preflight.models import stand_ins
+from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import count_traffic
@@ -154,8 +154,11 @@ def _axes(layout: TrainLayout) -> str:
 
 def _reshard(roles: Roles, device: str) -> Iterator[str]:
     """The traffic of the whole reshard, and of adapters on their own where engines get these."""
-    yield from _exchange(roles, *weight_maps(roles, transformer_engine=device == "cuda"), "reshard")
-    if factors := factor_maps(roles, transformer_engine=device == "cuda"):
+    policy, engines, on_gpus = roles.policy, roles.engines, device == "cuda"
+    weights = weight_maps(policy.shape, policy.layout, engines, transformer_engine=on_gpus)
+    yield from _exchange(roles, *weights, "reshard")
+    factors = factor_maps(policy.shape, policy.layout, engines, policy.lora, transformer_engine=on_gpus)
+    if factors:
         yield from _exchange(roles, *factors, "reshard of adapters, in each step")
 
 

@@ -13,10 +13,10 @@ from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.fleet.sampling_round import SamplingRound
+from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.dealing import Dealer
 from megarl.rollout.sglang.arguments import NodeSpan
-from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import Entry, Stock
 from megarl.rollout.worker import Sampling
 from megarl.types import Prompt

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
+from megarl.fleet.step_fit import EngineHistory, EngineWork, seconds_of
 from megarl.rollout.dealing import CompletedSample, Dealer
-from megarl.rollout.step_fit import EngineHistory, EngineWork, seconds_of
 from megarl.rollout.stock import Entry, PartialSummary
 from megarl.rollout.worker import Sampling
 from megarl.types import RoundBalance

@@ -9,8 +9,8 @@ import numpy as np
 
 from megarl.config.hardware import Hardware
 from megarl.placement.roles import Roles
-from megarl.preflight.layout import factor_maps, weight_maps
 from megarl.resharding import fp8
+from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.routes import CHAPTERS, item_bytes
 from megarl.resharding.shards import Part
@@ -61,7 +61,9 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
 
     Where engines get adapters on their own it has these alone; the frozen weights travel once, as the run starts.
     """
-    sources, targets = factor_maps(roles, transformer_engine=True) or weight_maps(roles, transformer_engine=True)
+    policy, engines = roles.policy, roles.engines
+    factors = factor_maps(policy.shape, policy.layout, engines, policy.lora, transformer_engine=True)
+    sources, targets = factors or weight_maps(policy.shape, policy.layout, engines, transformer_engine=True)
     members, node, dtype = roles.num_members, roles.recipe.placement.gpus_per_node, roles.recipe.model.dtype
     found = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
     gathered = gathered_bytes(sources, targets, members, dtype)

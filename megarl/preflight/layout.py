@@ -11,9 +11,9 @@ from megarl.config import Recipe
 from megarl.model.quantisation import FP8_TILE
 from megarl.placement.roles import Roles
 from megarl.placement.train_layout import divisors, nearest
-from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
+from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.routes import item_bytes
-from megarl.resharding.shards import LayoutError, Part
+from megarl.resharding.shards import Part
 from megarl.resharding.traffic import least_round_bytes
 from megarl.types import ModelShape, UserFault
 
@@ -105,37 +105,15 @@ def _engine_node_faults(roles: Roles) -> Faults:
     return []
 
 
-def weight_maps(roles: Roles, *, transformer_engine: bool) -> tuple[list[Part], list[Part]]:
-    """What the policy's ranks send and what the engines receive in a reshard.
-
-    Raises UserFault where training ranks cut the tiles of fp8 engines.
-    """
-    shape = roles.policy.shape
-    targets = sglang_map.parts(shape, roles.engines)
-    try:
-        sources = megatron_map.parts(shape, roles.policy.layout, transformer_engine)
-        return fp8.with_scales(sources, targets), targets
-    except LayoutError as error:
-        mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
-        raise UserFault("rollout.engine.fp8", str(error), mend) from None
-
-
-def factor_maps(roles: Roles, *, transformer_engine: bool) -> tuple[list[Part], list[Part]] | None:
-    """The parts of the factors that each further reshard moves where engines get adapters on their own; else None."""
-    shape, policy, size = roles.policy.shape, roles.policy, roles.policy.lora
-    if size is None or not size.in_slots:
-        return None
-    sources = lora_slots.source_parts(shape, policy.layout, size, transformer_engine)
-    return sources, lora_slots.target_parts(shape, roles.engines, size)
-
-
 def reshard_faults(roles: Roles) -> Faults:
     """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
+    policy = roles.policy
     try:
-        maps = [weight_maps(roles, transformer_engine=False)]
+        maps = [weight_maps(policy.shape, policy.layout, roles.engines, transformer_engine=False)]
     except UserFault as fault:
         return [fault]
-    if factors := factor_maps(roles, transformer_engine=False):
+    factors = factor_maps(policy.shape, policy.layout, roles.engines, policy.lora, transformer_engine=False)
+    if factors:
         maps.append(factors)
     found = [fault for each in maps for fault in _round_faults(roles, *each)]
     return found[:1]  # one key, whatever is too large for it

@@ -15,9 +15,9 @@ from megarl import device
 from megarl.algos.losses import LossResult
 from megarl.algos.statistics import GRAD_NORM, LOSS, Statistics
 from megarl.checkpoints import hf_import, peft
-from megarl.checkpoints.rank_files import RankFiles
-from megarl.checkpoints.snapshots import Digest
+from megarl.checkpoints.snapshots import Digest, digests
 from megarl.config import Recipe
+from megarl.disk import visible_folder, writing
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
@@ -171,3 +171,19 @@ class TrainingRank:
 def norms_of(update: Update) -> Norms:
     """What the loss sums of an update are divided by."""
     return Norms(update.denominator, update.tokens, update.loss_tokens)
+
+
+class RankFiles:
+    """A rank's files of a checkpoint while they are written; see `finish`."""
+
+    def __init__(self, folder: Path, rank_model: RankModel) -> None:
+        """Raises UserFault where the disk is full or the folder is gone."""
+        self._folder = folder
+        with writing(visible_folder(folder), "a checkpoint"):
+            self._pending = rank_model.save(folder)
+
+    def finish(self) -> dict[str, Digest]:
+        """Wait until the files of all ranks are written; returns the digests of this rank's. Raises UserFault."""
+        with writing(visible_folder(self._folder), "a checkpoint"):
+            self._pending.finish()
+            return digests(self._folder, self._pending.files)

@@ -32,8 +32,8 @@ from megarl.fleet.engines import Engines
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
 from megarl.fleet.rank_groups import AuxiliaryRanks, PerTokenResults, PolicyRanks, RolloutBatch, _groups, _share
+from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.train_layout import TrainLayout
-from megarl.rollout.step_fit import EngineHistory
 from megarl.training.batching import SampleRef, Update
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling

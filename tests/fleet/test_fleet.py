@@ -16,10 +16,10 @@ import pytest
 from megarl.cluster.session import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
+from megarl.fleet.step_fit import EngineHistory
 from megarl.model.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
-from megarl.rollout.step_fit import EngineHistory
 from megarl.rollout.stock import PartialGroup, PartialSummary, Stock
 from megarl.rollout.worker import Sampling
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart

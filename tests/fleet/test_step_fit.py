@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.step_fit import EngineHistory, EngineWork, fitted, seconds_of
+from megarl.fleet.step_fit import EngineHistory, EngineWork, fitted, seconds_of
 from megarl.types import StepSeconds
 
 PLANTED = StepSeconds(0.03, 2e-4, 5e-6)

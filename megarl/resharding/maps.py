@@ -1,0 +1,36 @@
+"""The two maps of a reshard: what training ranks send, and what engines receive."""
+
+from __future__ import annotations
+
+from megarl.model.lora_pairs import LoraSize
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.train_layout import TrainLayout
+from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
+from megarl.resharding.shards import LayoutError, Part
+from megarl.types import ModelShape, UserFault
+
+
+def weight_maps(
+    shape: ModelShape, layout: TrainLayout, engines: EngineLayout, *, transformer_engine: bool
+) -> tuple[list[Part], list[Part]]:
+    """What the policy's ranks send and what the engines receive in a reshard.
+
+    Raises UserFault where training ranks cut the tiles of fp8 engines.
+    """
+    targets = sglang_map.parts(shape, engines)
+    try:
+        sources = megatron_map.parts(shape, layout, transformer_engine)
+        return fp8.with_scales(sources, targets), targets
+    except LayoutError as error:
+        mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
+        raise UserFault("rollout.engine.fp8", str(error), mend) from None
+
+
+def factor_maps(
+    shape: ModelShape, layout: TrainLayout, engines: EngineLayout, size: LoraSize | None, *, transformer_engine: bool
+) -> tuple[list[Part], list[Part]] | None:
+    """The parts of the factors that each further reshard moves where engines get adapters on their own; else None."""
+    if size is None or not size.in_slots:
+        return None
+    sources = lora_slots.source_parts(shape, layout, size, transformer_engine)
+    return sources, lora_slots.target_parts(shape, engines, size)
