@@ -35,7 +35,12 @@ FLOORS: list[dict[str, str]] = [
         "model": "family, config.json, tokenizer",
     },
     {"types": "the nouns that cross rooms"},
-    {"device": "CPU or GPU, decided once", "printable": "foreign text, escaped", "spelling": "did you mean"},
+    {
+        "cpu": "Megatron and SGLang without a GPU",
+        "device": "CPU or GPU, decided once",
+        "printable": "foreign text, escaped",
+        "spelling": "did you mean",
+    },
 ]
 LIBRARIES = {"megatron": "Megatron-Core", "ray": "Ray", "sglang": "SGLang"}  # told in the rooms that import them
 BOX_WIDTH, BOX_HEIGHT, FLOOR_HEIGHT, GAP, MARGIN = 258, 52, 92, 22, 24

@@ -42,11 +42,11 @@ NARROWED = {  # it takes tensors and layouts, not engines
 THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it
     "ray": {"megarl.cluster.session", "megarl.cluster.actor", "megarl.cluster.local_ray"},
-    "sglang": {"megarl.rollout.sglang"},
+    "sglang": {"megarl.rollout.sglang", "megarl.cpu.sglang_patches", "megarl.cpu.sglang_attention"},
     "msgspec": {"megarl.rollout"},
     "aiohttp": {"megarl.rollout.endpoint"},
     "megatron.core.parallel_state": {"megarl.parallel.groups"},
-    "megatron": {"megarl.parallel"},
+    "megatron": {"megarl.parallel", "megarl.cpu.megatron_patches"},
     "transformer_engine": {"megarl.parallel"},
     "typer": {"megarl.cli"},
     "rich": {"megarl.plan.search_report", "megarl.tracking.run_log", "megarl.plan.report", "megarl.tracking.progress"},

@@ -18,8 +18,10 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.config import Recipe
+from megarl.cpu import megatron_patches
 from megarl.model.hf_config import model_shape, scorer_shape
-from megarl.parallel import cpu, groups, model
+from megarl.parallel import groups, model
+from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.routing import Routing
 from megarl.parallel.sizes import ChunkSize, Whole
 from megarl.placement.roles import train_layout
@@ -98,6 +100,7 @@ def _padding(chunk: model.Chunk, shape: ModelShape) -> int:
 
 def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One object for each request: `stages`, and `whole` on request, or the `fault` of its recipe."""
+    use_local_layers()
     answers = []
     for request in requests:
         recipe = Recipe.model_validate_json(request["recipe"])
@@ -119,7 +122,7 @@ def main() -> None:
     gc.disable()  # 10,000 modules, none of which is garbage before the end
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
-        cpu.patch_megatron(torch.device("meta"))
+        megatron_patches.patch_megatron(torch.device("meta"))
         json.dump(answer_requests(json.load(sys.stdin)), out)
 
 

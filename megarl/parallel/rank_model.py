@@ -11,8 +11,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from megarl import device
+from megarl.cpu import megatron_patches
 from megarl.model.lora_pairs import LoraPair
-from megarl.parallel import cpu, dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
+from megarl.parallel import dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
+from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.routing import Routing
@@ -50,7 +52,8 @@ class RankModel:
     ) -> None:
         self._dtype = model.DTYPES[recipe.model.dtype]
         if device.DEVICE == "cpu":
-            cpu.patch_megatron()
+            megatron_patches.patch_megatron()
+            use_local_layers()
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(recipe.placement.gpu_of(slot))

@@ -13,9 +13,11 @@ import torch
 from megarl import device
 from megarl.checkpoints.hf_import import load_hf
 from megarl.config import TrainConfig
+from megarl.cpu import megatron_patches
 from megarl.device import Address
 from megarl.model.hf_config import model_shape
-from megarl.parallel import cpu, groups, model
+from megarl.parallel import groups, model
+from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.routing import Routing
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
@@ -56,7 +58,8 @@ def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -
     """Build this rank's chunks and load them through the map, which proves that it describes every parameter."""
     dtype, train = model.DTYPES[precision.dtype()], TrainConfig(lr=1.0, local_layers=True)
     if device.DEVICE == "cpu":
-        cpu.patch_megatron()
+        megatron_patches.patch_megatron()
+        use_local_layers()
     else:
         torch.cuda.set_device(rank)
         model.select_layers(train, dtype)

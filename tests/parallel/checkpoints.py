@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.rollout.sglang import cpu
+from megarl.cpu import sglang_patches
 
 EOS = 1
 COMMON: Mapping[str, Any] = {
@@ -82,7 +82,7 @@ def write(
     folder: Path, family: str, mtp_layers: int = 0, seed: int = 5, head: str = "ForCausalLM", **changes: Any
 ) -> Path:
     """config.json and model.safetensors in `folder`, which is returned; `changes` are fields of the config."""
-    cpu.declare_torchvision_operators()
+    sglang_patches.declare_torchvision_operators()
     import transformers
 
     name, more = FAMILIES[family]
@@ -132,7 +132,7 @@ def _add_mtp_tensors(path: Path, num_layers: int, mtp_layers: int) -> None:
 
 def write_classifier(path: Path, folder: Path) -> Any:
     """The language model in `path` as a classifier with one random score, in `folder`; returned in float32."""
-    cpu.declare_torchvision_operators()
+    sglang_patches.declare_torchvision_operators()
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     torch.manual_seed(3)
@@ -145,7 +145,7 @@ def write_classifier(path: Path, folder: Path) -> Any:
 
 def write_rewarding_adapters(path: Path, folder: Path) -> Any:
     """PEFT's adapters of a classifier on the language model in `path`, in `folder`, with a random head and B != 0."""
-    cpu.declare_torchvision_operators()
+    sglang_patches.declare_torchvision_operators()
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification
 
@@ -162,7 +162,7 @@ def write_rewarding_adapters(path: Path, folder: Path) -> Any:
 
 def load(path: Path) -> tuple[Any, dict[str, Any]]:
     """transformers' model of a language model's folder, and what it says of missing and unexpected tensors."""
-    cpu.declare_torchvision_operators()
+    sglang_patches.declare_torchvision_operators()
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.rollout.sglang.cpu import declare_torchvision_operators
+from megarl.cpu.sglang_patches import declare_torchvision_operators
 
 VOCAB_SIZE = 200  # not a multiple of Megatron's 128 x TP: the padding must not leak into the softmax
 

@@ -30,10 +30,11 @@ def say_gpu() -> None:
     """Have megarl and Megatron's HybridDeviceOptimizer take the weights for a GPU's, in this process."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    from megarl.parallel import cpu, optimizer
+    from megarl.cpu import megatron_patches
+    from megarl.parallel import optimizer
 
     optimizer.offloads = lambda train: train.optimizer_offload
-    cpu._Stream.wait = lambda *_: None  # type: ignore[attr-defined]
+    megatron_patches._Stream.wait = lambda *_: None  # type: ignore[attr-defined]
     plain = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def marking(self: Any, offload_fraction: float) -> Any:

@@ -50,11 +50,12 @@ def _build(pipe: Connection, requests: Requests) -> None:
     """As the program does it."""
     import torch
 
-    from megarl.parallel import cpu, meta
+    from megarl.cpu import megatron_patches
+    from megarl.parallel import meta
 
     gc.disable()
     try:
-        cpu.patch_megatron(torch.device("meta"))
+        megatron_patches.patch_megatron(torch.device("meta"))
         pipe.send((meta.answer_requests(requests), ""))
     except BaseException:
         pipe.send(([], traceback.format_exc()))

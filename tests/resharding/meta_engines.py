@@ -169,12 +169,12 @@ def take_for_hopper() -> None:
 def answer(requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """For each request its `Built` as JSON."""
     take_for_hopper()
-    from megarl.rollout.sglang import cpu
+    from megarl.cpu import sglang_patches
 
-    cpu.stand_in_for_torchvision()
-    cpu.declare_torchvision_operators()
+    sglang_patches.stand_in_for_torchvision()
+    sglang_patches.declare_torchvision_operators()
     _import_few_models()
-    with cpu.quiet_import():
+    with sglang_patches.quiet_import():
         return [_answer(request) for request in requests]
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from megarl.cpu import sglang_patches
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, factor_name
 from megarl.model.tensors import STACK
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import engine_model, lora_map, lora_slots
-from megarl.rollout.sglang import adapters, cpu
+from megarl.rollout.sglang import adapters
 from megarl.types import ModelShape
 from tests.resharding.worlds import Pair, factor, fill, same_bits
 
@@ -53,7 +54,7 @@ def _load(model: Any, server: Any, shape: ModelShape, size: LoraSize, engine: En
     from sglang.srt.lora.lora_manager import LoRAManager
     from sglang.srt.lora.lora_registry import LoRARef
 
-    cpu.keep_memory_unpinned()
+    sglang_patches.keep_memory_unpinned()
     names, width = lora_slots.modules(shape, size), lora_slots.slot_rank(size)
     model.to_empty(device="cpu")
     manager: Any = LoRAManager(

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.checkpoints.hf_export import Export, export_hf
+from megarl.cpu import sglang_patches
 from megarl.device import DEVICE, Address, address_of, host_store, join_store
 from megarl.model.hf_config import model_shape
 from megarl.parallel.model import TRANSFORMER_ENGINE
@@ -33,7 +34,7 @@ from megarl.resharding.member import Member, collect_stats
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.verify import VerifyMode
-from megarl.rollout.sglang import cpu, scheduler
+from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from tests.parallel import checkpoints, worlds
@@ -207,10 +208,10 @@ def one_fork_server() -> Iterator[None]:
     torch.set_num_threads(1)  # the models are too small to share out, and the engines want the cores
     scheduler.set_environment()
     if DEVICE == "cpu":
-        cpu.start_fork_server()
+        sglang_patches.start_fork_server("megarl.rollout.sglang.preload")
     yield
     if DEVICE == "cpu":
-        cpu.stop_fork_server()
+        sglang_patches.stop_fork_server()
     torch.set_num_threads(threads)
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from megarl.config import RewardConfig
+from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
 from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.sandbox.sandbox import sandbox_faults
-from megarl.rollout.sglang import cpu, scheduler
+from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.engine import Engine
 from megarl.rollout.verdicts.scorers import Scorers
 from tests.parallel import checkpoints
@@ -73,7 +74,7 @@ class Reference:
     """The same checkpoint in transformers, fp32."""
 
     def __init__(self, folder: Path) -> None:
-        cpu.declare_torchvision_operators()
+        sglang_patches.declare_torchvision_operators()
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -117,10 +118,10 @@ def fork_server() -> Iterator[None]:
     """Kept from engine to engine: its imports are most of an engine's start."""
     scheduler.set_environment()
     if DEVICE == "cpu":
-        cpu.start_fork_server()
+        sglang_patches.start_fork_server("megarl.rollout.sglang.preload")
     yield
     if DEVICE == "cpu":
-        cpu.stop_fork_server()
+        sglang_patches.stop_fork_server()
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.cpu import sglang_patches
 from megarl.device import DEVICE, Address
 from megarl.model.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
-from megarl.rollout.sglang import adapters, cpu, deterministic
+from megarl.rollout.sglang import adapters, deterministic
 from megarl.rollout.sglang.adapters import AdapterSlot
 from megarl.rollout.sglang.sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
@@ -184,7 +185,7 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         own = {KEY: FP8_CONFIG} if settings.fp8 else {}
         arguments["json_model_override_args"] = json.dumps(dict.fromkeys(QUANTISATION_KEYS) | own)
     if device == "cpu":
-        arguments |= cpu.server_arguments(settings.tp, room)
+        arguments |= sglang_patches.server_arguments(settings.tp, room)
     else:
         arguments |= _gpu_arguments(settings)
     if settings.adapter:

@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
-from megarl.rollout.sglang import cpu
 
 if DEVICE == "cpu":
-    cpu.prepare()
+    sglang_patches.prepare()
 
-with cpu.quiet_import():
+with sglang_patches.quiet_import():
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 

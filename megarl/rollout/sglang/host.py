@@ -14,14 +14,16 @@ from multiprocessing import connection
 from typing import Any, TypeVar
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
+from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
-from megarl.rollout.sglang import cpu, scheduler
+from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
 from megarl.rollout.sglang.rounds import Standstill, make_counter_file
 from megarl.types import Silence
 
 Result = TypeVar("Result")
 _LOG_LINES = 30
+_PRELOAD = "megarl.rollout.sglang.preload"  # what the schedulers of a CPU share
 PREFIX = "megarl-engine-"  # of the engine's temporary folder, which lies in the run's own if there is a run
 
 
@@ -69,7 +71,7 @@ class Host:
                 self._folder.remove()
                 raise
         if DEVICE == "cpu":
-            cpu.start_fork_server()
+            sglang_patches.start_fork_server(_PRELOAD)
         started: Future[Any] = Future()
         serve = (started, arguments)
         self._thread = threading.Thread(target=self._serve, args=serve, name="engine", daemon=True)
@@ -108,7 +110,7 @@ class Host:
         if self._relay:
             self._relay.stop()
         if DEVICE == "cpu":
-            cpu.stop_fork_server()
+            sglang_patches.stop_fork_server()
         self._folder.remove()
         atexit.unregister(self.stop)
 

@@ -13,15 +13,15 @@ from unittest import mock
 
 import msgspec
 
+from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
-from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.arguments import WHERE
 from megarl.types import UserFault
 
 if DEVICE == "cpu":
-    cpu.prepare()
+    sglang_patches.prepare()
 
-with cpu.quiet_import():
+with sglang_patches.quiet_import():
     from sglang.srt.arg_groups.arg_utils import Arg
     from sglang.srt.server_args import ServerArgs
 
@@ -60,7 +60,8 @@ def _field_faults(key: str, value: Any, kind: Any) -> Faults:
 def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
     """The fault of SGLang's resolution of the arguments with the model's config, which refuses contradictions."""
     try:
-        with mock.patch.dict(os.environ), cpu.quiet_import():  # SGLang writes some arguments into the environment
+        # SGLang writes some arguments into the environment.
+        with mock.patch.dict(os.environ), sglang_patches.quiet_import():
             server = ServerArgs(**arguments)
             server.resolve_once()
             server.check_server_args()

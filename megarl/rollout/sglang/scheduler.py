@@ -15,8 +15,9 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from megarl.cpu import sglang_attention, sglang_patches
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
-from megarl.rollout.sglang import adapters, cpu, cpu_attention, deterministic
+from megarl.rollout.sglang import adapters, deterministic
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.rounds import Rounds
 
@@ -37,7 +38,7 @@ def set_environment(*, whole_shared: bool = False) -> None:
     os.environ["SGLANG_SIMULATE_ACC_LEN"] = "-1"  # a bench's option: so many drafts are accepted unseen
     use_sglang_nccl_settings()
     if DEVICE == "cpu":
-        cpu.set_environment()
+        sglang_patches.set_environment()
 
 
 def leave_out_megatron() -> None:
@@ -90,7 +91,7 @@ class SchedulerEntry:
         self.__dict__.update(state)
         leave_out_megatron()
         if DEVICE == "cpu":
-            cpu.prepare()
+            sglang_patches.prepare()
 
     def __call__(
         self, server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, _: None, *rest: Any
@@ -100,7 +101,7 @@ class SchedulerEntry:
         _write_output_to(self.log_path(tp_rank))
         with _exit_with_traceback():
             if DEVICE == "cpu":
-                cpu.end_with_host()
+                sglang_patches.end_with_host()
             patch_sglang(repeatable=self.settings.seeded)
             if self.settings.adapter:
                 adapters.start_empty(self.settings.adapter)
@@ -123,9 +124,9 @@ class SchedulerEntry:
 def patch_sglang(repeatable: bool) -> None:
     """Apply the patches for this device and for seeded samples; run before the model is built."""
     if DEVICE == "cpu":
-        cpu.patch_sglang()
+        sglang_patches.patch_sglang()
         if not repeatable:
-            cpu_attention.batch_attention()
+            sglang_attention.batch_attention()
     if repeatable:
         deterministic.patch_sglang()
 

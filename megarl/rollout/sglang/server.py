@@ -18,17 +18,17 @@ from typing import Any, cast
 
 import zmq
 
+from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
 from megarl.rollout.dealing import Capacity
-from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, inherited_environment, ipc_address
 
 if DEVICE == "cpu":
-    cpu.prepare()
+    sglang_patches.prepare()
 
 _loop_policy = asyncio.get_event_loop_policy()
-with cpu.quiet_import():
+with sglang_patches.quiet_import():
     from sglang.srt.entrypoints import engine as sglang_engine
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.tokenizer_manager import TokenizerManager

@@ -15,7 +15,7 @@ import torch
 from megatron.core.resharding import build_centralized_reshard_plan, execute_reshard_plan
 from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
 
-from megarl.parallel.cpu import patch_megatron
+from megarl.cpu.megatron_patches import patch_megatron
 from megarl.placement.train_layout import TrainLayout
 
 from .case import Case, Params

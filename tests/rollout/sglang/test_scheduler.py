@@ -19,9 +19,10 @@ NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 SGLANG_SETS = """
 import os
 from types import SimpleNamespace
-from megarl.rollout.sglang import cpu, scheduler
-cpu.prepare()
-with cpu.quiet_import():
+from megarl.cpu import sglang_patches
+from megarl.rollout.sglang import scheduler
+sglang_patches.prepare()
+with sglang_patches.quiet_import():
     from sglang.srt.entrypoints import engine
 known = {"nnodes": 1, "enable_symm_mem": False, "enable_nccl_nvls": False, "dcp_size": 1, "enable_metrics": False}
 engine.resolving_view = lambda arguments: arguments

@@ -68,13 +68,15 @@ def server_arguments(tp: int, room: int) -> dict[str, Any]:
     }
 
 
-def start_fork_server() -> None:
+def start_fork_server(preload: str) -> None:
     """Start a fork server that imports SGLang once, in parallel with this process, for all schedulers.
+
+    preload: the module that it imports.
 
     A spawned scheduler would spend seconds of the shared cores on the same imports. With CUDA a fork server cannot be
     used, because importing SGLang initialises the driver.
     """
-    multiprocessing.set_forkserver_preload(["megarl.rollout.sglang.preload"])
+    multiprocessing.set_forkserver_preload([preload])
     forkserver.ensure_running()
     _FORK_SERVER_USERS.append(None)
 

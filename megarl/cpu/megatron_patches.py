@@ -22,8 +22,6 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-from megarl.parallel.local_spec import use_local_layers
-
 _CPU = torch.device("cpu")
 _LIKE = ("empty", "full", "ones", "zeros")
 _FACTORIES = ("arange", "tensor", *_LIKE, *(f"{name}_like" for name in _LIKE))
@@ -177,4 +175,3 @@ def patch_megatron(device: torch.device = _CPU) -> None:
     split_by_numbers()
     exchange_uneven_lists()
     step_without_engine()
-    use_local_layers()

@@ -12,9 +12,9 @@ import pytest
 
 ABSENT = """
 import transformers
-from megarl.rollout.sglang import cpu
-cpu.prepare()
-cpu.prepare()
+from megarl.cpu import sglang_patches
+sglang_patches.prepare()
+sglang_patches.prepare()
 from torchvision.transforms import InterpolationMode
 from transformers import AutoImageProcessor
 from transformers.utils import is_torchvision_available
@@ -49,5 +49,5 @@ def test_a_cuda_build_of_torchvision_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torchvision" / "__init__.py").write_text(CUDA_BUILD)
     (tmp_path / "torchvision" / "_C.so").write_bytes(b"libcudart.so.13: not here")
     assert "operator torchvision::nms does not exist" in run("import torchvision", tmp_path).stderr
-    done = run("from megarl.rollout.sglang import cpu; cpu.prepare(); import torchvision", tmp_path)
+    done = run("from megarl.cpu import sglang_patches; sglang_patches.prepare(); import torchvision", tmp_path)
     assert done.returncode == 0, done.stderr

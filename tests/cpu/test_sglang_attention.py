@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.sglang import cpu, cpu_attention, deterministic, scheduler
+from megarl.cpu import sglang_attention, sglang_patches
+from megarl.rollout.sglang import deterministic, scheduler
 
 with_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
@@ -64,8 +65,8 @@ class Backends(NamedTuple):
 def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's, whose functions are its own again after the test."""
     torch.manual_seed(0)
-    cpu.prepare()
-    with cpu.quiet_import():
+    sglang_patches.prepare()
+    with sglang_patches.quiet_import():
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     for name in PATCHED:
         monkeypatch.setattr(TorchNativeAttnBackend, name, getattr(TorchNativeAttnBackend, name))
@@ -75,7 +76,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def backends(backend: Any) -> Backends:
     decode_each, extend_each = (getattr(backend, name) for name in PATCHED)
-    cpu_attention.batch_attention()
+    sglang_attention.batch_attention()
     return Backends(decode_each, backend._run_sdpa_forward_decode, extend_each, backend._run_sdpa_forward_extend)
 
 
@@ -173,7 +174,7 @@ def test_attention_to_an_encoder_and_in_both_directions_is_sglangs_own(backends:
 
 @given(st.lists(st.integers(1, 20_000) | st.integers(1, 300), max_size=300).map(sorted), st.integers(0, 10_000))
 def test_calls_hold_every_sequence_once_and_padding_at_most_doubles_them(num_keys: list[int], most_keys: int) -> None:
-    calls = list(cpu_attention.shared_calls(num_keys, most_keys))
+    calls = list(sglang_attention.shared_calls(num_keys, most_keys))
     assert [index for start, end in calls for index in range(start, end)] == list(range(len(num_keys)))
     for start, end in calls:
         padded = (end - start) * num_keys[end - 1]
@@ -182,8 +183,9 @@ def test_calls_hold_every_sequence_once_and_padding_at_most_doubles_them(num_key
 
 
 def test_short_sequences_are_not_padded_to_a_long_one() -> None:
-    assert list(cpu_attention.shared_calls([20] * 100 + [10_000], 8192)) == [(0, 100), (100, 101)]
-    assert list(cpu_attention.shared_calls([1, 20, 60, 200], 8192)) == [(0, 4)], "little work is not worth another call"
+    assert list(sglang_attention.shared_calls([20] * 100 + [10_000], 8192)) == [(0, 100), (100, 101)]
+    one_call = [(0, 4)]  # little work is not worth another call
+    assert list(sglang_attention.shared_calls([1, 20, 60, 200], 8192)) == one_call
 
 
 @with_sglang
@@ -193,7 +195,7 @@ def test_only_engines_on_cpu_whose_samples_need_not_repeat_attend_together(
     backend: Any, monkeypatch: pytest.MonkeyPatch, device: str, repeatable: bool
 ) -> None:
     monkeypatch.setattr(scheduler, "DEVICE", device)
-    for module in (cpu, deterministic):
+    for module in (sglang_patches, deterministic):
         monkeypatch.setattr(module, "patch_sglang", lambda: None)  # they would outlive the test
     scheduler.patch_sglang(repeatable)
     owner = "megarl" if device == "cpu" and not repeatable else "sglang"
