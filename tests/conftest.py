@@ -9,6 +9,19 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.tiny_engines import (  # noqa: F401 - fixtures
+    build_engine,
+    checkpoint,
+    fork_server,
+    isolation,
+    judges,
+    loader_path,
+    odd_rewards,
+    plain_tokenizer,
+    reference,
+    tokenizer,
+)
+
 settings.register_profile("any machine", deadline=None)  # an example's default bound of 0.2 s knows how busy it is
 settings.load_profile("any machine")
 

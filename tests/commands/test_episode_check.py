@@ -228,7 +228,7 @@ def test_faults_end_with_2(arguments: list[str], says: str) -> None:
 
 @pytest.mark.slow
 def test_texts_are_shown_as_the_tokenizer_of_the_model_reads_them(folder: Path) -> None:
-    from tests.rollout.conftest import write_tokenizer  # imports SGLang
+    from tests.tiny_engines import write_tokenizer  # imports SGLang
 
     write_tokenizer(folder / "model")
     turns = [call("repeat", text="<eos>", unit="x", count=1), call("repeat", text="a" * 9, unit="y", count=2)]

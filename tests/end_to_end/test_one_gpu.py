@@ -14,7 +14,7 @@ import torch
 
 from megarl.device import DEVICE
 from tests.parallel import checkpoints
-from tests.rollout.conftest import write_tokenizer
+from tests.tiny_engines import write_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -38,7 +38,7 @@ from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from tests.parallel import checkpoints, worlds
-from tests.rollout.conftest import Reference, write_tokenizer
+from tests.tiny_engines import Reference, write_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import torch
 
 from megarl.rollout.sglang.engine import Engine, Sampling
 from tests.parallel.checkpoints import EOS
-from tests.rollout.conftest import Reference
+from tests.tiny_engines import Reference
 
 PROMPT = [3, 7, 15, 8, 18, 4]
 NUM_GROUPS, NUM_SAMPLES, NUM_TOKENS = 1000, 8, 2

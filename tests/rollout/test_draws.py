@@ -13,10 +13,10 @@ import pytest
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Sampling
-from tests.rollout.conftest import Reference
 from tests.rollout.draws import LEAST_P, MOST_DEVIATIONS, check_draws, chi_square_p, deviations
 from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_gap
 from tests.rollout.test_worker import recipe
+from tests.tiny_engines import Reference
 
 
 def test_every_attention_group_of_every_engine_has_a_seed_of_its_own() -> None:

@@ -32,7 +32,7 @@ from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict
 from tests.parallel import checkpoints
-from tests.rollout.conftest import Reference, write_tokenizer
+from tests.tiny_engines import Reference, write_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -19,9 +19,9 @@ from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
 from megarl.types.sampling import sample_seed
 from tests.parallel import checkpoints
-from tests.rollout.conftest import Reference, write_tokenizer
 from tests.rollout.draws import check_draws
 from tests.rollout.sglang.test_engine import TOLERANCE, worst_gap
+from tests.tiny_engines import Reference, write_tokenizer
 
 PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4], [5, 6, 7, *([8, 9] * 40)]]
 KINDS = [(1.0, 1.0), (0.0, 1.0), (0.7, 1.0), (0.7, 0.9)]  # temperature, top-p

@@ -17,8 +17,8 @@ from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
 from tests.end_to_end.test_one_gpu import LATENT
 from tests.parallel import checkpoints
-from tests.rollout.conftest import Reference, write_tokenizer
 from tests.rollout.draws import MOST_DEVIATIONS
+from tests.tiny_engines import Reference, write_tokenizer
 
 ON_GPU = pytest.mark.skipif(DEVICE != "cuda", reason="SGLang's draft models run on a GPU")
 BFLOAT16 = 0.05  # nats, in the mean: engine and reference round in other places

@@ -16,7 +16,7 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from tests.parallel import checkpoints
-from tests.rollout.conftest import Reference, write_tokenizer
+from tests.tiny_engines import Reference, write_tokenizer
 
 pytestmark = pytest.mark.slow
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from megarl.config import RewardConfig
-from megarl.cpu import sglang_patches
-from megarl.device import DEVICE
 from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.sandbox.sandbox import sandbox_faults
-from megarl.rollout.sglang import scheduler
-from megarl.rollout.sglang.engine import Engine
-from megarl.rollout.verdicts.scorers import Scorers
-from tests.parallel import checkpoints
+
+if TYPE_CHECKING:  # torch and SGLang are imported with the first fixture that needs them
+    import torch
+
+    from megarl.rollout.sglang.engine import Engine
+    from megarl.rollout.verdicts.scorers import Scorers
 
 START_S = 120.0  # of a judge
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
@@ -52,6 +51,8 @@ def write_tokenizer(folder: Path, template: str | None = TEMPLATE) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-qwen3-moe")
     write_tokenizer(folder)
+    from tests.parallel import checkpoints
+
     return checkpoints.write(folder, "qwen3-moe")
 
 
@@ -74,32 +75,42 @@ class Reference:
     """The same checkpoint in transformers, fp32."""
 
     def __init__(self, folder: Path) -> None:
+        import torch
+
+        from megarl.cpu import sglang_patches
+
         sglang_patches.declare_torchvision_operators()
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[tokens, vocabulary]"""
-        return self.model(torch.tensor([list(token_ids)])).logits[0]
+        import torch
+
+        with torch.no_grad():
+            return self.model(torch.tensor([list(token_ids)])).logits[0]
 
     def logprobs(self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         """Of each response token, given all before it."""
+        import torch
+
         logits = self.logits([*prompt, *response])[len(prompt) - 1 : -1] / temperature
         return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
 
-    @torch.no_grad()
     def scale(self, factor: float) -> None:
-        for parameter in self.model.parameters():
-            parameter.mul_(factor)
-        for name, buffer in self.model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.mul_(factor)
+        import torch
+
+        biases = [buffer for name, buffer in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
+        with torch.no_grad():
+            for tensor in (*self.model.parameters(), *biases):
+                tensor.mul_(factor)
 
 
 @pytest.fixture
 def reference(checkpoint: Path) -> Iterator[Reference]:
+    import torch
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the model is too small to share out, and the engine wants the cores
     yield Reference(checkpoint)
@@ -109,13 +120,17 @@ def reference(checkpoint: Path) -> Iterator[Reference]:
 @pytest.fixture(scope="session")
 def loader_path() -> str:
     """The name by which SGLang's processes import the tests' own weight loader."""
-    sys.path.append(str(Path(__file__).parent / "sglang"))
+    sys.path.append(str(Path(__file__).parent / "rollout" / "sglang"))
     return "engine_loader.load"
 
 
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[None]:
     """Kept from engine to engine: its imports are most of an engine's start."""
+    from megarl.cpu import sglang_patches
+    from megarl.device import DEVICE
+    from megarl.rollout.sglang import scheduler
+
     scheduler.set_environment()
     if DEVICE == "cpu":
         sglang_patches.start_fork_server("megarl.rollout.sglang.preload")
@@ -127,6 +142,7 @@ def fork_server() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def build_engine(checkpoint: Path, loader_path: str, fork_server: None) -> Iterator[Any]:
     from megarl.rollout.sglang.arguments import EngineSettings
+    from megarl.rollout.sglang.engine import Engine
 
     engines: list[Engine] = []
 
@@ -142,12 +158,14 @@ def build_engine(checkpoint: Path, loader_path: str, fork_server: None) -> Itera
 
 @pytest.fixture
 def odd_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "rewards"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "rollout" / "rewards"))
 
 
 @pytest.fixture
 def judges() -> Iterator[Callable[..., Scorers]]:
     """Build judges of a recipe's keys; whatever a test does, none of their processes survives."""
+    from megarl.rollout.verdicts.scorers import Scorers
+
     built: list[Scorers] = []
 
     def build(function: str | None, **keys: Any) -> Scorers:
