@@ -32,6 +32,7 @@ FLOORS: list[dict[str, str]] = [
         "algos": "advantages and losses",
         "config": "the recipe tree",
         "disk": "faults of a disk",
+        "isolation": "users' programs, run apart",
         "model": "family, config.json, tokenizer",
     },
     {"types": "the nouns that cross rooms"},

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megarl.config import RewardConfig
+from megarl.isolation.sandbox import sandbox_faults
 from megarl.model.tokenizer import load_tokenizer
-from megarl.rollout.sandbox.sandbox import sandbox_faults
 
 if TYPE_CHECKING:  # torch and SGLang are imported with the first fixture that needs them
     import torch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from megarl.environments import Environment
-from megarl.rollout.sandbox import sandbox
-from megarl.rollout.sandbox.sandbox import Outcome, SandboxLimits
-from megarl.rollout.sandbox.session import CellOutcome, SandboxSession
+from megarl.isolation import sandbox
+from megarl.isolation.interpreter import CellOutcome, SandboxSession
+from megarl.isolation.sandbox import Outcome, SandboxLimits
 from megarl.types import UserFault
 
 _OUTPUT_BYTES = 2**16

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config import Recipe, RewardConfig
+from megarl.isolation.http_service import url_faults
+from megarl.isolation.sandbox import sandbox_faults
 from megarl.rollout.rewards import WHERE, describe_failure
-from megarl.rollout.sandbox.http_service import url_faults
-from megarl.rollout.sandbox.sandbox import sandbox_faults
 from megarl.rollout.verdicts.process import RewardSpec
 from megarl.rollout.verdicts.scorers import DEFAULT, Scorers, reward_specs, source_of
 from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserFault, episode_dict

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.isolation.inside_launcher import limit
 from megarl.model.tokenizer import chat_messages
-from megarl.rollout.sandbox.inside_launcher import limit
 from megarl.types import UserFault
 
 _MOST_ROWS = 512

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.environments.python import python
+from megarl.isolation import sandbox
 from megarl.rollout.environments.loading import load_tools
-from megarl.rollout.sandbox import sandbox
 from megarl.types import UserFault
 
 PYTHON = "megarl.environments.python:python"

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from megarl.environments.python import PythonSession
+from megarl.isolation import sandbox
+from megarl.isolation.interpreter import SandboxSession
+from megarl.isolation.sandbox import SandboxLimits
 from megarl.rollout.environments.loading import load_environment
-from megarl.rollout.sandbox import sandbox
-from megarl.rollout.sandbox.sandbox import SandboxLimits
-from megarl.rollout.sandbox.session import SandboxSession
 from megarl.types import UserFault
 
 PATH = "megarl.environments.python:PythonSession"
@@ -88,7 +88,7 @@ def test_exceptions_are_told_and_cost_no_state() -> None:
         *('File "<cell 1>", line 3, in f', "return 1 / 0"),
         "ZeroDivisionError: division by zero",
     ]
-    assert "SyntaxError: invalid syntax" in found[2] and "inside_session" not in found[2]
+    assert "SyntaxError: invalid syntax" in found[2] and "inside_interpreter" not in found[2]
     assert found[3].endswith("SystemExit: 3") and found[4] == "1"
 
 

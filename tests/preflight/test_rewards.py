@@ -146,7 +146,7 @@ def test_functions_of_ours_are_given_the_time_that_they_may_take() -> None:
 
 
 def test_programs_without_isolation_are_told_of_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.rollout.sandbox.sandbox.find_problem", lambda: "bubblewrap (bwrap) is not installed")
+    monkeypatch.setattr("megarl.isolation.sandbox.find_problem", lambda: "bubblewrap (bwrap) is not installed")
     (line,) = told(function=CODE, timeout_s=60.0)
     assert line.startswith("reward.function: bubblewrap (bwrap) is not installed; ")
     (line,) = told(function=CODE, timeout_s=60.0, arguments={"url": "sandbox.local"})

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.isolation.process import as_line
 from megarl.rollout.sample_columns import schema
 from megarl.rollout.sample_file import open_samples, writing
 from megarl.rollout.stock import PartialGroup
-from megarl.rollout.workers.process import as_line
 from megarl.types import (
     EpisodeFacts,
     EpisodeProgress,

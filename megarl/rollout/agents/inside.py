@@ -1,4 +1,4 @@
-"""The process that runs agents, started by `workers` through `megarl.rollout.workers.entry`.
+"""The process that runs agents, started by `workers` through `megarl.isolation.entry`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of `AgentSettings`; then about a run, which has a number:
@@ -33,11 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from megarl.printable import describe_error
-from megarl.rollout.agents.chat import Access, EpisodeOver
-from megarl.rollout.agents.interface import AT_ONCE, Chat
-from megarl.rollout.agents.loading import Agent, load_agent
-from megarl.rollout.workers.inside import (
+from megarl.isolation.child import (
     MEMORY_FULL,
     OUT_OF_MEMORY,
     ParentSocket,
@@ -46,7 +42,11 @@ from megarl.rollout.workers.inside import (
     limit_memory,
     share_heap,
 )
-from megarl.rollout.workers.process import as_line
+from megarl.isolation.process import as_line
+from megarl.printable import describe_error
+from megarl.rollout.agents.chat import Access, EpisodeOver
+from megarl.rollout.agents.interface import AT_ONCE, Chat
+from megarl.rollout.agents.loading import Agent, load_agent
 from megarl.types import UserFault
 from megarl.types.verdicts import Failure, verdict_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, cast
 
-from megarl.rollout.workers.loading import PREPARE, is_coroutine_function, kind_of, load_object, prepare
+from megarl.isolation.function_loading import PREPARE, is_coroutine_function, kind_of, load_object, prepare
 from megarl.types import UserFault
 
 AGENT, ARGUMENTS = "episode.agent", "episode.arguments"

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.isolation.loop_thread import LoopThread
 from megarl.rollout.agents.chat import Access, ChatHandler, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.agents.workers import AgentRun, AgentSettings, AgentWorkers, Outcome, overdue
-from megarl.rollout.workers.loop_thread import LoopThread
 from megarl.types.verdicts import Failure, Verdict
 
 _Reply = Callable[[AgentRun, int, Outcome, object], None]

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from megarl.isolation.child import OUT_OF_MEMORY, too_long
+from megarl.isolation.pool import GARBAGE, WorkerPool
+from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line
 from megarl.rollout.agents.chat import ChatRequest
 from megarl.rollout.agents.interface import AT_ONCE, MOST_BYTES
 from megarl.rollout.agents.loading import AGENT
-from megarl.rollout.workers.inside import OUT_OF_MEMORY, too_long
-from megarl.rollout.workers.pool import GARBAGE, WorkerPool
-from megarl.rollout.workers.process import Job, ProcessEnd, WorkerProcess, as_line
 from megarl.types.verdicts import LARGEST, Failure, Verdict
 
 _GRACE_S = 2.0  # in which a run ends that was cancelled

@@ -12,12 +12,12 @@ from aiohttp import web  # a requirement of SGLang, without which there is no en
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import LOOPBACK
+from megarl.isolation.loop_thread import LoopThread
 from megarl.rollout.agents.chat import Access, ChatHandler
 from megarl.rollout.endpoint.connection_limits import raise_file_limit, taken_at_once
 from megarl.rollout.endpoint.connections import authenticated, make_server, unauthenticated
 from megarl.rollout.endpoint.episodes import OpenEpisode, OpenEpisodes
 from megarl.rollout.endpoint.replies import refusal, reply_to, send
-from megarl.rollout.workers.loop_thread import LoopThread
 
 _GRACE_S = 2.0  # to deliver answers at the end
 _BACKLOG = 4096

@@ -1,4 +1,4 @@
-"""The process that runs tools and environments, started by `workers` through `megarl.rollout.workers.entry`.
+"""The process that runs tools and environments, started by `workers` through `megarl.isolation.entry`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of `EnvironmentSettings`; then jobs, `[number, operation, ...]`:
@@ -31,12 +31,7 @@ import threading
 import traceback
 from typing import Any
 
-from megarl.printable import describe_error
-from megarl.rollout.environments.interface import Environment
-from megarl.rollout.environments.loading import Toolbox, load_environment, load_tools
-from megarl.rollout.environments.results import BadResult, cut, observation_of
-from megarl.rollout.environments.tools import BadArguments
-from megarl.rollout.workers.inside import (
+from megarl.isolation.child import (
     LINE_BYTES,
     OUT_OF_MEMORY,
     SOCKET_CLOSED,
@@ -47,7 +42,12 @@ from megarl.rollout.workers.inside import (
     share_heap,
     too_long,
 )
-from megarl.rollout.workers.process import as_line
+from megarl.isolation.process import as_line
+from megarl.printable import describe_error
+from megarl.rollout.environments.interface import Environment
+from megarl.rollout.environments.loading import Toolbox, load_environment, load_tools
+from megarl.rollout.environments.results import BadResult, cut, observation_of
+from megarl.rollout.environments.tools import BadArguments
 from megarl.types import UserFault
 from megarl.types.verdicts import Failure, verdict_of
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.isolation.function_loading import PREPARE, kind_of, load_object, prepare
 from megarl.rollout.environments.interface import Environment
 from megarl.rollout.environments.tools import Tool, make_tool
-from megarl.rollout.workers.loading import PREPARE, kind_of, load_object, prepare
 from megarl.types import UserFault
 
 TOOLS, ENVIRONMENT, ARGUMENTS = "episode.tools", "episode.environment", "episode.arguments"

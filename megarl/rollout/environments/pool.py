@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megarl.isolation.process import Lost
 from megarl.rollout.environments.history import (
     Operation,
     Together,
@@ -29,7 +30,6 @@ from megarl.rollout.environments.workers import (
     sentence,
     unknown,
 )
-from megarl.rollout.workers.process import Lost
 from megarl.types import UserFault
 from megarl.types.verdicts import Verdict
 

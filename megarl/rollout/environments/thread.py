@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.isolation.loop_thread import LoopThread
 from megarl.rollout.environments.pool import EnvironmentPool, PoolCounts
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.workers import EnvironmentSettings, Offer
-from megarl.rollout.workers.loop_thread import LoopThread
 from megarl.types.verdicts import Verdict
 
 _BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards

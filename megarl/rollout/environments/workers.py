@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megarl.isolation.child import too_long
+from megarl.isolation.pool import GARBAGE, WorkerPool
+from megarl.isolation.process import Job, Lost, ProcessEnd, WorkerProcess, as_line
 from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
 from megarl.rollout.environments.results import CallError, CallResult
-from megarl.rollout.workers.inside import too_long
-from megarl.rollout.workers.pool import GARBAGE, WorkerPool
-from megarl.rollout.workers.process import Job, Lost, ProcessEnd, WorkerProcess, as_line
 from megarl.types.verdicts import LARGEST, Verdict
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process

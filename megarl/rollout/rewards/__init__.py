@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from megarl.isolation.function_loading import load_object
 from megarl.printable import short
-from megarl.rollout.workers.loading import load_object
 from megarl.types import UserFault
 from megarl.types.verdicts import Failure as Failure
 from megarl.types.verdicts import Verdict as Verdict

@@ -21,10 +21,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megarl.isolation import http_service, sandbox
+from megarl.isolation.sandbox import Outcome, SandboxLimits
 from megarl.rollout.rewards.code_tests import Suite, TestReport, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
-from megarl.rollout.sandbox import http_service, sandbox
-from megarl.rollout.sandbox.sandbox import Outcome, SandboxLimits
 from megarl.types.verdicts import Verdict
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")

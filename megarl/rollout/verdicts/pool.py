@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.isolation.child import too_long
+from megarl.isolation.pool import GARBAGE, WorkerPool
+from megarl.isolation.process import ProcessEnd, as_line
 from megarl.rollout.verdicts.process import AT_ONCE, Request, RewardSpec, VerdictProcess
-from megarl.rollout.workers.inside import too_long
-from megarl.rollout.workers.pool import GARBAGE, WorkerPool
-from megarl.rollout.workers.process import ProcessEnd, as_line
 from megarl.types.verdicts import LARGEST, Failure, Verdict
 
 _BATCH = 16  # the most responses that wait for one that hangs

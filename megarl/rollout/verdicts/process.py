@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.rollout.workers.process import Job, WorkerProcess, as_line
+from megarl.isolation.process import Job, WorkerProcess, as_line
 
 AT_ONCE = 64  # responses in flight to a function that is `async def`
 _GRACE_S = 1.0  # in which a worker of such a function cancels a call that takes too long

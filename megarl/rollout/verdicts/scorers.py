@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from megarl.config import RewardConfig
+from megarl.isolation.loop_thread import LoopThread
 from megarl.rollout.rewards import WHERE
 from megarl.rollout.verdicts.pool import Episodes, Pool
 from megarl.rollout.verdicts.process import RewardSpec
-from megarl.rollout.workers.loop_thread import LoopThread
 from megarl.types.verdicts import Failure, Verdict
 
 DEFAULT = ""  # stands for all sources without a function of their own

@@ -1,4 +1,4 @@
-"""The process that computes verdicts, started by `pool` through `megarl.rollout.workers.entry`.
+"""The process that computes verdicts, started by `pool` through `megarl.isolation.entry`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of a `RewardSpec`; then `[answer, row]`, which holds for all responses that follow, and `[number, response]` for each
@@ -15,9 +15,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megarl.printable import describe_error
-from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
-from megarl.rollout.workers.inside import (
+from megarl.isolation.child import (
     LINE_BYTES,
     OUT_OF_MEMORY,
     ParentSocket,
@@ -26,7 +24,9 @@ from megarl.rollout.workers.inside import (
     limit_memory,
     too_long,
 )
-from megarl.rollout.workers.loading import is_coroutine_function
+from megarl.isolation.function_loading import is_coroutine_function
+from megarl.printable import describe_error
+from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
 from megarl.types import UserFault
 from megarl.types.verdicts import Failure, Verdict, verdict_of
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from megarl.isolation import http_service
+from megarl.isolation.sandbox import SandboxLimits
 from megarl.rollout.rewards import code, inside_tests
-from megarl.rollout.sandbox import http_service
-from megarl.rollout.sandbox.sandbox import SandboxLimits
 from megarl.types.verdicts import Verdict
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from megarl.rollout.sandbox.sandbox import WHERE, Outcome, SandboxLimits
+from megarl.isolation.sandbox import WHERE, Outcome, SandboxLimits
 from megarl.types import UserFault
 
 _ANSWER_S = 30.0  # added to the program's time, for the service's queue and the sandbox's start

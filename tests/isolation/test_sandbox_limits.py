@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.rollout.sandbox import sandbox
-from megarl.rollout.sandbox.sandbox import SandboxLimits, run
+from megarl.isolation import sandbox
+from megarl.isolation.sandbox import SandboxLimits, run
 from megarl.types import UserFault
 
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ def test_nothing_outlives_a_killed_caller(isolation: None) -> None:
     """As when the pool of reward workers kills one."""
     name = f"k{uuid.uuid4().hex[:12]}"
     program = f"import signal\nopen('/proc/self/comm', 'w').write({name!r})\nsignal.pause()"
-    parent = f"from megarl.rollout.sandbox.sandbox import *\nrun({program!r}, limits=SandboxLimits(wall_s=600.0))"
+    parent = f"from megarl.isolation.sandbox import *\nrun({program!r}, limits=SandboxLimits(wall_s=600.0))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", parent], env=environment) as caller:
         try:

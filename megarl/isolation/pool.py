@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar
 
-from megarl.rollout.workers.inside import MEMORY_FULL, OUT_OF_MEMORY, SOCKET_CLOSED
-from megarl.rollout.workers.process import Lost, ProcessEnd, WorkerProcess, describe_exit
+from megarl.isolation.child import MEMORY_FULL, OUT_OF_MEMORY, SOCKET_CLOSED
+from megarl.isolation.process import Lost, ProcessEnd, WorkerProcess, describe_exit
 from megarl.types import UserFault
 
 _MOST_FAILED_STARTS = 3

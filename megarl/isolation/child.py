@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
-from megarl.rollout.sandbox.inside_launcher import limit
-from megarl.rollout.workers.keeper import die_with
+from megarl.isolation.inside_launcher import limit
+from megarl.isolation.keeper import die_with
 
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line

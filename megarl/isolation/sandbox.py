@@ -24,9 +24,9 @@ from typing import IO
 
 import psutil
 
-from megarl.rollout.sandbox import bubblewrap
-from megarl.rollout.sandbox.bubblewrap import ENVIRONMENT
-from megarl.rollout.sandbox.seccomp import filter_program
+from megarl.isolation import bubblewrap
+from megarl.isolation.bubblewrap import ENVIRONMENT
+from megarl.isolation.seccomp import filter_program
 from megarl.types import UserFault
 
 WHERE = "reward.function"

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.rollout.workers import process as worker_process
-from megarl.rollout.workers.inside import HELLO
-from megarl.rollout.workers.process import WorkerProcess
+from megarl.isolation import process as worker_process
+from megarl.isolation.child import HELLO
+from megarl.isolation.process import WorkerProcess
 
 _VERDICTS = "megarl.rollout.verdicts.worker"
 _MODULES = [_VERDICTS, "megarl.rollout.agents.inside", "megarl.rollout.environments.inside"]
@@ -72,7 +72,7 @@ def test_a_keeper_that_does_not_act_is_killed_with_its_worker(start: Start, monk
 
 _FORKS = """
 import json, os, threading, time
-from megarl.rollout.workers.inside import connect
+from megarl.isolation.child import connect
 
 def fork():
     pid = os.fork()

@@ -1,4 +1,4 @@
-"""The program of every worker process: `python -m megarl.rollout.workers.entry MODULE`, started by `process`.
+"""The program of every worker process: `python -m megarl.isolation.entry MODULE`, started by `process`.
 
 It forks before it imports MODULE: a library may start threads as it is imported, which a fork would lose (numpy's
 OpenBLAS does), and the keeper that stays behind needs none of its memory. MODULE's `main` is called in the worker with
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from megarl.rollout.workers.keeper import fork_worker
+from megarl.isolation.keeper import fork_worker
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.sandbox.sandbox import Outcome, SandboxLimits, run
-from megarl.rollout.sandbox.seccomp import filter_program
+from megarl.isolation.sandbox import Outcome, SandboxLimits, run
+from megarl.isolation.seccomp import filter_program
 
 ROOT = Path(__file__).parents[3]
 TOKEN = f"token-{uuid.uuid4().hex}"
@@ -264,7 +264,7 @@ for name in os.listdir("/proc"):
         pass
 """
     parent = f"""
-from megarl.rollout.sandbox.sandbox import run
+from megarl.isolation.sandbox import run
 for unsafe in (False, True):
     print({TOKEN!r} in run({program!r}, unsafe=unsafe).stdout)
 """

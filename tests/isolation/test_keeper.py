@@ -14,7 +14,7 @@ import pytest
 
 _PREAMBLE = """
 import os, signal, sys, time
-from megarl.rollout.workers.keeper import fork_worker
+from megarl.isolation.keeper import fork_worker
 
 folder = sys.argv[1]
 

@@ -6,7 +6,7 @@ import asyncio
 from concurrent.futures import Future
 from typing import Any
 
-from megarl.rollout.workers.loop_thread import LoopThread
+from megarl.isolation.loop_thread import LoopThread
 
 
 def test_what_is_submitted_at_the_end_is_cancelled() -> None:

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarl.isolation.child import HELLO
+from megarl.isolation.keeper import KILLS_FOR_S
 from megarl.printable import plain_value
-from megarl.rollout.workers.inside import HELLO
-from megarl.rollout.workers.keeper import KILLS_FOR_S
 
 _KEEPER_ENDS_S = KILLS_FOR_S + 5.0  # so long it may take to end what the worker has started, and itself
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
@@ -72,7 +72,7 @@ class WorkerProcess:
         self._socket, theirs = socket.socketpair()
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {**_environment(as_line(spec)), "PYTHONPATH": python_path}
-        command = [sys.executable, "-P", "-m", "megarl.rollout.workers.entry", module]
+        command = [sys.executable, "-P", "-m", "megarl.isolation.entry", module]
         try:
             with theirs:
                 end = theirs.fileno()

@@ -12,8 +12,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.rollout.sandbox import bubblewrap
-from megarl.rollout.sandbox.sandbox import (
+from megarl.isolation import bubblewrap
+from megarl.isolation.sandbox import (
     SandboxLimits,
     end_program,
     first_of_namespace,
@@ -22,7 +22,7 @@ from megarl.rollout.sandbox.sandbox import (
     start_unsafe,
 )
 
-_PROGRAM = Path(__file__).with_name("inside_session.py").read_text(encoding="utf-8")
+_PROGRAM = Path(__file__).with_name("inside_interpreter.py").read_text(encoding="utf-8")
 _HASH_SEED = 0
 _MARK_BYTES = 16
 _CHUNK_BYTES = 1 << 16

@@ -1,0 +1,1 @@
+"""Programs that are not ours, run apart: worker processes with limits, and the sandbox."""

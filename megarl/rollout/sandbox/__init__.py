@@ -1,1 +1,0 @@
-"""Programs that a model wrote, run apart from everything else."""

@@ -1,1 +1,0 @@
-"""Worker processes that run users' functions: started, fed with jobs, ended by limits of time and memory, replaced."""
