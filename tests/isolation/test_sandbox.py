@@ -19,7 +19,7 @@ import pytest
 from megarl.isolation.sandbox import Outcome, SandboxLimits, run
 from megarl.isolation.seccomp import filter_program
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TOKEN = f"token-{uuid.uuid4().hex}"
 PATIENT = SandboxLimits(wall_s=60.0, cpu_s=30)
 needs_filter = pytest.mark.skipif(filter_program() is None, reason="system calls are not filtered on this machine type")
