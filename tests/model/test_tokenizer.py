@@ -16,7 +16,7 @@ def test_a_tokenizer_needs_no_model(tiny_model: Path) -> None:
     """Models and torch._dynamo are most of the seconds; a model that is built afterwards still generates."""
     program = f"""
 import sys
-from megarl.rollout.prompts import load_tokenizer
+from megarl.model.tokenizer import load_tokenizer
 ours = load_tokenizer({str(tiny_model)!r})
 print(sorted({{"torch._dynamo", "accelerate", "transformers.modeling_utils"}} & {{*sys.modules}}))
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin, PreTrainedModel
