@@ -1,1 +1,1 @@
-"""Programs that are not ours, run apart: worker processes with limits, and the sandbox."""
+"""Code that is not megarl's, run apart: users' functions in worker processes with limits, programs in the sandbox."""

@@ -1,1 +1,1 @@
-"""The model as its folder says: family, config.json, formats, tensors, tokenizer, names of adapters."""
+"""The model as its folder says: family, config.json, formats, tensors, tokenizer; sizes and names of adapters."""

@@ -1,4 +1,4 @@
-"""Megatron-Core: layouts, process groups, the model, pipeline passes, the optimizer and its checkpoints."""
+"""Megatron-Core: process groups, the model, pipeline passes, the optimizer and its checkpoints."""
 
 import os
 import warnings

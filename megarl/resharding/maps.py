@@ -1,4 +1,4 @@
-"""The two maps of a reshard: what training ranks send, and what engines receive."""
+"""What training ranks send and engines receive in a reshard: the maps of the weights, and those of adapters."""
 
 from __future__ import annotations
 

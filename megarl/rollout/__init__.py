@@ -1,1 +1,1 @@
-"""Sampling: prompts, episodes, sample files, SGLang engines, reward functions and their sandboxes."""
+"""Sampling: prompts, episodes, sample files, SGLang engines, reward functions and the processes that run them."""

@@ -1,4 +1,4 @@
-"""What a recipe says of an engine, as the settings that the engine starts with."""
+"""The settings with which each engine of a run starts, made from its recipe and the model's config.json."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One rank of each model: what it is given to learn from, how it is with_token_advantages, and its update."""
+"""One rank of each model: the samples that it learns from, the advantages of their tokens, and its update."""

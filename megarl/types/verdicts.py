@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite  # not the module: a room of ours has its name
+from math import isfinite
 from numbers import Real
 from typing import Any
 
