@@ -31,5 +31,6 @@ RUN if [ "$APEX" = 1 ]; then \
 FROM base
 COPY --from=environment /opt/megarl /opt/megarl
 COPY . .
+RUN .venv/bin/python -m compileall -q megarl
 ENV PATH=/opt/megarl/.venv/bin:$PATH
 CMD ["megarl", "--help"]

@@ -98,6 +98,8 @@ def count_folder(folder: Path) -> dict[str, Counts]:
 
 def report(folder: Path) -> list[str]:
     rooms = count_folder(folder)
+    if not rooms:
+        return [f"{folder}: no Python files"]
     total = sum(rooms.values(), NOTHING)
     per_thousand = 1000 / total.code_lines
     largest = max(rooms, key=lambda room: rooms[room].expressions)

@@ -22,13 +22,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # What is measured differs between two runs.
-MEASURED = re.compile(r"^(time|memory|speed|perf)/|_s$|_per_s$|mfu|tflops|held_bytes|host_bytes|seconds$")
+MEASURED = re.compile(
+    r"^(time|memory|speed|perf)/|_s$|_s_(mean|max)$|_per_s$|rollout_error$|mfu|tflops|held_bytes|host_bytes|seconds$"
+)
 SMALL = [
     "rollout.seeded=true", "run.trackers=[]", "placement.gpus=2", "train.tp=1", "train.pp=1", "train.ep=2",
     "rollout.engine.tp=1", "rollout.prompts_per_step=8", "rollout.samples_per_prompt=4", "evaluation.max_prompts=8",
     "train.updates_per_step=2", "warm_start.steps=2", "warm_start.sequences_per_step=16", "reward.function=odd:score",
 ]  # fmt: skip
-ADAPTERS = ["lora.rank=4", "lora.experts=0", "lora.sync=adapters", "lora.targets=[q_proj, k_proj, v_proj, o_proj]"]
+ADAPTERS = ["lora.rank=4", "lora.sync=merged"]  # seeded samples rule out adapters of SGLang's own
 RUNS = {  # name -> the lives of a run: overrides of each, a later one with --resume
     "grpo": [["rollout.seeded=true", "run.trackers=[]", "warm_start.steps=30", "run.steps=10", "checkpoint.every=10"]],
     "vapo": [[*SMALL, "algorithm.name=vapo", "algorithm.critic_warmup_steps=1", "run.steps=4", "checkpoint.every=4"]],
@@ -73,13 +75,17 @@ def run(folder: Path, name: str) -> dict[str, Any]:
             megarl(folder, "train", recipe, *overrides, f"run.name={name}", "--resume")
     return {
         "metrics": [_computed(json.loads(line)) for line in (runs / "metrics.jsonl").read_text().splitlines()],
-        "samples": [json.loads(line) for line in (runs / "samples.jsonl").read_text().splitlines()],
+        "samples": [_computed(json.loads(line)) for line in (runs / "samples.jsonl").read_text().splitlines()],
         "weights": {} if name == "from_samples" else _weights(folder, runs),
     }
 
 
 def _computed(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if not MEASURED.search(key)}
+    """What the seed decides of a record or a sample, an episode's own facts included."""
+    kept = {key: value for key, value in record.items() if not MEASURED.search(key)}
+    if isinstance(kept.get("episode"), dict):
+        kept["episode"] = _computed(kept["episode"])
+    return kept
 
 
 def _weights(folder: Path, runs: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Which optional packages Megatron finds when it is imported: what it makes of them depends on their import alone.
 
-`megarl.parallel` installs these finders before Megatron can be imported, so they hold in every process.
+`megarl.parallel` installs these finders when it is imported: whatever imports Megatron imports that before it.
 """
 
 from __future__ import annotations

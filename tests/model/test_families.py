@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import megarl.parallel  # noqa: F401  isort: skip  (before Megatron, which the patches import)
 from megarl import device
 from megarl.checkpoints.hf_import import load_hf
 from megarl.config import TrainConfig

@@ -50,8 +50,8 @@ def _build(pipe: Connection, requests: Requests) -> None:
     """As the program does it."""
     import torch
 
+    from megarl.parallel import meta  # isort: skip  (before Megatron, which the patches import)
     from megarl.cpu import megatron_patches
-    from megarl.parallel import meta
 
     gc.disable()
     try:

@@ -38,6 +38,10 @@ def test_expressions_are_nodes_of_the_syntax_tree() -> None:
     assert count('"""Only words."""\n').expressions == 0
 
 
+def test_a_folder_without_code_is_said_to_have_none(tmp_path: Path) -> None:
+    assert report(tmp_path) == [f"{tmp_path}: no Python files"]
+
+
 def test_the_largest_room_is_a_package_or_a_module(tmp_path: Path) -> None:
     (tmp_path / "room").mkdir()
     (tmp_path / "room" / "large.py").write_text("a = [1, 2, 3]\n")
