@@ -23,6 +23,7 @@ else
 fi
 say "ruff check"
 ruff check .
+ruff format --check --quiet .
 say "pyright"
 pyright --pythonpath "$VENV/bin/python"
 if (($#)); then

@@ -82,9 +82,7 @@ def _tensor_faults(slices: Slices, name: str, wanted: tuple[int, ...]) -> list[U
     return []
 
 
-def load_hf(
-    path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor], stem: str = "model"
-) -> None:
+def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor], stem: str = "model") -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
 
     Only the needed slices are read; quantised weights are dequantised, whatever tiles a box cuts. Parameters in

@@ -135,6 +135,7 @@ class NodeFacts(GpuFacts):
     ports: tuple[Port, ...] = ()
     ray_gpus: int | None = None  # as Ray counts them; None without a Ray cluster
 
+
 @dataclass(frozen=True)
 class RankRates:
     """The measured rates of one rank, for messages in each direction; None where there is no peer.

@@ -206,5 +206,3 @@ def _message(line: bytes) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, list) and found else None
-
-

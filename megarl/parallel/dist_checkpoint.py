@@ -144,9 +144,7 @@ def _chunk_key(chunks: Sequence[object], index: int) -> str:
     return "model" if len(chunks) == 1 else f"model{index}"
 
 
-def _state(
-    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
-) -> dict[str, Any]:
+def _state(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool) -> dict[str, Any]:
     """Weights, master weights and moments by the weights' names, and the number of the optimizer's steps.
 
     Megatron's own state of an optimizer also has the parameter groups, which differ between EP 1, where experts are

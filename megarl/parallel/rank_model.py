@@ -80,9 +80,7 @@ class RankModel:
         self._offloaded: host_offload.Offloaded = []
         self._shared: frozenset[str] = frozenset()  # weights that are in another process's memory
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
-        self.pipeline = Pipeline(
-            self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss
-        )
+        self.pipeline = Pipeline(self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss)
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""

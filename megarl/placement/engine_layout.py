@@ -175,9 +175,7 @@ class EngineLayout:
             kv_heads = max(1, shape.num_kv_heads // self.attention_tp)
             rows = {"q_proj": heads * shape.head_dim, "k_proj": kv_heads * shape.head_dim}
         rows |= {what: width // parts for width, parts, what in self._widths(shape)}
-        return [
-            f"a rank's {size} of {what} cut a tile of {FP8_TILE}" for what, size in rows.items() if size % FP8_TILE
-        ]
+        return [f"a rank's {size} of {what} cut a tile of {FP8_TILE}" for what, size in rows.items() if size % FP8_TILE]
 
     def gpu_faults(self, shape: ModelShape) -> list[UserFault]:
         """Faults on a GPU, where SGLang pads the vocabulary regardless of the number of ranks."""

@@ -69,9 +69,7 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
             stages = None if pp == 1 < vpp else _stage_layers(own, shape, pp, vpp)
             if stages is None:
                 continue
-            overlay = {
-                "train": {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "layers_per_stage": list(stages)}
-            }
+            overlay = {"train": {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "layers_per_stage": list(stages)}}
             if _is_valid(resolve(overlaid(recipe, overlay))):
                 yield overlay
 

@@ -100,9 +100,7 @@ class Estimator:
         """About the seconds of a step without its rollout, by one update's samples; None: its training cannot fit."""
         roles = resolve(overlaid(self.recipe, overlay))
         sizes = self.sizes_of(roles)
-        shares: dict[RoleName, RankWork] = {
-            name: self._share(role, whole=False) for name, role in roles.models.items()
-        }
+        shares: dict[RoleName, RankWork] = {name: self._share(role, whole=False) for name, role in roles.models.items()}
         if least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches)) > self.hardware.memory_bytes:
             return None
         _, step = step_times(roles, self.hardware, sizes, shares, self.samples, reshard_s=0.0)

@@ -82,9 +82,7 @@ def needs_of(recipe: Recipe) -> Needs:
     return frozenset(need for need, is_needed in found.items() if is_needed)
 
 
-def search(
-    recipe: Recipe, hardware: Hardware, side: Side, response_share: float = MEAN_RESPONSE_SHARE
-) -> SearchResult:
+def search(recipe: Recipe, hardware: Hardware, side: Side, response_share: float = MEAN_RESPONSE_SHARE) -> SearchResult:
     """The best layouts of a recipe. Raises UserFaults as `make_plan`, and UserFault where nothing can be found."""
     sampled = not learns_from_answers(recipe.algorithm.name)
     if side == "engine" and not sampled:
@@ -106,9 +104,7 @@ def search(
     return SearchResult(side, own, tuple(found), (len(engines), len(trains)))
 
 
-def _best_engines(
-    estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None
-) -> list[Overlay]:
+def _best_engines(estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None) -> list[Overlay]:
     """The best of each kind next to the recipe's training ranks, with their share of memory; phases: that must fit."""
     best = []
     for layout in layouts:

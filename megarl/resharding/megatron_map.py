@@ -58,9 +58,7 @@ def shards(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine
     return found
 
 
-def split_params(
-    shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False
-) -> frozenset[str]:
+def split_params(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False) -> frozenset[str]:
     """The parameters of training rank `rank` that are split over its TP group: dense weights that TP cuts, and experts.
 
     A TP group may hold an expert twice, but as replicas of data parallelism, which share the optimizer's state.
@@ -272,9 +270,7 @@ def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Sh
     yield Shard(name + "eh_proj.weight", rows, (0, 2 * hidden), param + "eh_proj.weight")
 
 
-def _experts(
-    shape: ModelShape, layout: TrainLayout, names: Names, stage: int, ep_rank: int, etp_rank: int
-) -> Shards:
+def _experts(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, ep_rank: int, etp_rank: int) -> Shards:
     items, hidden = share(shape.num_experts, layout.ep, ep_rank), (0, shape.hidden_size)
     mine, width = share(shape.moe_ffn_size, layout.etp, etp_rank), shape.moe_ffn_size // layout.etp
     for place in _places(shape, layout, stage):

@@ -235,17 +235,13 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
     }
 
 
-def member_stats(
-    store: Store, run_id: str, attempt: int, num_members: int, payload: PayloadName
-) -> list[Stats]:
+def member_stats(store: Store, run_id: str, attempt: int, num_members: int, payload: PayloadName) -> list[Stats]:
     """The cost of a successful attempt for each member; read it before the next attempt."""
     store = PrefixStore(_prefix(run_id, payload), store)
     return [Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)]
 
 
-def collect_stats(
-    store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]
-) -> Stats:
+def collect_stats(store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]) -> Stats:
     """The cost of a successful attempt for all members and payloads; read it before the next attempt."""
     of_payloads = [_reduced(member_stats(store, run_id, attempt, num_members, one), _REDUCED_BY) for one in payloads]
     return _reduced(of_payloads, _ADDED)

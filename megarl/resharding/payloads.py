@@ -117,7 +117,6 @@ class Factors:
         if wrong:
             raise LayoutError(f"the map of adapters and SGLang's slots differ: {first_of(sorted(wrong))}")
 
-
     def begin(self, version: int) -> None:
         pass
 

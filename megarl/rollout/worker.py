@@ -113,9 +113,7 @@ class RolloutWorker:
         """The samples that the engine has finished since the last call, before their verdicts; waits for the first."""
         return await self._engine.take_completed()
 
-    async def _generate(
-        self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
-    ) -> Generated:
+    async def _generate(self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None) -> Generated:
         if self._episodes:
             return await self._play(self._episodes, prompt, sampling, begun)
         if begun:
@@ -177,9 +175,7 @@ class EnginePart(Schedulers):
         super().__init__(engine_settings(recipe, index, span))
 
 
-async def _continued(
-    episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup
-) -> Generated:
+async def _continued(episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup) -> Generated:
     """The episodes of a group after a further phase of the open ones."""
     samples, verdicts = list(begun.samples), list(begun.verdicts)
     places, dealt = [place for place, one in enumerate(samples) if one.is_open], partial_summary(begun).context_tokens

@@ -137,9 +137,7 @@ def cases(batch: Batch) -> dict[str, Case]:
         TrainSequence(ids_T[:n], mask_T[:n], zeros_T[:n], zeros_T[:n], advantage_T=one_T)
         for n, one_T in zip(lengths, advantages, strict=True)
     ]
-    rewarded = [
-        replace(one, reward=float(reward_T[-1])) for one, reward_T in zip(advantaged, rewards, strict=True)
-    ]
+    rewarded = [replace(one, reward=float(reward_T[-1])) for one, reward_T in zip(advantaged, rewards, strict=True)]
 
     def packed_gae() -> Pieces:
         return [gae(tokens.reward, tokens.value, is_last_T, gamma=GAMMA, lam=LAMBDA)[0]]

@@ -156,9 +156,7 @@ def params_of(shards: list[Shard], dtype: torch.dtype) -> Tensors:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("fp8", layout) for layout in LAYOUTS]
-    + [(kind, "tp4 etp4") for kind in FORMATS[1:]]
-    + [("int4", "tp2 ep2 etp2")],
+    [("fp8", layout) for layout in LAYOUTS] + [(kind, "tp4 etp4") for kind in FORMATS[1:]] + [("int4", "tp2 ep2 etp2")],
 )
 def test_every_layout_gets_the_publishers_own_cast(
     published: Callable[[str], tuple[Path, Tensors, Tensors]], tmp_path: Path, kind: str, layout: str

@@ -411,7 +411,9 @@ def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Clus
         name: subprocess.Popen(
             [sys.executable, "-c", _CLIENT, address],
             env=(os.environ if name == "right" else bare) | change,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for name, change in tokens.items()
     }

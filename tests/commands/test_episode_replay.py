@@ -32,7 +32,7 @@ from scripts.make_tiny_moe import make_tokenizer
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
 RECIPE = Path(__file__).parents[2] / "recipes/quickstart_tools.yaml"
-WORLD = '''
+WORLD = """
 import random
 from megarl.environments import Environment, Observation
 
@@ -64,7 +64,7 @@ class Once(Dice):
 def double(number: int, *, times: int = 2) -> int:
     "Twice a number."
     return number * times
-'''
+"""
 ROWS = [{"prompt": "go", "answer": "8", "opening": "begin"}, {"prompt": "on", "answer": "8", "opening": ""}]
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 ENVIRONMENT = ("episode.tools=[]", "episode.environment=replay_world:Dice", "reward.function=null")

@@ -12,8 +12,7 @@ from megarl.types import UserFault, UserFaults
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 # 9 ** 9 values in nine lines.
 ALIASES = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "\n".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -56,9 +55,7 @@ def written(tmp_path: Path, lines: bytes | str) -> Path:
     ],
     ids=lambda value: value[:30],
 )
-def test_a_value_that_is_read_in_two_ways_is_refused_once_with_its_line(
-    given: str, mend: str, tmp_path: Path
-) -> None:
+def test_a_value_that_is_read_in_two_ways_is_refused_once_with_its_line(given: str, mend: str, tmp_path: Path) -> None:
     (fault,) = faults_of(QUICKSTART, given)
     assert fault.where.startswith(f"override {given[:100]}")
     assert fault.mend == mend

@@ -24,9 +24,7 @@ def test_schedules() -> None:
     assert rates(2, warmup_steps=5, lr_schedule="cosine") == pytest.approx([0.4, 0.8]), "the run ends in its warm-up"
 
 
-@given(
-    st.integers(1, 50), st.integers(0, 60), st.sampled_from(["constant", "linear", "cosine"]), st.floats(0, 1)
-)
+@given(st.integers(1, 50), st.integers(0, 60), st.sampled_from(["constant", "linear", "cosine"]), st.floats(0, 1))
 def test_it_rises_and_then_never_does(steps: int, warmup: int, kind: str, end: float) -> None:
     found = rates(steps, warmup_steps=warmup, lr_schedule=kind, lr_end=end)
     assert all(0 <= rate <= 2.0 + 1e-12 for rate in found)

@@ -328,9 +328,7 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     assert "1 shuffles the data differently from 7" in told[2]
 
 
-def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
+def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(made: Any, fleet: Any, tmp_path: Path) -> None:
     run(made(), fleet, stream(), tmp_path)
     found = find(made(), stream(), pytest.fail)
     assert found is not None and found.run["shape"].pop("attention") == "grouped_query"

@@ -28,9 +28,7 @@ PARITY = "def score(response, answer, row):\n    return float(sum(map(ord, respo
 
 
 @pytest.mark.nightly
-def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
-    launch: Callable, tmp_path: Path
-) -> None:
+def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(launch: Callable, tmp_path: Path) -> None:
     """TP2 PP2 EP2 into an engine of TP2, as the quickstart is; the reward is one that a new model gets at times."""
     (tmp_path / "parity.py").write_text(PARITY)
     command = launch(*KEYS, "run.steps=2")

@@ -16,7 +16,7 @@ from megarl.types import EpisodeEnd
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
 ENDS = get_args(EpisodeEnd)
 
-AGENT = '''
+AGENT = """
 import asyncio
 
 import openai
@@ -28,7 +28,7 @@ async def run(chat, row):
         messages = [*chat.prompt, first, {"role": "user", "content": "again"}]
         last = await client.chat.completions.create(model="policy", messages=messages)
     return float(len(last.choices[0].message.content or "") % 5)  # which differs between the episodes of a prompt
-'''
+"""
 
 pytestmark = pytest.mark.slow
 

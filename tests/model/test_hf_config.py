@@ -228,9 +228,7 @@ def test_a_config_that_is_nested_too_deep(tmp_path: Path) -> None:
         ({}, {"eos_token_id": [0]}, {0}),
     ],
 )
-def test_end_tokens(
-    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, found: set[int]
-) -> None:
+def test_end_tokens(tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, found: set[int]) -> None:
     write(tmp_path, CONFIG | config)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

@@ -74,13 +74,13 @@ def test_what_is_read(tmp_path: Path, config: dict[str, Any], found: Quantisatio
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"quant_method": "awq", "bits": 4}, "quantization_config.quant_method of {} is \"awq\""),
+        ({"quant_method": "awq", "bits": 4}, 'quantization_config.quant_method of {} is "awq"'),
         ({"bits": 4}, "quantization_config.quant_method of {} is null"),
         ({"quant_method": "fp8"}, "quantization_config.weight_block_size of {} is null"),
         (FP8 | {"weight_block_size": [1, 128]}, "quantization_config.weight_block_size of {} is [1, 128]"),
-        (FP8 | {"fmt": "e5m2"}, "quantization_config.fmt of {} is \"e5m2\""),
-        (FP8 | {"scale_fmt": "e4m3"}, "quantization_config.scale_fmt of {} is \"e4m3\""),
-        (INT4 | {"format": "nvfp4-pack-quantized"}, "quantization_config.format of {} is \"nvfp4-pack-quantized\""),
+        (FP8 | {"fmt": "e5m2"}, 'quantization_config.fmt of {} is "e5m2"'),
+        (FP8 | {"scale_fmt": "e4m3"}, 'quantization_config.scale_fmt of {} is "e4m3"'),
+        (INT4 | {"format": "nvfp4-pack-quantized"}, 'quantization_config.format of {} is "nvfp4-pack-quantized"'),
         (
             changed(INT4, "config_groups/group_0/weights/group_size", 128),
             "quantization_config.config_groups.group_0.weights.group_size of {} is 128",

@@ -46,7 +46,7 @@ def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act is \"gelu\""),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),

@@ -70,9 +70,7 @@ def test_logprobs_equal_those_of_transformers(path: Path, one_rank: dict[str, An
         np.testing.assert_allclose(mine[1:], expected_T, atol=within(1e-4))
 
 
-def test_steps_equal_transformers_and_torch(
-    path: Path, family: str, one_rank: dict[str, Any], tmp_path: Path
-) -> None:
+def test_steps_equal_transformers_and_torch(path: Path, family: str, one_rank: dict[str, Any], tmp_path: Path) -> None:
     """The same losses on transformers' model, clipped and stepped by torch: losses, gradients, weights."""
     model = hf_model(path)
     norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]

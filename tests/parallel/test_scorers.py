@@ -123,10 +123,7 @@ def conversations() -> list[SampleGroup]:
     def group(number: int) -> SampleGroup:
         question, count = f"{100 + 37 * number}+{number}=", 1 + number % 3
         ids, logp, parts = np.zeros(1, np.int64), np.zeros(1, np.float32), (SamplePart(0, 1),)
-        samples = tuple(
-            Sample(ids, logp, "12345"[: 1 + (number + index) % 5], True, parts)
-            for index in range(count)
-        )
+        samples = tuple(Sample(ids, logp, "12345"[: 1 + (number + index) % 5], True, parts) for index in range(count))
         prompt = Prompt(str(number), question, (1,), "1", messages=question)
         return SampleGroup(prompt, samples, np.zeros(count, np.float32), np.zeros(count, np.bool_))
 

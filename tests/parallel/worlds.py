@@ -165,9 +165,7 @@ def world_part(
     return UpdateShare(micro_batches, norms, **more)
 
 
-def weighted_loss(
-    logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
-) -> LossResult:
+def weighted_loss(logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any) -> LossResult:
     """A small loss of every input, so that a misaligned one shows: sum w m (A (old - log p) - (p - e)^2 / 10)."""
     mask_T = targets.loss_mask_T
     gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)

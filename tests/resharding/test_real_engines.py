@@ -232,8 +232,14 @@ DRAFTS = Case("deepseek-v3", layout(8, 8, 8, draft=1), 4)
 @pytest.mark.parametrize(
     ("case", "changes"),
     [
-        (MOE, {"dp": 1}), (MOE, {"ep": 4}), (MOE, {"fp8": True}), (MOE, HEAD), (LATENT, DENSE), (LATENT, SHARED),
-        (LATENT, {"draft": 1}), (DRAFTS, {"draft": 0}),
+        (MOE, {"dp": 1}),
+        (MOE, {"ep": 4}),
+        (MOE, {"fp8": True}),
+        (MOE, HEAD),
+        (LATENT, DENSE),
+        (LATENT, SHARED),
+        (LATENT, {"draft": 1}),
+        (DRAFTS, {"draft": 0}),
     ],  # fmt: skip
     ids=str,
 )

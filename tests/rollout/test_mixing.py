@@ -30,9 +30,7 @@ def file_of(prompt: Prompt) -> int:
 
 @settings(deadline=None)
 @given(weights=WEIGHTS, first=st.integers(0, 5000), n=st.integers(1, 600), seed=st.integers(0, 99))
-def test_every_stretch_of_the_stream_has_each_files_share(
-    weights: list[float], first: int, n: int, seed: int
-) -> None:
+def test_every_stretch_of_the_stream_has_each_files_share(weights: list[float], first: int, n: int, seed: int) -> None:
     """To within about log(n) prompts, wherever it begins."""
     stream = mixed(weights, seed)
     stream.skip_to(first)

@@ -175,6 +175,8 @@ def test_the_bound_with_ahead_is_reached_by_a_straggler_of_a_later_step() -> Non
     """Ticket 8 is begun ahead; the others are done in one phase."""
     run = Run(lambda number: (16, 1) if number == 8 else (2, 2), recipe_of(16, 4, 2, 4, 1))
     assert oldest(run, 12) == staleness_bound(run.recipe, Hyperparameters()) == 4
+
+
 @pytest.mark.parametrize("when_short", ["train", "stop"])
 def test_the_bound_is_reached_with_dynamic_sampling(when_short: Any) -> None:
     """Whatever a short step does: three stragglers of four phases, of six in flight, two a step."""

@@ -70,7 +70,7 @@ def test_the_file_is_not_read_with_such_a_template(with_template: Callable[[str]
 
 
 def test_what_a_template_refuses_and_rows_without_a_prompt_are_told_elsewhere(
-    with_template: Callable[[str], Any]
+    with_template: Callable[[str], Any],
 ) -> None:
     tokenizer = with_template("{{ raise_exception('no') }}")
     assert template_fault(tokenizer, [*PROMPTS, ("x", 3), ("y", [])]) is None

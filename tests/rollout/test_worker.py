@@ -153,7 +153,6 @@ def test_a_group_may_be_left_with_one_sample_but_not_with_none() -> None:
     with pytest.raises(UserFault, match="reward.function: took longer than 5 s on response 'a' to rows.jsonl:1"):
         scored(PROMPT, samples("a", "b"), [LATE, NAN], RewardConfig(function="a:b"))
 
-
     drawn, greedy = samples("a", "b")
     with pytest.raises(UserFault, match="as did all of the group"):
         scored(PROMPT, [drawn, replace(greedy, is_baseline=True)], [LATE, RIGHT], RewardConfig(function="a:b"))

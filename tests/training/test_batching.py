@@ -22,8 +22,7 @@ def _work(length: int) -> float:
 
 
 def _refs(lengths: list[int]) -> list[SampleRef]:
-    return [SampleRef(group=i // 4, sample=i % 4, length=n, response_length=n - 1)
-            for i, n in enumerate(lengths)]
+    return [SampleRef(group=i // 4, sample=i % 4, length=n, response_length=n - 1) for i, n in enumerate(lengths)]
 
 
 def _plan(samples: list[SampleRef], **changes: Any) -> list[Update]:

@@ -186,10 +186,16 @@ class AgentWorkers(WorkerPool[AgentProcess]):
                 pass  # it has told that the process still answers
             case [int(number), "end", None, bool(is_spoiled)]:
                 self._end_run(worker, number, None, is_spoiled=is_spoiled)
-            case [int(number), "end", [int() | float() as reward, bool(correct), answer], bool(is_spoiled)] if (
-                abs(reward) <= LARGEST and isinstance(answer, str | None)
-            ):
-                self._end_run(worker, number, Verdict(float(reward), correct, answer), is_spoiled=is_spoiled)
+            case [
+                int(number),
+                "end",
+                [int() | float() as reward, bool(correct), str() | None as answer],
+                bool(spoiled),
+            ]:
+                if abs(reward) <= LARGEST:
+                    self._end_run(worker, number, Verdict(float(reward), correct, answer), is_spoiled=spoiled)
+                else:
+                    self._replace(worker, GARBAGE)
             case [int(number), "error", str(words), bool(is_spoiled)]:
                 self._end_run(worker, number, Failure(words), is_spoiled=is_spoiled)
             case _:

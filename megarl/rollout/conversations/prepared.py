@@ -54,9 +54,7 @@ def prepare(
     return Prepared(splice, replace(calls, parallel=calls.parallel and facts.parallel), facts)
 
 
-def prepare_agents(
-    tokenizer: Any, stop_ids: Collection[int], *, renders: bool = False
-) -> tuple[ToolSets, SpliceFacts]:
+def prepare_agents(tokenizer: Any, stop_ids: Collection[int], *, renders: bool = False) -> tuple[ToolSets, SpliceFacts]:
     """For agents, which name their tools when they ask. Imports SGLang (seconds). Raises UserFault(episode)."""
     tool_sets = ToolSets(tokenizer, stop_ids)
     facts = _RENDERED if renders else check(Splice(tokenizer, stop_ids), users=True, tools=False)

@@ -33,9 +33,7 @@ class TranscriptWriter:
         """All that the model wrote in a turn."""
         self._entries.append(_entry("assistant", text))
 
-    def add_calls(
-        self, calls: Sequence[ToolCall | BadCall], made: Sequence[CallResult], told: Sequence[str]
-    ) -> None:
+    def add_calls(self, calls: Sequence[ToolCall | BadCall], made: Sequence[CallResult], told: Sequence[str]) -> None:
         """The last turn's calls. made: the results of those that could be made; told: what the model reads of each."""
         results, found = iter(made), self._entries[-1]["calls"]
         for call, text in zip(calls, told, strict=True):

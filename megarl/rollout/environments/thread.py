@@ -15,9 +15,7 @@ from megarl.types.verdicts import Verdict
 _BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards
 
 
-def environment_settings(
-    recipe: Recipe, workers: int | None = None, *, prepares: bool = True
-) -> EnvironmentSettings:
+def environment_settings(recipe: Recipe, workers: int | None = None, *, prepares: bool = True) -> EnvironmentSettings:
     """workers: in place of the recipe's. prepares: as of `EnvironmentSettings`."""
     episode = recipe.episode
     assert episode

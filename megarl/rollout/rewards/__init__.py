@@ -56,5 +56,3 @@ def takes_episode(function: Reward) -> bool:
 def describe_failure(failure: Failure, response: str, answer: str, place: str) -> str:
     """A failure with the response and the answer that it concerns; place: the file and the row of the prompt."""
     return f"{failure.words} on response {short(response)} to {place}, answer {short(answer)}"
-
-

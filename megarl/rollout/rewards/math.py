@@ -37,9 +37,7 @@ _TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig(
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that there is no timeout; the worker has one
 
 
-def score(
-    response: str, answer: str, row: Mapping[str, Any], *, correct: float = 1.0, wrong: float = 0.0
-) -> Verdict:
+def score(response: str, answer: str, row: Mapping[str, Any], *, correct: float = 1.0, wrong: float = 0.0) -> Verdict:
     """`correct` if the last \\boxed{...}, or else the final answer in the end of the text, equals the answer.
 
     Expressions that would be costly to compute (towers of exponents, endless numbers), sums, integrals and limits are

@@ -57,7 +57,8 @@ _REFUSED_FOR = {  # the reason why resharding does not support a server argument
     "it changes which ranks hold the experts": ("moe_dp_size", "dwdp_size"),
     "it changes which ranks hold the attention": ("attn_cp_size", "dcp_"),
     "it sets up NCCL in engines alone; NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment hold for all": (
-        "enable_nccl_nvls", "enable_symm_mem"
+        "enable_nccl_nvls",
+        "enable_symm_mem",
     ),
     "the engine's model would no longer be the one that is trained": ("json_model_override_args",),
 }

@@ -18,6 +18,7 @@ Params = dict[str, torch.Tensor]
 DTYPE = "bfloat16"
 UNWRITTEN = 0x7FC0  # bits that no weight has: `values` leaves bit 14 clear
 
+
 @dataclass(frozen=True)
 class Case:
     """One exchange between `num_processes` members; members n * gpus_per_node and following make node n."""

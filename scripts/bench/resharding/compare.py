@@ -118,5 +118,3 @@ def compare(case: Case, repeats: int, round_bytes: int, bucket_bytes: int) -> di
                 figures[name].seconds.append(seconds)
                 figures[name] = figures[name]._replace(exact=exact and figures[name].exact)
     return figures
-
-

@@ -80,5 +80,3 @@ def bounds(figures: Mapping[str, Figures], megabits: int) -> list[str]:
             f"({median(one.seconds) / bound:.2f} x)"
         )
     return lines
-
-

@@ -42,7 +42,7 @@ TEMPLATE = (
 )
 STOPS = [1, *range(20, 34)]  # many, so that a model of random weights ends its turns
 TURN_TOKENS, EPISODES = 24, 12
-AGENT = '''
+AGENT = """
 import asyncio
 import contextlib
 
@@ -69,8 +69,8 @@ async def run(chat, row):
         follows += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
         await client.chat.completions.create(model="policy", messages=follows)
     return 0.5
-'''
-ONCE = '''
+"""
+ONCE = """
 from megarl.environments import Environment
 
 class Once(Environment):
@@ -79,7 +79,7 @@ class Once(Environment):
 
     def reward(self):
         return 0.5
-'''
+"""
 FAULTY = '''
 import os
 import time

@@ -103,7 +103,7 @@ def _write(path: str, pid: int) -> None:
 
 def _flood(_: str) -> float:
     for _number in range(2000):
-        print('[0, 1.0, true]', "x" * 80)
+        print("[0, 1.0, true]", "x" * 80)
         sys.__stdout__.write("[0, 1.0, true]\n")  # type: ignore[union-attr]
     os.write(1, b"[0, 1.0, true]\n")
     return 0.25
