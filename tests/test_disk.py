@@ -20,7 +20,7 @@ from rich.console import Console
 
 from megarl.checkpoints.snapshots import Snapshots
 from megarl.disk import output_fault, writing
-from megarl.rollout.sample_file import writing as writing_samples
+from megarl.samples.parquet import writing as writing_samples
 from megarl.tracking import run_log
 from megarl.tracking.run_log import RunLog
 from megarl.types import FolderGone, Prompt, Sample, SampleGroup, SamplePart, UserFault

@@ -23,8 +23,8 @@ from megarl.printable import short, show
 from megarl.rollout.conversations.template import TemplateRefusal, num_shared
 from megarl.rollout.data_files import BadRow, column
 from megarl.rollout.episodes import EnvironmentRuntime
-from megarl.rollout.sample_file import SampleFile, open_samples
-from megarl.rollout.stock import PartialGroup
+from megarl.samples.buffer import PartialGroup
+from megarl.samples.parquet import SampleFile, open_samples
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Verdict

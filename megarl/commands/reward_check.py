@@ -17,8 +17,8 @@ import numpy as np
 from megarl.config import RewardConfig
 from megarl.printable import one_line, short, show
 from megarl.rollout.data_files import answered_rows
-from megarl.rollout.sample_file import open_samples
 from megarl.rollout.verdicts.scorers import Scorers
+from megarl.samples.parquet import open_samples
 from megarl.types import UserFault
 from megarl.types.verdicts import Failure, Verdict
 

@@ -16,7 +16,7 @@ from megarl.fleet.fleet import Fleet, training_fleet
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.preflight.check import Inputs
-from megarl.rollout.sample_file import SampleFile, writing
+from megarl.samples.parquet import SampleFile, writing
 from megarl.tracking.metrics import rollout_metrics
 from megarl.tracking.run_log import RunLog
 

@@ -19,8 +19,8 @@ from megarl.fleet.rank_groups import GroupStock
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import Roles, lora_size, resolve
 from megarl.rollout.prompts import PromptStream
-from megarl.rollout.sample_file import open_samples
-from megarl.rollout.stock import Entry, Ticket
+from megarl.samples.buffer import Entry, Ticket
+from megarl.samples.parquet import open_samples
 from megarl.types import ModelShape, UserFault, UserFaults
 
 FOLDER = "checkpoints"

@@ -15,8 +15,8 @@ from megarl.algos import ALGORITHMS
 from megarl.cluster.actor import Ref
 from megarl.config import Recipe
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.rollout.stock import Entry, PartialSummary, StockSizes
 from megarl.rollout.worker import Sampling
+from megarl.samples.buffer import Entry, PartialSummary, StockSizes
 from megarl.training.batching import SampleRef
 from megarl.types import (
     TRUNCATED,

@@ -16,7 +16,7 @@ from megarl.controller.samples import Limits, refuse_empty, samples_of, stalenes
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.rollout.demonstrations import demonstrated_episode, demonstration
-from megarl.rollout.stock import staleness_bound
+from megarl.samples.buffer import staleness_bound
 from megarl.tracking.metrics import rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
 from megarl.training.batching import shuffled

@@ -17,8 +17,8 @@ from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.dealing import Dealer
 from megarl.rollout.sglang.arguments import NodeSpan
-from megarl.rollout.stock import Entry, Stock
 from megarl.rollout.worker import Sampling
+from megarl.samples.buffer import Entry, Stock
 from megarl.types import Prompt
 
 

@@ -22,9 +22,9 @@ from megarl.placement.roles import Phase, Roles, resolve, sent_lora, trains_merg
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
 from megarl.resharding.session import Session, Sessions, sessions
-from megarl.rollout.sample_file import open_samples, writing
-from megarl.rollout.stock import PartialGroup, Summary
-from megarl.rollout.worker import partial_summary, summary
+from megarl.samples.buffer import PartialGroup, Summary
+from megarl.samples.parquet import open_samples, writing
+from megarl.samples.summaries import partial_summary, summary
 from megarl.types import Metrics, SampleGroup
 
 CRITIC = "critic"  # the folder of the critic's files in a checkpoint

@@ -20,7 +20,7 @@ from megarl.cluster.session import Cluster
 from megarl.config import Recipe
 from megarl.placement.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank
-from megarl.rollout.stock import Entry, Stock
+from megarl.samples.buffer import Entry, Stock
 from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_updates, refs_of
 from megarl.training.flops import speed, train_work
 from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault

@@ -21,7 +21,7 @@ from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedRequest, Speed
 from megarl.plan.phases import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
 from megarl.plan.rollout_time import RolloutTime, SimulatedSpeed, sampled, whole_requests
-from megarl.rollout.stock import num_phases, staleness_bound
+from megarl.samples.buffer import num_phases, staleness_bound
 from megarl.types import IntArray
 
 _SEQUENCES = 256  # of a step that are simulated: of an engine with more, a part

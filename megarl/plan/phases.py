@@ -1,6 +1,6 @@
 """Steps of a run whose responses are sampled in phases, on planted lengths: what each phase runs, and how old it is.
 
-The stock is that of a run (`rollout/stock.py`). All complete groups are trained on, as without dynamic sampling. Pure.
+The stock is that of a run (`samples/buffer.py`). All complete groups are trained on, as without dynamic sampling. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megarl.rollout.stock import Entry, PartialSummary, Stock, StockSizes, Summary
+from megarl.samples.buffer import Entry, PartialSummary, Stock, StockSizes, Summary
 from megarl.types import GroupSummary, IntArray, Prompt
 
 Result = TypeVar("Result")

@@ -32,10 +32,10 @@ from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.prompts import PromptStream
-from megarl.rollout.sample_file import SampleFile, open_samples
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
 from megarl.rollout.sglang.drafts import draft_faults
 from megarl.rollout.tokens import TokenCache
+from megarl.samples.parquet import SampleFile, open_samples
 from megarl.types import Metrics, Prompt, UserFault, UserFaults
 
 Faults = list[UserFault]

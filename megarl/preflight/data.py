@@ -12,11 +12,11 @@ from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.data import DataConfig, DataFileConfig
 from megarl.placement.roles import Role, Roles
-from megarl.rollout.accounting import row_length
 from megarl.rollout.mixing import MixedStream
 from megarl.rollout.prompts import PromptFile, PromptSource, PromptStream, load_prompts, vocabulary_faults
-from megarl.rollout.sample_file import SampleFile
 from megarl.rollout.tokens import TokenCache, Tokens, cached_tokens, tokenise
+from megarl.samples.accounting import row_length
+from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
 from megarl.types import Metrics, ModelShape, Prompt, SampleGroup, UserFault, UserFaults
 

@@ -12,7 +12,7 @@ from megarl.algos import ALGORITHMS, has_critic, has_reference, hyperparameters_
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.placement.roles import train_layout
-from megarl.rollout.stock import num_phases, staleness_bound
+from megarl.samples.buffer import num_phases, staleness_bound
 
 _HIGH_RATE = 0.1
 _LOW_LORA_RATE = 5e-6  # rates of full training by reinforcement are about 1e-6

@@ -21,9 +21,9 @@ from megarl.config.loading import load_recipe
 from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.episodes import EnvironmentRuntime
 from megarl.rollout.prompts import PromptSource, load_prompts
-from megarl.rollout.sample_file import writing
-from megarl.rollout.stock import PartialGroup
 from megarl.rollout.worker import scored
+from megarl.samples.buffer import PartialGroup
+from megarl.samples.parquet import writing
 from megarl.types import EpisodeProgress, Prompt, Sample, SampleGroup, SamplePart
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Verdict

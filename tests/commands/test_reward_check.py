@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from megarl.cli import app
-from megarl.rollout.sample_file import writing
+from megarl.samples.parquet import writing
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.training.episodes import episode
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from megarl.controller.run import Step
 from megarl.controller.stages import advantages
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.rollout.stock import Stock, StockSizes
+from megarl.samples.buffer import Stock, StockSizes
 from megarl.tracking.run_log import Record
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import GroupSummary
-from tests.rollout.test_stock import PROMPT_TOKENS, Run, recipe_of
+from tests.samples.test_buffer import PROMPT_TOKENS, Run, recipe_of
 
 LONGEST, WANTED, UPDATES = 96, 64, 8
 FEW, STEPS = 5, 40

@@ -22,8 +22,8 @@ from megarl.controller.samples import (
     with_overlong_penalty,
 )
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.rollout.stock import Entry, Stock
-from megarl.rollout.worker import summary
+from megarl.samples.buffer import Entry, Stock
+from megarl.samples.summaries import summary
 from megarl.tracking.metrics import rollout_metrics
 from megarl.types import EpisodeEnd, GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserFault
 from tests.training.episodes import cut, episode

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.sample_file import open_samples
-from tests.rollout.test_sample_file import SHAPE, group, write
+from megarl.samples.parquet import open_samples
+from tests.samples.test_parquet import SHAPE, group, write
 
 pytestmark = pytest.mark.slow
 

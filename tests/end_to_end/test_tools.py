@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from megarl.rollout.sample_file import open_samples
+from megarl.samples.parquet import open_samples
 from megarl.types import EpisodeEnd
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"

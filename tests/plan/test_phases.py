@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.plan.phases import OpenGroup, PhasedStep, PhaseSizes, phased_steps
-from megarl.rollout.stock import staleness_bound
+from megarl.samples.buffer import staleness_bound
 from megarl.types import Hyperparameters, IntArray
-from tests.rollout.test_stock import Run as RealRun
-from tests.rollout.test_stock import recipe_of
+from tests.samples.test_buffer import Run as RealRun
+from tests.samples.test_buffer import recipe_of
 
 LONGEST, SAMPLES, STEPS = 24, 2, 8
 

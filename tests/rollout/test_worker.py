@@ -20,8 +20,9 @@ from megarl.rollout.demonstrations import demonstration
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.rollout.sglang.sizes import step_sequences
-from megarl.rollout.stock import PartialGroup, PartialSummary
-from megarl.rollout.worker import RolloutWorker, Sampling, scored, summary
+from megarl.rollout.worker import RolloutWorker, Sampling, scored
+from megarl.samples.buffer import PartialGroup, PartialSummary
+from megarl.samples.summaries import summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 from megarl.types.verdicts import Failure, Verdict
 

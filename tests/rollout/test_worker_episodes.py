@@ -12,14 +12,14 @@ import pytest
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout import accounting
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
-from megarl.rollout.stock import PartialGroup, PartialSummary
 from megarl.rollout.worker import RolloutWorker, Sampling, scored
+from megarl.samples import accounting
+from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 from megarl.types.verdicts import Failure, Verdict
 from scripts.make_tiny_moe import make_tokenizer

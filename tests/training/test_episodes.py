@@ -22,7 +22,7 @@ from megarl.algos.losses import outcome_loss, turn_gaps, value_loss
 from megarl.algos.mismatch import MISMATCH_BOUNDS, drops
 from megarl.controller.samples import samples_of
 from megarl.parallel.sequences import PackedRow, Split, pack
-from megarl.rollout.worker import summary
+from megarl.samples.summaries import summary
 from megarl.tracking.metrics import update_metrics
 from megarl.training import kept_tokens
 from megarl.training.auxiliary import critic_returns

@@ -16,7 +16,7 @@ import pytest
 
 from megarl.algos import ALGORITHMS
 from megarl.controller.samples import samples_of
-from megarl.rollout.worker import summary
+from megarl.samples.summaries import summary
 from megarl.training.batching import key_of, plan_updates, refs_of
 from megarl.training.credit import with_token_advantages
 from megarl.training.train_sequences import train_sequences

@@ -15,7 +15,7 @@ from megarl.algos.statistics import TOKENS
 from megarl.config import ReferenceConfig
 from megarl.controller.samples import samples_of
 from megarl.placement.train_layout import TrainLayout
-from megarl.rollout.worker import summary
+from megarl.samples.summaries import summary
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint

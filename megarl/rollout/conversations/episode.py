@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
 from megarl.model.tokenizer import chat_messages
-from megarl.rollout.accounting import longest_row
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, rendered, results_of
 from megarl.rollout.conversations.open_episode import (
     EpisodeOverdue,
@@ -33,7 +32,8 @@ from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall, Turn
 from megarl.rollout.conversations.transcript import TranscriptWriter
 from megarl.rollout.environments.pool import EnvironmentFailure, ReplayFailure
 from megarl.rollout.environments.results import CallResult
-from megarl.rollout.stock import phases_of
+from megarl.samples.accounting import longest_row
+from megarl.samples.buffer import phases_of
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict

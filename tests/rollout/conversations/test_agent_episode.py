@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout import accounting
 from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.conversations import agent_episode
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets
 from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeRows
+from megarl.samples import accounting
 from megarl.types import Prompt, Sample, SamplePart
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer

@@ -11,13 +11,13 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout import accounting
 from megarl.rollout.agents.thread import AgentThread
 from megarl.rollout.agents.workers import AgentSettings
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.worker import Generated, RolloutWorker
+from megarl.samples import accounting
 from megarl.tracking.run_log import RunLog
 from megarl.types import GroupSummary, Prompt
 from megarl.types.sampling import Sampling

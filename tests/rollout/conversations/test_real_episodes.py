@@ -16,7 +16,6 @@ import pytest
 from megarl.config.episode import EpisodeConfig
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
-from megarl.rollout import accounting
 from megarl.rollout.agents.thread import AgentThread
 from megarl.rollout.agents.workers import AgentSettings
 from megarl.rollout.conversations.agent_runner import AgentRunner
@@ -28,6 +27,7 @@ from megarl.rollout.endpoint.server import ChatEndpoint
 from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.sglang.engine import Engine
+from megarl.samples import accounting
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.accounting import sample_fault, trained_parts
 from megarl.rollout.demonstrations import demonstrated_conversation, demonstration
-from megarl.rollout.stock import PartialGroup, PartialSummary
-from megarl.rollout.worker import partial_summary, summary
+from megarl.samples.accounting import sample_fault, trained_parts
+from megarl.samples.buffer import PartialGroup, PartialSummary
+from megarl.samples.summaries import partial_summary, summary
 from megarl.types import (
     EpisodeFacts,
     EpisodeRow,

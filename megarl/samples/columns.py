@@ -14,8 +14,8 @@ from typing import Any, get_args
 import numpy as np
 
 from megarl.printable import json_line, plain_value, short
-from megarl.rollout.accounting import sample_fault
-from megarl.rollout.stock import PartialGroup
+from megarl.samples.accounting import sample_fault
+from megarl.samples.buffer import PartialGroup
 from megarl.types import (
     EpisodeEnd,
     EpisodeFacts,

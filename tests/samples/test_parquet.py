@@ -19,9 +19,9 @@ from megarl.config.loading import load_recipe
 from megarl.model.hf_config import HfModel
 from megarl.placement.roles import Roles, resolve
 from megarl.preflight.data import sample_file_faults
-from megarl.rollout.sample_file import SampleFile, open_samples, writing
-from megarl.rollout.stock import PartialGroup
-from megarl.rollout.worker import summary
+from megarl.samples.buffer import PartialGroup
+from megarl.samples.parquet import SampleFile, open_samples, writing
+from megarl.samples.summaries import summary
 from megarl.types import ModelShape, Prompt, Sample, SampleGroup, SamplePart, UserFault
 from megarl.types.verdicts import Failure, Verdict
 

@@ -41,8 +41,8 @@ import numpy as np
 from megarl import disk
 from megarl.disk import visible_folder
 from megarl.printable import first_line
-from megarl.rollout import sample_columns
-from megarl.rollout.stock import PartialGroup
+from megarl.samples import columns
+from megarl.samples.buffer import PartialGroup
 from megarl.types import SampleGroup, UserFault
 
 _KEY = b"megarl"
@@ -55,9 +55,9 @@ class SampleWriter:
     def __init__(self, path: Path, vocab_size: int, temperature: float) -> None:
         import pyarrow.parquet  # half a second
 
-        ours = {"format": sample_columns.FORMAT, "vocab_size": vocab_size, "temperature": temperature}
+        ours = {"format": columns.FORMAT, "vocab_size": vocab_size, "temperature": temperature}
         metadata = {_KEY: json.dumps(ours).encode()}
-        self._schema = sample_columns.schema().with_metadata(metadata)
+        self._schema = columns.schema().with_metadata(metadata)
         self._file = pyarrow.parquet.ParquetWriter(path, self._schema, write_page_checksum=True)
         self._step = 0
 
@@ -67,7 +67,7 @@ class SampleWriter:
 
         self._step += 1
         rows = [
-            sample_columns.row_of(self._step, number, group, index)
+            columns.row_of(self._step, number, group, index)
             for number, group in enumerate(groups)
             for index in range(len(group.samples))
         ]
@@ -164,8 +164,8 @@ def open_samples(path: Path) -> SampleFile:
         ours = _described((columns.metadata or {}).get(_KEY, b"{}"))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
-    found, known = ours.get("format", "not ours"), sample_columns.FORMATS
-    if found not in known or not columns.equals(sample_columns.schema(found)):
+    found, known = ours.get("format", "not ours"), columns.FORMATS
+    if found not in known or not columns.equals(columns.schema(found)):
         *older, last = map(str, known)
         problem = f"its format is {found}, this version reads {', '.join(older)} and {last}"
         raise UserFault(str(path), problem, _MEND)
@@ -189,7 +189,7 @@ def _described(text: bytes) -> dict[str, Any]:
 
 def _group(rows: list[dict[str, Any]]) -> SampleGroup | PartialGroup:
     is_open = any(row["open"] for row in rows)
-    return sample_columns.partial_group_of(rows) if is_open else sample_columns.group_of(rows)
+    return columns.partial_group_of(rows) if is_open else columns.group_of(rows)
 
 
 def _read(path: Path, step: int) -> list[dict[str, Any]]:
@@ -202,11 +202,11 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
             table = file.read_row_group(step - 1)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
-    rows = sample_columns.rows_of(table)
+    rows = columns.rows_of(table)
     before = (-1, -1)
     for number, row in enumerate(rows):
         place = row["group"], row["sample"]
-        fault = sample_columns.row_fault(row, step)
+        fault = columns.row_fault(row, step)
         if not fault and place not in ((before[0], before[1] + 1), (before[0] + 1, 0)):
             fault = f"is sample {place[1]} of group {place[0]} and follows sample {before[1]} of group {before[0]}"
         before = place

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.isolation.process import as_line
-from megarl.rollout.sample_columns import schema
-from megarl.rollout.sample_file import open_samples, writing
-from megarl.rollout.stock import PartialGroup
+from megarl.samples.buffer import PartialGroup
+from megarl.samples.columns import schema
+from megarl.samples.parquet import open_samples, writing
 from megarl.types import (
     EpisodeFacts,
     EpisodeProgress,

@@ -1,0 +1,1 @@
+"""Samples that wait, are counted, summarised or stored: not how they were sampled."""
