@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.data_files import RowFaults, read_rows
+from megarl.data.files import RowFaults, read_rows
 from megarl.types import UserFaults
 
 INSTRUCTION = (

@@ -30,7 +30,7 @@ DOORS = {
 
 UNESCAPED = {
     "printable.py",
-    "rollout/data_files.py",  # these two look for halves of surrogate pairs, and show nothing of what they make
+    "data/files.py",  # these two look for halves of surrogate pairs, and show nothing of what they make
     "rollout/endpoint/fields.py",
     "rollout/conversations/messages.py",  # these three write for the model
     "rollout/conversations/template.py",

@@ -13,11 +13,11 @@ from typing import Any
 from megarl.commands.episode_player import PlayedEpisode, PlayedStep, difference, play
 from megarl.commands.episode_turns import ScriptedTurn, hostile_turns, made_up, read_turns, turns_of_file
 from megarl.config import Recipe
+from megarl.data.files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
 from megarl.model.tokenizer import load_tokenizer
 from megarl.preflight import episodes, rewards
 from megarl.printable import one_line, short, show
 from megarl.rollout.conversations.template import ChatTemplate
-from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
 from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
 from megarl.rollout.environments.results import CallResult
 from megarl.rollout.environments.thread import EnvironmentThread, environment_settings

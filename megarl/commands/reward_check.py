@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.config import RewardConfig
+from megarl.data.files import answered_rows
 from megarl.printable import one_line, short, show
-from megarl.rollout.data_files import answered_rows
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.samples.parquet import open_samples
 from megarl.types import UserFault

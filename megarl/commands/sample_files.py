@@ -12,10 +12,10 @@ from megarl.controller.learning_rate import policy_lr
 from megarl.controller.run import Step, TrainingRun
 from megarl.controller.samples import sampling_of, with_overlong_penalty
 from megarl.controller.stages import LEARNING_STAGES, advantages, publish, score
+from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, training_fleet
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
-from megarl.preflight.check import Inputs
 from megarl.samples.parquet import SampleFile, writing
 from megarl.tracking.metrics import rollout_metrics
 from megarl.tracking.run_log import RunLog

@@ -34,9 +34,9 @@ from megarl.controller.run import Run, Step
 from megarl.controller.saver import Saver
 from megarl.controller.stages import finish_rollout, learn, publish
 from megarl.controller.warm_start import warm_start
+from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupStock
-from megarl.preflight.check import Inputs
 from megarl.tracking.run_log import RunLog
 from megarl.types import EndedEarly
 

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 
 from megarl.config import Recipe
 from megarl.controller.samples import Collected, Limits, collect, sampling_of, waiting_metrics
+from megarl.data.streams import PromptStream
 from megarl.fleet.engines import Engines
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.fleet.sampling_round import SamplingRound
-from megarl.rollout.prompts import PromptStream
 from megarl.tracking.metrics import balance_metrics, failed_share
 from megarl.tracking.run_log import Record
 from megarl.types import RoundBalance

@@ -14,11 +14,11 @@ from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.checkpoints.hf_import import fingerprint
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.config import Recipe
+from megarl.data.streams import PromptStream
 from megarl.fleet.fleet import STOCK, Fleet
 from megarl.fleet.rank_groups import GroupStock
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import Roles, lora_size, resolve
-from megarl.rollout.prompts import PromptStream
 from megarl.samples.buffer import Entry, Ticket
 from megarl.samples.parquet import open_samples
 from megarl.types import ModelShape, UserFault, UserFaults

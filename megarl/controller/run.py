@@ -9,9 +9,9 @@ from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe
 from megarl.controller.phases import StepRollout
 from megarl.controller.saver import Saver
+from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, TrainingFleet
 from megarl.fleet.rank_groups import GroupStock, PerTokenResults, RolloutBatch, Trained
-from megarl.preflight.check import Inputs
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
 from megarl.training.batching import SampleRef

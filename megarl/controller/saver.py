@@ -11,10 +11,10 @@ from megarl.checkpoints.snapshots import Digest, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.controller.resuming import FOLDER, Progress, StockState, adapter_identity, critic_of, sampling_keys
+from megarl.data.streams import PromptStream
 from megarl.disk import writing
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupStock
-from megarl.rollout.prompts import PromptStream
 from megarl.types import EndedEarly, Metrics, UserFault
 
 

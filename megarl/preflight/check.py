@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,12 +15,14 @@ from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.checkpoints import hf_import
 from megarl.cluster.visible_gpus import device_faults
 from megarl.config import Recipe
+from megarl.data.inputs import Inputs, read_data
+from megarl.data.tokens import TokenCache
 from megarl.device import DEVICE
 from megarl.disk import output_fault
 from megarl.model.tokenizer import load_tokenizer
 from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
 from megarl.placement.roles import Roles, resolve
-from megarl.preflight.data import length_faults, read_data, sample_file_faults
+from megarl.preflight.data import length_faults, sample_file_faults
 from megarl.preflight.environment import attention_faults, cluster_faults
 from megarl.preflight.episodes import demonstration_faults, read_episode
 from megarl.preflight.hyperparameters import eval_faults, hyperparameter_faults, sampling_faults
@@ -30,32 +32,13 @@ from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults, shari
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
-from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.prompts import PromptStream
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
 from megarl.rollout.sglang.drafts import draft_faults
-from megarl.rollout.tokens import TokenCache
 from megarl.samples.parquet import SampleFile, open_samples
-from megarl.types import Metrics, Prompt, UserFault, UserFaults
+from megarl.types import Prompt, UserFault, UserFaults
 
 Faults = list[UserFault]
 Command = Literal["train", "dry run", "rollout", "train from samples", "convert"]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads from disk: an endless stream of training prompts, and each evaluation set, cut to its limit.
-
-    notes, metrics: lines about the data to print at the start, and its numbers for the record of step 0. splice: of
-    demonstrated episodes.
-    """
-
-    tokenizer: Any
-    prompts: PromptStream
-    eval_sets: Mapping[str, Sequence[Prompt]]
-    notes: Sequence[str] = ()
-    metrics: Metrics = field(default_factory=dict)
-    splice: Splice | None = None
 
 
 @dataclass(frozen=True)

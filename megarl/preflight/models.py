@@ -9,10 +9,10 @@ from typing import Any
 from megarl.algos import learns_from_answers
 from megarl.checkpoints import hf_import, peft
 from megarl.config import Recipe
+from megarl.data.template_check import template_fault
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.placement.roles import Role, Roles
-from megarl.rollout.template_check import template_fault
 from megarl.types import ModelShape, Prompt, UserFault
 
 Faults = list[UserFault]

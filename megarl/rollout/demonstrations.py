@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.files import BadRow, column
 from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.data_files import BadRow, column
 from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserFault
 
 

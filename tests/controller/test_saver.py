@@ -17,11 +17,10 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.resuming import FOLDER, Progress, StockState, find, model_faults, resume
 from megarl.controller.saver import Saver
+from megarl.data.streams import MixedStream, PromptStream
 from megarl.fleet.rank_groups import GroupStock
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
-from megarl.rollout.mixing import MixedStream
-from megarl.rollout.prompts import PromptStream
 from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserFault, UserFaults
 
 EMPTY = GroupStock()

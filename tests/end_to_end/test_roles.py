@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.data.prompts import PromptSource, load_prompts
 from megarl.model.tokenizer import chat_ids, load_tokenizer
-from megarl.rollout.prompts import PromptSource, load_prompts
 from tests.parallel.checkpoints import write_classifier
 
 pytestmark = pytest.mark.slow

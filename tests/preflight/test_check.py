@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config.loading import load_recipe
+from megarl.data.inputs import Inputs
 from megarl.model.tokenizer import load_tokenizer
 from megarl.placement.roles import resolve
-from megarl.preflight.check import Inputs, _Case, _faults, check, check_rollout, check_samples, faults_elsewhere
+from megarl.preflight.check import _Case, _faults, check, check_rollout, check_samples, faults_elsewhere
 from megarl.types import UserFaults
 from tests.parallel import checkpoints
 

@@ -12,8 +12,8 @@ import pytest
 from megarl.commands.dry_run import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
+from megarl.data.inputs import read_data
 from megarl.model.tokenizer import load_tokenizer
-from megarl.preflight.data import read_data
 from megarl.preflight.episodes import demonstration_faults, read_episode
 from megarl.preflight.rewards import reward_faults
 from megarl.rollout.conversations.template import ChatTemplate

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from megarl.data.files import BadRow
 from megarl.model.tokenizer import chat_messages
 from megarl.printable import short
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import Message, TemplateRefusal
-from megarl.rollout.data_files import BadRow
 
 _FORM = "write a list of messages {role, content} as in OpenAI's chats, from the first message after the prompt on"
 _ORDER = "let assistants' messages alternate with a user's message or with one result for each call, and be the last"

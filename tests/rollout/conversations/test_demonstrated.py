@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.data.files import BadRow
 from megarl.environments.calculator import calculate
 from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.conversations.conversation import Conversation
@@ -19,7 +20,6 @@ from megarl.rollout.conversations.demonstrated import Demonstration, demonstrate
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.splice_check import check
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall
-from megarl.rollout.data_files import BadRow
 from megarl.rollout.environments.loading import load_tools
 from megarl.types import Sample, SamplePart
 from scripts import make_arithmetic, make_tiny_moe

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from megarl.rollout.data_files import RowFaults, answered_rows, read_rows
+from megarl.data.files import RowFaults, answered_rows, read_rows
 from megarl.types import UserFaults
 
 GOOD = b'{"prompt": "1+2=", "answer": "3"}\n'

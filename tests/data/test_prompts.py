@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.data.prompts import PromptSource, load_prompts
+from megarl.data.streams import PromptStream
 from megarl.model.tokenizer import chat_ids, chat_text, load_tokenizer
-from megarl.rollout.prompts import PromptSource, PromptStream, load_prompts
 from megarl.types import Prompt, UserFault, UserFaults
 
 QUESTION = {"prompt": "1+2=", "answer": "3"}

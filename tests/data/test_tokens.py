@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rollout import tokens
-from megarl.rollout.prompts import PromptFile, PromptSource, load_prompts
-from megarl.rollout.tokens import TokenCache
+from megarl.data import tokens
+from megarl.data.prompts import PromptFile, PromptSource, load_prompts
+from megarl.data.tokens import TokenCache
 from megarl.types import UserFaults
 
 

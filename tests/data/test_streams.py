@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.mixing import MixedStream
+from megarl.data.streams import MixedStream
 from megarl.types import Prompt
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from megarl.data.files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
+from megarl.data.template_check import template_fault
+from megarl.data.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise
 from megarl.model.tokenizer import OWN_TOKENIZER, chat_messages, token_outside_vocabulary
 from megarl.printable import short
-from megarl.rollout.data_files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
-from megarl.rollout.template_check import template_fault
-from megarl.rollout.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise
 from megarl.types import Prompt, UserFault, UserFaults, WhenOverlong
 
 _MESSAGES = "write a non-empty string, or a list of messages {role, content} whose contents are strings"
@@ -186,41 +183,3 @@ def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults, tools: Sequen
             bad.add(row.id, BadRow(problem, "mend the messages or the template"))
         else:
             yield text
-
-
-class PromptStream:
-    """An endless stream of prompts: each epoch has every prompt once, in a new order that depends only on the seed."""
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
-        if not prompts:
-            raise ValueError("a stream needs at least one prompt")
-        self._prompts = list(prompts)
-        self._random = random.Random(seed)
-        self._epoch: list[Prompt] = []
-        self._place = 0  # in the epoch
-        self.taken = 0  # prompts since the stream began; the whole state of the stream
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of the prompts and their order."""
-        sha = hashlib.sha256()
-        for prompt in self._prompts:
-            sha.update(f"{prompt.id}\0{prompt.text}\0{prompt.answer}\0".encode())
-        return sha.hexdigest()
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts, across the end of an epoch where necessary."""
-        taken: list[Prompt] = []
-        while len(taken) < n:
-            if self._place == len(self._epoch):
-                self._epoch, self._place = self._random.sample(self._prompts, len(self._prompts)), 0
-            missing = n - len(taken)
-            taken += self._epoch[self._place : self._place + missing]
-            self._place = min(self._place + missing, len(self._epoch))
-        self.taken += n
-        return taken
-
-    def skip_to(self, taken: int) -> None:
-        """Resume as if this many prompts had been taken from a new stream."""
-        while self.taken < taken:
-            self.take(min(len(self._prompts), taken - self.taken))

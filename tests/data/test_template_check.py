@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.rollout import template_check
-from megarl.rollout.prompts import PromptSource, load_prompts
-from megarl.rollout.template_check import Bounds, template_fault
+from megarl.data import template_check
+from megarl.data.prompts import PromptSource, load_prompts
+from megarl.data.template_check import Bounds, template_fault
 from megarl.types import UserFaults
 
 FOR_EVER = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

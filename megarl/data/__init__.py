@@ -1,0 +1,1 @@
+"""What a run reads: files, prompts and their tokens, streams of prompts."""

@@ -1,0 +1,134 @@
+"""What a run reads from disk: the prompts that a recipe names, read and tokenised, and the faults of these files."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.data import DataConfig, DataFileConfig
+from megarl.data.prompts import PromptFile, PromptSource, load_prompts
+from megarl.data.streams import MixedStream, PromptStream
+from megarl.data.tokens import TokenCache
+from megarl.rollout.conversations.splice import Splice
+from megarl.tracking.progress import progress_bar
+from megarl.types import Metrics, Prompt, UserFault, UserFaults
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads from disk: an endless stream of training prompts, and each evaluation set, cut to its limit.
+
+    notes, metrics: lines about the data to print at the start, and its numbers for the record of step 0. splice: of
+    demonstrated episodes.
+    """
+
+    tokenizer: Any
+    prompts: PromptStream
+    eval_sets: Mapping[str, Sequence[Prompt]]
+    notes: Sequence[str] = ()
+    metrics: Metrics = field(default_factory=dict)
+    splice: Splice | None = None
+
+
+@dataclass(frozen=True)
+class DataRead:
+    """The files that could be read, by recipe key, and the faults of the others."""
+
+    train: Mapping[str, PromptFile]
+    eval_sets: Mapping[str, PromptFile]
+    faults: list[UserFault] = field(default_factory=list)
+
+    @property
+    def train_prompts(self) -> Sequence[Prompt]:
+        return [prompt for file in self.train.values() for prompt in file.prompts]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each file from which prompts were dropped."""
+        return [
+            f"{file.source.where}: {file.num_dropped} of the {file.num_rows} prompts of {file.source.path} were dropped"
+            f" because they are longer than data.max_prompt_tokens; the longest has {file.longest} tokens"
+            for file in (*self.train.values(), *self.eval_sets.values())
+            if file.num_dropped
+        ]
+
+    @property
+    def metrics(self) -> Metrics:
+        """For the record of step 0: the numbers of prompts kept and dropped, of training and of each evaluation set."""
+        found: Metrics = {}
+        sets = {"train": list(self.train.values())} | {f"eval/{name}": [file] for name, file in self.eval_sets.items()}
+        for name, files in sets.items():
+            found[f"data/{name}/prompts"] = float(sum(len(file.prompts) for file in files))
+            found[f"data/{name}/dropped"] = float(sum(file.num_dropped for file in files))
+        return found
+
+    def stream(self, recipe: Recipe) -> PromptStream:
+        """Prompts of the training files that were read (at least one): drawn by weight, or evenly from all rows."""
+        weights = [recipe.data.train_files[where].weight for where in self.train]
+        if len(weights) < 2 or None in weights:
+            return PromptStream(self.train_prompts, recipe.run.seed)
+        files = [file.prompts for file in self.train.values()]
+        return MixedStream(files, [weight for weight in weights if weight], recipe.run.seed)
+
+
+def read_data(
+    recipe: Recipe,
+    tokenizer: object,
+    *,
+    vocab_size: int | None = None,
+    absent: Container[str] = (),
+    tools: Sequence[Mapping[str, Any]] = (),
+    cache: TokenCache | None = None,
+) -> DataRead:
+    """Read every data file of the recipe whose key is not absent; the result has every fault of every file.
+
+    vocab_size: the model's, or None where it is not known. tools: as of `load_prompts`.
+    """
+    data, faults = recipe.data, _weight_faults(recipe.data)
+    read: dict[str, PromptFile] = {}
+    for where, file in data.files.items():
+        if where in absent:
+            continue
+        try:
+            read[where] = load_prompts(
+                _source(data, where, file),
+                tokenizer,
+                max_prompt_tokens=data.max_prompt_tokens,
+                vocab_size=vocab_size,
+                overlong=data.overlong,
+                tools=tools,
+                cache=cache,
+                bar=progress_bar,
+            )
+        except UserFaults as several:
+            faults += several.faults
+            if any(fault.where == "model.path" for fault in several.faults):  # the template: no file can be rendered
+                break
+    train = {where: read[where] for where in data.train_files if where in read}
+    eval_sets = {name: read[f"data.eval.{name}"] for name in data.eval if f"data.eval.{name}" in read}
+    return DataRead(train, eval_sets, faults)
+
+
+def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
+    """The file with its own columns, or with the columns of all files."""
+    given = {"prompt": file.prompt, "answer": file.answer}
+    mends = {}
+    for key, name in given.items():
+        mends[key] = f"set data.{key} to one of {{columns}}"
+        if name:
+            mends[key] = f"set {key} of {where} to one of {{columns}}"
+        elif where != "data.train":
+            mends[key] += f", or for this file alone write {where} as {{path: {file.path}, {key}: COLUMN}}"
+    prompt, answer = file.prompt or data.prompt, file.answer or data.answer
+    return PromptSource(where, file.path, prompt, answer, mends["prompt"], mends["answer"])
+
+
+def _weight_faults(data: DataConfig) -> list[UserFault]:
+    """Weights must be set for all training files or for none."""
+    without = [where for where, file in data.train_files.items() if file.weight is None]
+    if not without or len(without) == len(data.train):
+        return []
+    problem = f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no weight, and other files have"
+    return [UserFault("data.train", problem, "write a weight for every file, or for none")]
