@@ -15,7 +15,6 @@ from megarl.controller.run import Run, Step, TrainingRun
 from megarl.controller.samples import Limits, refuse_empty, samples_of, staleness, with_overlong_penalty
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.rollout.demonstrations import demonstrated_episode, demonstration
 from megarl.samples.buffer import staleness_bound
 from megarl.tracking.metrics import rollout_metrics, update_metrics
 from megarl.tracking.run_log import Record
@@ -55,11 +54,8 @@ def finish_rollout(step: Step) -> Step:
 
 def demonstrate(run: Run, step: Step) -> Step:
     """The next prompts' own answers, or demonstrated episodes, in place of samples."""
-    prompts, inputs, name = run.inputs.prompts.take(run.prompts_per_step), run.inputs, run.recipe.data.messages
-    if name and inputs.splice:
-        groups = [demonstrated_episode(prompt, inputs.splice, name) for prompt in prompts]
-    else:
-        groups = [demonstration(prompt, inputs.tokenizer) for prompt in prompts]
+    prompts = run.inputs.prompts.take(run.prompts_per_step)
+    groups = [run.inputs.demonstrate(prompt) for prompt in prompts]
     return replace(step, groups=run.fleet.put(groups))
 
 

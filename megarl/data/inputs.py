@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,26 +10,23 @@ from megarl.config import Recipe
 from megarl.config.data import DataConfig, DataFileConfig
 from megarl.data.prompts import PromptFile, PromptSource, load_prompts
 from megarl.data.streams import MixedStream, PromptStream
-from megarl.data.tokens import TokenCache
-from megarl.rollout.conversations.splice import Splice
-from megarl.tracking.progress import progress_bar
-from megarl.types import Metrics, Prompt, UserFault, UserFaults
+from megarl.data.tokens import ProgressBar, TokenCache, no_bar
+from megarl.types import Metrics, Prompt, SampleGroup, UserFault, UserFaults
 
 
 @dataclass(frozen=True)
 class Inputs:
     """What a run reads from disk: an endless stream of training prompts, and each evaluation set, cut to its limit.
 
-    notes, metrics: lines about the data to print at the start, and its numbers for the record of step 0. splice: of
-    demonstrated episodes.
+    demonstrate: the answer of a prompt's row, or its demonstrated episode, as a group of one sample for supervised
+    steps. notes, metrics: lines about the data to print at the start, and its numbers for the record of step 0.
     """
 
-    tokenizer: Any
     prompts: PromptStream
     eval_sets: Mapping[str, Sequence[Prompt]]
+    demonstrate: Callable[[Prompt], SampleGroup]
     notes: Sequence[str] = ()
     metrics: Metrics = field(default_factory=dict)
-    splice: Splice | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +78,11 @@ def read_data(
     absent: Container[str] = (),
     tools: Sequence[Mapping[str, Any]] = (),
     cache: TokenCache | None = None,
+    bar: ProgressBar = no_bar,
 ) -> DataRead:
     """Read every data file of the recipe whose key is not absent; the result has every fault of every file.
 
-    vocab_size: the model's, or None where it is not known. tools: as of `load_prompts`.
+    vocab_size: the model's, or None where it is not known. tools, bar: as of `load_prompts`.
     """
     data, faults = recipe.data, _weight_faults(recipe.data)
     read: dict[str, PromptFile] = {}
@@ -100,7 +98,7 @@ def read_data(
                 overlong=data.overlong,
                 tools=tools,
                 cache=cache,
-                bar=progress_bar,
+                bar=bar,
             )
         except UserFaults as several:
             faults += several.faults

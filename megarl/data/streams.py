@@ -1,4 +1,4 @@
-"""A weighted mixture of several prompt files as one stream."""
+"""Endless streams of prompts: of one file, and of several files by their weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,50 @@ from functools import cached_property
 
 import numpy as np
 
-from megarl.data.streams import PromptStream
 from megarl.types import IntArray, Prompt
 
 # The fractional parts of the golden ratio's multiples are spread as evenly as any number's (Knuth, TAOCP 3, 6.4): any n
 # consecutive prompts deviate from the weights by about log(n) prompts, and no period coincides with the engines' turns.
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _SKIPPED_AT_ONCE = 1 << 20
+
+
+class PromptStream:
+    """An endless stream of prompts: each epoch has every prompt once, in a new order that depends only on the seed."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
+        if not prompts:
+            raise ValueError("a stream needs at least one prompt")
+        self._prompts = list(prompts)
+        self._random = random.Random(seed)
+        self._epoch: list[Prompt] = []
+        self._place = 0  # in the epoch
+        self.taken = 0  # prompts since the stream began; the whole state of the stream
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the prompts and their order."""
+        sha = hashlib.sha256()
+        for prompt in self._prompts:
+            sha.update(f"{prompt.id}\0{prompt.text}\0{prompt.answer}\0".encode())
+        return sha.hexdigest()
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts, across the end of an epoch where necessary."""
+        taken: list[Prompt] = []
+        while len(taken) < n:
+            if self._place == len(self._epoch):
+                self._epoch, self._place = self._random.sample(self._prompts, len(self._prompts)), 0
+            missing = n - len(taken)
+            taken += self._epoch[self._place : self._place + missing]
+            self._place = min(self._place + missing, len(self._epoch))
+        self.taken += n
+        return taken
+
+    def skip_to(self, taken: int) -> None:
+        """Resume as if this many prompts had been taken from a new stream."""
+        while self.taken < taken:
+            self.take(min(len(self._prompts), taken - self.taken))
 
 
 class MixedStream(PromptStream):
@@ -65,41 +102,3 @@ def _bounds(weights: Sequence[float]) -> np.ndarray:
     exact = [Fraction(weight) for weight in weights]
     ends = [sum(exact[: number + 1], Fraction()) / sum(exact) for number in range(len(exact) - 1)]
     return np.asarray([min(int(end * 2**64), 2**64 - 1) for end in ends], dtype=np.uint64)
-
-
-class PromptStream:
-    """An endless stream of prompts: each epoch has every prompt once, in a new order that depends only on the seed."""
-
-    def __init__(self, prompts: Sequence[Prompt], seed: int | str) -> None:
-        if not prompts:
-            raise ValueError("a stream needs at least one prompt")
-        self._prompts = list(prompts)
-        self._random = random.Random(seed)
-        self._epoch: list[Prompt] = []
-        self._place = 0  # in the epoch
-        self.taken = 0  # prompts since the stream began; the whole state of the stream
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of the prompts and their order."""
-        sha = hashlib.sha256()
-        for prompt in self._prompts:
-            sha.update(f"{prompt.id}\0{prompt.text}\0{prompt.answer}\0".encode())
-        return sha.hexdigest()
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts, across the end of an epoch where necessary."""
-        taken: list[Prompt] = []
-        while len(taken) < n:
-            if self._place == len(self._epoch):
-                self._epoch, self._place = self._random.sample(self._prompts, len(self._prompts)), 0
-            missing = n - len(taken)
-            taken += self._epoch[self._place : self._place + missing]
-            self._place = min(self._place + missing, len(self._epoch))
-        self.taken += n
-        return taken
-
-    def skip_to(self, taken: int) -> None:
-        """Resume as if this many prompts had been taken from a new stream."""
-        while self.taken < taken:
-            self.take(min(len(self._prompts), taken - self.taken))

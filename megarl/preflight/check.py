@@ -32,9 +32,11 @@ from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults, shari
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
+from megarl.rollout.demonstrations import demonstrations
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
 from megarl.rollout.sglang.drafts import draft_faults
 from megarl.samples.parquet import SampleFile, open_samples
+from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserFault, UserFaults
 
 Faults = list[UserFault]
@@ -261,7 +263,15 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults,
     faults += episode.faults
     shape = roles.policy.model.known_shape
     vocab_size = shape.vocab_size if shape else None
-    data = read_data(recipe, tokenizer, vocab_size=vocab_size, absent=absent, tools=episode.tools, cache=cache)
+    data = read_data(
+        recipe,
+        tokenizer,
+        vocab_size=vocab_size,
+        absent=absent,
+        tools=episode.tools,
+        cache=cache,
+        bar=progress_bar,
+    )
     faults += data.faults
     is_whole = all(where in data.train or where in absent for where in recipe.data.train_files)
     train = data.train_prompts if is_whole else []  # what is wrong with a file says nothing about the others' rows
@@ -277,7 +287,15 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults,
     if "reward_model.path" not in absent and "reward_model.adapters" not in absent:
         faults += reward_model_faults(roles, train)
     notes = [*episode.notes, *data.notes]
-    inputs = Inputs(tokenizer, data.stream(recipe), eval_sets, notes, data.metrics, episode.splice) if train else None
+    if not train:
+        return None, faults, episode.notes
+    inputs = Inputs(
+        prompts=data.stream(recipe),
+        eval_sets=eval_sets,
+        demonstrate=demonstrations(tokenizer, episode.splice, recipe.data.messages),
+        notes=notes,
+        metrics=data.metrics,
+    )
     return inputs, faults, episode.notes
 
 

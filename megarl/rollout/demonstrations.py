@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,16 @@ from megarl.data.files import BadRow, column
 from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.splice import Splice
 from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserFault
+
+
+def demonstrations(tokenizer: Any, splice: Splice | None, messages: str | None) -> Callable[[Prompt], SampleGroup]:
+    """What makes the demonstration of a prompt's row.
+
+    splice: of the recipe's episodes. messages: the column of demonstrated episodes; without both it is the answer.
+    """
+    if splice is not None and messages:
+        return partial(demonstrated_episode, splice=splice, name=messages)
+    return partial(demonstration, tokenizer=tokenizer)
 
 
 def demonstrated_episode(prompt: Prompt, splice: Splice, name: str) -> SampleGroup:

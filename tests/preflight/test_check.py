@@ -51,7 +51,8 @@ def test_the_quickstart_is_good_and_its_inputs_are_read(good: list[str], tmp_pat
     assert isinstance(inputs, Inputs)
     (prompt,) = inputs.prompts.take(1)
     assert prompt.row["prompt"] in prompt.text
-    assert inputs.tokenizer.decode(list(prompt.token_ids)) == prompt.text
+    (demonstration,) = inputs.demonstrate(prompt).samples
+    assert demonstration.text == prompt.answer
     assert len(inputs.eval_sets["arith"]) == 256
     assert not (tmp_path / "runs").exists(), "checking makes nothing"
 
