@@ -18,6 +18,13 @@ from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.commands import episode_check
 from megarl.config import AlgorithmConfig, EpisodeConfig, Recipe, RewardConfig
 from megarl.config.loading import load_recipe
+from megarl.environments.agents.agent_thread import AgentThread, agent_settings
+from megarl.environments.agents.chat import ChatAnswer, ChatRequest
+from megarl.environments.runtime.environment import Observation
+from megarl.environments.runtime.environment_pool import EnvironmentPool
+from megarl.environments.runtime.environment_thread import environment_settings
+from megarl.environments.runtime.results import CallError, CallResult
+from megarl.environments.runtime.tool_loading import load_environment, load_tools
 from megarl.model import tensors
 from megarl.model.families import FAMILIES
 from megarl.model.hf_config import model_shape
@@ -27,15 +34,8 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.layout import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.traffic import count_traffic
-from megarl.rollout.agents.chat import ChatAnswer, ChatRequest
-from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.demonstrated import demonstrate
 from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.environments.interface import Observation
-from megarl.rollout.environments.loading import load_environment, load_tools
-from megarl.rollout.environments.pool import EnvironmentPool
-from megarl.rollout.environments.results import CallError, CallResult
-from megarl.rollout.environments.thread import environment_settings
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.tracking.metrics import train_metrics
 from megarl.types import EpisodeEnd, EpisodeFacts, Hyperparameters, Transcript, TranscriptCall, episode_dict

@@ -44,7 +44,7 @@ DOORS = {  # library -> the only places that import it
     "ray": {"megarl.cluster.session", "megarl.cluster.actor", "megarl.cluster.local_ray"},
     "sglang": {"megarl.rollout.sglang", "megarl.cpu.sglang_patches", "megarl.cpu.sglang_attention"},
     "msgspec": {"megarl.rollout"},
-    "aiohttp": {"megarl.rollout.endpoint"},
+    "aiohttp": {"megarl.environments.endpoint"},
     "megatron.core.parallel_state": {"megarl.parallel.groups"},
     "megatron": {"megarl.parallel", "megarl.cpu.megatron_patches"},
     "transformer_engine": {"megarl.parallel"},
@@ -54,7 +54,7 @@ DOORS = {  # library -> the only places that import it
     "wandb": {"megarl.tracking.trackers.wandb_run"},
     "mlflow": {"megarl.tracking.trackers.mlflow_run"},
     "matplotlib": {"megarl.tracking.curve", "megarl.plan.picture"},
-    "pydantic": {"megarl.config", "megarl.rollout.environments.tools"},
+    "pydantic": {"megarl.config", "megarl.environments.runtime.tools"},
     "bm25s": {"megarl.environments.search"},
     "yaml": {"megarl.config", "megarl.tracking.trackers"},
 }

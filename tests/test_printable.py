@@ -31,11 +31,11 @@ DOORS = {
 UNESCAPED = {
     "printable.py",
     "data/files.py",  # these two look for halves of surrogate pairs, and show nothing of what they make
-    "rollout/endpoint/fields.py",
+    "environments/endpoint/fields.py",
     "rollout/conversations/messages.py",  # these three write for the model
     "rollout/conversations/template.py",
-    "rollout/environments/results.py",
-    "rollout/agents/interface.py",  # refuses halves of surrogate pairs, and shows nothing
+    "environments/runtime/results.py",
+    "environments/agents/chat_client.py",  # refuses halves of surrogate pairs, and shows nothing
 }
 
 

@@ -14,13 +14,13 @@ from megarl.commands.episode_player import PlayedEpisode, PlayedStep, difference
 from megarl.commands.episode_turns import ScriptedTurn, hostile_turns, made_up, read_turns, turns_of_file
 from megarl.config import Recipe
 from megarl.data.files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
+from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
+from megarl.environments.runtime.results import CallResult
+from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
 from megarl.model.tokenizer import load_tokenizer
 from megarl.preflight import episodes, rewards
 from megarl.printable import one_line, short, show
 from megarl.rollout.conversations.template import ChatTemplate
-from megarl.rollout.environments.loading import ENVIRONMENT, TOOLS
-from megarl.rollout.environments.results import CallResult
-from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault, UserFaults

@@ -10,11 +10,11 @@ from itertools import count
 from typing import Any
 
 from megarl.commands.episode_turns import ScriptedTurn
+from megarl.environments.runtime.environment_pool import EnvironmentFailure
+from megarl.environments.runtime.environment_thread import EnvironmentThread
+from megarl.environments.runtime.results import CallResult
 from megarl.rollout.conversations.tool_calls import BadCall, ToolCall
 from megarl.rollout.conversations.transcript import TranscriptWriter
-from megarl.rollout.environments.pool import EnvironmentFailure
-from megarl.rollout.environments.results import CallResult
-from megarl.rollout.environments.thread import EnvironmentThread
 from megarl.types import EpisodeEnd, EpisodeFacts, episode_dict
 from megarl.types.verdicts import Verdict
 

@@ -6,16 +6,16 @@ from functools import cached_property
 from typing import Protocol
 
 from megarl.config import Recipe
+from megarl.environments.agents.agent_thread import AgentThread, agent_settings
+from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
-from megarl.rollout.agents.thread import AgentThread, agent_settings
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.prepared import Prepared, prepare, prepare_agents
 from megarl.rollout.conversations.request_sampling import PolicySampling
 from megarl.rollout.conversations.rows import EpisodeResult, TurnSampler
-from megarl.rollout.endpoint.server import ChatEndpoint
-from megarl.rollout.environments.thread import EnvironmentThread, environment_settings
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe, RewardConfig
+from megarl.environments.runtime.results import TOOL_FAULTS
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.environments.results import TOOL_FAULTS
 from megarl.rollout.episodes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.sglang.arguments import NodeSpan

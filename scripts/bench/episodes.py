@@ -28,13 +28,13 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.runtime.environment_processes import EnvironmentSettings
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.template import user
 from megarl.rollout.conversations.tool_calls import CallFormat
-from megarl.rollout.environments.thread import EnvironmentThread
-from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.types import Prompt, Sample, SamplePart
 from megarl.types.sampling import Sampling
 from scripts.bench.slow_tools import HANGS

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.environments.calculator import calculate
-from megarl.rollout.environments.loading import load_tools
+from megarl.environments.runtime.tool_loading import load_tools
 
 OPERATORS = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "//": operator.floordiv, "%": operator.mod,

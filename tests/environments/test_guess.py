@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.environments import Observation, Verdict
-from megarl.rollout.environments.loading import load_environment
+from megarl.environments.runtime.tool_loading import load_environment
 
 GUESS = "megarl.environments.guess:Guess"
 

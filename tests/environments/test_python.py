@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.environments.python import python
+from megarl.environments.runtime.tool_loading import load_tools
 from megarl.isolation import sandbox
-from megarl.rollout.environments.loading import load_tools
 from megarl.types import UserFault
 
 PYTHON = "megarl.environments.python:python"

@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from megarl.environments.python import PythonSession
+from megarl.environments.runtime.tool_loading import load_environment
 from megarl.isolation import sandbox
 from megarl.isolation.interpreter import SandboxSession
 from megarl.isolation.sandbox import SandboxLimits
-from megarl.rollout.environments.loading import load_environment
 from megarl.types import UserFault
 
 PATH = "megarl.environments.python:PythonSession"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megarl.environments.runtime.tool_loading import load_tools
 from megarl.environments.search import search
-from megarl.rollout.environments.loading import load_tools
 from megarl.types import UserFault
 
 SEARCH = "megarl.environments.search:search"

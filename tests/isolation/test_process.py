@@ -17,7 +17,7 @@ from megarl.isolation.child import HELLO
 from megarl.isolation.process import WorkerProcess
 
 _VERDICTS = "megarl.rollout.verdicts.worker"
-_MODULES = [_VERDICTS, "megarl.rollout.agents.inside", "megarl.rollout.environments.inside"]
+_MODULES = [_VERDICTS, "megarl.environments.agents.agent_host", "megarl.environments.runtime.environment_host"]
 Start = Callable[[str], tuple[WorkerProcess, psutil.Process]]
 
 

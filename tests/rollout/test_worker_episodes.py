@@ -12,11 +12,11 @@ import pytest
 
 from megarl.config import Recipe, RewardConfig
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.runtime.environment_processes import EnvironmentSettings
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.environments.thread import EnvironmentThread
-from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.worker import RolloutWorker, Sampling, scored
 from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
 from megarl.printable import describe_error
-from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets, calls_of
 from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, checked, rendered, said

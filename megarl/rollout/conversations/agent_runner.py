@@ -7,9 +7,9 @@ from itertools import count
 from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.agents.agent_thread import AgentFailure, AgentTimeout
+from megarl.environments.agents.chat import Access, ChatHandler
 from megarl.model.tokenizer import chat_messages
-from megarl.rollout.agents.chat import Access, ChatHandler
-from megarl.rollout.agents.thread import AgentFailure, AgentTimeout
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.paced import PacedSampler

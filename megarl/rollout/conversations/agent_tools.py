@@ -10,7 +10,7 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-from megarl.rollout.agents.chat import AgentCall, ChatRefused
+from megarl.environments.agents.chat import AgentCall, ChatRefused
 from megarl.rollout.conversations.call_probe import FoundFormat, find_format
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.conversations.template import has_half_pair

@@ -13,6 +13,8 @@ from itertools import count
 from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.runtime.environment_pool import EnvironmentFailure, ReplayFailure
+from megarl.environments.runtime.results import CallResult
 from megarl.model.tokenizer import chat_messages
 from megarl.rollout.conversations.messages import BadMessages, assistant_message, rendered, results_of
 from megarl.rollout.conversations.open_episode import (
@@ -30,8 +32,6 @@ from megarl.rollout.conversations.tally import Tally
 from megarl.rollout.conversations.template import Message, TemplateRefusal, user
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall, Turn
 from megarl.rollout.conversations.transcript import TranscriptWriter
-from megarl.rollout.environments.pool import EnvironmentFailure, ReplayFailure
-from megarl.rollout.environments.results import CallResult
 from megarl.samples.accounting import longest_row
 from megarl.samples.buffer import phases_of
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault

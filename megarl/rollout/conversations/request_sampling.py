@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.rollout.agents.chat import ChatRefused, ChatRequest
+from megarl.environments.agents.chat import ChatRefused, ChatRequest
 
 
 @dataclass(frozen=True)

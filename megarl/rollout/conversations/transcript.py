@@ -8,9 +8,9 @@ from copy import deepcopy
 from itertools import accumulate
 from typing import Any, Literal
 
+from megarl.environments.runtime.results import CallResult, cut
 from megarl.printable import json_line
 from megarl.rollout.conversations.tool_calls import BadCall, ToolCall
-from megarl.rollout.environments.results import CallResult, cut
 from megarl.types import Transcript, TranscriptCall, TranscriptEntry
 
 MOST_BYTES = 2**16  # of a transcript as JSON

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
+from megarl.environments.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
 from megarl.rollout.conversations import agent_episode
 from megarl.rollout.conversations.agent_episode import AgentEpisode
 from megarl.rollout.conversations.agent_tools import ToolSet, ToolSets

@@ -11,8 +11,8 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.config.episode import EpisodeConfig
-from megarl.rollout.agents.thread import AgentThread
-from megarl.rollout.agents.workers import AgentSettings
+from megarl.environments.agents.agent_processes import AgentSettings
+from megarl.environments.agents.agent_thread import AgentThread
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.rows import EpisodeResult
@@ -22,7 +22,7 @@ from megarl.tracking.run_log import RunLog
 from megarl.types import GroupSummary, Prompt
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict
-from tests.rollout.agents import odd_agents
+from tests.environments.agents import odd_agents
 from tests.rollout.conversations.test_agent_episode import TOKENIZER, Script
 from tests.tracking.test_run_log import plain, recipe_in
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from megarl.data.files import BadRow
 from megarl.environments.calculator import calculate
+from megarl.environments.runtime.tool_loading import load_tools
 from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.conversations.conversation import Conversation
 from megarl.rollout.conversations.demonstrated import Demonstration, demonstrate
 from megarl.rollout.conversations.splice import Splice, ToolResult
 from megarl.rollout.conversations.splice_check import check
 from megarl.rollout.conversations.tool_calls import CallFormat, ToolCall
-from megarl.rollout.environments.loading import load_tools
 from megarl.types import Sample, SamplePart
 from scripts import make_arithmetic, make_tiny_moe
 from tests.rollout.conversations.chatml_families import CHATML, HERMES, QWEN_2_5, QWEN_3_CODER

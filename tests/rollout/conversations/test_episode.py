@@ -14,12 +14,12 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.runtime.environment_processes import EnvironmentSettings
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.conversations.tool_calls import CallFormat
-from megarl.rollout.environments.thread import EnvironmentThread
-from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.types import Prompt, Sample, SamplePart
 from megarl.types.sampling import Sampling

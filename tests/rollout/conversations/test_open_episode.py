@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.runtime.environment_processes import EnvironmentSettings
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice
 from megarl.rollout.conversations.tool_calls import CallFormat
-from megarl.rollout.environments.thread import EnvironmentThread
-from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.samples import accounting
 from megarl.types import EpisodeProgress, Prompt, Sample, SamplePart
 from megarl.types.sampling import Sampling

@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from megarl.config.episode import EpisodeConfig
+from megarl.environments.agents.agent_processes import AgentSettings
+from megarl.environments.agents.agent_thread import AgentThread
+from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.runtime.environment_processes import EnvironmentSettings
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
-from megarl.rollout.agents.thread import AgentThread
-from megarl.rollout.agents.workers import AgentSettings
 from megarl.rollout.conversations.agent_runner import AgentRunner
 from megarl.rollout.conversations.agent_tools import ToolSets
 from megarl.rollout.conversations.episode import EpisodeRunner
 from megarl.rollout.conversations.rows import EpisodeResult
 from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.endpoint.server import ChatEndpoint
-from megarl.rollout.environments.thread import EnvironmentThread
-from megarl.rollout.environments.workers import EnvironmentSettings
 from megarl.rollout.sglang.engine import Engine
 from megarl.samples import accounting
 from megarl.types import Prompt

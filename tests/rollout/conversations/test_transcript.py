@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megarl.environments.runtime.results import CallResult
 from megarl.printable import json_line
 from megarl.rollout.conversations.tool_calls import BadCall, ToolCall
 from megarl.rollout.conversations.transcript import LONGEST_TEXTS, MOST_BYTES, TranscriptWriter
-from megarl.rollout.environments.results import CallResult
 from megarl.types import Transcript
 
 TEXTS = st.text(max_size=20).flatmap(lambda text: st.integers(0, 2000).map(lambda count: text * count))

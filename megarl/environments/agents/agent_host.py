@@ -1,0 +1,227 @@
+"""The process that runs agents, started by `workers` through `megarl.isolation.entry`.
+
+It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
+of `AgentSettings`; then about a run, which has a number:
+
+    [number, "run", row, prompt messages, seed, [url, key, socket] or null]
+    [number, "cancel"]
+    [number, "answer", request, message]     to a request of the run, which has a number too
+    [number, "refused", request, words]
+    [number, "over", request, words]
+
+Output: first `["ready"]`, or the fault `[where, problem, mend]`; then
+
+    [number, "chat", request, [messages, tools]]
+    [number, "drop", request, null]          the agent does not wait for the answer any more
+    [number, "cancelling"]                   the answer to "cancel"
+    [number, "end", [reward, correct, answer] or null, is_spoiled]
+    [number, "error", words, is_spoiled]
+
+A run is over with its "end" or "error". is_spoiled: the process should get no other run, because its memory is full or
+because the agent left work behind that cannot be ended. The main thread reads the socket. Every run has a thread with
+an event loop of its own, so that an agent that blocks holds up itself alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from megarl.environments.agents.agent_loading import Agent, load_agent
+from megarl.environments.agents.chat import Access, EpisodeOver
+from megarl.environments.agents.chat_client import AT_ONCE, Chat
+from megarl.isolation.child import (
+    MEMORY_FULL,
+    OUT_OF_MEMORY,
+    ParentSocket,
+    connect,
+    free_spare_memory,
+    limit_memory,
+    share_heap,
+)
+from megarl.isolation.process import as_line
+from megarl.printable import describe_error
+from megarl.types import UserFault
+from megarl.types.verdicts import Failure, verdict_of
+
+_STACK_MB = 2  # of a thread, in place of the usual 8
+_THREADS_OF_RUN = 2  # its own, and one more, in which the event loop looks up addresses
+_LEAVE_S = 1.0  # in which tasks and threads that an agent leaves behind have to end
+
+
+def main(parent_pid: int) -> None:
+    """Run agents until the parent closes the socket or ends."""
+    connected = connect(parent_pid)
+    if connected is None:
+        return
+    parent, spec = connected
+    share_heap()
+    try:
+        agent = load_agent(spec["agent"], spec["arguments"], prepares=spec["prepares"])
+    except UserFault as fault:
+        parent.write(as_line([fault.where, fault.problem, fault.mend]))
+        return
+    threading.stack_size(_STACK_MB * 2**20)
+    limit_memory(spec["memory_mb"] + AT_ONCE * _THREADS_OF_RUN * _STACK_MB)
+    try:
+        _AgentHost(parent, agent).serve()
+    except MemoryError:
+        os._exit(MEMORY_FULL)
+    os._exit(0)  # without waiting for threads
+
+
+class _AgentHost:
+    """Starts runs, and hands them what the parent writes."""
+
+    def __init__(self, parent: ParentSocket, agent: Agent) -> None:
+        self._parent, self._agent = parent, agent
+        self._lock = threading.Lock()
+        self._runs: dict[int, _RunThread] = {}
+
+    def serve(self) -> None:
+        self.write(as_line(["ready"]))
+        while (message := self._parent.read()) is not None:
+            number, kind, *rest = message
+            if kind == "run":
+                self._begin(number, *rest)
+                continue
+            run = self._runs.get(number)
+            if kind == "cancel":
+                self.write(as_line([number, "cancelling"]))
+            if run is not None:
+                run.take(kind, rest)
+
+    def write(self, line: bytes) -> None:
+        with self._lock:
+            self._parent.write(line)
+
+    def forget(self, number: int) -> None:
+        self._runs.pop(number, None)
+
+    def _begin(self, number: int, row: Any, prompt: Any, seed: int, access: Sequence[str] | None) -> None:
+        try:
+            run = _RunThread(self, number, self._agent, row)
+            run.chat = Chat(run.send, prompt, seed, Access(*access) if access else None)
+            self._runs[number] = run
+            run.start()
+        except (MemoryError, OSError, RuntimeError) as error:  # RuntimeError: there is no room for a thread
+            self.forget(number)
+            words = f"could not be started ({describe_error(error)})" if isinstance(error, OSError) else OUT_OF_MEMORY
+            self.write(as_line([number, "error", words, True]))
+
+
+class _RunThread:
+    """One run of the agent, in a thread and an event loop of its own."""
+
+    chat: Chat
+
+    def __init__(self, host: _AgentHost, number: int, agent: Agent, row: Mapping[str, Any]) -> None:
+        self._host, self._number, self._agent, self._row = host, number, agent, row
+        self._lock = threading.Lock()
+        self._is_ended = False
+        self._loop = asyncio.new_event_loop()
+        self._executor = ThreadPoolExecutor(thread_name_prefix=f"run-{number}-executor")
+        self._loop.set_default_executor(self._executor)
+        self._task: asyncio.Task[Any] | None = None
+
+    def start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name=f"run-{self._number}", daemon=True).start()
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def take(self, kind: str, rest: Sequence[Any]) -> None:
+        """A message of the parent, in the main thread."""
+        match kind:
+            case "cancel":
+                self.chat.end("the time of the episode is over")
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._cancel)
+            case "answer":
+                self.chat.settle(rest[0], rest[1])
+            case "refused":
+                self.chat.settle(rest[0], ValueError(rest[1]))
+            case "over":
+                self.chat.settle(rest[0], EpisodeOver(rest[1]))
+
+    def send(self, kind: str, request: int, payload: bytes) -> None:
+        """Write a message about a request, unless the run has ended."""
+        self._write(b'[%d, "%s", %d, %s]\n' % (self._number, kind.encode(), request, payload))
+
+    def _run(self) -> None:
+        """The whole thread."""
+        asyncio.set_event_loop(self._loop)
+        try:
+            message = ["end", self._result()]
+        except BaseException as error:  # a user's function raises any exception, and must not end this process
+            message = ["end", None] if _is_over(error) else ["error", _words(error)]
+        self.chat.end("the episode has ended")
+        try:
+            is_left = self._leaves_work()
+        except BaseException:  # of a task that the agent left behind
+            is_left = True
+        self._host.forget(self._number)
+        self._write(as_line([self._number, *message, is_left or message[1] == OUT_OF_MEMORY]), is_last=True)
+        self._loop.close()
+
+    def _result(self) -> list[Any] | None:
+        """What the agent returns, as the parent reads it."""
+        self._task = self._loop.create_task(self._agent(self.chat, self._row))
+        result = self._loop.run_until_complete(self._task)
+        if result is None:
+            return None
+        verdict = verdict_of(result)
+        if isinstance(verdict, Failure):
+            raise _BadReturn(verdict.words)
+        return [verdict.reward, verdict.correct, verdict.answer]
+
+    def _cancel(self) -> None:
+        if self._task:
+            self._task.cancel()
+
+    def _leaves_work(self) -> bool:
+        """Whether tasks or threads that the agent has started go on after they were told to end."""
+        pending: set[asyncio.Task[Any]] = set()
+        if tasks := asyncio.all_tasks(self._loop):
+            for task in tasks:
+                task.cancel()
+            pending = self._loop.run_until_complete(asyncio.wait(tasks, timeout=_LEAVE_S))[1]
+        self._loop.run_until_complete(asyncio.wait_for(self._loop.shutdown_asyncgens(), _LEAVE_S))
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        until = time.monotonic() + _LEAVE_S
+        threads = [one for one in threading.enumerate() if one.name.startswith(f"run-{self._number}-executor")]
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return bool(pending) or any(thread.is_alive() for thread in threads)
+
+    def _write(self, line: bytes, *, is_last: bool = False) -> None:
+        with self._lock:
+            if not self._is_ended:
+                self._is_ended = is_last
+                self._host.write(line)
+
+
+class _BadReturn(Exception):
+    """The agent has returned what is no verdict."""
+
+
+def _is_over(error: BaseException) -> bool:
+    """Whether the agent ended because the episode was over, in itself or in its task groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(EpisodeOver)[1] is None
+    return isinstance(error, EpisodeOver)
+
+
+def _words(error: BaseException) -> str:
+    """What an agent did that has raised an exception."""
+    if isinstance(error, MemoryError):
+        free_spare_memory()
+        return OUT_OF_MEMORY
+    return str(error) if isinstance(error, _BadReturn) else f"raised {describe_error(error)}"

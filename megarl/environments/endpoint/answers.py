@@ -1,0 +1,72 @@
+"""Answers and errors in OpenAI's form: a whole completion, its chunks for a client that streams, an error. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.environments.agents.chat import ChatAnswer
+from megarl.environments.endpoint.fields import Completion
+
+_CHUNK_CHARACTERS = 4096  # some clients read lines of at most 64 KiB, and JSON writes a character in 12 bytes at most
+
+
+def error(message: str, code: str, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": param or None, "code": code}}
+
+
+def models(created: int) -> dict[str, Any]:
+    """The list of models: one, which answers under any name."""
+    model = {"id": "policy", "object": "model", "created": created, "owned_by": "megarl"}
+    return {"object": "list", "data": [model]}
+
+
+def whole(asked: Completion, answer: ChatAnswer, number: str, created: int) -> dict[str, Any]:
+    """The completion. number: its id; created: seconds since 1970."""
+    choice = {"index": 0, "message": answer.message(), "logprobs": None, "finish_reason": answer.finish}
+    head = {"id": number, "object": "chat.completion", "created": created, "model": asked.model}
+    return {**head, "choices": [choice], "usage": _usage(answer)}
+
+
+def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> Iterator[bytes]:
+    """The same as server-sent events."""
+    head = {"id": number, "object": "chat.completion.chunk", "created": created, "model": asked.model}
+    usage = {"usage": None} if asked.include_usage else {}
+    deltas = list(_deltas(answer))
+    for index, delta in enumerate([*deltas, {}]):
+        finish = answer.finish if index == len(deltas) else None
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        yield _event({**head, "choices": [choice], **usage})
+    if asked.include_usage:
+        yield _event({**head, "choices": [], "usage": _usage(answer)})
+    yield b"data: [DONE]\n\n"
+
+
+def _deltas(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
+    yield {"role": "assistant", "content": ""}
+    for piece in _pieces(answer.content):
+        yield {"content": piece}
+    for index, call in enumerate(answer.calls):
+        function = {"name": call.name, "arguments": ""}
+        yield {"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]}
+        for piece in _pieces(call.arguments):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _CHUNK_CHARACTERS):
+        yield text[start : start + _CHUNK_CHARACTERS]
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk).encode("ascii") + b"\n\n"
+
+
+def _usage(answer: ChatAnswer) -> dict[str, int]:
+    total = answer.prompt_tokens + answer.completion_tokens
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "total_tokens": total,
+    }

@@ -1,0 +1,74 @@
+"""What was done with an instance of an environment, and what came of it: to be done again elsewhere. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from megarl.environments.runtime.environment_processes import JobFailure, JobResult
+from megarl.environments.runtime.results import CallResult
+
+Operation = tuple[Any, ...]  # as the worker reads it, without its number and its instance
+Together = dict[int, tuple[Operation, JobResult]]  # operations that were done together, by their places
+
+
+def to_json(history: Sequence[Together]) -> str | None:
+    """The history but for the row and the seed of the episode; None where it cannot be written.
+
+    Calls whose arguments did not fit, which the environment has not seen, are left out.
+    """
+    steps = [[[_written(step), _result(result)] for step, result in _seen(done)] for done in history]
+    try:
+        return json.dumps(steps)
+    except (RecursionError, TypeError, ValueError):  # arguments that a model has nested too deeply
+        return None
+
+
+def from_json(text: str, row: Mapping[str, Any], seed: int) -> list[Together]:
+    """The history that `to_json` wrote. Raises ValueError and RecursionError where it cannot be read."""
+    return [
+        {place: (_read(step, row, seed), _result_of(result)) for place, (step, result) in enumerate(done)}
+        for done in json.loads(text)
+    ]
+
+
+def is_interrupted(result: JobResult) -> bool:
+    """Whether it is not known how far an operation came. The instance is replaced, and a replay leaves it out."""
+    return isinstance(result, JobFailure) and result.kind in ("timeout", "memory", "ended")
+
+
+def function_of(operation: Operation) -> str:
+    """The name of the user's function that an operation calls."""
+    kind = operation[0]
+    return operation[1] if kind == "call" else "reset" if kind == "open" else kind
+
+
+def timeless(result: JobResult) -> JobResult:
+    """What a replay must come to."""
+    return replace(result, seconds=0.0) if isinstance(result, CallResult | JobFailure) else result
+
+
+def _seen(done: Together) -> list[tuple[Operation, JobResult]]:
+    steps = (done[place] for place in sorted(done))
+    return [one for one in steps if not (isinstance(one[1], JobFailure) and one[1].kind == "arguments")]
+
+
+def _written(operation: Operation) -> list[Any]:
+    return ["open"] if operation[0] == "open" else list(operation)
+
+
+def _read(operation: Sequence[Any], row: Mapping[str, Any], seed: int) -> Operation:
+    return ("open", row, seed) if operation[0] == "open" else tuple(operation)
+
+
+def _result(result: JobResult) -> dict[str, Any] | None:
+    assert result is None or isinstance(result, CallResult | JobFailure), "a reward or a lost job is in no history"
+    return None if result is None else asdict(result)
+
+
+def _result_of(result: dict[str, Any] | None) -> JobResult:
+    if result is None:
+        return None
+    return JobFailure(**result) if "kind" in result else CallResult(**result)

@@ -1,0 +1,121 @@
+"""Finds the tools or the environment that a recipe names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.environments.runtime.environment import Environment
+from megarl.environments.runtime.tools import Tool, make_tool
+from megarl.isolation.function_loading import PREPARE, kind_of, load_object, prepare
+from megarl.types import UserFault
+
+TOOLS, ENVIRONMENT, ARGUMENTS = "episode.tools", "episode.environment", "episode.arguments"
+_FORM = "module:name"
+_EXAMPLE = "write module:name, for example megarl.environments.{}"
+_RESERVED = {"reset": ({},), "reply": ("text",), "reward": (), "close": ()}  # name -> arguments of its call
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """What episodes are given: tools, or an environment's class with its methods as tools.
+
+    has: the reserved methods that the class defines itself; is_async: those of them that are `async def`.
+    """
+
+    tools: Mapping[str, Tool]
+    environment: type[Environment] | None = None
+    arguments: Mapping[str, Any] | None = None
+    has: frozenset[str] = frozenset()
+    is_async: frozenset[str] = frozenset()
+
+    def make(self, seed: int) -> Environment:
+        """A new instance of the environment."""
+        assert self.environment
+        made = self.environment.__new__(self.environment)
+        made.seed = seed
+        made.__init__(**(self.arguments or {}))
+        return made
+
+
+def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
+    """The functions at `paths`, each with those of the arguments that it takes. Raises UserFault.
+
+    prepares: whether what they have as `prepare` is called.
+    """
+    tools: dict[str, Tool] = {}
+    taken: set[str] = set()
+    for path in paths:
+        function = load_object(path, TOOLS, _FORM, _EXAMPLE.format("calculator:calculate"))
+        if not inspect.isroutine(function):
+            problem = f"{path} is {kind_of(function)}, not a function"
+            raise UserFault(TOOLS, problem, "name a function with def or async def")
+        name = path.rpartition(":")[2]
+        if name in tools:
+            raise UserFault(TOOLS, f"two tools have the name {name!r}", "give one of them another name")
+        tools[name] = make_tool(function, name, TOOLS, path, arguments=arguments, is_method=False)
+        taken |= tools[name].bound.keys()
+        if prepares:
+            prepare(getattr(function, PREPARE, None), tools[name].bound, TOOLS, path)
+    if not tools:
+        raise UserFault(TOOLS, "no tool is named", _EXAMPLE.format("calculator:calculate"))
+    if unknown := sorted(arguments.keys() - taken):
+        raise UserFault(ARGUMENTS, f"no tool takes {unknown[0]!r}", "leave it out, or correct its name")
+    return Toolbox(tools)
+
+
+def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
+    """The class at `path`, its public methods as tools; prepares: as of `load_tools`. Raises UserFault."""
+    found = load_object(path, ENVIRONMENT, _FORM, _EXAMPLE.format("guess:Guess"))
+    if not (inspect.isclass(found) and issubclass(found, Environment)):
+        problem = f"{path} is {kind_of(found)}, not a subclass of megarl.environments.Environment"
+        raise UserFault(ENVIRONMENT, problem, "let it inherit from Environment")
+    _check_call(found, path, arguments)
+    own = [base for base in reversed(found.__mro__) if issubclass(base, Environment) and base is not Environment]
+    methods = {name: value for base in own for name, value in vars(base).items()}
+    has = frozenset(name for name in _RESERVED if name in methods)
+    for name in has:
+        _check_reserved(getattr(found, name), name, path)
+    tools = {
+        name: _method_tool(found, name, path)
+        for name in methods
+        if not name.startswith("_") and name not in (*_RESERVED, PREPARE) and inspect.isroutine(getattr(found, name))
+    }
+    if not tools and "reply" not in has:
+        problem = f"{path} has neither a tool nor `reply`"
+        raise UserFault(ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)")
+    if prepares:
+        prepare(found.prepare, arguments, ENVIRONMENT, path)
+    is_async = frozenset(name for name in has if inspect.iscoroutinefunction(getattr(found, name)))
+    return Toolbox(tools, found, dict(arguments), has, is_async)
+
+
+def _method_tool(environment: type[Environment], name: str, path: str) -> Tool:
+    raw = inspect.getattr_static(environment, name)
+    function: Callable[..., Any] = getattr(environment, name)
+    if isinstance(raw, staticmethod | classmethod):
+        problem = f"{path}.{name} is a {type(raw).__name__}"
+        raise UserFault(ENVIRONMENT, problem, "make it a plain method, or begin its name with an underscore")
+    if not (function.__doc__ or "").strip():
+        problem = f"the public method {name} of {path} has no docstring"
+        mend = "say in one what it does if it is a tool, else begin its name with an underscore"
+        raise UserFault(ENVIRONMENT, problem, mend)
+    return make_tool(function, name, ENVIRONMENT, f"{path}.{name}", arguments={}, is_method=True)
+
+
+def _check_call(environment: type[Environment], path: str, arguments: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(environment).bind(**arguments)
+    except TypeError as error:
+        problem = f"{path} cannot be made with them: {error}"
+        raise UserFault(ARGUMENTS, problem, "write what its constructor takes") from None
+
+
+def _check_reserved(method: Callable[..., Any], name: str, path: str) -> None:
+    try:
+        inspect.signature(method).bind(None, *_RESERVED[name])
+    except TypeError as error:
+        form = {"reset": "reset(self, row)", "reply": "reply(self, text)"}.get(name, f"{name}(self)")
+        raise UserFault(ENVIRONMENT, f"{path}.{name} cannot be called ({error})", f"write it as {form}") from None

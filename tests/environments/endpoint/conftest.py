@@ -1,0 +1,18 @@
+"""An endpoint for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megarl.environments.endpoint.server import ChatEndpoint
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> Iterator[ChatEndpoint]:
+    served = ChatEndpoint()
+    try:
+        yield served
+    finally:
+        served.shutdown()

@@ -1,0 +1,55 @@
+"""Pools of real worker processes, none of which outlives its test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+from megarl.environments.runtime.environment_pool import EnvironmentPool
+from megarl.environments.runtime.environment_processes import EnvironmentSettings
+
+Result = TypeVar("Result")
+Play = Callable[..., Any]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """play(scenario, **settings): what the coroutine function makes of a pool that has been started.
+
+    Whatever it does, afterwards none of the processes that were started is there.
+    """
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    def run(scenario: Callable[[EnvironmentPool], Awaitable[Result]], **settings: Any) -> Result:
+        return asyncio.run(_played(scenario, EnvironmentSettings(**{"workers": 1, "start_s": 120.0, **settings})))
+
+    return run
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def _played(scenario: Callable[[EnvironmentPool], Awaitable[Result]], settings: EnvironmentSettings) -> Result:
+    before = set(psutil.Process().children(recursive=True))
+    pool = EnvironmentPool(settings)
+    try:
+        await pool.start()
+        async with asyncio.timeout(120):
+            return await scenario(pool)
+    finally:
+        own = pool.pids()
+        await pool.end()
+        assert not pool.pids()
+        # What a tool has started is killed with it, and reaped by whoever inherits it: perhaps later, by this process.
+        new = set(psutil.Process().children(recursive=True)) - before
+        left = {one for one in new if one.pid in own or is_alive(one)}
+        assert not left, "every process is ended, and those of the pool are reaped"
