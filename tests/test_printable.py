@@ -32,8 +32,8 @@ UNESCAPED = {
     "printable.py",
     "data/files.py",  # these two look for halves of surrogate pairs, and show nothing of what they make
     "environments/endpoint/fields.py",
-    "rollout/conversations/messages.py",  # these three write for the model
-    "rollout/conversations/template.py",
+    "episodes/messages.py",  # these three write for the model
+    "episodes/template.py",
     "environments/runtime/results.py",
     "environments/agents/chat_client.py",  # refuses halves of surrogate pairs, and shows nothing
 }

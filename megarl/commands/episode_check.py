@@ -17,10 +17,10 @@ from megarl.data.files import BadRow, RowFaults, answer_of, column, no_rows_faul
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.environments.runtime.results import CallResult
 from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
+from megarl.episodes.template import ChatTemplate
 from megarl.model.tokenizer import load_tokenizer
 from megarl.preflight import episodes, rewards
 from megarl.printable import one_line, short, show
-from megarl.rollout.conversations.template import ChatTemplate
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault, UserFaults

@@ -13,8 +13,8 @@ from megarl.commands.episode_turns import ScriptedTurn
 from megarl.environments.runtime.environment_pool import EnvironmentFailure
 from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.environments.runtime.results import CallResult
-from megarl.rollout.conversations.tool_calls import BadCall, ToolCall
-from megarl.rollout.conversations.transcript import TranscriptWriter
+from megarl.episodes.tool_calls import BadCall, ToolCall
+from megarl.episodes.transcript import TranscriptWriter
 from megarl.types import EpisodeEnd, EpisodeFacts, episode_dict
 from megarl.types.verdicts import Verdict
 

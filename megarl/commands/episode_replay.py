@@ -19,10 +19,10 @@ from megarl.commands.recorded_episodes import (
 )
 from megarl.config import Recipe
 from megarl.data.files import BadRow, column
+from megarl.episodes.runtimes import EnvironmentRuntime
+from megarl.episodes.template import TemplateRefusal, num_shared
 from megarl.model.hf_config import model_shape
 from megarl.printable import short, show
-from megarl.rollout.conversations.template import TemplateRefusal, num_shared
-from megarl.rollout.episodes import EnvironmentRuntime
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import SampleFile, open_samples
 from megarl.types import Prompt, Sample, SampleGroup, UserFault

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.files import BadRow, RowFaults
+from megarl.episodes.tool_calls import MOST_CALLS
 from megarl.printable import short
-from megarl.rollout.conversations.tool_calls import MOST_CALLS
 from megarl.types import UserFault, UserFaults
 
 Call = tuple[str, object]  # name, arguments

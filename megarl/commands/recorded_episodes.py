@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.episodes.rows import EpisodeResult
+from megarl.episodes.splice import Splice
+from megarl.episodes.template import num_shared
 from megarl.printable import short
-from megarl.rollout.conversations.rows import EpisodeResult
-from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.conversations.template import num_shared
 from megarl.types import Prompt, Sample, SamplePart
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict

@@ -19,6 +19,7 @@ from megarl.data.inputs import Inputs, read_data
 from megarl.data.tokens import TokenCache
 from megarl.device import DEVICE
 from megarl.disk import output_fault
+from megarl.episodes.demonstrations import demonstrations
 from megarl.model.tokenizer import load_tokenizer
 from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
 from megarl.placement.roles import Roles, resolve
@@ -32,7 +33,6 @@ from megarl.preflight.lora import adapter_faults, cpu_faults, lora_faults, shari
 from megarl.preflight.models import critic_faults, eos_faults, policy_faults, reward_model_faults, tokenizer_faults
 from megarl.preflight.phases import phase_faults
 from megarl.preflight.rewards import reward_faults
-from megarl.rollout.demonstrations import demonstrations
 from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
 from megarl.rollout.sglang.drafts import draft_faults
 from megarl.samples.parquet import SampleFile, open_samples

@@ -11,12 +11,12 @@ from megarl.config.episode import EpisodeConfig
 from megarl.data.files import BadRow, RowFaults, column
 from megarl.environments.agents.agent_thread import AgentThread, agent_settings
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
+from megarl.episodes.demonstrated import demonstrate
+from megarl.episodes.prepared import prepare, prepare_agents
+from megarl.episodes.splice import Splice
+from megarl.episodes.splice_check import SpliceFacts
+from megarl.episodes.tool_calls import CallFormat
 from megarl.model.hf_config import end_token_ids
-from megarl.rollout.conversations.demonstrated import demonstrate
-from megarl.rollout.conversations.prepared import prepare, prepare_agents
-from megarl.rollout.conversations.splice import Splice
-from megarl.rollout.conversations.splice_check import SpliceFacts
-from megarl.rollout.conversations.tool_calls import CallFormat
 from megarl.types import Prompt, UserFault
 
 Faults = list[UserFault]

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe, RewardConfig
-from megarl.environments.runtime.results import TOOL_FAULTS
-from megarl.rollout.conversations.episode import EpisodeRunner
+from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.runtimes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
+from megarl.episodes.transcript import failed_calls
 from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.episodes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, Schedulers
@@ -221,10 +221,3 @@ def scored(
     )
     facts = {"failures": failures, "num_dropped": num_dropped, "failed_calls": failed_calls(samples)}
     return replace(summary(group), **facts), group
-
-
-def failed_calls(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """What is said of each call, in the transcripts of the samples, whose error is to be mended in its tool."""
-    entries = (entry for sample in samples for entry in sample.transcript)
-    calls = (call for entry in entries for call in entry["calls"])
-    return tuple(call["result"] for call in calls if call["error"] in TOOL_FAULTS)

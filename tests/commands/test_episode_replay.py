@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 from megarl.cli import app
 from megarl.config.loading import load_recipe
 from megarl.data.prompts import PromptSource, load_prompts
+from megarl.episodes.runtimes import EnvironmentRuntime
 from megarl.model.tokenizer import load_tokenizer
-from megarl.rollout.episodes import EnvironmentRuntime
 from megarl.rollout.worker import scored
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import writing

@@ -13,13 +13,13 @@ from megarl.commands.dry_run import dry_run
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.data.inputs import read_data
+from megarl.episodes.template import ChatTemplate
 from megarl.model.tokenizer import load_tokenizer
 from megarl.preflight.episodes import demonstration_faults, read_episode
 from megarl.preflight.rewards import reward_faults
-from megarl.rollout.conversations.template import ChatTemplate
 from megarl.types import UserFault
-from tests.rollout.conversations.chatml_families import QWEN_3
-from tests.rollout.conversations.families import stop_ids, tokenizer_of
+from tests.episodes.chatml_families import QWEN_3
+from tests.episodes.families import stop_ids, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 AGENT = ["episode.tools=[]", "episode.agent=some:agent"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe, RewardConfig
-from megarl.rollout.demonstrations import demonstration
+from megarl.episodes.demonstrations import demonstration
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.rollout.sglang.sizes import step_sequences

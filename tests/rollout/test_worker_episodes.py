@@ -14,8 +14,8 @@ from megarl.config import Recipe, RewardConfig
 from megarl.config.episode import EpisodeConfig
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
-from megarl.rollout.conversations.episode import EpisodeRunner
-from megarl.rollout.conversations.splice import Splice
+from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.splice import Splice
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.worker import RolloutWorker, Sampling, scored
 from megarl.samples import accounting
@@ -23,10 +23,10 @@ from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
 from megarl.types.verdicts import Failure, Verdict
 from scripts.make_tiny_moe import make_tokenizer
-from tests.rollout.conversations.test_open_episode import Model
+from tests.episodes.test_open_episode import Model
 from tests.rollout.test_worker import PROMPT, recipe
 
-WALK = "tests.rollout.conversations.walk:Walk"
+WALK = "tests.episodes.walk:Walk"
 
 
 def with_episodes(max_tokens: int, **evaluation: int) -> Recipe:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.demonstrations import demonstrated_conversation, demonstration
+from megarl.episodes.demonstrations import demonstrated_conversation, demonstration
 from megarl.samples.accounting import sample_fault, trained_parts
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary

@@ -1,0 +1,109 @@
+"""Episodes that an agent runs: a user's own program, which asks the model as often as it likes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any, Protocol
+
+from megarl.config.episode import EpisodeConfig
+from megarl.environments.agents.agent_thread import AgentFailure, AgentTimeout
+from megarl.environments.agents.chat import Access, ChatHandler
+from megarl.episodes.agent_episode import AgentEpisode
+from megarl.episodes.agent_tools import ToolSets
+from megarl.episodes.paced import PacedSampler
+from megarl.episodes.request_sampling import PolicySampling
+from megarl.episodes.rows import EpisodeResult, EpisodeRows, TurnSampler
+from megarl.model.tokenizer import chat_messages
+from megarl.types import Prompt
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class AgentClient(Protocol):
+    """What runs the agents: `AgentThread`."""
+
+    async def run(
+        self,
+        row: Mapping[str, Any],
+        prompt: Messages,
+        seed: int,
+        handler: ChatHandler,
+        access: Access | None,
+        timeout_s: float,
+        on_begin: Callable[[], object] = ...,
+    ) -> Verdict | None: ...
+
+
+class AccessPoint(Protocol):
+    """Where agents ask by HTTP: `ChatEndpoint`. Handlers are called in the loop that opens."""
+
+    def open(self, handler: ChatHandler) -> Access: ...
+    async def close(self, key: str) -> Mapping[str, int]: ...
+
+
+class AgentRunner:
+    """Runs the episodes of one engine as `EpisodeRunner`, by an agent.
+
+    endpoint: None where it is off. policy: None: temperature and top_p are 1.
+    """
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        sampler: TurnSampler,
+        agents: AgentClient,
+        endpoint: AccessPoint | None,
+        tool_sets: ToolSets,
+        *,
+        max_prompt_tokens: int,
+        policy: PolicySampling | None = None,
+    ) -> None:
+        self._policy = policy
+        self._config, self._sampler, self._agents = config, PacedSampler(sampler), agents
+        self._endpoint, self._tool_sets, self._numbers = endpoint, tool_sets, count()
+        self._max_prompt_tokens = max_prompt_tokens
+
+    async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult:
+        """One episode, sample number `place` of its prompt. sampling.max_tokens: of a turn.
+
+        Raises what the sampler raises, and UserFault where the agent can no longer be used.
+        """
+        name = f"episode-{next(self._numbers)}"
+        await self._sampler.begin(name, len(prompt.token_ids))
+        rows = EpisodeRows(
+            self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, self._config.max_tokens
+        )
+        episode = AgentEpisode(rows, self._tool_sets, self._config, self._policy)
+        try:
+            verdict = await self._ended(episode, prompt, sampling.group_seed)
+        finally:
+            await rows.end(len(prompt.token_ids))
+        if episode.fault:
+            raise episode.fault
+        if not rows.tally.kept_tokens and not isinstance(verdict, Failure):
+            verdict = Failure("no turn of the model has reached the agent")
+        return EpisodeResult(rows.sample(episode.end), verdict, episode.refused_fields)
+
+    async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
+        """Run the agent to its end; what it gave, or why it failed."""
+        messages = chat_messages(prompt.messages)
+        access = self._endpoint.open(episode) if self._endpoint else None
+        try:
+            timeout_s = self._config.timeout_s
+            return await self._agents.run(prompt.row, messages, seed, episode, access, timeout_s, episode.begin)
+        except AgentTimeout as late:
+            episode.stop("timeout", str(late))
+        except AgentFailure as failure:
+            if not episode.is_at_limit:  # else it has failed because the model answers no more
+                episode.fail()
+                return Failure(f"the agent {failure}")
+        finally:
+            try:
+                if self._endpoint and access:
+                    episode.refused_fields = await self._endpoint.close(access.key)
+            finally:
+                await episode.close()
+        return None

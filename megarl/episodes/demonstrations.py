@@ -1,0 +1,71 @@
+"""Demonstrations for supervised steps: the data's answers, or whole conversations of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megarl.data.files import BadRow, column
+from megarl.episodes.demonstrated import demonstrate
+from megarl.episodes.splice import Splice
+from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserFault
+
+
+def demonstrations(tokenizer: Any, splice: Splice | None, messages: str | None) -> Callable[[Prompt], SampleGroup]:
+    """What makes the demonstration of a prompt's row.
+
+    splice: of the recipe's episodes. messages: the column of demonstrated episodes; without both it is the answer.
+    """
+    if splice is not None and messages:
+        return partial(demonstrated_episode, splice=splice, name=messages)
+    return partial(demonstration, tokenizer=tokenizer)
+
+
+def demonstrated_episode(prompt: Prompt, splice: Splice, name: str) -> SampleGroup:
+    """The episode in the row's column `name` as a group of one sample. Raises UserFault(data.messages)."""
+    try:
+        found = demonstrate(splice, prompt.messages, column(prompt.row, name, "set data.messages to one of {columns}"))
+    except BadRow as bad:
+        raise UserFault("data.messages", f"{prompt.id}: {bad.problem}", bad.mend) from bad
+    marks = [False] * len(found.prompt_ids) + found.sampled
+    return demonstrated_conversation(prompt, [*found.prompt_ids, *found.response_ids], marks, found.text)
+
+
+def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:
+    """The data's answer as a group of one sample, for supervised steps; the engine's logprobs are 0."""
+    token_ids = [*tokenizer(prompt.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return _demonstrated(prompt, np.asarray(token_ids, dtype=np.int64), prompt.answer)
+
+
+def demonstrated_conversation(
+    prompt: Prompt, token_ids: Sequence[int], is_trained: Sequence[bool], text: str = ""
+) -> SampleGroup:
+    """A whole conversation as a group of one sample, for supervised steps.
+
+    token_ids: from the first token of the system's or user's message on. is_trained: of each of them, whether it is the
+    model's to write. What comes before the first such token is the prompt, and what comes after the last is left out.
+    text: the model's words. Raises ValueError where no token is trained on, or the first one.
+    """
+    ids_T, trained_T = np.asarray(token_ids, dtype=np.int64), np.asarray(is_trained, dtype=np.bool_)
+    places = np.flatnonzero(trained_T)
+    if len(ids_T) != len(trained_T) or not len(places) or not places[0]:
+        problem = f"{len(ids_T)} tokens with {len(trained_T)} marks, of which {len(places)} are of tokens to train on"
+        raise ValueError(f"a conversation begins with a prompt and has tokens to train on; this has {problem}")
+    cut, end = places[0], places[-1] + 1
+    own: dict[str, Any] = {}
+    if not np.array_equal(ids_T[:cut], prompt.token_ids):
+        own["prompt_ids"] = ids_T[:cut]
+    if not trained_T[cut:end].all():
+        own["trained_T"] = trained_T[cut:end]
+    return _demonstrated(prompt, ids_T[cut:end], text, **own)
+
+
+def _demonstrated(prompt: Prompt, response_ids_T: IntArray, text: str, **own: Any) -> SampleGroup:
+    """own: further fields of the sample."""
+    count = len(response_ids_T)
+    logp_T, parts = np.zeros(count, dtype=np.float32), (SamplePart(0, count),)
+    sample = Sample(response_ids_T, logp_T, text, finished=True, parts=parts, **own)
+    return SampleGroup(prompt, (sample,), np.ones(1, dtype=np.float32), np.ones(1, dtype=np.bool_))

@@ -1,0 +1,187 @@
+"""Messages in OpenAI's form, as agents write them and episodes record them, made ready for a chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from megarl.episodes.splice import Splice, ToolResult
+from megarl.episodes.template import ChatTemplate, Message, TemplateRefusal, as_utf8
+from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
+from megarl.types import UserFault
+
+_ROLES = {"system", "user", "assistant", "tool"}
+_KEYS = ("role", "content", "name", "tool_call_id", "tool_calls")
+_MOST_MESSAGES = 4096  # of one request
+
+
+class BadMessages(Exception):
+    """The messages cannot be made into a prompt; the text says why."""
+
+
+def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
+    """The messages with texts as contents, without special tokens in all that the model did not write.
+
+    Keys with a null value, and those that the chat of an agent has no use for, are left out. Raises BadMessages.
+    """
+    if not messages or len(messages) > _MOST_MESSAGES:
+        raise BadMessages(f"there are {len(messages)} messages, and 1 to {_MOST_MESSAGES} are allowed")
+    found = [_checked(number, message, template) for number, message in enumerate(messages, start=1)]
+    if found[-1]["role"] == "assistant":
+        raise BadMessages("the last message is the assistant's")
+    return found
+
+
+def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if not isinstance(role, str) or role not in _ROLES:
+        raise BadMessages(f"message {number} has no role out of {', '.join(sorted(_ROLES))}")
+    given = {key: message[key] for key in _KEYS if message.get(key) not in (None, [])}
+    content, calls = given.pop("content", ""), given.pop("tool_calls", [])
+    if isinstance(content, list):
+        content = "".join(_part(number, part) for part in content)
+    content = _text(content, f"the content of message {number}")
+    if role != "assistant":
+        content = template.without_special_tokens(content)
+    if not isinstance(calls, list):
+        raise BadMessages(f"the tool_calls of message {number} are no list")
+    if calls and role != "assistant":
+        raise BadMessages(f"message {number} has tool_calls, and is not the assistant's")
+    if role == "tool" and "tool_call_id" not in given:
+        raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
+    texts = {key: _text(value, f"the {key} of message {number}") for key, value in given.items()}
+    with_calls = {"tool_calls": [_call(number, call) for call in calls]} if calls else {}
+    return {**texts, "content": content, **with_calls}
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise BadMessages(f"{what} is no text")
+    if value != as_utf8(value):
+        raise BadMessages(f"{what} has half a surrogate pair, which is no character")
+    return value
+
+
+def _part(number: int, part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise BadMessages(f"a part of message {number} is no text")
+
+
+def _call(number: int, call: Any) -> dict[str, Any]:
+    """A call with arguments as JSON text."""
+    try:
+        id, name, arguments = call["id"], call["function"]["name"], call["function"]["arguments"]
+    except (KeyError, TypeError):
+        raise BadMessages(f"a call of message {number} has no id, or no function with name and arguments") from None
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    id, name, arguments = (_text(value, f"a value of a call of message {number}") for value in (id, name, arguments))
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def rendered(messages: Sequence[Mapping[str, Any]], splice: Splice) -> list[int]:
+    """The tokens of checked messages, up to and with the generation prompt. Raises BadMessages."""
+    try:
+        return splice.first(_for_template(messages, splice.template))
+    except (UserFault, TemplateRefusal) as refusal:
+        raise BadMessages(f"the chat template refuses the messages ({refusal})") from refusal
+
+
+def said(
+    messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice: Splice, stop: int | None
+) -> list[int] | None:
+    """The tokens of checked messages after a turn; None where they cannot be spliced.
+
+    stop: the stop token with which the turn ended; None: a stop text ended it. turn: the assistant's message
+    before them. They are spliced where they are one user's message, or the results of all calls of the turn in any
+    order, and the chat template takes them so.
+    """
+    roles, calls = [message["role"] for message in messages], turn.get("tool_calls", [])
+    try:
+        if roles == ["user"] and not calls:
+            return splice.user(messages[0]["content"], after=stop)
+        ids, answered = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in messages]
+        if set(roles) == {"tool"} and sorted(ids) == sorted(answered):
+            texts = _by_id(answered, [message["content"] for message in messages])
+            results = [ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"]) for call in calls]
+            return splice.tool_results(results, after=stop)
+    except (UserFault, TemplateRefusal):  # it may take the whole conversation
+        return None
+    return None
+
+
+def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int) -> dict[str, Any]:
+    """A turn as a message. text: all that the model wrote, which is the content of a turn without calls.
+
+    number: of the calls before it in the conversation.
+    """
+    if not turn.calls:
+        return {"role": "assistant", "content": text}
+    thought = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    ids = _distinct_ids(turn.calls, template, number)
+    calls = [_written(call, template, id) for call, id in zip(turn.calls, ids, strict=True)]
+    return {"role": "assistant", "content": turn.content, **thought, "tool_calls": calls}
+
+
+def results_of(turn: Mapping[str, Any], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages that answer the calls of an assistant's message, in their order."""
+    calls = turn["tool_calls"]
+    return [
+        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+        for call, text in zip(calls, texts, strict=True)
+    ]
+
+
+def _distinct_ids(calls: Sequence[ToolCall | BadCall], template: ChatTemplate, number: int) -> list[str]:
+    """The calls' ids: as the model wrote them, but of equal ones the first alone; otherwise made, from `number` on."""
+    taken, found = {call.id for call in calls}, list[str]()
+    for place, call in enumerate(calls):
+        id, name = call.id, call.name or template.tool_name
+        indices = count(number + place, len(calls))
+        while not id or id in found or (id in taken and id != call.id):
+            id = template.call_style.id_form.format(name=name, index=next(indices))
+        found.append(id)
+    return found
+
+
+def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False) if isinstance(call, ToolCall) else call.arguments
+    function = {"name": call.name or template.tool_name, "arguments": arguments or "{}"}
+    return {"id": id, "type": "function", "function": function}
+
+
+def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Message]:
+    """With calls in the template's own style, and the name of its tool in each result."""
+    names: dict[str, list[str]] = {}
+    shown: list[Message] = []
+    for message in messages:
+        message = dict(message)
+        if calls := message.get("tool_calls"):
+            names |= _by_id([call["id"] for call in calls], [call["function"]["name"] for call in calls])
+            message["tool_calls"] = [_styled(call, template) for call in calls]
+        if message["role"] == "tool":
+            own = names.get(message["tool_call_id"], [template.tool_name])
+            message.setdefault("name", own.pop(0) if len(own) > 1 else own[0])
+        shown.append(message)
+    return shown
+
+
+def _by_id(ids: Sequence[Any], texts: Sequence[str]) -> dict[Any, list[str]]:
+    """The texts of each id, in their order: where ids are equal, calls and results are paired by it."""
+    found: dict[Any, list[str]] = {}
+    for id, text in zip(ids, texts, strict=True):
+        found.setdefault(id, []).append(text)
+    return found
+
+
+def _styled(call: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:
+    try:
+        arguments = json.loads(call["function"]["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": call["function"]["arguments"]}  # the model's own broken ones
+    return template.call_style.call(call["function"]["name"], arguments, 0, call["id"])

@@ -1,0 +1,64 @@
+"""A model's way to hold conversations, proven on its own chat template: the splice, and the format of its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.episodes.agent_tools import ToolSets
+from megarl.episodes.splice import Splice
+from megarl.episodes.splice_check import SpliceFacts, check
+from megarl.episodes.template import TemplateRefusal, user
+from megarl.episodes.tool_calls import CallFormat
+from megarl.types import UserFault
+
+_RENDERED = SpliceFacts(parallel=True, kept=(), notes=())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """calls: None without tools. facts: what is so with the template and is no fault."""
+
+    splice: Splice
+    calls: CallFormat | None
+    facts: SpliceFacts
+
+
+def prepare(
+    tokenizer: Any,
+    stop_ids: Collection[int],
+    schemas: Sequence[Mapping[str, Any]],
+    *,
+    has_reply: bool,
+    has_reset: bool,
+    renders: bool = False,
+) -> Prepared:
+    """For episodes with the tools of these schemas, and an environment that replies or adds to the prompt.
+
+    renders: the history is rendered at every turn, so that nothing is spliced. Imports SGLang (seconds) where there are
+    tools. Raises UserFault(episode), (episode.tools), (episode.environment).
+    """
+    splice = Splice(tokenizer, stop_ids, schemas)
+    if has_reset:
+        try:
+            splice.first([user("a"), user("b")])
+        except TemplateRefusal as refusal:
+            problem = f"the chat template refuses the text of `reset` after a prompt ({refusal})"
+            mend = "let reset return None, and write its text into the prompts"
+            raise UserFault("episode.environment", problem, mend) from refusal
+    facts = _RENDERED if renders else check(splice, users=has_reply, tools=bool(schemas))
+    if not schemas:
+        return Prepared(splice, None, facts)
+    calls = CallFormat.find(tokenizer, stop_ids, schemas)
+    return Prepared(splice, replace(calls, parallel=calls.parallel and facts.parallel), facts)
+
+
+def prepare_agents(tokenizer: Any, stop_ids: Collection[int], *, renders: bool = False) -> tuple[ToolSets, SpliceFacts]:
+    """For agents, which name their tools when they ask. Imports SGLang (seconds). Raises UserFault(episode)."""
+    tool_sets = ToolSets(tokenizer, stop_ids)
+    facts = _RENDERED if renders else check(Splice(tokenizer, stop_ids), users=True, tools=False)
+    if refusal := tool_sets.refusal():
+        note = f"requests of the agent with tools are refused: {refusal}"
+        facts = replace(facts, notes=(*facts.notes, note))
+    return tool_sets, facts

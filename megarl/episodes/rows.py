@@ -1,0 +1,323 @@
+"""The conversations of one episode, each of which becomes a row, and the account of what happened in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any, Protocol
+
+import numpy as np
+
+from megarl.episodes.conversation import Conversation
+from megarl.episodes.tally import Tally
+from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Sample
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
+
+ENDS_BY_ITSELF = ("answered", "done")
+
+
+class TurnSampler(Protocol):
+    """What samples the turns: `Engine`."""
+
+    async def begin(self, conversation: str, prompt_tokens: int) -> None: ...
+    async def turn(
+        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+    ) -> Sample: ...
+    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None: ...
+    def text(self, ids: Sequence[int]) -> str: ...
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """An episode as a sample. verdict: that of its environment or agent, or why there is none; None: the reward
+    function decides, or the episode is open. refused_fields: how often the endpoint has refused each field."""
+
+    sample: Sample
+    verdict: Verdict | Failure | None
+    refused_fields: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SampledTurn:
+    """A turn of the model with all of its parts. finished: not cut at a limit; is_open: the phase has cut it."""
+
+    ids: Sequence[int]
+    text: str
+    finished: bool
+    is_open: bool = False
+
+
+class EpisodeRows:
+    """The conversations of an episode, which is sample number `place` of its prompt. prompt_ids: of its group.
+
+    max_tokens: of a conversation after its prompt, and of all that is sampled in the episode and not dropped. A
+    conversation has at most max_prompt_tokens + max_tokens. sampling.phase_tokens: of all that is sampled here.
+    """
+
+    def __init__(
+        self,
+        sampler: TurnSampler,
+        name: str,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        max_prompt_tokens: int,
+        max_tokens: int,
+    ) -> None:
+        self.name, self._prompt_ids, self.tally = name, list(prompt_ids), Tally()
+        self._sampler, self._sampling, self._place = sampler, sampling, place
+        self._context_tokens, self._max_tokens = max_prompt_tokens + max_tokens, max_tokens
+        self._conversations: list[Conversation] = []
+        self._numbers = count()
+        self._abandoned: set[asyncio.Future[Sample]] = set()
+        self._reserved = 0  # tokens that the turns in flight may have
+        self._turn_ended = asyncio.Event()  # another one for each turn
+        self.last: SampledTurn | None = None  # of those asked for
+        self._last_number = -1
+        self._phase_sampled, self._restored_length = 0, 0
+        self.fault: BaseException | None = None  # what the sampler has raised
+
+    def open(self, prompt_ids: Sequence[int]) -> Conversation:
+        """A further conversation, which begins with these tokens."""
+        conversation = Conversation(prompt_ids)
+        self._conversations.append(conversation)
+        return conversation
+
+    def restore(self, begun: Sample, opened: EpisodeProgress) -> tuple[Conversation, SampledTurn]:
+        """Take the rows of an earlier phase: the last of them, and its last turn."""
+        for row, digest in zip(begun.rows, opened.digests, strict=True):
+            own = self._prompt_ids if row.prompt_ids is None else row.prompt_ids.tolist()
+            self._conversations.append(Conversation.restored(row, own, bytes.fromhex(digest)))
+        self._restored_length = self._longest
+        last, is_open = self._conversations[-1], opened.following == "turn"
+        ids = last.ids[len(last.ids) - opened.turn_tokens :]
+        self.last = SampledTurn(ids, self._sampler.text(ids), not is_open, is_open)
+        return last, self.last
+
+    def room(self, prompt_tokens: int, response_tokens: int = 0) -> int:
+        """How many tokens the model may sample in a conversation that has so many; 0 or less: none.
+
+        Those that turns in flight may have are not left over.
+        """
+        return self._room(prompt_tokens, response_tokens, self._reserved)
+
+    def _room(self, prompt_tokens: int, response_tokens: int, reserved: int) -> int:
+        in_context = self._context_tokens - prompt_tokens - response_tokens
+        return min(in_context, self._max_tokens - max(response_tokens, self.tally.kept_tokens + reserved))
+
+    async def wait_for_room(self, prompt_tokens: int, response_tokens: int) -> bool:
+        """Whether a turn has room, once it does not depend on turns in flight, of other conversations."""
+        while self._reserved:
+            most = self._room(prompt_tokens, response_tokens, 0)
+            if self.room(prompt_tokens, response_tokens) >= min(most, self._sampling.max_tokens):
+                break
+            await self._turn_ended.wait()
+        return self.room(prompt_tokens, response_tokens) > 0
+
+    @property
+    def num_abandoned(self) -> int:
+        """The turns that nobody awaits any more."""
+        return len(self._abandoned)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the turns are sampled. max_tokens: of a turn."""
+        return self._sampling
+
+    def is_whole_turn(self, conversation: Conversation, requested_tokens: int | None = None) -> bool:
+        """Whether the next turn may have as many tokens as any.
+
+        requested_tokens: the most tokens that the agent asks for; None: no request.
+        """
+        any_turn = self._sampling.max_tokens
+        if requested_tokens is not None:
+            any_turn = min(requested_tokens, any_turn)
+        return self.turn_tokens(conversation, requested_tokens=requested_tokens) == any_turn
+
+    def turn_tokens(
+        self, conversation: Conversation, begun: SampledTurn | None = None, requested_tokens: int | None = None
+    ) -> int:
+        """How many tokens the next turn may have, or the open turn that a phase before has begun.
+
+        requested_tokens: as of `is_whole_turn`.
+        """
+        given = len(begun.ids) if begun else 0
+        left = self.room(conversation.prompt_length, conversation.response_length)
+        room = min(self._sampling.max_tokens, left + given)
+        return room if requested_tokens is None else min(requested_tokens, room)
+
+    @property
+    def is_phase_over(self) -> bool:
+        """Whether the phase allows no further token."""
+        return self._phase_tokens == 0
+
+    @property
+    def _phase_tokens(self) -> int | None:
+        """How many tokens the phase still allows; None: any number."""
+        limit = self._sampling.phase_tokens
+        return None if limit is None else limit - self._phase_sampled
+
+    async def turn(
+        self,
+        conversation: Conversation,
+        begun: SampledTurn | None = None,
+        heard: Sequence[str] = (),
+        read: Callable[[SampledTurn], Awaitable[None]] | None = None,
+        requested_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> SampledTurn:
+        """The model's next turn in a conversation, or the open turn `begun` with what was missing.
+
+        It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
+        the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
+        it raises the turn is dropped. requested_tokens: as of `is_whole_turn`; stop: as of `Sampling`. Raises what the
+        sampler raises; the first of that is `fault`.
+        """
+        given = begun.ids if begun else []
+        left = self.turn_tokens(conversation, begun, requested_tokens) - len(given)
+        limits = self._turn_sampling(conversation, left, stop)
+        asked, known = conversation.asked(), conversation.known_rows
+        reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
+        number = next(self._numbers)
+        work = self._sampler.turn(self.name, number, conversation.ids, limits, self._place, known)
+        asked_for = self._begin(work, limits.max_tokens)
+        try:
+            sample = await asyncio.shield(asked_for)
+            ids = [*given, *sample.response_ids_T.tolist()]
+            is_open = not sample.finished and len(sample.response_ids_T) == limits.max_tokens < left
+            turn = SampledTurn(ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open)
+            if read:
+                await read(turn)
+        except BaseException:
+            has_failed = asked_for.done() and not asked_for.cancelled() and asked_for.exception()
+            if not has_failed:
+                self._abandoned.add(asked_for)
+            raise
+        conversation.add_turn(sample, asked)
+        if number > self._last_number:
+            self._last_number, self.last = number, turn
+        self.tally.turns += not begun
+        self.tally.reusable_tokens += reusable
+        self.tally.cached_tokens += min(sample.cached_tokens, reusable)  # more may be another episode's
+        for text in heard:
+            self.tally.transcript.add_message(text)
+        if not is_open:
+            self.tally.transcript.add_turn(turn.text)
+        return turn
+
+    def _turn_sampling(self, conversation: Conversation, left: int, stop: tuple[str, ...]) -> Sampling:
+        """How a turn that has `left` tokens at most is sampled in this phase."""
+        return replace(
+            self._sampling,
+            max_tokens=left if self._phase_tokens is None else min(left, self._phase_tokens),
+            phase_tokens=None,
+            stream=self._stream(conversation),
+            stop=stop,
+        )
+
+    def _stream(self, conversation: Conversation) -> tuple[int, ...]:
+        """The key of a conversation's random numbers, made from its prompt, whatever the order of rows.
+
+        The first conversation with the group's own prompt has the key of a single response.
+        """
+        prompt_ids, stream = conversation.prompt_ids, self._sampling.stream
+        earlier = self._conversations[: self._conversations.index(conversation)]
+        twins = sum(one.prompt_ids == prompt_ids for one in earlier)
+        if prompt_ids == self._prompt_ids and not twins:
+            return stream
+        return (*stream, conversation.prompt_key, twins)
+
+    def _begin(self, work: Coroutine[Any, Any, Sample], tokens: int) -> asyncio.Future[Sample]:
+        """Ask for a turn of so many tokens at most; what it has counts from its end, whoever awaits it."""
+        self._reserved += tokens
+
+        def ended(turn: asyncio.Future[Sample]) -> None:
+            self._reserved -= tokens
+            if not turn.cancelled() and (error := turn.exception()):
+                self.fault = self.fault or error
+            elif not turn.cancelled():
+                self._count(turn.result())
+            self._turn_ended.set()
+            self._turn_ended = asyncio.Event()
+
+        turn = asyncio.ensure_future(work)
+        turn.add_done_callback(ended)
+        return turn
+
+    async def end(self, prompt_tokens: int) -> None:
+        """Wait for turns that nobody awaits any more, which are dropped, and give the engine's place to others.
+
+        prompt_tokens: with which the sample was dealt to the engine.
+        """
+        try:
+            while self._abandoned:
+                sample = await self._abandoned.pop()
+                self.tally.turns += 1
+                self.tally.dropped_unawaited += len(sample.response_ids_T)
+        finally:
+            await self._sampler.complete(self.name, prompt_tokens, max(0, self._longest - self._restored_length))
+
+    @property
+    def _longest(self) -> int:
+        return max((one.response_length for one in self._conversations), default=0)
+
+    def sample(self, end: EpisodeEnd) -> Sample:
+        """The episode, which has ended."""
+        tally, text = self.tally, self.last.text if self.last else ""
+        if self.last and self.last.is_open:
+            tally.transcript.add_turn(text)
+        facts = EpisodeFacts(
+            tally.turns,
+            tally.calls,
+            tally.call_errors,
+            tally.tool_s,
+            end,
+            tally.sampled_tokens,
+            tally.dropped_unawaited,
+            tally.dropped_anew,
+            tally.reusable_tokens,
+            tally.cached_tokens,
+            tally.begun_anew,
+            self._sampling.group_seed,
+        )
+        transcript = tally.transcript.transcript()
+        return self._sample(text=text, finished=end in ENDS_BY_ITSELF, facts=facts, transcript=transcript)
+
+    def open_sample(self, opened: EpisodeProgress) -> Sample:
+        """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
+        digests = tuple(one.digest.hex() for one in self._asked())
+        opened = replace(opened, account=self.tally.account, digests=digests)
+        entries = self.tally.transcript.entries
+        return self._sample(text="", finished=False, is_open=True, open_episode=opened, transcript=entries)
+
+    def _asked(self) -> list[Conversation]:
+        """The conversations that have turns; the first or an empty one where none has."""
+        asked = [one for one in self._conversations if one.has_turns] or self._conversations[:1]
+        return asked or [Conversation(self._prompt_ids)]
+
+    def _sample(self, **fields: Any) -> Sample:
+        first, *more = [one.row() for one in self._asked()]
+        is_groups_prompt = np.array_equal(first.prompt_ids if first.prompt_ids is not None else [], self._prompt_ids)
+        return Sample(
+            response_ids_T=first.response_ids_T,
+            engine_logp_T=first.engine_logp_T.astype(np.float32),
+            parts=first.parts,
+            routed_experts=first.routed_experts,
+            verifications=self.tally.verifications,
+            prefills=self.tally.prefills,
+            prompt_ids=None if is_groups_prompt else first.prompt_ids,
+            trained_T=first.trained_T,
+            token_rewards_T=first.token_rewards_T,
+            more_rows=tuple(more),
+            **fields,
+        )
+
+    def _count(self, turn: Sample) -> None:
+        tally = self.tally
+        tally.sampled_tokens += len(turn.response_ids_T)
+        tally.verifications += turn.verifications
+        tally.prefills += turn.prefills
+        self._phase_sampled += len(turn.response_ids_T)

@@ -1,0 +1,95 @@
+"""What answers the model in the episodes of one engine: tools, an environment or an agent, in worker processes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+from megarl.config import Recipe
+from megarl.environments.agents.agent_thread import AgentThread, agent_settings
+from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
+from megarl.episodes.agent_runner import AgentRunner
+from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.prepared import Prepared, prepare, prepare_agents
+from megarl.episodes.request_sampling import PolicySampling
+from megarl.episodes.rows import EpisodeResult, TurnSampler
+from megarl.model.hf_config import end_token_ids
+from megarl.model.tokenizer import load_tokenizer
+from megarl.types import Prompt
+from megarl.types.sampling import Sampling
+
+
+class Runner(Protocol):
+    """Runs episodes: `EpisodeRunner` or `AgentRunner`."""
+
+    async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult: ...
+
+
+class EnvironmentRuntime:
+    """Tools or an environment, and the runner of their episodes. Raises UserFault where they cannot be used."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe, self.thread = recipe, EnvironmentThread(environment_settings(recipe))
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """The splice and the format of calls, proven on the chat template of model.path. Raises UserFault."""
+        path, thread, episode = self._recipe.model.path, self.thread, self._recipe.episode
+        assert episode
+        has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
+        return prepare(
+            load_tokenizer(path), end_token_ids(path), thread.schemas, **has, renders=episode.history == "render"
+        )
+
+    def runner(self, sampler: TurnSampler) -> Runner:
+        recipe, own = self._recipe, self.prepared
+        assert recipe.episode
+        limit = recipe.data.max_prompt_tokens
+        return EpisodeRunner(recipe.episode, sampler, self.thread, own.splice, own.calls, max_prompt_tokens=limit)
+
+    def shutdown(self) -> None:
+        """End and reap the processes; may be called again."""
+        self.thread.shutdown()
+
+
+class AgentRuntime:
+    """An agent with its endpoint, and the runner of its episodes. Raises UserFault where it cannot be used."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        assert recipe.episode
+        self._recipe, self._thread = recipe, AgentThread(agent_settings(recipe))
+        try:
+            self._endpoint = ChatEndpoint() if recipe.episode.endpoint == "loopback" else None
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    def runner(self, sampler: TurnSampler) -> Runner:
+        recipe = self._recipe
+        assert recipe.episode
+        path, limit = recipe.model.path, recipe.data.max_prompt_tokens
+        renders = recipe.episode.history == "render"
+        tool_sets, _ = prepare_agents(load_tokenizer(path), end_token_ids(path), renders=renders)
+        return AgentRunner(
+            recipe.episode,
+            sampler,
+            self._thread,
+            self._endpoint,
+            tool_sets,
+            max_prompt_tokens=limit,
+            policy=PolicySampling(temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p),
+        )
+
+    def shutdown(self) -> None:
+        """End and reap the processes, and stop listening; may be called again."""
+        self._thread.shutdown()
+        if self._endpoint:
+            self._endpoint.shutdown()
+
+
+def episode_runtime(recipe: Recipe) -> EnvironmentRuntime | AgentRuntime | None:
+    """What the recipe names, with its processes started; None where samples are single responses."""
+    if recipe.episode is None:
+        return None
+    return AgentRuntime(recipe) if recipe.episode.agent else EnvironmentRuntime(recipe)

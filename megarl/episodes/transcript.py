@@ -1,0 +1,115 @@
+"""What was said in an episode, for its reader and for reward functions: JSON of a bounded size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from itertools import accumulate
+from typing import Any, Literal
+
+from megarl.environments.runtime.results import TOOL_FAULTS, CallResult, cut
+from megarl.episodes.tool_calls import BadCall, ToolCall
+from megarl.printable import json_line
+from megarl.types import Sample, Transcript, TranscriptCall, TranscriptEntry
+
+MOST_BYTES = 2**16  # of a transcript as JSON
+LONGEST_TEXTS = 4000, 1000, 250, 50  # bytes of each text: the first limit with which all entries fit
+_LONGEST_NAME = 100
+_DEEPEST = 16  # levels of arguments that are kept as values
+
+
+class TranscriptWriter:
+    """Takes down an episode as it happens. begun: the entries of the phases before."""
+
+    def __init__(self, begun: Sequence[TranscriptEntry] = ()) -> None:
+        self._entries = deepcopy(list(begun))
+
+    def add_message(self, text: str) -> None:
+        """The environment's text, which the model reads as the user's."""
+        self._entries.append(_entry("user", text))
+
+    def add_turn(self, text: str) -> None:
+        """All that the model wrote in a turn."""
+        self._entries.append(_entry("assistant", text))
+
+    def add_calls(self, calls: Sequence[ToolCall | BadCall], made: Sequence[CallResult], told: Sequence[str]) -> None:
+        """The last turn's calls. made: the results of those that could be made; told: what the model reads of each."""
+        results, found = iter(made), self._entries[-1]["calls"]
+        for call, text in zip(calls, told, strict=True):
+            is_made = isinstance(call, ToolCall)
+            arguments, error = (_json_value(call.arguments), next(results).error) if is_made else (None, "bad_call")
+            found.append({"name": call.name, "arguments": arguments, "result": text, "error": error})
+
+    def add_reward(self, reward: float) -> None:
+        """The reward of the last turn."""
+        self._entries[-1]["reward"] += reward
+
+    @property
+    def entries(self) -> Transcript:
+        """All of it as JSON, nothing shortened: what a further phase goes on with."""
+        return tuple(self._entries)
+
+    def transcript(self) -> Transcript:
+        """All entries with their long texts shortened; entries of the middle are left out where that is not enough."""
+        kept: list[TranscriptEntry] = []
+        sizes: list[int] = []
+        for longest in LONGEST_TEXTS:
+            kept = [_shortened(entry, longest) for entry in self._entries]
+            sizes = [len(json.dumps(entry)) for entry in kept]
+            if sum(sizes) <= MOST_BYTES:
+                return tuple(kept)
+        first, last = (sum(total <= MOST_BYTES // 2 for total in accumulate(way)) for way in (sizes, sizes[::-1]))
+        gap = _entry("left_out", f"[... {len(kept) - first - last} entries left out ...]")
+        return (*kept[:first], gap, *kept[len(kept) - last :])
+
+
+def _entry(role: Literal["assistant", "user", "left_out"], text: str) -> TranscriptEntry:
+    return {"role": role, "text": text, "calls": [], "reward": 0.0}
+
+
+def _shortened(entry: TranscriptEntry, longest: int) -> TranscriptEntry:
+    calls: list[TranscriptCall] = [
+        {
+            "name": call["name"] and cut(call["name"], _LONGEST_NAME),
+            "arguments": _short_arguments(call["arguments"], longest),
+            "result": cut(call["result"], longest),
+            "error": call["error"],
+        }
+        for call in entry["calls"]
+    ]
+    return {"role": entry["role"], "text": cut(entry["text"], longest), "calls": calls, "reward": entry["reward"]}
+
+
+def _json_value(arguments: Mapping[str, Any]) -> Any:
+    """The arguments of a call; a text where they are deeply nested, or have numbers that JSON has not."""
+    if (depth := _depth(arguments)) > _DEEPEST:  # whoever writes it again may have less room on the stack
+        return f"[arguments nested in {depth} levels]"
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:  # NaN or an infinity
+        return json_line(arguments)
+    return dict(arguments)
+
+
+def _short_arguments(arguments: Any, longest: int) -> Any:
+    """The value; its text, shortened, where it is long."""
+    if isinstance(arguments, str):
+        return cut(arguments, longest)
+    return arguments if len(json.dumps(arguments)) <= longest else cut(json_line(arguments), longest)
+
+
+def _depth(value: Any) -> int:
+    """How many lists and objects lie in each other."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        level = [inside for one in level for inside in (one.values() if isinstance(one, dict) else one)]
+        depth += 1
+    return depth
+
+
+def failed_calls(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """What is said of each call, in the transcripts of the samples, whose error is to be mended in its tool."""
+    entries = (entry for sample in samples for entry in sample.transcript)
+    calls = (call for entry in entries for call in entry["calls"])
+    return tuple(call["result"] for call in calls if call["error"] in TOOL_FAULTS)

@@ -1,0 +1,46 @@
+"""Messages of agents and turns as messages: ids of calls, and which result belongs to which call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.episodes.messages import assistant_message, rendered, said
+from megarl.episodes.splice import Splice
+from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
+from scripts.make_tiny_moe import make_tokenizer
+
+TOKENIZER: Any = make_tokenizer(tools=True)
+NAMED = "<{{ message.name or '' }}{{ message.role"
+TOKENIZER.chat_template = TOKENIZER.chat_template.replace("<{{ message.role", NAMED)
+SPLICE = Splice(TOKENIZER, [TOKENIZER.eos_token_id])
+
+
+def turn_of(*calls: ToolCall | BadCall) -> dict[str, Any]:
+    return assistant_message(Turn("", calls), "", SPLICE.template, 5)
+
+
+def result(id: str, text: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": text}
+
+
+def test_calls_of_a_turn_have_ids_of_their_own() -> None:
+    """The first of equal ones stays as the model wrote it, and none that is made is another's."""
+    form = SPLICE.template.call_style.id_form.format
+    own = ["a", "a", None, form(name="add", index=7), "", "a"]
+    made = turn_of(*(ToolCall("add", {}, id) for id in own[:3]), *(BadCall("add", "no", id) for id in own[3:]))
+    ids = [call["id"] for call in made["tool_calls"]]
+    assert len({*ids}) == 6 and (ids[0], ids[3]) == ("a", own[3])
+    plain = turn_of(ToolCall("add", {}), ToolCall("add", {}))
+    assert [call["id"] for call in plain["tool_calls"]] == [form(name="add", index=index) for index in (5, 6)]
+
+
+def test_results_with_equal_ids_are_those_of_the_calls_in_their_order() -> None:
+    """In the splice, and where the conversation is rendered."""
+    calls = [{"id": "a", "function": {"name": name, "arguments": "{}"}} for name in ("add", "sub")]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [result("a", "one"), result("a", "two")]
+    spliced = said(results, turn, SPLICE, TOKENIZER.eos_token_id)
+    assert spliced is not None and TOKENIZER.decode(spliced).endswith("<eos><assistant>")
+    whole = TOKENIZER.decode(rendered([{"role": "user", "content": "go"}, turn, *results], SPLICE))
+    for text in (TOKENIZER.decode(spliced), whole):
+        assert text.endswith("<addtool>one<eos><subtool>two<eos><assistant>")

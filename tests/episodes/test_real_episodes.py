@@ -1,0 +1,388 @@
+"""Episodes on a real engine: what is trained is what was sampled, after exactly the tokens that the row has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config.episode import EpisodeConfig
+from megarl.environments.agents.agent_processes import AgentSettings
+from megarl.environments.agents.agent_thread import AgentThread
+from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.runtime.environment_processes import EnvironmentSettings
+from megarl.environments.runtime.environment_thread import EnvironmentThread
+from megarl.episodes.agent_runner import AgentRunner
+from megarl.episodes.agent_tools import ToolSets
+from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.rows import EpisodeResult
+from megarl.episodes.splice import Splice
+from megarl.model.hf_config import end_token_ids
+from megarl.model.tokenizer import load_tokenizer
+from megarl.rollout.sglang.engine import Engine
+from megarl.samples import accounting
+from megarl.types import Prompt
+from megarl.types.sampling import Sampling
+from megarl.types.verdicts import Failure, Verdict
+from tests.parallel import checkpoints
+from tests.tiny_engines import Reference, write_tokenizer
+
+pytestmark = pytest.mark.slow
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+STOPS = [1, *range(20, 34)]  # many, so that a model of random weights ends its turns
+TURN_TOKENS, EPISODES = 24, 12
+AGENT = """
+import asyncio
+import contextlib
+
+import openai
+
+
+async def run(chat, row):
+    messages = chat.prompt
+    for _ in range(3):
+        message = await chat(messages)
+        messages = [*messages, message, {"role": "user", "content": "more"}]
+    await asyncio.gather(*(chat([{"role": "user", "content": word}]) for word in ("left", "right")))
+    async with openai.AsyncOpenAI(base_url=chat.url, api_key=chat.key, max_retries=0) as client:
+        with contextlib.suppress(openai.BadRequestError):
+            await client.chat.completions.create(model="policy", messages=chat.prompt, temperature=0.3)
+            return 0.0
+        first = await client.chat.completions.create(model="policy", messages=chat.prompt)
+        said = first.choices[0].message.model_dump()
+        follows = [*chat.prompt, said, {"role": "user", "content": "more"}]
+        second = await client.chat.completions.create(model="policy", messages=follows, stop=list("nopqrstu"))
+        said = second.choices[0].message.content
+        if second.choices[0].finish_reason == "stop" and set(said) & set("nopqrstu"):
+            return 0.0
+        follows += [{"role": "assistant", "content": said}, {"role": "user", "content": "and"}]
+        await client.chat.completions.create(model="policy", messages=follows)
+    return 0.5
+"""
+ONCE = """
+from megarl.environments import Environment
+
+class Once(Environment):
+    def reply(self, text):
+        return None
+
+    def reward(self):
+        return 0.5
+"""
+FAULTY = '''
+import os
+import time
+
+from megarl.environments import Environment
+
+kept = []
+
+
+class Faulty(Environment):
+    """Answers in the way that its row names."""
+
+    def reset(self, row):
+        self._fault = row["fault"]
+
+    def reply(self, text):
+        if self._fault == "hang":
+            time.sleep(1000)
+        if self._fault == "exit":
+            os._exit(3)
+        while self._fault == "fill":
+            kept.append(bytes(16 * 2**20))
+        return "x" * 10**7 if self._fault == "flood" else f"more {len(text)}"
+
+    def reward(self):
+        return 0.5
+'''
+ENDED_BY = {  # faults, and what is said of them
+    "hang": "reply took longer than 3 s",
+    "exit": "reply ended its process (exit code 3)",
+    "fill": "reply ran out of memory",
+}
+ENGINES = {}, {"dp": 2}, {"seeded": True}
+GAME = EnvironmentSettings(environment="megarl.environments.guess:Guess", workers=1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("talker")
+    write_tokenizer(folder, TEMPLATE)
+    path = checkpoints.write(folder, "qwen3-moe")
+    file = path / "generation_config.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | {"eos_token_id": STOPS}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def game() -> Iterator[EnvironmentThread]:
+    thread = EnvironmentThread(GAME)
+    yield thread
+    thread.shutdown()
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentThread, ChatEndpoint]]:
+    folder = tmp_path_factory.mktemp("agent")
+    (folder / "asking_agent.py").write_text(AGENT)
+    sys.path.append(str(folder))
+    thread, endpoint = AgentThread(AgentSettings("asking_agent:run", workers=1)), ChatEndpoint()
+    yield thread, endpoint
+    thread.shutdown()
+    endpoint.shutdown()
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentThread]:
+    """One process, which episodes with and without faults share."""
+    folder = tmp_path_factory.mktemp("faulty")
+    (folder / "faulty_game.py").write_text(FAULTY)
+    sys.path.append(str(folder))
+    limits = {"workers": 1, "memory_mb": 256, "call_timeout_s": 3.0}
+    thread = EnvironmentThread(EnvironmentSettings(environment="faulty_game:Faulty", **limits))
+    yield thread
+    thread.shutdown()
+    sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=["plain", "dp2", "seeded"])
+def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], model: Path) -> Iterator[Engine]:
+    built = build_engine(2, 1, model_path=str(model), routed_experts=True, **request.param)
+    yield built
+    built.shutdown()
+
+
+def play(
+    engine: Engine,
+    game: EnvironmentThread,
+    model: Path,
+    stream: tuple[int, ...],
+    phase_tokens: int | None = None,
+    **limits: Any,
+) -> list[EpisodeResult]:
+    """A group of episodes, after as many phases as they take; the template of a rendered history shows the ends of
+    earlier turns alone."""
+    tokenizer = load_tokenizer(str(model))
+    if limits.get("history") == "render":
+        tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content[-3 if m.role == 'assistant' else 0:]")
+    splice = Splice(tokenizer, end_token_ids(str(model)))
+    config = EpisodeConfig.model_validate({"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits)
+    episodes = EpisodeRunner(config, engine, game, splice, None, max_prompt_tokens=300)
+    prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"prompt": "go"}, "go")
+    sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream, phase_tokens=phase_tokens)
+
+    async def phase(begun: list[EpisodeResult | None]) -> list[EpisodeResult]:
+        going = [place for place, one in enumerate(begun) if one is None or one.sample.is_open]
+        samples = [one.sample if one else None for one in begun]
+        played = await asyncio.gather(*(episodes.run(prompt, sampling, place, samples[place]) for place in going))
+        new = dict(zip(going, played, strict=True))
+        return [new.get(place) or one for place, one in enumerate(begun)]  # type: ignore[misc]
+
+    found = asyncio.run(phase([None] * EPISODES))
+    while any(one.sample.is_open for one in found):
+        found = asyncio.run(phase(list(found)))
+    return found
+
+
+def test_every_trained_token_was_sampled_after_its_row(
+    engine: Engine, game: EnvironmentThread, model: Path, request: pytest.FixtureRequest
+) -> None:
+    """By the logprobs of transformers over the whole row: a token after another prefix would have another one."""
+    played = play(engine, game, model, (1, 2))
+    assert max(one.sample.facts.turns for one in played if one.sample.facts) > 2
+    check_rows(played, Reference(model))
+    assert not any(one.sample.more_rows for one in played)
+    facts = [one.sample.facts for one in played if one.sample.facts]
+    reusable, cached = (sum(getattr(one, name) for one in facts) for name in ("reusable_tokens", "cached_tokens"))
+    if "seeded" in request.node.name:
+        assert reusable and cached == 0, "seeded engines on CPU have no prefix cache"
+    else:
+        assert 0 < cached <= reusable, "a turn is sampled in the attention group that has the turns before"
+
+
+def test_rows_of_rendered_histories_are_what_was_sampled(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """Each row after the tokens that the engine was given, whatever the template makes of the turns before."""
+    played = play(engine, game, model, (1, 2), history="render")
+    assert max(len(one.sample.rows) for one in played) > 2
+    check_rows(played, Reference(model))
+
+
+def test_rows_of_agents_are_what_was_sampled(
+    engine: Engine, agents: tuple[AgentThread, ChatEndpoint], model: Path
+) -> None:
+    """By calls and by the OpenAI client, in one row where a request goes on, in rows of their own otherwise."""
+    tokenizer, stops = load_tokenizer(str(model)), end_token_ids(str(model))
+    config = EpisodeConfig.model_validate({"agent": "asking_agent:run", "max_tokens": 400})
+    runner = AgentRunner(config, engine, *agents, ToolSets(tokenizer, stops), max_prompt_tokens=300)
+    prompt = Prompt("row 1", "", tuple(Splice(tokenizer, stops).first("go")), "", {"prompt": "go"}, "go")
+    sampling = Sampling(EPISODES, TURN_TOKENS, stream=(4, 2))
+
+    async def together() -> list[EpisodeResult]:
+        return await asyncio.gather(*(runner.run(prompt, sampling, place) for place in range(EPISODES)))
+
+    played = asyncio.run(together())
+    check_rows(played, Reference(model), prompt.token_ids)
+    for one in played:
+        assert one.verdict == Verdict(0.5, False) and one.sample.facts
+        assert one.refused_fields == {"temperature": 1}
+        assert one.sample.facts.turns == 8 and one.sample.facts.end in ("answered", "cut")
+        accounting.check(prompt, [one.sample])
+    check_stop_texts(played, tokenizer, stops)
+    assert min(len(one.sample.rows) for one in played) < 8, "some requests go on with what was said"
+    asked = asyncio.run(engine.take_completed())
+    assert len(asked) >= EPISODES
+
+
+def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Collection[int]) -> None:
+    """Turns that a stop text has ended: all of their tokens are trained, and the conversation goes on after them.
+
+    Such a turn is followed by the end that the template writes, which was not sampled, and by the user's "and".
+    """
+    ended = []
+    for row in (row for one in played for row in one.sample.rows):
+        response = row.response_ids_T.tolist()
+        trained = [True] * len(response) if row.trained_T is None else row.trained_T.tolist()
+        for place in range(len(response) - 1):
+            if trained[place] and not trained[place + 1] and response[place] not in stops:
+                assert tokenizer.decode(response[place + 1 : place + 6]) == "<eos><user>and"
+                ended.append(tokenizer.decode([response[place]]))
+    assert ended and all(set(token) & set("nopqrstu") for token in ended), "of special tokens a part is enough"
+
+
+@pytest.mark.parametrize("engine", ENGINES[:1], ids=["plain"], indirect=True)
+def test_faults_of_environments_cost_their_own_episodes(engine: Engine, faulty: EnvironmentThread, model: Path) -> None:
+    """They end by what was done; the rows of all are right, also of those whose process was ended by others."""
+    splice = Splice(load_tokenizer(str(model)), end_token_ids(str(model)))
+    keys = {"environment": "faulty_game:Faulty", "max_tokens": 400, "max_turns": 4, "max_observation_tokens": 30}
+    runner = EpisodeRunner(EpisodeConfig.model_validate(keys), engine, faulty, splice, None, max_prompt_tokens=300)
+    faults = [*ENDED_BY, "flood", *["none"] * 4]
+    ids = tuple(splice.first("go"))
+    prompts = [Prompt(f"row {place}", "", ids, "", {"fault": fault}, "go") for place, fault in enumerate(faults)]
+    sampling, ended = Sampling(1, 4 * TURN_TOKENS, stream=(6, 2)), faulty.counts.ended
+    asyncio.run(engine.generate(ids, Sampling(1, 1)))
+    asyncio.run(engine.take_completed())  # which waits for the first
+
+    async def together() -> list[EpisodeResult]:
+        return await asyncio.gather(*(runner.run(prompt, sampling, 0) for prompt in prompts))
+
+    played = asyncio.run(together())
+    for fault, one in zip(faults, played, strict=True):
+        facts, words = one.sample.facts, ENDED_BY.get(fault)
+        assert facts and ((facts.end, facts.turns) == ("environment", 1) if words else facts.turns > 1)
+        assert one.verdict == (Failure(words) if words else Verdict(0.5, False))
+        heard = [entry["text"] for entry in one.sample.transcript if entry["role"] == "user"]
+        assert all(("tokens left out" in text) == (fault == "flood") and len(text) < 100 for text in heard)
+    check_rows(played, Reference(model), ids)
+    assert faulty.counts.ended - ended == len(ENDED_BY), "each of these faults has ended a process"
+    assert len(asyncio.run(engine.take_completed())) == len(played), "every episode has given its place back"
+    (again,) = asyncio.run(engine.generate(ids, Sampling(1, 4)))
+    assert again.num_trained
+
+
+def check_rows(played: Sequence[EpisodeResult], reference: Reference, prompt_ids: Sequence[int] = ()) -> None:
+    """Every trained token has the logprob that transformers gives it after the row's tokens before it.
+
+    prompt_ids: of rows that begin with the prompt of their group.
+    """
+    for one in played:
+        sample = one.sample
+        assert sample.facts and one.verdict is not None
+        assert sample.num_trained == sample.facts.sampled_tokens - sample.facts.dropped_unawaited
+        for row in sample.rows:
+            response = row.response_ids_T.tolist()
+            trained_T = np.ones(len(response), np.bool_) if row.trained_T is None else row.trained_T
+            before = list(prompt_ids) if row.prompt_ids is None else row.prompt_ids.tolist()
+            assert trained_T[-1] and before
+            expected_T = reference.logprobs(before, response).numpy()
+            np.testing.assert_allclose(row.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4)
+            assert not row.engine_logp_T[~trained_T].any()
+            assert sum(part.num_tokens for part in row.parts) == len(response)
+            assert row.routed_experts is not None
+            assert len(row.routed_experts) == len(before) + len(response) - 1
+
+
+def test_experts_of_turns_are_those_of_the_whole_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """The engine reads a whole row at once, and chooses the same for every token but where two are as good."""
+    sample = max((one.sample for one in play(engine, game, model, (5,))), key=lambda one: len(one.response_ids_T))
+    assert sample.prompt_ids is not None and sample.routed_experts is not None
+    row = [*sample.prompt_ids.tolist(), *sample.response_ids_T.tolist()]
+    (again,) = asyncio.run(engine.generate(row, Sampling(1, 1)))
+    assert again.routed_experts is not None
+    whole = again.routed_experts[: len(row) - 1]
+    assert (np.sort(whole, -1) == np.sort(sample.routed_experts, -1)).mean() > 0.99
+
+
+def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """Each by its name, and no row is longer than it may be."""
+    ends = {one.sample.facts.end for one in play(engine, game, model, (7,), max_turns=2) if one.sample.facts}
+    assert ends <= {"max_turns", "cut", "done", "answered"} and "max_turns" in ends
+    short = play(engine, game, model, (7,), max_tokens=60)
+    assert all(len(one.sample.response_ids_T) <= 60 for one in short)
+    assert "max_tokens" in {one.sample.facts.end for one in short if one.sample.facts}
+
+
+@pytest.fixture(scope="module")
+def seeded_engine(build_engine: Callable[..., Engine], model: Path) -> Iterator[Engine]:
+    built = build_engine(1, 1, model_path=str(model), seeded=True, routed_experts=True)
+    yield built
+    built.shutdown()
+
+
+def test_one_turn_without_tools_is_a_single_response(
+    seeded_engine: Engine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: tokens, logprobs and experts are those of a sample that is no episode, and so is what is trained."""
+    (tmp_path / "one_turn.py").write_text(ONCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    once = EnvironmentThread(EnvironmentSettings(environment="one_turn:Once", workers=1))
+    try:
+        played = play(seeded_engine, once, model, (6, 1), max_turns=1)
+    finally:
+        once.shutdown()
+    prompt_ids = Splice(load_tokenizer(str(model)), end_token_ids(str(model))).first("go")
+    plain = asyncio.run(seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1))))
+    for one, sample in zip(played, plain, strict=True):
+        np.testing.assert_array_equal(one.sample.response_ids_T, sample.response_ids_T)
+        np.testing.assert_array_equal(one.sample.engine_logp_T, sample.engine_logp_T)
+        assert one.sample.routed_experts is not None and sample.routed_experts is not None
+        np.testing.assert_array_equal(one.sample.routed_experts, sample.routed_experts)
+        assert (one.sample.text, one.sample.parts) == (sample.text, sample.parts)
+        assert one.sample.prompt_ids is None and one.sample.trained_T is None and not one.sample.more_rows
+        assert one.sample.finished == sample.finished and one.verdict == Verdict(0.5, False)
+    assert any(sample.finished for sample in plain)
+
+
+def test_seeded_episodes_repeat_to_the_bit(seeded_engine: Engine, game: EnvironmentThread, model: Path) -> None:
+    """Whether they are sampled at once, or in phases that cut their turns."""
+    first, again, other = (play(seeded_engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2)))
+    parts = play(seeded_engine, game, model, (3, 1), 7)
+    ids = [[one.sample.response_ids_T.tolist() for one in group] for group in (first, again, parts, other)]
+    assert ids[0] == ids[1] == ids[2] != ids[3]
+    for one, two, cut in zip(first, again, parts, strict=True):
+        np.testing.assert_array_equal(one.sample.engine_logp_T, two.sample.engine_logp_T)
+        np.testing.assert_allclose(one.sample.engine_logp_T, cut.sample.engine_logp_T, atol=1e-4)
+    for one, *others in zip(first, again, parts, strict=True):
+        for two in others:
+            assert one.sample.routed_experts is not None and two.sample.routed_experts is not None
+            assert (one.sample.routed_experts == two.sample.routed_experts).mean() > 0.99
+            assert one.verdict == two.verdict and one.sample.text == two.sample.text
+            assert one.sample.facts and two.sample.facts
+            apart = {"tool_s": 0.0, "reusable_tokens": 0, "cached_tokens": 0}
+            assert replace(one.sample.facts, **apart) == replace(two.sample.facts, **apart)
+            assert one.sample.transcript == two.sample.transcript
+    prefills = [sum(one.sample.prefills for one in group) for group in (first, parts)]
+    assert prefills[1] > prefills[0], "turns were cut"
