@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megarl.config import Recipe
 from megarl.controller.run import Run
-from megarl.rollout.worker import Sampling
 from megarl.tracking.metrics import eval_metrics
 from megarl.tracking.run_log import Record
 from megarl.types import UserFault
+from megarl.types.sampling import Sampling
 from megarl.types.verdicts import MEND
 
 _STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have random streams of their own

@@ -15,7 +15,6 @@ from megarl.algos import ALGORITHMS
 from megarl.cluster.actor import Ref
 from megarl.config import Recipe
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.rollout.worker import Sampling
 from megarl.samples.buffer import Entry, PartialSummary, StockSizes
 from megarl.training.batching import SampleRef
 from megarl.types import (
@@ -29,6 +28,7 @@ from megarl.types import (
     UserFault,
     num_stale,
 )
+from megarl.types.sampling import Sampling
 from megarl.types.verdicts import MEND
 
 # (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets

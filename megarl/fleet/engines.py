@@ -17,9 +17,9 @@ from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.dealing import Dealer
 from megarl.rollout.sglang.arguments import NodeSpan
-from megarl.rollout.worker import Sampling
 from megarl.samples.buffer import Entry, Stock
 from megarl.types import Prompt
+from megarl.types.sampling import Sampling
 
 
 class Engines:

@@ -12,9 +12,9 @@ from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.session import Cluster
 from megarl.fleet.step_fit import EngineHistory, EngineWork, seconds_of
 from megarl.rollout.dealing import CompletedSample, Dealer
-from megarl.rollout.worker import Sampling
 from megarl.samples.buffer import Entry, PartialSummary
 from megarl.types import RoundBalance
+from megarl.types.sampling import Sampling
 
 _TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail
 

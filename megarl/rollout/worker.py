@@ -27,14 +27,6 @@ from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
 from megarl.types.sampling import Sampling
 from megarl.types.verdicts import MEND, Failure, Verdict
 
-__all__ = [
-    "Generated",
-    "RolloutWorker",
-    "Sampling",
-    "scored",
-    "summary",
-]
-
 
 @dataclass(frozen=True)
 class Generated:

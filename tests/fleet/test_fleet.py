@@ -20,9 +20,9 @@ from megarl.fleet.step_fit import EngineHistory
 from megarl.model.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.dealing import Capacity
-from megarl.rollout.worker import Sampling
 from megarl.samples.buffer import PartialGroup, PartialSummary, Stock
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Verdict
 from tests.plan import plans
 

@@ -20,10 +20,11 @@ from megarl.episodes.demonstrations import demonstration
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.engine import Engine, EngineFault
 from megarl.rollout.sglang.sizes import step_sequences
-from megarl.rollout.worker import RolloutWorker, Sampling, scored
+from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})

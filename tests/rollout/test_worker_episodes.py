@@ -17,10 +17,11 @@ from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.episodes.episode import EpisodeRunner
 from megarl.episodes.splice import Splice
 from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.worker import RolloutWorker, Sampling, scored
+from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types.sampling import Sampling
 from megarl.types.verdicts import Failure, Verdict
 from scripts.make_tiny_moe import make_tokenizer
 from tests.episodes.test_open_episode import Model

@@ -17,10 +17,10 @@ from megarl.config.loading import load_recipe
 from megarl.controller.phases import StepRollout
 from megarl.controller.samples import Limits, staleness
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.rollout.worker import Sampling
 from megarl.samples.buffer import PartialSummary, num_phases, staleness_bound
 from megarl.tracking.run_log import Record
 from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserFault, with_part
+from megarl.types.sampling import Sampling
 from tests.controller.test_loop import QUICKSTART
 
 RECIPE = load_recipe(QUICKSTART)

@@ -331,8 +331,9 @@ def test_processes_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_worker_imports_nothing_heavy() -> None:
-    script = "import sys, megarl.environments.runtime.environment_host; print([m for m in ('torch', 'sglang', 'ray', 'pyarrow', "
-    script += "'transformers', 'httpx', 'bm25s') if m in sys.modules])"
+    heavy = ["torch", "sglang", "ray", "pyarrow", "transformers", "httpx", "bm25s"]
+    module = "megarl.environments.runtime.environment_host"
+    script = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "[]"
