@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, is_factor
 from megarl.model.quantisation import FP8_CONFIG, FP8_TILE, QUANTISATION_KEYS
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map
@@ -31,7 +32,7 @@ from megarl.resharding.lora_merge import Merge
 from megarl.resharding.plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.transport import close_group, make_group
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 FILE_BYTES = 4 << 30
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # configuration and tokenizer

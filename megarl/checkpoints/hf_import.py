@@ -12,9 +12,10 @@ import torch
 
 from megarl.checkpoints import quantised
 from megarl.checkpoints.hf_files import Slices, tensor_files
+from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import STACK, hf_tensors, mtp_prefix
 from megarl.resharding.shards import VOCAB_TENSORS, Shard, verify_params, views
-from megarl.types import SCORE, ModelShape, UserFault
+from megarl.types import UserFault
 
 _SAMPLED_BYTES = 64 << 10
 

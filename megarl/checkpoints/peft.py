@@ -26,10 +26,11 @@ from megarl.checkpoints.hf_import import load_hf
 from megarl.model.adapter_config import CONFIG, OF_EACH_EXPERT, OF_EXPERTS
 from megarl.model.hf_config import read_json
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
+from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import STACK
 from megarl.resharding import lora_map
 from megarl.resharding.shards import Shard
-from megarl.types import SCORE, ModelShape, UserFault
+from megarl.types import UserFault
 
 STEM = "adapter_model"
 _PREFIX = "base_model.model."

@@ -21,10 +21,11 @@ import torch
 from megarl.checkpoints.hf_files import Slices
 from megarl.model.hf_config import HfFacts, HfModel
 from megarl.model.quantisation import FP8_TILE, INT4_GROUP, MEND, Quantisation
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, hf_tensors, is_projection, tensors
 from megarl.resharding.fp8 import FP8, SCALE_SUFFIX
 from megarl.resharding.shards import LayoutError, Range, intersect, tiles
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 if TYPE_CHECKING:
     from megarl.config import Recipe

@@ -16,6 +16,8 @@ from itertools import chain
 from typing import Any
 
 from megarl.cluster import ray_environment  # noqa: F401  isort: skip  (before Ray)
+from typing import Protocol
+
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -277,3 +279,15 @@ def _enter(folder: str) -> None:
     except OSError as error:
         problem = f"is not on node {ray.util.get_node_ip_address()} ({error.strerror})"
         raise UserFault(folder, problem, "start the run in a folder that all nodes share") from None
+
+
+class Background(Protocol):
+    """Work that goes on while the controller waits for other calls, by calls of its own."""
+
+    def labels(self) -> Mapping[Ref, str]:
+        """The calls that are open."""
+        ...
+
+    def take(self, ended: Sequence[Ref]) -> None:
+        """Go on after some of these calls have returned."""
+        ...

@@ -17,8 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster import processes
-from megarl.cluster.actor import Pulses, Ref, Worker, failure
-from megarl.cluster.background import Background
+from megarl.cluster.actor import Background, Pulses, Ref, Worker, failure
 from megarl.cluster.local_ray import start_ray
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.cluster.topology import DevicePlacement, bundles_by_address

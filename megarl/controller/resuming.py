@@ -18,10 +18,11 @@ from megarl.data.streams import PromptStream
 from megarl.fleet.fleet import STOCK, Fleet
 from megarl.fleet.rank_groups import GroupStock
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, lora_size, resolve
 from megarl.samples.buffer import Entry, Ticket
 from megarl.samples.parquet import open_samples
-from megarl.types import ModelShape, UserFault, UserFaults
+from megarl.types import UserFault, UserFaults
 
 FOLDER = "checkpoints"
 State = TypeVar("State", "Progress", "StockState")

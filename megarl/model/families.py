@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.model.hf_values import integer, optional_integer
-from megarl.types import MlaShape
+from megarl.model.shape import MlaShape
 
 _EXPERT_INTEGERS = {  # ModelShape's field -> the keys of config.json, of which transformers has several
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),

@@ -15,7 +15,8 @@ from typing import Any
 from megarl.model.families import FAMILIES
 from megarl.model.hf_values import integer, mapping, number, optional_integer, refuse_contradictions, texts, truth
 from megarl.model.quantisation import Quantisation, quantisation
-from megarl.types import ModelShape, UserFault
+from megarl.model.shape import ModelShape
+from megarl.types import UserFault
 
 _MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names
 _COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json

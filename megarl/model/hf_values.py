@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.types import ModelShape, UserFault
+from megarl.model.shape import ModelShape
+from megarl.types import UserFault
 
 _LARGEST = 2**31 - 1
 _LARGEST_OF = {"num_hidden_layers": 4096, "num_nextn_predict_layers": 64, "num_experts": 4096, "n_shared_experts": 4096}

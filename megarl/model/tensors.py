@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from megarl.types import SCORE, ModelShape
+from megarl.model.shape import SCORE, ModelShape
 
 Size = tuple[int, int, int]  # items, rows, columns
 STACK = "{}"  # in a name: the placeholder of the item's number

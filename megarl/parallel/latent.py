@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.model.hf_config import HfFacts
-from megarl.types import MlaShape
+from megarl.model.shape import MlaShape
 
 
 def latent_fields(mla: MlaShape, facts: HfFacts) -> dict[str, Any]:

@@ -12,10 +12,10 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 from megarl.model.lora_pairs import factor_name
+from megarl.model.shape import SCORE
 from megarl.parallel import groups
 from megarl.parallel.lora import FactorPair
 from megarl.parallel.shared_weights import heads
-from megarl.types import SCORE
 
 
 def has_adapters(chunk: torch.nn.Module) -> bool:

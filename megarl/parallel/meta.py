@@ -20,13 +20,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megarl.config import Recipe
 from megarl.cpu import megatron_patches
 from megarl.model.hf_config import model_shape, scorer_shape
+from megarl.model.shape import ModelShape
 from megarl.parallel import groups, model
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.routing import Routing
 from megarl.parallel.sizes import ChunkSize, Whole
 from megarl.placement.roles import train_layout
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 
 def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:

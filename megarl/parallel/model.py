@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megarl.device import DEVICE
 from megarl.model.hf_config import HfFacts, hf_facts
 from megarl.model.lora_pairs import is_factor
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
@@ -29,7 +30,6 @@ from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Routing, router_class
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import MlaShape, ModelShape
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig

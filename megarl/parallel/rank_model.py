@@ -13,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 from megarl import device
 from megarl.cpu import megatron_patches
 from megarl.model.lora_pairs import LoraPair
+from megarl.model.shape import ModelShape
 from megarl.parallel import dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
@@ -21,7 +22,6 @@ from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import Split
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import lora_size, train_layout
-from megarl.types import ModelShape
 
 if TYPE_CHECKING:
     from megarl.config import Recipe

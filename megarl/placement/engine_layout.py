@@ -7,8 +7,9 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from megarl.model.quantisation import FP8_TILE
+from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import divisors, nearest
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 CPU_FFN_MULTIPLE = 32  # on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
 VOCAB_MULTIPLE = 64  # rows that SGLang pads the vocabulary to

@@ -10,9 +10,10 @@ from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, has_critic, has_reference
 from megarl.model.adapter_config import adapter_keys
 from megarl.model.hf_config import HfModel, read_model
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 Phase = Literal["rollout", "score", "critic", "train", "reshard"]
 

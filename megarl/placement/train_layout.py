@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from megarl.types import ModelShape, UserFault
+from megarl.model.shape import ModelShape
+from megarl.types import UserFault
 
 
 def divisors(number: int) -> list[int]:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize
-from megarl.types import ModelShape
 
 EXPERT_IMBALANCE = 1.3  # assumption: tokens of the fullest rank's experts over the mean; nothing balances RL's choices
 LOGITS_CHUNK_BYTES = 256 << 20  # parallel/logprobs.py: CHUNK_BYTES and KEPT_BYTES on a GPU

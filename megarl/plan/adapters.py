@@ -9,6 +9,7 @@ from functools import cache
 from itertools import starmap
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK
 from megarl.parallel.sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
@@ -16,7 +17,6 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, lora_slots
 from megarl.resharding.routes import item_bytes
 from megarl.rollout.sglang.adapters import ADAPTER_SLOTS
-from megarl.types import ModelShape
 
 Stages = tuple[tuple[ChunkSize, ...], ...]
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.config import Recipe
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout, nearest
 from megarl.plan.turns import Turns, turns_of
 from megarl.training.batching import SampleRef, Update, plan_updates
 from megarl.training.flops import train_work
-from megarl.types import IntArray, ModelShape
+from megarl.types import IntArray
 
 MEAN_RESPONSE_SHARE = 0.4  # assumption: of the longest sample, the mean response or episode
 PROMPT_SHARE = 0.25  # assumption: of data.max_prompt_tokens, every prompt

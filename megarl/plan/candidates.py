@@ -12,6 +12,7 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
 from megarl.plan.fit import RECOMPUTE
@@ -19,7 +20,6 @@ from megarl.preflight.layout import engine_faults, node_faults, slot_faults
 from megarl.preflight.lora import lora_faults
 from megarl.preflight.phases import phase_faults
 from megarl.rollout.sglang.drafts import draft_faults
-from megarl.types import ModelShape
 
 Overlay = dict[str, Any]
 FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)  # of rollout.engine.sglang.mem_fraction_static, and the recipe's own

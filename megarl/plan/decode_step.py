@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megarl.config.hardware import Hardware
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.engine_memory import layers_of, weight_bytes
 from megarl.resharding.routes import item_bytes
 from megarl.training.flops import forward_flops
-from megarl.types import ModelShape
 
 _ACTIVATION_BYTES = 2  # of a number between layers
 # Assumptions, which bring the published figures in tests/plan/test_decode_step.py within a quarter.

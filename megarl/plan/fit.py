@@ -11,6 +11,7 @@ from typing import Any
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import RoleName, Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSize, resized, sizes_of
@@ -19,7 +20,7 @@ from megarl.plan.step_time import StepTime
 from megarl.preflight.layout import slot_faults
 from megarl.preflight.lora import lora_faults
 from megarl.preflight.phases import phase_faults
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 GB = 1e9
 HOST = "host"

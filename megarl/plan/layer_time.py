@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from megarl.config.hardware import Hardware
+from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import ModelShape
 
 _ACTIVATION_BYTES = 2  # of a number between layers
 # Assumptions, which bring the published figures in tests/plan/test_layer_time.py within a quarter.

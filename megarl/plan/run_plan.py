@@ -10,6 +10,7 @@ from statistics import fmean
 from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, Roles, engine_layout, resolve
 from megarl.placement.train_layout import RankCoords, TrainLayout
@@ -34,7 +35,7 @@ from megarl.preflight.lora import lora_faults
 from megarl.preflight.models import loss_faults, stand_ins
 from megarl.preflight.phases import phase_faults
 from megarl.rollout.sglang.sizes import limit_of
-from megarl.types import ModelShape, UserFault, UserFaults
+from megarl.types import UserFault, UserFaults
 
 MOST_SAMPLES = 2**16  # samples of a step; dealing them takes seconds, and four times as many a minute or more
 MOST_GPUS = 4096

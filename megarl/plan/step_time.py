@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megarl.algos import has_reference, hyperparameters_of, needs_old_logprobs
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import RoleName, Roles, reference_copy, trains_merged
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
@@ -21,7 +22,6 @@ from megarl.plan.model_size import ModelSize
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
-from megarl.types import ModelShape
 
 HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
 

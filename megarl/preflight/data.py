@@ -11,11 +11,12 @@ import numpy as np
 from megarl.algos import ALGORITHMS, learns_from_answers
 from megarl.data.prompts import vocabulary_faults
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles
 from megarl.samples.accounting import row_length
 from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
-from megarl.types import ModelShape, Prompt, SampleGroup, UserFault
+from megarl.types import Prompt, SampleGroup, UserFault
 
 
 def budget_faults(role: Role, longest: int, what: str) -> list[UserFault]:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.model.quantisation import FP8_TILE
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles
 from megarl.placement.train_layout import divisors, nearest
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import least_round_bytes
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 Faults = list[UserFault]
 

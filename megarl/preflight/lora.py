@@ -8,10 +8,11 @@ from typing import Any
 from megarl.checkpoints import peft
 from megarl.config import Recipe
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles, trains_merged
 from megarl.resharding.lora_map import TARGETS, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 Faults = list[UserFault]
 _LEAVE_OUT = "leave lora out"

@@ -11,9 +11,10 @@ from megarl.checkpoints import hf_import, peft
 from megarl.config import Recipe
 from megarl.data.template_check import template_fault
 from megarl.model.hf_config import end_token_ids
+from megarl.model.shape import ModelShape
 from megarl.model.tokenizer import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.placement.roles import Role, Roles
-from megarl.types import ModelShape, Prompt, UserFault
+from megarl.types import Prompt, UserFault
 
 Faults = list[UserFault]
 _SPARE_CONTEXT = 2  # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short

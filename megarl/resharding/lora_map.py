@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.model.lora_pairs import LoraPair, LoraSize, factor_name, factor_param, leaf_of
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK, tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard
-from megarl.types import ModelShape
 
 # The linear layers of a decoder layer by the last part of their names; fused layers have theirs in this order.
 TARGETS = (

@@ -22,11 +22,11 @@ import torch
 
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, Rounding, factor_name, factor_param
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK, Size
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Cell, Shard, verify_params, views
-from megarl.types import ModelShape
 
 TILE_ROWS, TILE_COLS = 128, 2048
 # For each element of a tile: delta, sum, and rounded sum or change, in float32; a 64-bit hash, and its parts.

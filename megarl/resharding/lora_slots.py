@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK, Size
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, sglang_map
 from megarl.resharding.shards import FP8, Part, Shard, param_table
-from megarl.types import ModelShape
 
 # The tensors of fused layers by the last part of the parameter's name, in the order in which their A are stacked.
 _FUSED = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.shards import LayoutError, Part
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 
 
 def weight_maps(

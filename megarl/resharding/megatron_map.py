@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from megarl.model.shape import SCORE, MlaShape, ModelShape
 from megarl.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, STACK, expert_stack, layer_prefix, mtp_prefix
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.shards import Box, Part, Range, Shard, cells, intersect, share
-from megarl.types import SCORE, MlaShape, ModelShape
 
 Shards = Iterator[Shard]
 

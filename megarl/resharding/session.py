@@ -8,11 +8,12 @@ from typing import Any
 
 from megarl.device import Address
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.verify import VerifyMode
-from megarl.types import MlaShape, ModelShape, UserFault
+from megarl.types import UserFault
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.model.quantisation import FP8_TILE
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix, mtp_prefix
 from megarl.placement.engine_layout import VOCAB_MULTIPLE, EngineLayout
 from megarl.resharding.shards import FP8, LayoutError, Part, Range, Shard, intersect, share, tiles
-from megarl.types import MlaShape, ModelShape
 
 ONE_ITEM = (0, 1)
 DRAFT = "draft."  # begins the names of the draft model's parameters

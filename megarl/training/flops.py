@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megarl.types import IntArray, Metrics, ModelShape
+from megarl.model.shape import ModelShape
+from megarl.types import IntArray, Metrics
 
 TRAIN_OVER_FORWARD = 3  # backward: the gradients of weights and of inputs, each one forward's worth
 # Assumption: what a micro-batch costs in itself, as the work of a sequence of so many tokens. Each parameter of a rank

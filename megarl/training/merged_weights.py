@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import torch
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.parallel import host_offload
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.shards import cells
-from megarl.types import ModelShape
 
 Params = dict[str, torch.Tensor]
 

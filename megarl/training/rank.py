@@ -18,6 +18,7 @@ from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
 from megarl.config import Recipe
 from megarl.disk import visible_folder, writing
+from megarl.model.shape import ModelShape
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
@@ -27,7 +28,7 @@ from megarl.placement.roles import lora_size, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import TokenValues, Update
-from megarl.types import FloatArray, ModelShape, SampleGroup, TrainSequence
+from megarl.types import FloatArray, SampleGroup, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 

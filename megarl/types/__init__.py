@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megarl.types import RoundBalance as RoundBalance
+from megarl.types import StepSeconds as StepSeconds
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 from megarl.types.episodes import TRUNCATED as TRUNCATED
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
@@ -27,12 +29,9 @@ from megarl.types.faults import FolderGone as FolderGone
 from megarl.types.faults import Silence as Silence
 from megarl.types.faults import UserFault as UserFault
 from megarl.types.faults import UserFaults as UserFaults
-from megarl.types.rounds import RoundBalance as RoundBalance
-from megarl.types.rounds import StepSeconds as StepSeconds
 from megarl.types.sequences import TrainSequence as TrainSequence
 
 Metrics = dict[str, float]
-SCORE = "score.weight"  # the head of a model for sequence classification, in Hugging Face checkpoints
 # What a loss is the mean of: tokens of the whole update; sequences' token means; sequences' token sums; the same over a
 # constant, the longest response there may be (Dr. GRPO, arXiv 2503.20783).
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
@@ -43,55 +42,6 @@ WhenShort = Literal["train", "stop"]
 WhenFailed = Literal["drop", "stop", "penalise"]
 WhenOverlong = Literal["refuse", "drop"]
 Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
-
-
-@dataclass(frozen=True)
-class MlaShape:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): widths of its projections, per head where not a rank."""
-
-    q_lora_rank: int | None  # None: queries are projected directly
-    kv_lora_rank: int
-    nope_dim: int
-    rope_dim: int
-    v_dim: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The integers of a HF `config.json` that layouts and weight maps are computed from.
-
-    A dense model has no experts and num_dense_layers == num_layers. With `mla`, num_kv_heads and head_dim mean nothing.
-    """
-
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    num_experts: int = 0
-    experts_per_token: int = 0
-    moe_ffn_size: int = 0  # of one expert
-    num_dense_layers: int = 0  # the first ones
-    ffn_size: int = 0  # of a dense layer
-    num_shared_experts: int = 0  # one MLP of num_shared_experts x moe_ffn_size
-    router_bias: bool = False  # e_score_correction_bias
-    qk_norm: bool = True
-    qkv_bias: bool = False
-    tied: bool = False  # lm_head is embed_tokens
-    num_mtp_layers: int = 0  # multi-token prediction layers, numbered after the decoder's in the checkpoint
-    mla: MlaShape | None = None
-    num_labels: int = 0  # scores of each token in place of the vocabulary's logits
-    attention: str = "grouped_query"  # a row of ATTENTION in the weight maps; with `mla` it is "latent"
-
-    @property
-    def attention_map(self) -> str:
-        """The row of ATTENTION in each weight map."""
-        return "latent" if self.mla else self.attention
-
-    def is_dense(self, layer: int) -> bool:
-        """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""
-        return layer < self.num_dense_layers
 
 
 @dataclass(frozen=True)
@@ -288,3 +238,29 @@ class Hyperparameters:
     def pays_kl(self) -> bool:
         """Whether the KL to the reference is subtracted from the tokens' rewards."""
         return self.kl_place == "reward" and self.kl_coefficient > 0
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """What an engine takes for a decoding step, for each sequence in it, and for each token that it reads."""
+
+    step_s: float
+    sequence_s: float
+    read_s: float
+
+
+@dataclass(frozen=True)
+class RoundBalance:
+    """How evenly the engines worked in a round of sampling, and how long.
+
+    group_tokens: of each attention group of each engine, tokens of prompts and responses. tail_s: from when 90 % of the
+    samples had finished until all had. idle_s: that engines waited for the last of them, the mean engine. seconds:
+    until all had finished. expected_s: those that the rounds before let expect of this round's work, by their fit.
+    """
+
+    group_tokens: tuple[int, ...]
+    tail_s: float
+    idle_s: float
+    seconds: float
+    fit: StepSeconds | None = None
+    expected_s: float = 0.0

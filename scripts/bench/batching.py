@@ -18,9 +18,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from megarl.model.shape import ModelShape
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.training.flops import train_work
-from megarl.types import ModelShape
 
 QWEN3_30B = ModelShape(
     num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936, num_experts=128,

@@ -12,13 +12,13 @@ import multiprocessing
 import resource
 import time
 
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.fp8 import with_scales
 from megarl.resharding.plan import plan_streams
 from megarl.resharding.traffic import count_traffic
-from megarl.types import MlaShape, ModelShape
 
 DEEPSEEK_V3 = ModelShape(
     num_layers=61, hidden_size=7168, num_heads=128, num_kv_heads=128, head_dim=128, vocab_size=129280, num_experts=256,

@@ -17,12 +17,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megarl.config import Recipe
 from megarl.device import DEVICE
 from megarl.model.hf_config import hf_facts
+from megarl.model.shape import ModelShape
 from megarl.parallel import groups, model
 from megarl.parallel.optimizer import build_optimizer
 from megarl.parallel.routing import Routing
 from megarl.parallel.sequences import PackedRow
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import ModelShape
 
 
 class Bare:

@@ -19,11 +19,11 @@ from megarl.checkpoints.quantised import file_bytes
 from megarl.device import Address, join_store
 from megarl.model import tensors
 from megarl.model.hf_config import hf_facts, model_shape
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import is_vector
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map
 from megarl.resharding.shards import cells, param_table
-from megarl.types import ModelShape
 from tests.parallel import checkpoints
 from tests.parallel.worlds import TIMEOUT_S, run_ranks
 

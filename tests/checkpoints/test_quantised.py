@@ -19,13 +19,14 @@ from megarl.checkpoints.hf_import import check_hf, load_hf
 from megarl.checkpoints.quantised import file_bytes, fill
 from megarl.model.hf_config import HfFacts
 from megarl.model.quantisation import MEND, Quantisation
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.model.tensors import hf_tensors, is_projection
 from megarl.model.tensors import tensors as logical_tensors
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table
-from megarl.types import MlaShape, ModelShape, UserFault
+from megarl.types import UserFault
 
 Tensors = dict[str, torch.Tensor]
 SHAPE = ModelShape(

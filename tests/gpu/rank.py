@@ -20,6 +20,7 @@ from megarl import device
 from megarl.checkpoints import hf_import
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, weight_of
+from megarl.model.shape import ModelShape
 from megarl.parallel import model
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
@@ -27,7 +28,7 @@ from megarl.parallel.sequences import PackedRow, pack, unpack
 from megarl.placement.roles import lora_size, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Shard, verify_params, views
-from megarl.types import ModelShape, TrainSequence
+from megarl.types import TrainSequence
 
 LR, DENOMINATOR = 1e-3, 97.0
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.model.hf_config import Yarn, end_token_ids, hf_facts, model_shape
-from megarl.types import MlaShape, ModelShape, UserFault
+from megarl.model.shape import MlaShape, ModelShape
+from megarl.types import UserFault
 
 SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
 CONFIG: dict[str, Any] = {

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.types import MlaShape, ModelShape
 
 MOE = ModelShape(4, 128, 8, 4, 16, 200, num_experts=8, experts_per_token=2, moe_ffn_size=128)
 DENSE = ModelShape(4, 128, 8, 4, 16, 200, num_dense_layers=4, ffn_size=96)

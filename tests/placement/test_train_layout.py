@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout, divisors, nearest
-from megarl.types import ModelShape
 
 ORDER = "tp-cp-ep-dp-pp"
 SHAPE = ModelShape(

@@ -11,13 +11,13 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.model.hf_config import HfModel
+from megarl.model.shape import ModelShape
 from megarl.parallel.sizes import ChunkSize
 from megarl.placement.roles import RoleName
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.fit import with_faults
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
-from megarl.types import ModelShape
 
 MANY = 10**6  # micro-batches: more than any pipeline has in flight
 

@@ -9,10 +9,10 @@ import pytest
 
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.decode_step import ACCEPTED, ATTENTION_SHARE, LAYER_S, STEP_S, EngineSpeed, all_to_all_s
 from megarl.plan.engine_memory import token_bytes, weight_bytes
-from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)

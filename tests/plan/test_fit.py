@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.parallel.sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, train_layout
@@ -22,7 +23,6 @@ from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, model_sizes
 from megarl.plan.optimizer_memory import state_bytes
 from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
-from megarl.types import MlaShape, ModelShape
 from tests.plan import plans
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -11,12 +11,12 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, RankLayers
 from megarl.plan.step_time import ComputingModel, learning_time
 from megarl.training.flops import forward_flops, train_flops
-from megarl.types import MlaShape, ModelShape
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CARDS = {name: load_hardware(RECIPES / "hardware" / f"{name}.yaml") for name in ("h800", "h100")}

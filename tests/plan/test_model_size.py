@@ -9,11 +9,12 @@ import pytest
 from megarl import device
 from megarl.config import Recipe
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize, model_sizes, sizes_of
 from megarl.resharding import megatron_map
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 from tests.parallel import worlds
 from tests.plan import plans
 from tests.plan import recipes as planning

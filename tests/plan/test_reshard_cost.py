@@ -9,6 +9,7 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout
@@ -17,7 +18,6 @@ from megarl.preflight.models import stand_ins
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import Traffic, count_traffic
-from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)

@@ -10,13 +10,13 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.batch import Samples, response_lengths
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import token_bytes
 from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.rollout_time import SimulatedSpeed, rollout_time, rough_rollout_s
-from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)

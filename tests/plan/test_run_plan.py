@@ -17,6 +17,7 @@ from megarl import cli
 from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
 from megarl.config.loading import overlaid
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, resolve
 from megarl.placement.train_layout import TrainLayout
@@ -26,7 +27,7 @@ from megarl.plan.picture import draw
 from megarl.plan.report import amount, plan_json, show, spans
 from megarl.plan.run_plan import RunPlan, make_plan, slot_map
 from megarl.preflight.models import stand_ins
-from megarl.types import ModelShape, UserFault, UserFaults
+from megarl.types import UserFault, UserFaults
 from tests.plan import plans
 from tests.plan import recipes as planning
 

@@ -18,6 +18,7 @@ from megarl import cli
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.config.loading import load_recipe, overlaid, overlay_yaml
+from megarl.model.shape import ModelShape
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan import candidates
@@ -32,7 +33,7 @@ from megarl.plan.search import SearchResult, Side, needs_of, search
 from megarl.plan.search_report import search_json
 from megarl.preflight.layout import reshard_faults
 from megarl.preflight.models import stand_ins
-from megarl.types import ModelShape, UserFault
+from megarl.types import UserFault
 from tests.plan import plans
 from tests.plan import recipes as planning
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
+from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan import step_time
 from megarl.plan.batch import RankWork, Samples
@@ -16,7 +17,6 @@ from megarl.plan.layer_time import RankLayers
 from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
 from megarl.training.flops import train_flops
-from megarl.types import ModelShape
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)

@@ -15,11 +15,11 @@ import torch
 from megarl.cpu import sglang_patches
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, factor_name
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import engine_model, lora_map, lora_slots
 from megarl.rollout.sglang import adapters
-from megarl.types import ModelShape
 from tests.resharding.worlds import Pair, factor, fill, same_bits
 
 DTYPE = torch.bfloat16

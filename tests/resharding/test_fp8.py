@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.fp8 import FP8, LARGEST, quantise, tile_scales, with_scales
 from megarl.resharding.shards import LayoutError, Part, Shard
-from megarl.types import ModelShape
 
 TILE = 128
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK, tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.lora_merge import TILE_COLS, Merge
 from megarl.resharding.shards import Shard, box_area, overlapping, param_table, views
-from megarl.types import ModelShape
 from tests.resharding.test_sglang_map import DEEPSEEK, LLAMA, NO_QUERY_RANK, QWEN3_MOE, TWO_KV_HEADS, Tensors
 
 FAMILIES = {"qwen3-moe": QWEN3_MOE, "two kv heads": TWO_KV_HEADS, "llama": LLAMA, "deepseek": DEEPSEEK}

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.lora_merge import Merge, MergedBox, mixed
 from megarl.resharding.shards import Range, Shard, param_table
-from megarl.types import ModelShape
 from tests.resharding.test_lora_map import of_rank, whole_tensors
 from tests.resharding.test_sglang_map import LLAMA, QWEN3_MOE, Tensors
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import lora_slots
-from megarl.types import ModelShape
 from tests.resharding.test_sglang_map import DEEPSEEK, QWEN3_MOE
 
 SIZE = LoraSize(3, 2, 6.0, ())

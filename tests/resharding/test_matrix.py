@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import DIRECT_BYTES, messages
@@ -17,7 +18,6 @@ from megarl.resharding.plan import Copy
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import Box
 from megarl.resharding.verify import MODES
-from megarl.types import MlaShape, ModelShape
 from tests.resharding.worlds import DENSE, FP8_MLA, FP8_MOE, MLA, MOE, TIMEOUT_S, Pair, Pool, Slot
 
 TWO_KV_HEADS = replace(MOE, num_kv_heads=2)

@@ -15,11 +15,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from megarl.model.shape import ModelShape
 from megarl.model.tensors import hf_tensors, tensors
 from megarl.placement.train_layout import RankCoords, TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Box, box_area, cells, overlapping
-from megarl.types import ModelShape
 from tests.resharding.test_sglang_map import (
     DEEPSEEK,
     LLAMA,

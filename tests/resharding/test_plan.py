@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
@@ -18,7 +19,7 @@ from megarl.resharding.plan import MemberPlan, cut, plan_streams
 from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_area
 from megarl.resharding.traffic import count_traffic
 from megarl.resharding.traffic import least_round_bytes as least_of_all
-from megarl.types import MlaShape, ModelShape, UserFault
+from megarl.types import UserFault
 from tests.resharding.simulated import World, all_plans, all_streams, into_nodes, round_bytes_of
 
 MOE = ModelShape(4, 6, 8, 2, 2, 300, 8, 2, 32)

@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.routes import Hop, RouteChooser
 from megarl.resharding.shards import LayoutError, Part, Shard
 from megarl.resharding.traffic import count_traffic
-from megarl.types import ModelShape
 
 TENSORS = tuple(Shard(f"t{number}", (0, 10), (0, 10), f"t{number}") for number in range(8))
 TENSOR_BYTES = 100 * 2

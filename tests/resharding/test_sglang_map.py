@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table, views
-from megarl.types import MlaShape, ModelShape
 
 Tensors = dict[str, torch.Tensor]
 QWEN3_MOE = ModelShape(2, 6, 8, 4, 2, 300, num_experts=8, experts_per_token=2, moe_ffn_size=16)

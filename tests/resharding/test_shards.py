@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import (
@@ -19,7 +20,6 @@ from megarl.resharding.shards import (
     verify_params,
     views,
 )
-from megarl.types import ModelShape
 
 SHAPE = ModelShape(2, 6, 8, 4, 2, 300, num_experts=8, experts_per_token=2, moe_ffn_size=16)
 Tensors = dict[str, torch.Tensor]

@@ -18,6 +18,7 @@ import torch
 
 from megarl.device import address_of, host_store, use_loopback
 from megarl.model.lora_pairs import LoraSize, factor_name
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.model.tensors import STACK
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
@@ -28,7 +29,6 @@ from megarl.resharding.plan import Copy
 from megarl.resharding.session import Session
 from megarl.resharding.shards import VOCAB_TENSORS, Box, Shard, cells, param_table, views
 from megarl.resharding.verify import VerifyMode
-from megarl.types import MlaShape, ModelShape
 from tests import forked
 
 TIMEOUT_S = 60.0

@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.model.hf_config import model_shape
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.training import flops
-from megarl.types import MlaShape, ModelShape
 from tests.parallel import checkpoints
 
 QWEN3_30B = ModelShape(48, 2048, 32, 4, 128, 151936, num_experts=128, experts_per_token=8, moe_ffn_size=768)

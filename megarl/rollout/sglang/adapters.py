@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.model.lora_pairs import LoraSize
+from megarl.model.shape import ModelShape
 from megarl.resharding.engine_model import SLOT_NUMBER
 from megarl.resharding.lora_slots import modules, slot_rank
-from megarl.types import ModelShape
 
 ADAPTER_NAME = "policy"  # of the adapter, in SGLang's requests
 ADAPTER_SLOTS = 2  # the adapter's, and that of requests without one

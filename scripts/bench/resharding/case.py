@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.shards import Box, Shard, param_table, views
-from megarl.types import ModelShape
 
 Params = dict[str, torch.Tensor]
 DTYPE = "bfloat16"

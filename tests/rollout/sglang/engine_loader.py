@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import engine_model, sglang_map
 from megarl.resharding.shards import verify_params
-from megarl.types import MlaShape, ModelShape
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -1,0 +1,56 @@
+"""The sizes of a model, as its folder states them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCORE = "score.weight"  # the head of a model for sequence classification, in Hugging Face checkpoints
+
+
+@dataclass(frozen=True)
+class MlaShape:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): widths of its projections, per head where not a rank."""
+
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The integers of a HF `config.json` that layouts and weight maps are computed from.
+
+    A dense model has no experts and num_dense_layers == num_layers. With `mla`, num_kv_heads and head_dim mean nothing.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    moe_ffn_size: int = 0  # of one expert
+    num_dense_layers: int = 0  # the first ones
+    ffn_size: int = 0  # of a dense layer
+    num_shared_experts: int = 0  # one MLP of num_shared_experts x moe_ffn_size
+    router_bias: bool = False  # e_score_correction_bias
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    tied: bool = False  # lm_head is embed_tokens
+    num_mtp_layers: int = 0  # multi-token prediction layers, numbered after the decoder's in the checkpoint
+    mla: MlaShape | None = None
+    num_labels: int = 0  # scores of each token in place of the vocabulary's logits
+    attention: str = "grouped_query"  # a row of ATTENTION in the weight maps; with `mla` it is "latent"
+
+    @property
+    def attention_map(self) -> str:
+        """The row of ATTENTION in each weight map."""
+        return "latent" if self.mla else self.attention
+
+    def is_dense(self, layer: int) -> bool:
+        """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""
+        return layer < self.num_dense_layers
