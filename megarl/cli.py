@@ -119,7 +119,7 @@ def plan(
         if picture:
             check_picture(picture, is_search=search is not None)
         _advise(recipe)
-        from megarl.commands.plan import draw_picture, planned, searched
+        from megarl.commands.plan_report import draw_picture, planned, searched
 
         if search:
             say_all(searched(recipe, hardware, search.value, response_share, as_json=as_json))
@@ -157,7 +157,7 @@ def convert(
             convert_adapter(recipe, find_snapshot(recipe, run, out, step, show), out, show)
             return
 
-        from megarl.preflight.check import check_convert
+        from megarl.preflight.checks_by_command import check_convert
 
         check_convert(recipe)
         convert_snapshot(recipe, find_snapshot(recipe, run, out, step, show), out, show, fp8=fp8)
@@ -287,7 +287,7 @@ def _advise(recipe: Recipe) -> None:
 
 def _train(recipe: Recipe, *, resume: bool) -> None:
     _advise(recipe)
-    from megarl.preflight.check import check
+    from megarl.preflight.checks_by_command import check
 
     inputs = check(recipe)
 
@@ -329,7 +329,7 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
     if resume:
         raise UserFault("--resume", "training on a file begins with the weights of model.path", "leave one of them out")
     _advise(recipe)
-    from megarl.preflight.check import check_samples
+    from megarl.preflight.checks_by_command import check_samples
 
     file = check_samples(recipe, samples)
 
@@ -342,7 +342,7 @@ def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
 
 def _rollout(recipe: Recipe, *, out: Path) -> None:
     _advise(recipe)
-    from megarl.preflight.check import check_rollout
+    from megarl.preflight.checks_by_command import check_rollout
 
     inputs = check_rollout(recipe, out)
 

@@ -25,22 +25,22 @@ from megarl.environments.runtime.environment_pool import EnvironmentPool
 from megarl.environments.runtime.environment_thread import environment_settings
 from megarl.environments.runtime.results import CallError, CallResult
 from megarl.environments.runtime.tool_loading import load_environment, load_tools
-from megarl.episodes.demonstrated import demonstrate
-from megarl.episodes.splice import Splice
+from megarl.episodes.demonstrated_episode import demonstrate
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.model import tensors
 from megarl.model.families import FAMILIES
 from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
-from megarl.preflight.layout import node_faults, slot_faults
+from megarl.preflight.layout_checks import node_faults, slot_faults
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.traffic import count_traffic
-from megarl.rollout.verdicts.scorers import Scorers
+from megarl.rollout.reward_workers.by_source import Scorers
 from megarl.tracking.metrics import train_metrics
 from megarl.types import EpisodeEnd, EpisodeFacts, Hyperparameters, Transcript, TranscriptCall, episode_dict
 from megarl.types.episodes import DropReason
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 from scripts.draw_architecture import own_modules
 from tests.episodes.chatml_families import HERMES
 from tests.episodes.families import stop_ids, tokenizer_of

@@ -53,7 +53,7 @@ IMPORTERS = {  # room -> the only rooms that may import it
 }
 THIRD_PARTY_OF_ALGOS = {"torch"}
 DOORS = {  # library -> the only places that import it
-    "ray": {"megarl.cluster.session", "megarl.cluster.actor", "megarl.cluster.local_ray"},
+    "ray": {"megarl.cluster.ray_session", "megarl.cluster.actor", "megarl.cluster.local_ray"},
     "sglang": {
         "megarl.rollout.sglang",
         "megarl.episodes.call_parsers",

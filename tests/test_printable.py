@@ -31,7 +31,7 @@ DOORS = {
 UNESCAPED = {
     "printable.py",
     "data/files.py",  # these two look for halves of surrogate pairs, and show nothing of what they make
-    "environments/endpoint/fields.py",
+    "environments/endpoint/request_fields.py",
     "episodes/messages.py",  # these three write for the model
     "episodes/template.py",
     "environments/runtime/results.py",

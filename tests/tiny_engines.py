@@ -16,8 +16,8 @@ from megarl.model.tokenizer import load_tokenizer
 if TYPE_CHECKING:  # torch and SGLang are imported with the first fixture that needs them
     import torch
 
+    from megarl.rollout.reward_workers.by_source import Scorers
     from megarl.rollout.sglang.engine import Engine
-    from megarl.rollout.verdicts.scorers import Scorers
 
 START_S = 120.0  # of a judge
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
@@ -164,7 +164,7 @@ def odd_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def judges() -> Iterator[Callable[..., Scorers]]:
     """Build judges of a recipe's keys; whatever a test does, none of their processes survives."""
-    from megarl.rollout.verdicts.scorers import Scorers
+    from megarl.rollout.reward_workers.by_source import Scorers
 
     built: list[Scorers] = []
 

@@ -29,7 +29,7 @@ from megarl.resharding import fp8, megatron_map
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.execute import Executor
 from megarl.resharding.lora_merge import Merge
-from megarl.resharding.plan import DIGEST_BITS, item_bytes, plan_streams
+from megarl.resharding.reshard_plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.transport import close_group, make_group
 from megarl.types import UserFault

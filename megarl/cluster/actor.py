@@ -1,4 +1,4 @@
-"""A Ray actor of a run: the process itself, and the handle to it. With cluster/session.py the only `import ray`."""
+"""A Ray actor of a run: the process itself, and the handle to it. With cluster/ray_session.py the only `import ray`."""
 
 from __future__ import annotations
 

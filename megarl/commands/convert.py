@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.checkpoints import peft
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.controller.resuming import FOLDER, model_faults
 from megarl.disk import output_fault

@@ -14,13 +14,13 @@ from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Roles, resolve
 from megarl.placement.train_layout import TrainLayout
-from megarl.plan.adapters import adapters_in_words
+from megarl.plan.adapter_sizes import adapters_in_words
 from megarl.plan.batch import step_samples
 from megarl.plan.turns import tool_load
-from megarl.preflight.check import faults_elsewhere
-from megarl.preflight.models import stand_ins
+from megarl.preflight.checks_by_command import faults_elsewhere
+from megarl.preflight.model_checks import stand_ins
 from megarl.resharding.maps import factor_maps, weight_maps
-from megarl.resharding.plan import plan_streams
+from megarl.resharding.reshard_plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import count_traffic
 from megarl.rollout.engine_settings import engine_settings

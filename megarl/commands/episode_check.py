@@ -19,12 +19,12 @@ from megarl.environments.runtime.results import CallResult
 from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
 from megarl.episodes.template import ChatTemplate
 from megarl.model.tokenizer import load_tokenizer
-from megarl.preflight import episodes, rewards
+from megarl.preflight import episode_checks, reward_checks
 from megarl.printable import one_line, short, show
+from megarl.rollout.reward_workers.by_source import Scorers
 from megarl.rollout.rewards import WHERE, describe_failure
-from megarl.rollout.verdicts.scorers import Scorers
 from megarl.types import UserFault, UserFaults
-from megarl.types.verdicts import MEND, Failure
+from megarl.types.reward_result import MEND, Failure
 
 _MENDS = {  # of the errors of a call that are not the model's
     "timeout": "make it faster or end it yourself, or raise episode.call_timeout_s",
@@ -58,7 +58,7 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
     if recipe.episode is None:
         mend = "name tools or an environment there, as docs/environments.md says"
         raise UserFault("episode", "the recipe has none", mend)
-    if faults := episodes.key_faults(recipe):
+    if faults := episode_checks.key_faults(recipe):
         raise UserFaults(faults)
     if recipe.episode.agent:
         mend = "call it in a test with a chat of your own, or name tools or an environment"
@@ -129,7 +129,7 @@ class _Trial:
         self._where = ENVIRONMENT if self.recipe.episode.environment else TOOLS
         self._most_tokens = self.recipe.episode.max_observation_tokens
         self._template: ChatTemplate | None = None
-        for fault in rewards.key_faults(self.recipe.reward, has_own=self.thread.has_reward):
+        for fault in reward_checks.key_faults(self.recipe.reward, has_own=self.thread.has_reward):
             self._add("reward", fault.where, fault)
         if Path(self.recipe.model.path).is_dir():
             try:

@@ -16,7 +16,7 @@ from megarl.environments.runtime.results import CallResult
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.episodes.transcript import TranscriptWriter
 from megarl.types import EpisodeEnd, EpisodeFacts, episode_dict
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _numbers = count()
 

@@ -26,8 +26,8 @@ from megarl.printable import short, show
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import SampleFile, open_samples
 from megarl.types import Prompt, Sample, SampleGroup, UserFault
+from megarl.types.reward_result import Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Verdict
 
 _MEND = "name the recipe, the model and the tools that made the file, or sample it again with `megarl rollout --out`"
 _CHANGED = "draw all randomness from self.seed, or sample the file again with the current tools or environment"

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.episodes.rows import EpisodeResult
-from megarl.episodes.splice import Splice
 from megarl.episodes.template import num_shared
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.printable import short
 from megarl.types import Prompt, Sample, SamplePart
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 
 _SHARED_SHOWN = 16  # tokens before the first that differs
 _LONGEST = 160  # characters of a text

@@ -17,10 +17,10 @@ import numpy as np
 from megarl.config import RewardConfig
 from megarl.data.files import answered_rows
 from megarl.printable import one_line, short, show
-from megarl.rollout.verdicts.scorers import Scorers
+from megarl.rollout.reward_workers.by_source import Scorers
 from megarl.samples.parquet import open_samples
 from megarl.types import UserFault
-from megarl.types.verdicts import Failure, Verdict
+from megarl.types.reward_result import Failure, Verdict
 
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
 _BEFORE, _ANEW = "in the file", "anew"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl import disk
 from megarl.algos import ALGORITHMS
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.controller.learning_rate import policy_lr
 from megarl.controller.run import Step, TrainingRun

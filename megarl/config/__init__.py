@@ -33,7 +33,7 @@ from megarl.config.fields import (
     TopP,
     Whole,
 )
-from megarl.config.roles import CriticConfig, LoraConfig, ReferenceConfig, RewardModelConfig, TrainConfig
+from megarl.config.models import CriticConfig, LoraConfig, ReferenceConfig, RewardModelConfig, TrainConfig
 from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]

@@ -7,8 +7,8 @@ from megarl.controller.run import Run
 from megarl.tracking.metrics import eval_metrics
 from megarl.tracking.run_log import Record
 from megarl.types import UserFault
+from megarl.types.reward_result import MEND
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import MEND
 
 _STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have random streams of their own
 

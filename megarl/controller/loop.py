@@ -25,7 +25,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from megarl.checkpoints.snapshots import Snapshot
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.controller.evaluation import evaluate
 from megarl.controller.learning_rate import policy_lr

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe
-from megarl.controller.phases import StepRollout
 from megarl.controller.saver import Saver
+from megarl.controller.step_rollout import StepRollout
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, TrainingFleet
 from megarl.fleet.rank_groups import GroupStock, PerTokenResults, RolloutBatch, Trained

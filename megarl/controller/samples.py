@@ -28,8 +28,8 @@ from megarl.types import (
     UserFault,
     num_stale,
 )
+from megarl.types.reward_result import MEND
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import MEND
 
 # (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets
 Admit = Callable[[GroupStock, int, int], GroupStock]

@@ -10,9 +10,9 @@ from dataclasses import asdict, replace
 
 from megarl.algos import ALGORITHMS, Stage
 from megarl.controller.learning_rate import learning_rate
-from megarl.controller.phases import StepRollout
 from megarl.controller.run import Run, Step, TrainingRun
 from megarl.controller.samples import Limits, refuse_empty, samples_of, staleness, with_overlong_penalty
+from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.samples.buffer import staleness_bound

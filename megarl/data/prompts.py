@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data.files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
-from megarl.data.template_check import template_fault
+from megarl.data.template_limits import template_fault
 from megarl.data.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise
 from megarl.model.tokenizer import OWN_TOKENIZER, chat_messages, token_outside_vocabulary
 from megarl.printable import short

@@ -26,7 +26,7 @@ from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.doctor.findings import Finding, Report, merged, of_faults
 from megarl.doctor.rules_cluster import cluster_findings, recipe_findings
 from megarl.doctor.rules_node import gpu_findings, node_findings
-from megarl.preflight.environment import cluster_faults
+from megarl.preflight.machine_checks import cluster_faults
 from megarl.types import UserFault, UserFaults
 
 _RAY_PORT = 6379  # the default of `ray start --head`
@@ -95,7 +95,7 @@ def _token_findings() -> list[Finding]:
 def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
     """The faults of a run's own checks, and the findings about what the recipe needs of the nodes."""
     from megarl.plan.model_size import model_sizes
-    from megarl.preflight.check import check
+    from megarl.preflight.checks_by_command import check
 
     faults: list[UserFault] = []
     try:
@@ -204,7 +204,7 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[Nod
     Where the cluster cannot be joined, the facts of this machine and the reason.
     """
     from megarl.cluster.actor import answers, ray_nodes
-    from megarl.cluster.session import Cluster
+    from megarl.cluster.ray_session import Cluster
 
     try:
         with Cluster(0, node_gpus=1, say=say) as cluster:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from megarl import device
-from megarl.cluster.session import Cluster, WorkerFailed
+from megarl.cluster.ray_session import Cluster, WorkerFailed
 from megarl.config.hardware import FOLDER, Hardware, load_hardware
 from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.doctor.findings import Finding, of_faults

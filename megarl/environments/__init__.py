@@ -3,6 +3,6 @@
 from megarl.environments.agents.chat import EpisodeOver
 from megarl.environments.agents.chat_client import Chat
 from megarl.environments.runtime.environment import Environment, Observation
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 __all__ = ["Chat", "Environment", "EpisodeOver", "Observation", "Verdict"]

@@ -16,8 +16,8 @@ from megarl.episodes.request_sampling import PolicySampling
 from megarl.episodes.rows import EpisodeResult, EpisodeRows, TurnSampler
 from megarl.model.tokenizer import chat_messages
 from megarl.types import Prompt
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 
 Messages = Sequence[Mapping[str, Any]]
 

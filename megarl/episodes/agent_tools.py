@@ -12,9 +12,9 @@ from typing import Any
 
 from megarl.environments.agents.chat import AgentCall, ChatRefused
 from megarl.episodes.call_probe import FoundFormat, find_format
-from megarl.episodes.splice import Splice
 from megarl.episodes.template import has_half_pair
 from megarl.episodes.tool_calls import CallFormat, Turn
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.types import UserFault
 
 _KEPT = 64  # sets of tools

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from megarl.data.files import BadRow, column
-from megarl.episodes.demonstrated import demonstrate
-from megarl.episodes.splice import Splice
+from megarl.episodes.demonstrated_episode import demonstrate
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserFault
 
 

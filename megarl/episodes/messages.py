@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from megarl.episodes.splice import Splice, ToolResult
 from megarl.episodes.template import ChatTemplate, Message, TemplateRefusal, as_utf8
 from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
+from megarl.episodes.turn_tokenizer import Splice, ToolResult
 from megarl.types import UserFault
 
 _ROLES = {"system", "user", "assistant", "tool"}

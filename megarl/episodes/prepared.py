@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.episodes.agent_tools import ToolSets
-from megarl.episodes.splice import Splice
-from megarl.episodes.splice_check import SpliceFacts, check
 from megarl.episodes.template import TemplateRefusal, user
+from megarl.episodes.template_check import SpliceFacts, check
 from megarl.episodes.tool_calls import CallFormat
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.types import UserFault
 
 _RENDERED = SpliceFacts(parallel=True, kept=(), notes=())

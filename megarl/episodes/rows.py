@@ -13,8 +13,8 @@ import numpy as np
 from megarl.episodes.conversation import Conversation
 from megarl.episodes.tally import Tally
 from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Sample
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 
 ENDS_BY_ITSELF = ("answered", "done")
 

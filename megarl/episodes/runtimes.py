@@ -7,10 +7,10 @@ from typing import Protocol
 
 from megarl.config import Recipe
 from megarl.environments.agents.agent_thread import AgentThread, agent_settings
-from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.episodes.agent_runner import AgentRunner
-from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.prepared import Prepared, prepare, prepare_agents
 from megarl.episodes.request_sampling import PolicySampling
 from megarl.episodes.rows import EpisodeResult, TurnSampler

@@ -8,14 +8,14 @@ from typing import Any
 
 from megarl import device
 from megarl.cluster.actor import Ref, Worker
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.fleet.rank_groups import RolloutBatch
 from megarl.fleet.sampling_round import SamplingRound
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
-from megarl.rollout.dealing import Dealer
+from megarl.rollout.load_balancing import Dealer
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.samples.buffer import Entry, Stock
 from megarl.types import Prompt

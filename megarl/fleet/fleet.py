@@ -11,7 +11,7 @@ from typing import Any
 from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
-from megarl.cluster.session import Cluster, WorkerFailed
+from megarl.cluster.ray_session import Cluster, WorkerFailed
 from megarl.cluster.topology import placement_faults, placement_lines
 from megarl.config import Recipe
 from megarl.device import address_of

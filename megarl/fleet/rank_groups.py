@@ -16,7 +16,7 @@ from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.placement.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.cluster.actor import Ref, Worker
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 from megarl.fleet.step_fit import EngineHistory, EngineWork, seconds_of
-from megarl.rollout.dealing import CompletedSample, Dealer
+from megarl.rollout.load_balancing import CompletedSample, Dealer
 from megarl.samples.buffer import Entry, PartialSummary
 from megarl.types import RoundBalance
 from megarl.types.sampling import Sampling

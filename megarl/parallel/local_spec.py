@@ -25,8 +25,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.parallel.cp_gather import gather_keys
+from megarl.parallel.packing import zigzag
 from megarl.parallel.routing import Routing, router_class
-from megarl.parallel.sequences import zigzag
 
 
 class RMSNorm(torch.nn.Module):

@@ -22,9 +22,9 @@ from megarl.cpu import megatron_patches
 from megarl.model.hf_config import model_shape, scorer_shape
 from megarl.model.shape import ModelShape
 from megarl.parallel import groups, model
+from megarl.parallel.chunk_sizes import ChunkSize, Whole
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.routing import Routing
-from megarl.parallel.sizes import ChunkSize, Whole
 from megarl.placement.roles import train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserFault

@@ -18,8 +18,8 @@ from megarl.parallel import groups, lora
 from megarl.parallel.cp_gather import gather_row, gather_whole
 from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
+from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Choices, Routing
-from megarl.parallel.sequences import PackedRow
 
 Result = TypeVar("Result")
 Shape = list[int]

@@ -17,9 +17,9 @@ from megarl.model.shape import ModelShape
 from megarl.parallel import dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
+from megarl.parallel.packing import Split
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.routing import Routing
-from megarl.parallel.sequences import Split
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import lora_size, train_layout
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.parallel.sequences import PackedRow
+from megarl.parallel.packing import PackedRow
 
 Choose = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

@@ -20,7 +20,7 @@ Phase = Literal["rollout", "score", "critic", "train", "reshard"]
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.config.roles import LoraConfig, RanksConfig
+    from megarl.config.models import LoraConfig, RanksConfig
 
 RoleName = Literal["policy", "critic", "reward_model"]
 

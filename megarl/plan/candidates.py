@@ -16,9 +16,9 @@ from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
 from megarl.plan.fit import RECOMPUTE
-from megarl.preflight.layout import engine_faults, node_faults, slot_faults
-from megarl.preflight.lora import lora_faults
-from megarl.preflight.phases import phase_faults
+from megarl.preflight.layout_checks import engine_faults, node_faults, slot_faults
+from megarl.preflight.lora_checks import lora_faults
+from megarl.preflight.phase_checks import phase_faults
 from megarl.rollout.sglang.drafts import draft_faults
 
 Overlay = dict[str, Any]

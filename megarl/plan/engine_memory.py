@@ -19,7 +19,7 @@ from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.routes import item_bytes
-from megarl.rollout.sglang.sizes import given_sizes, limit_of, step_sequences
+from megarl.rollout.sglang.batch_sizes import given_sizes, limit_of, step_sequences
 
 MIB = 1 << 20
 # memory_hook.py, handle_gpu_memory_settings: (below so many MiB of the card, tokens of a chunk of prompts, sequences of

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megarl.rollout.dealing import Dealer
+from megarl.rollout.load_balancing import Dealer
 
 CLIPPED = 4096  # the most tokens of a response that are reserved (CLIP_MAX_NEW_TOKENS)
 INITIAL_RATIO = 0.7  # share of them that is reserved for a running sequence; decays with each step

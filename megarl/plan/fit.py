@@ -17,9 +17,9 @@ from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
 from megarl.plan.step_time import StepTime
-from megarl.preflight.layout import slot_faults
-from megarl.preflight.lora import lora_faults
-from megarl.preflight.phases import phase_faults
+from megarl.preflight.layout_checks import slot_faults
+from megarl.preflight.lora_checks import lora_faults
+from megarl.preflight.phase_checks import phase_faults
 from megarl.types import UserFault
 
 GB = 1e9

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, replace
 from megarl.config import Recipe
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
-from megarl.parallel.sizes import ChunkSize
+from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import Role, RoleName, train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize, sizes_of

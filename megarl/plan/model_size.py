@@ -14,9 +14,9 @@ from typing import Any
 
 import megarl
 from megarl.config import Recipe
-from megarl.parallel.sizes import ChunkSize
+from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import Role, RoleName, resolve
-from megarl.plan.adapters import Stages, adapter_parameters, with_adapters
+from megarl.plan.adapter_sizes import Stages, adapter_parameters, with_adapters
 from megarl.resharding.routes import item_bytes
 from megarl.types import UserFault
 

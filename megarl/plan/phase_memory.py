@@ -19,7 +19,7 @@ from megarl.config.hardware import Hardware
 from megarl.placement.roles import Phase, RoleName, engine_layout, reference_copy, shared_slots, trains_merged
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
-from megarl.plan.adapters import adapter_slot_bytes
+from megarl.plan.adapter_sizes import adapter_slot_bytes
 from megarl.plan.batch import samples_bytes
 from megarl.plan.engine_memory import (
     MIB,
@@ -37,7 +37,7 @@ from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.turns import tools_bytes
-from megarl.rollout.sglang.sizes import step_sequences
+from megarl.rollout.sglang.batch_sizes import step_sequences
 from megarl.types import UserFault
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards

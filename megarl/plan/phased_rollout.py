@@ -19,7 +19,7 @@ from megarl.placement.train_layout import divisors
 from megarl.plan.batch import Samples
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedRequest, Speed
-from megarl.plan.phases import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
+from megarl.plan.phase_simulation import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
 from megarl.plan.rollout_time import RolloutTime, SimulatedSpeed, sampled, whole_requests
 from megarl.samples.buffer import num_phases, staleness_bound
 from megarl.types import IntArray

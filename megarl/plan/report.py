@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megarl.checkpoints.quantised import file_bytes, weights_in_words
 from megarl.config.episode import EpisodeConfig
-from megarl.plan.adapters import adapters_in_words
+from megarl.plan.adapter_sizes import adapters_in_words
 from megarl.plan.memory_parts import PARTS
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phased_rollout import PhasedRollout

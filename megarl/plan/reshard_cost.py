@@ -11,7 +11,7 @@ from megarl.config.hardware import Hardware
 from megarl.placement.roles import Roles
 from megarl.resharding import fp8
 from megarl.resharding.maps import factor_maps, weight_maps
-from megarl.resharding.plan import plan_streams
+from megarl.resharding.reshard_plan import plan_streams
 from megarl.resharding.routes import CHAPTERS, item_bytes
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import Traffic, count_traffic

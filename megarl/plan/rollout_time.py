@@ -20,7 +20,7 @@ from megarl.plan.engine_simulation import (
     simulate,
 )
 from megarl.plan.turns import TURN_S
-from megarl.rollout.dealing import Capacity, Dealer
+from megarl.rollout.load_balancing import Capacity, Dealer
 
 _LONG = 1_000_000  # tokens of a context, to divide out what each costs
 

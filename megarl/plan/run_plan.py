@@ -27,14 +27,14 @@ from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import NO_ROLLOUT, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.plan.turns import ToolLoad, timeout_advice, tool_load
-from megarl.preflight.data import budget_faults
-from megarl.preflight.episodes import key_faults
-from megarl.preflight.hyperparameters import hyperparameter_faults, sampling_faults
-from megarl.preflight.layout import batch_faults, engine_faults, node_faults, slot_faults
-from megarl.preflight.lora import lora_faults
-from megarl.preflight.models import loss_faults, stand_ins
-from megarl.preflight.phases import phase_faults
-from megarl.rollout.sglang.sizes import limit_of
+from megarl.preflight.data_checks import budget_faults
+from megarl.preflight.episode_checks import key_faults
+from megarl.preflight.hyperparameter_checks import hyperparameter_faults, sampling_faults
+from megarl.preflight.layout_checks import batch_faults, engine_faults, node_faults, slot_faults
+from megarl.preflight.lora_checks import lora_faults
+from megarl.preflight.model_checks import loss_faults, stand_ins
+from megarl.preflight.phase_checks import phase_faults
+from megarl.rollout.sglang.batch_sizes import limit_of
 from megarl.types import UserFault, UserFaults
 
 MOST_SAMPLES = 2**16  # samples of a step; dealing them takes seconds, and four times as many a minute or more

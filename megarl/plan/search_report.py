@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from megarl.config.loading import overlay_yaml
+from megarl.plan.layout_search import Need, SearchResult, needs_of
 from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
 from megarl.plan.run_plan import RunPlan
-from megarl.plan.search import Need, SearchResult, needs_of
 
 _NEEDS: Mapping[Need, str] = {"fp8": "fp8, TIS", "deepep": "DeepEP", "draft": "drafts", "offload": "AdamW on the host"}
 _NOT_TRIED = {

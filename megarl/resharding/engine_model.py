@@ -15,7 +15,7 @@ A draft model (models/deepseek_nextn.py) has the target's Parameter objects as i
 target's (layers/rotary_embedding/factory.py).
 
 Layers with adapters (LoRA) are wrapped, the layer itself being `base_layer` (lora/layers.py). The wrapper has the
-adapter slots in the attributes `_BUFFERS`; the number of ours is left on the model by rollout/sglang/adapters.py.
+adapter slots in the attributes `_BUFFERS`; the number of ours is left on the model by rollout/sglang/adapter_slot.py.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from megarl.resharding import fp8
 from megarl.resharding.fp8 import SCALE_SUFFIX
 from megarl.resharding.lora_merge import Merge, MergedBox
 from megarl.resharding.lora_scaling import ScaledBox, Scaling
-from megarl.resharding.plan import Copy, MemberPlan
+from megarl.resharding.reshard_plan import Copy, MemberPlan
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import FP8, Cell, shape_as_stack, views
 from megarl.resharding.transport import PeerCheck, batch, settle, wait

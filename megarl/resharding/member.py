@@ -22,7 +22,7 @@ from megarl.device import join_store
 from megarl.resharding.agreement import Agreement, Vote
 from megarl.resharding.execute import Executor
 from megarl.resharding.payloads import Params, PayloadName, make_payload
-from megarl.resharding.plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
+from megarl.resharding.reshard_plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
 from megarl.resharding.session import Session
 from megarl.resharding.transport import PeerCheck, close_group, make_group
 from megarl.resharding.verify import Verifier

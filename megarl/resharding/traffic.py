@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.resharding.plan import granule_bytes
+from megarl.resharding.reshard_plan import granule_bytes
 from megarl.resharding.routes import Flow, RouteChooser
 from megarl.resharding.shards import Box, Part
 from megarl.types import IntArray

@@ -18,7 +18,7 @@ from megarl.device import DEVICE
 from megarl.model.quantisation import FP8_TILE
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding.execute import Params, Piece, Transform, fill, source_views, target_views
-from megarl.resharding.plan import Copy, Streams
+from megarl.resharding.reshard_plan import Copy, Streams
 from megarl.resharding.shards import FP8, Box, first_of
 from megarl.resharding.transport import PeerCheck, batch, settle, wait
 

@@ -11,10 +11,10 @@ from megarl.config.hardware import communicator_bytes
 from megarl.model.hf_config import model_shape
 from megarl.model.quantisation import QUANTISATION_KEYS
 from megarl.placement.roles import engine_layout, lora_size
-from megarl.rollout.sglang.adapters import AdapterSlot
+from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan
+from megarl.rollout.sglang.batch_sizes import most_sequences
 from megarl.rollout.sglang.deterministic import generator_seed
-from megarl.rollout.sglang.sizes import most_sequences
 
 
 def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) -> EngineSettings:

@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe, RewardConfig
-from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.runtimes import AgentRuntime, EnvironmentRuntime, Runner, episode_runtime
 from megarl.episodes.transcript import failed_calls
-from megarl.rollout.dealing import Capacity, CompletedSample
 from megarl.rollout.engine_settings import engine_settings
+from megarl.rollout.load_balancing import Capacity, CompletedSample
+from megarl.rollout.reward_workers.by_source import Scorers
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, Schedulers
-from megarl.rollout.verdicts.scorers import Scorers
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
+from megarl.types.reward_result import MEND, Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import MEND, Failure, Verdict
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from megarl.config import Recipe
 from megarl.types import GroupSummary, Hyperparameters, Prompt, Sample
-from megarl.types.verdicts import Failure, Verdict
+from megarl.types.reward_result import Failure, Verdict
 
 Ref = TypeVar("Ref")  # names a group's samples, which are elsewhere
 

@@ -28,7 +28,7 @@ from megarl.types import (
     TranscriptCall,
     TranscriptEntry,
 )
-from megarl.types.verdicts import Failure, Verdict
+from megarl.types.reward_result import Failure, Verdict
 
 FORMAT = 9
 FORMATS = (5, 6, 7, 8, FORMAT)  # that are read

@@ -26,9 +26,9 @@ from megarl.printable import json_line, one_line, printable
 from megarl.tracking.curve import draw_curve
 from megarl.tracking.health import Health
 from megarl.tracking.metrics import Advantages, idle_metrics, pick_samples
-from megarl.tracking.notes import step_notes
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
+from megarl.tracking.step_notes import step_notes
 from megarl.tracking.trackers import Trackers
 from megarl.tracking.trackers.interface import State, TrackedRun, code_commit
 from megarl.types import EndedEarly, GroupSummary, Metrics, UserFault, UserFaults

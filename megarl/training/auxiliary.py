@@ -19,8 +19,8 @@ from megarl.config import Recipe
 from megarl.device import Address
 from megarl.model.hf_config import read_model
 from megarl.parallel import host_offload
+from megarl.parallel.packing import PackedRow
 from megarl.parallel.pipeline import Norms
-from megarl.parallel.sequences import PackedRow
 from megarl.training import credit
 from megarl.training.batching import Key, TokenValues, Update, key_of, refs_of, spread, values_by_reader
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of

@@ -23,9 +23,9 @@ from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.config import Recipe
 from megarl.model.hf_config import model_shape
 from megarl.parallel import groups, host_offload, model
+from megarl.parallel.packing import PackedRow
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.routing import Choices
-from megarl.parallel.sequences import PackedRow
 from megarl.placement.roles import lora_size, reference_copy, sent_lora, trains_merged
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params

@@ -20,10 +20,10 @@ from megarl.config import Recipe
 from megarl.disk import visible_folder, writing
 from megarl.model.shape import ModelShape
 from megarl.parallel import groups, host_offload, model
+from megarl.parallel.packing import PackedRow, dealt, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
-from megarl.parallel.sequences import PackedRow, dealt, pack, unpack
 from megarl.placement.roles import lora_size, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params

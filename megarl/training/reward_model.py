@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.model.hf_config import hf_facts, scorer_shape
 from megarl.model.tokenizer import chat_ids, load_tokenizer
 from megarl.parallel import groups
-from megarl.parallel.sequences import PackedRow
+from megarl.parallel.packing import PackedRow
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.training.flops import train_work
 from megarl.training.rank import TrainingRank

@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.cluster.actor import Ref, Worker
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.samples import samples_of

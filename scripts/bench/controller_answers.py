@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.rollout.dealing import Capacity, CompletedSample
+from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, refs_of, values_by_reader
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup, SamplePart
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megarl.cluster.actor import Ref, Worker
-from megarl.cluster.session import Cluster
+from megarl.cluster.ray_session import Cluster
 
 INLINE_BYTES = 100 * 1024  # Ray sends a larger argument through the object store, once for each call
 COUNTS: tuple[str, ...] = ("calls", "references", "puts", "pickled_bytes", "stored_bytes")

@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.plan.engine_simulation import SimulatedRequest, observe_lengths
-from megarl.rollout.dealing import Capacity, Dealer
+from megarl.rollout.load_balancing import Capacity, Dealer
 from scripts.bench.dealing_simulation import Machine, Outcome, least_s, outcome
 
 LONGEST, MEDIAN, SIGMA = 20480, 1800, 0.8

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megarl.plan.engine_simulation import SimulatedRequest
-from megarl.rollout.dealing import CompletedSample
+from megarl.rollout.load_balancing import CompletedSample
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.engine import Engine
 

@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from megarl.config.episode import EpisodeConfig
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
-from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.rows import EpisodeResult
-from megarl.episodes.splice import Splice, ToolResult
 from megarl.episodes.template import user
 from megarl.episodes.tool_calls import CallFormat
+from megarl.episodes.turn_tokenizer import Splice, ToolResult
 from megarl.types import Prompt, Sample, SamplePart
 from megarl.types.sampling import Sampling
 from scripts.bench.slow_tools import HANGS

@@ -24,8 +24,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.plan.engine_simulation import SimulatedRequest
-from megarl.plan.phases import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
-from megarl.rollout.dealing import CompletedSample, Dealer
+from megarl.plan.phase_simulation import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
+from megarl.rollout.load_balancing import CompletedSample, Dealer
 from megarl.rollout.sglang.engine import Engine
 from megarl.types import IntArray
 from scripts.bench.dealing import dealt

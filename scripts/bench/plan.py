@@ -17,7 +17,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.fp8 import with_scales
-from megarl.resharding.plan import plan_streams
+from megarl.resharding.reshard_plan import plan_streams
 from megarl.resharding.traffic import count_traffic
 
 DEEPSEEK_V3 = ModelShape(

@@ -98,8 +98,8 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
     """Both contenders on one rank; the seconds of their steps."""
     import torch.distributed as dist
 
+    from megarl.parallel.packing import pack
     from megarl.parallel.pipeline import Norms
-    from megarl.parallel.sequences import pack
     from megarl.training.policy import PolicyRank, UpdateShare
     from scripts.bench.train_bare import Bare
 

@@ -20,8 +20,8 @@ from megarl.model.hf_config import hf_facts
 from megarl.model.shape import ModelShape
 from megarl.parallel import groups, model
 from megarl.parallel.optimizer import build_optimizer
+from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Routing
-from megarl.parallel.sequences import PackedRow
 from megarl.placement.train_layout import TrainLayout
 
 

@@ -19,7 +19,7 @@ from megarl.algos import ALGORITHMS
 from megarl.algos.mismatch import MISMATCH_BOUNDS, dropped, drops
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.algos.statistics import CLIPPED, Statistics
-from megarl.parallel.sequences import Split, pack
+from megarl.parallel.packing import Split, pack
 from megarl.tracking.metrics import train_metrics
 from megarl.training import kept_tokens
 from megarl.training.batching import Key, MicroBatch, SampleRef, Update, key_of, plan_updates

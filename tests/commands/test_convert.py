@@ -23,7 +23,7 @@ from megarl.controller.resuming import FOLDER, Progress
 from megarl.model.adapter_config import adapter_keys
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
-from megarl.preflight import check
+from megarl.preflight import checks_by_command
 from megarl.types import UserFaults
 from tests.test_cli import QUICKSTART, megarl
 
@@ -89,7 +89,7 @@ def test_the_format_is_handed_to_the_ranks(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(convert, "Cluster", lambda *_: nullcontext())
     monkeypatch.setattr(convert, "training_fleet", lambda *_: SimpleNamespace(trainers=trainers))
     monkeypatch.setattr(convert, "find_snapshot", lambda *_: SimpleNamespace(folder=tmp_path))
-    monkeypatch.setattr(check, "check_convert", lambda recipe: None)
+    monkeypatch.setattr(checks_by_command, "check_convert", lambda recipe: None)
     (tmp_path / "recipe.yaml").write_text(QUICKSTART.read_text())
     result = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "out"), *flags])
     assert result.exit_code == 0, result.output
@@ -136,7 +136,7 @@ def test_adapters_are_written_with_the_ranks_that_the_recipe_means(
 def test_the_adapters_that_a_run_began_with_are_not_asked_for(tiny_model: Path) -> None:
     """The checkpoint has them as they are now; the folder may be gone."""
     recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}", "lora.rank=4", "lora.path=gone"])
-    check.check_convert(recipe)
+    checks_by_command.check_convert(recipe)
     lora = resolve(recipe, learns=False).policy.recipe.lora
     assert lora and lora.rank == 4 and lora.path is None
 

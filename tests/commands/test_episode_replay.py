@@ -25,8 +25,8 @@ from megarl.rollout.worker import scored
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import writing
 from megarl.types import EpisodeProgress, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types.reward_result import Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Verdict
 from scripts.make_tiny_moe import make_tokenizer
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's

@@ -23,7 +23,7 @@ from megarl.config.loading import load_recipe
 from megarl.model.hf_config import hf_facts, model_shape
 from megarl.model.tensors import aliases, mtp_prefix, tensors
 from megarl.placement.roles import Roles
-from megarl.preflight import check, layout
+from megarl.preflight import checks_by_command, layout_checks
 from megarl.types import UserFaults
 from scripts.keep_layers import keep_layers
 
@@ -102,8 +102,8 @@ def once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places))
-        patch.setattr(layout, "reshard_faults", kept(layout.reshard_faults, places))
-        patch.setattr(check, "reward_faults", kept(check.reward_faults, judge))
+        patch.setattr(layout_checks, "reshard_faults", kept(layout_checks.reshard_faults, places))
+        patch.setattr(checks_by_command, "reward_faults", kept(checks_by_command.reward_faults, judge))
         yield
 
 

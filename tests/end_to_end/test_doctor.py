@@ -189,7 +189,7 @@ def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:
     assert leftovers == [], "the file by which nodes know a shared disk"
 
 
-@pytest.mark.nightly  # tests/cluster/test_session.py has a client with a wrong token
+@pytest.mark.nightly  # tests/cluster/test_ray_session.py has a client with a wrong token
 def test_a_wrong_token_is_named_and_this_machine_is_looked_at_all_the_same(nodes: Nodes) -> None:
     wrong = nodes.folder / "wrong"
     wrong.write_text("6" * 64)

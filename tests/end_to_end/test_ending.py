@@ -109,7 +109,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-@pytest.mark.nightly  # tests/cluster/test_session.py kills a light worker
+@pytest.mark.nightly  # tests/cluster/test_ray_session.py kills a light worker
 def test_a_killed_training_rank(launch: Callable):
     command = launch(*FOREVER)
     command.wait_for_step(1)
@@ -119,7 +119,7 @@ def test_a_killed_training_rank(launch: Callable):
     assert "training rank" in command.err.strip().splitlines()[-1]
 
 
-@pytest.mark.nightly  # tests/cluster/test_session.py stops a light worker
+@pytest.mark.nightly  # tests/cluster/test_ray_session.py stops a light worker
 def test_a_stopped_training_rank(launch: Callable):
     """It is there and says nothing, and its peers wait for it in their collectives."""
     command = launch(*FOREVER, f"run.timeout_s={SILENCE_S:g}")
@@ -141,7 +141,7 @@ def _workers(command) -> list[psutil.Process]:
     return [psutil.Process(one.pid) for one in command.look() if one.command_line.startswith("ray::_Shell")]
 
 
-@pytest.mark.nightly  # tests/rollout/sglang/test_engine_ends.py kills one, tests/cluster/test_session.py hands it on
+@pytest.mark.nightly  # tests/rollout/sglang/test_engine_ends.py kills one, tests/cluster/test_ray_session.py hands it on
 def test_a_killed_engine_process(launch: Callable):
     command = launch(*FOREVER, "rollout.engine.tp=2")
     command.wait_for_step(1)
@@ -152,7 +152,7 @@ def test_a_killed_engine_process(launch: Callable):
     _end(command, f"(pid {schedulers[1].pid}) was killed by SIGKILL", 1)
 
 
-@pytest.mark.nightly  # tests/training/test_policy.py raises it, tests/cluster/test_session.py names the worker
+@pytest.mark.nightly  # tests/training/test_policy.py raises it, tests/cluster/test_ray_session.py names the worker
 def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
     """A weight that is not finite: neither is the gradient, and the rank says so."""
     folder = tmp_path / "broken"
@@ -164,7 +164,7 @@ def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
     _end_after_start(command, "the gradient norm is", 1)
 
 
-@pytest.mark.nightly  # tests/rollout/test_worker.py raises it, tests/cluster/test_session.py hands it on as it is
+@pytest.mark.nightly  # tests/rollout/test_worker.py raises it, tests/cluster/test_ray_session.py hands it on as it is
 def test_a_reward_that_turns_bad(launch: Callable):
     """Preflight sees it score well; in the run it returns NaN: a fault of the user's, so exit code 2."""
     command = launch(*FOREVER, "reward.function=bad_reward:score")

@@ -20,8 +20,8 @@ from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.samples import accounting
 from megarl.tracking.run_log import RunLog
 from megarl.types import GroupSummary, Prompt
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 from tests.environments.agents import odd_agents
 from tests.episodes.test_agent_episode import TOKENIZER, Script
 from tests.tracking.test_run_log import plain, recipe_in

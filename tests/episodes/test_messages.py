@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.episodes.messages import assistant_message, rendered, said
-from megarl.episodes.splice import Splice
 from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
+from megarl.episodes.turn_tokenizer import Splice
 from scripts.make_tiny_moe import make_tokenizer
 
 TOKENIZER: Any = make_tokenizer(tools=True)

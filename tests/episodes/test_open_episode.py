@@ -15,14 +15,14 @@ import pytest
 from megarl.config.episode import EpisodeConfig
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
-from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.rows import EpisodeResult
-from megarl.episodes.splice import Splice
 from megarl.episodes.tool_calls import CallFormat
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.samples import accounting
 from megarl.types import EpisodeProgress, Prompt, Sample, SamplePart
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 from scripts.make_tiny_moe import make_tokenizer
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's

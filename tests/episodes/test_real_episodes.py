@@ -16,21 +16,21 @@ import pytest
 from megarl.config.episode import EpisodeConfig
 from megarl.environments.agents.agent_processes import AgentSettings
 from megarl.environments.agents.agent_thread import AgentThread
-from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.episodes.agent_runner import AgentRunner
 from megarl.episodes.agent_tools import ToolSets
-from megarl.episodes.episode import EpisodeRunner
+from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.rows import EpisodeResult
-from megarl.episodes.splice import Splice
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.sglang.engine import Engine
 from megarl.samples import accounting
 from megarl.types import Prompt
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 from tests.parallel import checkpoints
 from tests.tiny_engines import Reference, write_tokenizer
 

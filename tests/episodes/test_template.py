@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megarl.episodes.splice import Splice, ToolResult
 from megarl.episodes.template import ChatTemplate, user
+from megarl.episodes.turn_tokenizer import Splice, ToolResult
 from megarl.types import UserFault
 from tests.episodes.chatml_families import QWEN_2_5, QWEN_3, QWEN_3_CODER
 from tests.episodes.families import TOOLS, Family, stop_id, stop_ids, tokenizer_of

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.session import WorkerFailed
+from megarl.cluster.ray_session import WorkerFailed
 from megarl.fleet import engines, fleet
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.step_fit import EngineHistory
 from megarl.model.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
-from megarl.rollout.dealing import Capacity
+from megarl.rollout.load_balancing import Capacity
 from megarl.samples.buffer import PartialGroup, PartialSummary, Stock
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types.reward_result import Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Verdict
 from tests.plan import plans
 
 STATS = Stats(1, 0, 0, 0, 0.0, 0.0)

@@ -11,7 +11,7 @@ import pytest
 from megarl.fleet import sampling_round
 from megarl.fleet.sampling_round import SamplingRound
 from megarl.fleet.step_fit import EngineHistory
-from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
+from megarl.rollout.load_balancing import Capacity, CompletedSample, Dealer
 from megarl.samples.buffer import PartialSummary, Stock
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 from megarl.device import BACKEND, DEVICE
 from megarl.resharding import fp8
 from megarl.resharding.execute import Executor
-from megarl.resharding.plan import Copy, MemberPlan, Round
+from megarl.resharding.reshard_plan import Copy, MemberPlan, Round
 from megarl.resharding.transport import batch, close_group, make_group, settle, wait
 
 TIMEOUT_S = 60.0

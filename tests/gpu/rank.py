@@ -22,9 +22,9 @@ from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, weight_of
 from megarl.model.shape import ModelShape
 from megarl.parallel import model
+from megarl.parallel.packing import PackedRow, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
-from megarl.parallel.sequences import PackedRow, pack, unpack
 from megarl.placement.roles import lora_size, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Shard, verify_params, views

@@ -16,7 +16,7 @@ from megarl.isolation import process as worker_process
 from megarl.isolation.child import HELLO
 from megarl.isolation.process import WorkerProcess
 
-_VERDICTS = "megarl.rollout.verdicts.worker"
+_VERDICTS = "megarl.rollout.reward_workers.reward_host"
 _MODULES = [_VERDICTS, "megarl.environments.agents.agent_host", "megarl.environments.runtime.environment_host"]
 Start = Callable[[str], tuple[WorkerProcess, psutil.Process]]
 

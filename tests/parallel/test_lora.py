@@ -259,7 +259,7 @@ def hf_gradient(folder: Path) -> tuple[float, Tensors]:
     """The loss and its gradient of transformers' model of folder / "merged"."""
     from torch.nn.utils.rnn import pad_sequence
 
-    from megarl.parallel.sequences import Split, pack
+    from megarl.parallel.packing import Split, pack
     from tests.parallel.test_reference import gradient_of, hf_loss, hf_model
 
     model = hf_model(folder / "merged")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from megarl.parallel.sequences import PackedRow, Split, pack
+from megarl.parallel.packing import PackedRow, Split, pack
 from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import Tensors, check_gradients, check_weights, recorded, whole

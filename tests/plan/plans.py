@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.model.hf_config import HfModel
 from megarl.model.shape import ModelShape
-from megarl.parallel.sizes import ChunkSize
+from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import RoleName
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.fit import with_faults

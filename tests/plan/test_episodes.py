@@ -28,8 +28,8 @@ from megarl.plan.turns import (
     tools_bytes,
     turns_of,
 )
-from megarl.preflight.hyperparameters import hyperparameter_faults
-from megarl.preflight.models import stand_ins
+from megarl.preflight.hyperparameter_checks import hyperparameter_faults
+from megarl.preflight.model_checks import stand_ins
 from tests.plan import recipes as planning
 
 EPISODE = {

@@ -13,7 +13,7 @@ from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.model.hf_config import model_shape
 from megarl.model.shape import MlaShape, ModelShape
-from megarl.parallel.sizes import ChunkSize
+from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, train_layout
 from megarl.placement.train_layout import TrainLayout

@@ -14,7 +14,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
-from megarl.preflight.models import stand_ins
+from megarl.preflight.model_checks import stand_ins
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import Traffic, count_traffic

@@ -26,7 +26,7 @@ from megarl.plan.model_size import ModelSize
 from megarl.plan.picture import draw
 from megarl.plan.report import amount, plan_json, show, spans
 from megarl.plan.run_plan import RunPlan, make_plan, slot_map
-from megarl.preflight.models import stand_ins
+from megarl.preflight.model_checks import stand_ins
 from megarl.types import UserFault, UserFaults
 from tests.plan import plans
 from tests.plan import recipes as planning

@@ -19,7 +19,7 @@ from megarl.model.shape import ModelShape
 from megarl.model.tensors import STACK
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import engine_model, lora_map, lora_slots
-from megarl.rollout.sglang import adapters
+from megarl.rollout.sglang import adapter_slot
 from tests.resharding.worlds import Pair, factor, fill, same_bits
 
 DTYPE = torch.bfloat16
@@ -64,7 +64,7 @@ def _load(model: Any, server: Any, shape: ModelShape, size: LoraSize, engine: En
     adapter = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=True)
     result = manager.load_lora_adapter_from_tensors(adapter, dict(_tensors(shape, size)), config)
     assert result.success, result.error_message
-    adapters.occupy_slot(SimpleNamespace(lora_manager=manager, model=model))
+    adapter_slot.occupy_slot(SimpleNamespace(lora_manager=manager, model=model))
 
 
 def _tensors(shape: ModelShape, size: LoraSize) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.model.tensors import STACK, Size
-from megarl.resharding.plan import Copy, MemberPlan, Round, Streams, plan_streams
+from megarl.resharding.reshard_plan import Copy, MemberPlan, Round, Streams, plan_streams
 from megarl.resharding.shards import Box, Cell, Part, Shard, param_table
 from megarl.resharding.traffic import Traffic
 from megarl.types import IntArray

@@ -14,7 +14,7 @@ from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import DIRECT_BYTES, messages
-from megarl.resharding.plan import Copy
+from megarl.resharding.reshard_plan import Copy
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import Box
 from megarl.resharding.verify import MODES

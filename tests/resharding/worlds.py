@@ -25,7 +25,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, lora_map, lora_slots, megatron_map, sglang_map
 from megarl.resharding.member import Member, Stats, collect_stats
 from megarl.resharding.payloads import PayloadName
-from megarl.resharding.plan import Copy
+from megarl.resharding.reshard_plan import Copy
 from megarl.resharding.session import Session
 from megarl.resharding.shards import VOCAB_TENSORS, Box, Shard, cells, param_table, views
 from megarl.resharding.verify import VerifyMode

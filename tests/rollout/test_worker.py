@@ -18,14 +18,14 @@ import pytest
 from megarl.config import Recipe, RewardConfig
 from megarl.episodes.demonstrations import demonstration
 from megarl.rollout.engine_settings import engine_settings
+from megarl.rollout.sglang.batch_sizes import step_sequences
 from megarl.rollout.sglang.engine import Engine, EngineFault
-from megarl.rollout.sglang.sizes import step_sequences
 from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
 

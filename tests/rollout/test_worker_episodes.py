@@ -14,15 +14,15 @@ from megarl.config import Recipe, RewardConfig
 from megarl.config.episode import EpisodeConfig
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
-from megarl.episodes.episode import EpisodeRunner
-from megarl.episodes.splice import Splice
+from megarl.episodes.episode_runner import EpisodeRunner
+from megarl.episodes.turn_tokenizer import Splice
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
-from megarl.types.verdicts import Failure, Verdict
 from scripts.make_tiny_moe import make_tokenizer
 from tests.episodes.test_open_episode import Model
 from tests.rollout.test_worker import PROMPT, recipe

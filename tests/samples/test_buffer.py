@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.phases import StepRollout
 from megarl.controller.samples import Limits, staleness
+from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.samples.buffer import PartialSummary, num_phases, staleness_bound
 from megarl.tracking.run_log import Record

@@ -28,7 +28,7 @@ from megarl.types import (
     TranscriptEntry,
     UserFault,
 )
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")

@@ -19,12 +19,12 @@ from megarl.config.loading import load_recipe
 from megarl.model.hf_config import HfModel
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, resolve
-from megarl.preflight.data import sample_file_faults
+from megarl.preflight.data_checks import sample_file_faults
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import SampleFile, open_samples, writing
 from megarl.samples.summaries import summary
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart, UserFault
-from megarl.types.verdicts import Failure, Verdict
+from megarl.types.reward_result import Failure, Verdict
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TEMPERATURE = 0.7

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.loading import load_recipe
 from megarl.placement.roles import resolve
-from megarl.preflight.check import faults_elsewhere
+from megarl.preflight.checks_by_command import faults_elsewhere
 from tests.scripts.test_scripts import ROOT, Sandbox, with_gpus
 
 TOOLS = "megarl train recipes/quickstart_tools.yaml"

@@ -21,7 +21,7 @@ from megarl.algos import ALGORITHMS
 from megarl.algos.losses import outcome_loss, turn_gaps, value_loss
 from megarl.algos.mismatch import MISMATCH_BOUNDS, drops
 from megarl.controller.samples import samples_of
-from megarl.parallel.sequences import PackedRow, Split, pack
+from megarl.parallel.packing import PackedRow, Split, pack
 from megarl.samples.summaries import summary
 from megarl.tracking.metrics import update_metrics
 from megarl.training import kept_tokens

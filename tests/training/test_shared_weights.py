@@ -14,7 +14,7 @@ from megarl.device import Address
 from megarl.model.tokenizer import chat_ids, load_tokenizer
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
-from megarl.preflight.models import reward_model_faults
+from megarl.preflight.model_checks import reward_model_faults
 from tests.parallel.adapters import LR, VOCAB_SIZE, digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters
 from tests.parallel.gradients import check_learning, recorded

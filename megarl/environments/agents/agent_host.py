@@ -48,7 +48,7 @@ from megarl.isolation.child import (
 from megarl.isolation.process import as_line
 from megarl.printable import describe_error
 from megarl.types import UserFault
-from megarl.types.verdicts import Failure, verdict_of
+from megarl.types.reward_result import Failure, verdict_of
 
 _STACK_MB = 2  # of a thread, in place of the usual 8
 _THREADS_OF_RUN = 2  # its own, and one more, in which the event loop looks up addresses

@@ -12,7 +12,7 @@ from megarl.environments.agents.chat_client import AT_ONCE, MOST_BYTES
 from megarl.isolation.child import OUT_OF_MEMORY, too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line
-from megarl.types.verdicts import LARGEST, Failure, Verdict
+from megarl.types.reward_result import LARGEST, Failure, Verdict
 
 _GRACE_S = 2.0  # in which a run ends that was cancelled
 _MOST_BEGINS = 3  # of a run that has not asked the model, in processes that others may have ended

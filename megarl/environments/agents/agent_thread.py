@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.environments.agents.agent_processes import AgentRun, AgentSettings, AgentWorkers, Outcome, overdue
 from megarl.environments.agents.chat import Access, ChatHandler, ChatRefused, ChatRequest, EpisodeOver
 from megarl.isolation.loop_thread import LoopThread
-from megarl.types.verdicts import Failure, Verdict
+from megarl.types.reward_result import Failure, Verdict
 
 _Reply = Callable[[AgentRun, int, Outcome, object], None]
 

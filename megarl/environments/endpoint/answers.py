@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.environments.agents.chat import ChatAnswer
-from megarl.environments.endpoint.fields import Completion
+from megarl.environments.endpoint.request_fields import Completion
 
 _CHUNK_CHARACTERS = 4096  # some clients read lines of at most 64 KiB, and JSON writes a character in 12 bytes at most
 

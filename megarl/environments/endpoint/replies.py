@@ -18,8 +18,8 @@ from aiohttp import web  # a requirement of SGLang, without which there is no en
 
 from megarl.environments.agents.chat import ChatRefused, EpisodeOver
 from megarl.environments.endpoint import answers
-from megarl.environments.endpoint.fields import BadField, Completion, read_body
 from megarl.environments.endpoint.registry import MOST_BODY_BYTES, OpenEpisode, TooManyRequests
+from megarl.environments.endpoint.request_fields import BadField, Completion, read_body
 
 BODY_S = 30.0  # to send a request's body
 READING_S = 60.0  # to read an answer

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from megarl.isolation.child import (
 from megarl.isolation.process import as_line
 from megarl.printable import describe_error
 from megarl.types import UserFault
-from megarl.types.verdicts import Failure, verdict_of
+from megarl.types.reward_result import Failure, verdict_of
 
 JobMessage = list[Any]
 

@@ -31,7 +31,7 @@ from megarl.environments.runtime.history import (
 from megarl.environments.runtime.results import CallResult
 from megarl.isolation.process import Lost
 from megarl.types import UserFault
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _MADE_ANEW = "its state had to be made anew, and"
 _NOT_REPLAYABLE = "it cannot be replayed"

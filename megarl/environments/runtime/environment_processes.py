@@ -13,7 +13,7 @@ from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
 from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import Job, Lost, ProcessEnd, WorkerProcess, as_line
-from megarl.types.verdicts import LARGEST, Verdict
+from megarl.types.reward_result import LARGEST, Verdict
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process
 _GRACE_S = 1.0  # in which a process cancels a call of such a function that takes too long

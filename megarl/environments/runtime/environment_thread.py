@@ -10,7 +10,7 @@ from megarl.environments.runtime.environment_pool import EnvironmentPool, PoolCo
 from megarl.environments.runtime.environment_processes import EnvironmentSettings, Offer
 from megarl.environments.runtime.results import CallResult
 from megarl.isolation.loop_thread import LoopThread
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megarl.environments.runtime.environment import Observation
 from megarl.printable import short
-from megarl.types.verdicts import LARGEST
+from megarl.types.reward_result import LARGEST
 
 CallError = Literal["unknown", "arguments", "raised", "result", "timeout", "memory", "ended"]
 TOOL_FAULTS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})  # errors to be mended in the tool

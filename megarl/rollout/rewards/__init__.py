@@ -10,8 +10,8 @@ from typing import Any
 from megarl.isolation.function_loading import load_object
 from megarl.printable import short
 from megarl.types import UserFault
-from megarl.types.verdicts import Failure as Failure
-from megarl.types.verdicts import Verdict as Verdict
+from megarl.types.reward_result import Failure as Failure
+from megarl.types.reward_result import Verdict as Verdict
 
 WHERE = "reward.function"
 _FORM = "write module:function, for example megarl.rollout.rewards.exact:score"

@@ -25,7 +25,7 @@ from megarl.isolation import http_service, sandbox
 from megarl.isolation.sandbox import Outcome, SandboxLimits
 from megarl.rollout.rewards.code_tests import Suite, TestReport, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
-from megarl.types.verdicts import Verdict, verdict_of
+from megarl.types.reward_result import Verdict, verdict_of
 
 THINK_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?P<answer>(?:(?!</?answer>).)*)</answer>"
 

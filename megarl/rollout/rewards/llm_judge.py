@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 PROMPT = """You grade an answer to a question.
 

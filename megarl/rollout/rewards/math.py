@@ -10,7 +10,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _TAIL = 1000  # characters in which a final answer is looked for where nothing is boxed
 _LONGEST = 400  # characters of an answer; data sets have no longer ones

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _WRAP = r"(?:[\s*_$({\[`\"'<>]|\\\()*"
 _WRAPS = rf"{_WRAP}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{{)?{_WRAP}"

@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _LONGEST = 1000  # characters of an answer; those of data sets have a few words

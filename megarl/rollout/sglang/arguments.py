@@ -14,9 +14,9 @@ from typing import Any
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE, Address
 from megarl.model.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
-from megarl.rollout.sglang import adapters, deterministic
-from megarl.rollout.sglang.adapters import AdapterSlot
-from megarl.rollout.sglang.sizes import group_arguments, running_limit
+from megarl.rollout.sglang import adapter_slot, deterministic
+from megarl.rollout.sglang.adapter_slot import AdapterSlot
+from megarl.rollout.sglang.batch_sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserFault
 
@@ -190,7 +190,7 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     else:
         arguments |= _gpu_arguments(settings)
     if settings.adapter:
-        arguments |= adapters.server_arguments(settings.adapter, device)
+        arguments |= adapter_slot.server_arguments(settings.adapter, device)
     arguments |= settings.sglang
     arguments["max_running_requests"] = arguments["max_running_requests"] or limit  # null: as the plan counts
     if settings.seeded:  # last, because seeded samples must not depend on the recipe's own arguments

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megarl.config import Recipe
 from megarl.rollout.sglang.arguments import LATENT_FP8_BACKENDS, WHERE
-from megarl.rollout.sglang.sizes import given_sizes, limit_of, most_sequences
+from megarl.rollout.sglang.batch_sizes import given_sizes, limit_of, most_sequences
 from megarl.types import UserFault
 
 # Attention backends that run a draft model on NVIDIA's GPUs.

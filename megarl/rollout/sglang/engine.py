@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from megarl.device import DEVICE
-from megarl.rollout.dealing import Capacity, CompletedSample
-from megarl.rollout.sglang.adapters import ADAPTER_NAME
+from megarl.rollout.load_balancing import Capacity, CompletedSample
+from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.host import EngineFault, Host
 from megarl.types import Sample, SamplePart, with_part

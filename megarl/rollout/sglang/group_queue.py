@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
+from megarl.rollout.load_balancing import Capacity, CompletedSample, Dealer
 
 
 class GroupQueue:

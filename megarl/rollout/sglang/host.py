@@ -18,7 +18,7 @@ from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
 from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
-from megarl.rollout.sglang.rounds import Standstill, make_counter_file
+from megarl.rollout.sglang.loop_counts import Standstill, make_counter_file
 from megarl.types import Silence
 
 Result = TypeVar("Result")

@@ -17,9 +17,9 @@ from tqdm import tqdm
 
 from megarl.cpu import sglang_attention, sglang_patches
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
-from megarl.rollout.sglang import adapters, deterministic
+from megarl.rollout.sglang import adapter_slot, deterministic
 from megarl.rollout.sglang.arguments import EngineSettings
-from megarl.rollout.sglang.rounds import Rounds
+from megarl.rollout.sglang.loop_counts import Rounds
 
 
 def set_environment(*, whole_shared: bool = False) -> None:
@@ -104,7 +104,7 @@ class SchedulerEntry:
                 sglang_patches.end_with_host()
             patch_sglang(repeatable=self.settings.seeded)
             if self.settings.adapter:
-                adapters.start_empty(self.settings.adapter)
+                adapter_slot.start_empty(self.settings.adapter)
             from sglang.srt.managers import scheduler
 
             rounds = Rounds(self.rounds_path, tp_rank - self.settings.first_rank)
@@ -204,7 +204,7 @@ def _patch_scheduler(scheduler: Any, rounds: Rounds, *, has_adapter: bool) -> No
                 set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
                 self.tokenizer = StopTextDecoder(self.server_args.model_path)  # SGLang would have none
                 if has_adapter:
-                    adapters.occupy_slot(self.tp_worker.model_runner)
+                    adapter_slot.occupy_slot(self.tp_worker.model_runner)
 
         def run_event_loop(self) -> None:
             with _exit_with_traceback():

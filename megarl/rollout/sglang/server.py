@@ -20,7 +20,7 @@ import zmq
 
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
-from megarl.rollout.dealing import Capacity
+from megarl.rollout.load_balancing import Capacity
 from megarl.rollout.sglang.group_queue import GroupQueue
 from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, inherited_environment, ipc_address
 

@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.execute import Executor
-from megarl.resharding.plan import plan_streams
+from megarl.resharding.reshard_plan import plan_streams
 from megarl.resharding.traffic import Traffic, count_traffic
 from megarl.resharding.transport import make_group
 

@@ -13,7 +13,7 @@ import pytest
 from megarl.environments.agents.agent_processes import AgentSettings
 from megarl.environments.agents.agent_thread import AgentThread
 from megarl.environments.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 
 class Scripted:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 
 
 @pytest.fixture(scope="session")

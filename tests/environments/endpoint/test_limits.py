@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from megarl.environments.agents.chat import Access
-from megarl.environments.endpoint import connection_limits, connections, fields, registry, replies
-from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.endpoint import connection_limits, http_server, registry, replies, request_fields
+from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 from tests.environments.endpoint.scripted import CONTENT, WAIT_S, Scripted, connect, head, post, read_all, say
 
 
@@ -60,7 +60,7 @@ def test_a_body_is_read_off_the_event_loop(endpoint: ChatEndpoint, monkeypatch: 
     """Others are served meanwhile."""
     begun, may_end, read_body = threading.Event(), threading.Event(), replies.read_body
 
-    def slow(body: bytes) -> fields.Completion:
+    def slow(body: bytes) -> request_fields.Completion:
         begun.set()
         assert may_end.wait(WAIT_S)
         return read_body(body)
@@ -124,7 +124,7 @@ def test_an_unread_answer_ends_its_connection(endpoint: ChatEndpoint, monkeypatc
 
 def test_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle, or before the end of a request's head; and, answered 408, before the end of its body."""
-    monkeypatch.setattr(connections, "IDLE_S", 1.0)
+    monkeypatch.setattr(http_server, "IDLE_S", 1.0)
     endpoint = ChatEndpoint()
     try:
         access = endpoint.open(Scripted())
@@ -135,7 +135,7 @@ def test_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         endpoint.shutdown()
     monkeypatch.undo()
     monkeypatch.setattr(replies, "BODY_S", 0.1)
-    monkeypatch.setattr(connections, "_LINGERING_S", 0.1)
+    monkeypatch.setattr(http_server, "_LINGERING_S", 0.1)
     endpoint = ChatEndpoint()
     try:
         access = endpoint.open(Scripted())

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from megarl.environments.agents.chat import Access, ChatRefused, EpisodeOver
-from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 from tests.environments.endpoint.scripted import Scripted, say
 
 openai = pytest.importorskip("openai")

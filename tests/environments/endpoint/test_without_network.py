@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megarl.environments.endpoint.server import ChatEndpoint
+from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 from tests.environments.endpoint.scripted import WAIT_S, Scripted, say
 
 pytest.importorskip("openai")

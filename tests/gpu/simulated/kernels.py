@@ -117,7 +117,7 @@ def _rotated(
     t: Tensor, freqs: Tensor, bounds: Tensor, cp: int, rank: int, interleaved: bool, is_backward: bool
 ) -> Tensor:
     """Of packed segments [T, heads, d], whose bounds are those of all context-parallel ranks together."""
-    from megarl.parallel.sequences import zigzag
+    from megarl.parallel.packing import zigzag
 
     assert not interleaved
     ends, width = bounds.cpu().numpy(), freqs.shape[-1]

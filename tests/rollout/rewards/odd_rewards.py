@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 _kept: list[Any] = []
 

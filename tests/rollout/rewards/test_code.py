@@ -16,7 +16,7 @@ import pytest
 from megarl.isolation import http_service
 from megarl.isolation.sandbox import SandboxLimits
 from megarl.rollout.rewards import code, inside_tests
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADDS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.rollout.rewards import format, math, multiple_choice
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 EXACT = "megarl.rollout.rewards.exact:score"
 

@@ -17,7 +17,7 @@ import pytest
 
 from megarl.rollout.rewards import llm_judge
 from megarl.rollout.rewards.llm_judge import JudgeError
-from megarl.types.verdicts import Verdict
+from megarl.types.reward_result import Verdict
 
 KEY = "sk-not-for-any-log-0123456789"
 Reply = tuple[int, dict[str, str], Any]

@@ -16,7 +16,7 @@ from megarl.printable import describe_error, short
 from megarl.rollout.rewards import load_reward, takes_episode
 from megarl.rollout.rewards.exact import score
 from megarl.types import UserFault
-from megarl.types.verdicts import Failure, Verdict, verdict_of
+from megarl.types.reward_result import Failure, Verdict, verdict_of
 
 EXACT = "megarl.rollout.rewards.exact:score"
 

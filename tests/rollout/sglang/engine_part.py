@@ -7,7 +7,7 @@ import json
 import sys
 
 from megarl.device import Address
-from megarl.rollout.sglang.adapters import AdapterSlot
+from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import Endpoint, EngineSettings, NodeSpan
 from megarl.rollout.sglang.engine import EngineFault, Schedulers
 

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.device import DEVICE
 from megarl.model.quantisation import QUANTISATION_KEYS
-from megarl.rollout.sglang.adapters import AdapterSlot
+from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import (
     LATENT_FP8_BACKENDS,
     REFUSED,
@@ -23,7 +23,7 @@ from megarl.rollout.sglang.arguments import (
     server_fields,
     sglang_faults,
 )
-from megarl.rollout.sglang.sizes import group_arguments
+from megarl.rollout.sglang.batch_sizes import group_arguments
 
 SETTINGS = EngineSettings("model", 2, 1, "float32", 7, 128, 64, sglang={"page_size": 16, "max_running_requests": 8})
 

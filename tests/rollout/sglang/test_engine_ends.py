@@ -19,7 +19,7 @@ import zmq.asyncio
 from megarl.cluster.session_folder import remove_dead
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from megarl.rollout.sglang.host import PREFIX
-from megarl.rollout.sglang.rounds import PEERS_S
+from megarl.rollout.sglang.loop_counts import PEERS_S
 from tests.leftovers import left_since, shared_files
 
 pytestmark = pytest.mark.slow

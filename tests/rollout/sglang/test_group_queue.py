@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout.dealing import Capacity, CompletedSample
+from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sglang.group_queue import GroupQueue
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megarl.rollout.dealing import Capacity, CompletedSample, Dealer
+from megarl.rollout.load_balancing import Capacity, CompletedSample, Dealer
 from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from megarl.device import address_of, host_store
-from megarl.rollout.sglang.adapters import AdapterSlot
+from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
 from megarl.rollout.sglang.relay import new_endpoint

@@ -14,7 +14,7 @@ import torch
 from megarl.checkpoints import hf_export
 from megarl.checkpoints.hf_import import load_hf
 from megarl.checkpoints.quantised import fp8_checkpoint
-from megarl.config.roles import LoraConfig
+from megarl.config.models import LoraConfig
 from megarl.device import Address
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.quantisation import Quantisation

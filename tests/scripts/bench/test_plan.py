@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "plan.py"
 
 
 @pytest.mark.slow
-@pytest.mark.nightly  # tests/resharding/test_plan.py plans real models too
+@pytest.mark.nightly  # tests/resharding/test_reshard_plan.py plans real models too
 def test_deepseek_v3_on_512_gpus() -> None:
     """Bytes are exact. A rank's plan takes less time than the traffic of all 512, on a machine of any speed."""
     done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=300, check=True)

@@ -1,0 +1,182 @@
+"""The tokens of a demonstrated conversation: those that an episode with the same turns has, made by the same splice.
+
+A row of the data has its messages after the prompt: the assistant's turns, the results of their calls, and a user's
+messages in between. The model learns from the turns alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from megarl.data.files import BadRow
+from megarl.episodes.template import Message, TemplateRefusal
+from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.model.tokenizer import chat_messages
+from megarl.printable import short
+
+_FORM = "write a list of messages {role, content} as in OpenAI's chats, from the first message after the prompt on"
+_ORDER = "let assistants' messages alternate with a user's message or with one result for each call, and be the last"
+_CALL = 'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
+_TOOLS = "demonstrate the recipe's own tools only, or add the tool to episode.tools"
+_TEMPLATE = "leave the row out, write its messages in a form that the chat template takes, or use another template"
+_TAG = re.compile(r"<[^<>\s]+>")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A conversation for supervised steps.
+
+    prompt_ids: up to and with the generation prompt. response_ids: what follows, up to and with the stop token of the
+    last turn. sampled: of each of these, whether an episode's model samples it. text: the words of the last turn.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    sampled: list[bool]
+    text: str
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of the data. id: the data's own, by which results name it; shown: as the chat template takes it."""
+
+    name: str
+    id: str | None
+    shown: Mapping[str, Any]
+
+
+def demonstrate(splice: Splice, prompt: Any, messages: Any) -> Demonstration:
+    """The tokens of the prompt (a text or chat messages), and of the row's messages after it.
+
+    splice: with the schemas of the episodes' tools. Turns are rendered by the chat template, with ids of calls in its
+    own style; the arguments of calls may be a JSON text or a mapping. Raises BadRow where the messages are no episode
+    of these tools or the template refuses or changes them, and UserFault where it takes no results or calls at all.
+    """
+    try:
+        return _demonstrated(splice, chat_messages(prompt), _checked(messages))
+    except TemplateRefusal as refusal:
+        raise BadRow(f"the chat template refuses the messages ({refusal})", _TEMPLATE) from refusal
+
+
+def _checked(messages: Any) -> Sequence[Message]:
+    """The messages with contents that are texts, without keys that are null."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise BadRow(f"the demonstration is {short(messages, 60)}", _FORM)
+    chat = [{"content": "", **message} for message in chat_messages(messages)]
+    for number, message in enumerate(chat, start=1):
+        if not isinstance(message["content"], str):
+            content = short(message["content"], 60)
+            raise BadRow(f"the content of message {number} of the demonstration is {content}", _FORM)
+    if chat[-1].get("role") != "assistant":
+        raise BadRow(f"the demonstration ends with a message of role {short(chat[-1].get('role'), 60)}", _ORDER)
+    return chat
+
+
+def _demonstrated(splice: Splice, before: Sequence[Message], messages: Sequence[Message]) -> Demonstration:
+    prompt_ids, response_ids, sampled = splice.first(before), [], []
+    chat, rest, numbers, turn = list(before), deque(messages), count(), []
+
+    def append(ids: Sequence[int], *, is_sampled: bool) -> None:
+        response_ids.extend(ids)
+        sampled.extend([is_sampled] * len(ids))
+
+    while rest:
+        calls, answer = _turn(splice, _next(rest, "assistant"), numbers)
+        turn = _whole_turn(splice, chat, answer, calls)
+        append(turn, is_sampled=True)
+        chat.append(answer)
+        if rest and calls:
+            told = [_result(call, _next(rest, "tool")) for call in calls]
+            append(_results(splice, calls, told, turn), is_sampled=False)
+            chat += told
+        elif rest:
+            chat.append(_next(rest, "user"))
+            append(splice.user(chat[-1]["content"], after=turn[-1]), is_sampled=False)
+    return Demonstration(prompt_ids, response_ids, sampled, splice.turn_text(turn))
+
+
+def _next(rest: deque[Message], role: str) -> Message:
+    message = rest.popleft()
+    if message.get("role") != role:
+        found = short(message.get("role"), 60)
+        raise BadRow(f"a message of the demonstration has role {found} where {role!r} must follow", _ORDER)
+    return message
+
+
+def _turn(splice: Splice, message: Message, numbers: Iterator[int]) -> tuple[list[_Call], Message]:
+    """The calls of an assistant's message, and the message in the template's style. numbers: of the calls so far."""
+    given = message.get("tool_calls") or []
+    if not isinstance(given, list):
+        raise BadRow(f"the calls of a message are {short(given, 60)}", _CALL)
+    calls = [_call(splice, call, next(numbers)) for call in given]
+    shown = {"tool_calls": [call.shown for call in calls]} if calls else {}
+    return calls, {key: value for key, value in message.items() if key != "tool_calls"} | shown
+
+
+def _call(splice: Splice, given: Any, number: int) -> _Call:
+    try:
+        name, arguments = given["function"]["name"], given["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise BadRow(f"a call of the demonstration is {short(given, 60)}", _CALL) from None
+    if not isinstance(arguments, dict):
+        raise BadRow(f"the arguments of a call of {short(name, 60)} are {short(arguments, 60)}", _CALL)
+    names = [schema["function"]["name"] for schema in splice.template.schemas]
+    if name not in names:
+        known = f"the tools are {', '.join(names)}" if names else "there are no tools"
+        raise BadRow(f"the demonstration calls {short(name, 60)}, and {known}", _TOOLS)
+    return _Call(name, given.get("id"), splice.template.call_style.call(name, arguments, number))
+
+
+def _result(call: _Call, message: Message) -> Message:
+    """The result of a call as the template takes it; the data's results stand in the order of the calls."""
+    answered = message.get("tool_call_id")
+    if answered and call.id and answered != call.id:
+        problem = f"the demonstration has a result of {short(answered, 60)} where that of {call.id!r} must follow"
+        raise BadRow(problem, _ORDER)
+    return {"role": "tool", "tool_call_id": call.shown["id"], "name": call.name, "content": message["content"]}
+
+
+def _whole_turn(splice: Splice, before: Sequence[Message], answer: Message, calls: Sequence[_Call]) -> list[int]:
+    """The tokens that a model samples for the message: up to and with the stop token.
+
+    Where the stop token opens the next message (GLM) it is that of the message which follows such a turn.
+    """
+    template = splice.template
+    left_out, ids = template.turn(before, answer)
+    if left_out.strip():
+        problem = f"the chat template writes no {left_out.strip()!r} in a turn, and the generation prompt ends with it"
+        raise BadRow(problem, _TEMPLATE)
+    end = next((place for place, token in enumerate(ids) if token in splice.stop_ids), len(ids))
+    words = _solid(template.decode(ids[:end]))
+    for part in [*_TAG.split(answer["content"]), *(call.name for call in calls)]:
+        if _solid(part) not in words:
+            problem = f"the chat template or its tokens change the assistant's words {short(part.strip(), 60)}"
+            raise BadRow(problem, _TEMPLATE)
+    if end < len(ids):
+        return ids[: end + 1]
+    empty = [ToolResult("", call.name) for call in calls]
+    following = splice.following_results(empty) if calls else splice.following_user("a")
+    return [*ids, following.stop]
+
+
+def _results(splice: Splice, calls: Sequence[_Call], told: Sequence[Message], turn: Sequence[int]) -> list[int]:
+    """The tokens of the results; an id is known to an episode where the model wrote it."""
+    written = splice.turn_text(turn)
+    results = [
+        ToolResult(message["content"], call.name, call.shown["id"] if call.shown["id"] in written else None)
+        for call, message in zip(calls, told, strict=True)
+    ]
+    return splice.tool_results(results, after=turn[-1])
+
+
+def _solid(text: str) -> str:
+    """Without white space, which templates trim."""
+    return "".join(text.split())

@@ -1,0 +1,301 @@
+"""The turns of an episode: the model samples, and tools or an environment answer, until one of the ends.
+
+Every turn is sampled after exactly the tokens that its row has; what is said in between is appended by the splice.
+Where the rollout has phases, one may leave an episode open in a turn, before its answer, or after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Protocol
+
+from megarl.config.episode import EpisodeConfig
+from megarl.environments.runtime.environment_pool import EnvironmentFailure, ReplayFailure
+from megarl.environments.runtime.results import CallResult
+from megarl.episodes.messages import BadMessages, assistant_message, rendered, results_of
+from megarl.episodes.open_episode import EpisodeOverdue, EpisodeState, PhaseOver, ToolTime, left_open, resumed
+from megarl.episodes.paced import PacedSampler
+from megarl.episodes.rows import EpisodeResult, EpisodeRows, SampledTurn, TurnSampler
+from megarl.episodes.tally import Tally
+from megarl.episodes.template import Message, TemplateRefusal, user
+from megarl.episodes.tool_calls import CallFormat, ToolCall, Turn
+from megarl.episodes.transcript import TranscriptWriter
+from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.model.tokenizer import chat_messages
+from megarl.samples.accounting import longest_row
+from megarl.samples.buffer import phases_of
+from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault
+from megarl.types.reward_result import Failure, Verdict
+from megarl.types.sampling import Sampling
+
+_MOST_BAD_TURNS = 3  # in a row, whose calls could not be made at all
+_FIRST_TOKEN = 1  # room that a turn needs at least
+
+
+class EnvironmentClient(Protocol):
+    """What answers the model: `EnvironmentThread`. Methods as of `EnvironmentPool`."""
+
+    @property
+    def has_reply(self) -> bool: ...
+    async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None: ...
+    async def resume(self, episode: str, row: Mapping[str, Any], seed: int, history: str | None) -> int: ...
+    async def leave(self, episode: str, operations: int) -> str | None: ...
+    async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]: ...
+    async def reply(self, episode: str, text: str) -> CallResult | None: ...
+    async def finish(self, episode: str) -> Verdict | None: ...
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What follows a turn: what is said to the model, or the reason why the episode ends with the turn.
+
+    ids: the tokens of the next message; None: the history is rendered anew.
+    """
+
+    ids: Sequence[int] | None = ()
+    end: EpisodeEnd | None = None
+
+
+class EpisodeRunner:
+    """Runs the episodes of one engine. calls: None where the environment has no tools."""
+
+    def __init__(
+        self,
+        config: EpisodeConfig,
+        sampler: TurnSampler,
+        environment: EnvironmentClient,
+        splice: Splice,
+        calls: CallFormat | None,
+        *,
+        max_prompt_tokens: int,
+    ) -> None:
+        self._config, self._sampler, self._environment = config, PacedSampler(sampler), environment
+        self._splice, self._calls, self._numbers = splice, calls, count()
+        self._max_prompt_tokens = max_prompt_tokens
+        self._renders = config.history == "render"
+
+    async def run(
+        self, prompt: Prompt, sampling: Sampling, place: int, begun: Sample | None = None, dealt_tokens: int = 0
+    ) -> EpisodeResult:
+        """One episode, sample number `place` of its prompt, or a phase of it. sampling.max_tokens: of a turn.
+
+        begun: as the phase before has left it. dealt_tokens: with which it was dealt to the engine; 0: those of the
+        prompt. Raises what the sampler raises, and UserFault where what answers can no longer be used.
+        """
+        name, config = f"episode-{next(self._numbers)}", self._config
+        opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
+        own_tokens = longest_row(prompt, begun) if begun else len(prompt.token_ids)
+        await self._sampler.begin(name, own_tokens)
+        rows = EpisodeRows(
+            self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, config.max_tokens
+        )
+        rows.tally = Tally(**opened.account, transcript=TranscriptWriter(begun.transcript if begun else ()))
+        phase_s = config.phase_tool_s if sampling.phase_tokens else None
+        tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
+        try:
+            state, end, failure = await self._phase(rows, tools, prompt, sampling, begun)
+        finally:  # the engine's place is free before the environment thinks about the reward
+            await rows.end(dealt_tokens or len(prompt.token_ids))
+        phases = opened.phases + 1
+        if end is None and phases < phases_of(config.max_tokens, sampling.phase_tokens):
+            history = await self._environment.leave(name, tools.operations)
+            return EpisodeResult(left_open(rows, tools, state, prompt, phases, history, renders=self._renders), None)
+        if state is None and failure is None:
+            await self._environment.leave(name, 0)
+            words = f"reset took longer than episode.phase_tool_s ({config.phase_tool_s:g} s) in {phases} phases"
+            if end == "timeout":
+                words = f"episode.timeout_s ({config.timeout_s:g} s) had passed before the end of reset"
+            return EpisodeResult(rows.sample("environment"), Failure(words))
+        verdict = None
+        try:
+            verdict = await tools.unlimited(self._environment.finish(name))
+        except EnvironmentFailure as error:
+            end, failure = "environment", error
+        sample = rows.sample(end or "timeout")
+        return EpisodeResult(sample, Failure(str(failure)) if failure else verdict)
+
+    async def _phase(
+        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
+    ) -> tuple[EpisodeState | None, EpisodeEnd | None, EnvironmentFailure | None]:
+        """(the state, None where the environment has not begun; the end, None where the phase leaves the episode open;
+        the failure that has ended it)."""
+        state = None
+        try:
+            state = await self._state(rows, tools, prompt, sampling, begun)
+            return state, await self._take_turns(state, sampling.max_tokens), None
+        except EnvironmentFailure as error:
+            return state, "environment", error
+        except EpisodeOverdue:
+            return state, "timeout", None
+        except PhaseOver:
+            return state, None, None
+
+    async def _state(
+        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
+    ) -> EpisodeState:
+        """The state that the phase before has left, or a new one where there is none, or it cannot be made again."""
+        opened = begun.open_episode if begun else None
+        if begun and opened and opened.following != "begin":
+            again = self._environment.resume(rows.name, prompt.row, sampling.group_seed, opened.history)
+            try:
+                tools.operations = await tools.unlimited(again)
+            except ReplayFailure:
+                rows.tally.begin_anew()
+            else:
+                return resumed(rows, tools, prompt, begun, opened)
+        return await self._begun(rows, tools, prompt, sampling)
+
+    async def _begun(self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling) -> EpisodeState:
+        """The environment's first words are appended to the prompt as one more message of the user."""
+        messages = chat_messages(prompt.messages)
+        opening = await tools.wait(self._environment.open(rows.name, prompt.row, sampling.group_seed))
+        if opening is None:
+            return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages)
+        rows.tally.transcript.add_message(opening)
+        messages = [*messages, user(self._splice.template.without_special_tokens(opening))]
+        ids = await self._said(self._splice.first, messages)
+        if len(ids) > self._max_prompt_tokens:
+            limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
+            raise EnvironmentFailure(f"with the text of reset the prompt has {len(ids)} tokens, and {limit}")
+        return EpisodeState(rows, tools, rows.open(ids), messages)
+
+    async def _take_turns(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd:
+        """Until the episode ends. turn_tokens: of a turn at most.
+
+        Raises PhaseOver where the phase leaves it open, and EpisodeOverdue where it had no seconds left for an answer.
+        """
+        while True:
+            if not state.is_answered and (end := await self._turn(state, turn_tokens)):
+                return end
+            if not await self._go_on(state):
+                return "max_tokens"
+            if state.tools.is_overdue:
+                return "timeout"
+            if state.rows.is_phase_over:
+                raise PhaseOver
+            state.turn, state.is_answered = None, False
+
+    async def _turn(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd | None:
+        """The next turn, or what a phase has left of one, and its answer; the end where the episode ends with it."""
+        rows, turn = state.rows, state.turn
+        if turn is None or turn.is_open:
+            most = rows.turn_tokens(state.conversation, turn)
+            if turn and most <= len(turn.ids):  # a resumed run has a lower limit
+                return "max_tokens"
+            is_whole = most == turn_tokens
+            state.turn = turn = await rows.turn(state.conversation, turn)
+            if turn.is_open:
+                raise PhaseOver
+            if not turn.finished:
+                return "cut" if is_whole else "max_tokens"
+        answer = await self._answer(state, turn)
+        if answer.end:
+            return answer.end
+        if state.tally.turns >= self._config.max_turns:
+            return "max_turns"
+        state.said, state.is_answered = answer.ids, True
+        return None
+
+    async def _go_on(self, state: EpisodeState) -> bool:
+        """Whether there is room for a further turn after what was said, which the conversation then has."""
+        conversation, rows, ids = state.conversation, state.rows, state.said
+        if ids is None:
+            whole = await self._said(rendered, state.messages, self._splice)
+            if rows.room(len(whole)) < _FIRST_TOKEN:
+                return False
+            if not conversation.is_start_of(whole):
+                state.conversation = rows.open(whole)
+                return True
+            ids = whole[len(conversation.ids) :]
+        if rows.room(conversation.prompt_length, conversation.response_length + len(ids)) < _FIRST_TOKEN:
+            return False
+        conversation.add_message(ids)
+        return True
+
+    async def _answer(self, state: EpisodeState, turn: SampledTurn) -> _Answer:
+        """What tools or the environment say to a turn; its reward goes to the turn. PhaseOver changes nothing."""
+        ids = turn.ids
+        read = await asyncio.to_thread(self._read, ids, state.after_tools) if self._calls else Turn(turn.text)
+        if read.calls:
+            return await self._called(state, read, ids)
+        if not self._environment.has_reply:
+            return _Answer(end="answered")
+        reply = await state.tools.wait(self._environment.reply(state.rows.name, read.content))
+        if reply is None:
+            return _Answer(end="answered")
+        state.conversation.add_reward(reply.reward)
+        state.after_tools, state.bad_turns = False, 0
+        shown = await asyncio.to_thread(self._cut, reply.text)
+        state.tally.transcript.add_reward(reply.reward)
+        state.tally.transcript.add_message(shown)
+        if reply.done:
+            return _Answer(end="done")
+        if self._renders:
+            state.messages += [self._message(state, read, ids), user(shown)]
+            return _Answer(None)
+        return _Answer(await self._said(self._splice.user, shown, after=ids[-1]))
+
+    async def _called(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> _Answer:
+        """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
+        tally = state.tally
+        good = [call for call in read.calls if isinstance(call, ToolCall)]
+        made, is_overdue = await self._made(state, good)
+        message = self._message(state, read, ids)
+        results = iter(made)
+        texts = [next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls]
+        shown = await asyncio.to_thread(lambda: [self._cut(text) for text in texts])
+        tally.calls, state.after_tools = tally.calls + len(read.calls), True
+        tally.call_errors += len(read.calls) - sum(result.error is None for result in made)
+        state.bad_turns = 0 if good else state.bad_turns + 1
+        reward = sum(result.reward for result in made)
+        state.conversation.add_reward(reward)
+        tally.transcript.add_reward(reward)
+        tally.transcript.add_calls(read.calls, made, shown)
+        if is_overdue:
+            return _Answer(end="timeout")
+        if any(result.done for result in made):
+            return _Answer(end="done")
+        if state.bad_turns == _MOST_BAD_TURNS:
+            return _Answer(end="bad_calls")
+        if self._renders:
+            state.messages += [message, *results_of(message, shown)]
+            return _Answer(None)
+        told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
+        return _Answer(await self._said(self._splice.tool_results, told, after=ids[-1]))
+
+    async def _made(self, state: EpisodeState, calls: Sequence[ToolCall]) -> tuple[list[CallResult], bool]:
+        """The results of calls, and whether they were given up because the episode had no seconds left."""
+        asked = [(call.name, call.arguments) for call in calls]
+        try:
+            return await state.tools.wait(self._environment.call(state.rows.name, asked)), False
+        except EpisodeOverdue:
+            words = f"was given up, because episode.timeout_s ({self._config.timeout_s:g} s) had passed."
+            return [CallResult(f"{call.name} {words}", error="timeout") for call in calls], True
+
+    def _message(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> Message:
+        """A turn as the message that is rendered, before its calls are counted."""
+        return assistant_message(read, self._splice.turn_text(ids), self._splice.template, state.tally.calls)
+
+    async def _said(self, splice: Callable[..., list[int]], *words: Any, **how: Any) -> list[int]:
+        """The tokens of what is said to the model. Raises EnvironmentFailure where the template refuses the words."""
+        try:
+            return await asyncio.to_thread(splice, *words, **how)
+        except (UserFault, TemplateRefusal, BadMessages) as error:
+            raise EnvironmentFailure(f"the chat template refuses the message ({error})") from error
+
+    def _read(self, ids: Sequence[int], after_tools: bool) -> Turn:
+        assert self._calls
+        return self._calls.read(self._splice.turn_text(ids), after_tools=after_tools)
+
+    def _cut(self, text: str) -> str:
+        """The text without markup, of whose tokens the middle is left out where it has too many."""
+        most, text = self._config.max_observation_tokens, self._splice.template.without_special_tokens(text)
+        ids = self._splice.template.ids(text)
+        if len(ids) <= most:
+            return text
+        head, tail = ids[: most - most // 2], ids[len(ids) - most // 2 :]
+        decode = self._splice.template.decode
+        return f"{decode(head)}\n[... {len(ids) - most} tokens left out ...]\n{decode(tail) if tail else ''}"

@@ -1,0 +1,166 @@
+"""The proof that the splice fits a chat template, and what an append-only conversation keeps that the template drops.
+
+For preflight: a few dozen renderings of short conversations, milliseconds, without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megarl.episodes.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, num_shared, user
+from megarl.episodes.turn_tokenizer import MEND, Following, Splice, ToolResult
+from megarl.types import UserFault
+
+_WORDS = "probeone", "probetwo"  # in small letters, which the vocabularies of tiny models have too
+_MARKERS = (MARKER, "marked in words", MARKER * 9)
+_REASONING = "thoughtful"
+_THOUGHTS: tuple[dict[str, str], ...] = ({"reasoning_content": _REASONING}, {"thinking": _REASONING})
+_EARLIER: tuple[Message, ...] = (
+    user("a"), {"role": "assistant", "content": "b"}, user("c"), {"role": "assistant", "content": "d"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpliceFacts:
+    """What is so with a template and is no fault.
+
+    parallel: whether the results of several calls in one turn can follow it. kept: what a conversation that is only
+    appended to keeps of earlier turns, and the template would leave out or change. notes: sentences for the user.
+    """
+
+    parallel: bool
+    kept: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def check(splice: Splice, *, users: bool, tools: bool) -> SpliceFacts:
+    """Prove the splice on the tokenizer's own template. Raises UserFault(episode), (episode.tools).
+
+    users, tools: whether the episodes have messages of a user after a turn, and results of tools.
+    """
+    notes: list[str] = []
+    if users:
+        _prove(splice, "a user's message", _WORDS[:1], partial(splice.following_user, _WORDS[0]))
+        if _repeats_tools(splice):
+            notes.append("the chat template writes the tools again before each message of a user")
+    parallel = False
+    if tools:
+        _prove_results(splice, 1)
+        try:
+            _prove_results(splice, 2)
+            parallel = True
+        except UserFault as fault:
+            notes.append(f"a turn can have one call only: {fault.problem}")
+    kept: list[str] = []
+    for wanted, what, answers in ((users, "a user's message", False), (tools, "a tool's result", True)):
+        if wanted:
+            kept += [f"{part} after {what}" for part in _kept(splice.template, answers)]
+    return SpliceFacts(parallel, tuple(kept), tuple(notes))
+
+
+def _prove_results(splice: Splice, number: int) -> None:
+    template, what = splice.template, "a tool's result" if number == 1 else "the results of two calls"
+    texts = _WORDS[:number]
+    results = [ToolResult(text, template.tool_name) for text in texts]
+    _prove(splice, what, texts, partial(splice.following_results, results))
+    values = [f"{MARKER}{text}" for text in texts]
+    calls = [template.call_style.call(template.tool_name, {"value": value}, i) for i, value in enumerate(values)]
+    shown = template.text([user("a"), {"role": "assistant", "content": "", "tool_calls": calls}])
+    if missing := sum(value not in shown for value in values):
+        raise UserFault(WHERE, f"the chat template leaves out {missing} of {number} calls in one turn", MEND)
+
+
+def _prove(splice: Splice, what: str, texts: Sequence[str], following: Callable[..., Following]) -> None:
+    """Prove the splice for one kind of message, whose texts are given; following: the splice's own function for it."""
+    template, plain = splice.template, following()
+
+    def fault(problem: str) -> UserFault:
+        return UserFault(WHERE, f"the chat template {problem}", MEND)
+
+    text = template.decode(plain.ids)
+    for word in texts:
+        if text.count(word) != 1:
+            raise fault(f"writes the text of {what} {text.count(word)} times after the stop token")
+    if sorted(texts, key=text.index) != list(texts):
+        raise fault(f"changes the order of {what}")
+    for marker in _MARKERS:
+        if following(marker=marker) != plain:
+            raise fault(f"writes {what} differently after other words of the assistant")
+    if following(before=_EARLIER) != plain:
+        raise fault(f"writes {what} differently in a longer conversation")
+    for thought in _THOUGHTS:
+        if _shown_with(following, thought) not in (None, plain):
+            raise fault(f"writes {what} differently after a turn with reasoning")
+    tokens = [plain.stop, *plain.ids]
+    if template.ids(plain.text)[-len(tokens) :] != tokens:
+        raise fault(f"gives {what} other tokens after other text")
+    if not _solid(plain.text).endswith(_solid(template.decode(tokens))):
+        raise fault(f"writes {what} in characters that are not in the vocabulary")
+
+
+def _solid(text: str) -> str:
+    """Without white space, which some tokenizers add or drop in decoding."""
+    return "".join(text.split())
+
+
+def _shown_with(following: Callable[..., Following], thought: Message) -> Following | None:
+    """None where the template refuses the key for reasoning, or shows the reasoning in place of the words."""
+    try:
+        return following(shown=thought)
+    except UserFault:
+        return None
+
+
+def _repeats_tools(splice: Splice) -> bool:
+    after = splice.template.decode(splice.following_user(_WORDS[0]).ids)
+    return bool(splice.template.schemas) and splice.template.tool_name in after
+
+
+def _kept(template: ChatTemplate, answers_call: bool) -> list[str]:
+    """What the template drops from a turn once a user's message, or a tool's result, follows it."""
+    calls = [template.call_style.call(template.tool_name, {"value": "a"}, 0)] if answers_call else []
+
+    def turn(content: str, **keys: str) -> Message:
+        return {"role": "assistant", "content": content, **keys} | ({"tool_calls": calls} if calls else {})
+
+    def texts(answer: Message) -> tuple[str, str]:
+        """The conversation that ends with the turn, and with what follows the turn; empty where it is refused."""
+        result = {"role": "tool", "tool_call_id": calls[0]["id"], "name": template.tool_name} if calls else {}
+        chat = [user("a"), answer]
+        follows = {**user(_WORDS[0]), **result}
+        return _text_or_nothing(template, chat), _text_or_nothing(template, [*chat, follows])
+
+    thoughts = [turn("words", **thought) for thought in _THOUGHTS] + [turn(f"<think>\n{_REASONING}\n</think>\n\nwords")]
+    shown = [followed for last, followed in map(texts, thoughts) if _REASONING in last]
+    kept = []
+    if not shown or _REASONING not in shown[0]:
+        kept.append("the reasoning of a turn")
+    last, followed = texts(turn("words"))
+    if "words" not in followed:
+        kept.append("the words beside a call")
+    elif "\n words \n" not in texts(turn("\n words \n"))[1]:
+        kept.append("white space around the words of a turn")
+    kept += _changed_prompt(template, followed)
+    return kept
+
+
+def _changed_prompt(template: ChatTemplate, followed: str) -> list[str]:
+    """What of the prompt the template writes otherwise once a turn and a message have followed it."""
+    question = [user("a")]
+    prompt = template.ids(_text_or_nothing(template, question, True))
+    history = template.ids(followed)
+    shared = num_shared(prompt, history)
+    if shared == len(prompt):
+        return []
+    if shared < len(template.ids(_text_or_nothing(template, question))):
+        return ["the beginning of the conversation"]  # Mistral's tools go on to the last message of a user
+    return [f"the generation prompt's {template.decode(prompt[shared:])!r}"]
+
+
+def _text_or_nothing(template: ChatTemplate, chat: Sequence[Message], prompt: bool = False) -> str:
+    try:
+        return template.text(chat, prompt=prompt)
+    except TemplateRefusal:
+        return ""

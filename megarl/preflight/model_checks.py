@@ -1,0 +1,218 @@
+"""Faults of the checkpoints and tokenizers of all models; stand-ins for checkpoints that are not on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.algos import learns_from_answers
+from megarl.checkpoints import hf_import, peft
+from megarl.config import Recipe
+from megarl.data.template_limits import template_fault
+from megarl.model.hf_config import end_token_ids
+from megarl.model.shape import ModelShape
+from megarl.model.tokenizer import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
+from megarl.placement.roles import Role, Roles
+from megarl.types import Prompt, UserFault
+
+Faults = list[UserFault]
+_SPARE_CONTEXT = 2  # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
+_SPARE_AFTER_INPUT = 6  # positions that SGLang keeps free after the tokens of a request
+
+
+def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
+    """The recipe with stand-ins for what is not on this machine, and the absent files in words, by recipe key.
+
+    The folder model.config stands in for the policy's checkpoint, and the policy's for the other models' checkpoints.
+    """
+    absent = {}
+    model = recipe.model
+    if model.config and not _has_config(model.path):
+        absent["model.path"] = f"{model.path}: weights and tokenizer (its shape is from {model.config})"
+        recipe = recipe.model_copy(update={"model": model.model_copy(update={"path": model.config})})
+    data = {key: file.path for key, file in recipe.data.files.items()}
+    absent |= {key: f"{path}: the data" for key, path in data.items() if not Path(path).is_file()}
+    if recipe.lora and recipe.lora.path and not Path(recipe.lora.path).is_dir():
+        absent["lora.path"] = f"{recipe.lora.path}: adapters"
+    if (adapters := recipe.reward_model.adapters) and not Path(adapters).is_dir():
+        absent["reward_model.adapters"] = f"{adapters}: adapters of the reward model"
+    for branch in ("critic", "reward_model", "reference"):
+        own = getattr(recipe, branch)
+        if own.path and not _has_config(own.path):
+            absent[f"{branch}.path"] = f"{own.path}: another model's folder"
+            stands_in = recipe.model.path if branch == "reward_model" else None  # without a path there is none
+            recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": stands_in})})
+    return recipe, absent
+
+
+def _has_config(path: str) -> bool:
+    return (Path(path) / "config.json").is_file()
+
+
+def tokenizer_faults(tokenizer: Any, shape: ModelShape) -> Faults:
+    """Special tokens that the model's embedding does not have: an answer ends in one, a chat template writes others."""
+    if beyond := token_outside_vocabulary(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
+        return [UserFault("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)]
+    return []
+
+
+def eos_faults(recipe: Recipe, tokenizer: Any) -> Faults:
+    """No token at which the engine ends a response, or another token than the answers are taught to end with."""
+    try:
+        ends = end_token_ids(recipe.model.path)
+    except UserFault as fault:
+        return [fault]
+    own = tokenizer.eos_token_id
+    teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
+    if teaches and own is None:
+        mend = "give it an eos_token, or learn from rewards alone"
+        return [UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend)]
+    where = f"{recipe.model.path}/generation_config.json"
+    if not ends:
+        problem = "neither it nor config.json has an eos_token_id: no response would end before its longest"
+        example = f"{own}, the tokenizer's" if own is not None else "the number of the token that ends a response"
+        return [UserFault(where, problem, f"write eos_token_id there: {example}")]
+    if teaches and own not in ends:
+        known = ", ".join(map(str, sorted(ends)))
+        problem = f"answers are taught to end with the tokenizer's token {own}, and engines end responses at {known}"
+        return [UserFault(where, problem, f"add {own} to its eos_token_id")]
+    return []
+
+
+def loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
+    """Keys of `train` for parts that the model does not have."""
+    train, faults = recipe.train, []
+    of_experts = {"aux_loss": train.aux_loss, "z_loss": train.z_loss, "replay": train.replay != "off"}
+    for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
+        problem, mend = "the model has no experts", f"leave train.{key} out"
+        faults.append(UserFault(f"train.{key}", problem, mend))
+    if train.router_bias_rate and not shape.router_bias:
+        problem, mend = "the model's routers have no biases", "set it to 0, or use train.aux_loss"
+        faults.append(UserFault("train.router_bias_rate", problem, mend))
+    if train.mtp_loss and not shape.num_mtp_layers:
+        problem = "the checkpoint has no multi-token prediction layers"
+        faults.append(UserFault("train.mtp_loss", problem, "set it to 0"))
+    return faults
+
+
+def policy_faults(roles: Roles, *, has_weights: bool = True) -> Faults:
+    """Faults of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
+    policy, recipe = roles.policy, roles.recipe
+    faults = [policy.model.fault] if policy.model.fault else []
+    shape = policy.model.known_shape
+    if shape is None:
+        return faults
+    told = loss_faults(recipe, shape) + reference_faults(roles)
+    if has_weights:
+        told += hf_import.check_hf(policy.model.path, shape)
+    return told + faults + _context_faults(roles)
+
+
+def _context_faults(roles: Roles) -> Faults:
+    """Prompts and responses that are longer together than the model's context."""
+    context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
+    spare = max(_SPARE_CONTEXT, 1 + roles.recipe.rollout.engine.draft)
+    if roles.recipe.rollout.phase_tokens or roles.recipe.episode:
+        spare = max(spare, _SPARE_AFTER_INPUT)  # a request holds what was said so far
+    if context is None or longest <= context - spare:
+        return []
+    problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
+    mend = f"bring the sum to at most {context - spare}"
+    return [UserFault("data.max_prompt_tokens", problem, mend)]
+
+
+def reference_faults(roles: Roles) -> Faults:
+    """A reference checkpoint of another architecture: its weights take the policy's places in memory."""
+    reference, shape = roles.reference, roles.policy.shape
+    if reference is None:
+        return []
+    if reference.known_shape is None:
+        assert reference.fault
+        where = reference.fault.where.replace("model.path", "reference.path")
+        return [UserFault(where, reference.fault.problem, reference.fault.mend)]
+    if reference.known_shape != shape:
+        problem = f"{reference.path} is another model than model.path"
+        mend = "name a checkpoint of the same architecture"
+        return [UserFault("reference.path", problem, mend)]
+    return hf_import.check_hf(reference.path, shape)
+
+
+def critic_faults(roles: Roles) -> Faults:
+    """Faults of the critic's checkpoint and ranks; none without a critic."""
+    critic, policy, recipe = roles.critic, roles.policy.model, roles.recipe
+    if critic is None:
+        return []
+    path, is_policys = critic.model.path, critic.model.path == policy.path
+    faults = _auxiliary_faults(critic, is_known=is_policys)
+    if faults or is_policys or policy.known_shape is None or critic.model.facts is None:
+        return faults
+    if (vocab_size := critic.shape.vocab_size) < policy.shape.vocab_size:
+        problem = f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}"
+        faults.append(UserFault("critic.path", problem, "use a model with the policy's tokenizer"))
+    longest = recipe.data.max_prompt_tokens + recipe.longest_sample
+    if critic.model.facts.max_positions < longest:
+        problem = f"its context is {critic.model.facts.max_positions}, prompt and response may be {longest}"
+        faults.append(UserFault("critic.path", problem, "use a model with the policy's context"))
+    return faults
+
+
+def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
+    """Faults of the reward model's checkpoint, ranks and tokenizer. prompts: the training prompts."""
+    role = roles.reward_model
+    if role is None:
+        return []
+    adapters = roles.recipe.reward_model.adapters
+    faults = _auxiliary_faults(role, is_known=adapters is not None)
+    if faults or not adapters:
+        return faults or _reward_checkpoint_faults(role, prompts)
+    faults = _reward_adapter_faults(adapters, role)
+    return faults or _judging_faults("reward_model.adapters", role, prompts)
+
+
+def _reward_checkpoint_faults(role: Role, prompts: Sequence[Prompt]) -> Faults:
+    """Faults of a reward model that is a checkpoint of its own."""
+    if hf_import.without_head(role.model.path):
+        problem = f"{role.model.path} has no score.weight: it is a language model"
+        return [UserFault("reward_model.path", problem, "name a sequence classifier with one score")]
+    return _judging_faults("reward_model.path", role, prompts)
+
+
+def _judging_faults(where: str, role: Role, prompts: Sequence[Prompt]) -> Faults:
+    """Faults of the tokenizer and the template with which a reward model reads prompts and responses."""
+    try:
+        tokenizer = load_tokenizer(role.model.path)
+    except UserFault as fault:
+        return [UserFault(where, fault.problem, fault.mend)]
+    if beyond := token_outside_vocabulary(tokenizer, tokenizer.get_vocab().values(), role.shape.vocab_size):
+        mend = OWN_TOKENIZER.replace("model.path", where)
+        return [UserFault(where, f"it reads any text, and its tokenizer has {beyond}", mend)]
+    unbounded = template_fault(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
+    if unbounded:
+        return [UserFault(where, unbounded.problem, unbounded.mend)]
+    for prompt in prompts:
+        try:
+            chat_text(tokenizer, prompt.messages, "")
+        except Exception as error:  # a template raises whatever its author wrote
+            mend = "mend the messages or the template"
+            return [UserFault(where, f"{prompt.id}: its tokenizer refuses the prompt: {error}", mend)]
+    return []
+
+
+def _reward_adapter_faults(folder: str, role: Role) -> Faults:
+    """Faults of a reward model's adapters and head; its tokenizer is the policy's."""
+    if not role.lora or role.model.known_shape is None:
+        return []
+    mend = "name a folder that PEFT has written of a sequence classifier on the policy's model"
+    return [UserFault("reward_model.adapters", one.problem, mend) for one in peft.check(folder, role.shape, role.lora)]
+
+
+def _auxiliary_faults(role: Role, *, is_known: bool) -> Faults:
+    """Faults of an auxiliary model's checkpoint and layout.
+
+    is_known: the policy has the same checkpoint, whose faults are reported there.
+    """
+    if role.model.fault:
+        return [] if is_known else [role.renamed(role.model.fault)]
+    faults = [] if is_known else hf_import.check_hf(role.model.path, role.shape)
+    return [role.renamed(fault) for fault in faults] + role.layout_faults()

@@ -1,0 +1,94 @@
+"""A recipe's reward functions, each with worker processes of its own: which of them scores which row."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from megarl.config import RewardConfig
+from megarl.isolation.loop_thread import LoopThread
+from megarl.rollout.reward_workers.reward_pool import Episodes, Pool
+from megarl.rollout.reward_workers.reward_process import RewardSpec
+from megarl.rollout.rewards import WHERE
+from megarl.types.reward_result import Failure, Verdict
+
+DEFAULT = ""  # stands for all sources without a function of their own
+
+
+def reward_specs(reward: RewardConfig, start_s: float) -> dict[str, RewardSpec]:
+    """Source -> the function that scores its rows. start_s: the limit of a function's import."""
+    named = {
+        name: (f"reward.by_source.{name}.function", source.function, source.arguments)
+        for name, source in reward.by_source.items()
+    }
+    if reward.function:
+        named[DEFAULT] = (WHERE, reward.function, reward.arguments)
+    return {source: RewardSpec(*spec, reward.timeout_s, reward.memory_mb, start_s) for source, spec in named.items()}
+
+
+def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
+    """The source whose function scores a row: its own if it has one."""
+    name = str(row.get(reward.source, ""))
+    return name if name in reward.by_source else DEFAULT
+
+
+class Scorers:
+    """The workers of all functions, and the thread whose loop reads their messages.
+
+    The constructor waits until every function is imported; UserFault if one cannot be.
+    """
+
+    def __init__(self, reward: RewardConfig, start_s: float) -> None:
+        self._reward = reward
+        self._thread = LoopThread("scorers")
+        self._pools: dict[str, Pool] = {}
+        try:
+            self._thread.submit(self._start(start_s)).result()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    async def verdicts(
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+    ) -> list[Verdict | Failure]:
+        """One for each response, in order. episodes: as of `Pool.verdicts`.
+
+        Raises UserFault when the function can no longer be used.
+        """
+        return await asyncio.wrap_future(self._verdicts(answer, row, responses, episodes))
+
+    def wait_for_verdicts(
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+    ) -> list[Verdict | Failure]:
+        """`verdicts` where no loop runs."""
+        return self._verdicts(answer, row, responses, episodes).result()
+
+    @property
+    def slowest_s(self) -> float:
+        """The time of the slowest verdict so far."""
+        return max(pool.slowest_s for pool in self._pools.values())
+
+    def pids(self) -> list[int]:
+        """The worker processes."""
+        return [pid for pool in self._pools.values() for pid in pool.pids()]
+
+    def shutdown(self) -> None:
+        """End and reap the workers; may be called again."""
+        self._thread.end(self._end())
+
+    def _verdicts(
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes
+    ) -> Future[list[Verdict | Failure]]:
+        pool = self._pools[source_of(self._reward, row)]
+        return self._thread.submit(pool.verdicts(answer, row, responses, episodes))
+
+    async def _start(self, start_s: float) -> None:
+        for source, spec in reward_specs(self._reward, start_s).items():
+            self._pools[source] = Pool(spec, self._reward.workers)
+        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+
+    async def _end(self) -> None:
+        for pool in self._pools.values():
+            await pool.end()

@@ -1,0 +1,111 @@
+"""The worker processes of one reward function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.isolation.child import too_long
+from megarl.isolation.pool import GARBAGE, WorkerPool
+from megarl.isolation.process import ProcessEnd, as_line
+from megarl.rollout.reward_workers.reward_process import AT_ONCE, Request, RewardSpec, VerdictProcess
+from megarl.types.reward_result import LARGEST, Failure, Verdict
+
+_BATCH = 16  # the most responses that wait for one that hangs
+_BATCH_S = 0.01
+Episodes = Sequence[Mapping[str, Any] | None]
+
+
+class Pool(WorkerPool[VerdictProcess]):
+    """The workers of one function. Everything happens in the loop that runs `start`."""
+
+    def __init__(self, spec: RewardSpec, num_workers: int) -> None:
+        super().__init__(spec.where, spec.function, num_workers, spec.start_s)
+        self._spec = spec
+        self.slowest_s = 0.0  # of all verdicts so far
+
+    async def verdicts(
+        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
+    ) -> list[Verdict | Failure]:
+        """In the order of the responses. episodes: of each response, or none where they are no episodes.
+
+        Raises UserFault when the function can no longer be used.
+        """
+        if self._fault:
+            raise self._fault
+        try:
+            context = as_line([answer, row])
+        except (TypeError, ValueError, RecursionError) as error:
+            return [Failure(f"the row cannot be sent to its process ({error})") for _ in responses]
+        requests = [
+            Request(next(self._numbers), self._loop.create_future(), context=context, response=one, episode=episode)
+            for one, episode in zip(responses, episodes or [None] * len(responses), strict=True)
+        ]
+        self._waiting += requests
+        self._feed()
+        return await asyncio.gather(*(request.result for request in requests))
+
+    def _new(self) -> VerdictProcess:
+        return VerdictProcess(self._spec)
+
+    def _started(self, worker: VerdictProcess, message: Sequence[Any]) -> bool:
+        match message:
+            case [bool(is_async), bool(takes_episode)]:
+                worker.is_async, worker.takes_episode = is_async, takes_episode
+                return True
+        return False
+
+    def _failed(self, end: ProcessEnd) -> Failure:
+        return Failure(end.words)
+
+    def _overdue(self) -> ProcessEnd:
+        return ProcessEnd("timeout", too_long(self._spec.timeout_s))
+
+    def _receive(self, worker: VerdictProcess, message: list[Any] | None) -> None:
+        result: Verdict | Failure
+        match message:
+            case [int(number), str(words), bool(is_last)] if number in worker.in_flight:
+                result = Failure(words)
+            case [int(number), int() | float() as reward, bool(correct), str() | None as answer] if (
+                number in worker.in_flight and abs(reward) <= LARGEST
+            ):
+                result, is_last = Verdict(reward, correct, answer), False
+            case _:
+                self._replace(worker, GARBAGE)
+                return
+        self._settle(worker.in_flight.pop(number), result)
+        if is_last:
+            self._replace(worker)
+            return
+        now = self._loop.time()
+        following = next(iter(worker.in_flight.values()), None)
+        if not worker.is_async and following:
+            following.began = now
+        elif not worker.is_async:
+            pace_s = (now - worker.batch_began) / worker.batch_size
+            worker.batch = max(1, min(_BATCH, int(_BATCH_S / max(pace_s, 1e-6))))
+        self._feed()
+
+    def _fill(self, worker: VerdictProcess) -> None:
+        if not worker.has_room():
+            return
+        now, most = self._loop.time(), AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch
+        taken = 0
+        while self._waiting and taken < most:
+            request = self._waiting[0]
+            if request.alone and worker.in_flight:
+                break
+            self._waiting.popleft()
+            if request.result.done():  # its caller was cancelled
+                continue
+            request.began = now
+            worker.send(request)
+            taken += 1
+            if request.alone:
+                break
+        worker.batch_began, worker.batch_size = now, max(taken, 1)
+
+    def _settle(self, job: Request, result: Verdict | Failure) -> None:
+        self.slowest_s = max(self.slowest_s, self._loop.time() - job.began)
+        super()._settle(job, result)

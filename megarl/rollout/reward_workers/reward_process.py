@@ -1,0 +1,77 @@
+"""One process that computes verdicts, seen from its parent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.isolation.process import Job, WorkerProcess, as_line
+
+AT_ONCE = 64  # responses in flight to a function that is `async def`
+_GRACE_S = 1.0  # in which a worker of such a function cancels a call that takes too long
+_LONGEST_LINE_BYTES = 2**20  # a worker's own lines have some thousand characters
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward function with its limits. where: the recipe key that names it; start_s: the limit of its import."""
+
+    where: str
+    function: str
+    arguments: Mapping[str, Any]
+    timeout_s: float
+    memory_mb: int
+    start_s: float
+
+
+@dataclass(kw_only=True)
+class Request(Job):
+    """One response that waits for its verdict. context: answer and row, as the worker reads them.
+
+    episode: what it is the end of, see `episode_dict`.
+    """
+
+    context: bytes
+    response: str
+    episode: Mapping[str, Any] | None
+
+
+class VerdictProcess(WorkerProcess):
+    """One process of a reward function."""
+
+    def __init__(self, spec: RewardSpec) -> None:
+        """Raises OSError when no process can be started."""
+        sent = {**vars(spec), "arguments": dict(spec.arguments)}
+        super().__init__("megarl.rollout.reward_workers.reward_host", sent, _LONGEST_LINE_BYTES)
+        self._timeout_s = spec.timeout_s
+        self.is_async, self.takes_episode = False, False
+        self.batch, self.batch_began, self.batch_size = 1, 0.0, 1
+        self._context = b""
+
+    def send(self, request: Request) -> None:
+        if request.context != self._context:
+            self._context = request.context
+            self.write(request.context)
+        self.in_flight[request.number] = request
+        episode = [request.episode] if self.takes_episode else []
+        self.write(as_line([request.number, request.response, *episode]))
+
+    def has_room(self) -> bool:
+        if any(request.alone for request in self.in_flight.values()):
+            return False
+        return len(self.in_flight) < AT_ONCE if self.is_async else not self.in_flight
+
+    def deadline(self) -> float | None:
+        """A process with many in flight may be late in cancelling calls: it moves while it still sends messages."""
+        first = next(iter(self.in_flight.values()), None)
+        if first is None or self.is_ending:
+            return None
+        end = first.began + self._timeout_s
+        return max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S if self.is_async else end
+
+    def culprit(self) -> Request | None:
+        """The first in flight; of several in flight to an asynchronous function it is not known."""
+        if self.is_async and len(self.in_flight) > 1:
+            return None
+        return next(iter(self.in_flight.values()), None)

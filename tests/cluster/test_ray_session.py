@@ -1,0 +1,436 @@
+"""A real Ray session: what workers return, how their failures reach the caller, and what is left afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.cluster.actor import Pulses, Ref, Worker, answers, ray_nodes
+from megarl.cluster.ray_session import Cluster, WorkerFailed
+from megarl.config import PlacementConfig
+from megarl.types import UserFault
+from tests.leftovers import left_since, shared_files
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+BOUND_S = 5.0  # of a silence; the machine may be busy
+
+
+def doubled(first: str, *rest: int) -> tuple[str | int, ...]:
+    return first, *(2 * one for one in rest)
+
+
+class Target:
+    """Runs in the workers; found there by this module's name."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def add(self, number: int) -> int:
+        return self.rank + number
+
+    async def pair(self) -> tuple[int, bytes]:
+        return self.rank, bytes(1000)
+
+    def size(self, payload: bytes) -> int:
+        return len(payload)
+
+    def join(self, *args: str | int) -> str:
+        return "".join(map(str, args))
+
+    def fault(self) -> None:
+        raise UserFault("reward.function", "returned nan", "return a finite number")
+
+    def hang_or_raise(self, rank: int) -> None:
+        if self.rank == rank:
+            raise ValueError("first line\nthe cause")
+        self.hang()
+
+    def raise_much(self) -> None:
+        raise ValueError("the beginning" + "x" * 3_000_000 + "the end")
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+    def wait_for(self, file: Path) -> int:
+        while not file.exists():
+            time.sleep(0.01)
+        return self.rank
+
+    def work(self, seconds: float) -> int:
+        """As long a call as a rollout is, to the bound of a test."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            sum(range(1000))
+        return self.rank
+
+    def fail_when_stopped(self, pid: int) -> None:
+        """What a collective does whose peer stands still."""
+        while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'cluster'}")
+        with Cluster(2) as session:
+            yield session
+
+
+@pytest.fixture(scope="module")
+def workers(cluster: Cluster) -> list[Worker]:
+    found = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
+    cluster.gather({worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(found)})
+    return found
+
+
+def test_results_come_back_in_order(cluster: Cluster, workers: list[Worker]):
+    assert cluster.gather({worker.call("add", 10): worker.name for worker in workers}) == [10, 11]
+
+
+def test_calls_are_heard_of_as_they_return(cluster: Cluster, workers: list[Worker]):
+    slow, fast = workers[0].call("work", 0.5), workers[1].call("add", 1)
+    calls = {slow: "rank 0", fast: "rank 1"}
+    assert cluster.await_any(calls) == [fast]
+    assert cluster.await_any({slow: "rank 0"}) == [slow]
+    failing = workers[1].call("fault")
+    with pytest.raises(UserFault, match="returned nan"):
+        while cluster.await_any({workers[0].call("add", 1): "rank 0", failing: "rank 1"}):
+            pass
+
+
+class Counting:
+    """Background work of one call after another, until `last` were taken; each takes its call's result by a call."""
+
+    def __init__(self, cluster: Cluster, worker: Worker, last: Path) -> None:
+        self.cluster, self.worker, self.last, self.taken = cluster, worker, last, []
+        self.calls = {worker.call("add", 0): worker.name}
+
+    def labels(self) -> dict[Ref, str]:
+        return dict(self.calls)
+
+    def take(self, ended: Sequence[Ref]) -> None:
+        assert [*self.calls] == [*ended]
+        self.taken += self.cluster.gather(self.labels())
+        count = len(self.taken)
+        self.calls = {self.worker.call("add", count): self.worker.name} if count < 3 else {}
+        if not self.calls:
+            self.last.touch()
+
+
+def test_background_work_goes_on_while_others_are_waited_for(cluster: Cluster, workers: list[Worker], tmp_path: Path):
+    """The call that is waited for ends when the background work has taken its third result."""
+    cluster.background = one = Counting(cluster, workers[1], tmp_path / "last")
+    assert cluster.gather({workers[0].call("wait_for", tmp_path / "last"): "rank 0"}) == [0]
+    assert (one.taken, cluster.background) == ([1, 2, 3], one)
+    cluster.background = None
+
+
+def test_a_failure_in_the_background_ends_what_is_waited_for(cluster: Cluster, workers: list[Worker], tmp_path: Path):
+    one = Counting(cluster, workers[1], tmp_path / "last")
+    one.calls, cluster.background = {workers[1].call("fault"): "rank 1"}, one
+    waited_for = workers[0].call("wait_for", tmp_path / "last")
+    with pytest.raises(UserFault, match="returned nan"):
+        cluster.gather({waited_for: "rank 0"})
+    (tmp_path / "last").touch()
+    assert cluster.gather({waited_for: "rank 0"}, among=workers) == [0], "what a rescue needs goes on without it"
+    cluster.background = None
+
+
+def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[Worker]):
+    light, heavy = workers[1].call_many(2, "pair")
+    assert cluster.gather({light: "rank 1"}) == [1]
+    assert cluster.gather({workers[0].call("size", heavy): "rank 0"}) == [1000]
+    (light,) = workers[1].call_many(1, "pair")
+    assert cluster.gather({light: "rank 1"}) == [1], "not the pair"
+
+
+def test_what_one_worker_puts_together_others_get_as_arguments(cluster: Cluster, workers: list[Worker]):
+    parts = [cluster.put(number) for number in range(1, 4)]
+    bundle = workers[1].bundle("test_session:doubled", "a", *parts)
+    calls = {worker.call("join", worker.name, bundle, "z"): worker.name for worker in workers}
+    assert cluster.gather(calls) == ["rank 0a246z", "rank 1a246z"]
+
+
+def test_what_could_not_be_put_together_fails_the_calls_with_it(cluster: Cluster, workers: list[Worker]):
+    bundle = workers[1].bundle("test_session:doubled", "a", None)
+    with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
+        cluster.gather({workers[0].call("join", bundle): "rank 0"})
+
+
+def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: list[Worker]):
+    dead = cluster.worker("dead", 0)
+    dead.kill()
+    with pytest.raises(WorkerFailed, match="dead: its process died"):
+        cluster.gather({workers[0].call("add", 10): "rank 0"})
+    assert cluster.gather({workers[0].call("add", 10): "rank 0"}, among=workers) == [10]
+    cluster._workers.remove(dead)
+
+
+def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: list[Worker]):
+    stuck = cluster.worker("stuck", 0)
+    cluster.gather({stuck.start("test_session:Target", 2): "stuck"})
+    calls = {workers[0].call("add", 10): "sound", workers[1].call("fault"): "faulty", stuck.call("hang"): "stuck"}
+    found = answers(calls, BOUND_S)
+    assert found["sound"] == 10
+    assert isinstance(found["faulty"], UserFault) and found["faulty"].where == "reward.function"
+    assert isinstance(found["stuck"], TimeoutError)
+    stuck.kill()
+    cluster._workers.remove(stuck)
+    assert isinstance(answers({stuck.call("add", 1): "dead"}, BOUND_S)["dead"], Exception)
+
+
+def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: list[Worker]):
+    (node,) = ray_nodes(cluster.host)
+    assert node.gpus == 2
+    started = answers({node.worker.start("test_session:Target", 5): "node"}, 120.0)
+    assert isinstance(started["node"], int), started
+    assert answers({node.worker.call("add", 1): "node"}, BOUND_S) == {"node": 6}
+    node.worker.kill()
+
+
+def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
+    with pytest.raises(UserFault) as caught:
+        cluster.gather({workers[0].call("fault"): "rank 0"})
+    assert (caught.value.where, caught.value.mend) == ("reward.function", "return a finite number")
+
+
+def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Cluster):
+    """What `import torch` raises where CUDA's libraries are another release's."""
+    (node,) = ray_nodes(cluster.host)
+    (fault,) = answers({node.worker.start("cannot_load:Target", 0): "node"}, 120.0).values()
+    node.worker.kill()
+    assert isinstance(fault, UserFault)
+    assert str(fault).startswith("cannot_load: it cannot be imported on node ") and "libnone.so.1: cannot" in str(fault)
+
+
+def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
+    pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
+    cluster.gather({worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)})
+    with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
+        cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
+    assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
+
+
+@pytest.fixture
+def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Worker], int]]:
+    """Two workers more, whose silence is noticed soon, and the process id of the second."""
+    pair = [cluster.worker(f"peer {rank}", rank) for rank in range(2)]
+    calls = {worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)}
+    _, pid = cluster.gather(calls)
+    monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
+    monkeypatch.setattr(cluster, "_pulses", Pulses(BOUND_S))
+    cluster.gather({worker.call("work", BOUND_S / 2): worker.name for worker in pair})  # pulses came meanwhile
+    yield pair, pid
+    os.kill(pid, signal.SIGKILL)
+    for worker in pair:
+        cluster._workers.remove(worker)
+        worker.kill()
+
+
+def test_a_stopped_process_is_named_whoever_is_waited_for(cluster: Cluster, stuck: tuple[list[Worker], int]):
+    (first, _), pid = stuck
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=rf"^peer 1 \(pid {pid}\) has not answered for \d+ s: a signal stopped it$"):
+        cluster.gather({first.call("hang"): first.name})
+    assert time.monotonic() - began < 5 * BOUND_S
+    assert not cluster.settle({first.call("hang"): first.name}), "it would never end"
+
+
+def test_a_stopped_process_is_named_before_the_peers_who_gave_up_on_it(
+    cluster: Cluster, stuck: tuple[list[Worker], int], monkeypatch: pytest.MonkeyPatch
+):
+    (first, second), pid = stuck
+    monkeypatch.setattr(cluster, "_timeout_s", 600.0)  # a peer may have waited for long when its partner is stopped
+    calls = {first.call("fail_when_stopped", pid): first.name, second.call("hang"): second.name}
+    os.kill(pid, signal.SIGSTOP)
+    named = rf"^peer 1 \(pid {pid}\) has not answered for .*: a signal stopped it$"
+    with pytest.raises(WorkerFailed, match=named) as caught:
+        cluster.gather(calls)
+    assert "Timed out waiting 20000ms" in caught.value.evidence
+
+
+def test_a_call_may_take_longer_than_a_silence(cluster: Cluster, stuck: tuple[list[Worker], int]):
+    pair, _ = stuck
+    assert cluster.gather({worker.call("work", 2 * BOUND_S): worker.name for worker in pair}) == [0, 1]
+
+
+def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker]):
+    """Ray would keep it on the node where it was raised."""
+    with pytest.raises(WorkerFailed, match="the end") as caught:
+        cluster.gather({workers[0].call("raise_much"): "rank 0"})
+    assert "ValueError: the beginning" in caught.value.evidence and len(caught.value.evidence) < 50_000
+
+
+def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
+    placements = cluster.placements(workers, PlacementConfig(gpus=2))
+    assert [placement.address for placement in placements] == cluster.nodes * 2
+    cluster.nodes[0], right = "127.0.0.9", cluster.nodes[0]
+    with pytest.raises(RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"):
+        cluster.placements(workers, PlacementConfig(gpus=2))
+    cluster.nodes[0] = right
+
+
+def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):
+    calls = {workers[0].call("fault"): "rank 0", workers[1].call("add", 1): "rank 1"}
+    assert cluster.settle(calls)
+    assert cluster.gather({ref: name for ref, name in calls.items() if name == "rank 1"}) == [2]
+
+
+_DIES = """
+import os, signal, sys
+from megarl.cluster.processes import raise_on_sigterm
+raise_on_sigterm()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
+from megarl.cluster.ray_session import Cluster, WorkerFailed
+with Cluster(2) as cluster:
+    workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
+    pids = cluster.gather({w.start("test_session:Target", rank): w.name for rank, w in enumerate(workers)})
+    if sys.argv[1] != "kill":
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    os.kill(pids[0], signal.SIGKILL)
+    try:
+        # Only the other worker is being waited for: a death is noticed whatever is in flight.
+        cluster.gather({workers[1].call("hang"): "rank 1"})
+    except WorkerFailed as failure:
+        print(cluster.settle({workers[1].call("hang"): "rank 1"}))  # it would never end
+        print(failure)
+"""
+
+
+# By day tests/end_to_end/test_ending.py sends the command both signals.
+@pytest.mark.parametrize(
+    ("how", "last_line"),
+    [
+        ("kill", "rank 0: its process died"),
+        pytest.param("SIGINT", "", marks=pytest.mark.nightly),
+        pytest.param("SIGTERM", "", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, last_line: str, tmp_path: Path):
+    before = set(psutil.pids())
+    files_before = shared_files()
+    path = f"{ROOT}:{ROOT / 'tests' / 'cluster'}"
+    environment = {**os.environ, "PYTHONPATH": path, "MEGARL_TEST": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _DIES, how], env=environment, capture_output=True, text=True, timeout=90
+    )
+    said = [line for line in done.stdout.splitlines() if "raylet" not in line]  # which tells of deaths too
+    assert said[-2:] == (["False", last_line] if last_line else [])
+    assert (done.returncode == 0) == (how == "kill"), done.stderr
+    assert ("KeyboardInterrupt" in done.stderr) == (how != "kill"), done.stderr
+    assert left_since(files_before) == []
+    ours = [p for p in psutil.process_iter(["environ"]) if p.pid not in before]
+    left = [p for p in ours if (p.info["environ"] or {}).get("MEGARL_TEST") == str(tmp_path)]
+    assert not left, [p.cmdline() for p in left]
+
+
+_ONE_SESSION = """
+import os, signal, sys
+import psutil
+from megarl.cluster.ray_session import Cluster, WorkerFailed
+try:
+    with Cluster(1, say=print) as cluster:
+        worker = cluster.worker("rank 0", 0)
+        cluster.gather({worker.start("test_session:Target", 0): worker.name})
+        print("folder", cluster._folder.path, flush=True)
+        below = psutil.Process().children(recursive=True)
+        os.kill(next(p.pid for p in [psutil.Process(), *below] if sys.argv[1] in p.name()), signal.SIGKILL)
+        cluster.gather({worker.call("hang"): worker.name})
+except WorkerFailed as failure:
+    print(failure)
+    raise SystemExit(1)
+"""
+
+
+def _one_session(victim: str, marker: Path) -> subprocess.CompletedProcess[str]:
+    """A session in which a process with that name is killed."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'cluster'}", "MEGARL_TEST": str(marker)}
+    command = [sys.executable, "-c", _ONE_SESSION, victim]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def _folder(done: subprocess.CompletedProcess[str]) -> Path:
+    """Of the session; Ray's own lines come between ours."""
+    return next(Path(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("folder "))
+
+
+def _left(marker: Path) -> list[str]:
+    """The command lines of what a session left behind."""
+    left = []
+    for one in psutil.process_iter(["environ", "cmdline", "status"]):
+        is_ours = (one.info["environ"] or {}).get("MEGARL_TEST") == str(marker)
+        if is_ours and one.info["status"] != psutil.STATUS_ZOMBIE:
+            left.append(" ".join(one.info["cmdline"] or []))
+    return left
+
+
+@pytest.mark.parametrize("servers", [["raylet"], pytest.param(["raylet", "gcs_server"], marks=pytest.mark.nightly)])
+def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(
+    tmp_path: Path, servers: list[str]
+):
+    killed = _folder(_one_session("python", tmp_path / "0"))
+    assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
+    assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
+    for server in servers:
+        done = _one_session(server, tmp_path / server)
+        assert re.fullmatch(rf"Ray's {server} \(pid \d+\) was killed by SIGKILL", done.stdout.splitlines()[-1]), done
+        assert done.returncode == 1
+        assert not _folder(done).exists()
+        assert _left(tmp_path / server) == []
+    assert not killed.exists()
+
+
+_CLIENT = """
+import ray, sys
+ray.init(address=sys.argv[1], logging_level="error")
+print("connected as a client")
+"""
+
+
+def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Cluster):
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    tokens = {"none": {"RAY_AUTH_MODE": "disabled"}, "wrong": {"RAY_AUTH_TOKEN": "0" * 64}, "right": {}}
+    bare = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_TOKEN"}
+    clients = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", _CLIENT, address],
+            env=(os.environ if name == "right" else bare) | change,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, change in tokens.items()
+    }
+    said = {name: client.communicate(timeout=90)[0] for name, client in clients.items()}
+    assert "connected as a client" in said["right"]
+    for name in ("none", "wrong"):
+        assert "connected as a client" not in said[name]
+        assert "uthenticat" in said[name], said[name]
+
+
+def test_the_caller_cannot_switch_authentication_off():
+    script = (
+        "import os; from megarl.cluster.ray_environment import use_own_token; use_own_token();"
+        "print(os.environ['RAY_AUTH_MODE'], os.environ['RAY_AUTH_TOKEN'], os.environ.get('RAY_AUTH_TOKEN_PATH'))"
+    )
+    weak = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known", "RAY_AUTH_TOKEN_PATH": "/dev/null"}
+    weak["RAY_ADDRESS"] = "10.0.0.1:6379"  # of a cluster of others, which a run of its own does not join
+    done = subprocess.run([sys.executable, "-c", script], env=weak, capture_output=True, text=True, check=True)
+    mode, token, path = done.stdout.split()
+    assert (mode, len(token), path) == ("token", 64, "None")

@@ -1,0 +1,281 @@
+"""The search against plans: equal figures, nothing that does not fit, and nothing better left out of its space."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from megarl import cli
+from megarl.config import Recipe
+from megarl.config.hardware import Hardware, load_hardware
+from megarl.config.loading import load_recipe, overlaid, overlay_yaml
+from megarl.model.shape import ModelShape
+from megarl.placement.roles import resolve
+from megarl.placement.train_layout import TrainLayout
+from megarl.plan import candidates
+from megarl.plan.batch import step_samples
+from megarl.plan.candidates import Overlay, engine_overlays, train_overlays, train_variants, with_fraction
+from megarl.plan.estimate import SPARE, Estimator
+from megarl.plan.layer_sizes import composed, layer_sizes
+from megarl.plan.layout_search import SearchResult, Side, needs_of, search
+from megarl.plan.model_size import sizes_of
+from megarl.plan.report import amount
+from megarl.plan.run_plan import RunPlan, make_plan
+from megarl.plan.search_report import search_json
+from megarl.preflight.layout_checks import reshard_faults
+from megarl.preflight.model_checks import stand_ins
+from megarl.types import UserFault
+from tests.plan import plans
+from tests.plan import recipes as planning
+
+CARD = load_hardware(planning.H800)
+SMALL_CARD = Hardware.model_validate({**CARD.model_dump(), "memory_bytes": 8_000_000_000})
+KEYS = (
+    "train.tp=2", "train.ep=4", "rollout.engine.ep=2", "rollout.engine.sglang={mem_fraction_static: 0.6}",
+    "rollout.prompts_per_step=64", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=2048",
+    "rollout.max_response_tokens=16384", "train.tokens_per_micro_batch=24576", "train.updates_per_step=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("searched")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> Recipe:
+    return stand_ins(planning.small(folder, *KEYS))[0]
+
+
+@pytest.fixture(scope="module")
+def result(recipe: Recipe) -> SearchResult:
+    return search(recipe, SMALL_CARD, "both")
+
+
+@pytest.fixture(scope="module")
+def estimator(recipe: Recipe, result: SearchResult) -> Estimator:
+    models = resolve(recipe).models
+    return Estimator(recipe, SMALL_CARD, step_samples(recipe), result.own.sizes, layer_sizes(models, [1, 2, 4]))
+
+
+def fits(plan: RunPlan) -> bool:
+    """With the memory that a search leaves free."""
+    most = (1 - SPARE) * plan.memory.capacity_bytes
+    return plan.fits and all(parts.total_bytes <= most for parts in plan.memory.device.values())
+
+
+def planned(estimator: Estimator, overlay: Overlay) -> RunPlan:
+    changed = overlaid(estimator.recipe, overlay)
+    return make_plan(changed, SMALL_CARD, sizes=estimator.sizes_of(resolve(changed)))
+
+
+def every_engine(recipe: Recipe) -> Iterator[Overlay]:
+    for layout in engine_overlays(recipe, SMALL_CARD):
+        yield from with_fraction(recipe, layout)
+
+
+def every_train(recipe: Recipe) -> Iterator[Overlay]:
+    for layout in train_overlays(recipe):
+        yield from train_variants(recipe, layout)
+
+
+@pytest.mark.slow
+def test_what_is_found_fits_and_is_faster(result: SearchResult) -> None:
+    assert result.own.fits
+    assert all(fits(row.plan) for row in result.found)
+    seconds = [row.plan.step.total_s for row in result.found]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < result.own.step.total_s
+    same_needs = [row for row in result.found if row.needs <= needs_of(result.own.recipe)]
+    assert min(row.plan.step.total_s for row in same_needs) <= 1.001 * result.own.step.total_s
+    assert all(row.plan.recipe.algorithm.mismatch == "tis" for row in result.found if "fp8" in row.needs)
+
+
+@pytest.mark.slow
+def test_no_row_beats_another_in_everything(result: SearchResult) -> None:
+    def peak(plan: RunPlan) -> int:
+        return plan.memory.device[plan.memory.peak_phase].total_bytes
+
+    for place, row in enumerate(result.found):
+        needing_no_more = [faster for faster in result.found[:place] if faster.needs <= row.needs]
+        assert all(peak(row.plan) < peak(faster.plan) for faster in needing_no_more)
+
+
+@pytest.mark.slow
+def test_an_overlay_that_is_pasted_has_the_figures_of_its_row(
+    result: SearchResult, folder: Path, tmp_path: Path
+) -> None:
+    row = result.found[0]
+    file = tmp_path / "overlay.yaml"
+    file.write_text(overlay_yaml(row.overlay), encoding="utf-8")
+    pasted = make_plan(planning.small(folder, *KEYS, str(file)), SMALL_CARD)
+    assert pasted.step == row.plan.step
+    assert pasted.memory == row.plan.memory
+
+
+@pytest.mark.slow
+def test_an_estimate_is_the_plan_without_its_reshard(recipe: Recipe, estimator: Estimator) -> None:
+    overlays = [*list(every_engine(recipe))[::17], *list(every_train(recipe))[::43]]
+    overlays = [overlay for overlay in overlays if not reshard_faults(resolve(overlaid(recipe, overlay)))]
+    assert len(overlays) > 6
+    for overlay in overlays:
+        found, plan = estimator.estimate(overlay), planned(estimator, overlay)
+        assert found.step_s == pytest.approx(plan.step.total_s - plan.step.reshard_s)
+        assert found.memory == plan.memory.__class__(**{**vars(plan.memory), "faults": []})
+        assert found.fits() == fits(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["engine", "train"])
+def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estimator) -> None:
+    """Against every candidate of one side, each kind's best; the reshard's seconds are not part of the choice."""
+    found = search(recipe, SMALL_CARD, side)
+    best: dict[Any, float] = {}
+    for overlay in every_engine(recipe) if side == "engine" else every_train(recipe):
+        one = estimator.estimate(overlay)
+        if one.fits():
+            needs = needs_of(one.recipe)
+            best[needs] = min(best.get(needs, one.step_s), one.step_s)
+    for needs, row in found.best.items():
+        step = row.plan.step
+        assert step.total_s - step.reshard_s == pytest.approx(best[needs], rel=1e-3)
+    for needs, seconds in best.items():  # what is not shown is beaten by what needs less
+        assert any(
+            row.needs <= needs and row.plan.step.total_s - row.plan.step.reshard_s <= 1.001 * seconds
+            for row in found.found
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        pytest.param(
+            "tiny",
+            [{"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}, {"tp": 2, "ep": 1}, {"ep": 8}],
+            marks=pytest.mark.nightly,
+        ),
+        ("tiny", [{"ep": 2, "mtp_loss": 0.1}, {"tp": 2, "pp": 2, "layers_per_stage": [3, 1], "ep": 2}]),
+        pytest.param("tiny-tied", [{"tp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "vpp": 2}], marks=pytest.mark.nightly),
+    ],
+)
+def test_sizes_added_up_are_megatrons(model: str, layouts: list[dict[str, Any]], tmp_path: Path) -> None:
+    made = [plans.recipe(tmp_path, model, 8, **sizes) for sizes in layouts]
+    if model == "tiny":
+        made[0] = overlaid(made[0], {"train": {"mtp_loss": layouts[0].get("mtp_loss", 0.0)}})
+    models = [resolve(one).models for one in made]
+    built = sizes_of(models, whole=False)
+    for changed, exact in zip(models, built, strict=True):
+        parts = layer_sizes(changed, [changed["policy"].layout.tp])
+        assert composed(exact, changed, parts) == exact
+
+
+@given(layers=st.integers(1, 100), pp=st.sampled_from([1, 2, 4, 8, 16]), vpp=st.integers(1, 4))
+def test_stages_hold_all_layers_and_differ_little(layers: int, pp: int, vpp: int) -> None:
+    shape = ModelShape(layers, 64, 4, 4, 16, 300)
+    found = candidates._stage_layers(TrainLayout(16, 1, 1, 1), shape, pp, vpp if pp > 1 else 1)
+    if found is None:
+        return
+    layout = TrainLayout(16, 1, pp, 1, vpp=vpp if pp > 1 else 1, stage_layers=found)
+    assert not layout._stage_faults(shape)
+    held = [sum(len(layout.layers(rank, layers, chunk)) for chunk in range(layout.vpp)) for rank in range(pp)]
+    assert sum(held) == layers
+    assert max(held) <= candidates.MOST_UNEVEN * layers / pp
+
+
+def test_the_recipes_own_stages_stay() -> None:
+    shape, stages = ModelShape(61, 64, 4, 4, 16, 300), (4,) * 13 + (3,) * 3
+    own = TrainLayout(16, 1, 16, 1, stage_layers=stages)
+    assert candidates._stage_layers(own, shape, 16, 1) == stages
+    assert candidates._stage_layers(own, shape, 8, 1) == (8,) * 5 + (7,) * 3
+    assert candidates._stage_layers(own, shape, 32, 2) is None  # 64 stages
+
+
+def test_candidates_are_valid_and_keep_their_gpus(tmp_path: Path) -> None:
+    made = stand_ins(planning.small(tmp_path, *KEYS))[0]
+    engines, trains = list(engine_overlays(made, CARD)), list(train_overlays(made))
+    assert {overlay["rollout"]["engine"]["tp"] for overlay in engines} == {1, 2, 4}  # 8 would need a network
+    assert {overlay["rollout"]["engine"]["experts"] for overlay in engines} == {"gather", "deepep"}
+    for overlay in engines:
+        roles = resolve(overlaid(made, overlay))
+        assert roles.engines.count * roles.engines.tp == 8
+        assert roles.engines.ep == roles.engines.tp or not roles.engines.deepep
+    assert {overlay["train"]["pp"] for overlay in trains} == {1, 2, 4}
+    assert {overlay["train"]["tp"] for overlay in trains} == {1, 2, 4}  # 8 would leave a node
+    assert {overlay["train"]["ep"] for overlay in trains} == {1, 2, 4, 8}
+    without = Hardware.model_validate({**CARD.model_dump(), "fp8_flops": None})
+    assert not [one for one in engine_overlays(made, without) if one["rollout"]["engine"]["fp8"]]
+
+
+def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> None:
+    made = stand_ins(planning.small(tmp_path, *KEYS))[0]
+    layout = next(iter(train_overlays(made)))
+    found = [overlay["train"] for overlay in train_variants(made, layout)]
+    assert {one["optimizer_offload"] for one in found} == {False, True}
+    assert {one["tokens_per_micro_batch"] for one in found} == {18432, 24576, 49152}
+    assert {one.get("megatron", {}).get("recompute_granularity") for one in found} == {None, "full"}
+    full = overlaid(made, {"train": {"megatron": {"recompute_granularity": "full"}}})
+    kept = [overlaid(full, overlay).train.megatron for overlay in train_variants(full, layout)]
+    assert {options["recompute_granularity"] for options in kept} == {None, "full"}
+
+
+def test_an_overlay_has_only_what_it_changes() -> None:
+    tree = {"train": {"tp": 4, "ep": 8, "layers_per_stage": [], "megatron": {"a": 1}}}
+    overlay = {"train": {"tp": 4, "ep": 2, "layers_per_stage": [2, 1], "megatron": {"a": 1, "b": None}}}
+    assert candidates.changes(overlay, tree) == {"train": {"ep": 2, "layers_per_stage": [2, 1]}}
+    assert candidates.changes({"train": {"tp": 4}}, tree) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("recipe")  # writes the config
+def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -> None:
+    card = tmp_path / "card.yaml"
+    card.write_text(json.dumps(SMALL_CARD.model_dump(exclude={"deepep_token_s"})), encoding="utf-8")
+    keys = [f"model.config={folder}", "model.path=nowhere", "model.dtype=bfloat16", "warm_start.steps=0"]
+    keys += ["placement.gpus=8", "placement.gpus_per_node=4", "rollout.engine.count=2", "rollout.engine.tp=4", *KEYS]
+    command = [sys.executable, "-m", "megarl.cli", "plan", str(planning.ROOT / "recipes" / "quickstart.yaml"), *keys]
+    done = subprocess.run(
+        [*command, "--hardware", str(card), "--search", "engine"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the recipe" in done.stdout and "rollout:" in done.stdout and "engine layouts" in done.stdout
+    (first, *_) = [line for line in done.stdout.splitlines() if line.startswith("# ") and "s a step" in line]
+    pasted = done.stdout.split(f"{first}\n")[1].split("\n\n")[0]
+    file = tmp_path / "pasted.yaml"
+    file.write_text(pasted, encoding="utf-8")
+    again = load_recipe(planning.ROOT / "recipes" / "quickstart.yaml", [*keys, str(file)])
+    assert first.startswith(f"# {amount(make_plan(again, SMALL_CARD).step.total_s)} s a step")
+
+
+@pytest.mark.slow
+def test_json_is_what_was_found(result: SearchResult) -> None:
+    found = json.loads(json.dumps(search_json(result)))
+    assert found["own"]["step_s"] == result.own.step.total_s
+    assert [row["step_s"] for row in found["found"]] == [row.plan.step.total_s for row in result.found]
+    assert found["found"][0]["overlay"] == json.loads(json.dumps(result.found[0].overlay))
+    assert (found["engines_tried"], found["trains_tried"]) == result.tried
+
+
+def test_a_side_that_is_none_and_engines_of_sft_are_refused(folder: Path) -> None:
+    shown = CliRunner().invoke(cli.app, ["plan", "recipes/quickstart.yaml", "--search", "sideways"])
+    assert shown.exit_code == 2
+    assert all(side in shown.output for side in get_args(Side))
+    supervised = planning.small(folder, *KEYS, "algorithm.name=sft")
+    with pytest.raises(UserFault, match="samples nothing"):
+        search(supervised, CARD, "engine")
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_one_line_says_so(recipe: Recipe) -> None:
+    tiny = Hardware.model_validate({**CARD.model_dump(), "memory_bytes": 1_000_000_000})
+    with pytest.raises(UserFault, match="no layout was found that fits"):
+        search(recipe, tiny, "engine")

@@ -1,0 +1,163 @@
+"""Steps in phases on planted lengths: by hand, as the controller takes them, and what holds of every run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.plan.phase_simulation import OpenGroup, PhasedStep, PhaseSizes, phased_steps
+from megarl.samples.buffer import staleness_bound
+from megarl.types import Hyperparameters, IntArray
+from tests.samples.test_buffer import Run as RealRun
+from tests.samples.test_buffer import recipe_of
+
+LONGEST, SAMPLES, STEPS = 24, 2, 8
+
+planted = {
+    "seed": st.integers(0, 10**6),
+    "wanted": st.integers(1, 4),
+    "more": st.integers(0, 9),
+    "phase": st.integers(1, LONGEST),
+    "long_share": st.sampled_from([0.0, 0.1, 0.9]),
+}
+ahead_or_not = st.integers(0, 1)
+
+
+class Run:
+    """phases: of each ticket its (tokens before, tokens new) in each phase."""
+
+    def __init__(self, sizes: PhaseSizes, lengths: IntArray, steps: int | None = None) -> None:
+        self.lengths = lengths
+        self.phases: dict[int, list[tuple[int, IntArray]]] = defaultdict(list)
+        self.steps = list(islice(phased_steps(sizes, self.lengths_of, self.run_phase, steps=steps), STEPS))
+
+    def lengths_of(self, ticket: int) -> IntArray:
+        return self.lengths[ticket]
+
+    def run_phase(self, groups: Sequence[OpenGroup], beside_training: bool) -> list[int]:
+        assert [group.done for group in groups] == sorted((group.done for group in groups), reverse=True)
+        for group in groups:
+            self.phases[group.ticket].append((group.done, group.new))
+        return [group.ticket for group in groups]
+
+    def read_again(self, tickets: Sequence[int]) -> int:
+        return sum(done * len(new) for ticket in tickets for done, new in self.phases[ticket])
+
+    @property
+    def trained(self) -> list[int]:
+        return [ticket for step in self.steps for ticket in step.trained]
+
+
+def drawn(seed: int, long_share: float) -> IntArray:
+    draws = np.random.default_rng(seed)
+    shape = 200, SAMPLES
+    return np.where(draws.random(shape) < long_share, LONGEST, draws.integers(1, LONGEST + 1, shape))
+
+
+def test_a_straggler_by_hand() -> None:
+    """Ticket 1 takes four phases, of a step each; ticket 7 is complete a step before it is trained on."""
+    lengths = np.full((20, SAMPLES), (3, 4))
+    lengths[1] = 16, 2
+    run = Run(PhaseSizes(2, 4, SAMPLES, 4), lengths)
+    assert [step.trained for step in run.steps[:4]] == [(0, 2), (3, 4), (5, 6), (1, 7)]
+    assert [step.results for step in run.steps[:4]] == [([0, 1, 2, 3],), ([1, 4, 5],), ([1, 6, 7],), ([1, 8, 9],)]
+    assert [(done, new.tolist()) for done, new in run.phases[1]] == [(0, [4, 2]), (4, [4]), (8, [4]), (12, [4])]
+    assert [step.tokens_by_age.tolist() for step in run.steps[:4]] == [[14], [7, 7], [7, 7], [4, 4 + 7, 4, 4 + 2]]
+    assert run.steps[3].oldest == 3
+
+
+def test_a_straggler_that_is_begun_ahead_reaches_the_bound() -> None:
+    """Ticket 8 is drawn beside the training of the fourth step; the others are done in one phase."""
+    lengths = np.full((40, SAMPLES), (2, 2))
+    lengths[8] = 16, 1
+    run = Run(PhaseSizes(2, 4, SAMPLES, 4, ahead=1), lengths)
+    assert [step.trained for step in run.steps[3:]] == [(6, 7), (9, 10), (11, 12), (13, 14), (8, 15)]
+    assert [step.results for step in run.steps] == [([0, 1, 2, 3],), *([()] * 7)], "the others are beside training"
+    beside = [None, [4, 5, 6, 7], None, [8, 9, 10, 11], [8, 12, 13], [8, 14, 15], [8, 16, 17]]
+    assert [step.beside for step in run.steps[:7]] == beside
+    bound = staleness_bound(recipe_of(16, 4, 2, 4, 1), Hyperparameters())
+    assert max(step.oldest for step in run.steps) == bound == 4
+
+
+def test_whole_responses_ahead_are_a_version_old_and_wait_for_nothing() -> None:
+    run = Run(PhaseSizes(2, 2, SAMPLES, LONGEST, ahead=1), np.full((40, SAMPLES), LONGEST))
+    tokens = 2 * SAMPLES * LONGEST
+    assert [step.tokens_by_age.tolist() for step in run.steps] == [[tokens], *([[0, tokens]] * (STEPS - 1))]
+    assert [step.results for step in run.steps] == [([0, 1],), *([()] * (STEPS - 1))]
+    assert [step.beside for step in run.steps[:2]] == [[2, 3], [4, 5]]
+    assert run.steps[0].all_results == ([0, 1], [2, 3]) and run.steps[1].all_results == ([4, 5],)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ahead=ahead_or_not, steps=st.sampled_from([None, STEPS, 2 * STEPS]), **planted)
+def test_steps_are_those_that_the_controller_takes(
+    seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int, steps: int | None
+) -> None:
+    lengths, sizes = drawn(seed, long_share), PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead)
+    recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
+    real = RealRun(lambda ticket: lengths[ticket].tolist(), recipe, steps=steps)
+    for version, step in enumerate(Run(sizes, lengths, steps).steps):
+        phases, (tickets, found) = real.phases, real.step()
+        assert (list(step.trained), len(step.all_results)) == (tickets, real.phases - phases)
+        parts = [part for ticket in tickets for parts in real.parts[ticket] for part in parts]
+        ages = [version - part.version for part in parts]
+        assert step.tokens_by_age.tolist() == np.bincount(ages, [part.num_tokens for part in parts]).tolist()
+        assert found.get("stale/token_max", 0) == step.oldest
+
+
+def test_a_step_that_lacks_groups_has_more_phases() -> None:
+    run = Run(PhaseSizes(2, 2, SAMPLES, 10), np.full((20, SAMPLES), LONGEST))
+    assert {len(step.results) for step in run.steps} == {3}
+    assert all(step.tokens_by_age.tolist() == [2 * SAMPLES * LONGEST] for step in run.steps)
+
+
+def test_a_step_without_open_groups_may_have_no_phase() -> None:
+    run = Run(PhaseSizes(2, 4, SAMPLES, LONGEST), np.full((20, SAMPLES), LONGEST))
+    assert [len(step.results) for step in run.steps[:4]] == [1, 0, 1, 0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(ahead=ahead_or_not, **planted)
+def test_tokens_are_never_older_than_the_bound_and_every_sample_is_finished(
+    seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int
+) -> None:
+    lengths = drawn(seed, long_share)
+    run = Run(PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead), lengths)
+    recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
+    assert max(step.oldest for step in run.steps) <= staleness_bound(recipe, Hyperparameters())
+    assert len(run.trained) == len(set(run.trained)) == STEPS * wanted
+    for step in run.steps:
+        assert step.tokens_by_age.sum() == lengths[list(step.trained)].sum()
+        for ticket in step.trained:
+            assert sum(new.sum() for _, new in run.phases[ticket]) == lengths[ticket].sum()
+            assert all(new.max() <= phase for _, new in run.phases[ticket])
+
+
+@settings(max_examples=40, deadline=None)
+@given(**planted)
+def test_whole_responses_are_one_phase_of_one_version(
+    seed: int, wanted: int, more: int, phase: int, long_share: float
+) -> None:
+    lengths = drawn(seed, long_share)
+    run = Run(PhaseSizes(wanted, wanted, SAMPLES, LONGEST), lengths)
+    for number, step in enumerate(run.steps):
+        tickets = list(range(number * wanted, (number + 1) * wanted))
+        assert step == PhasedStep(tuple(tickets), (tickets,), step.tokens_by_age)
+        assert step.tokens_by_age.tolist() == [lengths[tickets].sum()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(times=st.integers(2, 6), **planted)
+def test_phases_of_several_times_the_tokens_never_read_more_again(
+    seed: int, wanted: int, more: int, phase: int, long_share: float, times: int
+) -> None:
+    """Other longer phases may: a response of 10 tokens reads 5 again in phases of 5, and 9 in phases of 9."""
+    lengths = drawn(seed, long_share)
+    short, long = (Run(PhaseSizes(wanted, wanted + more, SAMPLES, size), lengths) for size in (phase, phase * times))
+    for ticket in {*short.trained} & {*long.trained}:
+        assert long.read_again([ticket]) <= short.read_again([ticket])

@@ -1,0 +1,551 @@
+"""What is told before any process is started. Needs no engine and no training rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config.loading import load_recipe
+from megarl.data.inputs import Inputs
+from megarl.model.tokenizer import load_tokenizer
+from megarl.placement.roles import resolve
+from megarl.preflight.checks_by_command import _Case, _faults, check, check_rollout, check_samples, faults_elsewhere
+from megarl.types import UserFaults
+from tests.parallel import checkpoints
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+
+@pytest.fixture
+def good(quickstart_inputs: list[str], arithmetic: Path, tmp_path: Path) -> list[str]:
+    """The quickstart, on the first rows of its data."""
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join((arithmetic / "train.jsonl").read_text().splitlines(keepends=True)[:100]))
+    return [*quickstart_inputs, f"run.dir={tmp_path / 'runs'}", f"data.train={train}"]
+
+
+@pytest.fixture
+def told(good: list[str]) -> Callable[..., list[str]]:
+    """The faults of the quickstart with some keys set otherwise, as the lines the user sees."""
+
+    def lines(*overrides: str) -> list[str]:
+        with pytest.raises(UserFaults) as caught:
+            check(load_recipe(QUICKSTART, [*good, *overrides]))
+        return [str(fault) for fault in caught.value.faults]
+
+    return lines
+
+
+def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_quickstart_is_good_and_its_inputs_are_read(good: list[str], tmp_path: Path) -> None:
+    inputs = check(load_recipe(QUICKSTART, good))
+    assert isinstance(inputs, Inputs)
+    (prompt,) = inputs.prompts.take(1)
+    assert prompt.row["prompt"] in prompt.text
+    (demonstration,) = inputs.demonstrate(prompt).samples
+    assert demonstration.text == prompt.answer
+    assert len(inputs.eval_sets["arith"]) == 256
+    assert not (tmp_path / "runs").exists(), "checking makes nothing"
+
+
+def test_a_tracker_that_is_not_installed_is_told(
+    told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)  # no module of the name is found
+    mend = "pip install 'megarl[trackers]' or leave it out"
+    lines = told("run.trackers=[wandb, tensorboard, mlflow]")
+    assert lines == [f"run.trackers: {name} is not installed; {mend}" for name in ("wandb", "mlflow")]
+
+
+def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(good: list[str]) -> None:
+    def first(seed: int) -> list[str]:
+        inputs = check(load_recipe(QUICKSTART, [*good, "evaluation.max_prompts=5", f"run.seed={seed}"]))
+        assert len(inputs.eval_sets["arith"]) == 5
+        return [prompt.id for prompt in inputs.prompts.take(10)]
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "says"),
+    [
+        (["placement.gpus=6"], "placement.gpus", "6 GPUs are not a multiple of train.tp x train.pp = 4"),
+        (["train.tp=3", "placement.gpus=6"], "train.tp", "3 does not divide"),
+        (["train.pp=3", "placement.gpus=6"], "train.pp", "3 does not divide the layers (4)"),
+        (["train.ep=3", "placement.gpus=12"], "train.ep", "3 does not divide the experts (8)"),
+        (["train.cp=2"], "placement.gpus", "4 GPUs are not a multiple of train.tp x train.cp x train.pp = 8"),
+        (["train.vpp=3"], "train.vpp", "train.pp x train.vpp = 6 does not divide the layers (4)"),
+        (["train.etp=3"], "train.ep", "2 x train.etp (3) does not divide the 2 ranks of a pipeline stage"),
+        (["train.layers_per_stage=[3]"], "train.layers_per_stage", "write 2 numbers"),
+        (["train.ep=8"], "train.ep", "8 does not divide the 2 ranks of a pipeline stage"),
+        (["rollout.engine.tp=8"], "rollout.engine.count", "1 engines of 8 ranks end at GPU 8, there are 4"),
+        (["rollout.engine.count=3"], "rollout.engine.count", "3 engines of 2 ranks end at GPU 6, there are 4"),
+        (["rollout.engine.ep=3"], "rollout.engine.ep", "3 does not divide"),
+        (["rollout.engine.dp=3"], "rollout.engine.dp", "3 does not divide"),
+        (["rollout.engine.fp8=true"], "rollout.engine.fp8", "need a GPU"),
+        (["rollout.engine.draft=1"], "rollout.engine.draft", "1, but the model has no multi-token prediction layers"),
+        (["placement.train_gpus=8"], "placement.train_gpus", "8 is more than placement.gpus (4)"),
+        (["placement.gpus=8", "placement.train_gpus=6"], "placement.train_gpus", "6 GPUs are not a multiple"),
+        (["placement.gpus=8", "placement.train_gpus=4"], "placement.gpus", "use the first 4; set it to 4"),
+        (["placement.first_engine_gpu=3"], "rollout.engine.count", "1 engines of 2 ranks end at GPU 5, there are 4"),
+        (
+            ["placement.gpus=8", "placement.train_gpus=4", "placement.first_engine_gpu=5"],
+            "placement.first_engine_gpu",
+            "5 leaves a gap behind the 4 GPUs that train; set it to at most 4",
+        ),
+        (["reshard.round_bytes=1024"], "reshard.round_bytes", "1024 has no room for two of the smallest pieces"),
+        (["train.updates_per_step=2000"], "train.updates_per_step", "= 1024; set"),
+        (["train.updates_per_step=9", "warm_start.sequences_per_step=4"], "train.updates_per_step", "_step = 4; set"),
+        (["train.tokens_per_micro_batch=12"], "train.tokens_per_micro_batch", "12 is less than the longest"),
+        (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
+        (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "516 tokens, the model's context is 512"),
+        (
+            ["rollout.max_response_tokens=491", "rollout.phase_tokens=99", "algorithm.mismatch=tis"],
+            "data.max_prompt_tokens",
+            "507 tokens, the model's context is 512; bring the sum to at most 506",
+        ),
+        (["data.max_prompt_tokens=4"], "data.train", "max_prompt_tokens (4) is exceeded by 100 of the 100"),
+        (["data.prompt=question"], "data.train", "there is no column 'question'"),
+        (["data.answer=solution"], "data.train", "there is no column 'solution'"),
+        (["data.train=none.jsonl"], "data.train", "none.jsonl is not a file"),
+        (["data.eval.extra=none.parquet"], "data.eval.extra", "none.parquet is not a file"),
+        (["evaluation.sets.arit.samples=4"], "evaluation.sets.arit", "data.eval has no such set; did you mean arith?"),
+        (["evaluation.samples=4"], "evaluation.samples", "4 greedy answers to a prompt of arith are the same 4 times"),
+        (["evaluation.sets.arith.samples=2"], "evaluation.sets.arith.samples", "set a temperature, or samples to 1"),
+        (["evaluation.sets.arith.max_response_tokens=500"], "data.max_prompt_tokens", "it makes 516 tokens"),
+        (["algorithm.name=grop"], "algorithm.name", "'grop' is no algorithm"),
+        (["rollout.top_p=0.9"], "rollout.top_p", "0.9 cuts off tokens that the policy's log-probabilities"),
+        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt", "1, and grpo compares the samples of a"),
+        (
+            ["algorithm.name=prime", "rollout.samples_per_prompt=1"],
+            "rollout.samples_per_prompt",
+            "(remax, reinforce_pp, on_policy_distillation, ppo, vapo)",
+        ),
+        (
+            ["algorithm.name=ppo", "rollout.samples_per_prompt=1", "algorithm.dynamic_sampling=true"],
+            "algorithm.dynamic_sampling",
+            "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1",
+        ),
+        (["run.dir=/dev/null/x"], "run.dir", "/dev/null is not a folder that can be written to"),
+        (["rollout.engine.sglang.pagesize=1"], "rollout.engine.sglang.pagesize", "no such server argument"),
+        (["rollout.engine.sglang.tp_size=1"], "rollout.engine.sglang.tp_size", "set by megarl itself"),
+        (["train.megatron.moe_permute_fusio=true"], "train.megatron.moe_permute_fusio", "mean moe_permute_fusion?"),
+        (["train.megatron.foo=1"], "train.megatron.foo", "TransformerConfig has no such field; remove it, or see"),
+        (["rollout.engine.sglang.api_token=s3cret"], "rollout.engine.sglang.api_token", "holds a secret, and the run"),
+        (["train.optimizer.adam_beta1=5"], "train.optimizer.adam_beta1", "5 is out of range; set it to a number from"),
+        (["train.megatron.recompute_granularity=full"], "train.megatron", "Megatron refuses them ("),
+        (["rollout.engine.sglang.foo=1"], "rollout.engine.sglang.foo", "see SGLang's ServerArgs for the names it has"),
+        (["placement.hardware=nope"], "placement.hardware", "nope: cannot be read (No such file or directory)"),
+        (["run.dir=/proc"], "run.dir", "/proc is not a folder that can be written to"),
+        (["placement.gpus=60000"], "placement.gpus", "60000 simulated GPUs are as many processes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else None,
+)  # fmt: skip
+def test_a_fault_names_its_key(
+    told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, overrides: list[str], where: str, says: str
+) -> None:
+    monkeypatch.setattr("megarl.preflight.checks_by_command.reward_faults", lambda *_, **__: [])  # it starts processes
+    lines = told(*overrides)
+    assert any(line.startswith(f"{where}: ") and says in line for line in lines), lines
+    assert len(lines) == len(set(lines))
+
+
+def test_one_sample_of_a_prompt_and_a_truncated_evaluation_are_good(good: list[str]) -> None:
+    """Where nothing is compared; and demonstrations have no samples at all."""
+    for name in ("remax", "ppo"):
+        keys = [f"algorithm.name={name}", "rollout.samples_per_prompt=1", "rollout.temperature=0.7"]
+        keys += ["evaluation.temperature=1.0", "evaluation.top_p=0.7"]
+        assert check(load_recipe(QUICKSTART, [*good, *keys])).prompts
+    keys = ["algorithm.name=sft", "rollout.samples_per_prompt=1", "rollout.top_p=0.9"]
+    assert check(load_recipe(QUICKSTART, [*good, *keys])).prompts
+
+
+def test_rewards_are_tried_on_the_data(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    """Of the training rows, and of those to be evaluated on."""
+    (line,) = told("reward.function=null", "reward.by_source.b.function=megarl.rollout.rewards.exact:score")
+    assert line.startswith("reward.by_source: ") and "(and 355 more such rows)" in line
+    odd = write_rows(tmp_path / "odd.jsonl", [{"prompt": "1+2=", "answer": "3", "data_source": "b"}])
+    (line,) = told(f"data.eval.odd={odd}", "reward.by_source.b.function=megarl.rollout.rewards.exact:gone")
+    assert line.startswith("reward.by_source.b.function: megarl.rollout.rewards.exact has no 'gone'")
+
+
+def test_a_missing_checkpoint_hides_no_other_fault(told: Callable[..., list[str]]) -> None:
+    lines = told("model.path=nowhere", "placement.gpus=6", "data.answer=solution", "reward.function=nowhere:f")
+    expected = ["placement.gpus: ", "nowhere/config.json: no such file", "data.train: ", "reward.function: nowhere "]
+    for start in expected:
+        assert sum(line.startswith(start) for line in lines) == 1, lines
+    assert len(lines) == len(expected) + 1  # the evaluation set has no such column either
+
+
+def test_a_checkpoint_that_does_not_fit_its_config(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in tiny_model.iterdir():
+        (copy / path.name).symlink_to(path)
+    config = json.loads((tiny_model / "config.json").read_text())
+    (copy / "config.json").unlink()
+    (copy / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 128}))
+    (line,) = told(f"model.path={copy}")
+    assert "is [64, 64], config.json says [128, 64]" in line
+    assert f"(and {4 * 8 * 3 - 1} more such tensors)" in line  # every projection of every expert of every layer
+
+
+def with_far_token(model: Path, folder: Path, *, end: bool = False) -> Path:
+    """The checkpoint, its tokenizer with one token more than the vocabulary; end: which ends a response."""
+    shutil.copytree(model, folder)
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.add_tokens(["<far>"])
+    if end:
+        tokenizer.eos_token = "<far>"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_special_tokens_that_the_model_does_not_have(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    (line,) = told(f"model.path={with_far_token(tiny_model, tmp_path / 'far', end=True)}")
+    assert line == (
+        "model.path: its tokenizer has the special token 102 ('<far>'), and the ids of the model's 102 tokens end at "
+        "101; give model.path the tokenizer that its weights were trained with"
+    )
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval.arith"])
+def test_a_prompt_with_tokens_that_the_model_does_not_have(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path, key: str
+) -> None:
+    folder = with_far_token(tiny_model, tmp_path / "far")
+    questions = ["1+2=", "<far>1+2=", "3<far>="]
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": question, "answer": "3"} for question in questions])
+    (line,) = told(f"model.path={folder}", f"{key}={data}")
+    assert line.startswith(f"{key}: {data}:2: the prompt has token ") and "('<far>')" in line
+    assert "(and 1 more such row)" in line
+
+
+def test_an_answer_with_tokens_that_the_model_does_not_have(
+    good: list[str], told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = with_far_token(tiny_model, tmp_path / "far")
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1=", "answer": "<far>"}])
+    keys = [f"model.path={folder}", f"data.train={data}"]
+    (line,) = told(*keys)
+    assert line.startswith(f"data.train: {data}:2: the answer has token ") and "('<far>')" in line
+    check(load_recipe(QUICKSTART, [*good, *keys, "warm_start.steps=0"]))  # then nobody learns from the answers
+
+
+def test_a_reward_models_tokenizer_that_is_anothers(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
+    (line,) = told(f"reward_model.path={with_far_token(tmp_path / 'classifier', tmp_path / 'far')}")
+    assert line.startswith("reward_model.path: it reads any text, and its tokenizer has token ")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "says"),
+    [
+        ("config.json", "num_experts_per_tok", 9, "num_experts_per_tok is 9, more than the experts (8);"),
+        ("config.json", "max_position_embeddings", -1, "max_position_embeddings is -1;"),
+        ("config.json", "eos_token_id", 400, "eos_token_id is 400, and the vocabulary has 102 tokens;"),
+        ("generation_config.json", "eos_token_id", [2, -1], "eos_token_id is [2, -1], and the vocabulary has 102"),
+    ],
+)
+def test_a_checkpoint_whose_own_files_cannot_be(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path, file: str, key: str, value: object, says: str
+) -> None:
+    """Told once, and not once more by those who read the file after the first."""
+    folder = copied(tiny_model, tmp_path / "model", file, key, value)
+    (line,) = told(f"model.path={folder}")
+    assert line.startswith(f"{folder / file}: {says}"), line
+
+
+def copied(model: Path, folder: Path, file: str, key: str, value: object) -> Path:
+    """The checkpoint with one key of one of its JSON files set otherwise; None: without it."""
+    shutil.copytree(model, folder)
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | {key: value}))
+    return folder
+
+
+def test_a_chat_template_without_bounds_is_told_once_of_all_files(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = copied(tiny_model, tmp_path / "model", "generation_config.json", "eos_token_id", 2)
+    (folder / "chat_template.jinja").write_text("{{ 'x' * 30000000000 }}")
+    (line,) = told(f"model.path={folder}")
+    assert line.startswith("model.path: the chat template takes more than 1024 MB for "), line
+
+
+def test_losses_of_parts_that_the_model_does_not_have(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "dense", "llama")
+    keys = ["aux_loss=0.1", "z_loss=0.1", "router_bias_rate=0.1", "mtp_loss=0.1", "replay=r3"]
+    lines = told(f"model.path={folder}", "train.ep=1", "rollout.engine.tp=1", *(f"train.{key}" for key in keys))
+    for key in keys:
+        assert sum(line.startswith(f"train.{key.partition('=')[0]}: ") for line in lines) == 1, lines
+
+
+def test_an_fp8_cache_is_refused_where_latent_attention_does_not_take_it(
+    told: Callable[..., list[str]], good: list[str], tmp_path: Path
+) -> None:
+    folder = checkpoints.write(tmp_path / "latent", "deepseek-v3")
+    cache = "rollout.engine.sglang.kv_cache_dtype"
+    lines = told(f"model.path={folder}", f"{cache}=fp8_e4m3", "rollout.engine.sglang.attention_backend=fa3")
+    assert sum(line.startswith(f"{cache}: 'fp8_e4m3', but fa3 copies") for line in lines) == 1, lines
+    check(load_recipe(QUICKSTART, [*good, f"{cache}=fp8_e4m3"]))  # the quickstart's attention has heads of its own
+
+
+def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "other", "llama")
+    (line,) = told("reference.use=true", f"reference.path={folder}")
+    assert line.startswith("reference.path: ") and "is another model than model.path" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "where", "says"),
+    [
+        (["name=rloo", "clip_low=0.1"], "clip_low", "rloo has no ratio"),
+        (["name=cispo", "dual_clip=3.0"], "dual_clip", "no minimum of two"),
+        (["name=gspo", "gae_lambda=0.9"], "gae_lambda", "gspo has no critic"),
+        (["gamma=0.9"], "gamma", "no token has a reward of its own with grpo"),
+        (["name=prime", "value_clip=0.1"], "value_clip", "prime has no critic"),
+        (["name=vapo", "process_scale=0.1", "critic_warmup_steps=1"], "process_scale", "no process rewards"),
+        (["critic_warmup_steps=1"], "critic_warmup_steps", "no critic or implicit reward model"),
+        (["name=sft", "clip_high=0.3"], "clip_high", "sft learns from the data's answers"),
+        (["kl_place=reward"], "kl_place", "algorithm.kl_coefficient is 0"),
+        (["name=on_policy_distillation"], "kl_coefficient", "learns from nothing else"),
+        (["name=reinforce_pp", "kl_coefficient=0.01"], "kl_coefficient", "as it is before the warm start"),
+        (["max_rounds=3"], "max_rounds", "dynamic_sampling is off"),
+        (["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"], "gae_lambda", "lambda_alpha decides"),
+        (["mismatch_high=3.0"], "mismatch_high", "algorithm.mismatch is off"),
+        (["mismatch=tis", "mismatch_low=0.1"], "mismatch_low", "an upper bound alone"),
+        (["mismatch=icepop", "mismatch_low=6.0"], "mismatch_low", "are 6.0 and 5.0, between which nothing is kept"),
+        (["name=vapo"], "critic_warmup_steps", "50 are all of run.steps (30)"),
+        (["kl_coefficient=0.1"], "kl_coefficient", "as it is before the warm start"),
+    ],
+)
+def test_rules_that_contradict_or_mean_nothing(
+    told: Callable[..., list[str]], overrides: list[str], where: str, says: str
+) -> None:
+    lines = told(*(f"algorithm.{one}" for one in overrides))
+    assert sum(line.startswith(f"algorithm.{where}: ") and says in line for line in lines) == 1, lines
+
+
+def test_a_rule_that_is_repeated_is_no_fault(good: list[str]) -> None:
+    """The quickstart's own clip_low and kl_coefficient are those of rows that do not read them."""
+    for name in ("rloo", "sft", "remax"):
+        assert check(load_recipe(QUICKSTART, [*good, f"algorithm.name={name}"])).prompts
+
+
+def test_what_nobody_asks_where_answers_are_learnt_from(told: Callable[..., list[str]]) -> None:
+    keys = ["reference.use=true", "train.replay=r3", "train.updates_per_step=200", "warm_start.steps=0"]
+    lines = told(*keys, "algorithm.name=sft")
+    for start in (
+        "reference.use: is set, and sft learns", "train.replay: is set, and sft learns",
+        "train.updates_per_step: 200 is more than rollout.prompts_per_step = 128; set it to at most 128",
+    ):  # fmt: skip
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert len(lines) == 3
+
+
+def test_sampling_alone_does_not_ask_how_long_a_critic_warms_up(good: list[str], tmp_path: Path) -> None:
+    keys = ["algorithm.name=vapo", "algorithm.dynamic_sampling=false", "warm_start.steps=0", "run.steps=10"]
+    assert check_rollout(load_recipe(QUICKSTART, [*good, *keys]), tmp_path / "samples.parquet").prompts
+
+
+def test_one_side_alone_samples_neither_in_phases_nor_ahead(good: list[str], tmp_path: Path) -> None:
+    recipe = load_recipe(QUICKSTART, [*good, "rollout.phase_tokens=2", "rollout.ahead=1", "warm_start.steps=0"])
+    with pytest.raises(UserFaults) as caught:
+        check_rollout(recipe, tmp_path / "samples.parquet")
+    assert [str(fault).rpartition("; ")[2] for fault in caught.value.faults] == ["set it to null", "set it to 0"]
+
+
+def test_answers_are_not_learnt_from_a_file_of_samples(good: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserFaults, match="sft learns from the data's answers, not from samples"):
+        check_samples(load_recipe(QUICKSTART, [*good, "algorithm.name=sft"]), tmp_path / "none.parquet")
+
+
+def test_distillation_wants_a_teacher(told: Callable[..., list[str]]) -> None:
+    (line,) = told("algorithm.name=on_policy_distillation", "algorithm.kl_coefficient=1.0")
+    assert line.startswith("reference.path: ") and "name the teacher's checkpoint" in line
+
+
+def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Path) -> None:
+    """By its own keys, beside everything else; an algorithm without a critic does not look at them."""
+    folder = checkpoints.write(tmp_path / "other", "llama", num_attention_heads=2, num_key_value_heads=2)
+    keys = ["critic.ranks.tp=4", "critic.ranks.tokens_per_micro_batch=8", "critic.ranks.first_gpu=3"]
+    lines = told("algorithm.name=ppo", f"critic.path={folder}", *keys, "critic.ranks.gpus=4", "critic.ranks.pp=1")
+    starts = [
+        "critic.ranks.gpus: its ranks are on the slots 3 to 6, placement.gpus is 4",
+        "critic.ranks.tokens_per_micro_batch: 8 is less than",
+        "critic.ranks.tp: 4 does not divide the attention heads (2); set critic.ranks.tp to 2",
+        "critic.ranks.ep: ",
+    ]
+    for start in starts:
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    assert all(line.startswith("critic.") for line in lines), lines
+    (line,) = told("algorithm.name=ppo", f"critic.path={folder}", "critic.ranks.tp=1", "critic.ranks.ep=1")
+    assert line.startswith("critic.path: ") and "has a vocabulary of 47, the policy of" in line
+    (line,) = told("algorithm.name=ppo", "critic.path=/nope")
+    assert line.endswith("set critic.path to a Hugging Face checkpoint folder")
+    (line,) = told("algorithm.name=grpo", f"critic.path={folder}", *keys, "train.lr=1e-3", "model.path=nowhere")[:1]
+    assert "critic" not in line
+
+
+def test_a_reward_model_that_is_none(told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path) -> None:
+    (line,) = told(f"reward_model.path={tiny_model}")
+    assert line.startswith("reward_model.path: ") and "has no score.weight: it is a language model" in line
+    bare = checkpoints.write(tmp_path / "bare", "qwen3-moe", head="ForSequenceClassification", num_labels=1)
+    (line,) = told(f"reward_model.path={bare}")
+    assert line.startswith("reward_model.path: ") and "has no usable tokenizer" in line
+    many = checkpoints.write(tmp_path / "many", "qwen3-moe", head="ForSequenceClassification", num_labels=3)
+    (line,) = told(f"reward_model.path={many}")
+    assert "score.weight is [3, 128], config.json says [1, 128]" in line
+
+
+def test_a_classifier_is_no_policy(told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path) -> None:
+    checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
+    (line,) = told(f"model.path={tmp_path / 'classifier'}")
+    assert line.startswith(str(tmp_path / "classifier" / "config.json")) and "it is a classifier's" in line
+
+
+def test_every_file_may_have_columns_of_its_own(
+    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """A benchmark's file as it is published, beside the training file as it is."""
+    rows: list[dict[str, object]] = [{"question": "1+2=", "meta": {"final": 3}}]
+    bench = write_rows(tmp_path / "bench.jsonl", rows)
+    keys = [f"data.eval.bench={{path: {bench}, prompt: question, answer: meta.final}}"]
+    inputs = check(load_recipe(QUICKSTART, [*good, *keys]))
+    (prompt,) = inputs.eval_sets["bench"]
+    assert (prompt.messages, prompt.answer) == ("1+2=", "3")
+    prompt_line, answer_line = sorted(told(f"data.eval.bench={bench}"), reverse=True)
+    assert "no column 'prompt'; set data.prompt to one of meta, question, or for this file alone write" in prompt_line
+    assert f"write data.eval.bench as {{path: {bench}, answer: COLUMN}}" in answer_line
+    (line,) = told(f"data.eval.bench={{path: {bench}, prompt: asked, answer: meta.final}}")
+    assert line.endswith("there is no column 'asked'; set prompt of data.eval.bench to one of meta, question")
+    (line,) = told(f"data.train=[{{path: {bench}, prompt: question, answer: meta.nothing}}]")
+    assert line.endswith("there is no column 'nothing'; set answer of data.train to one of final")
+
+
+def test_training_files_are_mixed_by_weight_or_read_as_one(
+    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    few = write_rows(tmp_path / "few.jsonl", [{"ask": f"{n}+1=", "answer": n + 1} for n in range(10)])
+    many = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{n}+2=", "answer": n + 2} for n in range(90)])
+
+    def drawn(*weights: str) -> list[bool]:
+        """Of 100 prompts, which are of the first file."""
+        one, other = (f", weight: {weight}" if weight else "" for weight in weights)
+        given = f"data.train=[{{path: {few}, prompt: ask{one}}}, {{path: {many}{other}}}]"
+        prompts = check(load_recipe(QUICKSTART, [*good, given])).prompts.take(100)
+        return ["ask" in prompt.row for prompt in prompts]
+
+    assert sum(drawn("", "")) == 10, "every row of both once"
+    assert abs(sum(drawn("3", "1")) - 75) <= 2
+    given = f"data.train=[{{path: {few}, prompt: ask, weight: 2}}, {many}]"
+    (line,) = told(given)
+    assert line.startswith("data.train: data.train.1 has no weight, and other files have; write a weight for every")
+    lines = told(f"data.train=[{few}, {{path: {tmp_path}/none.jsonl}}]")
+    assert [line.split(": ")[0] for line in lines] == ["data.train.0", "data.train.1"]
+
+
+def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
+    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    rows: list[dict[str, object]] = [{"prompt": "1" * length, "answer": "1"} for length in (3, 40, 4, 30, 5)]
+    path = write_rows(tmp_path / "long.jsonl", rows)
+    keys = [f"data.train={path}", f"data.eval.arith={path}"]
+    train, evaluation = told(*keys)
+    assert train == (
+        f"data.train: data.max_prompt_tokens (16) is exceeded by 2 of the 5 prompts of {path}, the longest is {path}:2"
+        " with 43 tokens; raise data.max_prompt_tokens to 43 or less, and set data.overlong to drop to leave out longer"
+        " prompts"
+    )
+    assert evaluation.startswith("data.eval.arith: ")
+    inputs = check(load_recipe(QUICKSTART, [*good, *keys, "data.overlong=drop"]))
+    assert sorted(len(prompt.token_ids) for prompt in inputs.prompts.take(3)) == [6, 7, 8]
+    assert [prompt.id for prompt in inputs.eval_sets["arith"]] == [f"{path}:{line}" for line in (1, 3, 5)]
+    assert len(inputs.notes) == 2
+    assert inputs.notes[0] == (
+        f"data.train: 2 of the 5 prompts of {path} were dropped because they are longer than data.max_prompt_tokens;"
+        " the longest has 43 tokens"
+    )
+    assert inputs.metrics == {
+        "data/train/prompts": 3, "data/train/dropped": 2, "data/eval/arith/prompts": 3, "data/eval/arith/dropped": 2
+    }  # fmt: skip
+    only_long = write_rows(tmp_path / "only.jsonl", rows[1:2])
+    (line,) = told(f"data.eval.arith={only_long}", "data.overlong=drop")
+    assert "exceeded by 1 of the 1 prompts" in line and line.endswith("raise data.max_prompt_tokens to 43")
+
+
+def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"ask": [{"role": "user", "content": f"{n}+1="}], "reply": n + 1} for n in range(10, 20)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    train = write_rows(tmp_path / "rows.jsonl", [dict(row) for row in rows])
+    keys = ["data.prompt=ask", "data.answer=reply", f"data.train={train}", f"data.eval.arith={tmp_path}/rows.parquet"]
+    inputs = check(load_recipe(QUICKSTART, [*good, *keys]))
+    texts = {prompt.text for prompt in inputs.prompts.take(10)}
+    assert texts == {prompt.text for prompt in inputs.eval_sets["arith"]}
+    assert all(text.endswith("+1=<assistant>") for text in texts)
+
+
+def test_drafts_on_a_cpu_and_what_does_not_go_with_them_are_told_at_once(
+    told: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    folder = checkpoints.write(tmp_path / "latent", "deepseek-v3", mtp_layers=1)
+    backend = "rollout.engine.sglang.attention_backend"
+    lines = told(f"model.path={folder}", "rollout.engine.draft=3", "rollout.seeded=true", f"{backend}=cutlass_mla")
+    for start in ("rollout.engine.draft: 3, but on CPU", "rollout.seeded: true, but SGLang", f"{backend}: cutlass_mla"):
+        assert sum(line.startswith(start) for line in lines) == 1, lines
+    assert "rollout.engine.draft is 4; it should be less" in " ".join(told("rollout.engine.draft=4"))
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout", "convert"])
+def test_a_gpu_is_given_no_float32_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, good: list[str], kind: str
+) -> None:
+    """A process that takes itself for one with a GPU, and finds TransformerEngine or does not."""
+    problem = ""
+    monkeypatch.setattr("megarl.preflight.checks_by_command.DEVICE", "cuda")
+    monkeypatch.setattr("megarl.preflight.checks_by_command.transformer_engine_problem", lambda: problem)
+
+    def faults(*keys: str) -> list[str]:
+        case = _Case(kind, resolve(load_recipe(QUICKSTART, [*good, *keys])), device="cuda")  # type: ignore[arg-type]
+        return [fault.where for fault in _faults(case) if fault.where in ("model.dtype", "train.local_layers")]
+
+    expected = [] if kind == "rollout" else ["model.dtype"]
+    assert faults("model.dtype=float32") == expected, "who only samples has no training rank"
+    assert faults("model.dtype=bfloat16") == []
+    problem = "undefined symbol"
+    assert faults("model.dtype=bfloat16") == ([] if kind == "rollout" else ["train.local_layers"])
+    assert faults("model.dtype=float32", "train.local_layers=true") == []
+
+
+def test_a_dry_run_for_gpus_elsewhere_takes_their_packages_for_the_locks(good: list[str]) -> None:
+    def faults(*keys: str) -> list[str]:
+        roles = resolve(load_recipe(QUICKSTART, [*good, *keys]))
+        return [fault.where for fault in faults_elsewhere(roles, "cuda", ())[0]]
+
+    assert "model.dtype" in faults()
+    assert "model.dtype" not in faults("train.local_layers=true") + faults("model.dtype=bfloat16")

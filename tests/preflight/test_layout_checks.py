@@ -1,0 +1,130 @@
+"""Training ranks and engines against the GPU slots and the nodes, and micro-batches against the longest sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import Role, Roles, resolve
+from megarl.placement.train_layout import TrainLayout
+from megarl.preflight.data_checks import budget_faults
+from megarl.preflight.layout_checks import layout_faults, node_faults, slot_faults
+from tests.parallel.worlds import recipe
+
+
+def placed(gpus: int, train_gpus: int, engines: EngineLayout, critic: range | None = None) -> Roles:
+    """So many training ranks on the first slots, the engines, and a critic on these slots."""
+    found = resolve(recipe(Path("none"), TrainLayout(train_gpus, 1, 1, 1)))
+    placement = found.recipe.placement.model_copy(update={"gpus": gpus})
+    whole = found.recipe.model_copy(update={"placement": placement})
+    beside = None
+    if critic:
+        layout = TrainLayout(len(critic), 1, 1, 1)
+        beside = replace(found.policy, name="critic", layout=layout, first_slot=critic.start)
+    return replace(found, recipe=whole, engines=engines, critic=beside)
+
+
+def policy(*, budget: int, cp: int = 1) -> Role:
+    made = recipe(Path("none"), TrainLayout(8, 1, 1, 1, cp=cp), tokens_per_micro_batch=budget)
+    return resolve(made).policy
+
+
+@pytest.mark.parametrize(
+    ("gpus", "train_gpus", "first", "faulty"),
+    [
+        (8, 8, 0, []),
+        (8, 4, 4, []),
+        (6, 4, 2, []),
+        (8, 10, 0, ["placement.train_gpus"]),
+        (9, 4, 5, ["placement.first_engine_gpu"]),
+        (9, 4, 4, ["placement.gpus"]),
+    ],
+)
+def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, faulty: list[str]) -> None:
+    found = slot_faults(placed(gpus, train_gpus, EngineLayout(count=2, tp=2, ep=1, first=first)))
+    assert [fault.where for fault in found] == faulty
+
+
+@pytest.mark.parametrize(
+    ("gpus", "critic", "faulty"),
+    [
+        (8, range(6, 8), []),
+        (6, range(1, 5), []),
+        (8, range(6, 9), ["critic.ranks.gpus"]),
+        (9, range(7, 9), ["placement.gpus"]),
+        (9, range(6, 8), ["placement.gpus"]),
+    ],
+)
+def test_a_critic_has_its_place_behind_the_engines_or_among_them(gpus: int, critic: range, faulty: list[str]) -> None:
+    """Two slots train, the next four sample."""
+    engines = EngineLayout(count=2, tp=2, ep=1, first=2)
+    found = slot_faults(placed(gpus, 2, engines, critic))
+    assert [fault.where for fault in found] == faulty
+
+
+def test_a_model_that_cannot_be_read_is_not_told_that_it_cannot_draft() -> None:
+    found = placed(8, 8, EngineLayout(count=4, tp=2, ep=1, draft=2))
+    assert found.policy.model.known_shape is None
+    assert not [fault for fault in layout_faults(found, "cuda") if "draft" in fault.where]
+
+
+def test_the_engines_follow_the_training_ranks_without_a_gap() -> None:
+    """Whoever else sits there: it has no part in the exchange."""
+    engines = EngineLayout(count=1, tp=2, ep=1, first=4)
+    (fault,) = slot_faults(placed(6, 2, engines, range(2, 4)))
+    assert fault.where == "placement.first_engine_gpu"
+
+
+def on_nodes(*, train: dict[str, Any] | None = None, first: int = 0, critic: int = 0, **engine: Any) -> Recipe:
+    """16 GPUs on nodes of 4, the critic's ranks from one of them on."""
+    made = recipe(Path("none"), TrainLayout(16, 1, 1, 1), **(train or {}))
+    tree: dict[str, Any] = made.model_dump(mode="json") | {"algorithm": {"name": "ppo"}}
+    tree["placement"] |= {"network": "nodes", "gpus_per_node": 4, "first_engine_gpu": first}
+    tree["rollout"]["engine"] |= engine
+    tree["critic"]["ranks"] |= {"first_gpu": critic, "gpus": 4}
+    return Recipe.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("made", "faulty"),
+    [
+        (on_nodes(train={"tp": 4}, tp=4, count=4), []),
+        (on_nodes(train={"tp": 2, "pp": 4}, tp=8, count=2), []),
+        (on_nodes(train={"tp": 8}, tp=2, count=8), ["train.tp", "critic.ranks.tp"]),
+        (on_nodes(train={"tp": 2}, critic=1, tp=2), ["critic.ranks.tp"]),
+        (on_nodes(tp=3), ["rollout.engine.tp"]),
+        (on_nodes(tp=4, first=2), ["rollout.engine.tp"]),
+        (on_nodes(tp=8, first=4), []),
+        (on_nodes(tp=6), ["rollout.engine.tp"]),
+        (on_nodes(tp=8, dp=2), []),
+    ],
+)
+def test_what_talks_at_every_layer_lies_inside_a_node_and_engines_fill_nodes(made: Recipe, faulty: list[str]) -> None:
+    found = node_faults(resolve(made))
+    assert [fault.where for fault in found] == faulty
+
+
+def test_one_machine_has_no_edges() -> None:
+    made = on_nodes(train={"tp": 8}, tp=16)
+    alone = made.model_copy(update={"placement": made.placement.model_copy(update={"gpus_per_node": 16})})
+    assert node_faults(resolve(alone)) == []
+
+
+def test_an_engine_that_is_said_to_span_nodes_needs_their_network() -> None:
+    made = on_nodes(tp=8)
+    loopback = made.model_copy(update={"placement": made.placement.model_copy(update={"network": "loopback"})})
+    assert [fault.where for fault in node_faults(resolve(loopback))] == ["placement.network"]
+    assert (made.engine_nodes, loopback.engine_nodes, on_nodes(tp=4).engine_nodes) == (2, 1, 1)
+
+
+def test_a_micro_batch_holds_the_longest_sequence_as_long_as_it_is_padded() -> None:
+    assert budget_faults(policy(budget=105), 105, "a sequence") == []
+    (fault,) = budget_faults(policy(budget=105, cp=2), 105, "a sequence")
+    assert str(fault) == (
+        "train.tokens_per_micro_batch: 105 is less than a sequence (108 tokens); set it to at least 108"
+    )

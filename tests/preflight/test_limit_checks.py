@@ -1,0 +1,196 @@
+"""Values that no run can use: refused by key, before anything is started. Needs no engine and no training rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.fields import Branch
+from megarl.config.loading import load_recipe
+from megarl.preflight.limit_checks import limit_faults
+from megarl.preflight.model_checks import eos_faults
+from megarl.types import UserFaults
+from tests.parallel import checkpoints
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> list[str]:
+    return [f"run.dir={tmp_path / 'runs'}"]
+
+
+def refused(*overrides: str) -> list[str]:
+    with pytest.raises(UserFaults) as caught:
+        load_recipe(QUICKSTART, overrides)
+    return [f"{fault.problem}; {fault.mend}" for fault in caught.value.faults]
+
+
+# --- single values, refused with the file and line, or the override ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.seed=123456789012345678901234567", "it should be less than or equal to 2147483647"),
+        ("run.seed=-1", "it should be greater than or equal to 0"),
+        (f"run.name={'a' * 300}", "write at most 100 characters"),
+        ("run.name=../evil", "write letters, digits, dots, dashes and underscores, a letter or a digit first"),
+        ("data.eval={../evil: a}", "write letters, digits, dots, dashes and underscores, a letter or a digit first"),
+        (f"run.dir={'a' * 300}", "write at most 255 bytes between slashes, and 4095 in all"),
+        (f"data.train={'ab/' * 2000}", "write at most 255 bytes between slashes, and 4095 in all"),
+        (f"data.eval.x={'ä' * 128}", "write at most 255 bytes between slashes, and 4095 in all"),
+        ("run.timeout_s=0.001", "write 5 or more: no engine and no training rank starts within less"),
+        ("run.timeout_s=1e30", "it should be less than or equal to 604800"),
+        ("reward.timeout_s=1e-300", "it should be greater than or equal to 0.01"),
+        ("reward.timeout_s=1e9", "it should be less than or equal to 604800"),
+        ("reward.memory_mb=1000000000000", "it should be less than or equal to 16777216"),
+        ("reward.workers=100000", "it should be less than or equal to 1024"),
+        ("reward.penalty=-1e300", "it should be greater than or equal to -1000000"),
+        ("train.lr=1e99", "it should be less than or equal to 10"),
+        ("train.lr=1e-300", "it should be greater than or equal to"),
+        ("critic.lr=1e99", "it should be less than or equal to 10"),
+        ("warm_start.lr=0", "it should be greater than or equal to"),
+        ("train.weight_decay=1e300", "it should be less than or equal to 1000000"),
+        ("train.grad_clip=1e-300", "it should be greater than or equal to"),
+        ("train.tp=1000000", "it should be less than or equal to 65536"),
+        ("train.tokens_per_micro_batch=1000000000000", "it should be less than or equal to 2147483647"),
+        ("rollout.temperature=1e-300", "it should be greater than or equal to 0.01"),
+        ("rollout.temperature=1e9", "it should be less than or equal to 100"),
+        ("rollout.top_p=1e-300", "it should be greater than or equal to"),
+        ("evaluation.temperature=1e-300", "write 0 (greedy), or a number from 0.01 to 100"),
+        ("evaluation.sets.arith.temperature=1000", "write 0 (greedy), or a number from 0.01 to 100"),
+        ("rollout.samples_per_prompt=1000000000", "it should be less than or equal to 65536"),
+        ("evaluation.samples=1000000000", "it should be less than or equal to 65536"),
+        ("placement.gpus=100000", "it should be less than or equal to 65536"),
+        ("rollout.engine.count=100000", "it should be less than or equal to 65536"),
+        ("reshard.round_bytes=100000000000000000", "it should be less than or equal to 1099511627776"),
+        ("algorithm.clip_high=1e300", "it should be less than or equal to 1000000000"),
+        ("algorithm.oversample=1e300", "it should be less than or equal to 100"),
+        ("algorithm.kl_coefficient=1e300", "it should be less than or equal to 1000000"),
+        ("run.steps=1e3", "write a whole number"),
+    ],
+    ids=lambda value: value[:32],
+)
+def test_a_value_beyond_its_bounds(override: str, says: str) -> None:
+    (line,) = refused(override)
+    assert says in line
+    assert len(line) < 300
+
+
+def leaves(kind: Any, path: str = "") -> list[tuple[str, Any]]:
+    """(dotted key, annotation with its constraints) of all keys that hold numbers."""
+    found = []
+    for name, field in kind.model_fields.items():
+        annotation = field.annotation
+        inner = get_args(annotation)[-1] if get_origin(annotation) not in (None, tuple) else annotation
+        branch = next((one for one in (annotation, inner) if isinstance(one, type) and issubclass(one, Branch)), None)
+        if branch:
+            found += leaves(branch, f"{path}{name}.")
+        else:
+            found.append((f"{path}{name}", (annotation, field.metadata)))
+    return found
+
+
+def test_every_number_of_the_recipe_has_both_bounds() -> None:
+    """A key that is added without them can be given a number that fails a run after half a minute."""
+
+    def bounds(annotation: Any, metadata: list[Any]) -> tuple[bool, bool]:
+        text = f"{annotation} {metadata}"
+        has_validator = "AfterValidator" in text
+        lower = any(word in text for word in ("Ge(", "Gt(")) or has_validator
+        return lower, "Le(" in text or has_validator
+
+    numbers = [
+        (key, annotation, metadata)
+        for key, (annotation, metadata) in leaves(Recipe)
+        if any(one in (int, float) for one in _types(annotation))
+    ]
+    assert len(numbers) > 80
+    assert [key for key, annotation, metadata in numbers if bounds(annotation, metadata) != (True, True)] == []
+
+
+def _types(annotation: Any) -> list[Any]:
+    inner = [one for part in get_args(annotation) for one in _types(part)]
+    return [annotation, *inner]
+
+
+# --- values that are too much together ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "says"),
+    [
+        (
+            ["rollout.prompts_per_step=1000000", "rollout.samples_per_prompt=1000"], "cpu",
+            "rollout.prompts_per_step: 1000000 prompts of 1000 samples each are 1000000000 samples a step; bring",
+        ),
+        (["placement.gpus=60000"], "cpu", "placement.gpus: 60000 simulated GPUs are as many processes of 0.2 GB"),
+        (["placement.gpus=60000"], "cuda", "placement.gpus: 60000 GPUs on one machine (placement.network is loopback)"),
+        (["placement.hardware=nope"], "cpu", "placement.hardware: nope: cannot be read (No such file or directory)"),
+        (["placement.hardware=recipes/quickstart.yaml"], "cpu", "placement.hardware: recipes/quickstart.yaml:"),
+        (["run.dir=/proc"], "cpu", "run.dir: /proc is not a folder that can be written to; name another folder"),
+        (["run.dir=/proc/runs/here"], "cpu", "run.dir: /proc is not a folder that can be written to"),
+        (["run.dir=/dev/null/x"], "cpu", "run.dir: /dev/null is not a folder that can be written to"),
+        ([f"run.dir=/{'ab/' * 1200}"], "cpu", "run.dir: with run.name it makes a path of 36"),
+    ],
+    ids=lambda value: value[-1][:32] if isinstance(value, list) else None,
+)  # fmt: skip
+def test_values_that_are_too_much_together(
+    good: list[str], overrides: list[str], device: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    faults = limit_faults(load_recipe(QUICKSTART, [*good, *overrides]), device)
+    assert faults and str(faults[0]).startswith(says), [str(fault) for fault in faults]
+
+
+def test_one_machine_of_sixteen_gpus_is_named_so(good: list[str]) -> None:
+    overrides = [*good, "placement.gpus=16"]
+    (fault,) = limit_faults(load_recipe(QUICKSTART, overrides), "cuda")
+    mend = "set it to at most 8, or placement.gpus_per_node to 16, or placement.network to nodes"
+    assert (fault.where, fault.mend) == ("placement.gpus", mend)
+    assert limit_faults(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
+
+
+@pytest.mark.parametrize("network", ["loopback", "nodes"])
+def test_what_one_machine_or_a_cluster_has_is_no_fault(good: list[str], network: str) -> None:
+    gpus = 8 if network == "loopback" else 4096
+    recipe = load_recipe(QUICKSTART, [*good, f"placement.gpus={gpus}", f"placement.network={network}"])
+    assert limit_faults(recipe, "cuda") == []
+    assert not Path(recipe.run.dir).exists(), "checking makes nothing"
+
+
+# --- where a response ends ---------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    def __init__(self, eos: int | None) -> None:
+        self.eos_token_id = eos
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "warm_steps", "says"),
+    [
+        (None, None, 0, "generation_config.json: neither it nor config.json has an eos_token_id: no response would"),
+        (7, None, 0, "write eos_token_id there: 7, the tokenizer's"),
+        (None, 1, 0, ""),
+        (None, 1, 3, "model.path: the tokenizer has no end-of-sequence token to teach; give it an eos_token"),
+        (7, 1, 3, "answers are taught to end with the tokenizer's token 7, and engines end responses at 1; add 7"),
+        (7, 1, 0, ""),
+        (1, 1, 3, ""),
+        (1, 99, 0, "eos_token_id is 99, and the vocabulary has 47 tokens"),
+    ],
+)
+def test_a_model_whose_responses_never_end_is_refused(
+    own: int | None, config: int | None, warm_steps: int, says: str, tmp_path: Path
+) -> None:
+    folder = checkpoints.write(tmp_path / "model", "qwen3-moe", eos_token_id=config)
+    for path in folder.glob("generation_config.json"):
+        path.unlink()
+    recipe = load_recipe(QUICKSTART, [f"model.path={folder}", f"warm_start.steps={warm_steps}"])
+    told = [str(fault) for fault in eos_faults(recipe, Tokenizer(own))]
+    assert (not told) if not says else len(told) == 1 and says in told[0], told

@@ -1,0 +1,374 @@
+"""Whatever a reward does in its process, there is a verdict or a failure, and workers are there for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from megarl.rollout.reward_workers.by_source import Scorers
+from megarl.types import UserFault
+from megarl.types.reward_result import Failure, Verdict
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("odd_rewards")]
+
+ODD = "odd_rewards:score"
+PATIENT = "odd_rewards:patient"
+Build = Callable[..., Scorers]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids: list[int], within_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while any(map(is_alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def words(found: list[Verdict | Failure]) -> list[str]:
+    return [one.words if isinstance(one, Failure) else "verdict" for one in found]
+
+
+@pytest.mark.parametrize(
+    ("response", "failure"),
+    [
+        ("loop", "took longer than 1 s"),
+        ("deaf", "took longer than 1 s"),
+        ("stop", "took longer than 1 s"),
+        ("fill", "ran out of memory"),
+        ("exit 3", "ended its process (exit code 3)"),
+        ("exit 0", "ended its process (exit code 0)"),
+        ("segfault", "ended its process (killed by SIGSEGV)"),
+        ("signal 40", "ended its process (killed by signal 40)"),
+        ("signal 9", "ended its process (killed by SIGKILL)"),
+        ("close", "closed the socket of its worker process"),
+        ("close deaf", "closed the socket of its worker process"),
+        ("shut", "closed the socket of its worker process"),
+        ("exec", "closed the socket of its worker process"),
+        ("pour", "wrote to the socket of its worker process"),
+        ("reply garbage", "wrote to the socket of its worker process"),
+        ("reply []", "wrote to the socket of its worker process"),
+        ('reply [1, "a", "b", "c", "d"]', "wrote to the socket of its worker process"),
+        ("reply [1, 1.0, true, null, 7]", "wrote to the socket of its worker process"),
+        ("reply [1, {}, true, null]", "wrote to the socket of its worker process"),
+        ("reply [1, NaN, true, null]", "wrote to the socket of its worker process"),
+        ("reply [1e9, 1.0, true, null]", "wrote to the socket of its worker process"),
+        (f"reply [1, 1{'0' * 400}, true, null]", "wrote to the socket of its worker process"),
+        (f"reply {'[' * 100_000}", "wrote to the socket of its worker process"),
+        ("raise ValueError", "raised ValueError: no unit"),
+        ("raise SystemExit", "raised SystemExit: 0"),
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt:"),
+        ("raise Unprintable", "raised _Unprintable"),
+        ("recurse", "raised RecursionError: maximum recursion depth exceeded"),
+        ("nan", "returned nan"),
+        ("words", "returned 'good'"),
+    ],
+)
+def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(judges: Build, response: str, failure: str) -> None:
+    odd = judges(ODD, workers=1, timeout_s=1.0 if "longer" in failure else 60.0, memory_mb=200)
+    found = odd.wait_for_verdicts("7", {}, ["7", response, "8", "7"])
+    assert found[0] == found[3] == Verdict(1.0, True)
+    assert found[2] == Verdict(0.0, False)
+    assert isinstance(found[1], Failure) and found[1].words == failure
+    assert len(odd.pids()) == 1
+    before = odd.pids()
+    odd.shutdown()
+    assert gone(before)
+
+
+def test_what_it_prints_and_reads_is_not_the_protocol(judges: Build, capfd: pytest.CaptureFixture[str]) -> None:
+    odd = judges(ODD, workers=1)
+    assert odd.wait_for_verdicts("7", {}, ["flood", "read", "nest 3", "7"]) == [
+        Verdict(0.25, False), Verdict(0.0, False), Verdict(1.0, True), Verdict(1.0, True)
+    ]  # fmt: skip
+    odd.shutdown()
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "Exception ignored" not in printed.err
+
+
+@pytest.mark.parametrize("word", ["fork", "spawn", "daemon"])
+def test_what_it_started_ends_with_it(judges: Build, tmp_path: Path, word: str) -> None:
+    odd = judges(ODD, workers=1, timeout_s=2.0)
+    (found,) = odd.wait_for_verdicts("7", {}, [f"{word} {tmp_path / 'pid'}"])
+    assert found == Failure("took longer than 2 s")
+    assert gone([int((tmp_path / "pid").read_text())])
+
+
+def test_a_child_of_a_worker_that_ended_by_itself_ends_too(judges: Build, tmp_path: Path) -> None:
+    odd = judges(ODD, workers=1, timeout_s=30.0)
+    (found,) = odd.wait_for_verdicts("7", {}, [f"fork_and_leave {tmp_path / 'pid'}"])
+    assert found == Failure("ended its process (exit code 3)"), "the child does not keep the news from coming"
+    assert gone([int((tmp_path / "pid").read_text())])
+
+
+def test_a_slow_verdict_holds_up_no_other_prompt(judges: Build) -> None:
+    odd = judges(ODD, workers=2, timeout_s=300.0)
+
+    async def together() -> None:
+        slow = asyncio.create_task(odd.verdicts("7", {}, ["sleep 200"]))
+        for _ in range(20):
+            assert await odd.verdicts("7", {}, ["7"] * 8) == [Verdict(1.0, True)] * 8
+        assert not slow.done()
+        slow.cancel()
+
+    asyncio.run(together())
+
+
+def test_groups_are_judged_in_any_loop_and_in_order(judges: Build) -> None:
+    odd = judges(ODD, workers=3)
+
+    async def many() -> list[Any]:
+        return await asyncio.gather(*(odd.verdicts(str(n), {}, [str(m) for m in range(9)]) for n in range(9)))
+
+    for _ in range(2):  # a loop each
+        for n, found in enumerate(asyncio.run(many())):
+            assert [one.correct for one in found] == [m == n for m in range(9)]
+
+
+def test_import_time_is_not_verdict_time(judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_import.py").write_text(
+        "import time\ntime.sleep(1.0)\nkept = bytearray(300 * 2**20)\ndef score(response, answer, row): return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    slow = judges("slow_import:score", workers=1, timeout_s=0.8, memory_mb=50)
+    assert slow.wait_for_verdicts("7", {}, ["7"]) == [Verdict(1.0, True)], "nor is what it holds its verdict's memory"
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("raise OSError('no disk')", "OSError: no disk"),
+        ("import os; os._exit(5)", r"bad_import:score ended its process \(exit code 5\) while it was imported"),
+        (
+            "import os, time; os.closerange(3, 99); time.sleep(99)",
+            "bad_import:score closed the socket of its worker process",
+        ),
+        (
+            "from odd_rewards import _reply; _reply('[1, 2]')",
+            "bad_import:score wrote to the socket of its worker process while",
+        ),
+        ("import time; time.sleep(1000)", "was not imported within 1 s"),
+    ],
+)
+def test_an_import_that_fails_is_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
+) -> None:
+    from megarl.config import RewardConfig
+
+    (tmp_path / "bad_import.py").write_text(f"{body}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(psutil.Process().children())
+    with pytest.raises(UserFault, match=problem) as caught:
+        Scorers(RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
+    assert caught.value.where == "reward.function"
+    assert set(psutil.Process().children()) <= before
+
+
+def test_scorers_end_where_a_keeper_is_stopped(judges: Build) -> None:
+    scorers = judges(ODD)
+    workers = scorers.pids()
+    for pid in workers:
+        os.kill(psutil.Process(pid).ppid(), signal.SIGSTOP)
+    scorers.shutdown()
+    assert gone(workers)
+
+
+@pytest.mark.parametrize(("kills", "says"), [(2, None), (100, r"score ended its process \(killed by SIGKILL\) while")])
+def test_a_worker_that_is_killed_while_it_imports_is_replaced(
+    judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, says: str | None
+) -> None:
+    """As by a machine that is short of memory for a moment, or for good."""
+    left = tmp_path / "left"
+    (tmp_path / "killed_import.py").write_text(
+        "import os, pathlib, signal\n"
+        f"left = pathlib.Path({str(left)!r})\n"
+        "count = int(left.read_text()) if left.exists() else 0\n"
+        "if count:\n"
+        "    left.write_text(str(count - 1))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def score(response, answer, row): return os._exit(0) if response == 'exit' else 1.0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    killed = judges("killed_import:score", workers=1)
+    left.write_text(str(kills))
+    if says:
+        with pytest.raises(UserFault, match=says):
+            killed.wait_for_verdicts("7", {}, ["exit", "7"])
+    else:
+        assert killed.wait_for_verdicts("7", {}, ["exit", "7"])[1] == Verdict(1.0, True)
+
+
+def test_rows_come_as_json_can_say_them(judges: Build) -> None:
+    row = {
+        "day": datetime.date(2026, 1, 2),
+        "raw": b"a\xff",
+        "array": np.arange(3),
+        "number": np.float32(0.5),
+        "nested": [{"text": "\ud800\x00\u2028\n"}],
+        "nothing": None,
+        1: 2,
+    }
+    same = '{"day": "2026-01-02", "raw": "a\\\\xff", "array": [0, 1, 2], "number": 0.5,'
+    same += ' "nested": [{"text": "\\ud800\\u0000\\u2028\\n"}], "nothing": null, "1": 2}'
+    (found,) = judges("odd_rewards:of_row", workers=1).wait_for_verdicts("7", row, [same])
+    assert found == Verdict(1.0, True)
+
+
+def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
+    odd = judges(ODD, workers=1)
+    looped: dict[str, Any] = {}
+    looped["self"] = looped
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    rows: list[Any] = [{("a", "b"): 1}, looped, {"deep": deep}]
+    for row in rows:
+        assert all("the row cannot be sent" in one for one in words(odd.wait_for_verdicts("7", row, ["7", "8"])))
+    assert odd.wait_for_verdicts("7", {"object": object()}, ["7"]) == [Verdict(1.0, True)]
+
+
+def test_an_episode_is_given_to_functions_that_take_it(judges: Build) -> None:
+    """Whole, in its process; None where the response is none."""
+    call = {"name": "say", "arguments": {"words": "\ud800\u2028"}, "result": "x\n", "error": None}
+    turn = {"role": "assistant", "text": "so", "calls": [call, call], "reward": 0.0}
+    episode = {"turns": [turn, turn], "calls": 4, "call_errors": 0, "end": "answered", "tool_s": 0.1}
+    by_source = {"later": {"function": "odd_rewards:of_episode_later", "arguments": {"share": 0.5}}}
+    by_source["plain"] = {"function": ODD, "arguments": {}}
+    three = judges("odd_rewards:of_episode", workers=1, by_source=by_source)
+    for source, rewards in (("", [4.0, -1.0]), ("later", [2.0, -0.5]), ("plain", [1.0, 1.0])):
+        found = three.wait_for_verdicts("7", {"data_source": source}, ["7", "7"], [episode, None])
+        assert [one.reward for one in found] == rewards  # type: ignore[union-attr]
+        alone = three.wait_for_verdicts("7", {"data_source": source}, ["7"])
+        assert [one.reward for one in alone] == rewards[1:]  # type: ignore[union-attr]
+
+
+def test_each_source_has_its_judge(judges: Build) -> None:
+    worth = "odd_rewards:worth"
+    both = judges(
+        ODD,
+        source="kind",
+        workers=1,
+        by_source={
+            "a": {"function": worth, "arguments": {"right": 2.0}},
+            "b": {"function": worth, "arguments": {"right": 3.0, "wrong": -1.0}},
+        },
+    )
+    rows = [{"kind": "a"}, {"kind": "b"}, {"kind": "c"}, {}, {"kind": ["a"]}]
+    rewards = [[one.reward for one in both.wait_for_verdicts("7", row, ["7", "8"])] for row in rows]  # type: ignore[union-attr]
+    assert rewards == [[2.0, 0.0], [3.0, -1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
+    assert len(both.pids()) == 3
+
+
+def test_an_async_function_judges_many_at_once(judges: Build) -> None:
+    patient = judges(PATIENT, workers=1, timeout_s=60.0)
+    began = time.monotonic()
+    found = patient.wait_for_verdicts("7", {}, ["7"] * 256)
+    assert found == [Verdict(1.0, True)] * 256
+    assert time.monotonic() - began < 256 * 0.05, "one after the other they would take longer"
+    assert judges("odd_rewards:judge", workers=1).wait_for_verdicts("7", {}, ["7"]) == [Verdict(1.0, True)]
+
+
+def test_an_async_function_that_hangs_is_cancelled_in_its_worker(judges: Build) -> None:
+    patient = judges(PATIENT, workers=1, timeout_s=1.0)
+    before = patient.pids()
+    found = patient.wait_for_verdicts("7", {}, ["7", "hang", "7", "raise x", "hang"])
+    late = "took longer than 1 s"
+    assert words(found) == ["verdict", late, "verdict", "raised KeyError: 'x'", late]
+    assert patient.pids() == before
+
+
+def test_many_that_hang_and_begin_late_cost_no_worker(judges: Build) -> None:
+    """The last begins two seconds after it was asked: it is given up in time, not asked for again by itself."""
+    patient = judges(PATIENT, workers=1, timeout_s=2.0)
+    before = patient.pids()
+    assert set(words(patient.wait_for_verdicts("7", {}, ["work"] * 64))) == {"took longer than 2 s"}
+    assert patient.pids() == before
+
+
+@pytest.mark.parametrize(
+    ("word", "failure"),
+    [("cling", "took longer than 1 s"), ("block", "took longer than 1 s"), ("exit", "ended its process (exit code 4)")],
+)
+def test_others_in_flight_at_a_workers_end_are_asked_for_again(judges: Build, word: str, failure: str) -> None:
+    patient = judges(PATIENT, workers=2, timeout_s=1.0)
+    before = patient.pids()
+    found = patient.wait_for_verdicts("7", {}, [word, "7", "7", "7"])
+    assert words(found) == [failure, "verdict", "verdict", "verdict"]
+    assert len(patient.pids()) == 2 and patient.pids() != before
+
+
+def test_a_worker_that_others_kill_is_replaced(judges: Build) -> None:
+    odd = judges(ODD, workers=1)
+    (first,) = odd.pids()
+    os.kill(first, signal.SIGKILL)
+    assert gone([first])
+    found = odd.wait_for_verdicts("7", {}, ["7"] * 3)
+    assert found[1:] == [Verdict(1.0, True)] * 2, "one at most was with it"
+    assert odd.pids() != [first]
+
+
+def test_who_waits_at_the_end_is_not_left_waiting(judges: Build) -> None:
+    odd = judges(ODD, workers=1, timeout_s=100.0)
+
+    async def wait() -> None:
+        tasks = [asyncio.create_task(odd.verdicts("7", {}, ["deaf"])) for _ in range(3)]
+        assert await odd.verdicts("7", {}, []) == []
+        await asyncio.to_thread(odd.shutdown)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, asyncio.CancelledError) for one in found)
+
+    pids = odd.pids()
+    asyncio.run(wait())
+    assert gone(pids)
+    odd.shutdown()
+
+
+def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    script = (
+        "import os\n"
+        "from megarl.config import RewardConfig\n"
+        "from megarl.rollout.reward_workers.by_source import Scorers\n"
+        f"judges = Scorers(RewardConfig(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
+        "print(*judges.pids(), flush=True)\n"
+        f"judges.wait_for_verdicts('7', {{}}, ['daemon {path}'])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    while not path.exists():
+        assert parent.poll() is None
+        time.sleep(0.01)
+    parent.kill()
+    parent.communicate()
+    assert gone([*workers, int(path.read_text())])
+
+
+def test_a_worker_imports_nothing_heavy() -> None:
+    script = "import sys, megarl.rollout.reward_workers.reward_host; print([m for m in ('torch', 'sglang', 'ray', 'pyarrow', "
+    script += "'transformers', 'sympy', 'pydantic') if m in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.strip() == "[]"

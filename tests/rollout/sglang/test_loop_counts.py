@@ -1,0 +1,94 @@
+"""Who stands still is told from who works on, by counters and process states; time counts only while somebody looks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rollout.sglang import loop_counts
+from megarl.rollout.sglang.loop_counts import PEERS_S, Rounds, Standstill, make_counter_file
+
+BOUND_S = 20.0
+
+
+class Clock:
+    """In the place of `time`: it goes on when a test says so."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(loop_counts, "time", made)
+    return made
+
+
+@pytest.fixture
+def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
+    made = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    yield made
+    for one in made:
+        one.kill()
+        one.communicate()
+
+
+def looks(standstill: Standstill, clock: Clock, processes: Any, seconds: float, step_s: float = 1.0) -> list[str]:
+    """What is said in so many seconds, looked at every step_s."""
+    said = []
+    for _ in range(round(seconds / step_s)):
+        clock.now += step_s
+        said.append(standstill.look(processes, 4))
+    return [one for one in said if one]
+
+
+def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
+    make_counter_file(tmp_path / "rounds", 2)
+    first, second = (Rounds(tmp_path / "rounds", index) for index in range(2))
+    standstill = Standstill(tmp_path / "rounds", BOUND_S)
+    assert looks(standstill, clock, sleepers, 10 * BOUND_S) == [], "a start may take its time"
+    first.count()
+    with second.exempt():
+        for _ in range(10):
+            first.count()
+            assert looks(standstill, clock, sleepers, BOUND_S) == []
+    for _ in range(10):
+        second.count()
+        said = looks(standstill, clock, sleepers, BOUND_S / 2)
+        if said:
+            break
+    assert said[0] == f"engine scheduler 4 (pid {sleepers[0].pid}) has done nothing for {BOUND_S:g} s"
+    for counter in (first, second):
+        counter.count()
+    assert looks(standstill, clock, sleepers, BOUND_S) == [], "both go on"
+
+
+def test_who_is_stopped_is_named_before_its_peers(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
+    make_counter_file(tmp_path / "rounds", 2)
+    for index in range(2):
+        Rounds(tmp_path / "rounds", index).count()
+    standstill = Standstill(tmp_path / "rounds", BOUND_S)
+    looks(standstill, clock, sleepers, 1)
+    sleepers[1].send_signal(signal.SIGSTOP)
+    while not loop_counts.processes.is_stopped(sleepers[1].pid):
+        pass
+    said = looks(standstill, clock, sleepers, BOUND_S + PEERS_S - 2)
+    assert set(said) == {f"engine scheduler 5 (pid {sleepers[1].pid}) was stopped by a signal, {BOUND_S:g} s ago"}
+
+
+def test_a_machine_that_slept_is_no_standstill(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
+    make_counter_file(tmp_path / "rounds", 2)
+    counter = Rounds(tmp_path / "rounds", 0)
+    counter.count()
+    standstill = Standstill(tmp_path / "rounds", BOUND_S)
+    looks(standstill, clock, sleepers, 1)
+    assert looks(standstill, clock, sleepers, 10_000, step_s=10_000) == []
