@@ -13,8 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megarl.types import RoundBalance as RoundBalance
-from megarl.types import StepSeconds as StepSeconds
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 from megarl.types.episodes import TRUNCATED as TRUNCATED
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd

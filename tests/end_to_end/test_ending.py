@@ -141,7 +141,7 @@ def _workers(command) -> list[psutil.Process]:
     return [psutil.Process(one.pid) for one in command.look() if one.command_line.startswith("ray::_Shell")]
 
 
-@pytest.mark.nightly  # tests/rollout/sglang/test_engine_ends.py kills one, tests/cluster/test_ray_session.py hands it on
+@pytest.mark.nightly  # tests/rollout/sglang/test_engine_ends.py kills one, test_ray_session.py hands it on
 def test_a_killed_engine_process(launch: Callable):
     command = launch(*FOREVER, "rollout.engine.tp=2")
     command.wait_for_step(1)

@@ -367,8 +367,8 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_worker_imports_nothing_heavy() -> None:
-    script = "import sys, megarl.rollout.reward_workers.reward_host; print([m for m in ('torch', 'sglang', 'ray', 'pyarrow', "
-    script += "'transformers', 'sympy', 'pydantic') if m in sys.modules])"
+    heavy = ["torch", "sglang", "ray", "pyarrow", "transformers", "sympy", "pydantic"]
+    script = f"import sys, megarl.rollout.reward_workers.reward_host; print([m for m in {heavy} if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "[]"

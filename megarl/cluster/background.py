@@ -1,3 +1,0 @@
-"""What goes on while the controller waits for something else."""
-
-from __future__ import annotations

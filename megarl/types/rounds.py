@@ -1,3 +1,0 @@
-"""How a round of sampling went."""
-
-from __future__ import annotations
