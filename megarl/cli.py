@@ -28,7 +28,7 @@ from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.printable import OutputFailed, one_line, show
-from megarl.types import EndedEarly, FolderGone, UserFault, UserFaults
+from megarl.types import EndedEarly, FolderGone, UserError, UserErrors
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
@@ -128,8 +128,8 @@ def plan(
         say_all(report)
         if picture:
             draw_picture(run_plan, picture)
-        if run_plan.faults:
-            raise UserFaults(run_plan.faults)
+        if run_plan.errors:
+            raise UserErrors(run_plan.errors)
 
     sys.exit(_outcome(recipe, overrides or [], run))
 
@@ -146,7 +146,7 @@ def convert(
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model, adapters merged into it, or as adapters alone."""
     if not (run / "recipe.yaml").is_file():
-        show(UserFault(str(run), "has no recipe.yaml", "name the folder of a run, as runs/quickstart"), sys.stderr)
+        show(UserError(str(run), "has no recipe.yaml", "name the folder of a run, as runs/quickstart"), sys.stderr)
         sys.exit(2)
 
     def write(recipe: Recipe) -> None:
@@ -224,21 +224,21 @@ def doctor(
     """Say what keeps this machine, or every node of the Ray cluster at RAY_ADDRESS, from training; exit code 0 or 2."""
 
     def run() -> int:
-        faults: tuple[UserFault, ...] = ()
+        errors: tuple[UserError, ...] = ()
         loaded = None
         try:
             loaded = load_recipe(recipe, overrides or []) if recipe else None
-        except UserFaults as several:  # the machine is looked at all the same
-            faults = several.faults
+        except UserErrors as several:  # the machine is looked at all the same
+            errors = several.errors
 
         try:
             from megarl.doctor.examine import examine
         except (ImportError, OSError) as error:  # without torch nothing can be looked at
-            name, mend = getattr(error, "name", None) or "Python", "install it as requirements/gpu.txt names it"
-            raise UserFault(name, f"it cannot be imported ({error})", mend) from error
+            name, hint = getattr(error, "name", None) or "Python", "install it as requirements/gpu.txt names it"
+            raise UserError(name, f"it cannot be imported ({error})", hint) from error
 
         hardware_file = out if measure else None
-        report = examine(loaded, faults, hardware_file, port or (), lambda line: show(f"megarl: {line}", sys.stderr))
+        report = examine(loaded, errors, hardware_file, port or (), lambda line: show(f"megarl: {line}", sys.stderr))
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
@@ -255,11 +255,11 @@ def _ended(run: Callable[[], int | None]) -> int:
     sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
     try:
         return run() or 0
-    except FolderGone as fault:
-        show(f"megarl: {fault}", sys.stderr)
+    except FolderGone as error:
+        show(f"megarl: {error}", sys.stderr)
         return 1
-    except (UserFault, UserFaults) as fault:
-        show(fault, sys.stderr)
+    except (UserError, UserErrors) as error:
+        show(error, sys.stderr)
         return 2
     except EndedEarly as end:
         show(f"megarl: {end}", sys.stderr)
@@ -267,13 +267,13 @@ def _ended(run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         show(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", sys.stderr)
         return 143 if was_terminated() else 130
-    except OutputFailed as error:
-        tell_output_failed(error)
+    except OutputFailed as raised:
+        tell_output_failed(raised)
         return 1
-    except Exception as error:
-        show(getattr(error, "evidence", None) or traceback.format_exc(), sys.stderr)
-        cause = str(error).strip().splitlines() or [""]
-        show(one_line(f"megarl: {type(error).__name__}: {cause[0]}"), sys.stderr)
+    except Exception as raised:
+        show(getattr(raised, "evidence", None) or traceback.format_exc(), sys.stderr)
+        cause = str(raised).strip().splitlines() or [""]
+        show(one_line(f"megarl: {type(raised).__name__}: {cause[0]}"), sys.stderr)
         return 1
 
 
@@ -307,7 +307,7 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
 
 def _dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
     if other:
-        raise UserFault("--dry-run", f"nothing is launched, and {other} says how", "leave one of them out")
+        raise UserError("--dry-run", f"nothing is launched, and {other} says how", "leave one of them out")
     with _collector_paused():
         _advise(recipe)
         from megarl.commands.dry_run import dry_run
@@ -327,7 +327,7 @@ def _collector_paused() -> Iterator[None]:
 
 def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
     if resume:
-        raise UserFault("--resume", "training on a file begins with the weights of model.path", "leave one of them out")
+        raise UserError("--resume", "training on a file begins with the weights of model.path", "leave one of them out")
     _advise(recipe)
     from megarl.preflight.checks_by_command import check_samples
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.types import FolderGone, UserFault
+from megarl.types import FolderGone, UserError
 
 PARTIAL = ".partial-"  # in the hidden name of a folder that is not complete yet
 _FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up"}
@@ -23,23 +23,23 @@ _FULL_BYTES = 2**16  # with less free space, an error without an errno from a li
 
 @contextmanager
 def writing(folder: Path, what: str, where: str = "run.dir") -> Iterator[None]:
-    """Turn an error of the file system inside the block into a UserFault that names the folder and the file.
+    """Turn an error of the file system inside the block into a UserError that names the folder and the file.
 
     what: the file or the kind of file that is written. where: the recipe key or option that names the disk. Raises
-    UserFault; FolderGone when the folder does not exist.
+    UserError; FolderGone when the folder does not exist.
     """
     try:
         yield
-    except UserFault:
+    except UserError:
         raise
-    except Exception as error:
-        fault = _fault(error, folder, what, where)
-        if fault is None:
+    except Exception as raised:
+        error = _error(raised, folder, what, where)
+        if error is None:
             raise
-        raise fault from error
+        raise error from raised
 
 
-def _fault(error: BaseException, folder: Path, what: str, where: str) -> UserFault | None:
+def _error(error: BaseException, folder: Path, what: str, where: str) -> UserError | None:
     """The fault that replaces an error; None for an error that has nothing to do with the file system."""
     cause = _system_error(error)
     if not folder.is_dir() and (cause is None or cause.errno in _GONE):
@@ -49,15 +49,15 @@ def _fault(error: BaseException, folder: Path, what: str, where: str) -> UserFau
     number = errno.ENOSPC if cause is None else cause.errno
     if number in _FULL:
         problem = f"{_FULL[number]} in {folder} while writing {what}"
-        return UserFault(where, problem, "make room there, or name a folder on another disk")
+        return UserError(where, problem, "make room there, or name a folder on another disk")
     reason = cause.strerror if cause else ""
-    return UserFault(where, f"{what} cannot be written in {folder} ({reason})", "mend that, or name another folder")
+    return UserError(where, f"{what} cannot be written in {folder} ({reason})", "mend that, or name another folder")
 
 
 def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
     """Lock an open file of the folder until it is closed; False: another process, or another open file, has locked it.
 
-    where: as of `writing`. Raises UserFault where the file system has no locks, as Lustre has none without an option;
+    where: as of `writing`. Raises UserError where the file system has no locks, as Lustre has none without an option;
     then the file is removed.
     """
     try:
@@ -66,8 +66,8 @@ def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
         return False
     except OSError as error:
         Path(file.name).unlink(missing_ok=True)
-        mend = "mount it with locks (Lustre: -o flock), or name a folder on another disk"
-        raise UserFault(where, f"files in {folder} cannot be locked ({error.strerror})", mend) from None
+        hint = "mount it with locks (Lustre: -o flock), or name a folder on another disk"
+        raise UserError(where, f"files in {folder} cannot be locked ({error.strerror})", hint) from None
     return True
 
 
@@ -80,12 +80,12 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
-def output_fault(path: Path, where: str, *, kind: str = "file", replaces: bool = False) -> UserFault | None:
+def output_error(path: Path, where: str, *, kind: str = "file", replaces: bool = False) -> UserError | None:
     """Why a command that works for a while could not write its result to `path` at the end, or None.
 
     where: the option that names the path. kind: file or folder. replaces: a regular file that is there is overwritten.
     """
-    folder, mend = path.absolute().parent, f"name another {kind}"
+    folder, hint = path.absolute().parent, f"name another {kind}"
     where = f"{where} {path}".strip()
     try:
         os.lstat(path)  # also of a symbolic link that leads nowhere
@@ -93,17 +93,17 @@ def output_fault(path: Path, where: str, *, kind: str = "file", replaces: bool =
     except (FileNotFoundError, NotADirectoryError):
         is_there = False
     except (OSError, ValueError) as error:  # a name that is too long; a NUL character
-        return UserFault(where, f"no {kind} can have this name ({getattr(error, 'strerror', None) or error})", mend)
+        return UserError(where, f"no {kind} can have this name ({getattr(error, 'strerror', None) or error})", hint)
     if is_there and not replaces:
-        return UserFault(where, "it is there already", mend)
+        return UserError(where, "it is there already", hint)
     if is_there and not path.is_file():
-        return UserFault(where, "it is a folder" if path.is_dir() else "it is not a regular file", mend)
+        return UserError(where, "it is a folder" if path.is_dir() else "it is not a regular file", hint)
     if is_there and not os.access(path, os.W_OK):
-        return UserFault(where, "it cannot be overwritten", mend)
+        return UserError(where, "it cannot be overwritten", hint)
     if not folder.is_dir():
-        return UserFault(where, f"{folder} is not a folder", f"make it, or {mend}")
+        return UserError(where, f"{folder} is not a folder", f"make it, or {hint}")
     if not is_writable(folder):
-        return UserFault(where, f"{folder} is not a folder to write to", mend)
+        return UserError(where, f"{folder} is not a folder to write to", hint)
     return None
 
 

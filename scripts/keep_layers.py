@@ -21,20 +21,20 @@ from safetensors.torch import save_file
 
 from megarl.checkpoints.hf_files import tensor_files
 from megarl.model.hf_config import read_json
-from megarl.types import UserFault
+from megarl.types import UserError
 
 INDEX = "model.safetensors.index.json"
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def keep_layers(model: Path, out: Path, num_layers: int) -> None:
-    """Write the folder `out`, which must not exist. Raises UserFault."""
+    """Write the folder `out`, which must not exist. Raises UserError."""
     config = read_json(model / "config.json")
     if not 0 < num_layers <= config["num_hidden_layers"]:
         problem = f"{num_layers} of {config['num_hidden_layers']} layers"
-        raise UserFault("--layers", problem, f"give a number from 1 to {config['num_hidden_layers']}")
+        raise UserError("--layers", problem, f"give a number from 1 to {config['num_hidden_layers']}")
     if out.exists():
-        raise UserFault(str(out), "it is there already", "name another folder")
+        raise UserError(str(out), "it is there already", "name another folder")
     has_weights = any((model / name).is_file() for name in (INDEX, "model.safetensors"))
     files = tensor_files(model) if has_weights else {}
     out.mkdir(parents=True)
@@ -95,8 +95,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         keep_layers(args.model, args.out, args.layers)
-    except UserFault as fault:
-        print(fault, file=sys.stderr)
+    except UserError as error:
+        print(error, file=sys.stderr)
         return 2
     return 0
 

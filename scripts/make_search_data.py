@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.data.files import RowFaults, read_rows
-from megarl.types import UserFaults
+from megarl.data.files import RowErrors, read_rows
+from megarl.types import UserErrors
 
 INSTRUCTION = (
     "Answer the question. Search for what you do not know for certain, as often as you need to. End with the answer, "
@@ -29,9 +29,9 @@ INSTRUCTION = (
 def make_rows(path: str, source: str | None) -> Iterator[dict[str, Any]]:
     """The rows of one source, or of all; those without an answer are left out.
 
-    Raises UserFaults for a file or rows that cannot be read, and KeyError for one without the columns.
+    Raises UserErrors for a file or rows that cannot be read, and KeyError for one without the columns.
     """
-    bad = RowFaults("SOURCE")
+    bad = RowErrors("SOURCE")
     for _, row in read_rows(path, "SOURCE", bad):
         answers = [answer for answer in map(str.strip, row["golden_answers"]) if answer]
         if answers and source in (None, row["data_source"]):
@@ -42,8 +42,8 @@ def make_rows(path: str, source: str | None) -> Iterator[dict[str, Any]]:
                 "golden_answers": answers,
                 "data_source": row["data_source"],
             }
-    if faults := bad.faults():
-        raise UserFaults(faults)
+    if errors := bad.errors():
+        raise UserErrors(errors)
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         rows = list(make_rows(arguments.source_file, arguments.source))
-    except UserFaults as error:
+    except UserErrors as error:
         parser.error(str(error))
     if not rows:
         parser.error(f"{arguments.source_file} has no row of the source {arguments.source!r}")

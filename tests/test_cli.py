@@ -14,7 +14,7 @@ import pytest
 from megarl import cli
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
-from megarl.types import FolderGone, UserFault, UserFaults
+from megarl.types import FolderGone, UserError, UserErrors
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -27,7 +27,7 @@ def megarl(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProc
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
-def test_a_bad_recipe_is_answered_with_every_fault_and_code_2() -> None:
+def test_a_bad_recipe_is_answered_with_every_error_and_code_2() -> None:
     result = megarl("train", QUICKSTART, "train.tpp=2", "model.dtype=fp8", "rollot.temperature=1")
     assert result.returncode == 2
     assert result.stdout == ""
@@ -38,7 +38,7 @@ def test_a_bad_recipe_is_answered_with_every_fault_and_code_2() -> None:
     ]
 
 
-def test_a_fault_in_the_file_names_file_and_line(tmp_path: Path) -> None:
+def test_a_error_in_the_file_names_file_and_line(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(QUICKSTART.read_text().replace("top_p: 1.0", "top_pp: 1.0"))
     line = 1 + [line.strip() for line in recipe.read_text().splitlines()].index("top_pp: 1.0")
@@ -178,9 +178,9 @@ def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
 @pytest.mark.parametrize(
     ("raised", "code", "last"),
     [
-        (UserFault("train.tp", "is 3", "set it to 2"), 2, "train.tp: is 3; set it to 2"),
+        (UserError("train.tp", "is 3", "set it to 2"), 2, "train.tp: is 3; set it to 2"),
         (FolderGone("runs/a", "is not there", "start again"), 1, "megarl: runs/a: is not there; start again"),
-        (UserFaults([UserFault("a", "b", "c"), UserFault("d", "e", "f")]), 2, "d: e; f"),
+        (UserErrors([UserError("a", "b", "c"), UserError("d", "e", "f")]), 2, "d: e; f"),
         (KeyboardInterrupt(), 130, "megarl: interrupted"),
         (ValueError("rank 2: loss is nan\nand more"), 1, "megarl: ValueError: rank 2: loss is nan"),
         (RuntimeError(), 1, "megarl: RuntimeError: "),

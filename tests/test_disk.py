@@ -19,11 +19,11 @@ import torch
 from rich.console import Console
 
 from megarl.checkpoints.snapshots import Snapshots
-from megarl.disk import output_fault, writing
+from megarl.disk import output_error, writing
 from megarl.samples.parquet import writing as writing_samples
 from megarl.tracking import run_log
 from megarl.tracking.run_log import RunLog
-from megarl.types import FolderGone, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types import FolderGone, Prompt, Sample, SampleGroup, SamplePart, UserError
 from tests.small_disk import small_disk
 from tests.tracking.test_metrics import group
 from tests.tracking.test_run_log import plain, recipe_in
@@ -46,18 +46,18 @@ def test_where_a_result_could_not_be_written_is_known_before_the_work(tmp_path: 
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
     (tmp_path / "hollow").symlink_to(tmp_path / "nowhere")
-    fault = output_fault(tmp_path / name, "--picture", replaces=True)
-    assert fault and fault.where.startswith("--picture ") and problem in f"{fault.problem}; {fault.mend}"
+    error = output_error(tmp_path / name, "--picture", replaces=True)
+    assert error and error.where.startswith("--picture ") and problem in f"{error.problem}; {error.hint}"
     assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_a_result_may_be_new_or_replace_a_file_where_it_may(tmp_path: Path) -> None:
-    assert output_fault(tmp_path / "new", "--out") is None
+    assert output_error(tmp_path / "new", "--out") is None
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "old").touch()
-    assert output_fault(tmp_path / "old", "--out", replaces=True) is None
-    fault = output_fault(tmp_path / "old", "--out")
-    assert str(fault) == f"--out {tmp_path}/old: it is there already; name another file"
+    assert output_error(tmp_path / "old", "--out", replaces=True) is None
+    error = output_error(tmp_path / "old", "--out")
+    assert str(error) == f"--out {tmp_path}/old: it is there already; name another file"
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def big_samples(log: RunLog) -> None:
 
 @pytest.mark.parametrize(("write", "what"), [(big_record, "metrics.jsonl"), (big_samples, "samples.jsonl")])
 def test_a_step_that_the_disk_has_no_room_for(disk: Path, write: Callable[[RunLog], None], what: str) -> None:
-    with pytest.raises(UserFault) as caught, RunLog(recipe_in(disk), plain()[0]) as log:
+    with pytest.raises(UserError) as caught, RunLog(recipe_in(disk), plain()[0]) as log:
         fill(disk, left=8192)
         write(log)
     assert str(caught.value) == full(disk / "try", what)
@@ -107,7 +107,7 @@ def test_a_step_that_the_disk_has_no_room_for(disk: Path, write: Callable[[RunLo
 
 def test_a_run_that_the_disk_has_no_room_for(disk: Path) -> None:
     fill(disk)
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         RunLog(recipe_in(disk), plain()[0])
     assert str(caught.value) == full(disk / "try", "recipe.yaml")
 
@@ -138,7 +138,7 @@ def test_an_error_that_is_raised_from_none_is_not_the_disks(tmp_path: Path, is_s
             if is_set_aside:
                 raise error from None
             raise error  # noqa: B904
-    assert type(caught.value) is (RuntimeError if is_set_aside else UserFault)
+    assert type(caught.value) is (RuntimeError if is_set_aside else UserError)
 
 
 def test_a_curve_that_the_disk_has_no_room_for_costs_no_run(disk: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_curve_that_cannot_be_drawn_costs_no_run(tmp_path: Path, monkeypatch: 
     assert r"curve.png is not drawn: no font\x1b[2J" in text.getvalue()
 
 
-def test_the_first_fault_is_told_when_closing_fails_too(disk: Path) -> None:
+def test_the_first_error_is_told_when_closing_fails_too(disk: Path) -> None:
     with pytest.raises(ValueError, match="first"), RunLog(recipe_in(disk), plain()[0]) as log:
         a_step(log, 1)
         fill(disk)
@@ -172,7 +172,7 @@ def test_the_first_fault_is_told_when_closing_fails_too(disk: Path) -> None:
 
 
 def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
-    with pytest.raises(UserFault) as caught, RunLog(recipe_in(disk, "run.trackers=[]"), plain()[0]) as log:
+    with pytest.raises(UserError) as caught, RunLog(recipe_in(disk, "run.trackers=[]"), plain()[0]) as log:
         a_step(log, 1)
         fill(disk)
         log._records_file.write("x" * 5000)
@@ -180,7 +180,7 @@ def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
 
 
 def test_a_run_goes_on_from_the_records_that_a_full_disk_cut(disk: Path) -> None:
-    with pytest.raises(UserFault, match="no space left"), RunLog(recipe_in(disk), plain()[0]) as log:
+    with pytest.raises(UserError, match="no space left"), RunLog(recipe_in(disk), plain()[0]) as log:
         a_step(log, 1)
         filler = fill(disk, left=4096)
         big_record(log)
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(dis
     partial = snapshots.begin(3)
     filler = fill(disk, left=8192)
     (partial / "rank").write_bytes(bytes(8192))
-    with pytest.raises(UserFault) as caught, writing(disk, "the checkpoint of step 3"):
+    with pytest.raises(UserError) as caught, writing(disk, "the checkpoint of step 3"):
         snapshots.commit(partial, {"step": 3, "filler": "x" * 10_000}, {}, keep=1)
     assert str(caught.value) == full(disk, "the checkpoint of step 3")
     snapshots.abandon(partial)
@@ -215,14 +215,14 @@ def test_samples_that_the_disk_has_no_room_for(disk: Path) -> None:
     out = disk / "samples.parquet"
     fill(disk, left=4096)
     with (
-        pytest.raises(UserFault) as caught,
+        pytest.raises(UserError) as caught,
         writing_samples(out, 90, 1.0, "--out") as file,
         writing(disk, out.name, "--out"),
     ):
         file.write([a_group(500_000)])
     assert str(caught.value).startswith(f"--out: no space left in {disk} while writing samples.parquet; ")
     assert [one.name for one in disk.iterdir()] == ["filler"]
-    with pytest.raises(UserFault, match="no space left"), writing_samples(out, 90, 1.0, "--out") as file:
+    with pytest.raises(UserError, match="no space left"), writing_samples(out, 90, 1.0, "--out") as file:
         (disk / "filler").unlink()
         for _ in range(30):
             file.write([a_group(3)])
@@ -231,7 +231,7 @@ def test_samples_that_the_disk_has_no_room_for(disk: Path) -> None:
 
 def test_a_library_that_hides_the_systems_error_is_understood(disk: Path) -> None:
     filler = fill(disk)
-    with pytest.raises(UserFault, match=f"no space left in {disk} while writing x"), writing(disk, "x"):
+    with pytest.raises(UserError, match=f"no space left in {disk} while writing x"), writing(disk, "x"):
         torch.save(torch.zeros(10_000), disk / "x")
     filler.unlink()
     with pytest.raises(RuntimeError, match="another"), writing(disk, "x"):
@@ -243,15 +243,15 @@ def test_a_library_that_hides_the_systems_error_is_understood(disk: Path) -> Non
     [(errno.EDQUOT, "the disk quota is used up"), (errno.EROFS, "x cannot be written in"), (errno.EIO, "put error")],
 )
 def test_other_errors_of_a_disk(tmp_path: Path, number: int, says: str) -> None:
-    with pytest.raises(UserFault, match=says), writing(tmp_path, "x"):
+    with pytest.raises(UserError, match=says), writing(tmp_path, "x"):
         raise OSError(number, "Input/output error")
 
 
 def test_what_is_no_error_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConnectionRefusedError), writing(tmp_path, "x"):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
-    with pytest.raises(UserFault, match="its own"), writing(tmp_path, "x"):
-        raise UserFault("key", "its own", "mend")
+    with pytest.raises(UserError, match="its own"), writing(tmp_path, "x"):
+        raise UserError("key", "its own", "mend")
 
 
 def remove(folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_checkpoint_is_not_written_where_the_run_was(tmp_path: Path) -> None:
     assert not run.exists(), "nobody asked for it again"
 
 
-def test_the_fault_survives_the_way_from_another_process(tmp_path: Path) -> None:
+def test_the_error_survives_the_way_from_another_process(tmp_path: Path) -> None:
     with pytest.raises(FolderGone) as caught, writing(tmp_path / "gone", "x"):
         raise FileNotFoundError(errno.ENOENT, "No such file")
     again = pickle.loads(pickle.dumps(caught.value))

@@ -33,7 +33,7 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
-from megarl.preflight.layout_checks import node_faults, slot_faults
+from megarl.preflight.layout_checks import node_errors, slot_errors
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.traffic import count_traffic
 from megarl.rollout.reward_workers.by_source import Scorers
@@ -175,7 +175,7 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
         recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay), *given])
         roles = resolve(recipe, learns=title[0] == "m")
-        assert slot_faults(roles) + node_faults(roles) == [], title
+        assert slot_errors(roles) + node_errors(roles) == [], title
         found[title.partition(":")[0]] = len(roles.shared_slots)
     assert found == {"shared": 16, "split": 0, "mixed": 12}
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.printable import is_hidden, json_line, one_line, printable, show
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 from tests.test_imports import PACKAGE, SOURCES
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufeff\u2028\ud800\U000e0041"
@@ -69,11 +69,11 @@ def test_a_line_of_json_reads_back_as_it_was_and_hides_nothing() -> None:
     line.encode("utf-8")
 
 
-def test_a_fault_is_one_printable_line() -> None:
-    fault = UserFault(f"a{HOSTILE}", "b\nforged: line", "c\x1b[31m")
-    assert str(fault).isprintable() and str(fault).count("\\n") == 1
-    other = UserFault(f"b{HOSTILE}", "b", "c")
-    assert str(UserFaults([fault, other, fault])).count("\n") == 1, "a line for each, and the same text once"
+def test_a_error_is_one_printable_line() -> None:
+    error = UserError(f"a{HOSTILE}", "b\nforged: line", "c\x1b[31m")
+    assert str(error).isprintable() and str(error).count("\\n") == 1
+    other = UserError(f"b{HOSTILE}", "b", "c")
+    assert str(UserErrors([error, other, error])).count("\n") == 1, "a line for each, and the same text once"
 
 
 def test_what_is_shown_is_printable() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megarl.config import RewardConfig
-from megarl.isolation.sandbox import sandbox_faults
+from megarl.isolation.sandbox import sandbox_errors
 from megarl.model.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:  # torch and SGLang are imported with the first fixture that needs them
@@ -180,5 +180,5 @@ def judges() -> Iterator[Callable[..., Scorers]]:
 @pytest.fixture
 def isolation() -> None:
     """Or a skip that says why not."""
-    for fault in sandbox_faults():
-        pytest.skip(str(fault))
+    for error in sandbox_errors():
+        pytest.skip(str(error))

@@ -32,7 +32,7 @@ from megarl.resharding.lora_merge import Merge
 from megarl.resharding.reshard_plan import DIGEST_BITS, item_bytes, plan_streams
 from megarl.resharding.shards import Part, Shard, cells, verify_params
 from megarl.resharding.transport import close_group, make_group
-from megarl.types import UserFault
+from megarl.types import UserError
 
 FILE_BYTES = 4 << 30
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # configuration and tokenizer
@@ -68,7 +68,7 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     """Write the checkpoint; every training rank calls it with its own parameters. Returns the folder.
 
     The folder is renamed to its final name when all files are complete. store: a prefix store of this call alone.
-    Raises LayoutError: parameters that the map does not describe; UserFault: the folder exists; RuntimeError with the
+    Raises LayoutError: parameters that the map does not describe; UserError: the folder exists; RuntimeError with the
     message of another rank that failed.
     """
     agreement = Agreement(PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s)
@@ -80,7 +80,7 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
         params, merge = _merged(job, params)
         if job.rank == 0:
             if folder.exists():
-                raise UserFault(str(folder), "exists already", "name another folder or remove it")
+                raise UserError(str(folder), "exists already", "name another folder or remove it")
             if unfinished.exists():
                 shutil.rmtree(unfinished)  # left by an export that was interrupted
             unfinished.mkdir(parents=True)

@@ -9,26 +9,26 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from megarl.model.hf_config import read_json
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 def tensor_files(path: str | Path, stem: str = "model") -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it (one `<stem>.safetensors`, or several with an index).
 
-    Raises UserFault: neither file is there, the index is unreadable or names a missing file.
+    Raises UserError: neither file is there, the index is unreadable or names a missing file.
     """
     folder = Path(path)
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.exists():
         names = read_json(index).get("weight_map", {})
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise UserFault(str(index), "weight_map does not map tensors to files", "download the checkpoint again")
+            raise UserError(str(index), "weight_map does not map tensors to files", "download the checkpoint again")
         missing = sorted({file for file in names.values() if not (folder / file).exists()})
         if missing:
-            raise UserFault(str(index), f"names missing files: {', '.join(missing)}", "download them")
+            raise UserError(str(index), f"names missing files: {', '.join(missing)}", "download them")
         return {name: folder / file for name, file in names.items()}
     if not single.exists():
-        raise UserFault(str(single), "no such file", "set model.path to a folder with safetensors weights")
+        raise UserError(str(single), "no such file", "set model.path to a folder with safetensors weights")
     with _opened(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
 
@@ -37,7 +37,7 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserFault(str(file), f"is not a safetensors file ({error})", "download it again") from None
+        raise UserError(str(file), f"is not a safetensors file ({error})", "download it again") from None
 
 
 class Slices:
@@ -52,13 +52,13 @@ class Slices:
         return name in self.files
 
     def get(self, name: str) -> Any:
-        """The tensor's slice object; only what is indexed is read. Raises UserFault where there is none."""
+        """The tensor's slice object; only what is indexed is read. Raises UserError where there is none."""
         file = self.files.get(name)
         if file is None:
-            raise UserFault(str(self.path), f"the checkpoint has no tensor {name}", "use a complete checkpoint")
+            raise UserError(str(self.path), f"the checkpoint has no tensor {name}", "use a complete checkpoint")
         if file not in self.open:
             self.open[file] = self.stack.enter_context(_opened(file))
         try:
             return self.open[file].get_slice(name)
         except SafetensorError:
-            raise UserFault(str(file), f"does not hold {name}", "download the checkpoint again") from None
+            raise UserError(str(file), f"does not hold {name}", "download the checkpoint again") from None

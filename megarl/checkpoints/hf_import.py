@@ -15,7 +15,7 @@ from megarl.checkpoints.hf_files import Slices, tensor_files
 from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import STACK, hf_tensors, mtp_prefix
 from megarl.resharding.shards import VOCAB_TENSORS, Shard, verify_params, views
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _SAMPLED_BYTES = 64 << 10
 
@@ -42,13 +42,13 @@ def without_head(path: str | Path) -> bool:
     return SCORE not in tensor_files(path)
 
 
-def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
+def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
     """Check names and shapes of the checkpoint's tensors against `config.json`, reading only the files' headers.
 
     A missing score head is no fault. One fault for each mend, which names its first tensor and counts the others: a
     wrong width is wrong in every layer.
     """
-    found: list[UserFault] = []
+    found: list[UserError] = []
     try:
         with ExitStack() as stack:
             slices = Slices(path, stack)
@@ -56,30 +56,30 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserFault]:
             if SCORE not in slices.files:
                 wanted_tensors.pop(SCORE, None)
             for name, wanted in wanted_tensors.items():
-                found += _tensor_faults(slices, name, wanted)
+                found += _tensor_errors(slices, name, wanted)
             if not any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files) and shape.num_mtp_layers:
                 file = str(Path(path) / "config.json")
                 problem = f"num_nextn_predict_layers is {shape.num_mtp_layers}, the files have no such layer"
-                return [UserFault(file, problem, "write num_nextn_predict_layers 0, or use a complete checkpoint")]
-    except UserFault as fault:
-        return [fault]
-    by_mend: dict[str, list[UserFault]] = {}
-    for fault in found:
-        by_mend.setdefault(fault.mend, []).append(fault)
-    return [_first_of(faults) for faults in by_mend.values()]
+                return [UserError(file, problem, "write num_nextn_predict_layers 0, or use a complete checkpoint")]
+    except UserError as error:
+        return [error]
+    by_hint: dict[str, list[UserError]] = {}
+    for error in found:
+        by_hint.setdefault(error.hint, []).append(error)
+    return [_first_of(errors) for errors in by_hint.values()]
 
 
-def _first_of(faults: Sequence[UserFault]) -> UserFault:
-    first = faults[0]
-    more = f" (and {len(faults) - 1} more such tensors)" if len(faults) > 1 else ""
-    return UserFault(first.where, first.problem + more, first.mend)
+def _first_of(errors: Sequence[UserError]) -> UserError:
+    first = errors[0]
+    more = f" (and {len(errors) - 1} more such tensors)" if len(errors) > 1 else ""
+    return UserError(first.where, first.problem + more, first.hint)
 
 
-def _tensor_faults(slices: Slices, name: str, wanted: tuple[int, ...]) -> list[UserFault]:
+def _tensor_errors(slices: Slices, name: str, wanted: tuple[int, ...]) -> list[UserError]:
     try:
         quantised.check(slices, name, wanted)
-    except UserFault as fault:
-        return [fault]
+    except UserError as error:
+        return [error]
     return []
 
 
@@ -89,7 +89,7 @@ def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torc
     Only the needed slices are read; quantised weights are dequantised, whatever tiles a box cuts. Parameters in
     float8_e4m3fn, an fp8 engine's, get the bytes of the files, and shards of scales the files' scales. Padding rows of
     the vocabulary become zero, and so does a missing score head. Raises LayoutError when the shards do not describe the
-    parameters, UserFault naming a tensor that is missing or has another type. stem: of the files' names.
+    parameters, UserError naming a tensor that is missing or has another type. stem: of the files' names.
     """
     verify_params(shards, params)
     with ExitStack() as stack, torch.no_grad():

@@ -30,13 +30,13 @@ from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import STACK
 from megarl.resharding import lora_map
 from megarl.resharding.shards import Shard
-from megarl.types import UserFault
+from megarl.types import UserError
 
 STEM = "adapter_model"
 _PREFIX = "base_model.model."
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _LOADED_OF_EXPERTS = (frozenset({"down_proj"}), frozenset(_MLP))
-_MEND = "name adapters that fit the recipe, change the recipe, or set it to null to go on after a checkpoint"
+_HINT = "name adapters that fit the recipe, change the recipe, or set it to null to go on after a checkpoint"
 # Variants of LoRA that megarl does not compute, with the value that stands for none of them.
 _PLAIN: Mapping[str, Any] = {
     "peft_type": "LORA",
@@ -107,7 +107,7 @@ def lost_in_transformers(factors: Collection[str]) -> str | None:
     return next((weight for weight in weights if leaf_of(weight) in _MLP and weight not in of_experts), None)
 
 
-def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserFault]:
+def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserError]:
     """Faults of a folder as the adapters that a recipe asks for; reads only the files' headers.
 
     For a shape with scores it must have a head as well, as PEFT writes one beside the adapters of a classifier.
@@ -116,48 +116,48 @@ def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserFault]:
     if shape.num_labels:
         sizes, heads = sizes | {SCORE: (shape.num_labels, shape.hidden_size)}, HEADS
     try:
-        if faults := _config_faults(Path(path) / CONFIG, size, heads):
-            return faults
+        if errors := _config_errors(Path(path) / CONFIG, size, heads):
+            return errors
         with ExitStack() as stack:
-            return _tensor_faults(Slices(path, stack, STEM), sizes)
-    except UserFault as fault:
-        return [UserFault("lora.path", f"{fault.where}: {fault.problem}", _MEND)]
+            return _tensor_errors(Slices(path, stack, STEM), sizes)
+    except UserError as error:
+        return [UserError("lora.path", f"{error.where}: {error.problem}", _HINT)]
 
 
-def _tensor_faults(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list[UserFault]:
+def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list[UserError]:
     """Factors that are missing or too many, by their layers, or have another extent than the recipe's."""
     wanted = {_PREFIX + name: extent for name, extent in sizes.items()}
-    faults = []
+    errors = []
     for names, verb in ((wanted.keys() - slices.files.keys(), "lacks"), (slices.files.keys() - wanted.keys(), "has")):
         if names:
             layers = ", ".join(sorted({leaf_of(weight_of(one) if ".lora_" in one else one) for one in names}))
             problem = f"{slices.path} {verb} weights of {layers} ({min(names)}, {len(names)} in all)"
-            faults.append(UserFault("lora.path", problem, "set lora.targets and lora.experts as it has them"))
+            errors.append(UserError("lora.path", problem, "set lora.targets and lora.experts as it has them"))
     for name in sorted(wanted.keys() & slices.files.keys()):
         found = tuple(slices.get(name).get_shape())
         if found != wanted[name]:
             problem = f"{name} of {slices.path} is {list(found)}, not {list(wanted[name])}"
-            mend = "set lora.experts as it has it, or name adapters of this model"
-            return [*faults, UserFault("lora.path", problem, mend)]
-    return faults
+            hint = "set lora.experts as it has it, or name adapters of this model"
+            return [*errors, UserError("lora.path", problem, hint)]
+    return errors
 
 
-def _config_faults(file: Path, size: LoraSize, heads: Collection[str]) -> list[UserFault]:
-    config, faults = read_json(file), []
+def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[UserError]:
+    config, errors = read_json(file), []
     if heads and set(config.get("modules_to_save") or ()) <= {*heads}:
         config["modules_to_save"] = None
     for key, plain in _PLAIN.items():
         if (config.get(key) or plain) != plain:  # PEFT writes [] for None
-            faults.append(UserFault("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _MEND))
+            errors.append(UserError("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _HINT))
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_WEIGHTS):
         problem = f"{file} has init_lora_weights {start}, for which PEFT changes the base's weights"
-        faults.append(UserFault("lora.path", problem, "let PEFT convert them to adapters of the unchanged base"))
+        errors.append(UserError("lora.path", problem, "let PEFT convert them to adapters of the unchanged base"))
     for key, own, name in (("r", size.rank, "lora.rank"), ("lora_alpha", size.alpha, "lora.alpha")):
         if config.get(key) != own:
             problem = f"{own:g}, and {file} has {key} {config.get(key)}"
-            faults.append(UserFault(name, problem, f"set it to {config.get(key)}, or leave lora.path out"))
-    return faults
+            errors.append(UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out"))
+    return errors
 
 
 def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
@@ -171,7 +171,7 @@ def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
 
 
 def load(path: str, shards: Sequence[Shard], factors: Mapping[str, torch.Tensor]) -> None:
-    """Fill a rank's factors with the boxes that `shards` name. Raises UserFault naming a missing tensor."""
+    """Fill a rank's factors with the boxes that `shards` name. Raises UserError naming a missing tensor."""
     load_hf(path, [shard._replace(name=_PREFIX + shard.name) for shard in shards], factors, STEM)
 
 

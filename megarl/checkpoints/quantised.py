@@ -20,12 +20,12 @@ import torch
 
 from megarl.checkpoints.hf_files import Slices
 from megarl.model.hf_config import HfFacts, HfModel
-from megarl.model.quantisation import FP8_TILE, INT4_GROUP, MEND, Quantisation
+from megarl.model.quantisation import FP8_TILE, HINT, INT4_GROUP, Quantisation
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, hf_tensors, is_projection, tensors
 from megarl.resharding.fp8 import FP8, SCALE_SUFFIX
 from megarl.resharding.shards import LayoutError, Range, intersect, tiles
-from megarl.types import UserFault
+from megarl.types import UserError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
@@ -46,7 +46,7 @@ def kind_of(slices: Slices, name: str) -> Kind:
 
 
 def check(slices: Slices, name: str, shape: Sequence[int]) -> None:
-    """Raises UserFault where a tensor is missing, or has another shape or type than its reader expects, or its scales.
+    """Raises UserError where a tensor is missing, or has another shape or type than its reader expects, or its scales.
 
     shape: of the tensor as config.json has it. Reads only the files' headers.
     """
@@ -66,20 +66,20 @@ def check(slices: Slices, name: str, shape: Sequence[int]) -> None:
 def _has_type(slices: Slices, name: str, dtypes: Sequence[str]) -> None:
     dtype = slices.get(name).get_dtype()
     if dtype not in dtypes:
-        raise UserFault(str(slices.files[name]), f"{name} is {dtype}", MEND)
+        raise UserError(str(slices.files[name]), f"{name} is {dtype}", HINT)
 
 
 def _has_shape(slices: Slices, name: str, shape: Sequence[int]) -> None:
     real = list(slices.get(name).get_shape())
     if real != list(shape):
         problem = f"{name} is {real}, config.json says {list(shape)}"
-        raise UserFault(str(slices.files[name]), problem, "use a checkpoint whose config.json fits its weights")
+        raise UserError(str(slices.files[name]), problem, "use a checkpoint whose config.json fits its weights")
 
 
 def fill(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> bool:
     """Write rows x cols of a quantised tensor into a plane of that size; False where the files have it plain.
 
-    A plane in float8_e4m3fn gets the bytes of the files. Raises UserFault as `check` does of the scales, LayoutError
+    A plane in float8_e4m3fn gets the bytes of the files. Raises UserError as `check` does of the scales, LayoutError
     for such a plane where the files have no such bytes.
     """
     kind = kind_of(slices, name)
@@ -138,19 +138,19 @@ def _tile_scales(slices: Slices, name: str) -> Any:
 def _group_scales(slices: Slices, name: str) -> Any:
     for suffix in _UNREAD:
         if name + suffix in slices:
-            raise UserFault(str(slices.files[name + suffix]), f"has {name}{suffix}", MEND)
+            raise UserError(str(slices.files[name + suffix]), f"has {name}{suffix}", HINT)
     rows, words = slices.get(name + _PACKED).get_shape()
     shape = [rows, -(-words * _PER_WORD // INT4_GROUP)]
     return _scales(slices, name + _GROUP_SCALE, shape, f"for groups of {INT4_GROUP}")
 
 
 def _scales(slices: Slices, name: str, shape: Sequence[int], what: str) -> Any:
-    """The slice object of the scales. Raises UserFault: not there, another type or shape."""
+    """The slice object of the scales. Raises UserError: not there, another type or shape."""
     found = slices.get(name)
     _has_type(slices, name, _SCALES)
     if found.get_shape() != list(shape):
         problem = f"{name} is {found.get_shape()}; {what} it would be {list(shape)}"
-        raise UserFault(str(slices.files[name]), problem, MEND)
+        raise UserError(str(slices.files[name]), problem, HINT)
     return found
 
 

@@ -23,9 +23,9 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.topology import DevicePlacement, own_placement
-from megarl.cluster.visible_gpus import device_faults
+from megarl.cluster.visible_gpus import device_errors
 from megarl.device import use_network, use_sglang_nccl_settings
-from megarl.types import UserFault
+from megarl.types import UserError
 
 Ref = ray.ObjectRef
 SHARES = 4  # actors that share a GPU slot
@@ -186,7 +186,7 @@ def failure(ref: Ref) -> Exception | None:
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return None
     cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, UserFault) else error
+    return cause if isinstance(cause, UserError) else error
 
 
 def _result(ref: Ref) -> tuple[Any, Exception | None]:
@@ -258,18 +258,18 @@ def _short_errors() -> Iterator[None]:
 
 def _check_device() -> None:
     """Check this node's devices: the command has checked its own machine, which may have no GPU."""
-    for fault in device_faults():
-        raise fault
+    for error in device_errors():
+        raise error
 
 
 def _imported(module: str) -> Any:
-    """Import a module. Raises UserFault where a shared library that it needs cannot be loaded."""
+    """Import a module. Raises UserError where a shared library that it needs cannot be loaded."""
     try:
         return importlib.import_module(module)
     except OSError as error:
         problem = f"it cannot be imported on node {ray.util.get_node_ip_address()} ({error})"
-        mend = "install requirements/gpu.txt there (docs/install.md); megarl doctor names the package"
-        raise UserFault(module, problem, mend) from error
+        hint = "install requirements/gpu.txt there (docs/install.md); megarl doctor names the package"
+        raise UserError(module, problem, hint) from error
 
 
 def _enter(folder: str) -> None:
@@ -278,7 +278,7 @@ def _enter(folder: str) -> None:
         os.chdir(folder)
     except OSError as error:
         problem = f"is not on node {ray.util.get_node_ip_address()} ({error.strerror})"
-        raise UserFault(folder, problem, "start the run in a folder that all nodes share") from None
+        raise UserError(folder, problem, "start the run in a folder that all nodes share") from None
 
 
 class Background(Protocol):

@@ -150,7 +150,7 @@ class RayServers:
         for descriptor in self._descriptors:
             self._poll.register(descriptor, select.POLLIN)
 
-    def fault(self) -> str | None:
+    def error(self) -> str | None:
         """A description of the server that has died, or was stopped for too long; None when all are well."""
         for descriptor, _ in self._poll.poll(0):
             return f"Ray's {_name(self._descriptors[descriptor])} {_how(descriptor)}"

@@ -24,7 +24,7 @@ from megarl.cluster.topology import DevicePlacement, bundles_by_address
 from megarl.config import PlacementConfig
 from megarl.device import LOOPBACK, is_loopback
 from megarl.printable import first_line
-from megarl.types import Silence, UserFault
+from megarl.types import Silence, UserError
 
 _GRACE_S = 3.0  # a dead process first breaks its peers' collectives: wait this long for the cause to show
 _PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
@@ -95,11 +95,11 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        fault = self._servers.fault() if self._servers else None
+    def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
+        error = self._servers.error() if self._servers else None
         self.close()
-        if fault and isinstance(error, Exception) and not isinstance(error, WorkerFailed):
-            raise WorkerFailed(fault, "".join(traceback.format_exception(error))) from None
+        if error and isinstance(raised, Exception) and not isinstance(raised, WorkerFailed):
+            raise WorkerFailed(error, "".join(traceback.format_exception(raised))) from None
 
     def _begin(self) -> None:
         # Ray's folder is open to everyone, its parent only to this user.
@@ -118,14 +118,14 @@ class Cluster:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             problem = f"no Ray cluster can be joined at {address} ({first_line(error)})"
-            mend = "start Ray here and on the other nodes with the token that RAY_AUTH_TOKEN_PATH names"
-            raise UserFault("RAY_ADDRESS", problem, mend) from error
+            hint = "start Ray here and on the other nodes with the token that RAY_AUTH_TOKEN_PATH names"
+            raise UserError("RAY_ADDRESS", problem, hint) from error
         self.host = ray.util.get_node_ip_address()
 
     def _take_slots(self) -> None:
         """Reserve one placement group bundle a node, with all GPUs of the node; a process uses the GPU of its slot.
 
-        Raises UserFault where Ray has no such nodes, WorkerFailed where nodes have died or another run holds them.
+        Raises UserError where Ray has no such nodes, WorkerFailed where nodes have died or another run holds them.
         """
         if not (count := -(-self._gpus // self._node_gpus)):
             return
@@ -135,8 +135,8 @@ class Cluster:
             problem = f"{self._gpus} GPUs are {count} nodes of {self._node_gpus}, Ray has {len(fit)} with as many GPUs"
             if len(fit) + sum(not node["Alive"] for node in nodes) >= count:
                 raise WorkerFailed(f"{problem}: other nodes have died", problem)
-            mend = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
-            raise UserFault("placement.gpus", problem, mend)
+            hint = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
+            raise UserError("placement.gpus", problem, hint)
         self._placement = placement_group([{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD")
         ready = self._placement.ready()
         if not ray.wait([ready], timeout=_PLACING_S)[0]:
@@ -175,7 +175,7 @@ class Cluster:
         return ray.put(value)
 
     def gather(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Any]:
-        """The results in order; raises WorkerFailed, or the worker's own UserFault, as soon as any worker fails.
+        """The results in order; raises WorkerFailed, or the worker's own UserError, as soon as any worker fails.
 
         among: the workers whose failures count; by default all.
         """
@@ -203,7 +203,7 @@ class Cluster:
             done = self._ended([*waiting, *watches], watched)
             failures = [why for ref in done if (why := failure(ref)) is not None]
             if failures:
-                at_fault = [why for why in failures if isinstance(why, UserFault)]
+                at_fault = [why for why in failures if isinstance(why, UserError)]
                 raise at_fault[0] if at_fault else self._cause([*waiting, *watches], {**waiting, **watches})
             if len(done) < len(waiting) and (silence := self._silence(watched)):
                 raise WorkerFailed(silence, silence)
@@ -254,8 +254,8 @@ class Cluster:
 
     def _check_servers(self) -> None:
         """Raises WorkerFailed when a server of Ray has died: Ray itself would report it late, or end this process."""
-        if self._servers and (fault := self._servers.fault()):
-            raise WorkerFailed(fault, fault)
+        if self._servers and (error := self._servers.error()):
+            raise WorkerFailed(error, error)
 
     def _silence(self, workers: Sequence[Worker]) -> str | None:
         """A description of a worker that has not answered for too long, if there is one."""
@@ -290,7 +290,7 @@ class Cluster:
         with processes.interrupts_ignored():
             ended = {pid for worker in self._pulses.pids if (pid := self._pid_here(worker)) is not None}
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
-            if self._servers and self._servers.fault():  # Ray's own shutdown would wait for the dead server
+            if self._servers and self._servers.error():  # Ray's own shutdown would wait for the dead server
                 processes.kill_descendants(spare=self._not_ours)
             else:
                 for worker in self._workers:
@@ -316,16 +316,16 @@ def _raylet_socket() -> str:
 
 
 def _severity(failed: tuple[str, Exception]) -> int:
-    """A sort key, the most telling failure first: a UserFault, a dead process, a hanging process, any other error."""
+    """A sort key, the most telling failure first: a UserError, a dead process, a hanging process, any other error."""
     _, error = failed
     if isinstance(getattr(error, "cause", None), Silence):
         return 2
-    return 0 if isinstance(error, UserFault) else 1 if isinstance(error, ray.exceptions.RayActorError) else _OTHER
+    return 0 if isinstance(error, UserError) else 1 if isinstance(error, ray.exceptions.RayActorError) else _OTHER
 
 
 def _reported(name: str, cause: Exception) -> Exception:
     """The exception that reports a worker's failure."""
-    if isinstance(cause, UserFault):
+    if isinstance(cause, UserError):
         return cause
     if isinstance(cause, ray.exceptions.RayActorError):
         return WorkerFailed(f"{name}: its process died", str(cause))

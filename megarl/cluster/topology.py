@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from megarl import device
-from megarl.types import UserFault
+from megarl.types import UserError
 
 SYSFS = Path("/sys")
 
@@ -108,7 +108,7 @@ def placement_lines(placements: Sequence[DevicePlacement]) -> list[str]:
     return [f"{host} ({address}): ranks {', '.join(listed)}" for (host, address), listed in ranks.items()]
 
 
-def placement_faults(placements: Sequence[DevicePlacement]) -> list[UserFault]:
+def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
     """What slows a node's network down: GPUs that share a card, and cards on the other socket. placements: by rank."""
     shared: dict[tuple[str, str], list[str]] = {}
     found = []
@@ -118,12 +118,12 @@ def placement_faults(placements: Sequence[DevicePlacement]) -> list[UserFault]:
         if placed.crosses:
             path = f"rank {rank}'s GPU {placed.gpu} sends through {placed.nic}"
             problem = f"on {placed.host} {path}, which is on the other socket"
-            mend = "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"
-            found.append(UserFault("placement", problem, mend))
+            hint = "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"
+            found.append(UserError("placement", problem, hint))
     for (host, nic), ranks in shared.items():
         problem = f"on {host} ranks {', '.join(ranks)} share the network card {nic}"
-        mend = "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
-        found.append(UserFault("placement", problem, mend))
+        hint = "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
+        found.append(UserError("placement", problem, hint))
     return found
 
 
@@ -150,9 +150,9 @@ def _gpu(address: str, root: Path) -> _Place:
 
 
 def bundles_by_address(addresses: Mapping[int, str]) -> list[int]:
-    """Bundle numbers sorted by the IPv4 addresses of their nodes. Raises UserFault where Ray knows a node by a name."""
+    """Bundle numbers sorted by the IPv4 addresses of their nodes. Raises UserError where Ray knows a node by a name."""
     try:
         return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
     except ipaddress.AddressValueError as error:
-        mend = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
-        raise UserFault("placement.network", f"Ray has no IPv4 address for a node ({error})", mend) from None
+        hint = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
+        raise UserError("placement.network", f"Ray has no IPv4 address for a node ({error})", hint) from None

@@ -14,7 +14,7 @@ import subprocess
 import torch
 
 from megarl.device import DEVICE, DEVICE_VARIABLE
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _ANSWER_S = 60.0  # without persistence mode the driver starts up for each call, seconds a GPU
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both
@@ -22,43 +22,43 @@ _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*true\b", re.IGNORECASE)
 _INSTALL = "install requirements/gpu.txt (docs/install.md)"
 
 
-def device_faults() -> list[UserFault]:
+def device_errors() -> list[UserError]:
     """Faults of this machine and of this process's environment; none where MEGARL_DEVICE asks for the CPU."""
     asked = os.environ.get(DEVICE_VARIABLE, "")
     if asked not in ("", "cpu", "cuda"):
-        return [UserFault(DEVICE_VARIABLE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out")]
+        return [UserError(DEVICE_VARIABLE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out")]
     if DEVICE == "cuda":
-        return _allocator_faults()
+        return _allocator_errors()
     if asked == "cpu":
         return []
     count = num_listed_gpus()
     if count == 0:
         problem = f"cuda, but nvidia-smi lists no GPU on {socket.gethostname()}"
-        mend = "mend the driver (docs/install.md), or leave it out"
-        return [UserFault(DEVICE_VARIABLE, problem, mend)] if asked else []
+        hint = "mend the driver (docs/install.md), or leave it out"
+        return [UserError(DEVICE_VARIABLE, problem, hint)] if asked else []
     return [_unseen(count)]
 
 
-def _allocator_faults() -> list[UserFault]:
+def _allocator_errors() -> list[UserError]:
     """Allocator settings that forbid CUDA IPC, by which engines map the parameters of training ranks."""
     named = [name for name in _ALLOCATOR if _EXPANDABLE.search(os.environ.get(name, ""))]
     problem = "it has expandable_segments:True, and mapping such memory over CUDA IPC is not verified yet"
-    return [UserFault(name, problem, "remove expandable_segments from it") for name in named]
+    return [UserError(name, problem, "remove expandable_segments from it") for name in named]
 
 
-def _unseen(count: int) -> UserFault:
+def _unseen(count: int) -> UserError:
     """Why torch sees none of the GPUs that nvidia-smi lists."""
     anyway = f"or set {DEVICE_VARIABLE}=cpu to use no GPU"
     gpus = f"nvidia-smi lists {count} GPU{'s' if count > 1 else ''} on {socket.gethostname()}"
     if torch.version.cuda is None:
         problem = f"{torch.__version__} is a build without CUDA, and {gpus}"
-        return UserFault("torch", problem, f"{_INSTALL}, {anyway}")
+        return UserError("torch", problem, f"{_INSTALL}, {anyway}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         problem = f"{visible!r}: torch sees no GPU, and {gpus}"
-        return UserFault("CUDA_VISIBLE_DEVICES", problem, f"leave it out, {anyway}")
+        return UserError("CUDA_VISIBLE_DEVICES", problem, f"leave it out, {anyway}")
     problem = f"{torch.__version__} (CUDA {torch.version.cuda}) sees no GPU, and {gpus}"
-    return UserFault("torch", problem, f"update the driver (docs/install.md), {anyway}")
+    return UserError("torch", problem, f"update the driver (docs/install.md), {anyway}")
 
 
 def num_listed_gpus() -> int:

@@ -12,40 +12,40 @@ from megarl.checkpoints import peft
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
-from megarl.controller.resuming import FOLDER, model_faults
-from megarl.disk import output_fault
+from megarl.controller.resuming import FOLDER, model_errors
+from megarl.disk import output_error
 from megarl.fleet.fleet import training_fleet
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import lora_size, resolve
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 
 def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: Callable[[str], None]) -> Snapshot:
     """The checkpoint to convert: of `step`, or the newest good one of the run in the folder `run`.
 
-    Raises UserFaults: there is none, it is of another model than the recipe's, `out` cannot be written.
+    Raises UserErrors: there is none, it is of another model than the recipe's, `out` cannot be written.
     """
-    fault = output_fault(out, "", kind="folder")
-    faults = [fault] if fault else []
+    error = output_error(out, "", kind="folder")
+    errors = [error] if error else []
     found = Snapshots(run / FOLDER, say).newest(step)
     if found is None:
         which = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-        mend = "name another run" if step is None else "leave --step out for the newest"
-        faults.append(UserFault(str(run / FOLDER), f"there is no {which}", mend))
+        hint = "name another run" if step is None else "leave --step out for the newest"
+        errors.append(UserError(str(run / FOLDER), f"there is no {which}", hint))
     else:
-        faults += model_faults(found, recipe)
-    if found is None or faults:
-        raise UserFaults(faults)
+        errors += model_errors(found, recipe)
+    if found is None or errors:
+        raise UserErrors(errors)
     return found
 
 
 def check_adapter(recipe: Recipe, *, fp8: bool) -> None:
-    """Raises UserFault where a run has no adapters to write, or they are asked for in fp8."""
+    """Raises UserError where a run has no adapters to write, or they are asked for in fp8."""
     if recipe.lora is None:
-        raise UserFault("--adapter", "the run's recipe has no lora", "leave it out to write the whole model")
+        raise UserError("--adapter", "the run's recipe has no lora", "leave it out to write the whole model")
     if fp8:
         problem = "adapters are written in model.dtype"
-        raise UserFault("--fp8", problem, "leave it out, or --adapter to write the merged model in fp8")
+        raise UserError("--fp8", problem, "leave it out, or --adapter to write the merged model in fp8")
 
 
 def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None]) -> None:

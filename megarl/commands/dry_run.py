@@ -17,15 +17,15 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.plan.adapter_sizes import adapters_in_words
 from megarl.plan.batch import step_samples
 from megarl.plan.turns import tool_load
-from megarl.preflight.checks_by_command import faults_elsewhere
+from megarl.preflight.checks_by_command import errors_elsewhere
 from megarl.preflight.model_checks import stand_ins
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.reshard_plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import count_traffic
 from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_faults
-from megarl.types import UserFault, UserFaults
+from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_errors
+from megarl.types import UserError, UserErrors
 
 _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up where the weights arrive
 
@@ -33,16 +33,16 @@ _LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up wh
 def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Check a recipe, launch nothing, write nothing, and say in some lines what was found.
 
-    A recipe with placement.hardware is checked as for GPUs, any other as for this machine. Raises UserFaults with every
+    A recipe with placement.hardware is checked as for GPUs, any other as for this machine. Raises UserErrors with every
     fault.
     """
     device = "cuda" if recipe.placement.hardware else DEVICE
     found, absent = stand_ins(recipe)
     roles = resolve(found)
-    faults, of_episodes = faults_elsewhere(roles, device, absent)
-    faults += argument_faults(roles, device, absent)
-    if faults:
-        raise UserFaults(faults)
+    errors, of_episodes = errors_elsewhere(roles, device, absent)
+    errors += argument_errors(roles, device, absent)
+    if errors:
+        raise UserErrors(errors)
     not_checked = _not_checked(recipe, device, absent)
     episodes = [*of_episodes, *_assumed_turns(found)]
     for lines in (_placement(roles), _checkpoint(roles), episodes, _reshard(roles, device), not_checked):
@@ -50,23 +50,23 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
             say(line)
 
 
-def argument_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
+def argument_errors(roles: Roles, device: str, absent: Container[str]) -> list[UserError]:
     """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
 
     They are asked about a run on this machine only where the recipe gives them something to judge (`_asks_megatron`,
     `_asks_sglang`). SGLang's are not asked where the engines' layout is wrong or the algorithm unknown, and neither is
     where the model's shape cannot be read: other checks report these.
     """
-    shape, faults = roles.policy.model.known_shape, []
+    shape, errors = roles.policy.model.known_shape, []
     if shape is None:
         return []
     recipe = roles.recipe
     if _asks_megatron(recipe, device):
-        faults += _megatron_faults(roles, device, absent)
-    has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.faults(shape, recipe.placement.gpus)
+        errors += _megatron_errors(roles, device, absent)
+    has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.errors(shape, recipe.placement.gpus)
     if has_engines and _asks_sglang(recipe, device):
-        faults += _sglang_faults(recipe, device)
-    return faults
+        errors += _sglang_errors(recipe, device)
+    return errors
 
 
 def _asks_megatron(recipe: Recipe, device: str) -> bool:
@@ -82,29 +82,29 @@ def _asks_sglang(recipe: Recipe, device: str) -> bool:
     return device != DEVICE or engine != sizes_alone or asks_more
 
 
-def _megatron_faults(roles: Roles, device: str, absent: Container[str]) -> list[UserFault]:
-    from megarl.parallel.refusals import megatron_faults
+def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> list[UserError]:
+    from megarl.parallel.refusals import megatron_errors
 
-    faults = []
+    errors = []
     for role in roles.models.values():
         if role.name != "reward_model" or "reward_model.path" not in absent:
-            faults += megatron_faults(role, device)
-    return faults
+            errors += megatron_errors(role, device)
+    return errors
 
 
-def _sglang_faults(recipe: Recipe, device: str) -> list[UserFault]:
+def _sglang_errors(recipe: Recipe, device: str) -> list[UserError]:
     """Faults of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
     try:
-        if sglang_faults(recipe.rollout.engine.sglang):
+        if sglang_errors(recipe.rollout.engine.sglang):
             return []
-    except UserFault:
+    except UserError:
         return []
-    from megarl.rollout.sglang.option_check import server_faults
+    from megarl.rollout.sglang.option_check import server_errors
 
     nowhere = Address(LOOPBACK, 1)
     span = NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b"")) if recipe.engine_nodes > 1 else None
     arguments = server_arguments(engine_settings(recipe, 0, span), _LOADER, device)
-    return server_faults(arguments | {"device": device})
+    return server_errors(arguments | {"device": device})
 
 
 def _placement(roles: Roles) -> Iterator[str]:
@@ -174,7 +174,7 @@ def _exchange(roles: Roles, sources: Sequence[Part], targets: Sequence[Part], na
             for member in sample
         ]
     except LayoutError as error:
-        raise UserFaults([UserFault("rollout.engine", str(error), "tell us: the two maps do not fit")]) from error
+        raise UserErrors([UserError("rollout.engine", str(error), "tell us: the two maps do not fit")]) from error
     whole, local, nvlink, fabric = (
         f"{counts.max() / 1e9:.2f}" for counts in (total.dest, total.local, total.node_in, total.fabric_in)
     )

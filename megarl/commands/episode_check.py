@@ -13,7 +13,7 @@ from typing import Any
 from megarl.commands.episode_player import PlayedEpisode, PlayedStep, difference, play
 from megarl.commands.episode_turns import ScriptedTurn, hostile_turns, made_up, read_turns, turns_of_file
 from megarl.config import Recipe
-from megarl.data.files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
+from megarl.data.files import BadRow, RowErrors, answer_of, column, no_rows_error, read_rows
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.environments.runtime.results import CallResult
 from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
@@ -23,10 +23,10 @@ from megarl.preflight import episode_checks, reward_checks
 from megarl.printable import one_line, short, show
 from megarl.rollout.reward_workers.by_source import Scorers
 from megarl.rollout.rewards import WHERE, describe_failure
-from megarl.types import UserFault, UserFaults
-from megarl.types.reward_result import MEND, Failure
+from megarl.types import UserError, UserErrors
+from megarl.types.reward_result import HINT, Failure
 
-_MENDS = {  # of the errors of a call that are not the model's
+_HINTS = {  # of the errors of a call that are not the model's
     "timeout": "make it faster or end it yourself, or raise episode.call_timeout_s",
     "memory": "let it take less memory, or raise episode.memory_mb",
     "ended": "let it raise an exception in place of ending its process",
@@ -53,20 +53,20 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
 
     turns: a file of the assistant's turns, an episode in each line; without it the demonstrations of data.messages are
     played, or calls that are made up. samples: a file whose episodes are played again in place of all that. num_rows:
-    of the data (None: 3), or prompts of `samples` (None: all). Raises UserFaults with what should be mended.
+    of the data (None: 3), or prompts of `samples` (None: all). Raises UserErrors with what should be mended.
     """
     if recipe.episode is None:
-        mend = "name tools or an environment there, as docs/environments.md says"
-        raise UserFault("episode", "the recipe has none", mend)
-    if faults := episode_checks.key_faults(recipe):
-        raise UserFaults(faults)
+        hint = "name tools or an environment there, as docs/environments.md says"
+        raise UserError("episode", "the recipe has none", hint)
+    if errors := episode_checks.key_errors(recipe):
+        raise UserErrors(errors)
     if recipe.episode.agent:
-        mend = "call it in a test with a chat of your own, or name tools or an environment"
+        hint = "call it in a test with a chat of your own, or name tools or an environment"
         why = "what an agent has done cannot be repeated" if samples else "an agent cannot be tried without a model"
-        raise UserFault("episode.agent", why, mend)
+        raise UserError("episode.agent", why, hint)
     if samples:
         if turns:
-            raise UserFault("--turns", "the turns are those of --samples", "leave one of them out")
+            raise UserError("--turns", "the turns are those of --samples", "leave one of them out")
         from megarl.commands.episode_replay import replay  # half a second
 
         replay(recipe, samples, num_rows)
@@ -81,36 +81,36 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
     finally:
         thread.shutdown()
     trial.score()
-    found = list(trial.faults.values())
+    found = list(trial.errors.values())
     show(f"verdict: {len(found)} to mend" if found else "verdict: nothing to mend")
     if found:
-        raise UserFaults(found)
+        raise UserErrors(found)
 
 
 def _rows(recipe: Recipe, num_rows: int) -> list[_Row]:
     where, file = next(iter(recipe.data.train_files.items()))
-    found, bad, name = [], RowFaults(where), file.answer or recipe.data.answer
+    found, bad, name = [], RowErrors(where), file.answer or recipe.data.answer
     for place, row in islice(read_rows(file.path, where, bad), num_rows):
         try:
             answer = answer_of(column(row, name, "set data.answer to one of {columns}"), name)
             found.append(_Row(place, answer, row))
         except BadRow as error:
             bad.add(place, error)
-    if bad.faults() or not found:
-        raise UserFaults(bad.faults() or [no_rows_fault(file.path, where)])
+    if bad.errors() or not found:
+        raise UserErrors(bad.errors() or [no_rows_error(file.path, where)])
     return found
 
 
 def _demonstrated(rows: Sequence[_Row], name: str | None) -> list[list[ScriptedTurn]]:
     """The demonstrations in a column of the rows; none where there is no such column in the recipe."""
-    found, bad = [], RowFaults("data.messages")
+    found, bad = [], RowErrors("data.messages")
     for row in rows if name else ():
         try:
             found.append(read_turns(column(row.values, str(name), "set data.messages to one of {columns}")))
         except BadRow as error:
             bad.add(row.place, error)
-    if faults := bad.faults():
-        raise UserFaults(faults)
+    if errors := bad.errors():
+        raise UserErrors(errors)
     return found
 
 
@@ -121,7 +121,7 @@ class _Trial:
     recipe: Recipe
     thread: EnvironmentThread
     rows: Sequence[_Row]
-    faults: dict[tuple[str, str], UserFault] = field(default_factory=dict)
+    errors: dict[tuple[str, str], UserError] = field(default_factory=dict)
     played: list[tuple[_Row, PlayedEpisode]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -129,13 +129,13 @@ class _Trial:
         self._where = ENVIRONMENT if self.recipe.episode.environment else TOOLS
         self._most_tokens = self.recipe.episode.max_observation_tokens
         self._template: ChatTemplate | None = None
-        for fault in reward_checks.key_faults(self.recipe.reward, has_own=self.thread.has_reward):
-            self._add("reward", fault.where, fault)
+        for error in reward_checks.key_errors(self.recipe.reward, has_own=self.thread.has_reward):
+            self._add("reward", error.where, error)
         if Path(self.recipe.model.path).is_dir():
             try:
                 self._template = ChatTemplate(load_tokenizer(self.recipe.model.path))
-            except UserFault as fault:
-                self._add("tokenizer", "", fault)
+            except UserError as error:
+                self._add("tokenizer", "", error)
 
     def describe(self) -> None:
         """Print what the model is told of the tools, and what the environment does."""
@@ -183,7 +183,7 @@ class _Trial:
             self._compare(step, row.place)
         if record.failure:
             show(f"  the environment failed: {record.failure}")
-            self._add(record.failure, "", UserFault(self._where, f"{row.place}: {record.failure}", _FAILED))
+            self._add(record.failure, "", UserError(self._where, f"{row.place}: {record.failure}", _FAILED))
         if record.verdict:
             right = "correct" if record.verdict.correct else "not correct"
             show(f"  reward of the environment: {record.verdict.reward:g}, {right}")
@@ -203,10 +203,10 @@ class _Trial:
 
     def _judge(self, step: PlayedStep, place: str) -> bool:
         """Whether an answer is one; else it becomes a fault."""
-        if step.result is None or step.result.error not in _MENDS:
+        if step.result is None or step.result.error not in _HINTS:
             return True
         problem = f"{place}: {step.result.text}"
-        self._add(step.name, step.result.error, UserFault(self._where, problem, _MENDS[step.result.error]))
+        self._add(step.name, step.result.error, UserError(self._where, problem, _HINTS[step.result.error]))
         return False
 
     def _compare(self, step: PlayedStep, place: str) -> None:
@@ -214,7 +214,7 @@ class _Trial:
             return
         recorded, now = short(step.recorded), short(step.result.text)
         problem = f"{place}: the result of {_asked(step)} is {recorded} in the data, and now {now}"
-        self._add(step.name, "recorded", UserFault("data.messages", problem, _RECORDED))
+        self._add(step.name, "recorded", UserError("data.messages", problem, _RECORDED))
 
     async def _repeat(self, row: _Row, seed: int, script: Sequence[ScriptedTurn], first: PlayedEpisode) -> None:
         """Play an episode twice more: as before, and with the end of its process in the middle."""
@@ -231,11 +231,11 @@ class _Trial:
             return
         show(f"  {how}: {found[1]}")
         if has_promised:
-            self._add(found[0], "repeated", UserFault(ENVIRONMENT, f"{row.place}: {how}: {found[1]}", _SEED))
+            self._add(found[0], "repeated", UserError(ENVIRONMENT, f"{row.place}: {how}: {found[1]}", _SEED))
 
     async def _try_hostile(self) -> None:
         show(f"hostile turns on {self.rows[0].place}")
-        left_out = {name for name, kind in self.faults if kind in _ENDS}
+        left_out = {name for name, kind in self.errors if kind in _ENDS}
         for hostile in hostile_turns(self.thread.schemas, replies=self.thread.has_reply):
             if hostile.name in left_out:
                 continue
@@ -245,7 +245,7 @@ class _Trial:
             show(f"  {hostile.name}, {hostile.case}: {told}")
             place = f"{hostile.name}, {hostile.case}"
             if record.failure:
-                self._add(hostile.name, "failure", UserFault(self._where, f"{place}: {record.failure}", _FAILED))
+                self._add(hostile.name, "failure", UserError(self._where, f"{place}: {record.failure}", _FAILED))
             if not all(self._judge(step, place) for step in answers):
                 left_out.add(hostile.name)
         for name in sorted(left_out):
@@ -258,8 +258,8 @@ class _Trial:
             return
         try:
             scorers = Scorers(reward.model_copy(update={"workers": 1}), self.recipe.run.timeout_s)
-        except UserFault as fault:
-            self._add(WHERE, "", fault)
+        except UserError as error:
+            self._add(WHERE, "", error)
             return
         try:
             for row, record in self.played:
@@ -267,15 +267,15 @@ class _Trial:
                 (found,) = scorers.wait_for_verdicts(row.answer, row.values, [text], [record.episode()])
                 if isinstance(found, Failure):
                     problem = describe_failure(found, text, row.answer, row.place)
-                    self._add(WHERE, "", UserFault(WHERE, problem, MEND))
+                    self._add(WHERE, "", UserError(WHERE, problem, HINT))
                     continue
                 right = "correct" if found.correct else "not correct"
                 show(f"reward of {row.place} for {short(text)}, answer {short(row.answer)}: {found.reward:g}, {right}")
         finally:
             scorers.shutdown()
 
-    def _add(self, name: str, kind: str, fault: UserFault) -> None:
-        self.faults.setdefault((name, kind), fault)
+    def _add(self, name: str, kind: str, error: UserError) -> None:
+        self.errors.setdefault((name, kind), error)
 
 
 def _asked(step: PlayedStep) -> str:

@@ -64,7 +64,7 @@ async def play(
 ) -> PlayedEpisode:
     """Play an episode to its end. restart_before: the turn before which its process is ended.
 
-    Raises UserFault where the processes cannot be started again.
+    Raises UserError where the processes cannot be started again.
     """
     name, record = f"check-{next(_numbers)}", PlayedEpisode()
     try:

@@ -25,11 +25,11 @@ from megarl.model.hf_config import model_shape
 from megarl.printable import short, show
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import SampleFile, open_samples
-from megarl.types import Prompt, Sample, SampleGroup, UserFault
+from megarl.types import Prompt, Sample, SampleGroup, UserError
 from megarl.types.reward_result import Verdict
 from megarl.types.sampling import Sampling
 
-_MEND = "name the recipe, the model and the tools that made the file, or sample it again with `megarl rollout --out`"
+_HINT = "name the recipe, the model and the tools that made the file, or sample it again with `megarl rollout --out`"
 _CHANGED = "draw all randomness from self.seed, or sample the file again with the current tools or environment"
 Group = SampleGroup | PartialGroup
 
@@ -37,17 +37,17 @@ Group = SampleGroup | PartialGroup
 def replay(recipe: Recipe, path: Path, num_groups: int | None) -> None:
     """Play the episodes of a file again: those of its first groups, or of all without a number.
 
-    Prints how many came out the same. Raises UserFault with the first that did not, and where none can be played.
+    Prints how many came out the same. Raises UserError with the first that did not, and where none can be played.
     """
     file = open_samples(path)
     if (vocab_size := model_shape(recipe.model.path).vocab_size) != file.vocab_size:
         problem = f"it was sampled from a vocabulary of {file.vocab_size}, and that of model.path has {vocab_size}"
-        raise UserFault(str(path), problem, _MEND)
+        raise UserError(str(path), problem, _HINT)
     runtime = EnvironmentRuntime(recipe)
     try:
         if not runtime.thread.is_replayable:
-            mend = "leave --samples out, or set `replayable` where its calls may be made once more"
-            raise UserFault("episode.environment", "it is not replayable: its episodes cannot be played again", mend)
+            hint = "leave --samples out, or set `replayable` where its calls may be made once more"
+            raise UserError("episode.environment", "it is not replayable: its episodes cannot be played again", hint)
         trial = _Replay(recipe, path, runtime)
         asyncio.run(trial.play(islice(_groups(file), num_groups)))
     finally:
@@ -85,7 +85,7 @@ class _Replay:
         self._columns = list(dict.fromkeys(named))
 
     async def play(self, groups: Iterator[tuple[str, Group]]) -> None:
-        """Play the episodes of a group at once, one group after another. Raises UserFault."""
+        """Play the episodes of a group at once, one group after another. Raises UserError."""
         for place, group in groups:
             reasons = [self._reason(sample) for sample in group.samples]
             self.left_out.update(filter(None, reasons))
@@ -99,11 +99,11 @@ class _Replay:
             self.first = self.first or (f"{place}, {told[0]}" if told else "")
 
     def tell(self) -> None:
-        """Print what came of all. Raises UserFault unless every episode came out the same."""
+        """Print what came of all. Raises UserError unless every episode came out the same."""
         reasons = ", ".join(f"{number} {words}" for words, number in self.left_out.items())
         if not self.num_played:
             problem = f"none of its samples can be played again: {reasons}" if reasons else "it has no samples"
-            raise UserFault(str(self.path), problem, _MEND)
+            raise UserError(str(self.path), problem, _HINT)
         if reasons:
             show(f"samples left out: {reasons}")
         if not self.runtime.thread.has_reward:
@@ -112,7 +112,7 @@ class _Replay:
             show("rewards are not compared: a reward model has added its scores")
         show(f"{self.num_same} of {self.num_played} episodes came out the same")
         if self.first:
-            raise UserFault(str(self.path), self.first, _CHANGED)
+            raise UserError(str(self.path), self.first, _CHANGED)
 
     def _reason(self, sample: Sample) -> str:
         """Why a sample cannot be played again; empty where it can."""
@@ -131,7 +131,7 @@ class _Replay:
         return ""
 
     def _with_messages(self, prompt: Prompt) -> Prompt:
-        """The prompt of a file with its messages. Raises UserFault where the recipe makes other tokens of them."""
+        """The prompt of a file with its messages. Raises UserError where the recipe makes other tokens of them."""
         problem = ""
         for name in self._columns:
             try:
@@ -146,7 +146,7 @@ class _Replay:
             shared = num_shared(ids, prompt.token_ids)
             file, now = (short(self._splice.template.decode(some[shared:])) for some in (prompt.token_ids, ids))
             problem = f"the prompt of {prompt.id} has {file} at token {shared}, and this recipe makes {now} of it"
-        raise UserFault(str(self.path), problem, _MEND)
+        raise UserError(str(self.path), problem, _HINT)
 
     async def _mismatch(self, prompt: Prompt, group: Group, index: int) -> Mismatch | None:
         sample, place = group.samples[index], next(self._numbers)

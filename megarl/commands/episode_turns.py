@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.data.files import BadRow, RowFaults
+from megarl.data.files import BadRow, RowErrors
 from megarl.episodes.tool_calls import MOST_CALLS
 from megarl.printable import short
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 Call = tuple[str, object]  # name, arguments
 Schema = Mapping[str, Any]
@@ -63,13 +63,13 @@ def read_turns(messages: Any) -> list[ScriptedTurn]:
 
 
 def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
-    """The episodes of a JSONL file, a list of messages in each line. Raises UserFaults."""
-    found, bad, where = [], RowFaults("--turns"), "--turns"
+    """The episodes of a JSONL file, a list of messages in each line. Raises UserErrors."""
+    found, bad, where = [], RowErrors("--turns"), "--turns"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        mend = "name a JSONL file, with a list of assistants' messages in each line"
-        raise UserFaults([UserFault(where, f"{path} cannot be read ({error})", mend)]) from None
+        hint = "name a JSONL file, with a list of assistants' messages in each line"
+        raise UserErrors([UserError(where, f"{path} cannot be read ({error})", hint)]) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -79,9 +79,9 @@ def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
             bad.add(f"{path}:{number}", error)
         except (ValueError, RecursionError) as error:
             bad.add(f"{path}:{number}", BadRow(f"the line is not JSON ({error})", _MESSAGES))
-    faults = bad.faults()
-    if faults or not found:
-        raise UserFaults(faults or [UserFault(where, f"{path} has no line", _MESSAGES)])
+    errors = bad.errors()
+    if errors or not found:
+        raise UserErrors(errors or [UserError(where, f"{path} has no line", _MESSAGES)])
     return found
 
 

@@ -6,9 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from megarl.disk import output_fault
+from megarl.disk import output_error
 from megarl.printable import OutputFailed, show
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 def say_all(text: str) -> None:
@@ -36,8 +36,8 @@ def _drop_output() -> None:
 
 
 def check_picture(path: Path, *, is_search: bool) -> None:
-    """Raises UserFault, before anything is planned, where the plan's picture could not be written to `path`."""
+    """Raises UserError, before anything is planned, where the plan's picture could not be written to `path`."""
     if is_search:
-        raise UserFault("--picture", "a search has no picture", "leave one of them out")
-    if fault := output_fault(path, "--picture", replaces=True):
-        raise fault
+        raise UserError("--picture", "a search has no picture", "leave one of them out")
+    if error := output_error(path, "--picture", replaces=True):
+        raise error

@@ -33,7 +33,7 @@ def _inputs(recipe: Recipe, hardware: Path | str | None, share: float | None) ->
 
 
 def draw_picture(run_plan: RunPlan, path: Path) -> None:
-    """Write the plan as a PNG. Raises UserFault where the disk refuses it."""
+    """Write the plan as a PNG. Raises UserError where the disk refuses it."""
     from megarl.plan.picture import draw
 
     with writing(path.absolute().parent, path.name, "--picture"):

@@ -19,7 +19,7 @@ from megarl.data.files import answered_rows
 from megarl.printable import one_line, short, show
 from megarl.rollout.reward_workers.by_source import Scorers
 from megarl.samples.parquet import open_samples
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Failure, Verdict
 
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
@@ -57,7 +57,7 @@ class Trial(NamedTuple):
 
 
 def reward_config(function: str, arguments: Sequence[str], timeout_s: float, memory_mb: int) -> RewardConfig:
-    """arguments: as key=value. Raises UserFault for one that is not."""
+    """arguments: as key=value. Raises UserError for one that is not."""
     given = dict(_argument(text) for text in arguments)
     return RewardConfig(function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb)
 
@@ -65,14 +65,14 @@ def reward_config(function: str, arguments: Sequence[str], timeout_s: float, mem
 def check(config: RewardConfig, data: Path | None, samples: Path | None, answer_column: str, number: int) -> bool:
     """Print what was found in the first rows of a file of data, or the first groups of a file of samples.
 
-    Whether no verdict failed. Raises UserFault for a wrong function or file, and unless one file is given. Responses
+    Whether no verdict failed. Raises UserError for a wrong function or file, and unless one file is given. Responses
     are scored as in a run: in a process of its own, within the same limits.
     """
     if data and not samples:
         return _check_rows(config, data, answer_column, number)
     if samples and not data:
         return _check_samples(config, samples, number)
-    raise UserFault("--data", "either it or --samples must be given", "name a file of rows, or one of samples")
+    raise UserError("--data", "either it or --samples must be given", "name a file of rows, or one of samples")
 
 
 def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: int) -> bool:
@@ -142,7 +142,7 @@ def _show_failures(trials: Sequence[Trial]) -> bool:
 def _argument(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (equals and key.isidentifier()):
-        raise UserFault(f"--argument {text}", "is not of the form key=value", "write for example --argument wrong=-1")
+        raise UserError(f"--argument {text}", "is not of the form key=value", "write for example --argument wrong=-1")
     try:
         return key, json.loads(value)
     except ValueError:

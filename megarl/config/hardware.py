@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megarl.config.fields import Branch, Bytes, ParallelSize, Positive, Share, Speed, Text
 from megarl.config.loading import load_branch
-from megarl.types import UserFault
+from megarl.types import UserError
 
 FOLDER = Path("recipes/hardware")  # of the files that are there, from where the command is given
 # DeepEP's README, low-latency kernels on H800 with 400 Gb/s cards: dispatch and combine of 128 tokens of 7,168 numbers
@@ -63,10 +63,10 @@ def communicator_bytes(path: str | Path | None) -> int:
 
 
 def load_hardware(path: str | Path | None) -> Hardware:
-    """Read one file. Raises UserFaults with the faults of its lines; UserFault where there is no such file."""
+    """Read one file. Raises UserErrors with the faults of its lines; UserError where there is no such file."""
     if path is None:
         there = sorted(str(file) for file in FOLDER.glob("*.yaml"))
         files = f"one of {', '.join(there)}" if there else "a file like those of recipes/hardware"
-        mend = f"set it, or give --hardware, to {files}"
-        raise UserFault("placement.hardware", "no hardware is named to reckon with", mend)
+        hint = f"set it, or give --hardware, to {files}"
+        raise UserError("placement.hardware", "no hardware is named to reckon with", hint)
     return load_branch(Hardware, path)

@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.config.yaml_text import Keys, Parsed, dotted, parse, read_file
 from megarl.spelling import did_you_mean, near
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -23,7 +23,7 @@ _LONGEST_SHOWN = 200  # characters of an override
 _MOST_KEYS = 32  # of one dotted path
 _YAML = (".yaml", ".yml")
 
-_MENDS = {  # pydantic's error types whose own words are for programmers
+_HINTS = {  # pydantic's error types whose own words are for programmers
     "model_type": "write a mapping of keys there",
     "dict_type": "write a mapping of keys there",
     "mapping_type": "write a mapping of keys there",
@@ -42,7 +42,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply overrides in order: `a.b=c`, whose value is YAML, or the name of an overlay's file.
 
     An overlay is a YAML file with some of a recipe's keys: mappings merge key by key, anything else is replaced, and
-    null takes a named entry (data.eval.NAME) out. Raises UserFaults with every fault at once: unknown keys with the
+    null takes a named entry (data.eval.NAME) out. Raises UserErrors with every fault at once: unknown keys with the
     nearest known one, wrong types, missing keys.
     """
     return load_branch(Recipe, path, overrides)
@@ -72,9 +72,9 @@ def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] =
     try:
         loaded = kind.model_validate(tree)
     except ValidationError as error:
-        raise UserFaults(found.faults + _explain(error, found, str(path), kind)) from None
-    if found.faults:
-        raise UserFaults(found.faults)
+        raise UserErrors(found.errors + _explain(error, found, str(path), kind)) from None
+    if found.errors:
+        raise UserErrors(found.errors)
     return loaded
 
 
@@ -84,12 +84,12 @@ def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parse
     name, equals, text = override.partition("=")
     keys = tuple(name.split("."))
     if not equals or not all(keys) or len(keys) > _MOST_KEYS:
-        found.faults.append(UserFault(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
+        found.errors.append(UserError(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
         return
     try:
         parsed = parse(text, lambda line: where, lambda path: _is_free(path, kind), keys)
-    except UserFaults as error:
-        found.faults += error.faults
+    except UserErrors as error:
+        found.errors += error.errors
         return
     branch = tree
     for depth, key in enumerate(keys[:-1]):
@@ -109,8 +109,8 @@ def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parse
     """Write an overlay's keys into the tree."""
     try:
         overlay = _read_yaml(path, kind)
-    except UserFaults as error:
-        found.faults += error.faults
+    except UserErrors as error:
+        found.errors += error.errors
         return
     _note(overlay, found)
     _merge(overlay.value, tree, kind, found)
@@ -119,17 +119,17 @@ def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parse
 def _note(parsed: Parsed, found: Parsed) -> None:
     """Add to `found` where the parsed keys are written, and their faults."""
     found.origins |= parsed.origins
-    found.faults += parsed.faults
+    found.errors += parsed.errors
     found.keys_at_fault |= parsed.keys_at_fault
 
 
 def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
-    """A file whose value is a mapping. Raises UserFaults when there is nothing to go on from."""
+    """A file whose value is a mapping. Raises UserErrors when there is nothing to go on from."""
     parsed = parse(read_file(path), lambda line: f"{path}:{line}", lambda key: _is_free(key, kind))
     if parsed.value is None:
         parsed.value = {}
     if not isinstance(parsed.value, dict):
-        raise UserFaults([UserFault(str(path), "the file is not a mapping", "write `key: value` lines")])
+        raise UserErrors([UserError(str(path), "the file is not a mapping", "write `key: value` lines")])
     return parsed
 
 
@@ -161,14 +161,14 @@ def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Par
         del branch[key]
     else:
         problem = f"{path} is null, which takes it out, and there is no such entry"
-        mend = did_you_mean(near(key, branch), "leave the line out")
-        found.faults.append(UserFault(_where(path, found.origins, path), problem, mend))
+        hint = did_you_mean(near(key, branch), "leave the line out")
+        found.errors.append(UserError(_where(path, found.origins, path), problem, hint))
 
 
-def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch]) -> list[UserFault]:
+def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch]) -> list[UserError]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
     tree, origins = found.value, found.origins
-    faults: list[UserFault] = []
+    errors: list[UserError] = []
     missing: list[tuple[str, str]] = []
     misspelt: set[str] = set()
     for item in error.errors(include_url=False):
@@ -180,22 +180,22 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
         if item["type"] == "extra_forbidden":
             guesses = _nearest(keys, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            mend = did_you_mean(guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}")
-            faults.append(UserFault(where, f"unknown key {path}", mend))
+            hint = did_you_mean(guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}")
+            errors.append(UserError(where, f"unknown key {path}", hint))
         elif item["type"] == "missing":
             missing.append((where, path))
         else:
             is_name = item["loc"][-1] == "[key]"  # of a mapping whose keys are the user's own
             problem = f"{path} has the name" if is_name else f"{path} is"
-            faults.append(UserFault(where, f"{problem} {item['input']!r:.80}", _mend(item)))
+            errors.append(UserError(where, f"{problem} {item['input']!r:.80}", _hint(item)))
     gone = [(where, path) for where, path in missing if path not in misspelt]
-    return faults + [UserFault(where, f"{path} is missing", f"add {path}") for where, path in gone]
+    return errors + [UserError(where, f"{path} is missing", f"add {path}") for where, path in gone]
 
 
-def _mend(item: ErrorDetails) -> str:
+def _hint(item: ErrorDetails) -> str:
     """What to write instead of a value of the wrong kind."""
-    if item["type"] in _MENDS:
-        return _MENDS[item["type"]]
+    if item["type"] in _HINTS:
+        return _HINTS[item["type"]]
     context = item.get("ctx", {})
     if item["type"] == "value_error":
         return str(context["error"])

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 _MOST_BYTES = 1024 * 1024
 _DEEPEST = 32  # mappings and lists inside each other
@@ -76,27 +76,27 @@ class Parsed:
 
     value: Any = None
     origins: dict[str, str] = field(default_factory=dict)
-    faults: list[UserFault] = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)
     keys_at_fault: set[str] = field(default_factory=set)
 
 
 def read_file(path: Path) -> str:
-    """The text of a file; a byte order mark is left out. Raises UserFaults: unreadable, too large, not UTF-8."""
+    """The text of a file; a byte order mark is left out. Raises UserErrors: unreadable, too large, not UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = getattr(error, "strerror", None) or error
-        raise UserFaults([UserFault(str(path), f"cannot be read ({reason})", "name a YAML file")]) from None
+        raise UserErrors([UserError(str(path), f"cannot be read ({reason})", "name a YAML file")]) from None
     if len(content) > _MOST_BYTES:
         problem = f"it has more than {_MOST_BYTES} bytes, which no recipe has"
-        raise UserFaults([UserFault(str(path), problem, "name a YAML file of a recipe's keys")])
+        raise UserErrors([UserError(str(path), problem, "name a YAML file of a recipe's keys")])
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{path}:{content[: error.start].count(10) + 1}"
         problem = f"not UTF-8 text (the byte 0x{content[error.start]:02x})"
-        raise UserFaults([UserFault(where, problem, "save the file as UTF-8")]) from None
+        raise UserErrors([UserError(where, problem, "save the file as UTF-8")]) from None
 
 
 def parse(text: str, where: Callable[[int], str], is_free: Callable[[Keys], bool], prefix: Keys = ()) -> Parsed:
@@ -104,7 +104,7 @@ def parse(text: str, where: Callable[[int], str], is_free: Callable[[Keys], bool
 
     where: a line, counted from 1 -> where it is, for faults and origins. is_free: whether the value of a key may be
     of any type, so that no later check tells of one that is meant otherwise. prefix: the key whose value the text is.
-    Raises UserFaults for a text that has no value.
+    Raises UserErrors for a text that has no value.
     """
     try:
         loader = _Loader(text)
@@ -118,16 +118,16 @@ def parse(text: str, where: Callable[[int], str], is_free: Callable[[Keys], bool
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         problem = f"not valid YAML (the character U+{int(error.character):04X} is not allowed)"
-        raise UserFaults([UserFault(where(line), problem, "remove it")]) from None
+        raise UserErrors([UserError(where(line), problem, "remove it")]) from None
     except yaml.YAMLError as error:
         line = where(getattr(getattr(error, "problem_mark", None), "line", 0) + 1)
-        problem, mend = f"not valid YAML ({getattr(error, 'problem', None) or error})", "correct the syntax"
+        problem, hint = f"not valid YAML ({getattr(error, 'problem', None) or error})", "correct the syntax"
         if isinstance(error, _TooDeep):
             problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
-            mend = "take the nesting out"
+            hint = "take the nesting out"
         elif prefix:
-            problem, mend = f"{text!r:.80} is not a YAML value", "put text in quotes"
-        raise UserFaults([UserFault(line, problem, mend)]) from None
+            problem, hint = f"{text!r:.80} is not a YAML value", "put text in quotes"
+        raise UserErrors([UserError(line, problem, hint)]) from None
 
 
 def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
@@ -139,7 +139,7 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
             known = sizes[id(node)]
             if known is None:
                 line = where(node.start_mark.line + 1)
-                raise UserFaults([UserFault(line, "an alias stands inside of what it names", "write the value out")])
+                raise UserErrors([UserError(line, "an alias stands inside of what it names", "write the value out")])
             return known
         sizes[id(node)] = None
         below = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -149,7 +149,7 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
 
     if size(root) > _MOST_VALUES:
         problem = f"it has more than {_MOST_VALUES} values, which no recipe has"
-        raise UserFaults([UserFault(where(root.start_mark.line + 1), problem, "take the aliases or the values out")])
+        raise UserErrors([UserError(where(root.start_mark.line + 1), problem, "take the aliases or the values out")])
 
 
 def _walk(
@@ -157,16 +157,16 @@ def _walk(
 ) -> None:
     """Note every key below `node` with its place, and the faults of its values; keys: those that lead to the node.
 
-    A key written twice is a fault, for YAML drops one in silence. Raises UserFaults for what has no value.
+    A key written twice is a fault, for YAML drops one in silence. Raises UserErrors for what has no value.
     """
     place = where(node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
-        fault = _scalar_fault(node, place, is_free(keys))
-        if fault:
-            found.faults.append(fault)
+        error = _scalar_error(node, place, is_free(keys))
+        if error:
+            found.errors.append(error)
             found.keys_at_fault.add(dotted(keys))
     elif node.tag not in _COLLECTIONS:
-        raise _tag_fault(node, place)
+        raise _tag_error(node, place)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _walk(item, keys, where, is_free, found)
@@ -175,35 +175,35 @@ def _walk(
         for key, value in node.value:
             line = where(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
-                raise UserFaults([UserFault(line, "a key is not printable text on one line", "write a recipe's key")])
+                raise UserErrors([UserError(line, "a key is not printable text on one line", "write a recipe's key")])
             inner = (*keys, key.value)
             name = dotted(inner)
             if name in seen:
-                found.faults.append(UserFault(line, f"{name} is written twice", "keep one of the two"))
+                found.errors.append(UserError(line, f"{name} is written twice", "keep one of the two"))
             seen.add(name)
             found.origins[name] = line
             _walk(value, inner, where, is_free, found)
 
 
-def _tag_fault(node: yaml.Node, place: str) -> UserFaults:
+def _tag_error(node: yaml.Node, place: str) -> UserErrors:
     name = str(node.tag).replace(_TAG, "!!")
     problem = f"not valid YAML for a recipe (the tag {name!r:.60})"
-    return UserFaults([UserFault(place, problem, "write the value without a tag")])
+    return UserErrors([UserError(place, problem, "write the value without a tag")])
 
 
-def _scalar_fault(node: yaml.ScalarNode, place: str, is_free: bool) -> UserFault | None:
+def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError | None:
     text, is_plain = node.value, node.style is None
     plain_tag = _TAG + "str" if not is_plain else _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
     if node.tag not in _SCALARS or (node.tag != plain_tag and node.tag != _TAG + "str"):
-        raise _tag_fault(node, place)
+        raise _tag_error(node, place)
     odd = next((letter for letter in text if letter in "\0\ufeff" or "\ud800" <= letter <= "\udfff"), None)
     if odd is not None:
-        return UserFault(place, f"the text has the character U+{ord(odd):04X}", "remove it")
+        return UserError(place, f"the text has the character U+{ord(odd):04X}", "remove it")
     if not is_plain:
         return None
     if node.tag == _TAG + "int" and len(text) > _MOST_DIGITS:
         problem = f"{text[:20]}... is a number of {len(text)} digits"  # Python refuses to read some
-        raise UserFaults([UserFault(place, problem, "write a smaller one")])
+        raise UserErrors([UserError(place, problem, "write a smaller one")])
     if _OCTAL.fullmatch(text) and text.strip("+-0_"):
         problem = "begins with a zero, for which YAML 1.1 and 1.2 read two different values"
         sign = text[0] if text[0] in "+-" else ""
@@ -217,7 +217,7 @@ def _scalar_fault(node: yaml.ScalarNode, place: str, is_free: bool) -> UserFault
         problem = f"is {value} in YAML 1.1, and text in YAML 1.2"
     else:
         return None
-    return UserFault(place, f"{text} {problem}", f"write {value}, or '{text}' in quotes where text is meant")
+    return UserError(place, f"{text} {problem}", f"write {value}, or '{text}' in quotes where text is meant")
 
 
 def options_comment(in_force: Mapping[str, Any]) -> str:

@@ -6,8 +6,8 @@ from megarl.config import Recipe
 from megarl.controller.run import Run
 from megarl.tracking.metrics import eval_metrics
 from megarl.tracking.run_log import Record
-from megarl.types import UserFault
-from megarl.types.reward_result import MEND
+from megarl.types import UserError
+from megarl.types.reward_result import HINT
 from megarl.types.sampling import Sampling
 
 _STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have random streams of their own
@@ -16,7 +16,7 @@ _STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have
 def evaluate(run: Run, record: Record) -> None:
     """Sample and score all evaluation sets with the published weights.
 
-    Raises UserFault(reward.function), or (episode) where that rewards, where every verdict of a set failed.
+    Raises UserError(reward.function), or (episode) where that rewards, where every verdict of a set failed.
     """
     with record.phase("eval"):
         answered = {
@@ -28,7 +28,7 @@ def evaluate(run: Run, record: Record) -> None:
         if not any(len(group.rewards_G) for group in groups):
             problem = f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
             reward = run.recipe.reward
-            raise UserFault("reward.function" if reward.function or reward.by_source else "episode", problem, MEND)
+            raise UserError("reward.function" if reward.function or reward.by_source else "episode", problem, HINT)
     record.add(eval_metrics(answered))
 
 

@@ -44,7 +44,7 @@ from megarl.types import EndedEarly
 def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = None) -> None:
     """Run a checked recipe, from a checkpoint on where one is given.
 
-    Raises WorkerFailed when a process of the run fails, UserFault when the reward does, EndedEarly after a SIGUSR1.
+    Raises WorkerFailed when a process of the run fails, UserError when the reward does, EndedEarly after a SIGUSR1.
     """
     with Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks and engines")

@@ -22,7 +22,7 @@ from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, lora_size, resolve
 from megarl.samples.buffer import Entry, Ticket
 from megarl.samples.parquet import open_samples
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 FOLDER = "checkpoints"
 State = TypeVar("State", "Progress", "StockState")
@@ -85,32 +85,32 @@ class Progress:
 def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> Snapshot | None:
     """The newest undamaged checkpoint of the recipe's run; None if there is none yet.
 
-    Raises UserFaults where its model, data or samples are not the recipe's.
+    Raises UserErrors where its model, data or samples are not the recipe's.
     """
     found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
     if found is None:
         return None
-    then, faults = progress_of(found), model_faults(found, recipe)
+    then, errors = progress_of(found), model_errors(found, recipe)
     if then.data != prompts.fingerprint:
         problem = f"its rows, or the weights of its files, have changed since {found.folder} was written"
-        mend = "use the files, weights and data.overlong that the run began with, or another run.name"
-        faults.append(UserFault("data.train", problem, mend))
+        hint = "use the files, weights and data.overlong that the run began with, or another run.name"
+        errors.append(UserError("data.train", problem, hint))
     if then.seed != recipe.run.seed:
         problem = f"{recipe.run.seed} shuffles the data differently from {then.seed}, the seed of {found.folder}"
-        faults.append(UserFault("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
+        errors.append(UserError("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
-        faults.append(UserFault("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
-    faults += _critic_faults(found, then, recipe) + _stock_faults(found, then, recipe)
-    if faults:
-        raise UserFaults(faults)
+        errors.append(UserError("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
+    errors += _critic_errors(found, then, recipe) + _stock_errors(found, then, recipe)
+    if errors:
+        raise UserErrors(errors)
     return found
 
 
 def progress_of(snapshot: Snapshot) -> Progress:
     """What the controller stored.
 
-    Raises UserFaults where another version of megarl wrote it, or somebody changed it.
+    Raises UserErrors where another version of megarl wrote it, or somebody changed it.
     """
     progress = _stored(snapshot, Progress, snapshot.run)
     if progress.prompts_taken < 0:
@@ -121,7 +121,7 @@ def progress_of(snapshot: Snapshot) -> Progress:
 
 
 def _stock_of(snapshot: Snapshot, stored: dict[str, Any]) -> StockState:
-    """The stock's counters and tickets. Raises UserFaults as `progress_of` does."""
+    """The stock's counters and tickets. Raises UserErrors as `progress_of` does."""
     state = _stored(snapshot, StockState, stored)
     are_hexadecimal = all(re.fullmatch("[0-9a-f]+", digits) for digits in (state.trained, state.dropped))
     are_tickets = all(
@@ -156,31 +156,31 @@ def _has_type(value: object, annotation: Any) -> bool:
     return type(value) is (get_origin(annotation) or annotation)
 
 
-def _unfit(snapshot: Snapshot, problem: str) -> UserFaults:
-    mend = "use the version of megarl that wrote it, or another run"
-    return UserFaults([UserFault(str(snapshot.folder), problem, mend)])
+def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
+    hint = "use the version of megarl that wrote it, or another run"
+    return UserErrors([UserError(str(snapshot.folder), problem, hint)])
 
 
-def _stock_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
+def _stock_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     """The faults of a stock in a file format of another version, or whose groups cannot go on under the recipe."""
     stock = _stock_of(found, then.stock)
     if not stock.streams:
         return []
-    faults = []
+    errors = []
     if (found.folder / STOCK).exists():
         try:
             open_samples(found.folder / STOCK)
-        except UserFault as fault:
-            mend = "resume with the version that wrote it, or choose another run.name"
-            faults.append(UserFault(fault.where, fault.problem, mend))
+        except UserError as error:
+            hint = "resume with the version that wrote it, or choose another run.name"
+            errors.append(UserError(error.where, error.problem, hint))
     now = sampling_keys(recipe)
     fixed = now if stock.has_open else _COMPLETE_GROUP_KEYS
     waiting = "responses that have not ended" if stock.has_open else "groups that were not trained on"
     for key in (key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))):
         before, value = _written(then.sampling.get(key)), _written(now.get(key))
         problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
-        faults.append(UserFault(key, problem, f"set it to {before}, or choose another run.name"))
-    return faults
+        errors.append(UserError(key, problem, f"set it to {before}, or choose another run.name"))
+    return errors
 
 
 def sampling_keys(recipe: Recipe) -> dict[str, Any]:
@@ -227,35 +227,35 @@ def critic_of(roles: Roles) -> dict[str, Any] | None:
     return {"shape": asdict(critic.shape), "shares_weights": critic.shares_weights}
 
 
-def _critic_faults(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
+def _critic_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     now = critic_of(resolve(recipe))
     if now is None:
         return []
     if then.critic is None:
         problem = f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
-        return [UserFault("algorithm.name", problem, "choose another run.name")]
+        return [UserError("algorithm.name", problem, "choose another run.name")]
     if _with_defaults(then.critic.get("shape") or {}) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
-        return [UserFault("critic.path", problem, "use the model that the run began with, or another run.name")]
+        return [UserError("critic.path", problem, "use the model that the run began with, or another run.name")]
     if (before := then.critic.get("shares_weights", False)) != now["shares_weights"]:
         problem = f"{found.folder} was written with {str(before).lower()}"
-        return [UserFault("critic.shares_weights", problem, "set it as it was, or choose another run.name")]
+        return [UserError("critic.shares_weights", problem, "set it as it was, or choose another run.name")]
     return []
 
 
-def model_faults(snapshot: Snapshot, recipe: Recipe) -> list[UserFault]:
+def model_errors(snapshot: Snapshot, recipe: Recipe) -> list[UserError]:
     """Where the weights of a checkpoint do not fit the recipe's model.
 
-    Raises UserFaults where another version of megarl wrote it, or somebody changed it.
+    Raises UserErrors where another version of megarl wrote it, or somebody changed it.
     """
     then = progress_of(snapshot)
     shape = asdict(model_shape(recipe.model.path))
     known = _with_defaults(then.shape)
     if known == shape:
-        return _adapter_faults(snapshot, then, recipe)
+        return _adapter_errors(snapshot, then, recipe)
     key = next(name for name in shape if known.get(name) != shape[name])
     problem = f"{snapshot.folder} is of a model with {key} {known.get(key)}, this one has {shape[key]}"
-    return [UserFault("model.path", problem, "use the model that the run began with, or another run.name")]
+    return [UserError("model.path", problem, "use the model that the run began with, or another run.name")]
 
 
 def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
@@ -272,24 +272,24 @@ def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
     return {**{f"lora.{key}": value for key, value in keys.items()}, "base": fingerprint(recipe.model.path)}
 
 
-def _adapter_faults(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserFault]:
+def _adapter_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     now, other_run = adapter_identity(recipe), "or choose another run.name"
     if (now is None) != (then.lora is None):
-        what, mend = ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
-        return [UserFault("lora", f"{snapshot.folder} has {what}", f"{mend}, {other_run}")]
+        what, hint = ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
+        return [UserError("lora", f"{snapshot.folder} has {what}", f"{hint}, {other_run}")]
     changed = {key: value for key, value in (now or {}).items() if value != (then.lora or {}).get(key)}
     if recipe.lora and recipe.lora.experts is None and "lora.rank" in changed:
         changed.pop("lora.experts", None)  # it follows from the rank
-    faults = []
+    errors = []
     for key, value in changed.items():
         if key == "base":
             problem = f"its weights are not those to which the adapters of {snapshot.folder} belong"
-            faults.append(UserFault("model.path", problem, "use the checkpoint that the run began with"))
+            errors.append(UserError("model.path", problem, "use the checkpoint that the run began with"))
             continue
         before = _written((then.lora or {}).get(key))
         problem = f"{_written(value)}, and {snapshot.folder} was written with {before}"
-        faults.append(UserFault(key, problem, f"set it to {before}, {other_run}"))
-    return faults
+        errors.append(UserError(key, problem, f"set it to {before}, {other_run}"))
+    return errors
 
 
 def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
@@ -300,7 +300,7 @@ def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
 def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupStock:
     """Load a checkpoint into the ranks and move the data on to where it was; the stock, with its prompts' own rows.
 
-    Raises UserFault where these are not the rows of the stock's groups.
+    Raises UserError where these are not the rows of the stock's groups.
     """
     then = progress_of(snapshot)
     groups = fleet.resume(snapshot.folder, then.version, then.attempts)
@@ -313,7 +313,7 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
     for ticket, (prompt_id, _, _) in zip(tickets, groups, strict=True):
         if ticket.prompt.id != prompt_id:
             problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {ticket.prompt.id} in its place"
-            raise UserFault("data.train", problem, "use the files that the run began with, or another run.name")
+            raise UserError("data.train", problem, "use the files that the run began with, or another run.name")
     entries = tuple(Entry(ticket, about, ref) for ticket, (_, about, ref) in zip(tickets, groups, strict=True))
     stock = GroupStock(
         entries=entries,

@@ -25,10 +25,10 @@ from megarl.types import (
     Hyperparameters,
     IntArray,
     Metrics,
-    UserFault,
+    UserError,
     num_stale,
 )
-from megarl.types.reward_result import MEND
+from megarl.types.reward_result import HINT
 from megarl.types.sampling import Sampling
 
 # (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets
@@ -182,7 +182,7 @@ def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -
     Before each phase as many prompts are drawn as may be in flight. Then there are phases until enough groups are
     complete; the lowest numbers are trained on. With dynamic sampling groups that are not mixed are dropped; once as
     many prompts were drawn as max_rounds allows and no group is open, the step trains on the groups that there are, or
-    the run stops, as the recipe says. Raises UserFault(algorithm.max_rounds) in the latter case, and without any group.
+    the run stops, as the recipe says. Raises UserError(algorithm.max_rounds) in the latter case, and without any group.
     """
     before, rounds, drawn, complete = stock, 0, 0, []
     is_wanted = limits.is_short(stock) if limits.ahead else limits.begins_with_phase(stock)
@@ -227,13 +227,13 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
     }
 
 
-def _too_few(found: int, wanted: int, drawn: int, rounds: int, hyperparameters: Hyperparameters) -> UserFault:
+def _too_few(found: int, wanted: int, drawn: int, rounds: int, hyperparameters: Hyperparameters) -> UserError:
     drawn_in = f"{drawn} prompts in {rounds} rounds, and the groups of the stock,"
     problem = f"{drawn_in} gave {found} groups with right and wrong answers, not {wanted}"
-    mend = "raise it or algorithm.oversample, or use data of other difficulty"
+    hint = "raise it or algorithm.oversample, or use data of other difficulty"
     if hyperparameters.when_short == "stop" and found:
-        mend += ", or set algorithm.when_short to train"
-    return UserFault("algorithm.max_rounds", problem, mend)
+        hint += ", or set algorithm.when_short to train"
+    return UserError("algorithm.max_rounds", problem, hint)
 
 
 def with_overlong_penalty(rollout: RolloutBatch, hyperparameters: Hyperparameters, longest: int) -> RolloutBatch:
@@ -316,10 +316,10 @@ def samples_of(
 
 
 def refuse_empty(samples: Sequence[SampleRef], groups: Sequence[GroupSummary]) -> None:
-    """Raises UserFault where a step has no sample to train on."""
+    """Raises UserError where a step has no sample to train on."""
     if samples:
         return
     if all(truncated_G(group).all() for group in groups):
-        mend = "raise it, or set algorithm.overlong_filter to false"
-        raise UserFault("rollout.max_response_tokens", "every response of the step was cut", mend)
-    raise UserFault("reward.function", "the verdict on every greedy sample of the step failed", MEND)
+        hint = "raise it, or set algorithm.overlong_filter to false"
+        raise UserError("rollout.max_response_tokens", "every response of the step was cut", hint)
+    raise UserError("reward.function", "the verdict on every greedy sample of the step failed", HINT)

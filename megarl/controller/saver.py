@@ -15,7 +15,7 @@ from megarl.data.streams import PromptStream
 from megarl.disk import writing
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import GroupStock
-from megarl.types import EndedEarly, Metrics, UserFault
+from megarl.types import EndedEarly, Metrics, UserError
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Saver:
         try:
             with writing(self._snapshots.folder.parent, f"the checkpoint of step {step}"):
                 yield
-        except UserFault:
+        except UserError:
             begun, self._begun, self._is_saved = self._begun, None, False
             if begun:
                 self._snapshots.abandon(begun.folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.printable import first_line, short
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 DataRow = tuple[str, Mapping[str, Any]]  # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
 _MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON and pickle fail near 1000
@@ -23,12 +23,12 @@ _PARQUET_ROWS = 1024  # converted to Python objects at once
 class BadRow(Exception):
     """A row that cannot be used: the problem and the mend."""
 
-    def __init__(self, problem: str, mend: str) -> None:
-        super().__init__(problem, mend)
-        self.problem, self.mend = problem, mend
+    def __init__(self, problem: str, hint: str) -> None:
+        super().__init__(problem, hint)
+        self.problem, self.hint = problem, hint
 
 
-class RowFaults:
+class RowErrors:
     """Collects the unusable rows of one file; rows with the same mend become one fault, which names the first row."""
 
     def __init__(self, where: str) -> None:
@@ -38,49 +38,49 @@ class RowFaults:
         self._count: dict[str, int] = {}
 
     def add(self, place: str, row: BadRow) -> None:
-        self._first.setdefault(row.mend, f"{place}: {row.problem}")
-        self._count[row.mend] = self._count.get(row.mend, 0) + 1
+        self._first.setdefault(row.hint, f"{place}: {row.problem}")
+        self._count[row.hint] = self._count.get(row.hint, 0) + 1
 
-    def faults(self) -> list[UserFault]:
+    def errors(self) -> list[UserError]:
         """A fault for each mend."""
-        faults = []
-        for mend, problem in self._first.items():
-            others = self._count[mend] - 1
+        errors = []
+        for hint, problem in self._first.items():
+            others = self._count[hint] - 1
             more = f" (and {others} more such {'row' if others == 1 else 'rows'})" if others else ""
-            faults.append(UserFault(self._where, problem + more, mend))
-        return faults
+            errors.append(UserError(self._where, problem + more, hint))
+        return errors
 
 
-def read_rows(path: str, where: str, bad: RowFaults) -> Iterator[DataRow]:
+def read_rows(path: str, where: str, bad: RowErrors) -> Iterator[DataRow]:
     """Every row that can be read; the others are added to `bad`.
 
-    where: the recipe key that names the file. Raises UserFaults when the file as a whole cannot be read.
+    where: the recipe key that names the file. Raises UserErrors when the file as a whole cannot be read.
     """
     source = Path(path)
     if not source.is_file():
         problem = f"{path} is not a file" if source.exists() else f"{path} is not a file: it does not exist"
-        mend = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
-        raise UserFaults([UserFault(where, problem, mend)])
+        hint = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
+        raise UserErrors([UserError(where, problem, hint)])
     if source.suffix not in (".parquet", ".jsonl", ".json"):
-        raise UserFaults([UserFault(where, f"{path} is neither .jsonl nor .parquet", "convert it to one of them")])
+        raise UserErrors([UserError(where, f"{path} is neither .jsonl nor .parquet", "convert it to one of them")])
     try:
         yield from _read_parquet(source, where, bad) if source.suffix == ".parquet" else _read_jsonl(source, bad)
     except OSError as error:
-        mend = "write it again, or name a file that this user may read"
-        raise UserFaults([UserFault(where, f"{path} cannot be read ({error})", mend)]) from error
+        hint = "write it again, or name a file that this user may read"
+        raise UserErrors([UserError(where, f"{path} cannot be read ({error})", hint)]) from error
 
 
-def column(row: Mapping[str, Any], name: str, mend: str) -> Any:
+def column(row: Mapping[str, Any], name: str, hint: str) -> Any:
     """The value of a column, or of a key inside one by its dotted name. Raises BadRow where the row has none.
 
     mend: the text of the error, in which {columns} stands for the row's columns.
     """
     outer, _, inner = name.partition(".")
     if name not in row and inner and isinstance(row.get(outer), dict):
-        return column(row[outer], inner, mend)
+        return column(row[outer], inner, hint)
     if name not in row:
         present = ", ".join(sorted(row)) or "the columns that the file has"
-        raise BadRow(f"there is no column {name!r}", mend.replace("{columns}", present))
+        raise BadRow(f"there is no column {name!r}", hint.replace("{columns}", present))
     return row[name]
 
 
@@ -93,24 +93,24 @@ def answer_of(value: Any, name: str) -> str:
 
 
 def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(place, answer, row) of the first `most` rows of a file that needs no prompts. Raises UserFaults."""
-    found, bad, mend = [], RowFaults(where), "set --answer to one of {columns}"
+    """(place, answer, row) of the first `most` rows of a file that needs no prompts. Raises UserErrors."""
+    found, bad, hint = [], RowErrors(where), "set --answer to one of {columns}"
     for place, row in islice(read_rows(path, where, bad), most):
         try:
-            found.append((place, answer_of(column(row, answer_column, mend), answer_column), row))
+            found.append((place, answer_of(column(row, answer_column, hint), answer_column), row))
         except BadRow as error:
             bad.add(place, error)
-    faults = bad.faults()
-    if faults or not found:
-        raise UserFaults(faults or [no_rows_fault(path, where)])
+    errors = bad.errors()
+    if errors or not found:
+        raise UserErrors(errors or [no_rows_error(path, where)])
     return found
 
 
-def no_rows_fault(path: str, where: str) -> UserFault:
-    return UserFault(where, f"{path} has no rows", "name a file with at least one")
+def no_rows_error(path: str, where: str) -> UserError:
+    return UserError(where, f"{path} has no rows", "name a file with at least one")
 
 
-def _read_jsonl(source: Path, bad: RowFaults) -> Iterator[DataRow]:
+def _read_jsonl(source: Path, bad: RowErrors) -> Iterator[DataRow]:
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{source}:{number}"
@@ -169,7 +169,7 @@ def _refuse_half_pairs(row: Mapping[str, Any]) -> None:
             raise BadRow(problem, "write the whole pair, or remove it") from None
 
 
-def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[DataRow]:
+def _read_parquet(source: Path, where: str, bad: RowErrors) -> Iterator[DataRow]:
     import pyarrow.lib
     import pyarrow.parquet
 
@@ -179,7 +179,7 @@ def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[DataRow]
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 problem = f"{source} has several columns named {', '.join(map(repr, twice))}"
-                raise UserFaults([UserFault(where, problem, "write it again with one of each name")])
+                raise UserErrors([UserError(where, problem, "write it again with one of each name")])
             values = (row for batch in file.iter_batches(_PARQUET_ROWS) for row in _row_values(_in_microseconds(batch)))
             for number, row in enumerate(values):
                 if isinstance(row, BadRow):
@@ -188,7 +188,7 @@ def _read_parquet(source: Path, where: str, bad: RowFaults) -> Iterator[DataRow]
                     yield f"{source} row {number}", row
     except (OSError, pyarrow.lib.ArrowException) as error:
         problem = f"{source} is not a parquet file that can be read ({first_line(error)})"
-        raise UserFaults([UserFault(where, problem, "write it again")]) from error
+        raise UserErrors([UserError(where, problem, "write it again")]) from error
 
 
 def _in_microseconds(batch: Any) -> Any:

@@ -11,7 +11,7 @@ from megarl.config.data import DataConfig, DataFileConfig
 from megarl.data.prompts import PromptFile, PromptSource, load_prompts
 from megarl.data.streams import MixedStream, PromptStream
 from megarl.data.tokens import ProgressBar, TokenCache, no_bar
-from megarl.types import Metrics, Prompt, SampleGroup, UserFault, UserFaults
+from megarl.types import Metrics, Prompt, SampleGroup, UserError, UserErrors
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class DataRead:
 
     train: Mapping[str, PromptFile]
     eval_sets: Mapping[str, PromptFile]
-    faults: list[UserFault] = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)
 
     @property
     def train_prompts(self) -> Sequence[Prompt]:
@@ -84,7 +84,7 @@ def read_data(
 
     vocab_size: the model's, or None where it is not known. tools, bar: as of `load_prompts`.
     """
-    data, faults = recipe.data, _weight_faults(recipe.data)
+    data, errors = recipe.data, _weight_errors(recipe.data)
     read: dict[str, PromptFile] = {}
     for where, file in data.files.items():
         if where in absent:
@@ -100,33 +100,33 @@ def read_data(
                 cache=cache,
                 bar=bar,
             )
-        except UserFaults as several:
-            faults += several.faults
-            if any(fault.where == "model.path" for fault in several.faults):  # the template: no file can be rendered
+        except UserErrors as several:
+            errors += several.errors
+            if any(error.where == "model.path" for error in several.errors):  # the template: no file can be rendered
                 break
     train = {where: read[where] for where in data.train_files if where in read}
     eval_sets = {name: read[f"data.eval.{name}"] for name in data.eval if f"data.eval.{name}" in read}
-    return DataRead(train, eval_sets, faults)
+    return DataRead(train, eval_sets, errors)
 
 
 def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
     """The file with its own columns, or with the columns of all files."""
     given = {"prompt": file.prompt, "answer": file.answer}
-    mends = {}
+    hints = {}
     for key, name in given.items():
-        mends[key] = f"set data.{key} to one of {{columns}}"
+        hints[key] = f"set data.{key} to one of {{columns}}"
         if name:
-            mends[key] = f"set {key} of {where} to one of {{columns}}"
+            hints[key] = f"set {key} of {where} to one of {{columns}}"
         elif where != "data.train":
-            mends[key] += f", or for this file alone write {where} as {{path: {file.path}, {key}: COLUMN}}"
+            hints[key] += f", or for this file alone write {where} as {{path: {file.path}, {key}: COLUMN}}"
     prompt, answer = file.prompt or data.prompt, file.answer or data.answer
-    return PromptSource(where, file.path, prompt, answer, mends["prompt"], mends["answer"])
+    return PromptSource(where, file.path, prompt, answer, hints["prompt"], hints["answer"])
 
 
-def _weight_faults(data: DataConfig) -> list[UserFault]:
+def _weight_errors(data: DataConfig) -> list[UserError]:
     """Weights must be set for all training files or for none."""
     without = [where for where, file in data.train_files.items() if file.weight is None]
     if not without or len(without) == len(data.train):
         return []
     problem = f"{' and '.join(without)} {'has' if len(without) == 1 else 'have'} no weight, and other files have"
-    return [UserFault("data.train", problem, "write a weight for every file, or for none")]
+    return [UserError("data.train", problem, "write a weight for every file, or for none")]

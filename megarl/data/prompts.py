@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.files import BadRow, RowFaults, answer_of, column, no_rows_fault, read_rows
-from megarl.data.template_limits import template_fault
+from megarl.data.files import BadRow, RowErrors, answer_of, column, no_rows_error, read_rows
+from megarl.data.template_limits import template_error
 from megarl.data.tokens import ProgressBar, TokenCache, Tokens, cached_tokens, no_bar, tokenise
 from megarl.model.tokenizer import OWN_TOKENIZER, chat_messages, token_outside_vocabulary
 from megarl.printable import short
-from megarl.types import Prompt, UserFault, UserFaults, WhenOverlong
+from megarl.types import Prompt, UserError, UserErrors, WhenOverlong
 
 _MESSAGES = "write a non-empty string, or a list of messages {role, content} whose contents are strings"
 
@@ -23,15 +23,15 @@ _MESSAGES = "write a non-empty string, or a list of messages {role, content} who
 class PromptSource:
     """A file of prompts: the recipe key that names it, its path and its columns.
 
-    prompt_mend, answer_mend: what to write where a column is missing; {columns} stands for the row's columns.
+    prompt_hint, answer_hint: what to write where a column is missing; {columns} stands for the row's columns.
     """
 
     where: str
     path: str
     prompt: str = "prompt"
     answer: str = "answer"
-    prompt_mend: str = "set data.prompt to one of {columns}"
-    answer_mend: str = "set data.answer to one of {columns}"
+    prompt_hint: str = "set data.prompt to one of {columns}"
+    answer_hint: str = "set data.answer to one of {columns}"
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ def load_prompts(
     A prompt is a string, which becomes one user message, or a list of chat messages; the tokenizer's chat template is
     applied to both. Without a template a string is used unchanged. overlong: whether prompts of more than
     max_prompt_tokens are refused or dropped. vocab_size: the model's, or None where it is not known. tools: the schemas
-    that the template is given. Raises UserFaults: one fault for each kind, which counts its rows.
+    that the template is given. Raises UserErrors: one fault for each kind, which counts its rows.
     """
-    bad = RowFaults(source.where)
+    bad = RowErrors(source.where)
     rows = list(_rows(source, tokenizer.chat_template is not None, bad))
     messages = [row.messages for row in rows]
     title = f"{source.where}: tokenising {len(rows):,} prompts"
 
     def make() -> Tokens | None:
-        if unbounded := template_fault(tokenizer, [(row.id, row.messages) for row in rows]):
-            raise UserFaults([*bad.faults(), unbounded])
+        if unbounded := template_error(tokenizer, [(row.id, row.messages) for row in rows]):
+            raise UserErrors([*bad.errors(), unbounded])
         with bar(title, len(rows)) as done:
             texts = _texts(tokenizer, rows, bad, tools)
             tokens = tokenise(tokenizer, texts, special=tokenizer.chat_template is None, done=done)
@@ -84,61 +84,61 @@ def load_prompts(
 
     kind = f"prompts with {json.dumps(list(tools))}" if tools else "prompts"
     tokens = cached_tokens(cache, tokenizer, kind, messages, make)
-    faults = bad.faults()
+    errors = bad.errors()
     if tokens is None:
-        raise UserFaults(faults)
-    if not rows and not faults:
-        raise UserFaults([no_rows_fault(source.path, source.where)])
+        raise UserErrors(errors)
+    if not rows and not errors:
+        raise UserErrors([no_rows_error(source.path, source.where)])
     prompts = [replace(row, text=tokens.texts[number], token_ids=tokens.of(number)) for number, row in enumerate(rows)]
     empty = next((prompt.id for prompt in prompts if not prompt.token_ids), None)
     if empty:
-        mend = "write a prompt of at least one token, or mend the chat template"
-        faults.append(UserFault(source.where, f"{empty}: the prompt has no tokens", mend))
+        hint = "write a prompt of at least one token, or mend the chat template"
+        errors.append(UserError(source.where, f"{empty}: the prompt has no tokens", hint))
     if vocab_size:
-        faults += vocabulary_faults(source.where, tokenizer, prompts, tokens, "prompt", vocab_size)
+        errors += vocabulary_errors(source.where, tokenizer, prompts, tokens, "prompt", vocab_size)
     kept = [prompt for prompt in prompts if len(prompt.token_ids) <= max_prompt_tokens]
     if len(kept) < len(prompts) and (overlong == "refuse" or not kept):
-        faults.append(_overlong_fault(source, prompts, len(kept), max_prompt_tokens))
-    if faults:
-        raise UserFaults(faults)
+        errors.append(_overlong_error(source, prompts, len(kept), max_prompt_tokens))
+    if errors:
+        raise UserErrors(errors)
     return PromptFile(source, kept, len(prompts), int(tokens.lengths.max()))
 
 
-def vocabulary_faults(
+def vocabulary_errors(
     where: str, tokenizer: Any, prompts: Sequence[Prompt], tokens: Tokens, part: str, vocab_size: int
-) -> list[UserFault]:
+) -> list[UserError]:
     """One fault for all rows with token ids outside a vocabulary of vocab_size.
 
     part: "prompt" or "answer"; tokens: those of this part of every row.
     """
-    bad = RowFaults(where)
+    bad = RowErrors(where)
     beyond = np.flatnonzero(tokens.ids >= vocab_size)
     for number in np.unique(np.searchsorted(tokens.ends, beyond, side="right")).tolist():
         largest = token_outside_vocabulary(tokenizer, tokens.of(number), vocab_size)
         bad.add(prompts[number].id, BadRow(f"the {part} has {largest}", OWN_TOKENIZER))
-    return bad.faults()
+    return bad.errors()
 
 
-def _overlong_fault(source: PromptSource, prompts: Sequence[Prompt], num_kept: int, limit: int) -> UserFault:
+def _overlong_error(source: PromptSource, prompts: Sequence[Prompt], num_kept: int, limit: int) -> UserError:
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     many = f"{len(prompts) - num_kept} of the {len(prompts)} prompts of {source.path}"
     problem = f"data.max_prompt_tokens ({limit}) is exceeded by {many}, the longest is {longest.id}"
-    mend = f"raise data.max_prompt_tokens to {len(longest.token_ids)}"
+    hint = f"raise data.max_prompt_tokens to {len(longest.token_ids)}"
     if num_kept:
-        mend += " or less, and set data.overlong to drop to leave out longer prompts"
-    return UserFault(source.where, f"{problem} with {len(longest.token_ids)} tokens", mend)
+        hint += " or less, and set data.overlong to drop to leave out longer prompts"
+    return UserError(source.where, f"{problem} with {len(longest.token_ids)} tokens", hint)
 
 
-def _rows(source: PromptSource, has_template: bool, bad: RowFaults) -> Iterator[Prompt]:
+def _rows(source: PromptSource, has_template: bool, bad: RowErrors) -> Iterator[Prompt]:
     """The rows with a usable prompt, not yet tokenised; the problems of all rows are added to `bad`."""
     for place, row in read_rows(source.path, source.where, bad):
         answer = ""
         try:
-            answer = answer_of(column(row, source.answer, source.answer_mend), source.answer)
+            answer = answer_of(column(row, source.answer, source.answer_hint), source.answer)
         except BadRow as error:
             bad.add(place, error)
         try:
-            prompt = column(row, source.prompt, source.prompt_mend)
+            prompt = column(row, source.prompt, source.prompt_hint)
             _check_messages(prompt, has_template)
         except BadRow as error:
             bad.add(place, error)
@@ -165,7 +165,7 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
         raise BadRow("the prompt is chat messages, and the tokenizer has no chat template", "write prompts as strings")
 
 
-def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowFaults, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowErrors, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The prompts' texts by the chat template, if there is one; it also writes the special tokens.
 
     Rows that the template refuses are added to `bad`.

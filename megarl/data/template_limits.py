@@ -18,12 +18,12 @@ from typing import Any
 
 from megarl.isolation.inside_launcher import limit
 from megarl.model.tokenizer import chat_messages
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _MOST_ROWS = 512
 _MOST_CHARACTERS = 1_000_000  # of a rendered text, plus 100 for each character of its messages
 _MORE_BYTES = 1024**3  # that rendering may allocate
-_MEND = "correct the checkpoint's chat template (chat_template.jinja, or in tokenizer_config.json)"
+_HINT = "correct the checkpoint's chat template (chat_template.jinja, or in tokenizer_config.json)"
 
 Chat = Sequence[Mapping[str, Any]]
 
@@ -36,9 +36,9 @@ class Bounds:
     total_s: float = 30.0
 
 
-def template_fault(
+def template_error(
     tokenizer: Any, prompts: Iterable[tuple[str, Any]], response: str | None = None, bounds: Bounds | None = None
-) -> UserFault | None:
+) -> UserError | None:
     """The fault of a template that does not end, or whose text is not bounded; rows that it refuses are no fault here.
 
     prompts: (place, a text or chat messages). response: the assistant's, where whole chats are rendered.
@@ -51,7 +51,7 @@ def template_fault(
     number, problem = _try([chats[index][1] for index in chosen], tokenizer, response is None, bounds or Bounds())
     if not problem:
         return None
-    return UserFault("model.path", f"the chat template {problem} for {chats[chosen[number]][0]}", _MEND)
+    return UserError("model.path", f"the chat template {problem} for {chats[chosen[number]][0]}", _HINT)
 
 
 def _size(chat: Chat) -> int:

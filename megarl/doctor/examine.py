@@ -23,11 +23,11 @@ from megarl.device import LOOPBACK
 from megarl.disk import writing
 from megarl.doctor import machine, nvidia, packages
 from megarl.doctor.facts import NodeFacts, RankRates
-from megarl.doctor.findings import Finding, Report, merged, of_faults
+from megarl.doctor.findings import Finding, Report, merged, of_errors
 from megarl.doctor.rules_cluster import cluster_findings, recipe_findings
 from megarl.doctor.rules_node import gpu_findings, node_findings
-from megarl.preflight.machine_checks import cluster_faults
-from megarl.types import UserFault, UserFaults
+from megarl.preflight.machine_checks import cluster_errors
+from megarl.types import UserError, UserErrors
 
 _RAY_PORT = 6379  # the default of `ray start --head`
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
@@ -40,7 +40,7 @@ _CLOCK_TRIES = 5
 
 def examine(
     recipe: Recipe | None,
-    recipe_faults: Sequence[UserFault],
+    recipe_errors: Sequence[UserError],
     hardware_file: Path | None,
     ports: Sequence[int],
     say: Callable[[str], None],
@@ -50,12 +50,12 @@ def examine(
     hardware_file: of measured rates; None: do not measure. ports: must be free.
     """
     has_cluster = bool(os.environ.get("RAY_ADDRESS"))
-    findings = of_faults(recipe_faults)
+    findings = of_errors(recipe_errors)
     wanted = _wanted(recipe, ports, has_cluster)
-    faults = cluster_faults(PlacementConfig(gpus=1, network="nodes")) if has_cluster else []
+    errors = cluster_errors(PlacementConfig(gpus=1, network="nodes")) if has_cluster else []
     if has_cluster:
-        findings += of_faults(faults) + _token_findings()
-    if has_cluster and not faults:
+        findings += of_errors(errors) + _token_findings()
+    if has_cluster and not errors:
         nodes, unreached = survey_cluster(wanted, say)
         findings += unreached
     else:  # without a cluster the recipe's own check reports that it needs one
@@ -87,8 +87,8 @@ def _token_findings() -> list[Finding]:
     """A finding about a token file that other users can read."""
     path = os.environ.get(_TOKEN_PATH)
     if path and Path(path).is_file() and Path(path).stat().st_mode & 0o077:
-        mend = f"chmod 600 {path}, and make a new one: whoever has it may run code on all nodes"
-        return [Finding("fault", _TOKEN_PATH, f"{path} can be read by other users", mend)]
+        hint = f"chmod 600 {path}, and make a new one: whoever has it may run code on all nodes"
+        return [Finding("fault", _TOKEN_PATH, f"{path} can be read by other users", hint)]
     return []
 
 
@@ -97,25 +97,25 @@ def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
     from megarl.plan.model_size import model_sizes
     from megarl.preflight.checks_by_command import check
 
-    faults: list[UserFault] = []
+    errors: list[UserError] = []
     try:
         check(recipe)
-    except UserFaults as several:
-        faults += several.faults
+    except UserErrors as several:
+        errors += several.errors
     size = 0
-    if recipe.checkpoint.every and not faults:
+    if recipe.checkpoint.every and not errors:
         try:  # Megatron's modules on the meta device
             sizes = model_sizes(recipe).values()
             size = _BYTES_OF_PARAMETER * sum(size.parameters for size in sizes if size.trains)
-        except UserFault as fault:
-            faults.append(fault)
-    return of_faults(faults) + recipe_findings(recipe, nodes, _hardware(recipe), size)
+        except UserError as error:
+            errors.append(error)
+    return of_errors(errors) + recipe_findings(recipe, nodes, _hardware(recipe), size)
 
 
 def _hardware(recipe: Recipe) -> Hardware | None:
     try:
         return load_hardware(recipe.placement.hardware) if recipe.placement.hardware else None
-    except UserFaults:  # the recipe's own check reports them
+    except UserErrors:  # the recipe's own check reports them
         return None
 
 
@@ -160,7 +160,7 @@ class Node:
     def look(self, address: str, wanted: Wanted) -> NodeFacts:
         """Gather the facts; takes some ten seconds where there are GPUs, mostly for imports."""
         found = nvidia.gpu_facts()
-        gpu_nics, nic_faults = machine.gpu_nics([gpu.pci for gpu in found.gpus], address)
+        gpu_nics, nic_errors = machine.gpu_nics([gpu.pci for gpu in found.gpus], address)
         shm_total, shm_free = machine.disk_bytes(Path("/dev/shm"))
         folders = []
         for path, purpose in wanted.written:
@@ -180,7 +180,7 @@ class Node:
             limits=machine.limits(),
             nics=tuple(machine.nics()),
             gpu_nics=gpu_nics,
-            nic_faults=nic_faults,
+            nic_errors=nic_errors,
             torch=packages.torch_facts(),
             versions=packages.versions(),
             import_errors=packages.import_errors() if found.gpus else {},
@@ -219,8 +219,8 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[Nod
                 own = replace(wanted, shared_name=shared_name)
                 calls = {node.worker.call("look", node.address, own): node.address for node in up}
                 seen = answers(calls, _LOOK_S)
-    except UserFault as fault:
-        return survey_here(wanted), of_faults([fault])
+    except UserError as error:
+        return survey_here(wanted), of_errors([error])
     failed = {**started, **seen}
     findings = [_silent(address, why) for address, why in failed.items() if isinstance(why, Exception)]
     found = []
@@ -261,8 +261,8 @@ def _probe(wanted: Wanted) -> Iterator[str]:
 
 def _silent(address: str, why: Exception) -> Finding:
     """The finding about a node on which no process could be started, or did not finish."""
-    if isinstance(why, UserFault):
-        return Finding("fault", why.where, why.problem, why.mend, (address,))
+    if isinstance(why, UserError):
+        return Finding("fault", why.where, why.problem, why.hint, (address,))
     cause = (str(why).strip().splitlines() or [type(why).__name__])[-1]
-    mend = "look at the node and at Ray's logs there, or start Ray without it"
-    return Finding("fault", "Ray", f"no answer from a process there ({cause})", mend, (address,))
+    hint = "look at the node and at Ray's logs there, or start Ray without it"
+    return Finding("fault", "Ray", f"no answer from a process there ({cause})", hint, (address,))

@@ -123,7 +123,7 @@ class NodeFacts(GpuFacts):
     clock_error_s: float = 0.0  # the uncertainty of clock_offset_s
     nics: tuple[Nic, ...] = ()
     gpu_nics: Mapping[str, str] = field(default_factory=dict)  # PCI address -> card
-    nic_faults: tuple[str, ...] = ()
+    nic_errors: tuple[str, ...] = ()
     torch: Torch = Torch()
     versions: Mapping[str, str] = field(default_factory=dict)  # of the installed distributions
     import_errors: Mapping[str, str] = field(default_factory=dict)  # "" where the module can be imported

@@ -11,7 +11,7 @@ from typing import Literal
 
 from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.printable import one_line
-from megarl.types import UserFault
+from megarl.types import UserError
 
 Severity = Literal["fault", "warning", "note"]  # a fault must be mended; a warning costs time; a note informs
 Problem = tuple[Severity, str, str, str]  # of a node: severity, where, problem, mend, as in Finding
@@ -26,7 +26,7 @@ class Finding:
     severity: Severity
     where: str
     problem: str
-    mend: str
+    hint: str
     nodes: tuple[str, ...] = ()
 
     def line(self, num_nodes: int) -> str:
@@ -37,7 +37,7 @@ class Finding:
         if len(self.nodes) == num_nodes:
             names = f"all {num_nodes} nodes"
         nodes = f"{names}: " if self.nodes and num_nodes > 1 else ""
-        return one_line(f"{self.severity}: {nodes}{self.where}: {self.problem}; {self.mend}")
+        return one_line(f"{self.severity}: {nodes}{self.where}: {self.problem}; {self.hint}")
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ def of_node(node: NodeFacts, *problems: Iterable[Problem]) -> list[Finding]:
     return [Finding(*problem, (node.address,)) for problem in chain.from_iterable(problems)]
 
 
-def of_faults(faults: Iterable[UserFault]) -> list[Finding]:
+def of_errors(errors: Iterable[UserError]) -> list[Finding]:
     """Faults of megarl's other checks as findings without a node."""
-    return [Finding("fault", fault.where, fault.problem, fault.mend) for fault in faults]
+    return [Finding("fault", error.where, error.problem, error.hint) for error in errors]
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Merge equal findings of several nodes, and sort them by severity."""
     nodes: dict[Problem, dict[str, None]] = {}
     for finding in findings:
-        seen = nodes.setdefault((finding.severity, finding.where, finding.problem, finding.mend), {})
+        seen = nodes.setdefault((finding.severity, finding.where, finding.problem, finding.hint), {})
         seen |= dict.fromkeys(finding.nodes)
     found = [Finding(*key, tuple(addresses)) for key, addresses in nodes.items()]
     return sorted(found, key=lambda finding: _ORDER.index(finding.severity))  # stable within a severity

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.cluster.topology import SYSFS, placement_among, placement_faults
+from megarl.cluster.topology import SYSFS, placement_among, placement_errors
 from megarl.doctor.facts import UNLIMITED, Folder, Nic, Port, ProcessLimits
 
 _WRITTEN_BYTES = 64 * 2**20  # to measure a disk's speed: enough to hide its latency, little enough for any disk
@@ -134,7 +134,7 @@ def gpu_nics(gpus: Sequence[str], address: str, root: Path = SYSFS) -> tuple[dic
     present = [gpu for gpu in gpus if (root / "bus/pci/devices" / gpu).exists()]
     placements = [placement_among(slot, present, address, root) for slot in range(len(present))]
     cards = {placed.gpu: placed.nic for placed in placements if placed.nic}
-    return cards, tuple(fault.problem for fault in placement_faults(placements))
+    return cards, tuple(error.problem for error in placement_errors(placements))
 
 
 def _nic(name: str, port: Path) -> Nic:

@@ -15,8 +15,8 @@ from megarl import device
 from megarl.cluster.ray_session import Cluster, WorkerFailed
 from megarl.config.hardware import FOLDER, Hardware, load_hardware
 from megarl.doctor.facts import NodeFacts, RankRates
-from megarl.doctor.findings import Finding, of_faults
-from megarl.types import UserFault
+from megarl.doctor.findings import Finding, of_errors
+from megarl.types import UserError
 
 SIMULATED = 2  # ranks on a machine without GPUs
 _RANK = "megarl.doctor.rates:RateRank"
@@ -47,18 +47,18 @@ def measure(nodes: Sequence[NodeFacts], say: Callable[[str], None]) -> tuple[lis
     if joins:
         counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
         if not counts:
-            mend = "start Ray with --num-gpus, on a machine without GPUs too"
-            return [], [Finding("fault", "--measure", "Ray counts no GPU on any node", mend)]
+            hint = "start Ray with --num-gpus, on a machine without GPUs too"
+            return [], [Finding("fault", "--measure", "Ray counts no GPU on any node", hint)]
         ((per_node, count),) = counts.most_common(1)
     else:
         per_node, count = len(nodes[0].gpus) or SIMULATED, 1
     try:
         rates = _run(per_node * count, per_node, joins, say)
-    except UserFault as fault:
-        return [], of_faults([fault])
-    except WorkerFailed as error:
-        mend = "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too"
-        return [], [Finding("fault", "--measure", f"it failed ({error})", mend)]
+    except UserError as error:
+        return [], of_errors([error])
+    except WorkerFailed as raised:
+        hint = "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too"
+        return [], [Finding("fault", "--measure", f"it failed ({raised})", hint)]
     addresses = [node.address for node in nodes if not joins or node.ray_gpus == per_node]
     return rates, laggards(rates, sorted(addresses, key=IPv4Address))
 
@@ -86,9 +86,9 @@ def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Findi
         for rank, (measured, value) in enumerate(zip(rates, values, strict=True)):
             if value < _SLOW * usual:
                 problem = f"{what} at {value / usual:.0%} of the median GPU's rate"
-                mend = "look at its clocks and links, or leave the node out: all ranks wait for it"
+                hint = "look at its clocks and links, or leave the node out: all ranks wait for it"
                 where = (addresses[measured.node],) if measured.node < len(addresses) else ()
-                found.append(Finding("warning", f"GPU {rank % per_node}", problem, mend, where))
+                found.append(Finding("warning", f"GPU {rank % per_node}", problem, hint, where))
     return found
 
 

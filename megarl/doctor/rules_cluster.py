@@ -68,11 +68,11 @@ def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Problem]:
     for folder in node.folders:
         where = f"{folder.path} ({folder.purpose})"
         if folder.is_shared is False:
-            mend = "name a folder on a disk that all nodes share"
-            yield "fault", where, "a file of the first node is not seen there", mend
+            hint = "name a folder on a disk that all nodes share"
+            yield "fault", where, "a file of the first node is not seen there", hint
         if not folder.exists and folder.path in of_first and folder.is_shared is None:
-            mend = "put it on a disk that all share, or copy it"
-            yield "fault", where, "it is on the first node, and not there", mend
+            hint = "put it on a disk that all share, or copy it"
+            yield "fault", where, "it is on the first node, and not there", hint
 
 
 def _no_fabric(node: NodeFacts) -> Iterator[Problem]:
@@ -84,14 +84,14 @@ def _no_fabric(node: NodeFacts) -> Iterator[Problem]:
 def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """What should be the same on all nodes: versions, the kind of GPUs, exported variables."""
 
-    def unequal(severity: Severity, where: str, mend: str, value: Callable[[NodeFacts], str]) -> Iterator[Finding]:
+    def unequal(severity: Severity, where: str, hint: str, value: Callable[[NodeFacts], str]) -> Iterator[Finding]:
         """A finding for each value but the most common one; in a tie the first node's counts as the most common."""
         values = {node.address: value(node) for node in nodes}
         (usual, count), *others = Counter(values.values()).most_common()
         for other, _ in others:
             who = tuple(address for address, found in values.items() if found == other)
             problem = f"{other}, where {count} node{'s have' if count > 1 else ' has'} {usual}"
-            yield Finding(severity, where, problem, mend, who)
+            yield Finding(severity, where, problem, hint, who)
 
     def gpus(node: NodeFacts) -> str:
         names = sorted({gpu.name for gpu in node.gpus})
@@ -105,9 +105,9 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     yield from unequal("fault", "megarl", "copy one commit to all nodes", lambda node: f"source {node.source}")
     yield from unequal("warning", "driver", "install the same one", lambda node: node.driver or _ABSENT)
     yield from unequal("warning", "GPUs", "book nodes of one kind: a run wants as many GPUs of each", gpus)
-    mend = "export the same on every node before Ray is started there (scripts/launch_env.sh)"
+    hint = "export the same on every node before Ray is started there (scripts/launch_env.sh)"
     for name in sorted({name for node in nodes for name in node.environment}):
-        yield from unequal("warning", name, mend, lambda node, name=name: node.environment.get(name, _ABSENT))
+        yield from unequal("warning", name, hint, lambda node, name=name: node.environment.get(name, _ABSENT))
 
 
 def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
@@ -134,8 +134,8 @@ def _checkpoints(recipe: Recipe, nodes: Sequence[NodeFacts], checkpoint_bytes: i
     if folder and folder.total_bytes and folder.free_bytes < needed:
         kept = f"{recipe.checkpoint.keep} checkpoints and one being written"
         problem = f"{gb(folder.free_bytes)} free; {kept} take {gb(needed)}"
-        mend = "make room, lower checkpoint.keep, or name a folder on another disk"
-        yield "fault", f"{folder.path} (run.dir)", problem, mend
+        hint = "make room, lower checkpoint.keep, or name a folder on another disk"
+        yield "fault", f"{folder.path} (run.dir)", problem, hint
 
 
 def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
@@ -144,8 +144,8 @@ def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
     name, memory = node.gpus[0].name, min((gpu.memory_bytes or 0) for gpu in node.gpus)
     if not hardware.is_card(name):
         problem = f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"
-        mend = "name the file of this card, or write one with megarl doctor --measure"
-        yield "warning", "placement.hardware", problem, mend
+        hint = "name the file of this card, or write one with megarl doctor --measure"
+        yield "warning", "placement.hardware", problem, hint
     elif memory and memory < _DEVICE_SHARE * hardware.memory_bytes:
         problem = f"it plans with {gb(hardware.memory_bytes)} of a GPU, and one has {gb(memory)}"
         yield "warning", "placement.hardware", problem, "correct memory_bytes in the file"

@@ -43,9 +43,9 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
     local_layers: the recipe allows Megatron's own layers where TransformerEngine is missing.
     """
     if node.nvidia_smi:
-        mend = "look at dmesg, and whether the driver's module and library are of one version"
+        hint = "look at dmesg, and whether the driver's module and library are of one version"
         problem = f"it does not answer ({node.nvidia_smi})"
-        return [Finding("fault", "nvidia-smi", problem, mend, (node.address,))]
+        return [Finding("fault", "nvidia-smi", problem, hint, (node.address,))]
     if not node.gpus:
         return []
     rules = (_torch, _attention, _cudnn, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
@@ -54,22 +54,22 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
 
 def _shm(node: NodeFacts) -> Iterator[Problem]:
     free, store = node.shm_free_bytes, min(_MOST_STORE_BYTES, node.host_bytes // 10)
-    mend = "start the container with --shm-size=64g, or: mount -o remount,size=64g /dev/shm"
+    hint = "start the container with --shm-size=64g, or: mount -o remount,size=64g /dev/shm"
     if free < _LEAST_SHM_BYTES:
         least = gb(_LEAST_SHM_BYTES)
         problem = f"{gb(free)} of {gb(node.shm_total_bytes)} free; NCCL, gloo and Ray need {least} and more"
-        yield "fault", "/dev/shm", problem, mend
+        yield "fault", "/dev/shm", problem, hint
     elif free < store:
         problem = f"{gb(free)} free, and Ray's object store wants {gb(store)}: the rest of it spills to the disk"
-        yield "warning", "/dev/shm", problem, mend
+        yield "warning", "/dev/shm", problem, hint
 
 
 def _memlock(node: NodeFacts) -> Iterator[Problem]:
     limit, cards = node.limits.memlock_bytes, sorted({nic.name for nic in node.nics if nic.is_up})
     if cards and limit != UNLIMITED:
         problem = f"{limit // 1024} KiB may be locked, and the RDMA cards ({', '.join(cards)}) lock all that they send"
-        mend = "set it to unlimited: `* - memlock unlimited` in limits.conf, or --ulimit memlock=-1 of the container"
-        yield "fault", "memlock", problem, mend
+        hint = "set it to unlimited: `* - memlock unlimited` in limits.conf, or --ulimit memlock=-1 of the container"
+        yield "fault", "memlock", problem, hint
 
 
 def _counts(node: NodeFacts) -> Iterator[Problem]:
@@ -79,8 +79,8 @@ def _counts(node: NodeFacts) -> Iterator[Problem]:
     ):
         if limit != UNLIMITED and limit < good:
             problem = f"{limit} {what} at most, and a node of eight GPUs wants {good}"
-            mend = f"raise it before Ray is started: `* - {name} {good}` in limits.conf"
-            yield "fault" if limit < _LEAST else "warning", name, problem, mend
+            hint = f"raise it before Ray is started: `* - {name} {good}` in limits.conf"
+            yield "fault" if limit < _LEAST else "warning", name, problem, hint
 
 
 def _disks(node: NodeFacts) -> Iterator[Problem]:
@@ -103,11 +103,11 @@ def _disks(node: NodeFacts) -> Iterator[Problem]:
 
 
 def _ports(node: NodeFacts) -> Iterator[Problem]:
-    mend = "end that, or name another port: ray start --port=..., or scripts/ray_node.sh: it takes a free one"
+    hint = "end that, or name another port: ray start --port=..., or scripts/ray_node.sh: it takes a free one"
     for port in node.ports:
         if port.taken_by:
             severity = "fault" if port.is_needed else "warning"
-            yield severity, f"port {port.number}", f"taken by {port.taken_by}", mend
+            yield severity, f"port {port.number}", f"taken by {port.taken_by}", hint
 
 
 def _packages(node: NodeFacts) -> Iterator[Problem]:
@@ -127,8 +127,8 @@ def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
         return
     lacks = [] if node.torch.cuda else ["torch is a CPU build"]
     lacks += [f"{name} is not installed" for name in _NEEDED_ON_GPUS if name not in node.versions]
-    mend = "nothing for a run on CPU" + (f"; for one on GPUs: {', '.join(lacks)}" if lacks else "")
-    yield "note", "GPUs", "nvidia-smi lists none: driver, CUDA, NCCL, NVLink, clocks and kernels were not checked", mend
+    hint = "nothing for a run on CPU" + (f"; for one on GPUs: {', '.join(lacks)}" if lacks else "")
+    yield "note", "GPUs", "nvidia-smi lists none: driver, CUDA, NCCL, NVLink, clocks and kernels were not checked", hint
 
 
 def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
@@ -148,9 +148,9 @@ def _cudnn(node: NodeFacts) -> Iterator[Problem]:
     if not packaged or not name or name == f"libcudnn.so.{'.'.join(packaged.split('.')[:3])}":
         return
     problem = f"{node.foreign_cudnn} is loaded in place of the package's {packaged}: TransformerEngine's import fails, "
-    mend = "take an image without cuDNN (cuda:*-devel, not cudnn-devel), or remove it and take its folder out of "
-    mend += "LD_LIBRARY_PATH, CUDNN_HOME and CUDNN_PATH"
-    yield "fault", "cuDNN", f"{problem}or two versions are mixed", mend
+    hint = "take an image without cuDNN (cuda:*-devel, not cudnn-devel), or remove it and take its folder out of "
+    hint += "LD_LIBRARY_PATH, CUDNN_HOME and CUDNN_PATH"
+    yield "fault", "cuDNN", f"{problem}or two versions are mixed", hint
 
 
 def _torch(node: NodeFacts) -> Iterator[Problem]:
@@ -162,11 +162,11 @@ def _torch(node: NodeFacts) -> Iterator[Problem]:
         problem = f"{node.driver} runs CUDA {node.driver_cuda}, and torch {torch.version} is built for {torch.cuda}"
         yield "fault", "driver", problem, "install a newer driver"
     elif torch.error:
-        mend = next((mend for word, mend in _WHY.items() if word in torch.error), "look at nvidia-smi -q and dmesg")
-        yield "fault", "torch", f"CUDA does not start ({torch.error})", mend
+        hint = next((hint for word, hint in _WHY.items() if word in torch.error), "look at nvidia-smi -q and dmesg")
+        yield "fault", "torch", f"CUDA does not start ({torch.error})", hint
     elif torch.num_devices != count:
-        mend = "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs"
-        yield "fault", "torch", f"torch sees {torch.num_devices} of {count} GPUs", mend
+        hint = "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs"
+        yield "fault", "torch", f"torch sees {torch.num_devices} of {count} GPUs", hint
 
 
 def _attention(node: NodeFacts) -> Iterator[Problem]:
@@ -195,8 +195,8 @@ def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
             problem = f"{gpu.pcie_width} of {gpu.max_pcie_width} PCIe lanes"
             yield "warning", where, problem, "have the GPU reseated: offloading is slower in proportion"
         if gpu.used_bytes and gpu.used_bytes > _HELD_BYTES:
-            mend = "end the processes that use it (see nvidia-smi), unless it is a run"
-            yield "warning", where, f"{gb(gpu.used_bytes)} are used already", mend
+            hint = "end the processes that use it (see nvidia-smi), unless it is a run"
+            yield "warning", where, f"{gb(gpu.used_bytes)} are used already", hint
 
 
 def _alike(node: NodeFacts) -> Iterator[Problem]:
@@ -230,7 +230,7 @@ def _nics(node: NodeFacts) -> Iterator[Problem]:
     if len(rates) > 1:
         speeds = ", ".join(f"{count} of {rate or 0:g} Gb/s" for rate, count in rates.items())
         yield "warning", "network", f"the GPUs' cards are of unequal speed: {speeds}", "look at ibstat and the cables"
-    for problem in node.nic_faults:
+    for problem in node.nic_errors:
         yield "warning", "network", problem, "name the GPUs' cards in NCCL_IB_HCA, or mend the node's cards"
 
 

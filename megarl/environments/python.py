@@ -8,7 +8,7 @@ from megarl.environments import Environment
 from megarl.isolation import sandbox
 from megarl.isolation.interpreter import CellOutcome, SandboxSession
 from megarl.isolation.sandbox import Outcome, SandboxLimits
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _OUTPUT_BYTES = 2**16
 _ERROR_LINES = 20
@@ -27,8 +27,8 @@ async def python(code: str, *, timeout_s: float = 4.0, memory_mb: int = 512, uns
 
 def _prepare(*, unsafe: bool = False, where: str = "episode.tools", **_: object) -> None:
     """Refuse a machine on which programs cannot be isolated."""
-    for fault in sandbox.sandbox_faults(unsafe=unsafe):
-        raise UserFault(where, fault.problem, "install bubblewrap, or run without isolation: `unsafe: true`")
+    for error in sandbox.sandbox_errors(unsafe=unsafe):
+        raise UserError(where, error.problem, "install bubblewrap, or run without isolation: `unsafe: true`")
 
 
 python.prepare = _prepare  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from typing import Any
 import bm25s
 import numpy as np
 
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _MOST_CHARACTERS = 2000  # of a document that is shown
 
@@ -50,7 +50,7 @@ def _best(scores: Any, count: int) -> list[int]:
 def _prepare(*, corpus: str, **_: object) -> None:
     """Make the index if it is not there, and map it."""
     if not Path(corpus).is_file():
-        raise UserFault("episode.arguments", f"corpus: there is no file {corpus}", "name a JSONL file of documents")
+        raise UserError("episode.arguments", f"corpus: there is no file {corpus}", "name a JSONL file of documents")
     _index(corpus)
 
 

@@ -71,9 +71,9 @@ class AgentEpisode:
         self.refused_fields: Mapping[str, int] = {}  # how often the endpoint has refused each; set when it has closed
 
     @property
-    def fault(self) -> BaseException | None:
+    def error(self) -> BaseException | None:
         """What the sampler has raised."""
-        return self._rows.fault
+        return self._rows.error
 
     @property
     def end(self) -> EpisodeEnd:
@@ -121,7 +121,7 @@ class AgentEpisode:
         except (ChatRefused, EpisodeOver):
             raise
         except Exception as error:
-            if not self.fault:  # messages and schemas are anybody's, and libraries raise anything for them
+            if not self.error:  # messages and schemas are anybody's, and libraries raise anything for them
                 raise ChatRefused(f"the request cannot be answered ({describe_error(error)})") from error
             self.stop("agent", "the engine has failed")
             raise EpisodeOver("the engine has failed") from error

@@ -69,7 +69,7 @@ class AgentRunner:
     async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult:
         """One episode, sample number `place` of its prompt. sampling.max_tokens: of a turn.
 
-        Raises what the sampler raises, and UserFault where the agent can no longer be used.
+        Raises what the sampler raises, and UserError where the agent can no longer be used.
         """
         name = f"episode-{next(self._numbers)}"
         await self._sampler.begin(name, len(prompt.token_ids))
@@ -81,8 +81,8 @@ class AgentRunner:
             verdict = await self._ended(episode, prompt, sampling.group_seed)
         finally:
             await rows.end(len(prompt.token_ids))
-        if episode.fault:
-            raise episode.fault
+        if episode.error:
+            raise episode.error
         if not rows.tally.kept_tokens and not isinstance(verdict, Failure):
             verdict = Failure("no turn of the model has reached the agent")
         return EpisodeResult(rows.sample(episode.end), verdict, episode.refused_fields)

@@ -15,7 +15,7 @@ from megarl.episodes.call_probe import FoundFormat, find_format
 from megarl.episodes.template import has_half_pair
 from megarl.episodes.tool_calls import CallFormat, Turn
 from megarl.episodes.turn_tokenizer import Splice
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _KEPT = 64  # sets of tools
 _MOST_CHARACTERS = 2**18  # of the tools of a request as JSON
@@ -72,8 +72,8 @@ class ToolSets:
             if not schemas:
                 return ToolSet(key, splice, None)
             return ToolSet(key, splice, CallFormat.of(self._format, self._tokenizer, schemas, are_users=False))
-        except UserFault as fault:
-            raise ChatRefused(f"the tools cannot be used: {fault.problem}") from fault
+        except UserError as error:
+            raise ChatRefused(f"the tools cannot be used: {error.problem}") from error
 
     @cached_property
     def _format(self) -> FoundFormat:

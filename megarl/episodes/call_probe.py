@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.episodes.template import TOOLS, ChatTemplate, TemplateRefusal, user
-from megarl.types import UserFault
+from megarl.types import UserError
 
-_MEND = "use a checkpoint whose calls SGLang reads, or an episode.environment that answers with reply"
+_HINT = "use a checkpoint whose calls SGLang reads, or an episode.environment that answers with reply"
 _FIRST, _SECOND = "probe_first", "probe_second"
 _WORDS = "probe words"
 _TAG = r"<[^<>\s]+>"
@@ -95,7 +95,7 @@ class ReasoningTags:
 
 
 def find_format(tokenizer: Any, stop_ids: Collection[int]) -> FoundFormat:
-    """The first format in SGLang's table that gives back the calls as rendered. Raises UserFault(episode.tools)."""
+    """The first format in SGLang's table that gives back the calls as rendered. Raises UserError(episode.tools)."""
     from megarl.episodes.call_parsers import FORMATS, CallParser  # imports SGLang
 
     template = ChatTemplate(tokenizer, _PROBES)
@@ -116,7 +116,7 @@ def find_format(tokenizer: Any, stop_ids: Collection[int]) -> FoundFormat:
     problem = (
         f"none of SGLang's {len(FORMATS)} readers of tool calls gives back the calls that the chat template writes"
     )
-    raise UserFault(TOOLS, problem, _MEND)
+    raise UserError(TOOLS, problem, _HINT)
 
 
 def reasoning_tags(template: ChatTemplate) -> ReasoningTags:

@@ -56,7 +56,7 @@ def demonstrate(splice: Splice, prompt: Any, messages: Any) -> Demonstration:
 
     splice: with the schemas of the episodes' tools. Turns are rendered by the chat template, with ids of calls in its
     own style; the arguments of calls may be a JSON text or a mapping. Raises BadRow where the messages are no episode
-    of these tools or the template refuses or changes them, and UserFault where it takes no results or calls at all.
+    of these tools or the template refuses or changes them, and UserError where it takes no results or calls at all.
     """
     try:
         return _demonstrated(splice, chat_messages(prompt), _checked(messages))

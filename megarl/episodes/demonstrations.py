@@ -11,7 +11,7 @@ import numpy as np
 from megarl.data.files import BadRow, column
 from megarl.episodes.demonstrated_episode import demonstrate
 from megarl.episodes.turn_tokenizer import Splice
-from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserError
 
 
 def demonstrations(tokenizer: Any, splice: Splice | None, messages: str | None) -> Callable[[Prompt], SampleGroup]:
@@ -25,11 +25,11 @@ def demonstrations(tokenizer: Any, splice: Splice | None, messages: str | None) 
 
 
 def demonstrated_episode(prompt: Prompt, splice: Splice, name: str) -> SampleGroup:
-    """The episode in the row's column `name` as a group of one sample. Raises UserFault(data.messages)."""
+    """The episode in the row's column `name` as a group of one sample. Raises UserError(data.messages)."""
     try:
         found = demonstrate(splice, prompt.messages, column(prompt.row, name, "set data.messages to one of {columns}"))
     except BadRow as bad:
-        raise UserFault("data.messages", f"{prompt.id}: {bad.problem}", bad.mend) from bad
+        raise UserError("data.messages", f"{prompt.id}: {bad.problem}", bad.hint) from bad
     marks = [False] * len(found.prompt_ids) + found.sampled
     return demonstrated_conversation(prompt, [*found.prompt_ids, *found.response_ids], marks, found.text)
 

@@ -27,7 +27,7 @@ from megarl.episodes.turn_tokenizer import Splice, ToolResult
 from megarl.model.tokenizer import chat_messages
 from megarl.samples.accounting import longest_row
 from megarl.samples.buffer import phases_of
-from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserFault
+from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserError
 from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
 
@@ -83,7 +83,7 @@ class EpisodeRunner:
         """One episode, sample number `place` of its prompt, or a phase of it. sampling.max_tokens: of a turn.
 
         begun: as the phase before has left it. dealt_tokens: with which it was dealt to the engine; 0: those of the
-        prompt. Raises what the sampler raises, and UserFault where what answers can no longer be used.
+        prompt. Raises what the sampler raises, and UserError where what answers can no longer be used.
         """
         name, config = f"episode-{next(self._numbers)}", self._config
         opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
@@ -283,7 +283,7 @@ class EpisodeRunner:
         """The tokens of what is said to the model. Raises EnvironmentFailure where the template refuses the words."""
         try:
             return await asyncio.to_thread(splice, *words, **how)
-        except (UserFault, TemplateRefusal, BadMessages) as error:
+        except (UserError, TemplateRefusal, BadMessages) as error:
             raise EnvironmentFailure(f"the chat template refuses the message ({error})") from error
 
     def _read(self, ids: Sequence[int], after_tools: bool) -> Turn:

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.episodes.template import ChatTemplate, Message, TemplateRefusal, as_utf8
 from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
 from megarl.episodes.turn_tokenizer import Splice, ToolResult
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _ROLES = {"system", "user", "assistant", "tool"}
 _KEYS = ("role", "content", "name", "tool_call_id", "tool_calls")
@@ -86,7 +86,7 @@ def rendered(messages: Sequence[Mapping[str, Any]], splice: Splice) -> list[int]
     """The tokens of checked messages, up to and with the generation prompt. Raises BadMessages."""
     try:
         return splice.first(_for_template(messages, splice.template))
-    except (UserFault, TemplateRefusal) as refusal:
+    except (UserError, TemplateRefusal) as refusal:
         raise BadMessages(f"the chat template refuses the messages ({refusal})") from refusal
 
 
@@ -108,7 +108,7 @@ def said(
             texts = _by_id(answered, [message["content"] for message in messages])
             results = [ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"]) for call in calls]
             return splice.tool_results(results, after=stop)
-    except (UserFault, TemplateRefusal):  # it may take the whole conversation
+    except (UserError, TemplateRefusal):  # it may take the whole conversation
         return None
     return None
 

@@ -11,7 +11,7 @@ from megarl.episodes.template import TemplateRefusal, user
 from megarl.episodes.template_check import SpliceFacts, check
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import Splice
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _RENDERED = SpliceFacts(parallel=True, kept=(), notes=())
 
@@ -37,7 +37,7 @@ def prepare(
     """For episodes with the tools of these schemas, and an environment that replies or adds to the prompt.
 
     renders: the history is rendered at every turn, so that nothing is spliced. Imports SGLang (seconds) where there are
-    tools. Raises UserFault(episode), (episode.tools), (episode.environment).
+    tools. Raises UserError(episode), (episode.tools), (episode.environment).
     """
     splice = Splice(tokenizer, stop_ids, schemas)
     if has_reset:
@@ -45,8 +45,8 @@ def prepare(
             splice.first([user("a"), user("b")])
         except TemplateRefusal as refusal:
             problem = f"the chat template refuses the text of `reset` after a prompt ({refusal})"
-            mend = "let reset return None, and write its text into the prompts"
-            raise UserFault("episode.environment", problem, mend) from refusal
+            hint = "let reset return None, and write its text into the prompts"
+            raise UserError("episode.environment", problem, hint) from refusal
     facts = _RENDERED if renders else check(splice, users=has_reply, tools=bool(schemas))
     if not schemas:
         return Prepared(splice, None, facts)
@@ -55,7 +55,7 @@ def prepare(
 
 
 def prepare_agents(tokenizer: Any, stop_ids: Collection[int], *, renders: bool = False) -> tuple[ToolSets, SpliceFacts]:
-    """For agents, which name their tools when they ask. Imports SGLang (seconds). Raises UserFault(episode)."""
+    """For agents, which name their tools when they ask. Imports SGLang (seconds). Raises UserError(episode)."""
     tool_sets = ToolSets(tokenizer, stop_ids)
     facts = _RENDERED if renders else check(Splice(tokenizer, stop_ids), users=True, tools=False)
     if refusal := tool_sets.refusal():

@@ -78,7 +78,7 @@ class EpisodeRows:
         self.last: SampledTurn | None = None  # of those asked for
         self._last_number = -1
         self._phase_sampled, self._restored_length = 0, 0
-        self.fault: BaseException | None = None  # what the sampler has raised
+        self.error: BaseException | None = None  # what the sampler has raised
 
     def open(self, prompt_ids: Sequence[int]) -> Conversation:
         """A further conversation, which begins with these tokens."""
@@ -174,7 +174,7 @@ class EpisodeRows:
         It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
         the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
         it raises the turn is dropped. requested_tokens: as of `is_whole_turn`; stop: as of `Sampling`. Raises what the
-        sampler raises; the first of that is `fault`.
+        sampler raises; the first of that is `error`.
         """
         given = begun.ids if begun else []
         left = self.turn_tokens(conversation, begun, requested_tokens) - len(given)
@@ -237,7 +237,7 @@ class EpisodeRows:
         def ended(turn: asyncio.Future[Sample]) -> None:
             self._reserved -= tokens
             if not turn.cancelled() and (error := turn.exception()):
-                self.fault = self.fault or error
+                self.error = self.error or error
             elif not turn.cancelled():
                 self._count(turn.result())
             self._turn_ended.set()

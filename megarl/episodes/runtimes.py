@@ -27,14 +27,14 @@ class Runner(Protocol):
 
 
 class EnvironmentRuntime:
-    """Tools or an environment, and the runner of their episodes. Raises UserFault where they cannot be used."""
+    """Tools or an environment, and the runner of their episodes. Raises UserError where they cannot be used."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self.thread = recipe, EnvironmentThread(environment_settings(recipe))
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The splice and the format of calls, proven on the chat template of model.path. Raises UserFault."""
+        """The splice and the format of calls, proven on the chat template of model.path. Raises UserError."""
         path, thread, episode = self._recipe.model.path, self.thread, self._recipe.episode
         assert episode
         has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
@@ -54,7 +54,7 @@ class EnvironmentRuntime:
 
 
 class AgentRuntime:
-    """An agent with its endpoint, and the runner of its episodes. Raises UserFault where it cannot be used."""
+    """An agent with its endpoint, and the runner of its episodes. Raises UserError where it cannot be used."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.episode

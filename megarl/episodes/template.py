@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from megarl.printable import first_line
-from megarl.types import UserFault
+from megarl.types import UserError
 
 WHERE, TOOLS = "episode", "episode.tools"
 MARKER = "markedvalue"
@@ -56,7 +56,7 @@ class TemplateRefusal(Exception):
 class ChatTemplate:
     """A tokenizer with its chat template, and the schemas of the tools that the template is given.
 
-    Raises UserFault(episode) where the tokenizer has no chat template.
+    Raises UserError(episode) where the tokenizer has no chat template.
     """
 
     tokenizer: Any
@@ -64,8 +64,8 @@ class ChatTemplate:
 
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
-            mend = "use an instruct checkpoint, or add its chat_template.jinja"
-            raise UserFault(WHERE, "the tokenizer has no chat template, which every turn after the first needs", mend)
+            hint = "use an instruct checkpoint, or add its chat_template.jinja"
+            raise UserError(WHERE, "the tokenizer has no chat template, which every turn after the first needs", hint)
 
     def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The conversation as text; prompt: with the generation prompt. Raises TemplateRefusal."""
@@ -124,7 +124,7 @@ class ChatTemplate:
 
     @cached_property
     def call_style(self) -> CallStyle:
-        """The first style in which the template writes a call. Raises UserFault(episode.tools) where there is none."""
+        """The first style in which the template writes a call. Raises UserError(episode.tools) where there is none."""
         reasons = []
         for style in STYLES:
             call = style.call(self.tool_name, {"value": MARKER}, 0)
@@ -137,8 +137,8 @@ class ChatTemplate:
             if MARKER in text and escaped not in text and as_python not in text:
                 return style
             reasons.append("leaves tool calls out of the text without an error")
-        mend = "use a model that was trained to call tools, or an episode.environment that answers with reply"
-        raise UserFault(TOOLS, f"the chat template {reasons[0]}", mend)
+        hint = "use a model that was trained to call tools, or an episode.environment that answers with reply"
+        raise UserError(TOOLS, f"the chat template {reasons[0]}", hint)
 
     @property
     def tool_name(self) -> str:

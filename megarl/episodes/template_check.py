@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.episodes.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, num_shared, user
-from megarl.episodes.turn_tokenizer import MEND, Following, Splice, ToolResult
-from megarl.types import UserFault
+from megarl.episodes.turn_tokenizer import HINT, Following, Splice, ToolResult
+from megarl.types import UserError
 
 _WORDS = "probeone", "probetwo"  # in small letters, which the vocabularies of tiny models have too
 _MARKERS = (MARKER, "marked in words", MARKER * 9)
@@ -36,7 +36,7 @@ class SpliceFacts:
 
 
 def check(splice: Splice, *, users: bool, tools: bool) -> SpliceFacts:
-    """Prove the splice on the tokenizer's own template. Raises UserFault(episode), (episode.tools).
+    """Prove the splice on the tokenizer's own template. Raises UserError(episode), (episode.tools).
 
     users, tools: whether the episodes have messages of a user after a turn, and results of tools.
     """
@@ -51,8 +51,8 @@ def check(splice: Splice, *, users: bool, tools: bool) -> SpliceFacts:
         try:
             _prove_results(splice, 2)
             parallel = True
-        except UserFault as fault:
-            notes.append(f"a turn can have one call only: {fault.problem}")
+        except UserError as error:
+            notes.append(f"a turn can have one call only: {error.problem}")
     kept: list[str] = []
     for wanted, what, answers in ((users, "a user's message", False), (tools, "a tool's result", True)):
         if wanted:
@@ -69,35 +69,35 @@ def _prove_results(splice: Splice, number: int) -> None:
     calls = [template.call_style.call(template.tool_name, {"value": value}, i) for i, value in enumerate(values)]
     shown = template.text([user("a"), {"role": "assistant", "content": "", "tool_calls": calls}])
     if missing := sum(value not in shown for value in values):
-        raise UserFault(WHERE, f"the chat template leaves out {missing} of {number} calls in one turn", MEND)
+        raise UserError(WHERE, f"the chat template leaves out {missing} of {number} calls in one turn", HINT)
 
 
 def _prove(splice: Splice, what: str, texts: Sequence[str], following: Callable[..., Following]) -> None:
     """Prove the splice for one kind of message, whose texts are given; following: the splice's own function for it."""
     template, plain = splice.template, following()
 
-    def fault(problem: str) -> UserFault:
-        return UserFault(WHERE, f"the chat template {problem}", MEND)
+    def error(problem: str) -> UserError:
+        return UserError(WHERE, f"the chat template {problem}", HINT)
 
     text = template.decode(plain.ids)
     for word in texts:
         if text.count(word) != 1:
-            raise fault(f"writes the text of {what} {text.count(word)} times after the stop token")
+            raise error(f"writes the text of {what} {text.count(word)} times after the stop token")
     if sorted(texts, key=text.index) != list(texts):
-        raise fault(f"changes the order of {what}")
+        raise error(f"changes the order of {what}")
     for marker in _MARKERS:
         if following(marker=marker) != plain:
-            raise fault(f"writes {what} differently after other words of the assistant")
+            raise error(f"writes {what} differently after other words of the assistant")
     if following(before=_EARLIER) != plain:
-        raise fault(f"writes {what} differently in a longer conversation")
+        raise error(f"writes {what} differently in a longer conversation")
     for thought in _THOUGHTS:
         if _shown_with(following, thought) not in (None, plain):
-            raise fault(f"writes {what} differently after a turn with reasoning")
+            raise error(f"writes {what} differently after a turn with reasoning")
     tokens = [plain.stop, *plain.ids]
     if template.ids(plain.text)[-len(tokens) :] != tokens:
-        raise fault(f"gives {what} other tokens after other text")
+        raise error(f"gives {what} other tokens after other text")
     if not _solid(plain.text).endswith(_solid(template.decode(tokens))):
-        raise fault(f"writes {what} in characters that are not in the vocabulary")
+        raise error(f"writes {what} in characters that are not in the vocabulary")
 
 
 def _solid(text: str) -> str:
@@ -109,7 +109,7 @@ def _shown_with(following: Callable[..., Following], thought: Message) -> Follow
     """None where the template refuses the key for reasoning, or shows the reasoning in place of the words."""
     try:
         return following(shown=thought)
-    except UserFault:
+    except UserError:
         return None
 
 

@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator  # a requirement of Ray
 from megarl.episodes.call_probe import CallMarks, FoundFormat, ReasoningTags, find_format, reasoning_tags
 from megarl.episodes.template import TOOLS, ChatTemplate, as_utf8, has_half_pair
 from megarl.episodes.tool_schemas import comparable_schema, make_validator, misfit
-from megarl.types import UserFault
+from megarl.types import UserError
 
 if TYPE_CHECKING:
     from megarl.episodes.call_parsers import CallParser, ParsedCalls
@@ -81,7 +81,7 @@ class CallFormat:
         """Choose the format by reading back calls that the chat template writes. Imports SGLang (seconds).
 
         stop_ids: the tokens at which the engine ends a response. schemas: the tools in OpenAI's form. Raises
-        UserFault(episode.tools): a schema is wrong, the template writes no calls, no reader gives them back.
+        UserError(episode.tools): a schema is wrong, the template writes no calls, no reader gives them back.
         """
         return cls.of(find_format(tokenizer, stop_ids), tokenizer, schemas, are_users=True)
 
@@ -91,14 +91,14 @@ class CallFormat:
     ) -> CallFormat:
         """The format for other tools of the same tokenizer; are_users: they are the user's own, not an agent's.
 
-        Raises UserFault(episode.tools): a schema is wrong.
+        Raises UserError(episode.tools): a schema is wrong.
         """
         from megarl.episodes.call_parsers import CallParser
 
         tools = [comparable_schema(schema, is_users=are_users) for schema in schemas]
         validators = {tool["function"]["name"]: make_validator(tool) for tool in tools}
         if len(validators) < len(schemas):
-            raise UserFault(TOOLS, "two tools have the same name", "rename one of them")
+            raise UserError(TOOLS, "two tools have the same name", "rename one of them")
         tags = reasoning_tags(ChatTemplate(tokenizer, tuple(schemas)))
         why = f"calls are read as SGLang's {found.name}, which gives back what the chat template writes"
         if found.others:
@@ -192,7 +192,7 @@ class CallFormat:
     def _unread(self, piece: str) -> BadCall:
         """A call that the reader left out, with the likely reason."""
         name = re.search("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in self.validators), piece)
-        return _bad(name[0] if name else None, _json_fault(piece) or _UNREAD)
+        return _bad(name[0] if name else None, _json_error(piece) or _UNREAD)
 
     def _with_ids(self, calls: Sequence[ToolCall | BadCall], text: str) -> tuple[ToolCall | BadCall, ...]:
         before, after = self.marks.before_id, self.marks.after_id
@@ -219,7 +219,7 @@ def _half_pair(arguments: Mapping[str, Any]) -> str | None:
         return "the arguments are nested too deep"
 
 
-def _json_fault(piece: str) -> str | None:
+def _json_error(piece: str) -> str | None:
     """What is wrong with the first JSON object in a call's text; None where it has none, or a whole one."""
     start = piece.find("{")
     if start < 0:

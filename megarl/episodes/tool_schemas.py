@@ -18,7 +18,7 @@ from referencing import Registry  # a requirement of jsonschema
 
 from megarl.episodes.template import TOOLS
 from megarl.printable import describe_error, first_line, short
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _MOST_PARTS = 2**8  # of an agent's schema; when it has more no further reference is followed
@@ -50,12 +50,12 @@ _KEPT = {*_BOUNDS, *_WITH_ONE, *_WITH_SEVERAL, "properties"}
 def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str, Any]:
     """The schema with which a tool's calls are read and validated. is_users: the tool is the user's, not an agent's.
 
-    Unlisted arguments are wrong unless the schema allows them. Raises UserFault(episode.tools) where it is wrong.
+    Unlisted arguments are wrong unless the schema allows them. Raises UserError(episode.tools) where it is wrong.
     """
     name, description, parameters = _parts(schema)
     if reference := _bad_reference(parameters):
         problem = f"the parameters of {name} refer to {reference!r:.80}, which is no place in them"
-        raise UserFault(TOOLS, problem, "define the type in their $defs, and refer to it as #/$defs/NAME")
+        raise UserError(TOOLS, problem, "define the type in their $defs, and refer to it as #/$defs/NAME")
     try:
         if is_users:
             Draft202012Validator.check_schema(parameters)
@@ -63,7 +63,7 @@ def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str,
             parameters = _BoundedSchemas(parameters).of_arguments()
     except (SchemaError, RecursionError, _BadSchema) as error:
         problem = f"the parameters of {name} are not a JSON schema ({first_line(error)})"
-        raise UserFault(TOOLS, problem, "correct the types of the tool's arguments") from error
+        raise UserError(TOOLS, problem, "correct the types of the tool's arguments") from error
     parameters.setdefault("type", "object")
     if "properties" in parameters:
         parameters.setdefault("additionalProperties", False)
@@ -96,8 +96,8 @@ def _parts(schema: Any) -> tuple[str, str | None, dict[str, Any]]:
             return name, description, dict(parameters or {})
     except (AttributeError, KeyError, TypeError, ValueError):
         pass
-    mend = 'write {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
-    raise UserFault(TOOLS, f"{str(schema)[:80]} is not the schema of a tool", mend)
+    hint = 'write {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+    raise UserError(TOOLS, f"{str(schema)[:80]} is not the schema of a tool", hint)
 
 
 class _BadSchema(Exception):

@@ -8,7 +8,7 @@ from copy import deepcopy
 from itertools import accumulate
 from typing import Any, Literal
 
-from megarl.environments.runtime.results import TOOL_FAULTS, CallResult, cut
+from megarl.environments.runtime.results import TOOL_ERRORS, CallResult, cut
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.printable import json_line
 from megarl.types import Sample, Transcript, TranscriptCall, TranscriptEntry
@@ -112,4 +112,4 @@ def failed_calls(samples: Sequence[Sample]) -> tuple[str, ...]:
     """What is said of each call, in the transcripts of the samples, whose error is to be mended in its tool."""
     entries = (entry for sample in samples for entry in sample.transcript)
     calls = (call for entry in entries for call in entry["calls"])
-    return tuple(call["result"] for call in calls if call["error"] in TOOL_FAULTS)
+    return tuple(call["result"] for call in calls if call["error"] in TOOL_ERRORS)

@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 from megarl.episodes.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, user
 from megarl.model.tokenizer import chat_messages
-from megarl.types import UserFault
+from megarl.types import UserError
 
-MEND = "use a checkpoint with another chat template, or set episode.history to render"
+HINT = "use a checkpoint with another chat template, or set episode.history to render"
 _OPENING_WORDS = "a"  # of the user in a short conversation
 _NAME, _ID = re.compile(r"[\w.\-]{1,128}"), re.compile(r"[\w.:\-]{1,160}")
 Kind = Literal["user", "tool"]
@@ -71,7 +71,7 @@ class Splice:
         self.stop_ids = frozenset(stop_ids)
         if not self.stop_ids:
             problem = "the model has no stop token, at which a turn would end"
-            raise UserFault(WHERE, problem, "give eos_token_id in its config.json or generation_config.json")
+            raise UserError(WHERE, problem, "give eos_token_id in its config.json or generation_config.json")
         self._opens: dict[Kind, bool] = {}
 
     def first(self, prompt: Any) -> list[int]:
@@ -84,14 +84,14 @@ class Splice:
     def user(self, text: str, *, after: int | None) -> list[int]:
         """The tokens to append for a user's message, up to and with the generation prompt.
 
-        after: the stop token with which the last turn ended; None: a stop text ended it. Raises UserFault(episode).
+        after: the stop token with which the last turn ended; None: a stop text ended it. Raises UserError(episode).
         """
         return self._joined("user", self.following_user(text), after)
 
     def tool_results(self, results: Sequence[ToolResult], *, after: int | None) -> list[int]:
         """The tokens to append for the results of all calls of the last turn, in the order of the calls.
 
-        after: as of `user`. Raises UserFault(episode), and (episode.tools) where the template writes no calls.
+        after: as of `user`. Raises UserError(episode), and (episode.tools) where the template writes no calls.
         """
         return self._joined("tool", self.following_results(results), after)
 
@@ -135,14 +135,14 @@ class Splice:
             raise ValueError("a turn without calls has no results")
         what = "a tool's result" if len(results) == 1 else f"the results of {len(results)} calls in one turn"
         marker = _unused(marker, *(result.text for result in results))
-        faults = []
+        errors = []
         for place, with_ids in _ATTEMPTS:
             chat = [*before, *self._called(results, marker, place, with_ids, shown or {})]
             try:
                 return self._following(chat, marker, what)
-            except UserFault as fault:
-                faults.append(fault)
-        raise faults[0]
+            except UserError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _called(
         self, results: Sequence[ToolResult], marker: str, place: Place, with_ids: bool, shown: Message
@@ -167,16 +167,16 @@ class Splice:
         try:
             text = self.template.text(chat, prompt=True)
         except TemplateRefusal as refusal:
-            raise UserFault(WHERE, f"the chat template refuses {what} ({refusal})", MEND) from refusal
+            raise UserError(WHERE, f"the chat template refuses {what} ({refusal})", HINT) from refusal
         if text.count(marker) != 1:
             times = "leaves the assistant's words out" if marker not in text else "writes the assistant's words twice"
-            raise UserFault(WHERE, f"the chat template {times} before {what}", MEND)
+            raise UserError(WHERE, f"the chat template {times} before {what}", HINT)
         ids = self.template.ids(text.partition(marker)[2])
         place = next((place for place, token in enumerate(ids) if token in self.stop_ids), None)
         if place is None:
             names = ", ".join(map(str, self.template.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))))
             problem = f"the chat template writes none of the model's stop tokens ({names}) between a turn and {what}"
-            raise UserFault(WHERE, problem, MEND)
+            raise UserError(WHERE, problem, HINT)
         return Following(ids[place], ids[place + 1 :], text)
 
     def _joined(self, kind: Kind, following: Following, after: int | None) -> list[int]:

@@ -12,7 +12,7 @@ from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.checkpoints.snapshots import Digest
 from megarl.cluster.actor import Ref
 from megarl.cluster.ray_session import Cluster, WorkerFailed
-from megarl.cluster.topology import placement_faults, placement_lines
+from megarl.cluster.topology import placement_errors, placement_lines
 from megarl.config import Recipe
 from megarl.device import address_of
 from megarl.fleet.engines import Engines
@@ -105,7 +105,7 @@ class Fleet(TrainingFleet):
     def _say_device_placements(self) -> None:
         """Print the GPU and the network cards of each training rank, and the placements that slow the network down."""
         placements = self._cluster.placements(self.trainers.workers, self._recipe.placement)
-        for line in [*placement_lines(placements), *map(str, placement_faults(placements))]:
+        for line in [*placement_lines(placements), *map(str, placement_errors(placements))]:
             self._say(line)
 
     def hand_over(self, phase: Phase) -> Metrics:

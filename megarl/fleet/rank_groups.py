@@ -23,7 +23,7 @@ from megarl.resharding.session import PublishedRank
 from megarl.samples.buffer import Entry, Stock
 from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_updates, refs_of
 from megarl.training.flops import speed, train_work
-from megarl.types import GroupSummary, Hyperparameters, Metrics, UserFault
+from megarl.types import GroupSummary, Hyperparameters, Metrics, UserError
 
 GroupStock = Stock[Ref]
 
@@ -320,7 +320,7 @@ class RewardModelRanks(RankGroup):
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """The rollout with `reward_model.weight` times each response's score added to its reward.
 
-        Raises UserFault(reward_model.path) for a score that is no finite number.
+        Raises UserError(reward_model.path) for a score that is no finite number.
         """
         dp, count, calls = self._layout.dp, len(rollout.refs), {}
         for rank, worker in enumerate(self.workers):
@@ -332,8 +332,8 @@ class RewardModelRanks(RankGroup):
             for index, scores_G in zip(own, scores or (), strict=True):
                 if not np.isfinite(scores_G).all():
                     asked = rollout.summaries[index].prompt_text
-                    problem, mend = f"scores {scores_G} in answer to {asked!r}", "use another model, or model.dtype"
-                    raise UserFault("reward_model.path", problem, mend)
+                    problem, hint = f"scores {scores_G} in answer to {asked!r}", "use another model, or model.dtype"
+                    raise UserError("reward_model.path", problem, hint)
                 rewards_G = rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
                 summaries[index] = replace(rollout.summaries[index], rewards_G=rewards_G.astype(np.float32))
         return RolloutBatch(summaries, rollout.refs)

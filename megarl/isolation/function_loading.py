@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.printable import describe_error
-from megarl.types import UserFault
+from megarl.types import UserError
 
 PREPARE = "prepare"  # a user's function that is called once in each process, before its first episode
 
 
 def prepare(function: Callable[..., object] | None, arguments: Mapping[str, Any], where: str, path: str) -> None:
-    """Let what `path` names get ready once in its process; None: it need not. It may raise UserFault itself."""
+    """Let what `path` names get ready once in its process; None: it need not. It may raise UserError itself."""
     if function is None:
         return
     try:
         function(**arguments)
-    except UserFault:
+    except UserError:
         raise
     except BaseException as error:  # a user's function may raise any exception
         problem = f"{path} cannot be prepared ({describe_error(error)})"
-        raise UserFault(where, problem, "correct episode.arguments, or what it needs") from None
+        raise UserError(where, problem, "correct episode.arguments, or what it needs") from None
 
 
 def kind_of(value: object) -> str:
@@ -38,17 +38,17 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
-def load_object(path: str, where: str, form: str, mend: str) -> Any:
-    """What a path names. Raises UserFault(where) when there is no such thing, with `form` and `mend` as the words."""
+def load_object(path: str, where: str, form: str, hint: str) -> Any:
+    """What a path names. Raises UserError(where) when there is no such thing, with `form` and `hint` as the words."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise UserFault(where, f"{path!r} is not {form}", mend)
+        raise UserError(where, f"{path!r} is not {form}", hint)
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:  # a user's module may raise any exception while it is imported
         reason = describe_error(error)
-        raise UserFault(where, f"{module_name} cannot be imported ({reason})", "correct or install it") from error
+        raise UserError(where, f"{module_name} cannot be imported ({reason})", "correct or install it") from error
     found = getattr(module, name, None)
     if found is None:
-        raise UserFault(where, f"{module_name} has no {name!r}", mend)
+        raise UserError(where, f"{module_name} has no {name!r}", hint)
     return found

@@ -7,18 +7,18 @@ from urllib.parse import urlsplit
 import httpx
 
 from megarl.isolation.sandbox import WHERE, Outcome, SandboxLimits
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _ANSWER_S = 30.0  # added to the program's time, for the service's queue and the sandbox's start
 _TIMED_OUT = "TimeLimitExceeded"
 
 
-def url_faults(url: str) -> list[UserFault]:
+def url_errors(url: str) -> list[UserError]:
     """The fault of a malformed address."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname:
         return []
-    return [UserFault(WHERE, f"url {url!r} is not the address of a service", "write https://host or http://host:port")]
+    return [UserError(WHERE, f"url {url!r} is not the address of a service", "write https://host or http://host:port")]
 
 
 def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:

@@ -17,7 +17,7 @@ from megarl.isolation.sandbox import (
     SandboxLimits,
     end_program,
     first_of_namespace,
-    sandbox_faults,
+    sandbox_errors,
     start_isolated,
     start_unsafe,
 )
@@ -49,10 +49,10 @@ class SandboxSession:
     def __init__(self, limits: SandboxLimits, seed: int, *, unsafe: bool = False) -> None:
         """unsafe: as of `sandbox.run`. It ends with the thread that makes it, which waits some milliseconds.
 
-        Raises UserFault where there is no isolation.
+        Raises UserError where there is no isolation.
         """
-        for fault in sandbox_faults(unsafe=unsafe):
-            raise fault
+        for error in sandbox_errors(unsafe=unsafe):
+            raise error
         self._limits, self._seed = limits, seed
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe else None

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from megarl.isolation.child import MEMORY_FULL, OUT_OF_MEMORY, SOCKET_CLOSED
 from megarl.isolation.process import Lost, ProcessEnd, WorkerProcess, describe_exit
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _MOST_FAILED_STARTS = 3
 GARBAGE = ProcessEnd("ended", "wrote to the socket of its worker process")
@@ -33,7 +33,7 @@ class WorkerPool(Generic[Process]):
         self._workers: list[Process] = []
         self._waiting: deque[Any] = deque()
         self._numbers = count()
-        self._fault: UserFault | None = None
+        self._error: UserError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ready = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -60,7 +60,7 @@ class WorkerPool(Generic[Process]):
         return end
 
     async def start(self) -> None:
-        """Raises UserFault when the function cannot be used."""
+        """Raises UserError when the function cannot be used."""
         for _ in range(self._num_workers):
             self._begin()
         await self._ready
@@ -86,7 +86,7 @@ class WorkerPool(Generic[Process]):
             worker = self._new()
         except OSError as error:
             where = f"{self._where.partition('.')[0]}.workers"
-            self._fail(UserFault(where, f"a process cannot be started ({error})", "give it more room"))
+            self._fail(UserError(where, f"a process cannot be started ({error})", "give it more room"))
             return
         self._workers.append(worker)
         self._spawn(self._serve(worker))
@@ -104,14 +104,14 @@ class WorkerPool(Generic[Process]):
 
     def _begun(self, worker: Process, message: list[Any] | None) -> None:
         match message:
-            case [str(where), str(problem), str(mend)]:
-                self._fail(UserFault(where, problem, mend))
+            case [str(where), str(problem), str(hint)]:
+                self._fail(UserError(where, problem, hint))
                 return
             case list() if self._started(worker, message):
                 worker.is_ready = True
             case _:
                 problem = f"{self._name} {GARBAGE.words} while it was imported"
-                self._fail(UserFault(self._where, problem, "let it write only to files that it opened itself"))
+                self._fail(UserError(self._where, problem, "let it write only to files that it opened itself"))
                 return
         self._failed_starts = 0
         if all(one.is_ready for one in self._workers) and not self._ready.done():
@@ -121,11 +121,11 @@ class WorkerPool(Generic[Process]):
     def _give_up_start(self, worker: Process) -> None:
         if worker in self._workers and not worker.is_ready:
             problem = f"{self._name} was not imported within {self._start_s:g} s"
-            self._fail(UserFault(self._where, problem, "make its import faster, or raise run.timeout_s"))
+            self._fail(UserError(self._where, problem, "make its import faster, or raise run.timeout_s"))
 
-    def _fail(self, fault: UserFault) -> None:
+    def _fail(self, error: UserError) -> None:
         """The function cannot be used: all callers that wait get the fault."""
-        self._fault = self._fault or fault
+        self._error = self._error or error
         self._num_workers = 0
         jobs = [*self._waiting]
         self._waiting.clear()
@@ -133,9 +133,9 @@ class WorkerPool(Generic[Process]):
             jobs += self._remove(worker)
         for job in jobs:
             if not job.result.done():
-                job.result.set_exception(fault)
+                job.result.set_exception(error)
         if not self._ready.done():
-            self._ready.set_exception(fault)
+            self._ready.set_exception(error)
 
     def _feed(self) -> None:
         """Send waiting jobs to the processes that have room, the least busy first, and set the timer."""
@@ -188,7 +188,7 @@ class WorkerPool(Generic[Process]):
             self._replace(worker)
             return
         problem = f"{self._name} {end.words} while it was imported"
-        self._fail(UserFault(self._where, problem, "mend what it does when it is imported"))
+        self._fail(UserError(self._where, problem, "mend what it does when it is imported"))
 
     def _replace(self, worker: Process, end: ProcessEnd | None = None) -> None:
         """Kill a process and start another. end: of the job that is to blame; the others are sent again.

@@ -27,10 +27,10 @@ import psutil
 from megarl.isolation import bubblewrap
 from megarl.isolation.bubblewrap import ENVIRONMENT
 from megarl.isolation.seccomp import filter_program
-from megarl.types import UserFault
+from megarl.types import UserError
 
 WHERE = "reward.function"
-_MEND = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
+_HINT = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
 _LAUNCHER = Path(__file__).with_name("inside_launcher.py").read_text(encoding="utf-8")
 _ENDS_WITHIN_S = 10.0  # how long the kernel may take to end a killed namespace
 _CHUNK_BYTES = 1 << 16
@@ -66,10 +66,10 @@ class Outcome:
     too_much_output: bool = False
 
 
-def sandbox_faults(*, unsafe: bool = False) -> list[UserFault]:
+def sandbox_errors(*, unsafe: bool = False) -> list[UserError]:
     """The fault of a machine on which programs cannot be isolated, found by starting bwrap; unsafe: none is needed."""
     problem = "" if unsafe else find_problem()
-    return [UserFault(WHERE, problem, _MEND)] if problem else []
+    return [UserError(WHERE, problem, _HINT)] if problem else []
 
 
 def find_problem() -> str:
@@ -94,13 +94,13 @@ def run(program: str, stdin: str = "", limits: SandboxLimits | None = None, *, u
     """Run a program's text to its end or its limits; none of its processes and files remain.
 
     unsafe: with limits and a process group only, in a folder of its own. It has this user's rights, and a daemon that
-    it starts may remain. Raises UserFault where there is no isolation.
+    it starts may remain. Raises UserError where there is no isolation.
     """
     limits = limits or SandboxLimits()
     if unsafe:
         return _run_unsafe(program, stdin, limits)
-    for fault in sandbox_faults():
-        raise fault
+    for error in sandbox_errors():
+        raise error
     return _run_isolated(program, stdin, limits)
 
 

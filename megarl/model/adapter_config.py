@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.model.hf_config import read_json
-from megarl.types import UserFault
+from megarl.types import UserError
 
 CONFIG = "adapter_config.json"
 OF_EXPERTS = r".*\.experts\..*"  # the layers of routed experts, and a pattern that PEFT tries before it:
@@ -20,7 +20,7 @@ def adapter_keys(folder: str) -> dict[str, Any]:
     """
     try:
         config = read_json(Path(folder) / CONFIG)
-    except UserFault:
+    except UserError:
         return {}
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     patterns = config.get("rank_pattern") or {}

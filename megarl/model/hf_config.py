@@ -16,7 +16,7 @@ from megarl.model.families import FAMILIES
 from megarl.model.hf_values import integer, mapping, number, optional_integer, refuse_contradictions, texts, truth
 from megarl.model.quantisation import Quantisation, quantisation
 from megarl.model.shape import ModelShape
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names
 _COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json
@@ -72,15 +72,15 @@ class HfFacts:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises UserFault: no such file, unreadable, something else."""
+    """A JSON object. Raises UserError: no such file, unreadable, something else."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserFault(str(file), "no such file", "set model.path to a Hugging Face checkpoint folder") from None
+        raise UserError(str(file), "no such file", "set model.path to a Hugging Face checkpoint folder") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserFault(str(file), f"cannot be read ({error})", "download or export the checkpoint again") from None
+        raise UserError(str(file), f"cannot be read ({error})", "download or export the checkpoint again") from None
     if not isinstance(content, dict):
-        raise UserFault(str(file), "is not a JSON object", "download or export the checkpoint again")
+        raise UserError(str(file), "is not a JSON object", "download or export the checkpoint again")
     return content
 
 
@@ -96,14 +96,14 @@ class HfModel:
     known_shape: ModelShape | None = None
     facts: HfFacts | None = None
     context_tokens: int | None = None
-    fault: UserFault | None = None
+    error: UserError | None = None
 
     @property
     def shape(self) -> ModelShape:
         """Raises the fault where the shape could not be read."""
         if self.known_shape is None:
-            assert self.fault
-            raise self.fault
+            assert self.error
+            raise self.error
         return self.known_shape
 
 
@@ -113,19 +113,19 @@ def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
     try:
         file, config, family, is_classifier = _opened(path)
         if is_classifier and not has_scores:
-            mend = "use a language model, or name it as critic.path or reward_model.path"
-            raise UserFault(str(file), "it is a classifier's", mend)
+            hint = "use a language model, or name it as critic.path or reward_model.path"
+            raise UserError(str(file), "it is a classifier's", hint)
         shape = _shape(file, config, family)
         if has_scores:
             shape = replace(shape, num_labels=1, tied=False, num_mtp_layers=0)
         facts = _facts(file, config, family)
-    except UserFault as fault:
-        return HfModel(str(path), shape, fault=fault)
+    except UserError as error:
+        return HfModel(str(path), shape, error=error)
     return HfModel(str(path), shape, facts, config.get("max_position_embeddings"))
 
 
 def model_shape(path: str | Path) -> ModelShape:
-    """Read a language model's `config.json`. Raises UserFault: no file, unknown architecture, missing key, ..."""
+    """Read a language model's `config.json`. Raises UserError: no file, unknown architecture, missing key, ..."""
     return read_model(path).shape
 
 
@@ -135,14 +135,14 @@ def scorer_shape(path: str | Path) -> ModelShape:
 
 
 def hf_facts(path: str | Path) -> HfFacts:
-    """Read `config.json`. Raises UserFault where the model does something that megarl does not build."""
+    """Read `config.json`. Raises UserError where the model does something that megarl does not build."""
     return _facts(*_opened(path)[:3])
 
 
 def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
     """`config.json`, its content, the family's class name, and whether it is the family's classifier.
 
-    Raises UserFault for an unreadable file and for any other architecture.
+    Raises UserError for an unreadable file and for any other architecture.
     """
     file = Path(path) / "config.json"
     config = read_json(file)
@@ -151,7 +151,7 @@ def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
     is_classifier = str(name).endswith(_CLASSIFIER)
     family = str(name).removesuffix(_CLASSIFIER) + _MODEL if is_classifier else name
     if family not in FAMILIES:
-        raise UserFault(str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}")
+        raise UserError(str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}")
     return file, config, family, is_classifier
 
 
@@ -172,12 +172,12 @@ def _refuse_variants(file: Path, config: Mapping[str, Any]) -> None:
     for key, supported in _SUPPORTED.items():
         value = config.get(key)
         if value is not None and value != supported:
-            mend = f"use a checkpoint where it is {json.dumps(supported)}"
-            raise UserFault(str(file), f"{key} is {json.dumps(value):.60}", mend)
+            hint = f"use a checkpoint where it is {json.dumps(supported)}"
+            raise UserError(str(file), f"{key} is {json.dumps(value):.60}", hint)
     kinds = set(texts(file, config, "layer_types")) - {"full_attention"}
     if kinds:
-        mend = "use a checkpoint where all are full_attention"
-        raise UserFault(str(file), f"layer_types has {', '.join(sorted(kinds))}", mend)
+        hint = "use a checkpoint where all are full_attention"
+        raise UserError(str(file), f"layer_types has {', '.join(sorted(kinds))}", hint)
 
 
 def _facts(file: Path, config: dict[str, Any], family: str) -> HfFacts:
@@ -209,20 +209,20 @@ def _refuse_routing(file: Path, config: Mapping[str, Any], family: str) -> None:
     groups, top_groups, chosen = (optional_integer(file, config, key) or 1 for key in keys)
     if groups > 1 and chosen // top_groups != 2:
         problem = f"num_experts_per_tok / topk_group is {chosen} / {top_groups}"
-        raise UserFault(str(file), problem, "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1")
+        raise UserError(str(file), problem, "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1")
     if FAMILIES[family].has_experts and chosen == 1:
-        raise UserFault(str(file), "num_experts_per_tok is 1", "use a checkpoint where it is 2 or more")
+        raise UserError(str(file), "num_experts_per_tok is 1", "use a checkpoint where it is 2 or more")
     if FAMILIES[family].has_grouped_router and not config.get("norm_topk_prob", True):
-        raise UserFault(str(file), "norm_topk_prob is false", "use a checkpoint where it is true")
+        raise UserError(str(file), "norm_topk_prob is false", "use a checkpoint where it is true")
 
 
 def _refuse_yarn(file: Path, rope: Mapping[str, Any]) -> None:
-    """Raises UserFault for variants of YaRN that Megatron does not have."""
+    """Raises UserError for variants of YaRN that Megatron does not have."""
     wrong = [key for key, usual in (("attention_factor", None), ("truncate", True)) if rope.get(key, usual) != usual]
     if rope.get("mscale_all_dim") is None and rope.get("mscale", 1) != 1:
         wrong.append("mscale without mscale_all_dim")
     if wrong:
-        raise UserFault(str(file), f"the rope parameters set {' and '.join(wrong)}", "use a checkpoint without")
+        raise UserError(str(file), f"the rope parameters set {' and '.join(wrong)}", "use a checkpoint without")
 
 
 def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
@@ -238,14 +238,14 @@ def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
             mscale_all_dim=number(file, rope, "mscale_all_dim", 1.0, most=1e6) if rope.get("mscale_all_dim") else 0.0,
         )
     if rope_type != "default":
-        raise UserFault(str(file), f"rope_type is {rope_type!r}", "use a checkpoint where it is 'default'")
+        raise UserError(str(file), f"rope_type is {rope_type!r}", "use a checkpoint where it is 'default'")
     return None
 
 
 def end_token_ids(path: str | Path) -> frozenset[int]:
     """The tokens at which SGLang ends a response: `eos_token_id` of config.json and of generation_config.json.
 
-    Raises UserFault as `model_shape`, and for a value that is no token of the vocabulary.
+    Raises UserError as `model_shape`, and for a value that is no token of the vocabulary.
     """
     file, config, family, _ = _opened(path)
     configs, other = {file: config}, Path(path) / "generation_config.json"
@@ -258,6 +258,6 @@ def end_token_ids(path: str | Path) -> frozenset[int]:
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
                 problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
-                raise UserFault(str(where), problem, "write the number of the token that ends a response")
+                raise UserError(str(where), problem, "write the number of the token that ends a response")
         found.update(ids)
     return frozenset(found)

@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from megarl.model.shape import ModelShape
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _LARGEST = 2**31 - 1
 _LARGEST_OF = {"num_hidden_layers": 4096, "num_nextn_predict_layers": 64, "num_experts": 4096, "n_shared_experts": 4096}
 _MOST_EXPERTS = 2**20  # of all layers
-_MEND = "use a checkpoint whose config.json is that of its weights"
+_HINT = "use a checkpoint whose config.json is that of its weights"
 
 
 def integer(
     file: Path, config: Mapping[str, Any], keys: Sequence[str], default: int | None = None, least: int = 1
 ) -> int:
-    """The first of the keys that is there. Raises UserFault: missing, or no whole number from `least` on."""
+    """The first of the keys that is there. Raises UserError: missing, or no whole number from `least` on."""
     value = next((config[key] for key in keys if config.get(key) is not None), default)
     largest = _LARGEST_OF.get(keys[0], _LARGEST)
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= largest:
         return value
     if isinstance(value, int) and value > largest:
-        raise UserFault(str(file), f"{keys[0]} is {value:.6g}", f"use a checkpoint where it is at most {largest}")
+        raise UserError(str(file), f"{keys[0]} is {value:.6g}", f"use a checkpoint where it is at most {largest}")
     problem = "is missing" if value is None else f"is {value!r:.60}"
-    mend = "write it as a positive integer" if least else "write it as a whole number"
-    raise UserFault(str(file), f"{keys[0]} {problem}", mend)
+    hint = "write it as a positive integer" if least else "write it as a whole number"
+    raise UserError(str(file), f"{keys[0]} {problem}", hint)
 
 
 def optional_integer(file: Path, config: Mapping[str, Any], key: str) -> int | None:
@@ -38,43 +38,43 @@ def optional_integer(file: Path, config: Mapping[str, Any], key: str) -> int | N
 def number(
     file: Path, config: Mapping[str, Any], key: str, default: float, *, most: float, least: float = 0.0
 ) -> float:
-    """A number above 0. Raises UserFault for another value."""
+    """A number above 0. Raises UserError for another value."""
     value = default if config.get(key) is None else config[key]
     if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most and value > 0:
         return float(value)
-    mend = f"write it as a number above {least:g} and at most {most:g}"
-    raise UserFault(str(file), f"{key} is {value!r:.60}", mend)
+    hint = f"write it as a number above {least:g} and at most {most:g}"
+    raise UserError(str(file), f"{key} is {value!r:.60}", hint)
 
 
 def truth(file: Path, config: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    """A boolean. Raises UserFault for another value."""
+    """A boolean. Raises UserError for another value."""
     value = default if config.get(key) is None else config[key]
     if isinstance(value, bool):
         return value
-    raise UserFault(str(file), f"{key} is {value!r:.60}", "write true or false")
+    raise UserError(str(file), f"{key} is {value!r:.60}", "write true or false")
 
 
 def mapping(file: Path, config: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
-    """The JSON object of the first key that has one; empty where no key has. Raises UserFault for other values."""
+    """The JSON object of the first key that has one; empty where no key has. Raises UserError for other values."""
     for key in keys:
         value = config.get(key)
         if value is not None and not isinstance(value, dict):
-            raise UserFault(str(file), f"{key} is {value!r:.60}", "write it as a JSON object, or null")
+            raise UserError(str(file), f"{key} is {value!r:.60}", "write it as a JSON object, or null")
         if value:
             return value
     return {}
 
 
 def texts(file: Path, config: Mapping[str, Any], key: str) -> list[str]:
-    """A list of texts, empty where there is none. Raises UserFault for another value."""
+    """A list of texts, empty where there is none. Raises UserError for another value."""
     value = [] if config.get(key) is None else config[key]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return value
-    raise UserFault(str(file), f"{key} is {value!r:.60}", "write it as a list of texts, or null")
+    raise UserError(str(file), f"{key} is {value!r:.60}", "write it as a list of texts, or null")
 
 
 def refuse_contradictions(file: Path, shape: ModelShape, groups: int, top_groups: int) -> None:
-    """Raises UserFault for integers that contradict each other; a token uses experts of top_groups of the groups."""
+    """Raises UserError for integers that contradict each other; a token uses experts of top_groups of the groups."""
     experts, chosen, heads, mla = shape.num_experts, shape.experts_per_token, shape.num_heads, shape.mla
     in_reach = top_groups * experts // groups
     checks = [
@@ -93,4 +93,4 @@ def refuse_contradictions(file: Path, shape: ModelShape, groups: int, top_groups
         checks.append((shape.head_dim % 2 == 0, f"head_dim is odd ({shape.head_dim}), and pairs are turned"))
     problem = next((problem for is_good, problem in checks if not is_good), None)
     if problem:
-        raise UserFault(str(file), problem, _MEND)
+        raise UserError(str(file), problem, _HINT)

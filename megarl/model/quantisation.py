@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.model.hf_values import mapping, texts
-from megarl.types import UserFault
+from megarl.types import UserError
 
 FP8_TILE = 128  # rows and columns of a weight that share one scale
 QUANTISATION_KEYS = "quantization_config", "compression_config"  # of which config.json has at most one
@@ -26,7 +26,7 @@ FP8_CONFIG: Mapping[str, Any] = {  # as DeepSeek publishes it
     "quant_method": "fp8",
     "weight_block_size": [FP8_TILE, FP8_TILE],
 }
-MEND = (
+HINT = (
     f"name a checkpoint in bfloat16, in fp8 tiles of {FP8_TILE} x {FP8_TILE} (as DeepSeek-V3), "
     f"or in int4 groups of {INT4_GROUP} (as Kimi-K2-Thinking)"
 )
@@ -80,7 +80,7 @@ def _names(pattern: str, module: str) -> bool:
 
 
 def quantisation(file: Path, config: Mapping[str, Any]) -> Quantisation | None:
-    """The format of a `config.json`; None: not quantised. Raises UserFault for a format that megarl does not read."""
+    """The format of a `config.json`; None: not quantised. Raises UserError for a format that megarl does not read."""
     found = mapping(file, config, *QUANTISATION_KEYS)
     method = found.get("quant_method")
     if not found:
@@ -96,17 +96,17 @@ def quantisation(file: Path, config: Mapping[str, Any]) -> Quantisation | None:
             group = mapping(file, groups, name)
             _check(file, f"{KEY}.config_groups.{name}.weights", mapping(file, group, "weights"), _INT4_WEIGHTS)
         return Quantisation("int4", excluded=_excluded(file, found, "ignore"))
-    raise _fault(file, f"{KEY}.quant_method", method)
+    raise _error(file, f"{KEY}.quant_method", method)
 
 
 def _check(file: Path, where: str, values: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
     for key, allowed in known.items():
         if values.get(key) not in allowed:
-            raise _fault(file, f"{where}.{key}", values.get(key))
+            raise _error(file, f"{where}.{key}", values.get(key))
 
 
-def _fault(file: Path, key: str, value: Any) -> UserFault:
-    return UserFault("model.path", f"{key} of {file} is {json.dumps(value):.60}", MEND)
+def _error(file: Path, key: str, value: Any) -> UserError:
+    return UserError("model.path", f"{key} of {file} is {json.dumps(value):.60}", HINT)
 
 
 def _excluded(file: Path, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -115,6 +115,6 @@ def _excluded(file: Path, config: Mapping[str, Any], key: str) -> tuple[str, ...
         try:
             re.compile(name.removeprefix(_REGEX) if name.startswith(_REGEX) else "")
         except re.error as error:
-            mend = "download the checkpoint again"
-            raise UserFault(str(file), f"{KEY}.{key} has {name!r:.60} ({error})", mend) from None
+            hint = "download the checkpoint again"
+            raise UserError(str(file), f"{KEY}.{key} has {name!r:.60} ({error})", hint) from None
     return tuple(names)

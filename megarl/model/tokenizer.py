@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from megarl.printable import first_line
-from megarl.types import UserFault
+from megarl.types import UserError
 
 OWN_TOKENIZER = "give model.path the tokenizer that its weights were trained with"
 _FACTORY = "transformers.models.auto.auto_factory"
@@ -51,9 +51,9 @@ def _without_mixin() -> Iterator[None]:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer of a checkpoint folder. Raises UserFault(model.path) when it cannot be loaded."""
+    """The tokenizer of a checkpoint folder. Raises UserError(model.path) when it cannot be loaded."""
     if not Path(path).is_dir():
-        raise UserFault("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
+        raise UserError("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
     try:
         found = load_auto_tokenizer(path)
         if not found("a")["input_ids"]:
@@ -61,7 +61,7 @@ def load_tokenizer(path: str) -> Any:
         return found
     except Exception as error:  # a broken file raises whatever its parser raises
         problem = f"{path} has no usable tokenizer ({first_line(error)})"
-        raise UserFault("model.path", problem, "add its tokenizer files") from error
+        raise UserError("model.path", problem, "add its tokenizer files") from error
 
 
 def token_outside_vocabulary(tokenizer: Any, token_ids: Iterable[int], vocab_size: int) -> str | None:

@@ -43,14 +43,14 @@ class Pending:
     files: tuple[str, ...]  # of this rank, relative to the checkpoint's folder
     _thread: threading.Thread
     _finalize: Sequence[Callable[[], None]]
-    _faults: list[BaseException] = field(default_factory=list)
+    _errors: list[BaseException] = field(default_factory=list)
     _unwritten: Exception | None = None
 
     def finish(self) -> None:
         """Wait for the files of this rank, then for those of all ranks; collective."""
         self._thread.join()
-        if self._faults:
-            raise self._faults[0]
+        if self._errors:
+            raise self._errors[0]
         try:
             for step in self._finalize:
                 step()
@@ -89,7 +89,7 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
                 results.put(found := results.get())  # Megatron reads the queue later
                 pending._unwritten = found if isinstance(found, Exception) else None
         except BaseException as error:
-            pending._faults.append(error)
+            pending._errors.append(error)
 
     pending._thread, pending._finalize = threading.Thread(target=write, name="checkpoint"), request.finalize_fns
     pending._thread.start()
@@ -100,7 +100,7 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     """Read what `save` wrote, in this layout or another; collective.
 
     The state of weights that were frozen cannot be created. The optimizer's settings stay those of the recipe. Random
-    states are read if equally many ranks wrote them; otherwise they stay as seeded. Raises UserFault for a file that is
+    states are read if equally many ranks wrote them; otherwise they stay as seeded. Raises UserError for a file that is
     not what `save` writes.
     """
     _keep_steps()
@@ -118,7 +118,7 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> None:
-    """Read only the weights of what `save` wrote, in any layout; collective. Raises UserFault as `load` does."""
+    """Read only the weights of what `save` wrote, in any layout; collective. Raises UserError as `load` does."""
     with reading(folder):
         state: Any = dist_checkpointing.load(_weights(chunks), str(folder))
     _take_weights(chunks, state)
@@ -127,7 +127,7 @@ def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> Non
 def read_factors(folder: Path) -> dict[str, torch.Tensor]:
     """The whole factors of adapters in what `save` wrote, by their names; in any process, without ranks.
 
-    Raises UserFault as `load` does.
+    Raises UserError as `load` does.
     """
     reader = filesystem.FileSystemReader(folder)
     factors: dict[str, torch.Tensor] = {}

@@ -44,7 +44,7 @@ from megarl.model.lora_pairs import CHILD, LoraPair, LoraSize
 from megarl.parallel import groups
 from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.shared_weights import heads
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _ALIGNED = 64  # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
 Cut = Literal["columns", "rows", "nothing"]
@@ -191,7 +191,7 @@ class GroupedAdapter(torch.nn.Module):
 def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: LoraSize, seed: int) -> Adapters:
     """Freeze this rank's model chunks and give their linear layers adapters; call it before DDP wraps the chunks.
 
-    pairs: of this rank, in the order of the layers. The weights may still be undefined. Raises UserFault, with its
+    pairs: of this rank, in the order of the layers. The weights may still be undefined. Raises UserError, with its
     name, for a layer of a type whose parallel state is not known.
     """
     adapters = Adapters()
@@ -211,7 +211,7 @@ def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: L
         cut = CUTS.get(type(linear))
         if cut is None:
             problem = f"{path} is a {type(linear).__name__}, and adapters are for {', '.join(map(_name, CUTS))}"
-            raise UserFault("lora", problem, "leave lora out, or its layer out of lora.targets")
+            raise UserError("lora", problem, "leave lora out, or its layer out of lora.targets")
         made = [Adapter(getattr(linear, weight), held, size, cut) for weight, held in of_weights.items()]
         for adapter in made:
             for pair in adapter.pairs:
@@ -243,7 +243,7 @@ def _linear(chunks: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
         return chunks[index].get_submodule(path)
     except AttributeError:
         problem = f"the model has no layer {path}"
-        raise UserFault("lora", problem, "leave lora out, or its layer out of lora.targets") from None
+        raise UserError("lora", problem, "leave lora out, or its layer out of lora.targets") from None
 
 
 def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:

@@ -27,7 +27,7 @@ from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.routing import Routing
 from megarl.placement.roles import train_layout
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
@@ -100,7 +100,7 @@ def _padding(chunk: model.Chunk, shape: ModelShape) -> int:
 
 
 def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One object for each request: `stages`, and `whole` on request, or the `fault` of its recipe."""
+    """One object for each request: `stages`, and `whole` on request, or the `error` of its recipe."""
     use_local_layers()
     answers = []
     for request in requests:
@@ -112,8 +112,8 @@ def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             answer: dict[str, Any] = {"stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]}
             if request["whole"]:
                 answer["whole"] = asdict(whole(path, shape, recipe))
-        except UserFault as fault:
-            answer = {"fault": fault.args}
+        except UserError as error:
+            answer = {"fault": error.args}
         answers.append(answer)
     return answers
 

@@ -25,7 +25,7 @@ from megarl.model.lora_pairs import is_factor
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.parallel.latent import has_fused_rope, latent_fields
 from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
-from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
+from megarl.parallel.optional_imports import layers_error, transformer_engine_problem
 from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.routing import Routing, router_class
@@ -45,15 +45,15 @@ def select_layers(
 ) -> None:
     """Prepare Megatron's own layers where TransformerEngine is missing; call it before the first chunk is built.
 
-    Raises UserFault where TransformerEngine is missing and the recipe does not allow other layers
+    Raises UserError where TransformerEngine is missing and the recipe does not allow other layers
     (train.local_layers), or where its attention does not support dtype.
     """
     if not is_gpu:
         return
     problem = "" if has_engine else transformer_engine_problem() or "Megatron does not find its layers"
-    fault = layers_fault(problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch."))
-    if fault:
-        raise fault
+    error = layers_error(problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch."))
+    if error:
+        raise error
     if not has_engine:
         use_local_layers()
 
@@ -167,7 +167,7 @@ def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
 def transformer_config(
     path: str | Path, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
-    """Megatron's configuration. Raises UserFault when Megatron refuses the recipe's options."""
+    """Megatron's configuration. Raises UserError when Megatron refuses the recipe's options."""
     facts = hf_facts(path)
     fields = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
     made = MLATransformerConfig if shape.mla else TransformerConfig
@@ -312,7 +312,7 @@ def wrap(config: TransformerConfig, chunks: Sequence[Chunk], train: TrainConfig)
 
 
 def buffers_config(train: TrainConfig) -> DistributedDataParallelConfig:
-    """The configuration of the gradients' buffers. Raises UserFault when Megatron refuses the recipe's options."""
+    """The configuration of the gradients' buffers. Raises UserError when Megatron refuses the recipe's options."""
     fixed = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}
     fields = {"overlap_grad_reduce": TRANSFORMER_ENGINE} | train.ddp | fixed
     return make_config("train.ddp", DistributedDataParallelConfig, fields)

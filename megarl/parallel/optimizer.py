@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megarl.device import DEVICE
 from megarl.parallel.option_values import state_dtype
 from megarl.parallel.options import PRECISION_AWARE, make_config
-from megarl.types import UserFault
+from megarl.types import UserError
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig
@@ -26,12 +26,12 @@ def build_optimizer(
 ) -> ChainedOptimizer:
     """AdamW with its state sharded over the data-parallel ranks; call it after the weights are loaded.
 
-    Betas are 0.9 and 0.999 unless train.optimizer sets them. Norm weights are not decayed. Raises UserFault where
+    Betas are 0.9 and 0.999 unless train.optimizer sets them. Norm weights are not decayed. Raises UserError where
     TransformerEngine is missing and the recipe asks for its optimizer.
     """
-    fault = transformer_engine_fault(train, offloads(train))
-    if fault:
-        raise fault
+    error = transformer_engine_error(train, offloads(train))
+    if error:
+        raise error
     config = optimizer_config(train, dtype, offloads(train))
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     if config.optimizer_cpu_offload:
@@ -45,11 +45,11 @@ def build_optimizer(
 def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) -> OptimizerConfig:
     """Megatron's configuration; offloaded: the optimizer runs on the host, with weights and gradients on the GPU.
 
-    Raises UserFault where that is not possible, or where Megatron refuses the recipe's options.
+    Raises UserError where that is not possible, or where Megatron refuses the recipe's options.
     """
     if offloaded and dtype is torch.float32:
         problem = "Megatron's optimizer on the host steps on copies in float32, and model.dtype is float32 itself"
-        raise UserFault("train.optimizer_offload", problem, "set it to false, or model.dtype to bfloat16")
+        raise UserError("train.optimizer_offload", problem, "set it to false, or model.dtype to bfloat16")
     fixed = {
         "optimizer": "adam",
         "lr": train.lr,
@@ -76,12 +76,12 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
     return config
 
 
-def transformer_engine_fault(train: TrainConfig, offloaded: bool) -> UserFault | None:
+def transformer_engine_error(train: TrainConfig, offloaded: bool) -> UserError | None:
     """The fault of a recipe that asks for TransformerEngine's optimizer where it is not installed, or on the CPU."""
     if (HAVE_TE and DEVICE == "cuda") or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
     problem = "true, but this optimizer comes with TransformerEngine, which cannot be used here"
-    return UserFault(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")
+    return UserError(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")
 
 
 def stepping(optimizer: ChainedOptimizer) -> list[Any]:

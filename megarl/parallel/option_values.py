@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import torch
 
-from megarl.types import UserFault
+from megarl.types import UserError
 
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
 _TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
@@ -38,22 +38,22 @@ _RANGES = {
 }
 
 
-def field_faults(where: str, value: Any, hint: Any) -> Iterator[UserFault]:
+def field_errors(where: str, value: Any, closest: Any) -> Iterator[UserError]:
     """The fault of a value that does not fit the field's type or range, if any; hint: the field's type."""
     wanted = _RANGES.get(where)
-    if not _fits(value, hint):
-        text = wanted.text if wanted else " or ".join(_alternatives(hint))
-        mend = f"set it to {text}" if text else "remove it: no recipe can write such a value"
-        yield UserFault(where, f"{value!r:.80} is no value that Megatron's field takes", mend)
+    if not _fits(value, closest):
+        text = wanted.text if wanted else " or ".join(_alternatives(closest))
+        hint = f"set it to {text}" if text else "remove it: no recipe can write such a value"
+        yield UserError(where, f"{value!r:.80} is no value that Megatron's field takes", hint)
     elif wanted and value is not None and not wanted.holds(value):
-        yield UserFault(where, f"{value!r:.80} is out of range", f"set it to {wanted.text}")
+        yield UserError(where, f"{value!r:.80} is out of range", f"set it to {wanted.text}")
 
 
 def state_dtype(key: str, name: str) -> torch.dtype:
-    """The data type of the optimizer's state that a recipe names. Raises UserFault for an unknown name."""
+    """The data type of the optimizer's state that a recipe names. Raises UserError for an unknown name."""
     if name not in STATE_DTYPES:
         problem = f"{name!r:.80} is no type of its state"
-        raise UserFault(f"train.optimizer.{key}", problem, f"use {' or '.join(STATE_DTYPES)}")
+        raise UserError(f"train.optimizer.{key}", problem, f"use {' or '.join(STATE_DTYPES)}")
     return STATE_DTYPES[name]
 
 

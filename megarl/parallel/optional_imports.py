@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 from megarl.device import DEVICE
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _PACKAGE = "transformer_engine"
 _UNUSED = "the CPU does not use it"
@@ -39,7 +39,7 @@ class TransformerEngineFinder(MetaPathFinder):
     """
 
     def __init__(self, device: str = DEVICE) -> None:
-        self.fault = "" if device == "cuda" else _UNUSED
+        self.error = "" if device == "cuda" else _UNUSED
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path) if fullname == _PACKAGE else None
@@ -62,16 +62,16 @@ class _WholePackageLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        if self._finder.fault:
-            raise ModuleNotFoundError(self._finder.fault, name=_PACKAGE)
+        if self._finder.error:
+            raise ModuleNotFoundError(self._finder.error, name=_PACKAGE)
         try:
             self._loader.exec_module(module)
             importlib.import_module(f"{_PACKAGE}.pytorch")
         except Exception as error:  # whatever the loaders of its libraries raise
             for name in [name for name in sys.modules if name.startswith(f"{_PACKAGE}.")]:
                 del sys.modules[name]
-            self._finder.fault = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ModuleNotFoundError(self._finder.fault, name=_PACKAGE) from error
+            self._finder.error = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ModuleNotFoundError(self._finder.error, name=_PACKAGE) from error
 
 
 TRANSFORMER_ENGINE_FINDER = TransformerEngineFinder()
@@ -86,19 +86,19 @@ def transformer_engine_problem() -> str:
     return ""
 
 
-def layers_fault(problem: str, *, local_layers: bool, dtype: str) -> UserFault | None:
+def layers_error(problem: str, *, local_layers: bool, dtype: str) -> UserError | None:
     """The fault of a recipe whose ranks have no layers on GPUs.
 
     problem: why TransformerEngine cannot be used there, "" where it can. local_layers, dtype: train.local_layers and
     model.dtype.
     """
     if problem and not local_layers:
-        mend = "install what requirements/gpu.txt names (docs/install.md), or set it to true: Megatron's own layers, "
-        mend += "which are slower"
-        return UserFault("train.local_layers", f"TransformerEngine cannot be used ({problem})", mend)
+        hint = "install what requirements/gpu.txt names (docs/install.md), or set it to true: Megatron's own layers, "
+        hint += "which are slower"
+        return UserError("train.local_layers", f"TransformerEngine cannot be used ({problem})", hint)
     if not problem and dtype == "float32":
         problem = "float32, and TransformerEngine's attention takes packed rows in 16-bit types alone"
-        return UserFault("model.dtype", problem, "set it to bfloat16")
+        return UserError("model.dtype", problem, "set it to bfloat16")
     return None
 
 

@@ -11,9 +11,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.parallel.option_values import field_faults
+from megarl.parallel.option_values import field_errors
 from megarl.spelling import did_you_mean, near
-from megarl.types import UserFault
+from megarl.types import UserError
 
 if TYPE_CHECKING:
     from megarl.config import TrainConfig
@@ -36,7 +36,7 @@ OF_OPTIMIZER = (
 )  # fmt: skip
 
 
-def option_faults(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[UserFault]:
+def option_errors(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[UserError]:
     """Faults of Megatron's options: unknown keys, keys that something else decides, and values that do not fit.
 
     fixed: returns the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
@@ -45,23 +45,23 @@ def option_faults(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[Use
     refused = dict.fromkeys(LOW_PRECISION, _NOT_PADDED)
     refused |= dict.fromkeys(decided, "is decided by the checkpoint and the other train keys")
     names = _names(TransformerConfig) - decided
-    faults = [*_faults("train.megatron", train.megatron, TransformerConfig, refused, names)]
+    errors = [*_errors("train.megatron", train.megatron, TransformerConfig, refused, names)]
     for branch, options, kind, listed in (
         ("train.ddp", train.ddp, DistributedDataParallelConfig, OF_BUFFERS),
         ("train.optimizer", train.optimizer, OptimizerConfig, OF_OPTIMIZER),
     ):
         refused = dict.fromkeys(_names(kind) - {*listed}, _DECIDED)
-        faults += _faults(branch, options, kind, refused, {*listed})
-    return faults
+        errors += _errors(branch, options, kind, refused, {*listed})
+    return errors
 
 
 def make_config(where: str, kind: Callable[..., Made], fields: Mapping[str, Any]) -> Made:
-    """Construct one of Megatron's configurations, which check themselves. Raises UserFault with Megatron's message."""
+    """Construct one of Megatron's configurations, which check themselves. Raises UserError with Megatron's message."""
     try:
         return kind(**fields)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        mend = "change the options passed to Megatron"
-        raise UserFault(where, f"Megatron refuses them ({error})", mend) from error
+        hint = "change the options passed to Megatron"
+        raise UserError(where, f"Megatron refuses them ({error})", hint) from error
 
 
 def effective_options(
@@ -91,21 +91,21 @@ def _written(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
 
 
-def _faults(
+def _errors(
     branch: str, options: Mapping[str, Any], kind: Any, refused: Mapping[str, str], names: set[str]
-) -> Iterator[UserFault]:
+) -> Iterator[UserError]:
     """Faults of a branch of options. refused: key -> why a recipe may not set it; names: the keys that it may set."""
     hints = get_type_hints(kind)
     for key, value in options.items():
         where = f"{branch}.{key}"
         if key in refused:
-            yield UserFault(where, refused[key], "remove it")
+            yield UserError(where, refused[key], "remove it")
         elif key in names and key in hints:
-            yield from field_faults(where, value, hints[key])
+            yield from field_errors(where, value, hints[key])
         else:
             otherwise = f"remove it, or see Megatron's {kind.__name__} for the names it has"
-            mend = did_you_mean(near(key, sorted(names)), otherwise)
-            yield UserFault(where, f"{kind.__name__} has no such field", mend)
+            hint = did_you_mean(near(key, sorted(names)), otherwise)
+            yield UserError(where, f"{kind.__name__} has no such field", hint)
 
 
 def _names(kind: Any) -> set[str]:

@@ -31,7 +31,7 @@ class RankModel:
     """Rank `rank` of a Megatron world. Every method but `params` is collective.
 
     The constructor meets the other ranks at the store and builds this rank's chunks with undefined weights; once they
-    are loaded, `make_optimizer` copies them. Raises UserFault for a Megatron option that does not fit. slot: of the
+    are loaded, `make_optimizer` copies them. Raises UserError for a Megatron option that does not fit. slot: of the
     GPU. tp_split_params: this rank's weights that are split over TP, as `megatron_map.split_params` says. trains: with
     gradients and an optimizer. is_published: engines map the parameters, which therefore never move. pairs: the factors
     of this rank's adapters, where the recipe has `lora`; the weights themselves are frozen then.

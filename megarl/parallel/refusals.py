@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from megarl.device import DEVICE
 from megarl.parallel.model import DTYPES, buffers_config, fixed_field_names, transformer_config
-from megarl.parallel.optimizer import optimizer_config, transformer_engine_fault
-from megarl.parallel.options import option_faults
+from megarl.parallel.optimizer import optimizer_config, transformer_engine_error
+from megarl.parallel.options import option_errors
 from megarl.placement.roles import Role
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
-def megatron_faults(role: Role, device: str) -> list[UserFault]:
+def megatron_errors(role: Role, device: str) -> list[UserError]:
     """All faults of train.megatron, train.ddp and train.optimizer for the ranks of a role; device: of the run.
 
     Megatron's configurations check themselves when they are made, with at most one fault each. They are made where all
@@ -20,9 +20,9 @@ def megatron_faults(role: Role, device: str) -> list[UserFault]:
     installed where the run will be.
     """
     train, shape, layout = role.recipe.train, role.model.known_shape, role.layout
-    faults = option_faults(train, fixed_field_names)
-    if faults or shape is None or layout.faults(shape):
-        return faults
+    errors = option_errors(train, fixed_field_names)
+    if errors or shape is None or layout.errors(shape):
+        return errors
     dtype, offloaded = DTYPES[role.recipe.model.dtype], train.optimizer_offload and device == "cuda"
     made: list[Callable[[], object]] = [
         lambda: transformer_config(role.model.path, shape, layout, dtype, train),
@@ -32,7 +32,7 @@ def megatron_faults(role: Role, device: str) -> list[UserFault]:
     for make in made:
         try:
             make()
-        except UserFault as fault:
-            faults.append(fault)
-    missing = transformer_engine_fault(train, offloaded) if DEVICE == "cuda" else None
-    return faults + ([missing] if missing else [])
+        except UserError as error:
+            errors.append(error)
+    missing = transformer_engine_error(train, offloaded) if DEVICE == "cuda" else None
+    return errors + ([missing] if missing else [])

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import TypeIs
 
 from megarl.printable import first_line
-from megarl.types import UserFault
+from megarl.types import UserError
 
-_MEND = "remove this checkpoint, or take one that nobody has changed"
+_HINT = "remove this checkpoint, or take one that nobody has changed"
 _UNPICKLED = (  # what the writers of torch and Megatron pickle into an index, besides numbers, text and containers
     *(index_types.Metadata, index_types.MetadataIndex, index_types.StorageMeta),
     *(index_types.TensorStorageMetadata, index_types.ChunkStorageMetadata, index_types.BytesStorageMetadata),
@@ -83,22 +83,22 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(file: IO[bytes]) -> index_types.Metadata:
-    """The index in an open file, whose tensors lie in files beside it. Raises UserFault for a forged or damaged one."""
+    """The index in an open file, whose tensors lie in files beside it. Raises UserError for a forged or damaged one."""
     try:
         with _members_unchanged():
             index = _IndexUnpickler(file).load()
     except Exception as error:  # what a forged pickle raises is its author's choice
         raise _unreadable(Path(file.name), error) from None
     if not isinstance(index, index_types.Metadata) or not isinstance(index.state_dict_metadata, dict):
-        raise UserFault(file.name, "is not a checkpoint's index", _MEND)
+        raise UserError(file.name, "is not a checkpoint's index", _HINT)
     places = index.storage_data.values() if isinstance(index.storage_data, dict) else [None]
     for place in places:
         at = vars(place) if isinstance(place, filesystem._StorageInfo) else {}
         path, offset, length = (at.get(name) for name in ("relative_path", "offset", "length"))
         if not isinstance(path, str) or path in ("", ".", "..") or "/" in path or "\0" in path:
-            raise UserFault(file.name, f"names {path!r:.80} as a file of the checkpoint", _MEND)
+            raise UserError(file.name, f"names {path!r:.80} as a file of the checkpoint", _HINT)
         if not _is_count(offset) or not _is_count(length) or offset + length >= _MOST_BYTES:
-            raise UserFault(file.name, f"names {length!r:.80} bytes from {offset!r:.80} of {path:.80}", _MEND)
+            raise UserError(file.name, f"names {length!r:.80} bytes from {offset!r:.80} of {path:.80}", _HINT)
     return index
 
 
@@ -140,7 +140,7 @@ def load_no_code() -> None:
 def reading(folder: Path) -> Iterator[None]:
     """Read a checkpoint's files inside the block without running code of theirs.
 
-    Raises UserFault where a file is not what `save` writes, also for those of another rank's failures.
+    Raises UserError where a file is not what `save` writes, also for those of another rank's failures.
     """
     load_no_code()
     try:
@@ -149,7 +149,7 @@ def reading(folder: Path) -> Iterator[None]:
         with (folder / ".metadata").open("rb") as file:
             read_index(file)  # torch puts an assertion of its own in the place of a fault in the index
         causes = [cause for cause, _ in error.failures.values()]
-        raise next((cause for cause in causes if isinstance(cause, UserFault)), _failed(folder, causes[0])) from error
+        raise next((cause for cause in causes if isinstance(cause, UserError)), _failed(folder, causes[0])) from error
     except (pickle.UnpicklingError, EOFError, CheckpointingException) as error:
         raise _unreadable(folder, error) from error
 
@@ -161,12 +161,12 @@ def _failed(folder: Path, cause: BaseException) -> Exception:
     return RuntimeError(f"{folder} cannot be loaded: {type(cause).__name__}: {first_line(cause)}")
 
 
-def _unreadable(path: Path, error: BaseException) -> UserFault:
+def _unreadable(path: Path, error: BaseException) -> UserError:
     refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))  # on a later line of torch's text
     reason = _named(refused[1]) if refused else f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, pickle.UnpicklingError) and not refused:
         reason = first_line(error)
-    return UserFault(str(path), f"it cannot be loaded as data ({reason})", _MEND)
+    return UserError(str(path), f"it cannot be loaded as data ({reason})", _HINT)
 
 
 def _named(name: str) -> str:

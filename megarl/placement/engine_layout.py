@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import divisors, nearest
-from megarl.types import UserFault
+from megarl.types import UserError
 
 CPU_FFN_MULTIPLE = 32  # on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
 VOCAB_MULTIPLE = 64  # rows that SGLang pads the vocabulary to
@@ -76,56 +76,56 @@ class EngineLayout:
         sizes = enumerate(range(self.first, self.end, self.tp))
         return [engine for engine, first in sizes if not any(slot in slots for slot in range(first, first + self.tp))]
 
-    def faults(self, shape: ModelShape, gpus: int) -> list[UserFault]:
+    def errors(self, shape: ModelShape, gpus: int) -> list[UserError]:
         """Faults of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""
         found = []
         if self.end > gpus:
             problem = f"{self.count} engines of {self.tp} ranks end at GPU {self.end}, there are {gpus}"
             fits = (gpus - self.first) // self.tp
-            mend = f"set it to {fits}" if fits > 0 else f"set rollout.engine.tp to at most {gpus - self.first}"
-            found.append(UserFault("rollout.engine.count", problem, mend))
+            hint = f"set it to {fits}" if fits > 0 else f"set rollout.engine.tp to at most {gpus - self.first}"
+            found.append(UserError("rollout.engine.count", problem, hint))
         for key, size in (("ep", self.ep), ("dp", self.dp)):
             if self.tp % size:
-                mend = f"set rollout.engine.{key} to {nearest(size, divisors(self.tp))}"
+                hint = f"set rollout.engine.{key} to {nearest(size, divisors(self.tp))}"
                 problem = f"{size} does not divide rollout.engine.tp ({self.tp})"
-                found.append(UserFault(f"rollout.engine.{key}", problem, mend))
-        found += self._dp_faults() + self._draft_faults(shape)
+                found.append(UserError(f"rollout.engine.{key}", problem, hint))
+        found += self._dp_errors() + self._draft_errors(shape)
         if self.dp > 1 and not shape.num_experts:
             problem = f"{self.dp}: SGLang has DP attention for models with experts alone"
-            found.append(UserFault("rollout.engine.dp", problem, "set rollout.engine.dp to 1"))
+            found.append(UserError("rollout.engine.dp", problem, "set rollout.engine.dp to 1"))
         if shape.num_experts % self.ep:
             valid = [ep for ep in divisors(self.tp) if shape.num_experts % ep == 0]
-            mend = f"set rollout.engine.ep to {nearest(self.ep, valid)}"
+            hint = f"set rollout.engine.ep to {nearest(self.ep, valid)}"
             problem = f"{self.ep} does not divide the experts ({shape.num_experts})"
-            found.append(UserFault("rollout.engine.ep", problem, mend))
+            found.append(UserError("rollout.engine.ep", problem, hint))
         if self.tp % self.ep or self.tp % self.dp:
             return found
-        return found + self._model_faults(shape)
+        return found + self._model_errors(shape)
 
-    def _dp_faults(self) -> list[UserFault]:
+    def _dp_errors(self) -> list[UserError]:
         """Faults of what SGLang has for DP attention alone, and of DeepEP."""
         found = []
         keys = (("dense", "whole", "cut", self.whole_dense), ("head", "group", "engine", self.group_head))
         for key, value, other, is_set in keys:
             if is_set and self.dp == 1:
                 problem = f"{value} needs DP attention, and rollout.engine.dp is 1"
-                mend = f"set rollout.engine.{key} to {other}, or dp to 2 or more"
-                found.append(UserFault(f"rollout.engine.{key}", problem, mend))
+                hint = f"set rollout.engine.{key} to {other}, or dp to 2 or more"
+                found.append(UserError(f"rollout.engine.{key}", problem, hint))
         if self.deepep and (self.ep != self.tp or not self.whole_dense):
             problem = "deepep needs DP attention, whole dense layers, and experts that are not split inside"
-            mend = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
-            found.append(UserFault("rollout.engine.experts", problem, mend))
+            hint = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
+            found.append(UserError("rollout.engine.experts", problem, hint))
         return found
 
-    def _draft_faults(self, shape: ModelShape) -> list[UserFault]:
+    def _draft_errors(self, shape: ModelShape) -> list[UserError]:
         """A model that SGLang cannot draft for: it needs one multi-token prediction (MTP) layer, with experts."""
         if not self.draft or (shape.num_mtp_layers == 1 and shape.num_experts):
             return []
         number = shape.num_mtp_layers or "no"
         problem = f"{self.draft}, but the model has {number} multi-token prediction layers, and SGLang drafts with one"
-        return [UserFault("rollout.engine.draft", problem, "set it to 0, or use a checkpoint with one such layer")]
+        return [UserError("rollout.engine.draft", problem, "set it to 0, or use a checkpoint with one such layer")]
 
-    def _model_faults(self, shape: ModelShape) -> list[UserFault]:
+    def _model_errors(self, shape: ModelShape) -> list[UserError]:
         """Faults of the model's sizes; requires that `ep` and `dp` divide the ranks."""
         problems = self._cut_problems(shape) or (self._tile_problems(shape) if self.fp8 else [])
         if not problems:
@@ -134,12 +134,12 @@ class EngineLayout:
         layouts = [replace(self, tp=tp, ep=math.gcd(self.ep, tp), dp=math.gcd(self.dp, tp)) for tp in sizes]
         fits = [new for new in layouts if not new._cut_problems(shape) and not (new.fp8 and new._tile_problems(shape))]
         same_axes = [new.tp for new in fits if (new.ep, new.dp) == (self.ep, self.dp)]
-        mend = f"set rollout.engine.tp to {nearest(self.tp, same_axes or [new.tp for new in fits])}"
+        hint = f"set rollout.engine.tp to {nearest(self.tp, same_axes or [new.tp for new in fits])}"
         if not same_axes:
-            mend += ", and rollout.engine.ep and dp to divisors of it"
+            hint += ", and rollout.engine.ep and dp to divisors of it"
         if self.fp8:
-            mend += ", or rollout.engine.fp8 to false"
-        return [UserFault("rollout.engine.tp", problem, mend) for problem in problems]
+            hint += ", or rollout.engine.fp8 to false"
+        return [UserError("rollout.engine.tp", problem, hint) for problem in problems]
 
     def _cut_problems(self, shape: ModelShape) -> list[str]:
         """Descriptions of the model's sizes that the ranks do not divide."""
@@ -178,35 +178,35 @@ class EngineLayout:
         rows |= {what: width // parts for width, parts, what in self._widths(shape)}
         return [f"a rank's {size} of {what} cut a tile of {FP8_TILE}" for what, size in rows.items() if size % FP8_TILE]
 
-    def gpu_faults(self, shape: ModelShape) -> list[UserFault]:
+    def gpu_errors(self, shape: ModelShape) -> list[UserError]:
         """Faults on a GPU, where SGLang pads the vocabulary regardless of the number of ranks."""
         rows = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         if rows % self.head_ranks == 0:
             return []
         problem = f"{self.head_ranks} does not divide the padded vocabulary ({rows})"
-        return [UserFault("rollout.engine.tp", problem, f"set it to {nearest(self.tp, divisors(rows))}")]
+        return [UserError("rollout.engine.tp", problem, f"set it to {nearest(self.tp, divisors(rows))}")]
 
-    def cpu_faults(self, shape: ModelShape) -> list[UserFault]:
+    def cpu_errors(self, shape: ModelShape) -> list[UserError]:
         """Faults on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
         found = []
         kv_heads = shape.num_heads if shape.mla else shape.num_kv_heads
         if self.fp8:
             problem = "SGLang's kernels for fp8 weights need a GPU"
-            found.append(UserFault("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false"))
+            found.append(UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false"))
         if self.deepep:
-            found.append(UserFault("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather"))
+            found.append(UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather"))
         if self.draft:
             problem = f"{self.draft}, but on CPU SGLang verifies drafts greedily whatever the temperature"
-            found.append(UserFault("rollout.engine.draft", problem, "set it to 0"))
+            found.append(UserError("rollout.engine.draft", problem, "set it to 0"))
         if kv_heads % self.tp:
             problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
-            mend = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"
-            found.append(UserFault("rollout.engine.tp", problem, mend))
+            hint = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"
+            found.append(UserError("rollout.engine.tp", problem, hint))
         widths = {width: what for width, _, what in self._widths(shape) if what != "the shared experts"}
         for width, what in widths.items():
             if width % (self.tp * CPU_FFN_MULTIPLE):
                 valid = [d for d in divisors(width) if width % (d * CPU_FFN_MULTIPLE) == 0]
                 problem = f"the width {width} of {what} over {self.tp} is not a multiple of 32, as it must be on CPU"
-                mend = f"set rollout.engine.tp to {nearest(self.tp, valid)}, or use a model with wider layers"
-                found.append(UserFault("rollout.engine.tp", problem, mend))
+                hint = f"set rollout.engine.tp to {nearest(self.tp, valid)}, or use a model with wider layers"
+                found.append(UserError("rollout.engine.tp", problem, hint))
         return found

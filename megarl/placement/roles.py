@@ -13,7 +13,7 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserFault
+from megarl.types import UserError
 
 Phase = Literal["rollout", "score", "critic", "train", "reshard"]
 
@@ -140,7 +140,7 @@ class Role:
 
     @property
     def shape(self) -> ModelShape:
-        """Raises UserFault where the checkpoint's config.json could not be read."""
+        """Raises UserError where the checkpoint's config.json could not be read."""
         return self.model.shape
 
     @property
@@ -166,20 +166,20 @@ class Role:
     def trains(self) -> bool:
         return self.name != "reward_model"
 
-    def renamed(self, fault: UserFault) -> UserFault:
+    def renamed(self, error: UserError) -> UserError:
         """A fault of the policy's keys with the keys that this role has instead."""
         if self.name == "policy":
-            of_its_own = fault.where == "placement.gpus" and self.recipe.placement.train_gpus
-            return UserFault("placement.train_gpus", fault.problem, fault.mend) if of_its_own else fault
-        texts = [fault.where, fault.problem, fault.mend]
+            of_its_own = error.where == "placement.gpus" and self.recipe.placement.train_gpus
+            return UserError("placement.train_gpus", error.problem, error.hint) if of_its_own else error
+        texts = [error.where, error.problem, error.hint]
         keys = {"placement.gpus": f"{self.branch}.gpus", "train.": f"{self.branch}.", "model.path": f"{self.name}.path"}
         for policy_key, own_key in keys.items():
             texts = [text.replace(policy_key, own_key) for text in texts]
-        return UserFault(*texts)
+        return UserError(*texts)
 
-    def layout_faults(self, shape: ModelShape | None = None) -> list[UserFault]:
+    def layout_errors(self, shape: ModelShape | None = None) -> list[UserError]:
         """What the layout does not divide, by this role's keys; shape: in place of that of a checkpoint not here."""
-        return [self.renamed(fault) for fault in self.layout.faults(shape or self.shape)]
+        return [self.renamed(error) for error in self.layout.errors(shape or self.shape)]
 
 
 @dataclass(frozen=True)

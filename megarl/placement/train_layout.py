@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from megarl.model.shape import ModelShape
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 def divisors(number: int) -> list[int]:
@@ -108,22 +108,22 @@ class TrainLayout:
         """Rows of the embedding over all TP ranks: Megatron pads to a multiple of 128 x TP."""
         return math.ceil(vocab_size / (128 * self.tp)) * 128 * self.tp
 
-    def faults(self, shape: ModelShape) -> list[UserFault]:
+    def errors(self, shape: ModelShape) -> list[UserError]:
         """Faults of sizes that this layout does not divide, in the model and in the world."""
-        found = self._tp_faults(shape) + self._stage_faults(shape)
+        found = self._tp_errors(shape) + self._stage_errors(shape)
         dense = self.tp * self.cp * self.pp
         if self.world_size % dense:
             axes = ("tp", "pp") if self.cp == 1 else ("tp", "cp", "pp")
-            mend = f"set it to a multiple of {dense}, or lower {' or '.join(f'train.{axis}' for axis in axes)}"
+            hint = f"set it to a multiple of {dense}, or lower {' or '.join(f'train.{axis}' for axis in axes)}"
             product = " x ".join(f"train.{axis}" for axis in axes)
             problem = f"{self.world_size} GPUs are not a multiple of {product} = {dense}"
-            found.append(UserFault("placement.gpus", problem, mend))
-        return found + (self._expert_faults(shape) if shape.num_experts else self._no_expert_faults())
+            found.append(UserError("placement.gpus", problem, hint))
+        return found + (self._expert_errors(shape) if shape.num_experts else self._no_expert_errors())
 
-    def _tp_faults(self, shape: ModelShape) -> list[UserFault]:
+    def _tp_errors(self, shape: ModelShape) -> list[UserError]:
         valid = [tp for tp in divisors(shape.num_heads) if not replace(self, tp=tp)._tp_problems(shape)]
-        mend = f"set train.tp to {nearest(self.tp, valid)}"
-        return [UserFault("train.tp", f"{self.tp} {problem}", mend) for problem in self._tp_problems(shape)]
+        hint = f"set train.tp to {nearest(self.tp, valid)}"
+        return [UserError("train.tp", f"{self.tp} {problem}", hint) for problem in self._tp_problems(shape)]
 
     def _tp_problems(self, shape: ModelShape) -> list[str]:
         """Descriptions of the sizes that the TP ranks do not divide."""
@@ -147,43 +147,43 @@ class TrainLayout:
             found.append(f"does not divide the rows of the fused query, key and value ({fused})")
         return found
 
-    def _stage_faults(self, shape: ModelShape) -> list[UserFault]:
+    def _stage_errors(self, shape: ModelShape) -> list[UserError]:
         if self.vpp > 1 and self.pp == 1:
-            return [UserFault("train.vpp", f"{self.vpp} needs a pipeline", "set train.vpp to 1 or raise train.pp")]
+            return [UserError("train.vpp", f"{self.vpp} needs a pipeline", "set train.vpp to 1 or raise train.pp")]
         stages, layers = self.pp * self.vpp, shape.num_layers
         if self.stage_layers:
             good = len(self.stage_layers) == stages and sum(self.stage_layers) == layers
             if good and min(self.stage_layers) >= 0 and 0 not in self.stage_layers[1:-1]:
                 return []
             problem = f"{list(self.stage_layers)} are not {stages} numbers that make {layers} layers, or a 0 is inside"
-            mend = f"write {stages} numbers, one for each of train.pp x train.vpp stages, whose sum is {layers}"
-            return [UserFault("train.layers_per_stage", problem, mend)]
+            hint = f"write {stages} numbers, one for each of train.pp x train.vpp stages, whose sum is {layers}"
+            return [UserError("train.layers_per_stage", problem, hint)]
         if layers % stages == 0:
             return []
         product = f"{self.pp}" if self.vpp == 1 else f"train.pp x train.vpp = {stages}"
         problem = f"{product} does not divide the layers ({layers})"
         if self.vpp > 1 and layers % self.pp == 0:
-            mend = f"set train.vpp to {nearest(self.vpp, divisors(layers // self.pp))}"
-            return [UserFault("train.vpp", problem, mend)]
+            hint = f"set train.vpp to {nearest(self.vpp, divisors(layers // self.pp))}"
+            return [UserError("train.vpp", problem, hint)]
         valid = [pp for pp in divisors(layers) if layers % (pp * self.vpp) == 0]
-        mend = f"set train.pp to {nearest(self.pp, valid or divisors(layers))}"
-        return [UserFault("train.pp", problem, mend if valid else f"{mend} and train.vpp to 1")]
+        hint = f"set train.pp to {nearest(self.pp, valid or divisors(layers))}"
+        return [UserError("train.pp", problem, hint if valid else f"{hint} and train.vpp to 1")]
 
-    def _expert_faults(self, shape: ModelShape) -> list[UserFault]:
+    def _expert_errors(self, shape: ModelShape) -> list[UserError]:
         found = []
         problem = self._ep_problem(shape)
         if problem:
-            found.append(UserFault("train.ep", problem, self._ep_mend(shape)))
+            found.append(UserError("train.ep", problem, self._ep_hint(shape)))
         if self.ep == 1 and self.etp != self.tp:
             problem = f"{self.etp} with train.ep 1: Megatron sums the experts' gradients as if it were train.tp"
-            found.append(UserFault("train.etp", problem, f"set train.etp to {self.tp}"))
+            found.append(UserError("train.etp", problem, f"set train.etp to {self.tp}"))
         elif self.ep > 1 and shape.moe_ffn_size % self.etp:
             problem = f"{self.etp} does not divide the experts' width ({shape.moe_ffn_size})"
-            mend = f"set train.etp to {nearest(self.etp, divisors(shape.moe_ffn_size))}"
-            found.append(UserFault("train.etp", problem, mend))
+            hint = f"set train.etp to {nearest(self.etp, divisors(shape.moe_ffn_size))}"
+            found.append(UserError("train.etp", problem, hint))
         return found
 
-    def _ep_mend(self, shape: ModelShape) -> str:
+    def _ep_hint(self, shape: ModelShape) -> str:
         sizes = divisors(shape.num_experts)
         valid = [ep for ep in sizes[1:] if not replace(self, ep=ep)._ep_problem(shape)]
         if self.expert_tp in (0, self.tp):
@@ -203,10 +203,10 @@ class TrainLayout:
         ranks = f"{self.ep}" if self.etp == 1 else f"{self.ep} x train.etp ({self.etp})"
         return f"{ranks} does not divide the {stage} ranks of a pipeline stage"
 
-    def _no_expert_faults(self) -> list[UserFault]:
+    def _no_expert_errors(self) -> list[UserError]:
         sizes = {"ep": self.ep, "etp": self.expert_tp}
         return [
-            UserFault(f"train.{axis}", f"{size}, but the model has no experts", f"set train.{axis} to 1")
+            UserError(f"train.{axis}", f"{size}, but the model has no experts", f"set train.{axis} to 1")
             for axis, size in sizes.items()
             if size > 1
         ]

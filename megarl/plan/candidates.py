@@ -16,10 +16,10 @@ from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
 from megarl.plan.fit import RECOMPUTE
-from megarl.preflight.layout_checks import engine_faults, node_faults, slot_faults
-from megarl.preflight.lora_checks import lora_faults
-from megarl.preflight.phase_checks import phase_faults
-from megarl.rollout.sglang.drafts import draft_faults
+from megarl.preflight.layout_checks import engine_errors, node_errors, slot_errors
+from megarl.preflight.lora_checks import lora_errors
+from megarl.preflight.phase_checks import phase_errors
+from megarl.rollout.sglang.drafts import draft_errors
 
 Overlay = dict[str, Any]
 FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)  # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
@@ -121,11 +121,11 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
 
 def _is_valid(roles: Roles) -> bool:
     """Whether models, slots and nodes take the layouts of roles and engines, with drafts, phases and adapters."""
-    if any(role.layout_faults() for role in roles.models.values()) or draft_faults(roles.recipe):
+    if any(role.layout_errors() for role in roles.models.values()) or draft_errors(roles.recipe):
         return False
-    if phase_faults(roles) or lora_faults(roles):
+    if phase_errors(roles) or lora_errors(roles):
         return False
-    return not (engine_faults(roles, roles.policy.shape, "cuda") or slot_faults(roles) or node_faults(roles))
+    return not (engine_errors(roles, roles.policy.shape, "cuda") or slot_errors(roles) or node_errors(roles))
 
 
 def _stage_layers(own: TrainLayout, shape: ModelShape, pp: int, vpp: int) -> tuple[int, ...] | None:

@@ -17,10 +17,10 @@ from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
 from megarl.plan.step_time import StepTime
-from megarl.preflight.layout_checks import slot_faults
-from megarl.preflight.lora_checks import lora_faults
-from megarl.preflight.phase_checks import phase_faults
-from megarl.types import UserFault
+from megarl.preflight.layout_checks import slot_errors
+from megarl.preflight.lora_checks import lora_errors
+from megarl.preflight.phase_checks import phase_errors
+from megarl.types import UserError
 
 GB = 1e9
 HOST = "host"
@@ -48,7 +48,7 @@ class _Change:
         return resolve(self.recipe)
 
 
-def with_faults(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count) -> MemoryPlan:
+def with_errors(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count) -> MemoryPlan:
     """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe.
 
     Changes are tried by counting the memory again. Those that need models to be built again are tried only where no
@@ -68,16 +68,16 @@ def with_faults(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, Mod
     to_build = {change.words: change for tried in by_phase.values() for change in tried if change.words not in plans}
     built = sizes_of([change.roles.models for change in to_build.values()], whole=False) if to_build else []
     plans |= {words: count(to_build[words].recipe, found) for words, found in zip(to_build, built, strict=True)}
-    faults = [
-        _fault(recipe, hardware, plan, phase, [(change, plans[change.words]) for change in tried])
+    errors = [
+        _error(recipe, hardware, plan, phase, [(change, plans[change.words]) for change in tried])
         for phase, tried in by_phase.items()
     ]
-    return replace(plan, faults=faults)
+    return replace(plan, errors=errors)
 
 
-def _fault(
+def _error(
     recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str, tried: Sequence[tuple[_Change, MemoryPlan]]
-) -> UserFault:
+) -> UserError:
     """Names the cheapest change that makes the phase fit, and most other phases; if none does, that which helps most.
 
     A change that leaves the KV cache less than half of the room that another change leaves it is passed over.
@@ -90,12 +90,12 @@ def _fault(
         most_room = max(_room(found) for _, found in best)
         change, found = next((change, found) for change, found in best if _room(found) >= most_room / 2)
         left = f"{_bytes(found, phase) / GB:.1f} GB, and an engine has room for {found.kv.concurrency_mean} sequences"
-        return UserFault(change.key, problem, f"set {change.words}: then it is {left} of {found.kv.wanted}")
+        return UserError(change.key, problem, f"set {change.words}: then it is {left} of {found.kv.wanted}")
     if not tried:
-        return UserFault("placement.gpus", problem, "use more GPUs, or cards with more memory")
+        return UserError("placement.gpus", problem, "use more GPUs, or cards with more memory")
     change, found = min(tried, key=lambda pair: _bytes(pair[1], phase))
     most = f"{_bytes(found, phase) / GB:.1f} GB"
-    return UserFault(change.key, problem, f"nothing alone is enough; most helps to set {change.words}: {most}")
+    return UserError(change.key, problem, f"nothing alone is enough; most helps to set {change.words}: {most}")
 
 
 def _room(plan: MemoryPlan) -> float:
@@ -139,10 +139,10 @@ def _lacks(recipe: Recipe, plan: MemoryPlan, phase: str) -> bool:
 def _is_valid(change: _Change) -> bool:
     """Whether the layouts of all roles and the engines fit the models and the slots."""
     roles = change.roles
-    if any(role.layout_faults() for role in roles.models.values()):
+    if any(role.layout_errors() for role in roles.models.values()):
         return False
-    engine_faults = roles.engines.faults(roles.policy.shape, change.recipe.placement.gpus)
-    return not (engine_faults or slot_faults(roles) or phase_faults(roles) or lora_faults(roles))
+    engine_errors = roles.engines.errors(roles.policy.shape, change.recipe.placement.gpus)
+    return not (engine_errors or slot_errors(roles) or phase_errors(roles) or lora_errors(roles))
 
 
 def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
@@ -257,7 +257,7 @@ def cache_advice(recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engi
     shape: of the policy. try_engines: the memory and the step of a recipe that has other engines.
     """
     cache, engine = memory.kv, recipe.rollout.engine
-    if memory.faults or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
+    if memory.errors or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
         return []
     knobs = [] if engine.fp8 or recipe.lora else ["rollout.engine.fp8 true halves the weights beside it"]
     groups = _best_groups(recipe, shape, memory, try_engines)
@@ -278,7 +278,7 @@ def _best_groups(
     engine = recipe.rollout.engine
     for dp in [dp for dp in divisors(engine.tp) if dp > engine.dp][:_NUM_TRIED]:
         changed = _updated(recipe, "rollout.engine", {"dp": dp})
-        if engine_layout(changed).faults(shape, recipe.placement.gpus):
+        if engine_layout(changed).errors(shape, recipe.placement.gpus):
             continue
         room, step = try_engines(changed)
         fits = room.device[room.peak_phase].total_bytes <= room.capacity_bytes

@@ -24,8 +24,8 @@ from megarl.plan.fit import HOST
 from megarl.plan.layer_sizes import layer_sizes
 from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.run_plan import RunPlan, make_plan
-from megarl.preflight.layout_checks import reshard_faults
-from megarl.types import UserFault
+from megarl.preflight.layout_checks import reshard_errors
+from megarl.types import UserError
 
 Side = Literal["engine", "train", "both"]
 Need = Literal["fp8", "deepep", "draft", "offload"]
@@ -83,11 +83,11 @@ def needs_of(recipe: Recipe) -> Needs:
 
 
 def search(recipe: Recipe, hardware: Hardware, side: Side, response_share: float = MEAN_RESPONSE_SHARE) -> SearchResult:
-    """The best layouts of a recipe. Raises UserFaults as `make_plan`, and UserFault where nothing can be found."""
+    """The best layouts of a recipe. Raises UserErrors as `make_plan`, and UserError where nothing can be found."""
     sampled = not learns_from_answers(recipe.algorithm.name)
     if side == "engine" and not sampled:
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"
-        raise UserFault("--search", problem, "give it train")
+        raise UserError("--search", problem, "give it train")
     own = make_plan(recipe, hardware, response_share)
     estimator = Estimator(own.recipe, hardware, step_samples(own.recipe, response_share), own.sizes)
     engines = list(engine_overlays(own.recipe, hardware)) if side != "train" and sampled else []
@@ -99,8 +99,8 @@ def search(recipe: Recipe, hardware: Hardware, side: Side, response_share: float
     estimates = [estimator.estimate(one | other) for one, other in pairs]
     found = _planned(own, _not_beaten([found for found in estimates if found.fits()]))
     if not found:
-        mend = "use more GPUs" if side == "both" else "search both sides, or use more GPUs"
-        raise UserFault("--search", f"{side}, but no layout was found that fits", mend)
+        hint = "use more GPUs" if side == "both" else "search both sides, or use more GPUs"
+        raise UserError("--search", f"{side}, but no layout was found that fits", hint)
     return SearchResult(side, own, tuple(found), (len(engines), len(trains)))
 
 
@@ -185,7 +185,7 @@ def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:
         needs = needs_of(found.recipe)
         beaten = any(needs_of(faster.recipe) <= needs and _beats(faster, found) for faster in kept)
         same_kind = [faster for faster in kept if needs_of(faster.recipe) == needs]
-        if not beaten and len(same_kind) < _SHOWN and not reshard_faults(found.roles):
+        if not beaten and len(same_kind) < _SHOWN and not reshard_errors(found.roles):
             kept.append(found)
     return kept
 

@@ -18,7 +18,7 @@ from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import Role, RoleName, resolve
 from megarl.plan.adapter_sizes import Stages, adapter_parameters, with_adapters
 from megarl.resharding.routes import item_bytes
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _TIMEOUT_S = 300.0
 
@@ -97,7 +97,7 @@ class ModelSize(Role):
 
 
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
-    """Every model of a recipe. Raises UserFault if Megatron cannot build one; its layouts must have no fault."""
+    """Every model of a recipe. Raises UserError if Megatron cannot build one; its layouts must have no fault."""
     return sizes_of([resolve(recipe).models], whole=True)[0]
 
 
@@ -132,11 +132,11 @@ def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
 
 
 def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answers of `megarl.parallel.meta`. Raises UserFault where Megatron cannot build a model."""
+    """The answers of `megarl.parallel.meta`. Raises UserError where Megatron cannot build a model."""
     found = _asked(requests)
     for answer in found:
         if "fault" in answer:
-            raise UserFault(*answer["fault"])
+            raise UserError(*answer["fault"])
     return found
 
 

@@ -38,7 +38,7 @@ from megarl.plan.model_size import ModelSize
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES, state_bytes
 from megarl.plan.turns import tools_bytes
 from megarl.rollout.sglang.batch_sizes import step_sequences
-from megarl.types import UserFault
+from megarl.types import UserError
 
 CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards
 FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
@@ -68,7 +68,7 @@ class MemoryPlan:
     host: dict[str, int]
     host_capacity_bytes: int
     kv: Kv
-    faults: list[UserFault] = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)
 
     @property
     def host_bytes(self) -> int:

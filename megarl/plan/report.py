@@ -277,7 +277,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     return {
         "name": plan.recipe.run.name,
         "fits": plan.fits,
-        "faults": [{"where": fault.where, "problem": fault.problem, "mend": fault.mend} for fault in plan.faults],
+        "faults": [{"where": error.where, "problem": error.problem, "mend": error.hint} for error in plan.errors],
         "hardware": plan.hardware.model_dump(),
         "model": {
             "parameters": policy.parameters,

@@ -57,7 +57,7 @@ class ReshardPlan:
 
 
 def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
-    """The traffic of a step's reshard, and its seconds. Raises UserFault as `weight_maps` does.
+    """The traffic of a step's reshard, and its seconds. Raises UserError as `weight_maps` does.
 
     Where engines get adapters on their own it has these alone; the frozen weights travel once, as the run starts.
     """

@@ -18,7 +18,7 @@ from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, sh
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import settings_of, weight_bytes
 from megarl.plan.engine_simulation import CLIPPED, GroupLimits
-from megarl.plan.fit import cache_advice, lacking, with_faults
+from megarl.plan.fit import cache_advice, lacking, with_errors
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
@@ -27,15 +27,15 @@ from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import NO_ROLLOUT, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.plan.turns import ToolLoad, timeout_advice, tool_load
-from megarl.preflight.data_checks import budget_faults
-from megarl.preflight.episode_checks import key_faults
-from megarl.preflight.hyperparameter_checks import hyperparameter_faults, sampling_faults
-from megarl.preflight.layout_checks import batch_faults, engine_faults, node_faults, slot_faults
-from megarl.preflight.lora_checks import lora_faults
-from megarl.preflight.model_checks import loss_faults, stand_ins
-from megarl.preflight.phase_checks import phase_faults
+from megarl.preflight.data_checks import budget_errors
+from megarl.preflight.episode_checks import key_errors
+from megarl.preflight.hyperparameter_checks import hyperparameter_errors, sampling_errors
+from megarl.preflight.layout_checks import batch_errors, engine_errors, node_errors, slot_errors
+from megarl.preflight.lora_checks import lora_errors
+from megarl.preflight.model_checks import loss_errors, stand_ins
+from megarl.preflight.phase_checks import phase_errors
 from megarl.rollout.sglang.batch_sizes import limit_of
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 MOST_SAMPLES = 2**16  # samples of a step; dealing them takes seconds, and four times as many a minute or more
 MOST_GPUS = 4096
@@ -104,13 +104,13 @@ class RunPlan:
         return self.slots[-1].node + 1
 
     @property
-    def faults(self) -> list[UserFault]:
+    def errors(self) -> list[UserError]:
         """What does not fit into memory."""
-        return self.memory.faults
+        return self.memory.errors
 
     @property
     def fits(self) -> bool:
-        return not self.faults
+        return not self.errors
 
 
 def make_plan(
@@ -119,16 +119,16 @@ def make_plan(
     response_share: float = MEAN_RESPONSE_SHARE,
     sizes: Mapping[RoleName, ModelSize] | None = None,
 ) -> RunPlan:
-    """Plan a recipe. Raises UserFaults where keys or layouts are wrong; memory that does not fit is in the plan.
+    """Plan a recipe. Raises UserErrors where keys or layouts are wrong; memory that does not fit is in the plan.
 
     sizes: of all models, where they are known already.
     """
-    if faults := size_faults(recipe):
-        raise UserFaults(faults)
+    if errors := size_errors(recipe):
+        raise UserErrors(errors)
     recipe, _ = stand_ins(recipe)
     roles = resolve(recipe)
-    if faults := plan_faults(roles):
-        raise UserFaults(faults)
+    if errors := plan_errors(roles):
+        raise UserErrors(errors)
     sizes = sizes or sizes_of([roles.models], whole=True)[0]
     policy = sizes["policy"]
     samples = step_samples(recipe, response_share)
@@ -138,7 +138,7 @@ def make_plan(
     }
     learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
     tries = _Tries(hardware, sizes, samples, math.ceil(shares["policy"].micro_batches), others)
-    memory = with_faults(recipe, hardware, sizes, tries.memory)
+    memory = with_errors(recipe, hardware, sizes, tries.memory)
     phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
     rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
     may_be_ahead = bool(roles.unshared_engines)
@@ -156,7 +156,7 @@ def make_plan(
             *advice(recipe, policy.layout, roles.engines.count, samples),
             *cache_advice(recipe, policy.shape, memory, tries.engines),
             *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
-            *([] if memory.faults else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)),
+            *([] if memory.errors else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)),
         ),
         reshard=reshard,
         rollout=rollout,
@@ -192,41 +192,41 @@ class _Tries:
         return room, self.others.with_rollout(rollout_of(resolve(changed), self.hardware, room, self.samples))
 
 
-def size_faults(recipe: Recipe) -> list[UserFault]:
+def size_errors(recipe: Recipe) -> list[UserError]:
     """Sizes with which a plan would take hours: it deals every sample to a micro-batch, and places every GPU."""
-    faults, rollout = [], recipe.rollout
+    errors, rollout = [], recipe.rollout
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     if samples > MOST_SAMPLES:
         problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and these are {samples:,}"
         problem += f" with {rollout.samples_per_prompt} of each prompt"
         most_prompts = max(1, MOST_SAMPLES // rollout.samples_per_prompt)
-        mend = f"set it to at most {most_prompts}: time grows with it in proportion"
-        faults.append(UserFault("rollout.prompts_per_step", problem, mend))
+        hint = f"set it to at most {most_prompts}: time grows with it in proportion"
+        errors.append(UserError("rollout.prompts_per_step", problem, hint))
     if recipe.placement.gpus > MOST_GPUS:
         problem = f"a plan has at most {MOST_GPUS:,} GPUs, and these are {recipe.placement.gpus:,}"
-        faults.append(UserFault("placement.gpus", problem, f"set it to at most {MOST_GPUS}"))
-    return faults
+        errors.append(UserError("placement.gpus", problem, f"set it to at most {MOST_GPUS}"))
+    return errors
 
 
-def plan_faults(roles: Roles) -> list[UserFault]:
+def plan_errors(roles: Roles) -> list[UserError]:
     """Everything that keeps a recipe from being planned, as far as that can be known without its data and a GPU.
 
     Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
     """
     recipe, shape = roles.recipe, roles.policy.model.known_shape
-    faults = hyperparameter_faults(recipe) + sampling_faults(recipe) + phase_faults(roles) + lora_faults(roles)
+    errors = hyperparameter_errors(recipe) + sampling_errors(recipe) + phase_errors(roles) + lora_errors(roles)
     if recipe.algorithm.name not in ALGORITHMS:
-        return faults
-    faults += key_faults(recipe)
+        return errors
+    errors += key_errors(recipe)
     longest = recipe.data.max_prompt_tokens + recipe.longest_sample
     of_sample = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
     for role in roles.models.values():
-        faults += budget_faults(role, longest, f"data.max_prompt_tokens and {of_sample} together")
-        faults += [role.model.fault] if role.model.fault else role.layout_faults()
+        errors += budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
+        errors += [role.model.error] if role.model.error else role.layout_errors()
     if shape is None:  # a fault of the policy's
-        return faults
-    faults += engine_faults(roles, shape, "cuda") + slot_faults(roles) + node_faults(roles)
-    return faults + batch_faults(recipe) + loss_faults(recipe, shape)
+        return errors
+    errors += engine_errors(roles, shape, "cuda") + slot_errors(roles) + node_errors(roles)
+    return errors + batch_errors(recipe) + loss_errors(recipe, shape)
 
 
 def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout) -> tuple[Slot, ...]:

@@ -13,39 +13,39 @@ from typing import Any, Literal
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.checkpoints import hf_import
-from megarl.cluster.visible_gpus import device_faults
+from megarl.cluster.visible_gpus import device_errors
 from megarl.config import Recipe
 from megarl.data.inputs import Inputs, read_data
 from megarl.data.tokens import TokenCache
 from megarl.device import DEVICE
-from megarl.disk import output_fault
+from megarl.disk import output_error
 from megarl.episodes.demonstrations import demonstrations
 from megarl.model.tokenizer import load_tokenizer
-from megarl.parallel.optional_imports import layers_fault, transformer_engine_problem
+from megarl.parallel.optional_imports import layers_error, transformer_engine_problem
 from megarl.placement.roles import Roles, resolve
-from megarl.preflight.data_checks import length_faults, sample_file_faults
-from megarl.preflight.episode_checks import demonstration_faults, read_episode
-from megarl.preflight.hyperparameter_checks import eval_faults, hyperparameter_faults, sampling_faults
-from megarl.preflight.layout_checks import layout_faults, shape_or_stand_in
-from megarl.preflight.limit_checks import limit_faults, secret_faults
-from megarl.preflight.lora_checks import adapter_faults, cpu_faults, lora_faults, sharing_faults
-from megarl.preflight.machine_checks import attention_faults, cluster_faults
+from megarl.preflight.data_checks import length_errors, sample_file_errors
+from megarl.preflight.episode_checks import demonstration_errors, read_episode
+from megarl.preflight.hyperparameter_checks import eval_errors, hyperparameter_errors, sampling_errors
+from megarl.preflight.layout_checks import layout_errors, shape_or_stand_in
+from megarl.preflight.limit_checks import limit_errors, secret_errors
+from megarl.preflight.lora_checks import adapter_errors, cpu_errors, lora_errors, sharing_errors
+from megarl.preflight.machine_checks import attention_errors, cluster_errors
 from megarl.preflight.model_checks import (
-    critic_faults,
-    eos_faults,
-    policy_faults,
-    reward_model_faults,
-    tokenizer_faults,
+    critic_errors,
+    eos_errors,
+    policy_errors,
+    reward_model_errors,
+    tokenizer_errors,
 )
-from megarl.preflight.phase_checks import phase_faults
-from megarl.preflight.reward_checks import reward_faults
-from megarl.rollout.sglang.arguments import latent_cache_faults, sglang_faults
-from megarl.rollout.sglang.drafts import draft_faults
+from megarl.preflight.phase_checks import phase_errors
+from megarl.preflight.reward_checks import reward_errors
+from megarl.rollout.sglang.arguments import latent_cache_errors, sglang_errors
+from megarl.rollout.sglang.drafts import draft_errors
 from megarl.samples.parquet import SampleFile, open_samples
 from megarl.tracking.progress import progress_bar
-from megarl.types import Prompt, UserFault, UserFaults
+from megarl.types import Prompt, UserError, UserErrors
 
-Faults = list[UserFault]
+Errors = list[UserError]
 Command = Literal["train", "dry run", "rollout", "train from samples", "convert"]
 
 
@@ -76,123 +76,123 @@ class _NoTokenizer:
 
 
 def check(recipe: Recipe) -> Inputs:
-    """Read and check everything that a training run needs. Raises UserFaults with every fault."""
+    """Read and check everything that a training run needs. Raises UserErrors with every fault."""
     return _check_inputs(_Case("train", resolve(recipe)), [])
 
 
 def check_rollout(recipe: Recipe, out: Path) -> Inputs:
     """The same for sampling into a file without training."""
-    fault = output_fault(out, "--out")
-    return _check_inputs(_Case("rollout", resolve(recipe)), [fault] if fault else [])
+    error = output_error(out, "--out")
+    return _check_inputs(_Case("rollout", resolve(recipe)), [error] if error else [])
 
 
 def check_samples(recipe: Recipe, path: Path) -> SampleFile:
     """The same for training on the samples of a file, which uses no engine, prompt or reward."""
     roles = resolve(recipe)
-    faults = _faults(_Case("train from samples", roles))
+    errors = _errors(_Case("train from samples", roles))
     try:
         samples = open_samples(path)
-    except UserFault as fault:
-        raise UserFaults([*faults, fault]) from None
+    except UserError as error:
+        raise UserErrors([*errors, error]) from None
     if roles.policy.model.known_shape:
-        faults += sample_file_faults(samples, roles)
-    _refuse(faults)
+        errors += sample_file_errors(samples, roles)
+    _refuse(errors)
     return samples
 
 
 def check_convert(recipe: Recipe) -> None:
     """The same for writing a run's weights as a Hugging Face checkpoint, which uses training ranks alone."""
-    _refuse(_faults(_Case("convert", resolve(recipe, learns=False))))
+    _refuse(_errors(_Case("convert", resolve(recipe, learns=False))))
 
 
-def faults_elsewhere(roles: Roles, device: str, absent: Container[str]) -> tuple[Faults, Sequence[str]]:
+def errors_elsewhere(roles: Roles, device: str, absent: Container[str]) -> tuple[Errors, Sequence[str]]:
     """(every fault that can be known on another machine than the run's, notes on its episodes).
 
     device: of the run. absent: keys that name files which are not here; model.path must be a folder with
     the model's config.json even so. Absent training data counts as one prompt of the longest length.
     """
     case = _Case("dry run", roles, device, absent)
-    _, faults, notes = _read(case, TokenCache.of_user(writes=False))
-    return _faults(case) + faults, notes
+    _, errors, notes = _read(case, TokenCache.of_user(writes=False))
+    return _errors(case) + errors, notes
 
 
-def _check_inputs(case: _Case, faults: Faults) -> Inputs:
-    faults = faults + _faults(case)
+def _check_inputs(case: _Case, errors: Errors) -> Inputs:
+    errors = errors + _errors(case)
     inputs, of_data, _ = _read(case, TokenCache.of_user())
-    _refuse(faults + of_data)
+    _refuse(errors + of_data)
     assert inputs, "training data that cannot be read is a fault"
     return inputs
 
 
-def _refuse(faults: Faults) -> None:
-    if faults:
-        raise UserFaults(faults)
+def _refuse(errors: Errors) -> None:
+    if errors:
+        raise UserErrors(errors)
 
 
-def _faults(case: _Case) -> Faults:
-    return [fault for found in CHECKS[case.command] for fault in found(case)]
+def _errors(case: _Case) -> Errors:
+    return [error for found in CHECKS[case.command] for error in found(case)]
 
 
-def _environment(case: _Case) -> Faults:
-    of_ranks = attention_faults() if case.command != "rollout" else []
-    return device_faults() + of_ranks + cluster_faults(case.recipe.placement)
+def _environment(case: _Case) -> Errors:
+    of_ranks = attention_errors() if case.command != "rollout" else []
+    return device_errors() + of_ranks + cluster_errors(case.recipe.placement)
 
 
-def _keys(case: _Case) -> Faults:
+def _keys(case: _Case) -> Errors:
     """Faults of values that can be judged without any file but placement.hardware."""
     recipe = case.recipe
-    faults = limit_faults(recipe, case.device) + secret_faults(recipe)
+    errors = limit_errors(recipe, case.device) + secret_errors(recipe)
     for name in dict.fromkeys(recipe.run.trackers):  # each is the name of its client's package
         if importlib.util.find_spec(name) is None:
-            mend = "pip install 'megarl[trackers]' or leave it out"
-            faults.append(UserFault("run.trackers", f"{name} is not installed", mend))
-    faults += hyperparameter_faults(recipe, learns=case.command != "rollout")
-    faults += phase_faults(case.roles) if case.command in ("train", "dry run") else []
-    return faults + sampling_faults(recipe) + eval_faults(recipe)
+            hint = "pip install 'megarl[trackers]' or leave it out"
+            errors.append(UserError("run.trackers", f"{name} is not installed", hint))
+    errors += hyperparameter_errors(recipe, learns=case.command != "rollout")
+    errors += phase_errors(case.roles) if case.command in ("train", "dry run") else []
+    return errors + sampling_errors(recipe) + eval_errors(recipe)
 
 
-def _checkpoints(case: _Case) -> Faults:
-    return policy_faults(case.roles, has_weights="model.path" not in case.absent)
+def _checkpoints(case: _Case) -> Errors:
+    return policy_errors(case.roles, has_weights="model.path" not in case.absent)
 
 
-def _weights(case: _Case) -> Faults:
+def _weights(case: _Case) -> Errors:
     """Faults of the policy's layout and checkpoint, for ranks that only load weights."""
     policy = case.roles.policy
     if policy.model.known_shape is None:
-        return [policy.model.fault] if policy.model.fault else []
-    return policy.layout_faults() + hf_import.check_hf(policy.model.path, policy.shape)
+        return [policy.model.error] if policy.model.error else []
+    return policy.layout_errors() + hf_import.check_hf(policy.model.path, policy.shape)
 
 
-def _lora(case: _Case) -> Faults:
-    found = lora_faults(case.roles) + sharing_faults(case.roles)
-    found += cpu_faults(case.roles) if case.device == "cpu" else []
-    return found + ([] if "lora.path" in case.absent else adapter_faults(case.roles))
+def _lora(case: _Case) -> Errors:
+    found = lora_errors(case.roles) + sharing_errors(case.roles)
+    found += cpu_errors(case.roles) if case.device == "cpu" else []
+    return found + ([] if "lora.path" in case.absent else adapter_errors(case.roles))
 
 
-def _critic(case: _Case) -> Faults:
-    return [] if "critic.path" in case.absent else critic_faults(case.roles)
+def _critic(case: _Case) -> Errors:
+    return [] if "critic.path" in case.absent else critic_errors(case.roles)
 
 
-def _sglang(case: _Case) -> Faults:
+def _sglang(case: _Case) -> Errors:
     arguments, shape = case.recipe.rollout.engine.sglang, case.roles.policy.model.known_shape
     try:
-        faults = sglang_faults(arguments)
-    except UserFault as fault:
-        faults = [fault]
-    faults += latent_cache_faults(arguments) if shape and shape.mla else []
-    return faults + draft_faults(case.recipe)
+        errors = sglang_errors(arguments)
+    except UserError as error:
+        errors = [error]
+    errors += latent_cache_errors(arguments) if shape and shape.mla else []
+    return errors + draft_errors(case.recipe)
 
 
-def _megatron(case: _Case) -> Faults:
+def _megatron(case: _Case) -> Errors:
     """Faults of Megatron's own options, checked where the recipe sets any: importing Megatron takes seconds."""
     if not case.recipe.train.passes_options:
         return []
-    from megarl.parallel.refusals import megatron_faults
+    from megarl.parallel.refusals import megatron_errors
 
-    return megatron_faults(case.roles.policy, case.device)
+    return megatron_errors(case.roles.policy, case.device)
 
 
-def _layers(case: _Case) -> Faults:
+def _layers(case: _Case) -> Errors:
     """The fault of ranks that have no layers for model.dtype on GPUs.
 
     Where this machine has no GPU, the run's machines are assumed to have TransformerEngine, as the lock does; with
@@ -202,28 +202,28 @@ def _layers(case: _Case) -> Faults:
     if case.device != "cuda" or (train.local_layers and not is_here):
         return []
     problem = transformer_engine_problem() if is_here else ""
-    fault = layers_fault(problem, local_layers=train.local_layers, dtype=case.recipe.model.dtype)
-    return [fault] if fault else []
+    error = layers_error(problem, local_layers=train.local_layers, dtype=case.recipe.model.dtype)
+    return [error] if error else []
 
 
-def _only_sampling(case: _Case) -> Faults:
+def _only_sampling(case: _Case) -> Errors:
     recipe, reason = case.recipe, "samples are made with the weights of model.path"
-    faults = _unused(recipe, reason)
+    errors = _unused(recipe, reason)
     if recipe.lora and recipe.lora.path:
-        mend = "leave it out, and sample with the merged model, which megarl convert writes"
-        faults.append(UserFault("lora.path", f"{recipe.lora.path}, but {reason}", mend))
-    return faults
+        hint = "leave it out, and sample with the merged model, which megarl convert writes"
+        errors.append(UserError("lora.path", f"{recipe.lora.path}, but {reason}", hint))
+    return errors
 
 
-def _only_training(case: _Case) -> Faults:
-    faults, name = _unused(case.recipe, "a file's samples are trained on as they are"), case.recipe.algorithm.name
+def _only_training(case: _Case) -> Errors:
+    errors, name = _unused(case.recipe, "a file's samples are trained on as they are"), case.recipe.algorithm.name
     if learns_from_answers(name):
         problem = f"{name} learns from the data's answers, not from samples"
-        faults.append(UserFault("algorithm.name", problem, "leave --from-samples out, or name another"))
-    return faults
+        errors.append(UserError("algorithm.name", problem, "leave --from-samples out, or name another"))
+    return errors
 
 
-def _unused(recipe: Recipe, reason: str) -> Faults:
+def _unused(recipe: Recipe, reason: str) -> Errors:
     """Keys that ask for what a command leaves out which samples alone or trains alone."""
     unused = {"warm_start.steps": (recipe.warm_start.steps, "0"), "checkpoint.every": (recipe.checkpoint.every, "null")}
     unused["rollout.phase_tokens"] = (recipe.rollout.phase_tokens, "null")
@@ -232,12 +232,12 @@ def _unused(recipe: Recipe, reason: str) -> Faults:
         hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         unused["algorithm.dynamic_sampling"] = (hyperparameters.dynamic_sampling, "false")
     told = [(key, value, none) for key, (value, none) in unused.items() if value]
-    return [UserFault(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told]
+    return [UserError(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told]
 
 
 # The checks of each command, in the order in which their faults are told. Those of the data follow (`_read`).
-_BOTH_SIDES = (_keys, lambda case: layout_faults(case.roles, case.device), _checkpoints, _sglang, _megatron, _lora)
-CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
+_BOTH_SIDES = (_keys, lambda case: layout_errors(case.roles, case.device), _checkpoints, _sglang, _megatron, _lora)
+CHECKS: Mapping[Command, tuple[Callable[[_Case], Errors], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
     "dry run": (_layers, *_BOTH_SIDES),
     "rollout": (_only_sampling, _environment, *_BOTH_SIDES),
@@ -245,7 +245,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
         _environment,
         _layers,
         _keys,
-        lambda case: case.roles.policy.layout_faults(shape_or_stand_in(case.roles)),
+        lambda case: case.roles.policy.layout_errors(shape_or_stand_in(case.roles)),
         _checkpoints,
         _megatron,
         _lora,
@@ -256,17 +256,17 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Faults], ...]] = {
 }
 
 
-def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults, Sequence[str]]:
+def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors, Sequence[str]]:
     """The inputs, None where the training data could not be read, the faults of all data and what it meets, and the
     notes on episodes.
 
     What it meets is the tokenizer, the lengths, the rewards, the critic and the reward model.
     """
     recipe, roles, absent = case.recipe, case.roles, case.absent
-    tokenizer, faults = _tokenizer(case)
-    is_known = not faults and not isinstance(tokenizer, _NoTokenizer)
+    tokenizer, errors = _tokenizer(case)
+    is_known = not errors and not isinstance(tokenizer, _NoTokenizer)
     episode = read_episode(recipe, tokenizer if is_known else None, prepares=case.device == DEVICE)
-    faults += episode.faults
+    errors += episode.errors
     shape = roles.policy.model.known_shape
     vocab_size = shape.vocab_size if shape else None
     data = read_data(
@@ -278,23 +278,23 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults,
         cache=cache,
         bar=progress_bar,
     )
-    faults += data.faults
+    errors += data.errors
     is_whole = all(where in data.train or where in absent for where in recipe.data.train_files)
     train = data.train_prompts if is_whole else []  # what is wrong with a file says nothing about the others' rows
     eval_sets = {name: file.prompts[: recipe.evaluation.of(name).max_prompts] for name, file in data.eval_sets.items()}
     if is_whole:
         is_here = len(data.train) == len(recipe.data.train)
         unknown = [] if is_here else [Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")]
-        faults += length_faults(roles, tokenizer, [*train, *unknown], cache, vocab_size)
-    faults += demonstration_faults(recipe, episode, train)
+        errors += length_errors(roles, tokenizer, [*train, *unknown], cache, vocab_size)
+    errors += demonstration_errors(recipe, episode, train)
     every = [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)]
-    faults += reward_faults(recipe, every, has_own=episode.has_reward)
-    faults += _critic(case)
+    errors += reward_errors(recipe, every, has_own=episode.has_reward)
+    errors += _critic(case)
     if "reward_model.path" not in absent and "reward_model.adapters" not in absent:
-        faults += reward_model_faults(roles, train)
+        errors += reward_model_errors(roles, train)
     notes = [*episode.notes, *data.notes]
     if not train:
-        return None, faults, episode.notes
+        return None, errors, episode.notes
     inputs = Inputs(
         prompts=data.stream(recipe),
         eval_sets=eval_sets,
@@ -302,18 +302,18 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Faults,
         notes=notes,
         metrics=data.metrics,
     )
-    return inputs, faults, episode.notes
+    return inputs, errors, episode.notes
 
 
-def _tokenizer(case: _Case) -> tuple[Any, Faults]:
+def _tokenizer(case: _Case) -> tuple[Any, Errors]:
     """The policy's tokenizer, or a stand-in where it cannot be loaded; a folder that is not there is told elsewhere."""
     path, shape = case.recipe.model.path, case.roles.policy.model.known_shape
     if "model.path" in case.absent or not Path(path).is_dir():
         return _NoTokenizer(), []
     try:
         tokenizer = load_tokenizer(path)
-    except UserFault as fault:
-        return _NoTokenizer(), [fault]
+    except UserError as error:
+        return _NoTokenizer(), [error]
     if shape is None:
         return tokenizer, []
-    return tokenizer, tokenizer_faults(tokenizer, shape) or eos_faults(case.recipe, tokenizer)
+    return tokenizer, tokenizer_errors(tokenizer, shape) or eos_errors(case.recipe, tokenizer)

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from megarl.algos import ALGORITHMS, learns_from_answers
-from megarl.data.prompts import vocabulary_faults
+from megarl.data.prompts import vocabulary_errors
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles
 from megarl.samples.accounting import row_length
 from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
-from megarl.types import Prompt, SampleGroup, UserFault
+from megarl.types import Prompt, SampleGroup, UserError
 
 
-def budget_faults(role: Role, longest: int, what: str) -> list[UserFault]:
+def budget_errors(role: Role, longest: int, what: str) -> list[UserError]:
     """A micro-batch of the role's ranks with fewer tokens than the longest sequence, padded to what its ranks divide.
 
     longest: tokens of that sequence. what: the sequence in words.
@@ -30,36 +30,36 @@ def budget_faults(role: Role, longest: int, what: str) -> list[UserFault]:
     if needed <= budget:
         return []
     problem = f"{budget} is less than {what} ({needed} tokens)"
-    return [UserFault(f"{role.branch}.tokens_per_micro_batch", problem, f"set it to at least {needed}")]
+    return [UserError(f"{role.branch}.tokens_per_micro_batch", problem, f"set it to at least {needed}")]
 
 
-def length_faults(
+def length_errors(
     roles: Roles, tokenizer: Any, train: Sequence[Prompt], cache: TokenCache | None, vocab_size: int | None
-) -> list[UserFault]:
+) -> list[UserError]:
     """Micro-batches too small for the longest prompt and response; answers too long for a response, where taught.
 
     vocab_size: the model's, or None where it is not known.
     """
-    recipe, faults = roles.recipe, []
+    recipe, errors = roles.recipe, []
     limit = recipe.longest_sample
     has_openings = recipe.episode is not None and recipe.episode.environment is not None
     prompt_tokens = recipe.data.max_prompt_tokens if has_openings else max(len(prompt.token_ids) for prompt in train)
     longest = prompt_tokens + limit
     for role in roles.models.values():
         if role.trains:  # a reward model cuts what is too long
-            faults += budget_faults(role, longest, "the longest prompt and response")
-    if recipe.episode and recipe.data.messages:  # demonstration_faults has read them
-        return faults
+            errors += budget_errors(role, longest, "the longest prompt and response")
+    if recipe.episode and recipe.data.messages:  # demonstration_errors has read them
+        return errors
     if recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name):
         tokens = _tokens_of_answers(tokenizer, train, cache)
         needed = 1 + int(tokens.lengths.max())
         if needed > limit:
             problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
             key = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
-            faults.append(UserFault(key, problem, f"set it to at least {needed}"))
+            errors.append(UserError(key, problem, f"set it to at least {needed}"))
         if vocab_size:
-            faults += vocabulary_faults("data.train", tokenizer, train, tokens, "answer", vocab_size)
-    return faults
+            errors += vocabulary_errors("data.train", tokenizer, train, tokens, "answer", vocab_size)
+    return errors
 
 
 def _tokens_of_answers(tokenizer: object, prompts: Sequence[Prompt], cache: TokenCache | None) -> Tokens:
@@ -73,49 +73,49 @@ def _tokens_of_answers(tokenizer: object, prompts: Sequence[Prompt], cache: Toke
     return cached_tokens(cache, tokenizer, "answers", answers, make) or make()
 
 
-def sample_file_faults(samples: SampleFile, roles: Roles) -> list[UserFault]:
+def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
     """Every fault of a file for this recipe. The whole file is read, and the policy's shape must be known."""
     recipe, shape, context = roles.recipe, roles.policy.shape, roles.policy.model.context_tokens
-    where, train, faults = str(samples.path), recipe.train, []
+    where, train, errors = str(samples.path), recipe.train, []
     try:
         seen = [_seen(samples.groups(step), shape) for step in range(1, samples.num_steps + 1)]
-    except UserFault as fault:
-        return [fault]
+    except UserError as error:
+        return [error]
     if recipe.run.steps > samples.num_steps:
         problem = f"{recipe.run.steps} is more than the {samples.num_steps} steps in {where}"
-        faults.append(UserFault("run.steps", problem, f"set it to at most {samples.num_steps}, or sample more"))
+        errors.append(UserError("run.steps", problem, f"set it to at most {samples.num_steps}, or sample more"))
     if recipe.rollout.temperature != samples.temperature:
         problem = f"{recipe.rollout.temperature}, and {where} was sampled at {samples.temperature}"
-        faults.append(UserFault("rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"))
+        errors.append(UserError("rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"))
     highest = max((step.highest_id for step in seen), default=0)
     if highest >= shape.vocab_size or samples.vocab_size != shape.vocab_size:
         problem = f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})"
-        mend = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
-        faults.append(UserFault(where, problem, mend))
+        hint = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
+        errors.append(UserError(where, problem, hint))
     longest = max((step.longest for step in seen), default=0)
     for role in roles.models.values():
         if role.trains:
-            faults += budget_faults(role, longest, f"the longest sequence in {where}")
+            errors += budget_errors(role, longest, f"the longest sequence in {where}")
     if context is not None and longest > context:
         problem = f"its longest sequence has {longest} tokens, the model's context is {context}"
-        faults.append(UserFault(where, problem, "sample shorter ones, or name the model that made the file"))
+        errors.append(UserError(where, problem, "sample shorter ones, or name the model that made the file"))
     fewest = min(samples.num_samples, default=0)
     if fewest < train.updates_per_step:
         problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
-        faults.append(UserFault("train.updates_per_step", problem, f"set it to at most {fewest}"))
+        errors.append(UserError("train.updates_per_step", problem, f"set it to at most {fewest}"))
     algorithm = ALGORITHMS.get(recipe.algorithm.name)
     if algorithm and algorithm.greedy_baseline and not all(step.has_baselines for step in seen):
         problem = f"{recipe.algorithm.name} compares with greedy samples, and {where} has steps without any"
-        mend = f"sample with algorithm.name={recipe.algorithm.name}"
-        faults.append(UserFault("algorithm.name", problem, mend))
+        hint = f"sample with algorithm.name={recipe.algorithm.name}"
+        errors.append(UserError("algorithm.name", problem, hint))
     if algorithm and algorithm.needs_group and not any(step.has_groups for step in seen):
         problem = f"{recipe.algorithm.name} compares the samples of a prompt, and {where} has one of each prompt"
-        mend = "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2"
-        faults.append(UserFault("algorithm.name", problem, mend))
+        hint = "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2"
+        errors.append(UserError("algorithm.name", problem, hint))
     if train.replay == "r3" and not all(step.has_experts for step in seen):
         problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
-        faults.append(UserFault("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
-    return faults
+        errors.append(UserError("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
+    return errors
 
 
 @dataclass(frozen=True)

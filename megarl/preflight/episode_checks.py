@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.episode import EpisodeConfig
-from megarl.data.files import BadRow, RowFaults, column
+from megarl.data.files import BadRow, RowErrors, column
 from megarl.environments.agents.agent_thread import AgentThread, agent_settings
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.episodes.demonstrated_episode import demonstrate
@@ -17,9 +17,9 @@ from megarl.episodes.template_check import SpliceFacts
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import Splice
 from megarl.model.hf_config import end_token_ids
-from megarl.types import Prompt, UserFault
+from megarl.types import Prompt, UserError
 
-Faults = list[UserFault]
+Errors = list[UserError]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class EpisodeRead:
     tools: Sequence[Mapping[str, Any]] = ()
     has_reward: bool | None = False
     notes: Sequence[str] = ()
-    faults: Faults = field(default_factory=list)
+    errors: Errors = field(default_factory=list)
     splice: Splice | None = None
 
 
@@ -45,14 +45,14 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
     """
     if recipe.episode is None:
         return EpisodeRead()
-    if faults := key_faults(recipe):
-        return EpisodeRead(faults=faults)
+    if errors := key_errors(recipe):
+        return EpisodeRead(errors=errors)
     if recipe.episode.agent:
         return _read_agent(recipe, tokenizer, prepares=prepares)
     try:
         thread = EnvironmentThread(environment_settings(recipe, workers=1, prepares=prepares))
-    except UserFault as fault:
-        return EpisodeRead(faults=[fault])
+    except UserError as error:
+        return EpisodeRead(errors=[error])
     thread.shutdown()
     tools, notes, splice = thread.schemas, [_found(recipe, thread.schemas)], None
     if recipe.rollout.phase_tokens and not thread.is_replayable:
@@ -63,8 +63,8 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
             has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
             prepared = prepare(tokenizer, stop_ids, tools, **has, renders=recipe.episode.history == "render")
             splice, notes = prepared.splice, notes + _notes(prepared.facts, prepared.calls)
-    except UserFault as fault:
-        return EpisodeRead(tools, thread.has_reward, faults=[fault])
+    except UserError as error:
+        return EpisodeRead(tools, thread.has_reward, errors=[error])
     return EpisodeRead(tools, thread.has_reward, notes, splice=splice)
 
 
@@ -73,38 +73,38 @@ def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> Epi
     assert recipe.episode
     try:
         AgentThread(agent_settings(recipe, workers=1, prepares=prepares)).shutdown()
-    except UserFault as fault:
-        return EpisodeRead(has_reward=None, faults=[fault])
+    except UserError as error:
+        return EpisodeRead(has_reward=None, errors=[error])
     notes, splice = [_found(recipe, [])], None
     try:
         if tokenizer is not None:
             renders, stop_ids = recipe.episode.history == "render", end_token_ids(recipe.model.path)
             _, facts = prepare_agents(tokenizer, stop_ids, renders=renders)
             splice, notes = Splice(tokenizer, stop_ids), notes + _notes(facts)
-    except UserFault as fault:
-        return EpisodeRead(has_reward=None, faults=[fault])
+    except UserError as error:
+        return EpisodeRead(has_reward=None, errors=[error])
     return EpisodeRead(has_reward=None, notes=notes, splice=splice)
 
 
-def demonstration_faults(recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]) -> Faults:
+def demonstration_errors(recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]) -> Errors:
     """Demonstrated episodes that supervised steps could not learn from."""
     from megarl.algos import learns_from_answers  # imports torch, which `megarl episode-check` does without
 
     name, splice = recipe.data.messages, episode.splice
     if not (name and splice and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))):
         return []
-    bad, longest = RowFaults("data.messages"), 0
+    bad, longest = RowErrors("data.messages"), 0
     for prompt in prompts:
         try:
             messages = column(prompt.row, name, "set data.messages to one of {columns}")
             longest = max(longest, len(demonstrate(splice, prompt.messages, messages).response_ids))
         except BadRow as error:
             bad.add(prompt.id, error)
-    faults = bad.faults()
+    errors = bad.errors()
     if longest > recipe.longest_sample:
         problem = f"{recipe.longest_sample} is less than the longest demonstrated episode ({longest} tokens)"
-        faults.append(UserFault("episode.max_tokens", problem, f"set it to at least {longest}"))
-    return faults
+        errors.append(UserError("episode.max_tokens", problem, f"set it to at least {longest}"))
+    return errors
 
 
 def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
@@ -125,26 +125,26 @@ def _notes(facts: SpliceFacts, calls: CallFormat | None = None) -> list[str]:
     return [f"episode: {note}" for note in notes]
 
 
-def key_faults(recipe: Recipe) -> Faults:
+def key_errors(recipe: Recipe) -> Errors:
     """What the recipe's keys alone say; nothing without episodes."""
-    return list(_key_faults(recipe, recipe.episode)) if recipe.episode else []
+    return list(_key_errors(recipe, recipe.episode)) if recipe.episode else []
 
 
-def _key_faults(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserFault]:
+def _key_errors(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserError]:
     rollout = recipe.rollout
     named = [key for key in ("tools", "environment", "agent") if getattr(episode, key)]
     if len(named) != 1:
         problem = f"it names {' and '.join(named)}" if named else "it names no tools, environment or agent"
-        yield UserFault("episode", problem, "name one of the three")
+        yield UserError("episode", problem, "name one of the three")
     if episode.endpoint != "off" and not episode.agent:
-        yield UserFault("episode.endpoint", f"{episode.endpoint}, but only an agent asks there", "leave it out")
+        yield UserError("episode.endpoint", f"{episode.endpoint}, but only an agent asks there", "leave it out")
     if episode.max_tokens < rollout.max_response_tokens:
         problem = f"{episode.max_tokens} is less than a turn may have: rollout.max_response_tokens"
-        mend = f"set it to at least {rollout.max_response_tokens}"
-        yield UserFault("episode.max_tokens", f"{problem} is {rollout.max_response_tokens}", mend)
+        hint = f"set it to at least {rollout.max_response_tokens}"
+        yield UserError("episode.max_tokens", f"{problem} is {rollout.max_response_tokens}", hint)
     for key, value in (("phase_tokens", rollout.phase_tokens), ("ahead", rollout.ahead)):
         if value and episode.agent:
-            yield UserFault(f"rollout.{key}", f"{value}, but an agent's episode is sampled whole", "leave it out")
+            yield UserError(f"rollout.{key}", f"{value}, but an agent's episode is sampled whole", "leave it out")
     if rollout.phase_tokens and episode.phase_tool_s < episode.call_timeout_s and not episode.agent:
         problem = f"{episode.phase_tool_s:g}, and a longer call, which may take episode.call_timeout_s, would never end"
-        yield UserFault("episode.phase_tool_s", problem, f"set it to at least {episode.call_timeout_s:g}")
+        yield UserError("episode.phase_tool_s", problem, f"set it to at least {episode.call_timeout_s:g}")

@@ -8,27 +8,27 @@ from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from
 from megarl.algos.mismatch import bounds
 from megarl.config import Recipe
 from megarl.spelling import did_you_mean, near
-from megarl.types import Hyperparameters, UserFault
+from megarl.types import Hyperparameters, UserError
 
 _OF_VALUES = ("gae_lambda", "critic_lambda", "lambda_alpha", "value_clip")
 _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
-def hyperparameter_faults(recipe: Recipe, *, learns: bool = True) -> list[UserFault]:
+def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> list[UserError]:
     """Every fault of the algorithm's hyperparameters; learns: false where the command samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
-        problem, mend = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
-        return [UserFault("algorithm.name", problem, mend)]
+        problem, hint = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
+        return [UserError("algorithm.name", problem, hint)]
     hyperparameters = hyperparameters_of(name, recipe.algorithm)
     unread = _unread(name, hyperparameters, has_turns=recipe.episode is not None)
-    faults = [
-        UserFault(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
+    errors = [
+        UserError(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
         for key, value in recipe.algorithm.given.items()
         if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key)
     ]
-    faults += _bounds_faults(hyperparameters)
-    return faults + (_start_faults(recipe, hyperparameters) + _idle_faults(recipe) if learns else [])
+    errors += _bounds_errors(hyperparameters)
+    return errors + (_start_errors(recipe, hyperparameters) + _idle_errors(recipe) if learns else [])
 
 
 def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> dict[str, str]:
@@ -62,38 +62,38 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
     return found
 
 
-def _bounds_faults(hyperparameters: Hyperparameters) -> list[UserFault]:
+def _bounds_errors(hyperparameters: Hyperparameters) -> list[UserError]:
     if hyperparameters.mismatch == "off":
         return []
     low, high = bounds(hyperparameters)
     if low < high:
         return []
     problem = f"the bounds of {hyperparameters.mismatch} are {low} and {high}, between which nothing is kept"
-    return [UserFault("algorithm.mismatch_low", problem, "set it below algorithm.mismatch_high")]
+    return [UserError("algorithm.mismatch_low", problem, "set it below algorithm.mismatch_high")]
 
 
-def _start_faults(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserFault]:
+def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserError]:
     """Faults of the critic's warm-up and of the reference that a run starts with."""
-    faults, warmup = [], hyperparameters.critic_warmup_steps
+    errors, warmup = [], hyperparameters.critic_warmup_steps
     if has_critic(recipe.algorithm.name) and warmup >= recipe.run.steps:
         problem = f"{warmup} are all of run.steps ({recipe.run.steps}): the policy would never learn"
-        faults.append(UserFault("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
+        errors.append(UserError("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
     name = recipe.algorithm.name
     has_teacher = ALGORITHMS[name].has_teacher
     if has_teacher and not hyperparameters.kl_coefficient:
         problem = f"0, and {name} learns from nothing else"
-        faults.append(UserFault("algorithm.kl_coefficient", problem, "leave it out"))
+        errors.append(UserError("algorithm.kl_coefficient", problem, "leave it out"))
     if has_teacher and not recipe.reference.path:
         problem = f"{name} learns from the reference, and model.path has nothing to teach itself"
-        faults.append(UserFault("reference.path", problem, "name the teacher's checkpoint"))
+        errors.append(UserError("reference.path", problem, "name the teacher's checkpoint"))
     elif hyperparameters.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
         problem = f"{hyperparameters.kl_coefficient}, but the reference is model.path as it is before the warm start"
-        mend = "set it to 0, warm_start.steps to 0, or name reference.path"
-        faults.append(UserFault("algorithm.kl_coefficient", problem, mend))
-    return faults
+        hint = "set it to 0, warm_start.steps to 0, or name reference.path"
+        errors.append(UserError("algorithm.kl_coefficient", problem, hint))
+    return errors
 
 
-def _idle_faults(recipe: Recipe) -> list[UserFault]:
+def _idle_errors(recipe: Recipe) -> list[UserError]:
     """Models and options without a use where the policy learns from the data's answers."""
     if not learns_from_answers(recipe.algorithm.name):
         return []
@@ -103,46 +103,46 @@ def _idle_faults(recipe: Recipe) -> list[UserFault]:
         "reward_model.adapters": recipe.reward_model.adapters is not None,
         "train.replay": recipe.train.replay != "off",
     }
-    problem, mend = f"is set, and {recipe.algorithm.name} learns from the data's answers", "leave it out"
-    return [UserFault(key, problem, mend) for key, is_set in idle.items() if is_set]
+    problem, hint = f"is set, and {recipe.algorithm.name} learns from the data's answers", "leave it out"
+    return [UserError(key, problem, hint) for key, is_set in idle.items() if is_set]
 
 
-def sampling_faults(recipe: Recipe) -> list[UserFault]:
+def sampling_errors(recipe: Recipe) -> list[UserError]:
     """Faults of how training samples are drawn, where the algorithm is known and learns from samples."""
     name, rollout = recipe.algorithm.name, recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):
         return []
-    faults = []
+    errors = []
     if rollout.top_p < 1:
         problem = f"{rollout.top_p} cuts off tokens that the policy's log-probabilities, ratios and entropy count"
-        mend = "set it to 1.0, or shape the samples by rollout.temperature; evaluation.top_p may be below 1"
-        faults.append(UserFault("rollout.top_p", problem, mend))
+        hint = "set it to 1.0, or shape the samples by rollout.temperature; evaluation.top_p may be below 1"
+        errors.append(UserError("rollout.top_p", problem, hint))
     if rollout.samples_per_prompt > 1:
-        return faults
+        return errors
     if ALGORITHMS[name].needs_group:
         others = ", ".join(other for other, row in ALGORITHMS.items() if row.surrogate and not row.needs_group)
         problem = f"1, and {name} compares the samples of a prompt with each other"
-        mend = f"set it to at least 2, or choose an algorithm.name that does not ({others})"
-        faults.append(UserFault("rollout.samples_per_prompt", problem, mend))
+        hint = f"set it to at least 2, or choose an algorithm.name that does not ({others})"
+        errors.append(UserError("rollout.samples_per_prompt", problem, hint))
     elif hyperparameters_of(name, recipe.algorithm).dynamic_sampling:
         problem = "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1"
-        mend = "set it to false, or rollout.samples_per_prompt to at least 2"
-        faults.append(UserFault("algorithm.dynamic_sampling", problem, mend))
-    return faults
+        hint = "set it to false, or rollout.samples_per_prompt to at least 2"
+        errors.append(UserError("algorithm.dynamic_sampling", problem, hint))
+    return errors
 
 
-def eval_faults(recipe: Recipe) -> list[UserFault]:
+def eval_errors(recipe: Recipe) -> list[UserError]:
     """Keys for evaluation sets that data.eval does not have, and several greedy answers, which are all the same."""
-    faults, names = [], list(recipe.data.eval)
+    errors, names = [], list(recipe.data.eval)
     for name in recipe.evaluation.sets:
         if name not in names:
-            mend = did_you_mean(near(name, names), f"name one of {', '.join(names)}" if names else "leave it out")
-            faults.append(UserFault(f"evaluation.sets.{name}", "data.eval has no such set", mend))
+            hint = did_you_mean(near(name, names), f"name one of {', '.join(names)}" if names else "leave it out")
+            errors.append(UserError(f"evaluation.sets.{name}", "data.eval has no such set", hint))
     for name in names:
         own = recipe.evaluation.of(name)
         if own.samples > 1 and own.temperature == 0:
             given = recipe.evaluation.sets.get(name)
             where = f"evaluation.sets.{name}.samples" if given and given.samples else "evaluation.samples"
             problem = f"{own.samples} greedy answers to a prompt of {name} are the same {own.samples} times"
-            faults.append(UserFault(where, problem, "set a temperature, or samples to 1"))
-    return faults
+            errors.append(UserError(where, problem, "set a temperature, or samples to 1"))
+    return errors

@@ -16,23 +16,23 @@ from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import least_round_bytes
-from megarl.types import UserFault
+from megarl.types import UserError
 
-Faults = list[UserFault]
+Errors = list[UserError]
 
 
-def layout_faults(roles: Roles, device: str) -> Faults:
+def layout_errors(roles: Roles, device: str) -> Errors:
     """Faults of the policy's ranks and the engines; without a readable checkpoint, those that need no model size.
 
     The layouts of the critic and the reward model are checked with their checkpoints (models.py).
     """
     shape, placement = shape_or_stand_in(roles), roles.recipe.placement
-    faults = roles.policy.layout_faults(shape) + engine_faults(roles, shape, device) + slot_faults(roles)
+    errors = roles.policy.layout_errors(shape) + engine_errors(roles, shape, device) + slot_errors(roles)
     if placement.network == "nodes" or device != "cpu":  # on CPU with loopback all slots are on this machine
-        faults += node_faults(roles)
-    if not faults and roles.policy.model.known_shape:
-        faults = reshard_faults(roles)
-    return faults + batch_faults(roles.recipe)
+        errors += node_errors(roles)
+    if not errors and roles.policy.model.known_shape:
+        errors = reshard_errors(roles)
+    return errors + batch_errors(roles.recipe)
 
 
 def shape_or_stand_in(roles: Roles) -> ModelShape:
@@ -44,40 +44,40 @@ def shape_or_stand_in(roles: Roles) -> ModelShape:
     return roles.policy.model.known_shape or stand_in
 
 
-def engine_faults(roles: Roles, shape: ModelShape, device: str) -> Faults:
+def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
     """What the engines do not divide in the model and on the GPUs, and what SGLang refuses on the device."""
     if device != "cpu":
-        return roles.engines.faults(shape, roles.recipe.placement.gpus) or roles.engines.gpu_faults(shape)
+        return roles.engines.errors(shape, roles.recipe.placement.gpus) or roles.engines.gpu_errors(shape)
     without_tiles = replace(roles.engines, fp8=False)  # on CPU fp8 itself is the fault, not the tiles that it cuts
-    return without_tiles.faults(shape, roles.recipe.placement.gpus) or roles.engines.cpu_faults(shape)
+    return without_tiles.errors(shape, roles.recipe.placement.gpus) or roles.engines.cpu_errors(shape)
 
 
-def slot_faults(roles: Roles) -> Faults:
+def slot_errors(roles: Roles) -> Errors:
     """Slots that do not exist or that nothing uses. Engines beyond the last slot are in EngineLayout.faults."""
     gpus, num_training, engines, found = roles.recipe.placement.gpus, len(roles.policy.slots), roles.engines, []
     for role in roles.models.values():
         if role.name != "policy" and role.slots.stop > gpus:
             first, last = role.first_slot, role.slots.stop - 1
             problem = f"its ranks are on the slots {first} to {last}, placement.gpus is {gpus}"
-            found.append(UserFault(f"{role.branch}.gpus", problem, f"lower it or {role.branch}.first_gpu"))
+            found.append(UserError(f"{role.branch}.gpus", problem, f"lower it or {role.branch}.first_gpu"))
     if num_training > gpus:
         problem = f"{num_training} is more than placement.gpus ({gpus})"
-        found.append(UserFault("placement.train_gpus", problem, f"set it to at most {gpus}"))
+        found.append(UserError("placement.train_gpus", problem, f"set it to at most {gpus}"))
     if engines.first > num_training:  # the members of a reshard are numbered without a gap
         problem = f"{engines.first} leaves a gap behind the {num_training} GPUs that train"
-        found.append(UserFault("placement.first_engine_gpu", problem, f"set it to at most {num_training}"))
+        found.append(UserError("placement.first_engine_gpu", problem, f"set it to at most {num_training}"))
     used = {slot for slots in (roles.engine_slots, *(role.slots for role in roles.models.values())) for slot in slots}
     if len(used) < gpus and not found:
         idle = min(set(range(gpus)) - used)
         if idle == len(used):
-            problem, mend = f"{gpus} GPUs, of which training and engines use the first {idle}", f"set it to {idle}"
+            problem, hint = f"{gpus} GPUs, of which training and engines use the first {idle}", f"set it to {idle}"
         else:
-            problem, mend = f"{gpus} GPUs, of which nothing uses number {idle}", "leave no gap"
-        found.append(UserFault("placement.gpus", problem, mend))
+            problem, hint = f"{gpus} GPUs, of which nothing uses number {idle}", "leave no gap"
+        found.append(UserError("placement.gpus", problem, hint))
     return found
 
 
-def node_faults(roles: Roles) -> Faults:
+def node_errors(roles: Roles) -> Errors:
     """Tensor-parallel ranks, which communicate in every layer, on several nodes; engines across a node's edge."""
     node, found = roles.recipe.placement.gpus_per_node, []
     if max(roles.recipe.placement.gpus, roles.engines.end) <= node:
@@ -86,41 +86,41 @@ def node_faults(roles: Roles) -> Faults:
         tp, first = role.layout.tp, role.first_slot
         if node % tp or first % tp:
             problem = f"{tp} ranks at a time, from GPU {first} on, would not all lie inside nodes of {node} GPUs"
-            first_mend = f"set {role.branch}.first_gpu to a multiple of it"
-            mend = f"set it to {nearest(tp, divisors(node))}" if node % tp else first_mend
-            found.append(UserFault(f"{role.branch}.tp", problem, mend))
-    return found + _engine_node_faults(roles)
+            first_hint = f"set {role.branch}.first_gpu to a multiple of it"
+            hint = f"set it to {nearest(tp, divisors(node))}" if node % tp else first_hint
+            found.append(UserError(f"{role.branch}.tp", problem, hint))
+    return found + _engine_node_errors(roles)
 
 
-def _engine_node_faults(roles: Roles) -> Faults:
+def _engine_node_errors(roles: Roles) -> Errors:
     node, engines = roles.recipe.placement.gpus_per_node, roles.engines
     inside = node % engines.tp == 0 and engines.first % engines.tp == 0
     whole = engines.tp % node == 0 and engines.first % node == 0
     if not inside and not whole:
         problem = f"{engines.tp} ranks, from GPU {engines.first} on, neither lie in nodes of {node} GPUs nor fill them"
-        mend = f"choose a divisor or a multiple of {node}, and placement.first_engine_gpu as a multiple of it"
-        return [UserFault("rollout.engine.tp", problem, mend)]
+        hint = f"choose a divisor or a multiple of {node}, and placement.first_engine_gpu as a multiple of it"
+        return [UserError("rollout.engine.tp", problem, hint)]
     if whole and engines.tp > node and roles.recipe.placement.network == "loopback":
         problem = f"an engine of {engines.tp} ranks is on several nodes of {node} GPUs, which meet on no loopback"
-        return [UserFault("placement.network", problem, "set it to nodes, or correct placement.gpus_per_node")]
+        return [UserError("placement.network", problem, "set it to nodes, or correct placement.gpus_per_node")]
     return []
 
 
-def reshard_faults(roles: Roles) -> Faults:
+def reshard_errors(roles: Roles) -> Errors:
     """fp8 tiles that the training ranks cut, and rounds too small for the smallest pieces that they carry."""
     policy = roles.policy
     try:
         maps = [weight_maps(policy.shape, policy.layout, roles.engines, transformer_engine=False)]
-    except UserFault as fault:
-        return [fault]
+    except UserError as error:
+        return [error]
     factors = factor_maps(policy.shape, policy.layout, roles.engines, policy.lora, transformer_engine=False)
     if factors:
         maps.append(factors)
-    found = [fault for each in maps for fault in _round_faults(roles, *each)]
+    found = [error for each in maps for error in _round_errors(roles, *each)]
     return found[:1]  # one key, whatever is too large for it
 
 
-def _round_faults(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Faults:
+def _round_errors(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Errors:
     members, round_bytes, dtype = roles.num_members, roles.recipe.reshard.round_bytes, roles.recipe.model.dtype
     if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:  # a stream each way with each peer, twice
         return []
@@ -129,7 +129,7 @@ def _round_faults(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]
     if least <= round_bytes:
         return []
     problem = f"{round_bytes} has no room for two of the smallest pieces to and from every peer ({least} bytes)"
-    return [UserFault("reshard.round_bytes", problem, f"set it to at least {least}")]
+    return [UserError("reshard.round_bytes", problem, f"set it to at least {least}")]
 
 
 def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
@@ -138,7 +138,7 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
     return max((FP8_TILE if kind.startswith("float8") else 1) * cols * item_bytes(kind) for kind, cols in sizes)
 
 
-def batch_faults(recipe: Recipe) -> Faults:
+def batch_errors(recipe: Recipe) -> Errors:
     """More optimizer updates than a step has samples."""
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     given = {"rollout.prompts_per_step x samples_per_prompt": rollout.prompts_per_step * rollout.samples_per_prompt}
@@ -147,5 +147,5 @@ def batch_faults(recipe: Recipe) -> Faults:
     if recipe.warm_start.steps:
         given["warm_start.sequences_per_step"] = recipe.warm_start.sequences_per_step
     few = {name: count for name, count in given.items() if count < updates}
-    mend = f"set it to at most {min(given.values())}"
-    return [UserFault("train.updates_per_step", f"{updates} is more than {n} = {c}", mend) for n, c in few.items()]
+    hint = f"set it to at most {min(given.values())}"
+    return [UserError("train.updates_per_step", f"{updates} is more than {n} = {c}", hint) for n, c in few.items()]

@@ -9,31 +9,31 @@ from megarl.config import Recipe
 from megarl.config.hardware import load_hardware
 from megarl.disk import is_writable
 from megarl.tracking.secrets import secrets_in
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
-Faults = list[UserFault]
+Errors = list[UserError]
 _MOST_SAMPLES = 2**24  # of a step: the controller holds a summary of each
 _LONGEST_FOLDER = 3500  # bytes of a path, of which Linux takes 4095
 _RANK_BYTES = 200_000_000  # the least memory of a training rank on CPU
 _NO_SECRET = "give the name of an environment variable instead, and let the function read that"
 
 
-def limit_faults(recipe: Recipe, device: str) -> Faults:
+def limit_errors(recipe: Recipe, device: str) -> Errors:
     """Batches too large for one process, GPUs that a machine cannot have, unusable folders and files."""
-    faults = _step_size_faults(recipe) + _gpu_faults(recipe, device)
-    return faults + _hardware_faults(recipe) + _folder_faults(recipe)
+    errors = _step_size_errors(recipe) + _gpu_errors(recipe, device)
+    return errors + _hardware_errors(recipe) + _folder_errors(recipe)
 
 
-def _step_size_faults(recipe: Recipe) -> Faults:
+def _step_size_errors(recipe: Recipe) -> Errors:
     prompts, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
     if prompts * samples <= _MOST_SAMPLES:
         return []
     problem = f"{prompts} prompts of {samples} samples each are {prompts * samples} samples a step"
-    mend = f"bring the product with rollout.samples_per_prompt to at most {_MOST_SAMPLES}"
-    return [UserFault("rollout.prompts_per_step", problem, mend)]
+    hint = f"bring the product with rollout.samples_per_prompt to at most {_MOST_SAMPLES}"
+    return [UserError("rollout.prompts_per_step", problem, hint)]
 
 
-def _gpu_faults(recipe: Recipe, device: str) -> Faults:
+def _gpu_errors(recipe: Recipe, device: str) -> Errors:
     """More GPUs than a run on one machine can have; on CPU each simulated GPU is a process."""
     placement = recipe.placement
     if placement.network == "nodes":
@@ -43,44 +43,44 @@ def _gpu_faults(recipe: Recipe, device: str) -> Faults:
         most = max(1, room // _RANK_BYTES)
         problem = f"{placement.gpus} simulated GPUs are as many processes of {_RANK_BYTES / 1e9:g} GB and more"
         problem += f", and this machine has {room / 1e9:.0f} GB"
-        mend = f"set it to at most {most}"
+        hint = f"set it to at most {most}"
     else:
         most = placement.gpus_per_node
         problem = f"{placement.gpus} GPUs on one machine (placement.network is loopback), whose nodes have {most}"
-        mend = f"set it to at most {most}, or placement.gpus_per_node to {placement.gpus}, "
-        mend += "or placement.network to nodes"
+        hint = f"set it to at most {most}, or placement.gpus_per_node to {placement.gpus}, "
+        hint += "or placement.network to nodes"
     if placement.gpus <= most:
         return []
-    return [UserFault("placement.gpus", problem, mend)]
+    return [UserError("placement.gpus", problem, hint)]
 
 
-def _hardware_faults(recipe: Recipe) -> Faults:
+def _hardware_errors(recipe: Recipe) -> Errors:
     path = recipe.placement.hardware
     if path is None:
         return []
     try:
         load_hardware(path)
-    except UserFaults as error:
-        told = [(f"{fault.where}: {fault.problem}", f"{fault.mend}, or leave the key out") for fault in error.faults]
-        return [UserFault("placement.hardware", problem, mend) for problem, mend in told]
+    except UserErrors as raised:
+        told = [(f"{error.where}: {error.problem}", f"{error.hint}, or leave the key out") for error in raised.errors]
+        return [UserError("placement.hardware", problem, hint) for problem, hint in told]
     return []
 
 
-def _folder_faults(recipe: Recipe) -> Faults:
+def _folder_errors(recipe: Recipe) -> Errors:
     """run.dir must be a folder that exists or can be made, and short enough for the names of the files in it."""
     folder = Path(recipe.run.dir).absolute()
     length = len(os.fsencode(folder / recipe.run.name))
     if length > _LONGEST_FOLDER:
         problem = f"with run.name it makes a path of {length} bytes, to which the names of files are added"
-        return [UserFault("run.dir", problem, f"name a folder of at most {_LONGEST_FOLDER} bytes")]
+        return [UserError("run.dir", problem, f"name a folder of at most {_LONGEST_FOLDER} bytes")]
     while not os.path.lexists(folder):
         folder = folder.parent
     if is_writable(folder):
         return []
-    return [UserFault("run.dir", f"{folder} is not a folder that can be written to", "name another folder")]
+    return [UserError("run.dir", f"{folder} is not a folder that can be written to", "name another folder")]
 
 
-def secret_faults(recipe: Recipe) -> Faults:
+def secret_errors(recipe: Recipe) -> Errors:
     """Secrets in arguments that are passed through, found by the names of their keys, and passwords in URLs.
 
     A run saves its recipe in its folder, for everybody who may read that folder.
@@ -90,7 +90,7 @@ def secret_faults(recipe: Recipe) -> Faults:
         free.append((f"reward.by_source.{source}.arguments", judge.arguments, _NO_SECRET))
     free.append(("rollout.engine.sglang", recipe.rollout.engine.sglang, "remove it from the recipe"))
     return [
-        UserFault(place, f"{what}, and the run saves its recipe", mend)
-        for where, arguments, mend in free
+        UserError(place, f"{what}, and the run saves its recipe", hint)
+        for where, arguments, hint in free
         for place, what in secrets_in(arguments, where)
     ]

@@ -12,9 +12,9 @@ from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles, trains_merged
 from megarl.resharding.lora_map import TARGETS, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
-from megarl.types import UserFault
+from megarl.types import UserError
 
-Faults = list[UserFault]
+Errors = list[UserError]
 _LEAVE_OUT = "leave lora out"
 # Of train.megatron: options under which a layer's input or output has another parallel state, or that were not tried.
 _MEGATRON = (
@@ -24,67 +24,67 @@ _MEGATRON = (
 _OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")  # of batches that SGLang cuts in two
 
 
-def lora_faults(roles: Roles) -> Faults:
+def lora_errors(roles: Roles) -> Errors:
     """Faults of the recipe's adapters."""
     recipe, shape = roles.recipe, roles.policy.model.known_shape
     if recipe.lora is None:
         return []
     size = roles.policy.lora
     assert size
-    found = [*_target_faults(recipe, size, shape), *_combination_faults(recipe, size)]
-    return found + ([*_slot_faults(recipe, size, shape)] if size.in_slots else [])
+    found = [*_target_errors(recipe, size, shape), *_combination_errors(recipe, size)]
+    return found + ([*_slot_errors(recipe, size, shape)] if size.in_slots else [])
 
 
-def adapter_faults(roles: Roles) -> Faults:
+def adapter_errors(roles: Roles) -> Errors:
     """Faults of the adapters that the policy's ranks begin with."""
     lora, size, shape = roles.policy.recipe.lora, roles.policy.lora, roles.policy.model.known_shape
     return peft.check(lora.path, shape, size) if lora and lora.path and size and shape else []
 
 
-def sharing_faults(roles: Roles) -> Faults:
+def sharing_errors(roles: Roles) -> Errors:
     """Faults of a critic and a reward model that compute with the policy's frozen weights."""
     recipe = roles.recipe
-    faults = []
+    errors = []
     if recipe.critic.shares_weights and roles.critic:
-        faults += _sharing_faults("critic", "shares_weights", roles.critic, roles)
+        errors += _sharing_errors("critic", "shares_weights", roles.critic, roles)
         if not roles.critic.has_scores:
             problem = "true, but an implicit reward model learns all of its weights"
-            faults.append(UserFault("critic.shares_weights", problem, "leave it out"))
+            errors.append(UserError("critic.shares_weights", problem, "leave it out"))
     if recipe.reward_model.adapters and roles.reward_model:
-        faults += _sharing_faults("reward_model", "adapters", roles.reward_model, roles)
-    return faults
+        errors += _sharing_errors("reward_model", "adapters", roles.reward_model, roles)
+    return errors
 
 
-def _sharing_faults(branch: str, key: str, role: Role, roles: Roles) -> Iterator[UserFault]:
+def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator[UserError]:
     recipe, policy, where = roles.recipe, roles.policy, f"{branch}.{key}"
     if recipe.lora is None:
-        yield UserFault(where, "set, but without lora the policy's weights are not frozen", "set lora, or leave it out")
+        yield UserError(where, "set, but without lora the policy's weights are not frozen", "set lora, or leave it out")
         return
     if getattr(recipe, branch).path:
-        yield UserFault(f"{branch}.path", f"set, and {where} asks for the policy's weights", "leave one of them out")
+        yield UserError(f"{branch}.path", f"set, and {where} asks for the policy's weights", "leave one of them out")
     if trains_merged(recipe):
         problem = f"merged, but then 16-bit weights of the policy change in each step, and {where} shares them"
-        yield UserFault("lora.sync", problem, f"set it to adapters, or leave {where} out")
+        yield UserError("lora.sync", problem, f"set it to adapters, or leave {where} out")
     if role.slots != policy.slots or role.layout != policy.layout:
         problem = f"other slots or sizes than the policy's, whose weights {where} shares"
-        yield UserFault(f"{branch}.ranks", problem, f"leave {branch}.ranks out, or {where}")
+        yield UserError(f"{branch}.ranks", problem, f"leave {branch}.ranks out, or {where}")
 
 
-def cpu_faults(roles: Roles) -> Faults:
+def cpu_errors(roles: Roles) -> Errors:
     """Adapters that SGLang's engines have on GPUs alone."""
     size, shape, engine = roles.policy.lora, roles.policy.model.known_shape, roles.recipe.rollout.engine
     if size is None or not size.in_slots:
         return []
-    found, mend = [], "set it to merged, or lora.targets to layers of the attention"
+    found, hint = [], "set it to merged, or lora.targets to layers of the attention"
     if _wraps_experts(size, shape):
         problem = "adapters, but SGLang on CPU has no adapters for layers with experts"
-        found.append(UserFault("lora.sync", problem, mend))
+        found.append(UserError("lora.sync", problem, hint))
     if shape and "kv_b_proj" in modules(shape, size):
         problem = "adapters, but SGLang on CPU has no adapters for kv_b_proj"
-        found.append(UserFault("lora.sync", problem, "set it to merged, or leave kv_b_proj out of lora.targets"))
+        found.append(UserError("lora.sync", problem, "set it to merged, or leave kv_b_proj out of lora.targets"))
     if engine.dp > 1:
         problem = f"{engine.dp}, but SGLang on CPU has no adapters with DP attention"
-        found.append(UserFault("rollout.engine.dp", problem, "set it to 1, or lora.sync to merged"))
+        found.append(UserError("rollout.engine.dp", problem, "set it to 1, or lora.sync to merged"))
     return found
 
 
@@ -93,20 +93,20 @@ def _wraps_experts(size: LoraSize, shape: ModelShape | None) -> bool:
     return bool(shape and shape.num_experts and {*MLP} & {*modules(shape, size)})
 
 
-def _target_faults(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserFault]:
+def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserError]:
     known = targets_of(shape) if shape else TARGETS
     for target in size.targets:
         if target not in known:
-            yield UserFault("lora.targets", f"the model has no layer {target}", f"choose from {', '.join(known)}")
+            yield UserError("lora.targets", f"the model has no layer {target}", f"choose from {', '.join(known)}")
     if recipe.lora and recipe.lora.experts and shape and not shape.num_experts:
-        yield UserFault("lora.experts", "the model has no experts", "leave lora.experts out")
+        yield UserError("lora.experts", "the model has no experts", "leave lora.experts out")
     only_experts = {"gate_proj", "up_proj", "down_proj"}
     has_dense = shape is None or not shape.num_experts or shape.num_dense_layers or shape.num_shared_experts
     if size.targets and not size.expert_rank and not has_dense and set(size.targets) <= only_experts:
-        yield UserFault("lora.experts", "0, and lora.targets has no other layers: nothing is trained", "set it to 1")
+        yield UserError("lora.experts", "0, and lora.targets has no other layers: nothing is trained", "set it to 1")
 
 
-def _combination_faults(recipe: Recipe, size: LoraSize) -> Iterator[UserFault]:
+def _combination_errors(recipe: Recipe, size: LoraSize) -> Iterator[UserError]:
     train, engine = recipe.train, recipe.rollout.engine
     refused: dict[str, tuple[Any, str, str]] = {
         "train.router_bias_rate": (train.router_bias_rate, "with lora the routers stay as they are", "set it to 0"),
@@ -115,16 +115,16 @@ def _combination_faults(recipe: Recipe, size: LoraSize) -> Iterator[UserFault]:
     }
     if not size.in_slots:
         why = "its tiles would round most of an adapter's update away"
-        mend = "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
-        refused["rollout.engine.fp8"] = engine.fp8, why, mend
+        hint = "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
+        refused["rollout.engine.fp8"] = engine.fp8, why, hint
     for key in _MEGATRON:
         refused[f"train.megatron.{key}"] = train.megatron.get(key), "not tried with lora", "remove it"
-    for key, (value, why, mend) in refused.items():
+    for key, (value, why, hint) in refused.items():
         if value:
-            yield UserFault(key, f"{value}, but {why}", f"{mend}, or {_LEAVE_OUT}")
+            yield UserError(key, f"{value}, but {why}", f"{hint}, or {_LEAVE_OUT}")
 
 
-def _slot_faults(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserFault]:
+def _slot_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserError]:
     """What SGLang 0.5.21 cannot compute with adapters of its own, or what was not shown to work."""
     engine = recipe.rollout.engine
     uneven = engine.dp not in (1, engine.tp)
@@ -152,20 +152,20 @@ def _slot_faults(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> It
                 backend != "triton" and backend, "of experts only Triton's layout of adapters is known", remove
             ),
         }  # fmt: skip
-    for key, (value, why, mend) in refused.items():
+    for key, (value, why, hint) in refused.items():
         if value:
-            yield UserFault(key, f"{value}, but {why}", f"{mend}, or set lora.sync to merged")
+            yield UserError(key, f"{value}, but {why}", f"{hint}, or set lora.sync to merged")
     if shape:
         yield from _missing_slots(size, shape, fp8=engine.fp8)
 
 
-def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> Iterator[UserFault]:
+def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> Iterator[UserError]:
     """Layers of the model for which SGLang has no adapters."""
-    mend = "out of lora.targets, or set lora.sync to merged"
+    hint = "out of lora.targets, or set lora.sync to merged"
     for name in unknown_modules(shape, size):
-        yield UserFault("lora.targets", f"SGLang has no adapters for {name}", f"leave it {mend}")
+        yield UserError("lora.targets", f"SGLang has no adapters for {name}", f"leave it {hint}")
     if fp8 and "kv_b_proj" in modules(shape, size):
-        yield UserFault("lora.targets", "SGLang's adapters hide the scales of kv_b_proj in fp8", f"leave it {mend}")
+        yield UserError("lora.targets", "SGLang's adapters hide the scales of kv_b_proj in fp8", f"leave it {hint}")
     if _wraps_experts(size, shape) and shape.num_dense_layers and not shape.num_shared_experts:
         problem = "SGLang has no adapters for dense layers beside experts without shared ones"
-        yield UserFault("lora.targets", problem, f"leave the layers of the MLP {mend}")
+        yield UserError("lora.targets", problem, f"leave the layers of the MLP {hint}")

@@ -9,14 +9,14 @@ from typing import Any
 from megarl.algos import learns_from_answers
 from megarl.checkpoints import hf_import, peft
 from megarl.config import Recipe
-from megarl.data.template_limits import template_fault
+from megarl.data.template_limits import template_error
 from megarl.model.hf_config import end_token_ids
 from megarl.model.shape import ModelShape
 from megarl.model.tokenizer import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
 from megarl.placement.roles import Role, Roles
-from megarl.types import Prompt, UserFault
+from megarl.types import Prompt, UserError
 
-Faults = list[UserFault]
+Errors = list[UserError]
 _SPARE_CONTEXT = 2  # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
 _SPARE_AFTER_INPUT = 6  # positions that SGLang keeps free after the tokens of a request
 
@@ -50,66 +50,66 @@ def _has_config(path: str) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def tokenizer_faults(tokenizer: Any, shape: ModelShape) -> Faults:
+def tokenizer_errors(tokenizer: Any, shape: ModelShape) -> Errors:
     """Special tokens that the model's embedding does not have: an answer ends in one, a chat template writes others."""
     if beyond := token_outside_vocabulary(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
-        return [UserFault("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)]
+        return [UserError("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)]
     return []
 
 
-def eos_faults(recipe: Recipe, tokenizer: Any) -> Faults:
+def eos_errors(recipe: Recipe, tokenizer: Any) -> Errors:
     """No token at which the engine ends a response, or another token than the answers are taught to end with."""
     try:
         ends = end_token_ids(recipe.model.path)
-    except UserFault as fault:
-        return [fault]
+    except UserError as error:
+        return [error]
     own = tokenizer.eos_token_id
     teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
     if teaches and own is None:
-        mend = "give it an eos_token, or learn from rewards alone"
-        return [UserFault("model.path", "the tokenizer has no end-of-sequence token to teach", mend)]
+        hint = "give it an eos_token, or learn from rewards alone"
+        return [UserError("model.path", "the tokenizer has no end-of-sequence token to teach", hint)]
     where = f"{recipe.model.path}/generation_config.json"
     if not ends:
         problem = "neither it nor config.json has an eos_token_id: no response would end before its longest"
         example = f"{own}, the tokenizer's" if own is not None else "the number of the token that ends a response"
-        return [UserFault(where, problem, f"write eos_token_id there: {example}")]
+        return [UserError(where, problem, f"write eos_token_id there: {example}")]
     if teaches and own not in ends:
         known = ", ".join(map(str, sorted(ends)))
         problem = f"answers are taught to end with the tokenizer's token {own}, and engines end responses at {known}"
-        return [UserFault(where, problem, f"add {own} to its eos_token_id")]
+        return [UserError(where, problem, f"add {own} to its eos_token_id")]
     return []
 
 
-def loss_faults(recipe: Recipe, shape: ModelShape) -> Faults:
+def loss_errors(recipe: Recipe, shape: ModelShape) -> Errors:
     """Keys of `train` for parts that the model does not have."""
-    train, faults = recipe.train, []
+    train, errors = recipe.train, []
     of_experts = {"aux_loss": train.aux_loss, "z_loss": train.z_loss, "replay": train.replay != "off"}
     for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
-        problem, mend = "the model has no experts", f"leave train.{key} out"
-        faults.append(UserFault(f"train.{key}", problem, mend))
+        problem, hint = "the model has no experts", f"leave train.{key} out"
+        errors.append(UserError(f"train.{key}", problem, hint))
     if train.router_bias_rate and not shape.router_bias:
-        problem, mend = "the model's routers have no biases", "set it to 0, or use train.aux_loss"
-        faults.append(UserFault("train.router_bias_rate", problem, mend))
+        problem, hint = "the model's routers have no biases", "set it to 0, or use train.aux_loss"
+        errors.append(UserError("train.router_bias_rate", problem, hint))
     if train.mtp_loss and not shape.num_mtp_layers:
         problem = "the checkpoint has no multi-token prediction layers"
-        faults.append(UserFault("train.mtp_loss", problem, "set it to 0"))
-    return faults
+        errors.append(UserError("train.mtp_loss", problem, "set it to 0"))
+    return errors
 
 
-def policy_faults(roles: Roles, *, has_weights: bool = True) -> Faults:
+def policy_errors(roles: Roles, *, has_weights: bool = True) -> Errors:
     """Faults of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
     policy, recipe = roles.policy, roles.recipe
-    faults = [policy.model.fault] if policy.model.fault else []
+    errors = [policy.model.error] if policy.model.error else []
     shape = policy.model.known_shape
     if shape is None:
-        return faults
-    told = loss_faults(recipe, shape) + reference_faults(roles)
+        return errors
+    told = loss_errors(recipe, shape) + reference_errors(roles)
     if has_weights:
         told += hf_import.check_hf(policy.model.path, shape)
-    return told + faults + _context_faults(roles)
+    return told + errors + _context_errors(roles)
 
 
-def _context_faults(roles: Roles) -> Faults:
+def _context_errors(roles: Roles) -> Errors:
     """Prompts and responses that are longer together than the model's context."""
     context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
     spare = max(_SPARE_CONTEXT, 1 + roles.recipe.rollout.engine.draft)
@@ -118,101 +118,101 @@ def _context_faults(roles: Roles) -> Faults:
     if context is None or longest <= context - spare:
         return []
     problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
-    mend = f"bring the sum to at most {context - spare}"
-    return [UserFault("data.max_prompt_tokens", problem, mend)]
+    hint = f"bring the sum to at most {context - spare}"
+    return [UserError("data.max_prompt_tokens", problem, hint)]
 
 
-def reference_faults(roles: Roles) -> Faults:
+def reference_errors(roles: Roles) -> Errors:
     """A reference checkpoint of another architecture: its weights take the policy's places in memory."""
     reference, shape = roles.reference, roles.policy.shape
     if reference is None:
         return []
     if reference.known_shape is None:
-        assert reference.fault
-        where = reference.fault.where.replace("model.path", "reference.path")
-        return [UserFault(where, reference.fault.problem, reference.fault.mend)]
+        assert reference.error
+        where = reference.error.where.replace("model.path", "reference.path")
+        return [UserError(where, reference.error.problem, reference.error.hint)]
     if reference.known_shape != shape:
         problem = f"{reference.path} is another model than model.path"
-        mend = "name a checkpoint of the same architecture"
-        return [UserFault("reference.path", problem, mend)]
+        hint = "name a checkpoint of the same architecture"
+        return [UserError("reference.path", problem, hint)]
     return hf_import.check_hf(reference.path, shape)
 
 
-def critic_faults(roles: Roles) -> Faults:
+def critic_errors(roles: Roles) -> Errors:
     """Faults of the critic's checkpoint and ranks; none without a critic."""
     critic, policy, recipe = roles.critic, roles.policy.model, roles.recipe
     if critic is None:
         return []
     path, is_policys = critic.model.path, critic.model.path == policy.path
-    faults = _auxiliary_faults(critic, is_known=is_policys)
-    if faults or is_policys or policy.known_shape is None or critic.model.facts is None:
-        return faults
+    errors = _auxiliary_errors(critic, is_known=is_policys)
+    if errors or is_policys or policy.known_shape is None or critic.model.facts is None:
+        return errors
     if (vocab_size := critic.shape.vocab_size) < policy.shape.vocab_size:
         problem = f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}"
-        faults.append(UserFault("critic.path", problem, "use a model with the policy's tokenizer"))
+        errors.append(UserError("critic.path", problem, "use a model with the policy's tokenizer"))
     longest = recipe.data.max_prompt_tokens + recipe.longest_sample
     if critic.model.facts.max_positions < longest:
         problem = f"its context is {critic.model.facts.max_positions}, prompt and response may be {longest}"
-        faults.append(UserFault("critic.path", problem, "use a model with the policy's context"))
-    return faults
+        errors.append(UserError("critic.path", problem, "use a model with the policy's context"))
+    return errors
 
 
-def reward_model_faults(roles: Roles, prompts: Sequence[Prompt]) -> Faults:
+def reward_model_errors(roles: Roles, prompts: Sequence[Prompt]) -> Errors:
     """Faults of the reward model's checkpoint, ranks and tokenizer. prompts: the training prompts."""
     role = roles.reward_model
     if role is None:
         return []
     adapters = roles.recipe.reward_model.adapters
-    faults = _auxiliary_faults(role, is_known=adapters is not None)
-    if faults or not adapters:
-        return faults or _reward_checkpoint_faults(role, prompts)
-    faults = _reward_adapter_faults(adapters, role)
-    return faults or _judging_faults("reward_model.adapters", role, prompts)
+    errors = _auxiliary_errors(role, is_known=adapters is not None)
+    if errors or not adapters:
+        return errors or _reward_checkpoint_errors(role, prompts)
+    errors = _reward_adapter_errors(adapters, role)
+    return errors or _judging_errors("reward_model.adapters", role, prompts)
 
 
-def _reward_checkpoint_faults(role: Role, prompts: Sequence[Prompt]) -> Faults:
+def _reward_checkpoint_errors(role: Role, prompts: Sequence[Prompt]) -> Errors:
     """Faults of a reward model that is a checkpoint of its own."""
     if hf_import.without_head(role.model.path):
         problem = f"{role.model.path} has no score.weight: it is a language model"
-        return [UserFault("reward_model.path", problem, "name a sequence classifier with one score")]
-    return _judging_faults("reward_model.path", role, prompts)
+        return [UserError("reward_model.path", problem, "name a sequence classifier with one score")]
+    return _judging_errors("reward_model.path", role, prompts)
 
 
-def _judging_faults(where: str, role: Role, prompts: Sequence[Prompt]) -> Faults:
+def _judging_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Errors:
     """Faults of the tokenizer and the template with which a reward model reads prompts and responses."""
     try:
         tokenizer = load_tokenizer(role.model.path)
-    except UserFault as fault:
-        return [UserFault(where, fault.problem, fault.mend)]
+    except UserError as error:
+        return [UserError(where, error.problem, error.hint)]
     if beyond := token_outside_vocabulary(tokenizer, tokenizer.get_vocab().values(), role.shape.vocab_size):
-        mend = OWN_TOKENIZER.replace("model.path", where)
-        return [UserFault(where, f"it reads any text, and its tokenizer has {beyond}", mend)]
-    unbounded = template_fault(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
+        hint = OWN_TOKENIZER.replace("model.path", where)
+        return [UserError(where, f"it reads any text, and its tokenizer has {beyond}", hint)]
+    unbounded = template_error(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
     if unbounded:
-        return [UserFault(where, unbounded.problem, unbounded.mend)]
+        return [UserError(where, unbounded.problem, unbounded.hint)]
     for prompt in prompts:
         try:
             chat_text(tokenizer, prompt.messages, "")
-        except Exception as error:  # a template raises whatever its author wrote
-            mend = "mend the messages or the template"
-            return [UserFault(where, f"{prompt.id}: its tokenizer refuses the prompt: {error}", mend)]
+        except Exception as raised:  # a template raises whatever its author wrote
+            hint = "mend the messages or the template"
+            return [UserError(where, f"{prompt.id}: its tokenizer refuses the prompt: {raised}", hint)]
     return []
 
 
-def _reward_adapter_faults(folder: str, role: Role) -> Faults:
+def _reward_adapter_errors(folder: str, role: Role) -> Errors:
     """Faults of a reward model's adapters and head; its tokenizer is the policy's."""
     if not role.lora or role.model.known_shape is None:
         return []
-    mend = "name a folder that PEFT has written of a sequence classifier on the policy's model"
-    return [UserFault("reward_model.adapters", one.problem, mend) for one in peft.check(folder, role.shape, role.lora)]
+    hint = "name a folder that PEFT has written of a sequence classifier on the policy's model"
+    return [UserError("reward_model.adapters", one.problem, hint) for one in peft.check(folder, role.shape, role.lora)]
 
 
-def _auxiliary_faults(role: Role, *, is_known: bool) -> Faults:
+def _auxiliary_errors(role: Role, *, is_known: bool) -> Errors:
     """Faults of an auxiliary model's checkpoint and layout.
 
     is_known: the policy has the same checkpoint, whose faults are reported there.
     """
-    if role.model.fault:
-        return [] if is_known else [role.renamed(role.model.fault)]
-    faults = [] if is_known else hf_import.check_hf(role.model.path, role.shape)
-    return [role.renamed(fault) for fault in faults] + role.layout_faults()
+    if role.model.error:
+        return [] if is_known else [role.renamed(role.model.error)]
+    errors = [] if is_known else hf_import.check_hf(role.model.path, role.shape)
+    return [role.renamed(error) for error in errors] + role.layout_errors()

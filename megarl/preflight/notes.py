@@ -1,6 +1,6 @@
 """Notes, which do not stop a run: keys that nothing reads, and values that are probably mistakes.
 
-Contradictory and impossible values are refused elsewhere (limit_faults, hyperparameter_faults). A recipe whose critic
+Contradictory and impossible values are refused elsewhere (limit_errors, hyperparameter_errors). A recipe whose critic
 is switched off by an overlay is still a good recipe.
 """
 
@@ -22,7 +22,7 @@ def unread(recipe: Recipe) -> dict[str, str]:
     """Key or section -> why nothing reads it, or "". The longest entry that a key begins with counts.
 
     Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
-    keys that it governs. Other checks tell of `algorithm` (hyperparameter_faults) and `evaluation.sets` (eval_faults).
+    keys that it governs. Other checks tell of `algorithm` (hyperparameter_errors) and `evaluation.sets` (eval_errors).
     """
     name, data, warm, checkpoint = recipe.algorithm.name, recipe.data, recipe.warm_start, recipe.checkpoint
     has_project = bool(set(recipe.run.trackers) - {"tensorboard"})

@@ -9,7 +9,7 @@ from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.algos.mismatch import bounds
 from megarl.config import Recipe
 from megarl.placement.roles import Roles
-from megarl.types import Hyperparameters, UserFault
+from megarl.types import Hyperparameters, UserError
 
 # By algorithm.mismatch of whole samples: the hyperparameters that bound it, and what its default bounds do to samples
 # with tokens of earlier policies.
@@ -24,33 +24,33 @@ _LOSSES: dict[str, str] = {
 _RESPONSE = "response has more than {} tokens (rollout.max_response_tokens)"
 
 
-def phase_faults(roles: Roles) -> list[UserFault]:
+def phase_errors(roles: Roles) -> list[UserError]:
     """Every fault of tokens of earlier policies, where the algorithm is known and learns from samples."""
     recipe = roles.recipe
     name, rollout = recipe.algorithm.name, recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):
         return []
-    faults = _size_faults(recipe)
+    errors = _size_errors(recipe)
     key = "phase_tokens" if rollout.phase_tokens else "ahead" if rollout.ahead else None
     hyperparameters = hyperparameters_of(name, recipe.algorithm)
     if key is None:
-        return faults + _leftover_faults(name, hyperparameters)
+        return errors + _leftover_errors(name, hyperparameters)
     if ALGORITHMS[name].greedy_baseline:
         problem = f"is set, and {name} compares the samples of a prompt with a greedy response of the same policy"
-        mend = "leave it out, or choose another algorithm.name"
-        faults.append(UserFault(f"rollout.{key}", problem, mend))
+        hint = "leave it out, or choose another algorithm.name"
+        errors.append(UserError(f"rollout.{key}", problem, hint))
     if hyperparameters.mismatch == "off":
         problem = f"off, and with rollout.{key} earlier policies have sampled a part of the tokens"
-        faults.append(UserFault("algorithm.mismatch", problem, f"set it to tis or icepop, or leave rollout.{key} out"))
-    faults += _sequence_faults(key, hyperparameters)
+        errors.append(UserError("algorithm.mismatch", problem, f"set it to tis or icepop, or leave rollout.{key} out"))
+    errors += _sequence_errors(key, hyperparameters)
     if rollout.ahead and not roles.unshared_engines:
         problem = "1, and every engine shares GPUs with other models, to which it gives the memory while they compute"
-        mend = "set it to 0, or give engines GPUs of their own: placement.first_engine_gpu, placement.train_gpus"
-        faults.append(UserFault("rollout.ahead", problem, mend))
-    return faults
+        hint = "set it to 0, or give engines GPUs of their own: placement.first_engine_gpu, placement.train_gpus"
+        errors.append(UserError("rollout.ahead", problem, hint))
+    return errors
 
 
-def _sequence_faults(phase_key: str, hyperparameters: Hyperparameters) -> list[UserFault]:
+def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> list[UserError]:
     """The fault of sequence-level bounds whose defaults fit rounding alone, where a step trains on older tokens.
 
     These are tokens that earlier policies have sampled. Bounds that the recipe sets are accepted.
@@ -66,31 +66,31 @@ def _sequence_faults(phase_key: str, hyperparameters: Hyperparameters) -> list[U
     mismatch = hyperparameters.mismatch
     problem = f"{mismatch}, and with rollout.{phase_key} earlier policies have sampled a part of the tokens: "
     problem += f"the bounds {low:g} and {high:g} of whole samples {_LOSSES[mismatch]}"
-    mend = f"set it to tis or icepop, or set {' and '.join(f'algorithm.{key}' for key in keys)} to wider bounds"
-    return [UserFault("algorithm.mismatch", problem, mend)]
+    hint = f"set it to tis or icepop, or set {' and '.join(f'algorithm.{key}' for key in keys)} to wider bounds"
+    return [UserError("algorithm.mismatch", problem, hint)]
 
 
-def _leftover_faults(name: str, hyperparameters: Hyperparameters) -> list[UserFault]:
+def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> list[UserError]:
     """Leftover groups of dynamic sampling that nothing corrects for the policy which has sampled them."""
     is_corrected = ALGORITHMS[name].has_ratio or hyperparameters.mismatch != "off"
     if is_corrected or not hyperparameters.dynamic_sampling:
         return []
     problem = f"off, and {name} has no ratio: nothing corrects the older groups that dynamic sampling keeps"
-    mend = "set it to tis or icepop, or algorithm.dynamic_sampling to false"
-    return [UserFault("algorithm.mismatch", problem, mend)]
+    hint = "set it to tis or icepop, or algorithm.dynamic_sampling to false"
+    return [UserError("algorithm.mismatch", problem, hint)]
 
 
-def _size_faults(recipe: Recipe) -> list[UserFault]:
-    rollout, where, faults = recipe.rollout, "rollout.prompts_in_flight", []
+def _size_errors(recipe: Recipe) -> list[UserError]:
+    rollout, where, errors = recipe.rollout, "rollout.prompts_in_flight", []
     phase, longest, wanted = rollout.phase_tokens, recipe.longest_sample, rollout.prompts_per_step
     if phase is not None and phase >= longest:
         what = "episode has more than {} tokens (episode.max_tokens)" if recipe.episode else _RESPONSE
         problem = f"{phase}, and no {what.format(longest)}"
-        faults.append(UserFault("rollout.phase_tokens", problem, "set it to less, or leave it out"))
+        errors.append(UserError("rollout.phase_tokens", problem, "set it to less, or leave it out"))
     if rollout.in_flight < wanted:
         problem = f"{rollout.in_flight}, and a step trains on {wanted} (rollout.prompts_per_step)"
-        faults.append(UserFault(where, problem, f"set it to at least {wanted}; with phases {2 * wanted} is usual"))
+        errors.append(UserError(where, problem, f"set it to at least {wanted}; with phases {2 * wanted} is usual"))
     elif rollout.in_flight > wanted and phase is None:
         problem = f"{rollout.in_flight}, and without rollout.phase_tokens a step begins what it trains on"
-        faults.append(UserFault(where, problem, "set rollout.phase_tokens too, or leave it out"))
-    return faults
+        errors.append(UserError(where, problem, "set rollout.phase_tokens too, or leave it out"))
+    return errors

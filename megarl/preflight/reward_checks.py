@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.config import Recipe, RewardConfig
-from megarl.isolation.http_service import url_faults
-from megarl.isolation.sandbox import sandbox_faults
+from megarl.isolation.http_service import url_errors
+from megarl.isolation.sandbox import sandbox_errors
 from megarl.rollout.reward_workers.by_source import DEFAULT, Scorers, reward_specs, source_of
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import WHERE, describe_failure
-from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserFault, episode_dict
-from megarl.types.reward_result import MEND, Failure
+from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserError, episode_dict
+from megarl.types.reward_result import HINT, Failure
 
 _CODE = "megarl.rollout.rewards.code:score"
 # The argument that limits the time of a verdict, and its default.
@@ -20,40 +20,40 @@ _BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": (
 _SPARE_S = 5.0  # for the verdict's start and end
 
 
-def reward_faults(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | None = False) -> list[UserFault]:
+def reward_errors(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | None = False) -> list[UserError]:
     """Faults of the keys, of the prompts' sources, and of two verdicts of each function on its first row.
 
     has_own: the environment of episodes gives rewards itself, in place of the functions; None: an agent may.
     The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
     """
     reward, has_episodes = recipe.reward, recipe.episode is not None
-    faults = key_faults(reward, has_own=has_own) + _source_faults(reward, prompts)
+    errors = key_errors(reward, has_own=has_own) + _source_errors(reward, prompts)
     for source in reward_specs(reward, recipe.run.timeout_s):
         first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
-        faults += _function_faults(_only(reward, source), recipe.run.timeout_s, first, has_episodes=has_episodes)
-    return faults
+        errors += _function_errors(_only(reward, source), recipe.run.timeout_s, first, has_episodes=has_episodes)
+    return errors
 
 
-def key_faults(reward: RewardConfig, *, has_own: bool | None) -> list[UserFault]:
-    """What the keys alone say. has_own: as of `reward_faults`."""
-    faults = []
+def key_errors(reward: RewardConfig, *, has_own: bool | None) -> list[UserError]:
+    """What the keys alone say. has_own: as of `reward_errors`."""
+    errors = []
     if has_own and (reward.function or reward.by_source):
-        mend = "set it to null, or take the method `reward` out of the environment"
+        hint = "set it to null, or take the method `reward` out of the environment"
         where = WHERE if reward.function else "reward.by_source"
-        faults.append(UserFault(where, "is set, and episode.environment gives the rewards itself", mend))
+        errors.append(UserError(where, "is set, and episode.environment gives the rewards itself", hint))
     if reward.function is None and not reward.by_source and has_own is False:
-        mend = "name a function, functions in reward.by_source, or give the environment a method `reward`"
-        faults.append(UserFault(WHERE, "is not set, and nothing else gives rewards", mend))
+        hint = "name a function, functions in reward.by_source, or give the environment a method `reward`"
+        errors.append(UserError(WHERE, "is not set, and nothing else gives rewards", hint))
     if reward.function is None and reward.arguments:
-        mend = "name it, or give arguments in reward.by_source"
-        faults.append(UserFault("reward.arguments", "are set, and there is no reward.function", mend))
+        hint = "name it, or give arguments in reward.by_source"
+        errors.append(UserError("reward.arguments", "are set, and there is no reward.function", hint))
     if reward.penalty and reward.on_failure != "penalise":
         problem = f"{reward.penalty} is set, and reward.on_failure is {reward.on_failure}"
-        faults.append(UserFault("reward.penalty", problem, "leave it out, or set reward.on_failure to penalise"))
-    return faults
+        errors.append(UserError("reward.penalty", problem, "leave it out, or set reward.on_failure to penalise"))
+    return errors
 
 
-def _source_faults(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[UserFault]:
+def _source_errors(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[UserError]:
     """Rows whose source has no reward function, where there is none for all other rows either."""
     if reward.function is not None or not reward.by_source:
         return []
@@ -64,7 +64,7 @@ def _source_faults(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[User
     value = f"{first.row[reward.source]!r}" if reward.source in first.row else "not there"
     more = f" (and {len(unknown) - 1} more such rows)" if len(unknown) > 1 else ""
     problem = f"{first.id}: {reward.source!r} is {value}{more}, which reward.by_source does not name"
-    return [UserFault("reward.by_source", problem, "name it there, or a reward.function for all other rows")]
+    return [UserError("reward.by_source", problem, "name it there, or a reward.function for all other rows")]
 
 
 def _only(reward: RewardConfig, source: str) -> RewardConfig:
@@ -75,22 +75,22 @@ def _only(reward: RewardConfig, source: str) -> RewardConfig:
     return reward.model_copy(update={"function": None, "by_source": own, "workers": 1})
 
 
-def _own_faults(spec: RewardSpec) -> list[UserFault]:
+def _own_errors(spec: RewardSpec) -> list[UserError]:
     """Faults of megarl's own functions that start programs or call services, which have their own time limits."""
-    given, faults = spec.arguments, []
+    given, errors = spec.arguments, []
     if spec.function == _CODE:
         url = given.get("url")
-        faults = url_faults(url) if url else sandbox_faults(unsafe=given.get("unsafe", False))
-        faults = [UserFault(spec.where, fault.problem, fault.mend) for fault in faults]
+        errors = url_errors(url) if url else sandbox_errors(unsafe=given.get("unsafe", False))
+        errors = [UserError(spec.where, error.problem, error.hint) for error in errors]
     if spec.function not in _BOUNDS:
-        return faults
+        return errors
     key, usual_s = _BOUNDS[spec.function]
     needed_s = given.get(key, usual_s)
     if isinstance(needed_s, int | float) and needed_s + _SPARE_S > spec.timeout_s:
         problem = f"{spec.timeout_s:g} is too little beside the {needed_s:g} s that {key} gives {spec.function}"
-        mend = f"set it to {needed_s + _SPARE_S:g}, or {key} in its arguments lower"
-        faults.append(UserFault("reward.timeout_s", problem, mend))
-    return faults
+        hint = f"set it to {needed_s + _SPARE_S:g}, or {key} in its arguments lower"
+        errors.append(UserError("reward.timeout_s", problem, hint))
+    return errors
 
 
 def _episode(response: str) -> dict[str, Any]:
@@ -99,32 +99,32 @@ def _episode(response: str) -> dict[str, Any]:
     return episode_dict(EpisodeFacts(1, 0, 0, 0.0, "answered", 0), [turn])
 
 
-def _function_faults(
+def _function_errors(
     reward: RewardConfig, start_s: float, first: Prompt | None, *, has_episodes: bool
-) -> list[UserFault]:
+) -> list[UserError]:
     """The function must exist, and score a right and an empty response to the first of its rows.
 
     has_episodes: the responses are episodes of one turn.
     """
     try:
         judges = Scorers(reward, start_s)
-    except UserFault as fault:
-        return [fault]
+    except UserError as error:
+        return [error]
     try:
         answer = first.answer if first else ""
         place = first.id if first else ""
         responses = [answer, ""] if first else []
         episodes = [_episode(response) for response in responses] if has_episodes else []
         found = judges.wait_for_verdicts(answer, first.row, responses, episodes) if first else []
-    except UserFault as fault:
-        return [fault]
+    except UserError as error:
+        return [error]
     finally:
         judges.shutdown()
     (spec,) = reward_specs(reward, start_s).values()
-    own = _own_faults(spec)
+    own = _own_errors(spec)
     if own:
         return own
     for verdict, response in zip(found, responses, strict=True):
         if isinstance(verdict, Failure):
-            return [UserFault(spec.where, describe_failure(verdict, response, answer, place), MEND)]
+            return [UserError(spec.where, describe_failure(verdict, response, answer, place), HINT)]
     return []

@@ -41,10 +41,10 @@ class Agreement:
             raise RuntimeError(outcome["fault"])
         return outcome
 
-    def refuse(self, stage: str, fault: str) -> str | None:
+    def refuse(self, stage: str, error: str) -> str | None:
         """Fail a stage for all members, present and later; returns the fault of another member that was first."""
         self._keys.append(f"{stage}/outcome")
-        own = f"reshard: member {self._member} {fault}"
+        own = f"reshard: member {self._member} {error}"
         first = self._propose(stage, {"fault": own}).get("fault")
         return None if first == own else first
 

@@ -67,7 +67,7 @@ def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
     return whole
 
 
-def draft_fault(models: Sequence[torch.nn.Module]) -> LayoutError | None:
+def draft_error(models: Sequence[torch.nn.Module]) -> LayoutError | None:
     """The reason why a draft model cannot be written together with its target; else None."""
     target, *drafts = models
     shared = {id(tensor) for tensor in target.buffers()}
@@ -153,14 +153,14 @@ def refresh_derived(model: torch.nn.Module) -> None:
         derive()
 
 
-def constant_faults(model: torch.nn.Module) -> list[str]:
+def constant_errors(model: torch.nn.Module) -> list[str]:
     """A description of each constant that is not 1."""
     values = {name: param.item() for name, param in constants(model).items()}
     return [f"{name} is {value:g}, not 1" for name, value in values.items() if value != 1.0]
 
 
 @torch.no_grad()
-def derived_faults(model: torch.nn.Module) -> list[str]:
+def derived_errors(model: torch.nn.Module) -> list[str]:
     """A description of each derived tensor that is not bitwise equal to the one computed from the parameters."""
     return [
         f"{name} differs from its kv_b_proj.weight"

@@ -8,7 +8,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.shards import LayoutError, Part
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 def weight_maps(
@@ -16,15 +16,15 @@ def weight_maps(
 ) -> tuple[list[Part], list[Part]]:
     """What the policy's ranks send and what the engines receive in a reshard.
 
-    Raises UserFault where training ranks cut the tiles of fp8 engines.
+    Raises UserError where training ranks cut the tiles of fp8 engines.
     """
     targets = sglang_map.parts(shape, engines)
     try:
         sources = megatron_map.parts(shape, layout, transformer_engine)
         return fp8.with_scales(sources, targets), targets
     except LayoutError as error:
-        mend = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
-        raise UserFault("rollout.engine.fp8", str(error), mend) from None
+        hint = "choose sizes of train that do not, or set rollout.engine.fp8 to false"
+        raise UserError("rollout.engine.fp8", str(error), hint) from None
 
 
 def factor_maps(

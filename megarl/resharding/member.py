@@ -85,7 +85,7 @@ class Member:
         attempt: int,
         targets: Params | None = None,
         *,
-        fault: Exception | None = None,
+        error: Exception | None = None,
         finish: Callable[[], None] | None = None,
     ) -> Stats:
         """Update this member's target parameters to `version`; collective. Returns this member's cost.
@@ -93,11 +93,11 @@ class Member:
         attempt: unique in a run. targets may be different tensors each time (an engine may rebind them). fault: the
         reason why the caller cannot take part, which is raised here after the other members have received it. finish:
         called when the targets are written; an exception of it fails the exchange for all. Raises this member's own
-        fault (LayoutError, UserFault, VerifyError), or RuntimeError with the message of another member.
+        fault (LayoutError, UserError, VerifyError), or RuntimeError with the message of another member.
         """
         started, targets = time.perf_counter(), targets or {}
         self._plan_s = 0.0
-        outcome = self._agree(f"{attempt}/ready", version, targets, fault)
+        outcome = self._agree(f"{attempt}/ready", version, targets, error)
         done, key = f"{attempt}/done", outcome["group"]
         has_group = self._group is not None and self._group[0] == key
         stage = done if has_group else f"{attempt}/prepared"
@@ -115,11 +115,11 @@ class Member:
             kept_share = self.payload.kept_share()  # verifying reads all boxes once more
             self.verify(targets, ask)
             stats = self._stats(extra_bytes, time.perf_counter() - started, kept_share)
-        except Exception as error:
-            first = self._agreement.refuse(stage, f"failed in the exchange: {error}")
+        except Exception as raised:
+            first = self._agreement.refuse(stage, f"failed in the exchange: {raised}")
             self.close()  # only now, so that peers that fail because of it find this error
             if first:
-                raise RuntimeError(first) from error
+                raise RuntimeError(first) from raised
             raise
         try:
             self._agreement.reach(stage, asdict(stats), lambda votes: {})
@@ -144,13 +144,13 @@ class Member:
             made = Verifier(self.streams, s.engine, self._group[1], sources, targets, *bounds, transform)
             made.check(s.verify)
 
-    def _agree(self, stage: str, version: int, targets: Params, fault: Exception | None) -> Vote:
+    def _agree(self, stage: str, version: int, targets: Params, error: Exception | None) -> Vote:
         """Return the outcome if every member is ready and has the same inputs; otherwise raise."""
-        fault = fault or self._fault(targets)
-        if fault:
+        error = error or self._error(targets)
+        if error:
             self.close()
-            self._agreement.refuse(stage, f"cannot take part: {fault}")
-            raise fault
+            self._agreement.refuse(stage, f"cannot take part: {error}")
+            raise error
         outdated = self._agreement.forget()
         vote = {
             "inputs": self._inputs(version),
@@ -166,7 +166,7 @@ class Member:
         self._agreement.delete(outdated)  # all members have reached this stage, so nobody reads older keys
         return outcome
 
-    def _fault(self, targets: Params) -> Exception | None:
+    def _error(self, targets: Params) -> Exception | None:
         """The reason why this member cannot take part: parameters that the maps do not describe, or no plan."""
         try:
             self.payload.check(targets)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.types import UserFault
+from megarl.types import UserError
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -74,7 +74,7 @@ class SourceHandles:
 def share_params(params: Mapping[str, torch.Tensor]) -> SourceHandles:
     """Make `params` mappable by another process; for this process they do not change. They must outlive the mapping.
 
-    Raises UserFault when the machine's shared memory is too small.
+    Raises UserError when the machine's shared memory is too small.
     """
     index: dict[int, int] = {}
     handles: list[CpuStorage | CudaStorage] = []
@@ -109,7 +109,7 @@ def _check_shared_memory(storage: torch.UntypedStorage) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     if not storage.is_shared() and storage.nbytes() > free_bytes:
         problem = f"{free_bytes} bytes free, the weights of one rank need {storage.nbytes()}"
-        raise UserFault(SHARED_MEMORY, problem, "make it larger (docker: --shm-size) or train a smaller model")
+        raise UserError(SHARED_MEMORY, problem, "make it larger (docker: --shm-size) or train a smaller model")
 
 
 def map_params(handles: SourceHandles) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from megarl.model.quantisation import FP8_TILE
 from megarl.model.tensors import Size
 from megarl.resharding.routes import Flow, Hop, RouteChooser, item_bytes
 from megarl.resharding.shards import Box, Cell, Part, box_area, box_size
-from megarl.types import UserFault
+from megarl.types import UserError
 
 DIGEST_BITS = 128
 
@@ -121,13 +121,13 @@ class Streams:
     def rounds_needed(self, round_bytes: int) -> tuple[int, ...]:
         """For each chapter the fewest rounds in each of which this member sends and receives at most round_bytes.
 
-        The exchange uses the maximum over all members. Raises UserFault below least_round_bytes.
+        The exchange uses the maximum over all members. Raises UserError below least_round_bytes.
         """
         least = self.least_round_bytes
         if least > round_bytes:
             pieces = f"the smallest pieces to and from all peers of member {self.member} take {least // 2}"
             problem = f"{round_bytes}: {pieces}"
-            raise UserFault("reshard.round_bytes", problem, f"raise it to at least {least}")
+            raise UserError("reshard.round_bytes", problem, f"raise it to at least {least}")
         return tuple(_num_rounds(chapter, round_bytes) for chapter in self._sizes())
 
     def _sizes(self) -> list[list[tuple[int, int]]]:

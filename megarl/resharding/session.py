@@ -13,7 +13,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.verify import VerifyMode
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class Sessions:
 def sessions(common: Session, handles: Sequence[SourceHandles]) -> Sessions:
     """The sessions of one run, from what they have in common; handles[rank]: the parameters of training rank `rank`.
 
-    Raises UserFault where there is a gap of slots between the training ranks and the engines.
+    Raises UserError where there is a gap of slots between the training ranks and the engines.
     """
     engine, num_ranks = common.engine, common.train.world_size
     if engine.first > num_ranks:
         problem = f"the engines begin at GPU {engine.first}, the training ranks end at {num_ranks}"
-        raise UserFault("placement", problem, f"let the engines begin at GPU {num_ranks} or before")
+        raise UserError("placement", problem, f"let the engines begin at GPU {num_ranks} or before")
     engines: tuple[dict[int, Session], ...] = tuple({} for _ in range(engine.count))
     trainers: dict[int, Session] = {}
     for slot in range(common.num_members):

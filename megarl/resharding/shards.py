@@ -21,7 +21,7 @@ Cell = tuple[int, int, int]  # item, row, column
 Box = tuple[Range, Range, Range]  # items, rows, columns
 FP8 = "float8_e4m3fn"  # torch's name of the type of weights in tiles
 VOCAB_TENSORS = frozenset({EMBEDDING, LM_HEAD})  # their parameters may end in padding rows
-_FAULTS_SHOWN = 3
+_ERRORS_SHOWN = 3
 
 
 class LayoutError(RuntimeError):
@@ -181,18 +181,18 @@ def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -
     wrong = [f"{name}: the model has no such parameter" for name in table if name not in params]
     wrong += [f"{name}: the map does not know this parameter" for name in params if name not in table]
     for name in table.keys() & params.keys():
-        wrong += _param_faults(name, table[name], params[name], filled[name], name in padded)
+        wrong += _param_errors(name, table[name], params[name], filled[name], name in padded)
     if wrong:
         raise LayoutError(f"weight map and model differ: {first_of(sorted(wrong))}")
 
 
-def first_of(faults: Sequence[str]) -> str:
+def first_of(errors: Sequence[str]) -> str:
     """The first faults for an error message, and how many more there are: every layer repeats the same fault."""
-    more = f"; and {len(faults) - _FAULTS_SHOWN} more" if len(faults) > _FAULTS_SHOWN else ""
-    return "; ".join(faults[:_FAULTS_SHOWN]) + more
+    more = f"; and {len(errors) - _ERRORS_SHOWN} more" if len(errors) > _ERRORS_SHOWN else ""
+    return "; ".join(errors[:_ERRORS_SHOWN]) + more
 
 
-def _param_faults(name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool) -> list[str]:
+def _param_errors(name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool) -> list[str]:
     real = shape_as_stack(param.shape)
     long_enough = real[1] == mapped[1] or (padded and real[1] > mapped[1])
     if (real[0], real[2]) != (mapped[0], mapped[2]) or not long_enough:

@@ -23,8 +23,8 @@ from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
-from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserFault
-from megarl.types.reward_result import MEND, Failure, Verdict
+from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserError
+from megarl.types.reward_result import HINT, Failure, Verdict
 from megarl.types.sampling import Sampling
 
 
@@ -70,7 +70,7 @@ class RolloutWorker:
     ) -> tuple[GroupSummary, SampleGroup] | tuple[PartialSummary, PartialGroup]:
         """Sample one group, or continue its open samples (`begun`), and score the samples that have ended.
 
-        Raises EngineFault; UserFault(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
+        Raises EngineError; UserError(reward.function) when every verdict has failed, unless sampling.may_lose_all, or
         with reward.on_failure "stop" when any has.
         """
         generated = await self._generate(prompt, sampling, begun)
@@ -135,7 +135,7 @@ class RolloutWorker:
         await self._engine.reshard(message, version)
 
     async def check(self) -> None:
-        """Raises EngineFault with the cause when a process of the engine has died."""
+        """Raises EngineError with the cause when a process of the engine has died."""
         await self._engine.check()
 
     async def release_memory(self) -> None:
@@ -201,7 +201,7 @@ def scored(
     if num_dropped and (reward.on_failure == "stop" or is_lost):
         many = "" if reward.on_failure == "stop" else ", as did all of the group"
         where = WHERE if reward.function or reward.by_source else "episode"
-        raise UserFault(where, f"{failures[0]}{many}", f"{MEND}, or see reward.on_failure")
+        raise UserError(where, f"{failures[0]}{many}", f"{HINT}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,
         samples=tuple(sample for sample, _ in kept),

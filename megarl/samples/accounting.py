@@ -57,13 +57,13 @@ def turn_rewards(samples: Sequence[Sample]) -> FloatArray | None:
 
 
 def check(prompt: Prompt, samples: Sequence[Sample]) -> None:
-    """Raises RuntimeError where the tokens of a sample do not add up, see `sample_fault`."""
+    """Raises RuntimeError where the tokens of a sample do not add up, see `sample_error`."""
     for number, sample in enumerate(samples):
-        if fault := sample_fault(prompt, sample):
-            raise RuntimeError(f"{prompt.id}: sample {number} {fault}")
+        if error := sample_error(prompt, sample):
+            raise RuntimeError(f"{prompt.id}: sample {number} {error}")
 
 
-def sample_fault(prompt: Prompt, sample: Sample) -> str | None:
+def sample_error(prompt: Prompt, sample: Sample) -> str | None:
     """A description of what is wrong with the account of an episode's tokens, else None.
 
     Each row's arrays have one value a token, its parts have all of its tokens, and tokens that the model did not sample
@@ -74,8 +74,8 @@ def sample_fault(prompt: Prompt, sample: Sample) -> str | None:
     if sample.is_plain and facts is None and opened is None and sample.token_rewards_T is None:
         return None
     for number, row in enumerate(sample.rows):
-        if fault := _row_fault(row, row_length(prompt, row), sample.is_open):
-            return f"has a row {number} with {fault}"
+        if error := _row_error(row, row_length(prompt, row), sample.is_open):
+            return f"has a row {number} with {error}"
     account = asdict(facts) if facts else opened.account if opened else {}
     sampled = account.get("sampled_tokens", 0)
     dropped = {reason: account.get(f"dropped_{reason}", 0) for reason in get_args(DropReason)}
@@ -86,7 +86,7 @@ def sample_fault(prompt: Prompt, sample: Sample) -> str | None:
     return None
 
 
-def _row_fault(row: EpisodeRow, length: int, is_open: bool) -> str | None:
+def _row_error(row: EpisodeRow, length: int, is_open: bool) -> str | None:
     tokens = len(row.response_ids_T)
     arrays = {"logprobs": row.engine_logp_T, "marks of trained tokens": row.trained_T, "rewards": row.token_rewards_T}
     for what, array_T in arrays.items():

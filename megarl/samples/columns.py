@@ -14,7 +14,7 @@ from typing import Any, get_args
 import numpy as np
 
 from megarl.printable import json_line, plain_value, short
-from megarl.samples.accounting import sample_fault
+from megarl.samples.accounting import sample_error
 from megarl.samples.buffer import PartialGroup
 from megarl.types import (
     EpisodeEnd,
@@ -170,7 +170,7 @@ def _array(scalar: Any) -> Any:
     return scalar.values.to_numpy(zero_copy_only=False).copy()
 
 
-def row_fault(row: dict[str, Any], step: int) -> str | None:
+def row_error(row: dict[str, Any], step: int) -> str | None:
     """A description of what is wrong with a row, as a file that another program wrote may have it; else None."""
     if row["step"] != step:
         return f"has the step number {row['step']}"
@@ -180,15 +180,15 @@ def row_fault(row: dict[str, Any], step: int) -> str | None:
         return f"has the row {short(row['row'])}, which is not an object of JSON"
     may_be_empty = row["open"] or row["facts"] is not None
     for one in (row, *(row["more_rows"] or ())):
-        if fault := _conversation_fault(one, row["prompt_ids"], may_be_empty):
-            return fault
+        if error := _conversation_error(one, row["prompt_ids"], may_be_empty):
+            return error
     if row["facts"] and not _are_facts(row["facts"]):
         return f"has the facts {row['facts']}"
-    if row["transcript"] is not None and (fault := _transcript_fault(row["transcript"])):
-        return fault
+    if row["transcript"] is not None and (error := _transcript_error(row["transcript"])):
+        return error
     if row["open_episode"] is not None and _open_episode(row["open_episode"]) is None:
         return "has an open episode that cannot be read"
-    return sample_fault(prompt_of(row), sample_of(row))
+    return sample_error(prompt_of(row), sample_of(row))
 
 
 def _is_object(text: str) -> bool:
@@ -203,7 +203,7 @@ def _are_facts(facts: dict[str, Any]) -> bool:
     return None not in known and facts["end"] in get_args(EpisodeEnd)
 
 
-def _transcript_fault(text: str) -> str | None:
+def _transcript_error(text: str) -> str | None:
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError):
@@ -222,7 +222,7 @@ def _is_entry(entry: Any) -> bool:
     return False
 
 
-def _conversation_fault(row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool) -> str | None:
+def _conversation_error(row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool) -> str | None:
     prompt_ids = prompt_ids if row["own_prompt_ids"] is None else row["own_prompt_ids"]
     if empty := [name for name, value in row.items() if value is None and name not in _OPTIONAL]:
         return f"has a row without {empty[0]}"
@@ -235,10 +235,10 @@ def _conversation_fault(row: dict[str, Any], prompt_ids: np.ndarray, may_be_empt
     is_ascending = len(versions) == len(part_tokens) and (np.diff(versions) > 0).all()
     if not is_ascending or (part_tokens < 1).any() or part_tokens.sum() != len(ids):
         return f"has parts of {part_tokens.tolist()} tokens and of versions {versions.tolist()}"
-    return None if row["experts"] is None else _experts_fault(row, len(prompt_ids) + len(ids))
+    return None if row["experts"] is None else _experts_error(row, len(prompt_ids) + len(ids))
 
 
-def _experts_fault(row: dict[str, Any], num_tokens: int) -> str | None:
+def _experts_error(row: dict[str, Any], num_tokens: int) -> str | None:
     if row["experts_type"] not in _EXPERT_TYPES or row["experts_shape"] is None:
         return f"has experts of type {row['experts_type']}"
     if len(row["experts_shape"]) != 3 or row["experts_shape"].min() < 0:

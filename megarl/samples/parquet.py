@@ -43,10 +43,10 @@ from megarl.disk import visible_folder
 from megarl.printable import first_line
 from megarl.samples import columns
 from megarl.samples.buffer import PartialGroup
-from megarl.types import SampleGroup, UserFault
+from megarl.types import SampleGroup, UserError
 
 _KEY = b"megarl"
-_MEND = "make it again with `megarl rollout --out`"
+_HINT = "make it again with `megarl rollout --out`"
 
 
 class SampleWriter:
@@ -82,7 +82,7 @@ class SampleWriter:
 def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.dir") -> Iterator[SampleWriter]:
     """A writer to a hidden file, which is renamed to `path` when the block succeeds and removed when it raises.
 
-    where: the recipe key or option that names the disk. Raises UserFault when the disk is full, or another process
+    where: the recipe key or option that names the disk. Raises UserError when the disk is full, or another process
     writes to the path.
     """
     partial = path.with_name(f".{path.name}.partial")
@@ -105,10 +105,10 @@ def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.d
 
 
 def _lock(file: IO[bytes], path: Path, where: str) -> None:
-    """Hold a file that nobody else writes. Raises UserFault where another process, or another block, does."""
+    """Hold a file that nobody else writes. Raises UserError where another process, or another block, does."""
     if not disk.take_lock(file, visible_folder(path.parent), where):
-        mend = "wait until it has ended, or name another file"
-        raise UserFault(where, f"another process writes {path}", mend)
+        hint = "wait until it has ended, or name another file"
+        raise UserError(where, f"another process writes {path}", hint)
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,16 @@ class SampleFile:
         return len(self.num_samples)
 
     def groups(self, step: int) -> list[SampleGroup]:
-        """The groups of a step, from 1, as they were written. Raises UserFault for a damaged file."""
+        """The groups of a step, from 1, as they were written. Raises UserError for a damaged file."""
         found = self.any_groups(step)
         whole = [group for group in found if isinstance(group, SampleGroup)]
         if len(whole) < len(found):
             problem = f"step {step} has samples that have not ended, as in a checkpoint's file"
-            raise UserFault(str(self.path), problem, _MEND)
+            raise UserError(str(self.path), problem, _HINT)
         for number, group in enumerate(whole):
             if not np.isfinite(group.rewards_G).all():
                 problem = f"group {number} of step {step} has a reward that is not a finite number"
-                raise UserFault(str(self.path), problem, _MEND)
+                raise UserError(str(self.path), problem, _HINT)
         return whole
 
     def any_groups(self, step: int) -> list[SampleGroup | PartialGroup]:
@@ -146,13 +146,13 @@ class SampleFile:
         return [_group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
 
     def stocked_groups(self) -> Iterator[SampleGroup | PartialGroup]:
-        """The groups of a stock's file, one after another. Raises UserFault for a damaged file."""
+        """The groups of a stock's file, one after another. Raises UserError for a damaged file."""
         for step in range(1, self.num_steps + 1):
             yield from self.any_groups(step)
 
 
 def open_samples(path: Path) -> SampleFile:
-    """Read a file's footer. Raises UserFault when it is not a file of samples, or truncated."""
+    """Read a file's footer. Raises UserError when it is not a file of samples, or truncated."""
     import pyarrow
     import pyarrow.parquet
 
@@ -168,7 +168,7 @@ def open_samples(path: Path) -> SampleFile:
     if found not in known or not columns.equals(columns.schema(found)):
         *older, last = map(str, known)
         problem = f"its format is {found}, this version reads {', '.join(older)} and {last}"
-        raise UserFault(str(path), problem, _MEND)
+        raise UserError(str(path), problem, _HINT)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
 
@@ -200,20 +200,20 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read_row_group(step - 1)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise _unreadable(path, error) from None
+    except (OSError, ValueError, pyarrow.ArrowException) as raised:
+        raise _unreadable(path, raised) from None
     rows = columns.rows_of(table)
     before = (-1, -1)
     for number, row in enumerate(rows):
         place = row["group"], row["sample"]
-        fault = columns.row_fault(row, step)
-        if not fault and place not in ((before[0], before[1] + 1), (before[0] + 1, 0)):
-            fault = f"is sample {place[1]} of group {place[0]} and follows sample {before[1]} of group {before[0]}"
+        error = columns.row_error(row, step)
+        if not error and place not in ((before[0], before[1] + 1), (before[0] + 1, 0)):
+            error = f"is sample {place[1]} of group {place[0]} and follows sample {before[1]} of group {before[0]}"
         before = place
-        if fault:
-            raise UserFault(str(path), f"sample {number} of step {step} {fault}", _MEND)
+        if error:
+            raise UserError(str(path), f"sample {number} of step {step} {error}", _HINT)
     return rows
 
 
-def _unreadable(path: Path, error: Exception) -> UserFault:
-    return UserFault(str(path), f"not a complete file of samples ({first_line(error)})", _MEND)
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(str(path), f"not a complete file of samples ({first_line(error)})", _HINT)

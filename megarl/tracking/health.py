@@ -158,8 +158,8 @@ def _with_few_varied_groups(now: Metrics, past: Past) -> bool:
 
 
 def _says_few_varied_groups(now: Metrics, past: Past) -> str:
-    mend = "raise rollout.samples_per_prompt, use data.train of medium difficulty, or set algorithm.dynamic_sampling"
-    return f"{now[GROUPS]:.0%} of the groups have equal rewards, so that few samples teach anything; {mend}"
+    hint = "raise rollout.samples_per_prompt, use data.train of medium difficulty, or set algorithm.dynamic_sampling"
+    return f"{now[GROUPS]:.0%} of the groups have equal rewards, so that few samples teach anything; {hint}"
 
 
 def _without_gradient(now: Metrics, past: Past) -> bool:

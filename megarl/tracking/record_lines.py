@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.types import UserFault
+from megarl.types import UserError
 
-_MEND = "remove the line, or choose another run.name"
+_HINT = "remove the line, or choose another run.name"
 
 
 def read_lines(
-    file: Path, last_step: int, faults: list[UserFault], *, only_numbers: bool = True
+    file: Path, last_step: int, errors: list[UserError], *, only_numbers: bool = True
 ) -> list[tuple[bytes, dict[str, Any]]]:
     """(bytes in the file with the end of the line, record) of each line up to a step.
 
-    The first broken line in the whole file is added to `faults`. A last line without a line end was cut off when its
+    The first broken line in the whole file is added to `errors`. A last line without a line end was cut off when its
     run ended: it is left out. only_numbers: every value of a record must be a number or null, as in metrics.jsonl.
     """
     *whole, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]
@@ -24,7 +24,7 @@ def read_lines(
     for number, raw in enumerate(whole, start=1):
         record = _parsed(raw, only_numbers)
         if isinstance(record, str):
-            faults.append(UserFault(f"{file}:{number}", record, _MEND))
+            errors.append(UserError(f"{file}:{number}", record, _HINT))
             break
         if record["step"] <= last_step:
             lines.append((raw + b"\n", record))

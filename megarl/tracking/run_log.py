@@ -31,7 +31,7 @@ from megarl.tracking.secrets import without_secrets
 from megarl.tracking.step_notes import step_notes
 from megarl.tracking.trackers import Trackers
 from megarl.tracking.trackers.interface import State, TrackedRun, code_commit
-from megarl.types import EndedEarly, GroupSummary, Metrics, UserFault, UserFaults
+from megarl.types import EndedEarly, GroupSummary, Metrics, UserError, UserErrors
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
@@ -136,10 +136,10 @@ class RunLog:
     def _begin(self, step: int) -> list[Metrics]:
         """Write the recipe, and open records and samples, cut off after `step`; returns the records that stay."""
         records, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
-        faults: list[UserFault] = []
-        kept = [read_lines(records, step, faults), read_lines(samples, step, faults, only_numbers=False)]
-        if faults:
-            raise UserFaults(faults)
+        errors: list[UserError] = []
+        kept = [read_lines(records, step, errors), read_lines(samples, step, errors, only_numbers=False)]
+        if errors:
+            raise UserErrors(errors)
         with writing(self.folder, "recipe.yaml"):
             (self.folder / "recipe.yaml").write_text(self._recipe.dump_yaml(), encoding="utf-8")
         for file, lines in zip((records, samples), kept, strict=True):
@@ -169,7 +169,7 @@ class RunLog:
                 self._console.print(self._closing_table())
 
     def _close(self) -> None:
-        """Close every file. Raises UserFault where a file is not whole on the disk, or was removed."""
+        """Close every file. Raises UserError where a file is not whole on the disk, or was removed."""
         with ExitStack() as files:
             for file, name in ((self._records_file, "metrics.jsonl"), (self._samples_file, "samples.jsonl")):
                 files.enter_context(writing(self.folder, name))
@@ -315,13 +315,13 @@ def _locked(folder: Path) -> IO[str]:
     lock = (folder / ".lock").open("a", encoding="utf-8")  # truncates nothing, where it is a link
     try:
         is_ours = take_lock(lock, folder.parent, "run.dir")
-    except UserFault:
+    except UserError:
         with suppress(OSError):
             folder.rmdir()  # a new one, which is empty
         raise
     if not is_ours:
-        mend = "wait until it has ended, or choose another run.name"
-        raise UserFault("run.name", f"another process writes to {folder}", mend)
+        hint = "wait until it has ended, or choose another run.name"
+        raise UserError("run.name", f"another process writes to {folder}", hint)
     return lock
 
 

@@ -55,7 +55,7 @@ class TrainingRank:
     `slot`, and loads the weights of the Hugging Face checkpoint at model.path. trains: with gradients and an optimizer.
     is_published: engines map the parameters, which stay where they are. reference: another checkpoint of the same
     shape, whose weights wait in host memory. With `lora` the frozen weights of a model that is not published are the
-    policy's, undefined until `share`. Raises UserFault for a checkpoint or Megatron option that does not fit.
+    policy's, undefined until `share`. Raises UserError for a checkpoint or Megatron option that does not fit.
     """
 
     def __init__(
@@ -178,13 +178,13 @@ class RankFiles:
     """A rank's files of a checkpoint while they are written; see `finish`."""
 
     def __init__(self, folder: Path, rank_model: RankModel) -> None:
-        """Raises UserFault where the disk is full or the folder is gone."""
+        """Raises UserError where the disk is full or the folder is gone."""
         self._folder = folder
         with writing(visible_folder(folder), "a checkpoint"):
             self._pending = rank_model.save(folder)
 
     def finish(self) -> dict[str, Digest]:
-        """Wait until the files of all ranks are written; returns the digests of this rank's. Raises UserFault."""
+        """Wait until the files of all ranks are written; returns the digests of this rank's. Raises UserError."""
         with writing(visible_folder(self._folder), "a checkpoint"):
             self._pending.finish()
             return digests(self._folder, self._pending.files)

@@ -22,11 +22,11 @@ from megarl.types.episodes import TranscriptEntry as TranscriptEntry
 from megarl.types.episodes import episode_dict as episode_dict
 from megarl.types.episodes import num_stale as num_stale
 from megarl.types.episodes import with_part as with_part
-from megarl.types.faults import EndedEarly as EndedEarly
-from megarl.types.faults import FolderGone as FolderGone
-from megarl.types.faults import Silence as Silence
-from megarl.types.faults import UserFault as UserFault
-from megarl.types.faults import UserFaults as UserFaults
+from megarl.types.errors import EndedEarly as EndedEarly
+from megarl.types.errors import FolderGone as FolderGone
+from megarl.types.errors import Silence as Silence
+from megarl.types.errors import UserError as UserError
+from megarl.types.errors import UserErrors as UserErrors
 from megarl.types.sequences import TrainSequence as TrainSequence
 
 Metrics = dict[str, float]

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.printable import short
 
-MEND = "make it return a finite number for every response"
+HINT = "make it return a finite number for every response"
 LARGEST = 3.4e38  # rewards are float32
 _LONGEST_ANSWER = 1000  # characters; longer answers that begin alike count as one in the vote
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from megarl.types import UserFault  # noqa: E402
+from megarl.types import UserError  # noqa: E402
 from scripts.bench.resharding import wire  # noqa: E402
 
 TARGETS = ("tp", "ep")
@@ -40,7 +40,7 @@ def main() -> None:
     own_namespace = wire.enter_namespace()  # starts the command anew: before the imports that take seconds
     if args.throttle:
         if not own_namespace:
-            raise UserFault("--throttle", "this machine permits no network namespace", "run as root, or without it")
+            raise UserError("--throttle", "this machine permits no network namespace", "run as root, or without it")
         wire.throttle(args.throttle)
     os.environ.update(QUIET)
     from scripts.bench.resharding import compare, report
@@ -62,6 +62,6 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except UserFault as fault:
-        print(fault, file=sys.stderr)
+    except UserError as error:
+        print(error, file=sys.stderr)
         sys.exit(2)

@@ -17,7 +17,7 @@ from megarl.model.tensors import hf_tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
 from megarl.resharding.shards import Shard, param_table
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.model.test_hf_config import CONFIG, SHAPE
 
 
@@ -44,7 +44,7 @@ def write_in_two_files(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
-def test_complete_checkpoint_has_no_faults(tmp_path: Path) -> None:
+def test_complete_checkpoint_has_no_errors(tmp_path: Path) -> None:
     assert check_hf(write(tmp_path, CONFIG, tensors()), SHAPE) == []
 
 
@@ -53,29 +53,29 @@ def test_check_names_the_first_of_each_kind(tmp_path: Path) -> None:
     del weights["model.norm.weight"]
     weights["model.layers.1.mlp.experts.3.up_proj.weight"] = torch.zeros(9, 6)
     weights["model.layers.1.mlp.experts.3.down_proj.weight"] = torch.zeros(6)
-    faults = "\n".join(map(str, check_hf(write(tmp_path, CONFIG, weights), SHAPE)))
-    assert faults.count("\n") == 1
-    assert "no tensor model.norm.weight" in faults
-    assert "model.layers.1.mlp.experts.3.up_proj.weight is [9, 6], config.json says [8, 6] (and 1 more such" in faults
+    errors = "\n".join(map(str, check_hf(write(tmp_path, CONFIG, weights), SHAPE)))
+    assert errors.count("\n") == 1
+    assert "no tensor model.norm.weight" in errors
+    assert "model.layers.1.mlp.experts.3.up_proj.weight is [9, 6], config.json says [8, 6] (and 1 more such" in errors
 
 
-def test_a_draft_layer_that_is_not_there_is_one_fault(tmp_path: Path) -> None:
-    (fault,) = check_hf(write(tmp_path, CONFIG, tensors()), dataclasses.replace(SHAPE, num_mtp_layers=1))
-    assert "config.json: num_nextn_predict_layers is 1, the files have no such layer; write" in str(fault)
+def test_a_draft_layer_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    (error,) = check_hf(write(tmp_path, CONFIG, tensors()), dataclasses.replace(SHAPE, num_mtp_layers=1))
+    assert "config.json: num_nextn_predict_layers is 1, the files have no such layer; write" in str(error)
 
 
-def test_check_without_weights_is_one_fault(tmp_path: Path) -> None:
-    (fault,) = check_hf(write(tmp_path, CONFIG), SHAPE)
-    assert "model.safetensors: no such file" in str(fault)
+def test_check_without_weights_is_one_error(tmp_path: Path) -> None:
+    (error,) = check_hf(write(tmp_path, CONFIG), SHAPE)
+    assert "model.safetensors: no such file" in str(error)
     (tmp_path / "model.safetensors").write_bytes(b"not tensors")
-    (fault,) = check_hf(tmp_path, SHAPE)
-    assert "is not a safetensors file" in str(fault)
+    (error,) = check_hf(tmp_path, SHAPE)
+    assert "is not a safetensors file" in str(error)
 
 
 def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
     write_in_two_files(tmp_path, tensors())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UserFault, match=r"names missing files: model-00002"):
+    with pytest.raises(UserError, match=r"names missing files: model-00002"):
         tensor_files(tmp_path)
 
 
@@ -106,5 +106,5 @@ def test_rectangles_are_loaded(tmp_path: Path, files: int, dtype: torch.dtype) -
 def test_loading_names_a_missing_tensor(tmp_path: Path) -> None:
     folder = write(tmp_path, CONFIG, tensors())
     shard = Shard("model.layers.9.input_layernorm.weight", (0, 6), (0, 1), "p")
-    with pytest.raises(UserFault, match=r"no tensor model\.layers\.9\.input_layernorm\.weight"):
+    with pytest.raises(UserError, match=r"no tensor model\.layers\.9\.input_layernorm\.weight"):
         load_hf(folder, [shard], {"p": torch.zeros(6)})

@@ -88,7 +88,7 @@ def folder(paths: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def told(path: Path, folder: Path, size: LoraSize = SIZE) -> list[str]:
-    return [str(fault) for fault in peft.check(str(folder), model_shape(path), size)]
+    return [str(error) for error in peft.check(str(folder), model_shape(path), size)]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import check_hf, load_hf
 from megarl.checkpoints.quantised import file_bytes, fill
 from megarl.model.hf_config import HfFacts
-from megarl.model.quantisation import MEND, Quantisation
+from megarl.model.quantisation import HINT, Quantisation
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.model.tensors import hf_tensors, is_projection
 from megarl.model.tensors import tensors as logical_tensors
@@ -26,7 +26,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table
-from megarl.types import UserFault
+from megarl.types import UserError
 
 Tensors = dict[str, torch.Tensor]
 SHAPE = ModelShape(
@@ -232,39 +232,39 @@ def change(files: Tensors, **changed: torch.Tensor | None) -> Tensors:
     return {name: tensor for name, tensor in (files | made).items() if tensor is not None}
 
 
-FAULTS: dict[str, tuple[str, Mapping[str, torch.Tensor | None], str]] = {
+ERRORS: dict[str, tuple[str, Mapping[str, torch.Tensor | None], str]] = {
     "no scales": ("fp8", {"_scale_inv": None}, f"the checkpoint has no tensor {UP}_scale_inv; use a complete"),
     "one scale a weight": (
         "fp8", {"_scale_inv": torch.ones(1, 1)},
-        f"{UP}_scale_inv is [1, 1]; for tiles of 128 x 128 it would be [1, 2]; {MEND}",
+        f"{UP}_scale_inv is [1, 1]; for tiles of 128 x 128 it would be [1, 2]; {HINT}",
     ),
-    "scales of another type": ("fp8", {"_scale_inv": torch.ones(1, 2).half()}, f"{UP}_scale_inv is F16; {MEND}"),
-    "another fp8": ("fp8", {"": torch.ones(72, 192).to(torch.float8_e5m2)}, f"{UP} is F8_E5M2; {MEND}"),
+    "scales of another type": ("fp8", {"_scale_inv": torch.ones(1, 2).half()}, f"{UP}_scale_inv is F16; {HINT}"),
+    "another fp8": ("fp8", {"": torch.ones(72, 192).to(torch.float8_e5m2)}, f"{UP} is F8_E5M2; {HINT}"),
     "fp8 of another size": ("fp8", {"": torch.ones(72, 190).to(fp8.FP8)}, f"{UP} is [72, 190], config.json says"),
     "no group scales": ("int4", {"_scale": None}, f"the checkpoint has no tensor {UP}_scale; use a complete"),
     "groups of 64": (
         "int4", {"_scale": torch.ones(72, 3).bfloat16()},
-        f"{UP}_scale is [72, 3]; for groups of 32 it would be [72, 6]; {MEND}",
+        f"{UP}_scale is [72, 3]; for groups of 32 it would be [72, 6]; {HINT}",
     ),
-    "zero points": ("int4", {"_zero_point": torch.ones(9, 6, dtype=torch.int32)}, f"has {UP}_zero_point; {MEND}"),
+    "zero points": ("int4", {"_zero_point": torch.ones(9, 6, dtype=torch.int32)}, f"has {UP}_zero_point; {HINT}"),
     "8 bits": ("int4", {"_packed": torch.ones(72, 48, dtype=torch.int32)}, f"{UP}_packed is [72, 48], config.json"),
     "neither": ("int4", {"_packed": None}, f"the checkpoint has no tensor {UP}; use a complete"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FAULTS)
-def test_faults_are_told_once_and_by_name(
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_are_told_once_and_by_name(
     published: Callable[[str], tuple[Path, Tensors, Tensors]], tmp_path: Path, case: str
 ) -> None:
-    kind, changed, told = FAULTS[case]
+    kind, changed, told = ERRORS[case]
     folder = write(tmp_path, change(published(kind)[1], **changed))
-    (fault,) = check_hf(folder, SHAPE)
-    assert told in str(fault)
+    (error,) = check_hf(folder, SHAPE)
+    assert told in str(error)
     if "config.json" not in told:
         rows, cols = hf_tensors(SHAPE)[UP]
         shard = Shard(UP, (0, rows), (0, cols), "p")
         if case != "another fp8":  # torch can convert it, and only the check says that its scales are not known
-            with pytest.raises(UserFault) as caught:
+            with pytest.raises(UserError) as caught:
                 load_hf(folder, [shard], {"p": torch.empty(rows, cols)})
             assert told in str(caught.value)
 

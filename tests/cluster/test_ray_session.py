@@ -17,7 +17,7 @@ import pytest
 from megarl.cluster.actor import Pulses, Ref, Worker, answers, ray_nodes
 from megarl.cluster.ray_session import Cluster, WorkerFailed
 from megarl.config import PlacementConfig
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.leftovers import left_since, shared_files
 
 pytestmark = pytest.mark.slow
@@ -48,8 +48,8 @@ class Target:
     def join(self, *args: str | int) -> str:
         return "".join(map(str, args))
 
-    def fault(self) -> None:
-        raise UserFault("reward.function", "returned nan", "return a finite number")
+    def error(self) -> None:
+        raise UserError("reward.function", "returned nan", "return a finite number")
 
     def hang_or_raise(self, rank: int) -> None:
         if self.rank == rank:
@@ -106,7 +106,7 @@ def test_calls_are_heard_of_as_they_return(cluster: Cluster, workers: list[Worke
     assert cluster.await_any(calls) == [fast]
     assert cluster.await_any({slow: "rank 0"}) == [slow]
     failing = workers[1].call("fault")
-    with pytest.raises(UserFault, match="returned nan"):
+    with pytest.raises(UserError, match="returned nan"):
         while cluster.await_any({workers[0].call("add", 1): "rank 0", failing: "rank 1"}):
             pass
 
@@ -142,7 +142,7 @@ def test_a_failure_in_the_background_ends_what_is_waited_for(cluster: Cluster, w
     one = Counting(cluster, workers[1], tmp_path / "last")
     one.calls, cluster.background = {workers[1].call("fault"): "rank 1"}, one
     waited_for = workers[0].call("wait_for", tmp_path / "last")
-    with pytest.raises(UserFault, match="returned nan"):
+    with pytest.raises(UserError, match="returned nan"):
         cluster.gather({waited_for: "rank 0"})
     (tmp_path / "last").touch()
     assert cluster.gather({waited_for: "rank 0"}, among=workers) == [0], "what a rescue needs goes on without it"
@@ -185,7 +185,7 @@ def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: li
     calls = {workers[0].call("add", 10): "sound", workers[1].call("fault"): "faulty", stuck.call("hang"): "stuck"}
     found = answers(calls, BOUND_S)
     assert found["sound"] == 10
-    assert isinstance(found["faulty"], UserFault) and found["faulty"].where == "reward.function"
+    assert isinstance(found["faulty"], UserError) and found["faulty"].where == "reward.function"
     assert isinstance(found["stuck"], TimeoutError)
     stuck.kill()
     cluster._workers.remove(stuck)
@@ -201,19 +201,19 @@ def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: l
     node.worker.kill()
 
 
-def test_a_user_fault_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
-    with pytest.raises(UserFault) as caught:
+def test_a_user_error_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
+    with pytest.raises(UserError) as caught:
         cluster.gather({workers[0].call("fault"): "rank 0"})
-    assert (caught.value.where, caught.value.mend) == ("reward.function", "return a finite number")
+    assert (caught.value.where, caught.value.hint) == ("reward.function", "return a finite number")
 
 
 def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Cluster):
     """What `import torch` raises where CUDA's libraries are another release's."""
     (node,) = ray_nodes(cluster.host)
-    (fault,) = answers({node.worker.start("cannot_load:Target", 0): "node"}, 120.0).values()
+    (error,) = answers({node.worker.start("cannot_load:Target", 0): "node"}, 120.0).values()
     node.worker.kill()
-    assert isinstance(fault, UserFault)
-    assert str(fault).startswith("cannot_load: it cannot be imported on node ") and "libnone.so.1: cannot" in str(fault)
+    assert isinstance(error, UserError)
+    assert str(error).startswith("cannot_load: it cannot be imported on node ") and "libnone.so.1: cannot" in str(error)
 
 
 def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):

@@ -14,10 +14,10 @@ from megarl.cluster.topology import (
     nearest_nics,
     own_placement,
     placement_among,
-    placement_faults,
+    placement_errors,
     placement_lines,
 )
-from megarl.types import UserFault
+from megarl.types import UserError
 
 ROOTS = ("pci0000:15", "pci0000:37", "pci0000:48", "pci0000:59", "pci0000:97", "pci0000:b7", "pci0000:c7", "pci0000:d7")
 
@@ -103,7 +103,7 @@ def test_without_a_card_or_a_gpu_a_seat_says_so(tmp_path: Path) -> None:
     assert (one.address, one.gpu, one.nic) == ("10.0.0.1", gpus[2], "")
     none = placement_among(0, [], "10.0.0.1", tmp_path)
     assert (none.gpu, none.nic) == ("", "")
-    assert placement_faults([one, none]) == []
+    assert placement_errors([one, none]) == []
 
 
 def test_shared_cards_and_the_other_sockets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +113,11 @@ def test_shared_cards_and_the_other_sockets_are_named(tmp_path: Path, monkeypatc
     assert [(one.nic, one.sharers, one.crosses) for one in placements] == [
         ("mlx5_0", 2, False), ("mlx5_0", 2, False), ("mlx5_1", 2, True), ("mlx5_1", 2, True),
     ]  # fmt: skip
-    faults = [str(fault) for fault in placement_faults(placements)]
-    assert len(faults) == 4
-    assert f"rank 2's GPU {gpus[4]} sends through mlx5_1, which is on the other socket" in faults[0]
-    assert "ranks 0, 1 share the network card mlx5_0" in faults[2]
-    assert "ranks 2, 3 share the network card mlx5_1" in faults[3]
+    errors = [str(error) for error in placement_errors(placements)]
+    assert len(errors) == 4
+    assert f"rank 2's GPU {gpus[4]} sends through mlx5_1, which is on the other socket" in errors[0]
+    assert "ranks 0, 1 share the network card mlx5_0" in errors[2]
+    assert "ranks 2, 3 share the network card mlx5_1" in errors[3]
 
 
 def test_ranks_are_listed_by_node() -> None:
@@ -138,5 +138,5 @@ def test_this_process_has_a_seat() -> None:
 
 def test_nodes_are_ordered_by_number_and_known_by_no_name() -> None:
     assert bundles_by_address({0: "10.0.0.10", 1: "10.0.0.9", 2: "10.0.0.1"}) == [2, 1, 0]
-    with pytest.raises(UserFault, match=r"placement\.network: .*'vm'.*--node-ip-address"):
+    with pytest.raises(UserError, match=r"placement\.network: .*'vm'.*--node-ip-address"):
         bundles_by_address({0: "10.0.0.1", 1: "vm"})

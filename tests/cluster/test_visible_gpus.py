@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.cluster import actor, visible_gpus
-from megarl.types import UserFault
+from megarl.types import UserError
 
 ROOT = Path(__file__).parents[2]
 TWO_GPUS = 'echo "GPU 0: NVIDIA H800 (UUID: GPU-0)"; echo "GPU 1: NVIDIA H800 (UUID: GPU-1)"'
@@ -36,7 +36,7 @@ def driver(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str | None) -> N
 
 
 def told() -> list[tuple[str, str, str]]:
-    return [(fault.where, fault.problem, fault.mend) for fault in visible_gpus.device_faults()]
+    return [(error.where, error.problem, error.hint) for error in visible_gpus.device_errors()]
 
 
 @pytest.mark.parametrize("body", [None, "exit 0", f"{TWO_GPUS}; exit 9", "echo No devices were found"])
@@ -47,10 +47,10 @@ def test_a_machine_without_gpus_is_fine(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_cpu_build_beside_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver(tmp_path, monkeypatch, TWO_GPUS)
-    ((where, problem, mend),) = told()
+    ((where, problem, hint),) = told()
     assert where == "torch"
     assert problem.startswith(f"{torch.__version__} is a build without CUDA, and nvidia-smi lists 2 GPUs on ")
-    assert "requirements/gpu.txt" in mend and "MEGARL_DEVICE=cpu" in mend
+    assert "requirements/gpu.txt" in hint and "MEGARL_DEVICE=cpu" in hint
     monkeypatch.setattr(visible_gpus, "DEVICE", "cuda")
     assert told() == []
 
@@ -65,8 +65,8 @@ def test_a_cuda_build_that_sees_no_gpu_is_refused(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    ((key, problem, mend),) = told()
-    assert key == where and says in problem and "MEGARL_DEVICE=cpu" in mend
+    ((key, problem, hint),) = told()
+    assert key == where and says in problem and "MEGARL_DEVICE=cpu" in hint
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_memory_that_engines_cannot_map_is_refused_on_a_gpu(monkeypatch: pytest.
     monkeypatch.setenv(name, "max_split_size_mb:128,expandable_segments:True")
     assert told() == [], "the CPU's memory has no segments"
     monkeypatch.setattr(visible_gpus, "DEVICE", "cuda")
-    ((where, problem, mend),) = told()
-    assert (where, mend) == (name, "remove expandable_segments from it")
+    ((where, problem, hint),) = told()
+    assert (where, hint) == (name, "remove expandable_segments from it")
     assert problem.endswith("mapping such memory over CUDA IPC is not verified yet")
     monkeypatch.setenv(name, "expandable_segments:False")
     assert told() == []
@@ -108,7 +108,7 @@ def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
 def test_every_process_of_a_run_looks_at_its_own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor._check_device()
     driver(tmp_path, monkeypatch, TWO_GPUS)
-    with pytest.raises(UserFault, match="lists 2 GPUs"):
+    with pytest.raises(UserError, match="lists 2 GPUs"):
         actor._check_device()
 
 
@@ -124,7 +124,7 @@ def test_the_cpu_can_be_chosen_where_torch_sees_gpus(asked: str, chosen: str) ->
 
 
 @pytest.mark.slow
-def test_the_command_refuses_with_its_other_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_refuses_with_its_other_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("this torch sees GPUs")
     driver(tmp_path, monkeypatch, TWO_GPUS)

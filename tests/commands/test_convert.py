@@ -24,7 +24,7 @@ from megarl.model.adapter_config import adapter_keys
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.preflight import checks_by_command
-from megarl.types import UserFaults
+from megarl.types import UserErrors
 from tests.test_cli import QUICKSTART, megarl
 
 
@@ -64,9 +64,9 @@ def test_one_that_is_not_there_or_damaged(made: Any, step: int, damage: str, tol
         (run / FOLDER / damage / "rank-0.pt").write_bytes(b"Weights")
     said: list[str] = []
     (run / "out").mkdir()
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         find_snapshot(recipe, run, run / "out", step, said.append)
-    assert [str(one) for one in caught.value.faults] == [
+    assert [str(one) for one in caught.value.errors] == [
         f"{run}/out: it is there already; name another folder",
         f"{run / FOLDER}: {told}",
     ]

@@ -158,11 +158,11 @@ def test_what_goes_wrong_is_one_line_each() -> None:
         ({"tools": "odd_episodes:draw"}, "a second run with the same seed gives other results: draw gave '", None),
     ],
 )
-def test_results_that_differ_break_a_promise(keys: dict[str, str], shown: str, fault: str | None) -> None:
+def test_results_that_differ_break_a_promise(keys: dict[str, str], shown: str, error: str | None) -> None:
     done = run(*command(*filter(None, [keys.get("tools")]), environment=keys.get("environment")), "--rows", "1")
     assert shown in done.stdout
-    assert done.exit_code == (2 if fault else 0), done.output
-    assert (fault or "") in done.stderr and len(done.stderr.splitlines()) == bool(fault)
+    assert done.exit_code == (2 if error else 0), done.output
+    assert (error or "") in done.stderr and len(done.stderr.splitlines()) == bool(error)
 
 
 def test_turns_of_a_file_are_played(folder: Path) -> None:
@@ -220,7 +220,7 @@ def test_demonstrations_are_compared_with_what_the_tools_give(folder: Path) -> N
         (["--turns", "rows.jsonl"], "--turns: rows.jsonl:1: the messages are {'prompt': 'q0'"),
     ],
 )
-def test_faults_end_with_2(arguments: list[str], says: str) -> None:
+def test_errors_end_with_2(arguments: list[str], says: str) -> None:
     done = run(*command(CALCULATE), *arguments)
     assert done.exit_code == 2
     assert says in done.stderr

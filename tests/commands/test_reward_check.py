@@ -98,7 +98,7 @@ def test_a_reward_that_likes_everything_is_noticed() -> None:
         (["checked_rewards:good", "--samples", "rows.jsonl"], "rows.jsonl: not a complete file of samples"),
     ],
 )
-def test_faults_end_with_2(arguments: list[str], says: str) -> None:
+def test_errors_end_with_2(arguments: list[str], says: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert says in done.stderr

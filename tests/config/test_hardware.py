@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.training.flops import PEAKS
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 FILES = sorted((Path(__file__).parents[2] / "recipes" / "hardware").glob("*.yaml"))
 
@@ -43,15 +43,15 @@ def test_an_unknown_key_is_told_with_line_and_the_nearest(tmp_path: Path) -> Non
     mine = tmp_path / "mine.yaml"
     mine.write_text(FILES[0].read_text().replace("nic_share", "nic_shares"))
     line = 1 + [text.startswith("nic_shares") for text in mine.read_text().splitlines()].index(True)
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         load_hardware(mine)
     assert str(caught.value) == f"{mine}:{line}: unknown key nic_shares; did you mean nic_share?"
 
 
-def test_no_hardware_is_a_fault_that_lists_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_hardware_is_a_error_that_lists_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(FILES[0].parents[2])
-    with pytest.raises(UserFault, match="placement.hardware: .*--hardware.*recipes/hardware/b200.yaml, .*h800.yaml"):
+    with pytest.raises(UserError, match="placement.hardware: .*--hardware.*recipes/hardware/b200.yaml, .*h800.yaml"):
         load_hardware(None)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserFault, match="a file like those"):
+    with pytest.raises(UserError, match="a file like those"):
         load_hardware(None)

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from megarl.config.loading import load_recipe, overlaid
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -23,10 +23,10 @@ LONGEST = ROOT / "recipes" / "vapo_deepseek671b.yaml"
 FREE_NAMES = {"train.megatron", "rollout.engine.sglang", "data.eval", "reward.arguments"}
 
 
-def faults_of(path: Path, *overrides: str) -> tuple[UserFault, ...]:
-    with pytest.raises(UserFaults) as caught:
+def errors_of(path: Path, *overrides: str) -> tuple[UserError, ...]:
+    with pytest.raises(UserErrors) as caught:
         load_recipe(path, overrides)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def edited(tmp_path: Path, old: str, new: str) -> Path:
@@ -112,8 +112,8 @@ def siblings(tree: dict[str, Any], path: str) -> set[str]:
     return set(tree)
 
 
-def suggested(fault: UserFault) -> list[str]:
-    return fault.mend.removeprefix("did you mean ").removesuffix("?").split(" or ")
+def suggested(error: UserError) -> list[str]:
+    return error.hint.removeprefix("did you mean ").removesuffix("?").split(" or ")
 
 
 @pytest.mark.parametrize(
@@ -136,35 +136,35 @@ def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
                 if slip in siblings(whole, path):
                     continue  # it is another key's right name
                 tail = ".x=1" if path in FREE_NAMES else "=1"
-                faults = faults_of(recipe_path, f"{wrong}{tail}")
-                assert faults[0].where == f"override {wrong}{tail}"
+                errors = errors_of(recipe_path, f"{wrong}{tail}")
+                assert errors[0].where == f"override {wrong}{tail}"
             else:
                 if slip in siblings(tree, path) or path not in set(keys_of(tree)):
                     continue
                 written = tmp_path / "recipe.yaml"
                 written.write_text(yaml.safe_dump(rename(tree, path, slip), sort_keys=False))
-                faults = faults_of(written)
-                line = int(faults[0].where.removeprefix(f"{written}:"))
+                errors = errors_of(written)
+                line = int(errors[0].where.removeprefix(f"{written}:"))
                 assert slip in written.read_text().splitlines()[line - 1]
-            assert faults[0].problem == f"unknown key {wrong}"
+            assert errors[0].problem == f"unknown key {wrong}"
             total += 1
-            right += path in suggested(faults[0])
-            first += path == suggested(faults[0])[0]
+            right += path in suggested(errors[0])
+            first += path == suggested(errors[0])[0]
     assert total > 2 * len(keys if way == "override" else list(keys_of(tree)))
     assert right >= 0.95 * total, f"{right} of {total}"
     assert first >= 0.9 * total, f"{first} of {total} first"
 
 
 def test_a_misspelt_required_key_is_told_once(tmp_path: Path) -> None:
-    faults = faults_of(edited(tmp_path, "placement:", "placment:"))
-    assert [str(fault).split(": ", 1)[1] for fault in faults] == ["unknown key placment; did you mean placement?"]
+    errors = errors_of(edited(tmp_path, "placement:", "placment:"))
+    assert [str(error).split(": ", 1)[1] for error in errors] == ["unknown key placment; did you mean placement?"]
 
 
 def test_a_misspelt_key_of_a_source_is_told() -> None:
     function = "reward.by_source.gsm8k.function=megarl.rollout.rewards.exact:score"
-    (fault,) = faults_of(QUICKSTART, function, "reward.by_source.gsm8k.argument={}")
-    assert fault.problem == "unknown key reward.by_source.gsm8k.argument"
-    assert fault.mend == "did you mean reward.by_source.gsm8k.arguments?"
+    (error,) = errors_of(QUICKSTART, function, "reward.by_source.gsm8k.argument={}")
+    assert error.problem == "unknown key reward.by_source.gsm8k.argument"
+    assert error.hint == "did you mean reward.by_source.gsm8k.arguments?"
 
 
 def test_files_of_data_are_paths_or_branches(tmp_path: Path) -> None:
@@ -176,27 +176,27 @@ def test_files_of_data_are_paths_or_branches(tmp_path: Path) -> None:
     assert list(load_recipe(QUICKSTART).data.train_files) == ["data.train"]
     (tmp_path / "again.yaml").write_text(recipe.dump_yaml())
     assert load_recipe(tmp_path / "again.yaml") == recipe
-    faults = faults_of(QUICKSTART, "data.train=[{path: b.jsonl, wieght: 2}, 7, {path: c, weight: 0}]")
-    assert [str(fault).partition("]: ")[2] for fault in faults] == [
+    errors = errors_of(QUICKSTART, "data.train=[{path: b.jsonl, wieght: 2}, 7, {path: c, weight: 0}]")
+    assert [str(error).partition("]: ")[2] for error in errors] == [
         "unknown key data.train.0.wieght; did you mean data.train.0.weight?",
         "data.train.1 is 7; write a path, or a branch with path, prompt and answer",
         "data.train.2.weight is 0; it should be greater than or equal to 0.000000001",
     ]
-    (fault,) = faults_of(QUICKSTART, "data.eval.x={path: c.jsonl, anwser: b}")
-    assert fault.mend == "did you mean data.eval.x.answer?"
+    (error,) = errors_of(QUICKSTART, "data.eval.x={path: c.jsonl, anwser: b}")
+    assert error.hint == "did you mean data.eval.x.answer?"
     for none in ("''", "[]", "{path: a.jsonl}"):
-        (fault,) = faults_of(QUICKSTART, f"data.train={none}")
-        assert fault.mend == "write a path, or a list of files with path and weight"
+        (error,) = errors_of(QUICKSTART, f"data.train={none}")
+        assert error.hint == "write a path, or a list of files with path and weight"
 
 
 def test_a_key_in_the_wrong_section_is_found_in_the_right_one() -> None:
-    (fault,) = faults_of(QUICKSTART, "placement.samples_per_prompt=4")
-    assert fault.mend == "did you mean rollout.samples_per_prompt?"
+    (error,) = errors_of(QUICKSTART, "placement.samples_per_prompt=4")
+    assert error.hint == "did you mean rollout.samples_per_prompt?"
 
 
 def test_a_key_like_no_other_lists_the_keys_there() -> None:
-    (fault,) = faults_of(QUICKSTART, "placement.machines=2")
-    assert fault.mend.startswith("the keys there are gpus, train_gpus, first_engine_gpu, gpus_per_node")
+    (error,) = errors_of(QUICKSTART, "placement.machines=2")
+    assert error.hint.startswith("the keys there are gpus, train_gpus, first_engine_gpu, gpus_per_node")
 
 
 # --- wrong values ------------------------------------------------------------------------------------------------
@@ -227,21 +227,21 @@ def test_a_key_like_no_other_lists_the_keys_there() -> None:
     ],
 )
 def test_a_bad_override_says_what_to_write(override: str, says: str) -> None:
-    (fault,) = faults_of(QUICKSTART, override)
-    assert fault.where == f"override {override}"
-    assert str(fault).startswith(f"override {override}: {says}")
+    (error,) = errors_of(QUICKSTART, override)
+    assert error.where == f"override {override}"
+    assert str(error).startswith(f"override {override}: {says}")
 
 
 def test_a_bad_value_in_the_file_names_its_line(tmp_path: Path) -> None:
     path = edited(tmp_path, "  pp: 2", "  pp: two")
     line = 1 + path.read_text().splitlines().index("  pp: two")
-    (fault,) = faults_of(path)
-    assert str(fault) == f"{path}:{line}: train.pp is 'two'; write a whole number"
+    (error,) = errors_of(path)
+    assert str(error) == f"{path}:{line}: train.pp is 'two'; write a whole number"
 
 
-def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     path = edited(tmp_path, f"steps: {load_recipe(QUICKSTART).run.steps}, ", "")
-    told = "\n".join(map(str, faults_of(path, "train.tq=2", "model.dtype=int8", "rollout.top_p=2", "oops")))
+    told = "\n".join(map(str, errors_of(path, "train.tq=2", "model.dtype=int8", "rollout.top_p=2", "oops")))
     for part in ("run.steps is missing", "unknown key train.tq", "model.dtype is 'int8'", "rollout.top_p is 2", "oops"):
         assert part in told
     assert told.count("\n") == 4
@@ -261,14 +261,14 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_one_clear_line(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    told = "\n".join(map(str, faults_of(tmp_path / "recipe.yaml")))
+    told = "\n".join(map(str, errors_of(tmp_path / "recipe.yaml")))
     assert says in told
 
 
 def test_a_missing_or_binary_file(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "No such file" in faults_of(tmp_path / "none.yaml")[0].problem
-    assert "not UTF-8" in faults_of(tmp_path / "binary.yaml")[0].problem
+    assert "No such file" in errors_of(tmp_path / "none.yaml")[0].problem
+    assert "not UTF-8" in errors_of(tmp_path / "binary.yaml")[0].problem
 
 
 # --- overlays ----------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_a_name_of_the_users_own_may_contain_dots(tmp_path: Path) -> None:
     assert recipe.reward.by_source["code"].arguments == {"scale": None}
     text = "reward:\n  by_source:\n    math.dapo:\n      functon: x\n      arguments: {fast: on}\n    gone.now: null\n"
     path = overlay(tmp_path, text, "wrong.yaml")
-    lines = sorted(str(fault) for fault in faults_of(QUICKSTART, more, path))
+    lines = sorted(str(error) for error in errors_of(QUICKSTART, more, path))
     assert [line.partition(" ")[0] for line in lines] == [f"{path}:4:", f"{path}:5:", f"{path}:6:"]
     assert lines[0].endswith(
         "unknown key reward.by_source.math.dapo.functon; did you mean reward.by_source.math.dapo.function?"
@@ -331,9 +331,9 @@ def test_a_name_of_the_users_own_may_contain_dots(tmp_path: Path) -> None:
     assert "reward.by_source.gone.now is null, which takes it out, and there is no such entry" in lines[2]
 
 
-def test_null_for_a_name_that_is_not_there_is_a_fault_where_it_is_written(tmp_path: Path) -> None:
+def test_null_for_a_name_that_is_not_there_is_a_error_where_it_is_written(tmp_path: Path) -> None:
     path = overlay(tmp_path, "data:\n  eval:\n    arth: null\n")
-    lines = [str(fault) for fault in faults_of(QUICKSTART, path, "evaluation.sets.no=null")]
+    lines = [str(error) for error in errors_of(QUICKSTART, path, "evaluation.sets.no=null")]
     assert lines == [
         f"{path}:3: data.eval.arth is null, which takes it out, and there is no such entry; did you mean arith?",
         "override evaluation.sets.no=null: evaluation.sets.no is null, which takes it out, and there is no such entry; "
@@ -341,9 +341,9 @@ def test_null_for_a_name_that_is_not_there_is_a_fault_where_it_is_written(tmp_pa
     ]
 
 
-def test_an_overlays_faults_name_its_lines(tmp_path: Path) -> None:
+def test_an_overlays_errors_name_its_lines(tmp_path: Path) -> None:
     path = overlay(tmp_path, "train:\n  tpp: 3\n  lr: fast\nrollot: {}\n")
-    lines = [str(fault) for fault in faults_of(QUICKSTART, path, "train.epp=1")]
+    lines = [str(error) for error in errors_of(QUICKSTART, path, "train.epp=1")]
     assert sorted(lines) == [
         f"{path}:2: unknown key train.tpp; did you mean train.tp or train.pp or train.vpp?",
         f"{path}:3: train.lr is 'fast'; write a number",
@@ -352,10 +352,10 @@ def test_an_overlays_faults_name_its_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_faults(tmp_path: Path) -> None:
+def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_errors(tmp_path: Path) -> None:
     broken, gone = overlay(tmp_path, "train: [\n"), str(tmp_path / "gone.yaml")
     twice = overlay(tmp_path, "run: {steps: 1, steps: 2}\n", "twice.yaml")
-    lines = [str(fault) for fault in faults_of(QUICKSTART, broken, gone, twice, "train.tp=x")]
+    lines = [str(error) for error in errors_of(QUICKSTART, broken, gone, twice, "train.tp=x")]
     starts = f"{broken}:", f"{gone}: cannot be read", f"{twice}:1: run.steps is written twice", "override train.tp=x:"
     for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)

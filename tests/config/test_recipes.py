@@ -24,7 +24,7 @@ from megarl.model.hf_config import hf_facts, model_shape
 from megarl.model.tensors import aliases, mtp_prefix, tensors
 from megarl.placement.roles import Roles
 from megarl.preflight import checks_by_command, layout_checks
-from megarl.types import UserFaults
+from megarl.types import UserErrors
 from scripts.keep_layers import keep_layers
 
 ROOT = Path(__file__).parents[2]
@@ -102,8 +102,8 @@ def once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places))
-        patch.setattr(layout_checks, "reshard_faults", kept(layout_checks.reshard_faults, places))
-        patch.setattr(checks_by_command, "reward_faults", kept(checks_by_command.reward_faults, judge))
+        patch.setattr(layout_checks, "reshard_errors", kept(layout_checks.reshard_errors, places))
+        patch.setattr(checks_by_command, "reward_errors", kept(checks_by_command.reward_errors, judge))
         yield
 
 
@@ -289,9 +289,9 @@ def test_a_models_shape_is_the_published_one(folder: Path) -> None:
 
 
 def told(name: str, *overrides: str) -> list[str]:
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         lines_of(load(name, (), *overrides))
-    return [str(fault) for fault in caught.value.faults]
+    return [str(error) for error in caught.value.errors]
 
 
 @pytest.mark.slow
@@ -325,13 +325,13 @@ def test_a_checkpoint_in_an_unknown_format_is_one_line(tmp_path: Path) -> None:
         ("algorithm.name=opd", "algorithm.name: 'opd' is no algorithm"),
     ],
 )
-def test_a_fault_is_told(override: str, start: str) -> None:
+def test_a_error_is_told(override: str, start: str) -> None:
     lines = told("vapo_qwen3_30b", override)
     assert sum(line.startswith(start) for line in lines) == 1, lines
     assert not any(line.startswith("train.megatron: ") for line in lines) or start.startswith("train.megatron: ")
 
 
-def test_faults_of_every_kind_are_told_at_once() -> None:
+def test_errors_of_every_kind_are_told_at_once() -> None:
     keys = ["train.megatron.recompute_granularity=some", "rollout.engine.sglang.page_size=big", "run.dir=/dev/null/x"]
     lines = told("dapo_qwen3_30b", *keys, "algorithm.gamma=0.9", "placement.train_gpus=16")
     starts = ["train.megatron.recompute_granularity: ", "rollout.engine.sglang.page_size: ", "run.dir: "]

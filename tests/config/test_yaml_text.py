@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.loading import load_recipe
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 # 9 ** 9 values in nine lines.
@@ -16,10 +16,10 @@ ALIASES = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "\n".join(
 )
 
 
-def faults_of(path: Path, *overrides: str) -> tuple[UserFault, ...]:
-    with pytest.raises(UserFaults) as caught:
+def errors_of(path: Path, *overrides: str) -> tuple[UserError, ...]:
+    with pytest.raises(UserErrors) as caught:
         load_recipe(path, overrides)
-    return caught.value.faults
+    return caught.value.errors
 
 
 def written(tmp_path: Path, lines: bytes | str) -> Path:
@@ -55,18 +55,18 @@ def written(tmp_path: Path, lines: bytes | str) -> Path:
     ],
     ids=lambda value: value[:30],
 )
-def test_a_value_that_is_read_in_two_ways_is_refused_once_with_its_line(given: str, mend: str, tmp_path: Path) -> None:
-    (fault,) = faults_of(QUICKSTART, given)
-    assert fault.where.startswith(f"override {given[:100]}")
-    assert fault.mend == mend
+def test_a_value_that_is_read_in_two_ways_is_refused_once_with_its_line(given: str, hint: str, tmp_path: Path) -> None:
+    (error,) = errors_of(QUICKSTART, given)
+    assert error.where.startswith(f"override {given[:100]}")
+    assert error.hint == hint
     key, _, value = given.partition("=")
     tree = value
     for part in reversed(key.split(".")):
         tree = f"{{{part}: {tree}}}"
     overlay = tmp_path / "overlay.yaml"
     overlay.write_text(f"# a comment\n\n{tree}\n")
-    (fault,) = faults_of(QUICKSTART, str(overlay))
-    assert (fault.where, fault.mend) == (f"{overlay}:3", mend)
+    (error,) = errors_of(QUICKSTART, str(overlay))
+    assert (error.where, error.hint) == (f"{overlay}:3", hint)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_what_has_one_meaning_is_read_so(key: str, value: str, read: object) -> 
 
 
 def test_a_word_where_a_boolean_is_wanted() -> None:
-    (fault,) = faults_of(QUICKSTART, "train.optimizer_offload=yes")
-    assert str(fault).endswith("train.optimizer_offload is 'yes'; write true or false")
+    (error,) = errors_of(QUICKSTART, "train.optimizer_offload=yes")
+    assert str(error).endswith("train.optimizer_offload is 'yes'; write true or false")
 
 
 # --- texts that are made to break a reader -----------------------------------------------------------------------
@@ -111,19 +111,19 @@ def test_a_recipe_that_is_nested_too_deep_is_one_line(depth: int, brackets: str,
         text = "a:\n" + "- " * depth + "1"
     else:
         text = "a: " + ("[" if brackets == "[]" else "{a: ") * depth
-    (fault,) = faults_of(written(tmp_path, text))
+    (error,) = errors_of(written(tmp_path, text))
     line = 32 if brackets == "indented" else 2 if brackets == "dashes" else 1
-    assert str(fault) == (
+    assert str(error) == (
         f"{tmp_path}/recipe.yaml:{line}: mappings and lists are nested more than 32 deep, and no key of a recipe is; "
         "take the nesting out"
     )
 
 
 def test_an_override_that_is_nested_too_deep_is_one_short_line() -> None:
-    (fault,) = faults_of(QUICKSTART, f"train.megatron.a={'[' * 100_000}")
-    assert "nested more than 32 deep" in str(fault) and len(str(fault)) < 400
-    (fault,) = faults_of(QUICKSTART, f"train.megatron{'.a' * 100_000}=1")
-    assert "not of the form a.b=c" in str(fault) and len(str(fault)) < 400
+    (error,) = errors_of(QUICKSTART, f"train.megatron.a={'[' * 100_000}")
+    assert "nested more than 32 deep" in str(error) and len(str(error)) < 400
+    (error,) = errors_of(QUICKSTART, f"train.megatron{'.a' * 100_000}=1")
+    assert "not of the form a.b=c" in str(error) and len(str(error)) < 400
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_an_override_that_is_nested_too_deep_is_one_short_line() -> None:
 )  # fmt: skip
 def test_a_text_that_no_recipe_is_names_file_and_line(front: bytes | str, line: int, says: str, tmp_path: Path) -> None:
     path = written(tmp_path, front)
-    told = [str(fault) for fault in faults_of(path)]
+    told = [str(error) for error in errors_of(path)]
     assert any(text.startswith(f"{path}:{line}: {says}") for text in told), told
 
 
 def test_an_override_whose_text_is_no_utf8() -> None:
-    (fault,) = faults_of(QUICKSTART, "run.name=a\udcffb")  # as Python reads the byte 0xff of the command line
-    assert fault.problem == "not valid YAML (the character U+DCFF is not allowed)"
+    (error,) = errors_of(QUICKSTART, "run.name=a\udcffb")  # as Python reads the byte 0xff of the command line
+    assert error.problem == "not valid YAML (the character U+DCFF is not allowed)"
 
 
 def test_a_byte_order_mark_in_front_is_left_out(tmp_path: Path) -> None:
@@ -164,13 +164,13 @@ def test_a_byte_order_mark_in_front_is_left_out(tmp_path: Path) -> None:
     overlay.write_bytes(b"\xef\xbb\xbfrun: {seed: 9}\n")
     assert load_recipe(path, [str(overlay)]).run.seed == 9
     overlay.write_text("run: {name: a\ufeff}\n")
-    assert str(faults_of(path, str(overlay))[0]) == f"{overlay}:1: the text has the character U+FEFF; remove it"
+    assert str(errors_of(path, str(overlay))[0]) == f"{overlay}:1: the text has the character U+FEFF; remove it"
 
 
 def test_a_file_without_an_end_and_a_folder(tmp_path: Path) -> None:
-    assert "it has more than 1048576 bytes" in str(faults_of(Path("/dev/zero"))[0])
-    assert "Is a directory" in str(faults_of(tmp_path)[0])
-    assert "File name too long" in str(faults_of(tmp_path / ("a" * 300))[0])
+    assert "it has more than 1048576 bytes" in str(errors_of(Path("/dev/zero"))[0])
+    assert "Is a directory" in str(errors_of(tmp_path)[0])
+    assert "File name too long" in str(errors_of(tmp_path / ("a" * 300))[0])
 
 
 def test_aliases_and_merged_mappings_are_read(tmp_path: Path) -> None:

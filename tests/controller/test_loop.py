@@ -24,7 +24,7 @@ from megarl.controller.stages import LEARNING_STAGES, STAGES
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch, Trained
 from megarl.resharding.member import Stats
 from megarl.tracking.run_log import Record
-from megarl.types import EndedEarly, GroupSummary, Prompt, SampleGroup, SamplePart, UserFault
+from megarl.types import EndedEarly, GroupSummary, Prompt, SampleGroup, SamplePart, UserError
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 LOOP = Path(loop.__file__).read_text(encoding="utf-8")
@@ -309,7 +309,7 @@ def test_a_wish_to_end_is_heard_before_each_phase(made: Any) -> None:
 def test_a_step_without_a_finished_response_ends_the_run(made: Any) -> None:
     one, fleet = made("algorithm.name=grpo", "algorithm.overlong_filter=true")
     fleet.finished = False
-    with pytest.raises(UserFault, match=r"rollout\.max_response_tokens: every response of the step was cut"):
+    with pytest.raises(UserError, match=r"rollout\.max_response_tokens: every response of the step was cut"):
         loop.train_step(one, Step(1, Record(1)))
 
 

@@ -25,7 +25,7 @@ from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.samples.buffer import Entry, Stock
 from megarl.samples.summaries import summary
 from megarl.tracking.metrics import rollout_metrics
-from megarl.types import EpisodeEnd, GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserFault
+from megarl.types import EpisodeEnd, GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserError
 from tests.training.episodes import cut, episode
 
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
@@ -126,7 +126,7 @@ def test_in_phases_a_step_may_draw_as_many_prompts_as_all_rounds_would() -> None
 def test_or_stops_and_says_how_many_there_were(when_short: Any, first: Any) -> None:
     """Whatever is asked for: with nothing at all there is nothing to train on."""
     source = Source([first, *[WRONG] * 20])
-    with pytest.raises(UserFault, match="4 rounds, and the groups of the stock, gave . groups .*, not 3") as e:
+    with pytest.raises(UserError, match="4 rounds, and the groups of the stock, gave . groups .*, not 3") as e:
         source.collect(3, replace(DYNAMIC, when_short=when_short))
     assert e.value.where == "algorithm.max_rounds"
 
@@ -251,7 +251,7 @@ def test_the_overlong_filter_leaves_out_truncated_episodes_alone() -> None:
     assert [one.sample for one in samples_of([short], "grpo", only_finished=True)] == [0, 2, 4, 5]
     cut_off = summary(ended(episodes((True, False)), ["max_tokens", "cut"]))
     assert samples_of([cut_off], "grpo", only_finished=True) == []
-    with pytest.raises(UserFault, match="every response of the step was cut"):
+    with pytest.raises(UserError, match="every response of the step was cut"):
         refuse_empty([], [cut_off])
 
 

@@ -15,13 +15,13 @@ from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshots, digest
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.resuming import FOLDER, Progress, StockState, find, model_faults, resume
+from megarl.controller.resuming import FOLDER, Progress, StockState, find, model_errors, resume
 from megarl.controller.saver import Saver
 from megarl.data.streams import MixedStream, PromptStream
 from megarl.fleet.rank_groups import GroupStock
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
-from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserFault, UserFaults
+from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserError, UserErrors
 
 EMPTY = GroupStock()
 SUMMARY: Any = "summary"
@@ -174,8 +174,8 @@ def saved(recipe: Recipe, fleet: Any, tmp_path: Path, *, is_open: bool) -> None:
 def refused(recipe: Recipe) -> list[str]:
     try:
         find(recipe, stream(), pytest.fail)
-    except UserFaults as faults:
-        return [fault.where for fault in faults.faults]
+    except UserErrors as errors:
+        return [error.where for error in errors.errors]
     return []
 
 
@@ -196,7 +196,7 @@ def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(
     for key, value in changes.items():
         assert key in refused(made(*OPEN, f"{key}={value}"))
     says = "rollout.phase_tokens: 1, and .*step-000004 has responses that have not ended, of a run with 2; set it to 2,"
-    with pytest.raises(UserFaults, match=says):
+    with pytest.raises(UserErrors, match=says):
         find(made(*OPEN, "rollout.phase_tokens=1"), stream(), pytest.fail)
 
 
@@ -224,7 +224,7 @@ def test_samples_of_another_prompt_than_the_datas_are_refused(made: Any, fleet: 
     one, *others = fleet.saved.entries
     strange = replace(one, ticket=replace(one.ticket, prompt=Prompt("row 77", "", (1,), "")))
     fleet.saved = replace(fleet.saved, entries=(strange, *others))
-    with pytest.raises(UserFault, match="data.train: .* has samples of row 77, and the data has . in its place"):
+    with pytest.raises(UserError, match="data.train: .* has samples of row 77, and the data has . in its place"):
         resume(found, recipe, fleet, stream())
 
 
@@ -251,7 +251,7 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
     assert found is not None and found.run["prompts_taken"] == 27
     resume(found, made(), other, again)  # type: ignore[arg-type]
     assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
-    with pytest.raises(UserFaults, match="data.train: its rows, or the weights of its files, have changed since"):
+    with pytest.raises(UserErrors, match="data.train: its rows, or the weights of its files, have changed since"):
         find(made(), mixed(3.0, 2.0), pytest.fail)
 
 
@@ -317,9 +317,9 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     known = {"seed": 7, "trains_mtp": False, "critic": None, "sampling": {}}
     progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, stock=StockState.of(EMPTY), **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         find(made("train.mtp_loss=0.1"), stream(), pytest.fail)
-    told = [str(fault) for fault in caught.value.faults]
+    told = [str(error) for error in caught.value.errors]
     keys = ["model.path", "data.train", "run.seed", "train.mtp_loss"]
     assert [line.split(":")[0] for line in told] == keys
     assert "is of a model with num_layers 8, this one has 4" in told[0]
@@ -331,7 +331,7 @@ def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(made: An
     run(made(), fleet, stream(), tmp_path)
     found = find(made(), stream(), pytest.fail)
     assert found is not None and found.run["shape"].pop("attention") == "grouped_query"
-    assert model_faults(found, made()) == []
+    assert model_errors(found, made()) == []
 
 
 @pytest.mark.parametrize(
@@ -359,10 +359,10 @@ def test_a_state_that_somebody_changed_is_refused_in_one_line(
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"][RUN] = asdict(digest(folder / RUN))
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         find(made(), stream(), pytest.fail)
-    (fault,) = caught.value.faults
-    assert str(fault).startswith(f"{folder}: {told}")
+    (error,) = caught.value.errors
+    assert str(error).startswith(f"{folder}: {told}")
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:
@@ -391,15 +391,15 @@ def test_adapters_fit_the_weights_and_sizes_of_their_run(made: Any, fleet: Any, 
     recipe = made("lora.rank=4")
     run(recipe, fleet, stream(), tmp_path)
     found = find(recipe, stream(), pytest.fail)
-    assert found is not None and model_faults(found, recipe) == []
-    assert model_faults(found, made("lora.rank=4", "lora.sync=adapters", "lora.rounding=nearest")) == []
-    (fault,) = model_faults(found, made("lora.rank=8"))
-    assert str(fault).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(fault)
-    assert model_faults(found, made("lora.rank=4", "lora.experts=2")) == [], "4 / 2 experts of a token"
-    (fault,) = model_faults(found, made("lora.rank=4", "lora.experts=4"))
-    assert str(fault).startswith("lora.experts: 4, and ") and "was written with 2; set it to 2" in str(fault)
-    (fault,) = model_faults(found, made())
-    assert str(fault).startswith("lora: ") and "has adapters alone" in str(fault)
+    assert found is not None and model_errors(found, recipe) == []
+    assert model_errors(found, made("lora.rank=4", "lora.sync=adapters", "lora.rounding=nearest")) == []
+    (error,) = model_errors(found, made("lora.rank=8"))
+    assert str(error).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(error)
+    assert model_errors(found, made("lora.rank=4", "lora.experts=2")) == [], "4 / 2 experts of a token"
+    (error,) = model_errors(found, made("lora.rank=4", "lora.experts=4"))
+    assert str(error).startswith("lora.experts: 4, and ") and "was written with 2; set it to 2" in str(error)
+    (error,) = model_errors(found, made())
+    assert str(error).startswith("lora: ") and "has adapters alone" in str(error)
     found.run["lora"]["base"] = "another"
-    (fault,) = model_faults(found, recipe)
-    assert str(fault).startswith("model.path: its weights are not those to which the adapters of")
+    (error,) = model_errors(found, recipe)
+    assert str(error).startswith("model.path: its weights are not those to which the adapters of")

@@ -13,17 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from megarl.data.files import RowFaults, answered_rows, read_rows
-from megarl.types import UserFaults
+from megarl.data.files import RowErrors, answered_rows, read_rows
+from megarl.types import UserErrors
 
 GOOD = b'{"prompt": "1+2=", "answer": "3"}\n'
 
 
 def rows_of(path: Path) -> tuple[list[Any], list[str]]:
     """(the rows, what is told of the others)"""
-    bad = RowFaults("data.train")
+    bad = RowErrors("data.train")
     rows = [row for _, row in read_rows(str(path), "data.train", bad)]
-    return rows, [str(fault) for fault in bad.faults()]
+    return rows, [str(error) for error in bad.errors()]
 
 
 @pytest.mark.parametrize("line", [1, 3])
@@ -57,7 +57,7 @@ def test_a_bad_line_is_told_with_its_place_and_the_others_are_read(
     assert rows == [json.loads(GOOD)] * 2
     assert told.startswith(f"data.train: {path}:{line}: ") and says in told
     told.encode("utf-8")  # it can be printed
-    with pytest.raises(UserFaults, match=f"rows.jsonl:{line}: "):
+    with pytest.raises(UserErrors, match=f"rows.jsonl:{line}: "):
         answered_rows(str(path), "--data", "answer", 10)
 
 
@@ -82,7 +82,7 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
     assert rows_of(path) == ([json.loads(GOOD)] * 2, [])
 
 
-def test_rows_with_the_same_mend_are_one_fault(tmp_path: Path) -> None:
+def test_rows_with_the_same_hint_are_one_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"{\n" + GOOD + b"[]\n}\n" + b'{"a": "\\udc00"}\n')
     rows, told = rows_of(path)
@@ -94,9 +94,9 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
     for name in ("folder.jsonl", "loop.jsonl", "none.parquet"):
-        with pytest.raises(UserFaults, match="is not a file") as caught:
+        with pytest.raises(UserErrors, match="is not a file") as caught:
             rows_of(tmp_path / name)
-        assert len(caught.value.faults) == 1
+        assert len(caught.value.errors) == 1
 
 
 def parquet(tmp_path: Path, columns: dict[str, Any] | None = None, table: Any = None) -> Path:
@@ -142,16 +142,16 @@ def test_a_value_without_a_python_object_is_told_with_row_and_column(tmp_path: P
 
 def test_parquet_that_is_none_of_ours(tmp_path: Path) -> None:
     twice = parquet(tmp_path, table=pa.table([["1"], ["2"]], names=["prompt", "prompt"]))
-    with pytest.raises(UserFaults, match="has several columns named 'prompt'"):
+    with pytest.raises(UserErrors, match="has several columns named 'prompt'"):
         rows_of(twice)
     deep = pa.string()
     for _ in range(3000):
         deep = pa.list_(deep)
-    with pytest.raises(UserFaults, match="is not a parquet file that can be read .*too deeply nested"):
+    with pytest.raises(UserErrors, match="is not a parquet file that can be read .*too deeply nested"):
         rows_of(parquet(tmp_path, {"prompt": pa.nulls(1, deep)}))
     whole = parquet(tmp_path, {"prompt": [str(number) for number in range(1000)]}).read_bytes()
     (tmp_path / "rows.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserFaults, match="is not a parquet file that can be read"):
+    with pytest.raises(UserErrors, match="is not a parquet file that can be read"):
         rows_of(tmp_path / "rows.parquet")
 
 
@@ -159,5 +159,5 @@ def test_parquet_that_is_none_of_ours(tmp_path: Path) -> None:
 def test_answers_of_parquet_that_are_none(tmp_path: Path, answer: Any) -> None:
     """A missing number is NaN where pandas wrote it; bytes would become the text b'3'."""
     path = parquet(tmp_path, {"answer": pa.array([answer])})
-    with pytest.raises(UserFaults, match="row 0: 'answer' is .*; write a text or a number into 'answer'"):
+    with pytest.raises(UserErrors, match="row 0: 'answer' is .*; write a text or a number into 'answer'"):
         answered_rows(str(path), "--data", "answer", 10)

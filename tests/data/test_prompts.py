@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megarl.data.prompts import PromptSource, load_prompts
 from megarl.data.streams import PromptStream
 from megarl.model.tokenizer import chat_ids, chat_text, load_tokenizer
-from megarl.types import Prompt, UserFault, UserFaults
+from megarl.types import Prompt, UserError, UserErrors
 
 QUESTION = {"prompt": "1+2=", "answer": "3"}
 
@@ -33,11 +33,11 @@ def load(path: str, tokenizer: Any, limit: int = 32) -> Sequence[Prompt]:
     return load_prompts(PromptSource("data.train", path), tokenizer, max_prompt_tokens=limit).prompts
 
 
-def faults(path: str, tokenizer: Any, limit: int = 32) -> tuple[UserFault, ...]:
-    with pytest.raises(UserFaults) as caught:
+def errors(path: str, tokenizer: Any, limit: int = 32) -> tuple[UserError, ...]:
+    with pytest.raises(UserErrors) as caught:
         load(path, tokenizer, limit)
-    assert all(fault.where == "data.train" for fault in caught.value.faults)
-    return caught.value.faults
+    assert all(error.where == "data.train" for error in caught.value.errors)
+    return caught.value.errors
 
 
 def test_a_string_becomes_one_user_message(tmp_path: Path, tokenizer: Any) -> None:
@@ -61,7 +61,7 @@ def test_a_dotted_name_is_of_what_lies_inside_a_column(tmp_path: Path, tokenizer
 
     assert answers(row, row) == ["3", "3"]
     assert answers(row | {"reward_model.ground_truth": "4"}) == ["4"]
-    with pytest.raises(UserFaults, match="there is no column 'ground_truth'; set data.answer to one of style"):
+    with pytest.raises(UserErrors, match="there is no column 'ground_truth'; set data.answer to one of style"):
         answers({"prompt": "1+2=", "reward_model": {"style": "rule"}})
 
 
@@ -79,8 +79,8 @@ def test_without_a_template_a_string_stands_as_it_is(tmp_path: Path, plain_token
     (prompt,) = load(write(tmp_path, [QUESTION]), plain_tokenizer)
     assert prompt.text == "1+2="
     messages = write(tmp_path, [QUESTION | {"prompt": [{"role": "user", "content": "1"}]}], "chat.jsonl")
-    (fault,) = faults(messages, plain_tokenizer)
-    assert "no chat template" in fault.problem
+    (error,) = errors(messages, plain_tokenizer)
+    assert "no chat template" in error.problem
 
 
 def test_a_number_is_an_answer(tmp_path: Path, tokenizer: Any) -> None:
@@ -122,16 +122,16 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path: Path, tokenizer: Any) -> None
         ("[1]", "is not a JSON object", "one JSON object on each line"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, problem: str, mend: str) -> None:
-    (fault,) = faults(write(tmp_path, [QUESTION, row]), tokenizer)
-    assert "rows.jsonl:2" in fault.problem
-    assert problem in fault.problem
-    assert mend in fault.mend
+def test_a_bad_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, problem: str, hint: str) -> None:
+    (error,) = errors(write(tmp_path, [QUESTION, row]), tokenizer)
+    assert "rows.jsonl:2" in error.problem
+    assert problem in error.problem
+    assert hint in error.hint
 
 
-def test_faults_of_one_kind_are_one_and_all_kinds_are_told(tmp_path: Path, tokenizer: Any) -> None:
+def test_errors_of_one_kind_are_one_and_all_kinds_are_told(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path, [QUESTION, *[QUESTION | {"answer": None}] * 3, QUESTION | {"prompt": ""}])
-    found = faults(path, tokenizer)
+    found = errors(path, tokenizer)
     assert len(found) == 2
     assert "rows.jsonl:2" in found[0].problem
     assert "2 more such rows" in found[0].problem
@@ -140,21 +140,21 @@ def test_faults_of_one_kind_are_one_and_all_kinds_are_told(tmp_path: Path, token
 @pytest.mark.parametrize(("name", "problem"), [("none.jsonl", "is not a file"), ("rows.csv", "neither .jsonl nor")])
 def test_a_file_that_is_no_data(tmp_path: Path, tokenizer: Any, name: str, problem: str) -> None:
     write(tmp_path, [QUESTION], "rows.csv")
-    (fault,) = faults(str(tmp_path / name), tokenizer)
-    assert problem in fault.problem
+    (error,) = errors(str(tmp_path / name), tokenizer)
+    assert problem in error.problem
 
 
 def test_an_empty_file_and_a_broken_parquet_are_named(tmp_path: Path, tokenizer: Any) -> None:
-    (fault,) = faults(write(tmp_path, []), tokenizer)
-    assert "has no rows" in fault.problem
-    (fault,) = faults(write(tmp_path, ["PAR"], "rows.parquet"), tokenizer)
-    assert "is not a parquet file that can be read" in fault.problem
+    (error,) = errors(write(tmp_path, []), tokenizer)
+    assert "has no rows" in error.problem
+    (error,) = errors(write(tmp_path, ["PAR"], "rows.parquet"), tokenizer)
+    assert "is not a parquet file that can be read" in error.problem
 
 
 @pytest.mark.parametrize(("folder", "problem"), [("none", "is not a folder"), ("empty", "has no usable tokenizer")])
 def test_a_missing_tokenizer_is_the_models_fault(tmp_path: Path, folder: str, problem: str) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserFault, match=problem) as caught:
+    with pytest.raises(UserError, match=problem) as caught:
         load_tokenizer(str(tmp_path / folder))
     assert caught.value.where == "model.path"
 

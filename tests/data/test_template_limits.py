@@ -14,8 +14,8 @@ import pytest
 
 from megarl.data import template_limits
 from megarl.data.prompts import PromptSource, load_prompts
-from megarl.data.template_limits import Bounds, template_fault
-from megarl.types import UserFaults
+from megarl.data.template_limits import Bounds, template_error
+from megarl.types import UserErrors
 
 FOR_EVER = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
 WIDE = "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}"
@@ -49,8 +49,8 @@ def with_template(tokenizer: Any) -> Callable[[str], Any]:
 def test_a_template_without_bounds_is_refused(with_template: Callable[[str], Any], template: str, says: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     others = {*psutil.Process().children()}  # another test's, in a process that adopts orphans
-    fault = template_fault(with_template(template), PROMPTS, bounds=SHORT)
-    assert fault and fault.where == "model.path" and fault.problem.endswith(says), fault
+    error = template_error(with_template(template), PROMPTS, bounds=SHORT)
+    assert error and error.where == "model.path" and error.problem.endswith(says), error
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
     left = {*psutil.Process().children()} - others
     assert not [child for child in left if child.status() == psutil.STATUS_ZOMBIE]
@@ -59,11 +59,11 @@ def test_a_template_without_bounds_is_refused(with_template: Callable[[str], Any
 def test_the_file_is_not_read_with_such_a_template(with_template: Callable[[str], Any], tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+2=", "answer": "3"}) + "\n")
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         source = PromptSource("data.train", str(path))
         load_prompts(source, with_template("{{ 'x' * 30000000000 }}"), max_prompt_tokens=32)
-    (fault,) = caught.value.faults
-    assert str(fault) == (
+    (error,) = caught.value.errors
+    assert str(error) == (
         f"model.path: the chat template takes more than 1024 MB for {path}:1; "
         "correct the checkpoint's chat template (chat_template.jinja, or in tokenizer_config.json)"
     )
@@ -73,13 +73,13 @@ def test_what_a_template_refuses_and_rows_without_a_prompt_are_told_elsewhere(
     with_template: Callable[[str], Any],
 ) -> None:
     tokenizer = with_template("{{ raise_exception('no') }}")
-    assert template_fault(tokenizer, [*PROMPTS, ("x", 3), ("y", [])]) is None
+    assert template_error(tokenizer, [*PROMPTS, ("x", 3), ("y", [])]) is None
 
 
 def test_another_models_template_reads_the_response_too(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template("{% if messages[-1].role == 'assistant' %}{{ 'x' * 2000000 }}{% endif %}")
-    assert template_fault(tokenizer, PROMPTS) is None
-    assert template_fault(tokenizer, PROMPTS, response="") is not None
+    assert template_error(tokenizer, PROMPTS) is None
+    assert template_error(tokenizer, PROMPTS, response="") is not None
 
 
 def test_of_many_rows_the_longest_and_each_kind_are_tried(
@@ -91,5 +91,5 @@ def test_of_many_rows_the_longest_and_each_kind_are_tried(
     many[789] = ("789", [{"role": "system", "content": "Add."}, {"role": "user", "content": "1"}])
     for condition, place in (("messages[0].content|length > 5", "567"), ("messages[0].role == 'system'", "789")):
         tokenizer = with_template("{% if " + condition + " %}{{ 'x' * 2000000 }}{% endif %}")
-        fault = template_fault(tokenizer, many)
-        assert fault and fault.problem.endswith(f"for {place}")
+        error = template_error(tokenizer, many)
+        assert error and error.problem.endswith(f"for {place}")

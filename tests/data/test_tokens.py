@@ -17,7 +17,7 @@ import pytest
 from megarl.data import tokens
 from megarl.data.prompts import PromptFile, PromptSource, load_prompts
 from megarl.data.tokens import TokenCache
-from megarl.types import UserFaults
+from megarl.types import UserErrors
 
 
 class Counting:
@@ -68,7 +68,7 @@ def test_a_second_start_tokenises_nothing_and_has_the_same_prompts(
     folder = tmp_path / "cache"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(entry(folder).stat().st_mode) == 0o600
     assert load(max_prompt_tokens=8, overlong="drop").num_dropped == 0 and counting.num_texts == 1200
-    with pytest.raises(UserFaults, match="max_prompt_tokens"):
+    with pytest.raises(UserErrors, match="max_prompt_tokens"):
         load(max_prompt_tokens=3)
     assert counting.num_texts == 1200, "lengths are judged after the cache"
 

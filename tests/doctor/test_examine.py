@@ -49,7 +49,7 @@ def test_cpu_torch_beside_gpus_no_te_and_no_kernel_are_a_line_each(
 
 
 @pytest.mark.slow
-def test_a_port_and_a_recipes_faults_are_told_and_json_has_the_facts(tmp_path: Path) -> None:
+def test_a_port_and_a_recipes_errors_are_told_and_json_has_the_facts(tmp_path: Path) -> None:
     with listening_socket() as listener:
         port = listener.getsockname()[1]
         done = doctor(tmp_path, QUICKSTART, "train.pp=3", "--port", str(port), "--json")
@@ -111,7 +111,7 @@ def test_a_token_of_mode_600_is_nobody_elses(tmp_path: Path, monkeypatch: pytest
         (("fault", "warning", "warning"), 2, "1 fault to mend, 2 warnings"),
     ],
 )
-def test_only_faults_fail(severities: tuple[str, ...], code: int, verdict: str) -> None:
+def test_only_errors_fail(severities: tuple[str, ...], code: int, verdict: str) -> None:
     findings = [Finding(one, "a", "b", "c") for one in severities]  # type: ignore[arg-type]
     report = Report([sound()], findings)
     assert report.exit_code == code

@@ -152,7 +152,7 @@ def test_cards_that_gpus_share_are_told_and_gpus_that_sys_hides_are_left_out(
 ) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
     gpus = hgx(tmp_path, {0: "mlx5_0", 1: "mlx5_1"})[:4]
-    found, faults = machine.gpu_nics([*gpus, "0000:ff:00.0"], "10.0.0.1", tmp_path)
+    found, errors = machine.gpu_nics([*gpus, "0000:ff:00.0"], "10.0.0.1", tmp_path)
     assert [found[gpu] for gpu in gpus[:2]] == ["mlx5_0", "mlx5_1"] and len(found) == 4
-    assert any("share the network card" in said for said in faults)
+    assert any("share the network card" in said for said in errors)
     assert machine.gpu_nics(["0000:ff:00.0"], "10.0.0.1", tmp_path) == ({}, ())

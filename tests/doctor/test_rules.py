@@ -98,7 +98,7 @@ def folder(**changed: Any) -> Folder:
          "warning: network: links are down: mlx5_8:1", "cables"),
         ({"nics": (*sound().nics[:7], Nic("mlx5_7", 1, True, 200.0, "InfiniBand"))},
          "warning: network: the GPUs' cards are of unequal speed: 7 of 400 Gb/s, 1 of 200 Gb/s", "ibstat"),
-        ({"nic_faults": ("on one ranks 0, 1 share the network card mlx5_0",)}, "warning: network: on o", "NCCL_IB"),
+        ({"nic_errors": ("on one ranks 0, 1 share the network card mlx5_0",)}, "warning: network: on o", "NCCL_IB"),
         ({"has_peermem": False}, "warning: GPUDirect: neither nvidia_peermem", "modprobe"),
         ({"clock_offset_s": -61.0, "clock_error_s": 0.01}, "fault: clock: 61.0 s behind the first node's", "chronyd"),
         ({"clock_offset_s": 2.0}, "warning: clock: 2.0 s ahead of", "chronyd"),
@@ -107,7 +107,7 @@ def folder(**changed: Any) -> Folder:
         ({"ray_gpus": 4}, "fault: Ray: Ray counts 4 GPUs, nvidia-smi lists 8", "--num-gpus"),
     ],
 )  # fmt: skip
-def test_one_fault_of_a_node_is_one_line(changed: dict[str, Any], start: str, words: str) -> None:
+def test_one_error_of_a_node_is_one_line(changed: dict[str, Any], start: str, words: str) -> None:
     line = only(sound(**changed))
     assert line.startswith(start)
     assert words in line.rpartition("; ")[2], line
@@ -141,10 +141,10 @@ def test_a_machine_without_gpus_is_told_what_it_lacks_and_not_blamed() -> None:
     nothing: dict[str, Any] = {"gpus": (), "driver": "", "nics": (), "gpu_nics": {}, "torch": Torch("2.13.0+cpu")}
     (note,) = judged(sound(**nothing, versions=versions))
     assert note.severity == "note"
-    assert "for one on GPUs: torch is a CPU build, transformer-engine is not installed" in note.mend
+    assert "for one on GPUs: torch is a CPU build, transformer-engine is not installed" in note.hint
     del versions["ray"]
-    fault, _ = judged(sound(**nothing, versions=versions))
-    assert (fault.severity, fault.where, fault.problem) == ("fault", "ray", "it is not installed")
+    error, _ = judged(sound(**nothing, versions=versions))
+    assert (error.severity, error.where, error.problem) == ("fault", "ray", "it is not installed")
 
 
 def second(**changed: Any) -> tuple[NodeFacts, NodeFacts]:

@@ -13,7 +13,7 @@ import yaml
 from megarl.config import TrainConfig
 from megarl.config.loading import load_recipe
 from megarl.parallel.model import fixed_field_names
-from megarl.parallel.options import option_faults
+from megarl.parallel.options import option_errors
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_the_quickstart_learns(launch: Callable):
     assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), [*SHORT]).model_dump()
     comments = [line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")]
     in_force = TrainConfig(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])
-    assert option_faults(in_force, fixed_field_names) == [], "what is recorded can be moved into a recipe"
+    assert option_errors(in_force, fixed_field_names) == [], "what is recorded can be moved into a recipe"
     assert in_force.megatron["moe_router_dtype"] == "fp32" and in_force.optimizer["adam_beta2"] == 0.999
     assert in_force.ddp["overlap_grad_reduce"] is False
     assert f"step {len(steps)}/{len(steps)}" in command.out

@@ -10,15 +10,15 @@ import pytest
 from megarl.environments.python import python
 from megarl.environments.runtime.tool_loading import load_tools
 from megarl.isolation import sandbox
-from megarl.types import UserFault
+from megarl.types import UserError
 
 PYTHON = "megarl.environments.python:python"
 
 
 @pytest.fixture(autouse=True)
 def isolation() -> None:
-    for fault in sandbox.sandbox_faults():
-        pytest.skip(str(fault))
+    for error in sandbox.sandbox_errors():
+        pytest.skip(str(error))
 
 
 def told(code: str, **arguments: Any) -> str:
@@ -59,6 +59,6 @@ def test_the_model_sees_the_code_alone_and_many_run_at_once() -> None:
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_has_worked", False)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserFault, match="^episode.tools: bubblewrap .* is not installed"):
+    with pytest.raises(UserError, match="^episode.tools: bubblewrap .* is not installed"):
         load_tools([PYTHON], {})
     assert load_tools([PYTHON], {"unsafe": True}).tools

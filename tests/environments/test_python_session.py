@@ -16,7 +16,7 @@ from megarl.environments.runtime.tool_loading import load_environment
 from megarl.isolation import sandbox
 from megarl.isolation.interpreter import SandboxSession
 from megarl.isolation.sandbox import SandboxLimits
-from megarl.types import UserFault
+from megarl.types import UserError
 
 PATH = "megarl.environments.python:PythonSession"
 LOST = "The next call begins anew: what earlier ones defined is lost."
@@ -25,8 +25,8 @@ LONG_S = 60.0
 
 @pytest.fixture(autouse=True)
 def isolation() -> None:
-    for fault in sandbox.sandbox_faults():
-        pytest.skip(str(fault))
+    for error in sandbox.sandbox_errors():
+        pytest.skip(str(error))
 
 
 def session(**arguments: Any) -> PythonSession:
@@ -193,6 +193,6 @@ def test_without_isolation_it_does_the_same() -> None:
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_has_worked", False)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserFault, match="^episode.environment: bubblewrap .* is not installed"):
+    with pytest.raises(UserError, match="^episode.environment: bubblewrap .* is not installed"):
         load_environment(PATH, {})
     assert load_environment(PATH, {"unsafe": True}).tools

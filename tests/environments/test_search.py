@@ -13,7 +13,7 @@ import pytest
 
 from megarl.environments.runtime.tool_loading import load_tools
 from megarl.environments.search import search
-from megarl.types import UserFault
+from megarl.types import UserError
 
 SEARCH = "megarl.environments.search:search"
 DOCUMENTS = [
@@ -89,12 +89,12 @@ def test_it_is_prepared_with_the_recipes_corpus(corpus: str) -> None:
     ("line", "problem"),
     [('{"body": "x"}', "neither `contents` nor `text`"), ("{", "JSONDecodeError"), ("", "the corpus is empty")],
 )
-def test_a_corpus_that_cannot_be_read_is_a_fault(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_corpus_that_cannot_be_read_is_a_error(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(f"{line}\n")
-    with pytest.raises(UserFault, match=problem):
+    with pytest.raises(UserError, match=problem):
         load_tools([SEARCH], {"corpus": str(path)})
-    with pytest.raises(UserFault, match="^episode.arguments: corpus: there is no file"):
+    with pytest.raises(UserError, match="^episode.arguments: corpus: there is no file"):
         load_tools([SEARCH], {"corpus": str(tmp_path / "none.jsonl")})
-    with pytest.raises(UserFault, match="needs 'corpus'"):
+    with pytest.raises(UserError, match="needs 'corpus'"):
         load_tools([SEARCH], {})

@@ -379,7 +379,7 @@ def test_whatever_a_library_raises_for_a_request_is_told(monkeypatch: pytest.Mon
         await ask(user("hi"))
 
     _, episode, _ = played({"hi": "hello"}, agent)
-    assert episode.end == "answered" and episode.fault is None
+    assert episode.end == "answered" and episode.error is None
 
 
 def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +393,7 @@ def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.M
 
     sample, episode, _ = played({"hi": "hello", "how?": "so"}, agent)
     assert sample.facts and (sample.facts.turns, sample.facts.dropped_unawaited, sample.num_trained) == (2, 6, 3)
-    assert episode.end == "answered" and episode.fault is None
+    assert episode.end == "answered" and episode.error is None
 
 
 def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> None:
@@ -404,7 +404,7 @@ def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> 
         assert [type(one) for one in found] == [EpisodeOver] * 3
 
     sample, episode, _ = played({"hi": "hello"}, agent)
-    assert isinstance(episode.fault, RuntimeError) and episode.end == "agent"
+    assert isinstance(episode.error, RuntimeError) and episode.end == "agent"
     assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (0, 0)
 
 
@@ -415,7 +415,7 @@ def test_what_the_sampler_raises_is_the_engines_fault() -> None:
                 await ask(user("unknown"))
 
     _, episode, _ = played({}, agent)
-    assert episode.end == "agent" and isinstance(episode.fault, RuntimeError)
+    assert episode.end == "agent" and isinstance(episode.error, RuntimeError)
 
 
 def test_half_a_surrogate_pair_of_the_models_ends_nothing() -> None:

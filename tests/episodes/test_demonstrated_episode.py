@@ -147,7 +147,7 @@ def test_messages_that_are_no_episode_are_refused(messages: Any, problem: str) -
     with pytest.raises(BadRow) as caught:
         demonstrate(splice_of(QWEN_2_5), QUESTION, messages)
     assert caught.value.problem.startswith(problem)
-    assert "\n" not in caught.value.problem + caught.value.mend
+    assert "\n" not in caught.value.problem + caught.value.hint
 
 
 def test_calls_without_tools_are_refused() -> None:

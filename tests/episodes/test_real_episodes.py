@@ -264,14 +264,14 @@ def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Col
 
 
 @pytest.mark.parametrize("engine", ENGINES[:1], ids=["plain"], indirect=True)
-def test_faults_of_environments_cost_their_own_episodes(engine: Engine, faulty: EnvironmentThread, model: Path) -> None:
+def test_errors_of_environments_cost_their_own_episodes(engine: Engine, faulty: EnvironmentThread, model: Path) -> None:
     """They end by what was done; the rows of all are right, also of those whose process was ended by others."""
     splice = Splice(load_tokenizer(str(model)), end_token_ids(str(model)))
     keys = {"environment": "faulty_game:Faulty", "max_tokens": 400, "max_turns": 4, "max_observation_tokens": 30}
     runner = EpisodeRunner(EpisodeConfig.model_validate(keys), engine, faulty, splice, None, max_prompt_tokens=300)
-    faults = [*ENDED_BY, "flood", *["none"] * 4]
+    errors = [*ENDED_BY, "flood", *["none"] * 4]
     ids = tuple(splice.first("go"))
-    prompts = [Prompt(f"row {place}", "", ids, "", {"fault": fault}, "go") for place, fault in enumerate(faults)]
+    prompts = [Prompt(f"row {place}", "", ids, "", {"fault": error}, "go") for place, error in enumerate(errors)]
     sampling, ended = Sampling(1, 4 * TURN_TOKENS, stream=(6, 2)), faulty.counts.ended
     asyncio.run(engine.generate(ids, Sampling(1, 1)))
     asyncio.run(engine.take_completed())  # which waits for the first
@@ -280,12 +280,12 @@ def test_faults_of_environments_cost_their_own_episodes(engine: Engine, faulty: 
         return await asyncio.gather(*(runner.run(prompt, sampling, 0) for prompt in prompts))
 
     played = asyncio.run(together())
-    for fault, one in zip(faults, played, strict=True):
-        facts, words = one.sample.facts, ENDED_BY.get(fault)
+    for error, one in zip(errors, played, strict=True):
+        facts, words = one.sample.facts, ENDED_BY.get(error)
         assert facts and ((facts.end, facts.turns) == ("environment", 1) if words else facts.turns > 1)
         assert one.verdict == (Failure(words) if words else Verdict(0.5, False))
         heard = [entry["text"] for entry in one.sample.transcript if entry["role"] == "user"]
-        assert all(("tokens left out" in text) == (fault == "flood") and len(text) < 100 for text in heard)
+        assert all(("tokens left out" in text) == (error == "flood") and len(text) < 100 for text in heard)
     check_rows(played, Reference(model), ids)
     assert faulty.counts.ended - ended == len(ENDED_BY), "each of these faults has ended a process"
     assert len(asyncio.run(engine.take_completed())) == len(played), "every episode has given its place back"

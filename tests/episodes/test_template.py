@@ -12,7 +12,7 @@ import pytest
 
 from megarl.episodes.template import ChatTemplate, user
 from megarl.episodes.turn_tokenizer import Splice, ToolResult
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.episodes.chatml_families import QWEN_2_5, QWEN_3, QWEN_3_CODER
 from tests.episodes.families import TOOLS, Family, stop_id, stop_ids, tokenizer_of
 from tests.episodes.other_families import DEEPSEEK_V3, DEEPSEEK_V3_1, GLM_4_5, KIMI_K2, MISTRAL
@@ -50,7 +50,7 @@ def can_write(family: Family) -> bool:
     """As text; in quotes it would be text inside text, whatever is given."""
     try:
         return ChatTemplate(tokenizer_of(family), TOOLS).call_style.as_text
-    except UserFault:
+    except UserError:
         return False
 
 

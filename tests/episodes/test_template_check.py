@@ -11,7 +11,7 @@ import pytest
 
 from megarl.episodes.template_check import SpliceFacts, check
 from megarl.episodes.turn_tokenizer import Splice
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.episodes.chatml_families import (
     CHATML,
     CHATML_FAMILIES,
@@ -33,8 +33,8 @@ def facts_of(family: Family, *, users: bool = False, tools: bool = False) -> Spl
     return check(splice, users=users, tools=tools)
 
 
-def fault_of(family: Family, *, users: bool = False, tools: bool = False) -> str:
-    with pytest.raises(UserFault) as caught:
+def error_of(family: Family, *, users: bool = False, tools: bool = False) -> str:
+    with pytest.raises(UserError) as caught:
         facts_of(family, users=users, tools=tools)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -104,14 +104,14 @@ def test_a_template_that_writes_the_tools_again_is_told() -> None:
 
 
 def test_a_template_that_leaves_calls_out_is_refused() -> None:
-    assert fault_of(replace(LLAMA_3, calls="any"), tools=True) == (
+    assert error_of(replace(LLAMA_3, calls="any"), tools=True) == (
         "episode.tools: the chat template leaves tool calls out of the text without an error; "
         "use a model that was trained to call tools, or an episode.environment that answers with reply"
     )
 
 
 def test_a_template_without_the_models_stop_token_is_refused() -> None:
-    assert fault_of(GPT_OSS, users=True) == (
+    assert error_of(GPT_OSS, users=True) == (
         "episode: the chat template writes none of the model's stop tokens (<|endoftext|>, <|return|>, <|call|>) "
         "between a turn and a user's message; "
         "use a checkpoint with another chat template, or set episode.history to render"
@@ -142,7 +142,7 @@ def chatml(words: str) -> Family:
 )
 def test_a_drifting_template_is_named(words: str, problem: str) -> None:
     assert facts_of(chatml("{{ m.content }}"), users=True).notes == ()
-    assert f"episode: the chat template {problem}" in fault_of(chatml(words), users=True)
+    assert f"episode: the chat template {problem}" in error_of(chatml(words), users=True)
 
 
 def test_results_in_another_order_are_refused_as_parallel_results() -> None:
@@ -163,7 +163,7 @@ def test_what_stands_before_the_turn_may_change_with_the_conversation() -> None:
 
 def test_characters_outside_the_vocabulary_are_told(tokenizer: Any) -> None:
     splice = Splice(with_template(tokenizer, "<user>{}<eos>\n"), [tokenizer.eos_token_id])
-    with pytest.raises(UserFault, match="writes a user's message in characters that are not in the vocabulary"):
+    with pytest.raises(UserError, match="writes a user's message in characters that are not in the vocabulary"):
         check(splice, users=True, tools=False)
     assert check(Splice(with_template(tokenizer, "<user>{}<eos>"), [tokenizer.eos_token_id]), users=True, tools=False)
 
@@ -185,5 +185,5 @@ def test_a_stop_token_that_merges_with_the_turns_text_is_refused() -> None:
     fast: Callable[..., Any] = PreTrainedTokenizerFast
     own = fast(tokenizer_object=tokenizer)
     own.chat_template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
-    with pytest.raises(UserFault, match="gives a user's message other tokens after other text"):
+    with pytest.raises(UserError, match="gives a user's message other tokens after other text"):
         check(Splice(own, [letters["!"]]), users=True, tools=False)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.episodes.call_probe import ReasoningTags
 from megarl.episodes.template import ChatTemplate
 from megarl.episodes.tool_calls import MOST_CALLS, BadCall, CallFormat, ToolCall, Turn
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.episodes.chatml_families import (
     CHATML,
     HERMES,
@@ -299,7 +299,7 @@ def test_a_reason_is_short_whatever_the_model_wrote() -> None:
     ids=["left_out", "no_reader", "refused"],
 )
 def test_a_template_without_readable_calls_is_refused(family: Family, problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         format_of(family)
     assert caught.value.where == "episode.tools" and problem in caught.value.problem
     assert "\n" not in str(caught.value)
@@ -318,7 +318,7 @@ def test_a_template_without_readable_calls_is_refused(family: Family, problem: s
     ],
 )
 def test_a_wrong_schema_is_told(schemas: list[Any], problem: str) -> None:
-    with pytest.raises(UserFault, match="episode.tools: ") as caught:
+    with pytest.raises(UserError, match="episode.tools: ") as caught:
         CallFormat.find(tokenizer_of(QWEN_3), stop_ids(QWEN_3), schemas)
     assert caught.value.problem.startswith(problem)
 

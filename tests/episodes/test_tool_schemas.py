@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field, create_model
 
 from megarl.episodes.tool_schemas import comparable_schema, make_validator, misfit
-from megarl.types import UserFault
+from megarl.types import UserError
 
 CATASTROPHE = "^(a+)+$"  # takes twice the time for each further a
 
@@ -23,8 +23,8 @@ def with_argument(schema: Any, **more: Any) -> dict[str, Any]:
     return tool({"type": "object", "properties": {"a": schema}, **more})
 
 
-def fault_of(schema: Any, *, is_users: bool) -> str:
-    with pytest.raises(UserFault) as caught:
+def error_of(schema: Any, *, is_users: bool) -> str:
+    with pytest.raises(UserError) as caught:
         comparable_schema(schema, is_users=is_users)
     return caught.value.problem
 
@@ -34,7 +34,7 @@ def found(schema: Any, arguments: Any, *, is_users: bool = False) -> str | None:
 
 
 def test_an_agents_schema_that_leads_to_true_is_refused() -> None:
-    assert fault_of(tool({"$ref": "#/$defs/x", "$defs": {"x": True}}), is_users=False).endswith("(it is True)")
+    assert error_of(tool({"$ref": "#/$defs/x", "$defs": {"x": True}}), is_users=False).endswith("(it is True)")
 
 
 @pytest.mark.parametrize("is_users", [True, False])
@@ -43,9 +43,9 @@ def test_an_agents_schema_that_leads_to_true_is_refused() -> None:
     ["#/$defs/nope", "#nope", "nope", "#/properties/a/enum/x", "#/properties/a/enum/7", "http://127.0.0.1:1/x"],
 )
 def test_a_reference_that_leads_nowhere_or_out_is_refused(reference: str, is_users: bool) -> None:
-    words = fault_of(with_argument({"enum": [1], "$ref": reference}), is_users=is_users)
+    words = error_of(with_argument({"enum": [1], "$ref": reference}), is_users=is_users)
     assert words == f"the parameters of f refer to {reference!r}, which is no place in them"
-    assert "refer to" in fault_of(with_argument({"$dynamicRef": reference}), is_users=is_users)
+    assert "refer to" in error_of(with_argument({"$dynamicRef": reference}), is_users=is_users)
 
 
 @pytest.mark.parametrize("is_users", [True, False])
@@ -74,7 +74,7 @@ def test_nothing_is_fetched(is_users: bool) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_schema_is_refused(schema: Any, is_users: bool) -> None:
-    assert "the schema of a tool" in (words := fault_of(schema, is_users=is_users)) or "not a JSON schema" in words
+    assert "the schema of a tool" in (words := error_of(schema, is_users=is_users)) or "not a JSON schema" in words
 
 
 @pytest.mark.parametrize("is_users", [True, False])
@@ -82,7 +82,7 @@ def test_a_schema_that_is_nested_too_deep_is_refused(is_users: bool) -> None:
     schema: Any = {"type": "string"}
     for _ in range(400):
         schema = {"items": schema}
-    assert "not a JSON schema (maximum recursion depth" in fault_of(with_argument(schema), is_users=is_users)
+    assert "not a JSON schema (maximum recursion depth" in error_of(with_argument(schema), is_users=is_users)
 
 
 def test_a_type_that_refers_to_itself_alone_is_told_when_it_is_called() -> None:

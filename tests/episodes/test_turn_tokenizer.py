@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.episodes.template import TemplateRefusal
 from megarl.episodes.turn_tokenizer import Splice, ToolResult
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.episodes.chatml_families import CHATML, CHATML_FAMILIES, HERMES, QWEN_2_5, QWEN_3
 from tests.episodes.families import TOOLS, Family, stop_id, stop_ids, tokenizer_of
 from tests.episodes.other_families import (
@@ -108,7 +108,7 @@ def test_a_template_for_one_call_a_turn_takes_one_result(family: Family) -> None
 
 
 def test_a_template_that_refuses_parallel_calls_says_so() -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         appended(LLAMA_3_1, 2)
     assert str(caught.value) == (
         "episode: the chat template refuses the results of 2 calls in one turn (only one call at once); "
@@ -117,12 +117,12 @@ def test_a_template_that_refuses_parallel_calls_says_so() -> None:
 
 
 def test_a_template_without_tools_refuses_their_results() -> None:
-    with pytest.raises(UserFault, match="episode.tools: the chat template leaves tool calls out of the text without"):
+    with pytest.raises(UserError, match="episode.tools: the chat template leaves tool calls out of the text without"):
         splice_of(LLAMA_3).tool_results([ToolResult("three")], after=stop_id(LLAMA_3, "<|eot_id|>"))
 
 
 def test_a_template_without_the_models_stop_token_is_refused() -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         splice_of(GPT_OSS).user("more?", after=stop_id(GPT_OSS, "<|return|>"))
     problem = "writes none of the model's stop tokens (<|endoftext|>, <|return|>, <|call|>) between a turn and a user"
     assert problem in caught.value.problem
@@ -158,9 +158,9 @@ def test_a_turn_that_did_not_end_cannot_be_followed() -> None:
 
 def test_a_tokenizer_without_template_or_stop_tokens_is_refused() -> None:
     bare = replace(CHATML, name="bare", template="")
-    with pytest.raises(UserFault, match="episode: the tokenizer has no chat template"):
+    with pytest.raises(UserError, match="episode: the tokenizer has no chat template"):
         splice_of(bare)
-    with pytest.raises(UserFault, match="episode: the model has no stop token"):
+    with pytest.raises(UserError, match="episode: the model has no stop token"):
         Splice(tokenizer_of(CHATML), [])
 
 

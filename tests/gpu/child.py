@@ -66,9 +66,9 @@ class Child:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the child ended with {self._process.wait()} in {self._asked}")
-        value, fault = json.loads(line)
-        if fault:
-            raise Failed(*fault)
+        value, error = json.loads(line)
+        if error:
+            raise Failed(*error)
         return value
 
     def kill(self) -> None:
@@ -96,14 +96,14 @@ def serve(served: str, arguments: Mapping[str, Any]) -> None:
         made: Any = None
         for line in sys.stdin:
             method, given = json.loads(line)
-            value, fault = None, None
+            value, error = None, None
             try:
                 made = made or getattr(importlib.import_module(module), name)(**arguments)
                 value = getattr(made, method)(**given)
-            except Exception as error:
+            except Exception as raised:
                 traceback.print_exc()
-                fault = type(error).__name__, str(error)
-            print(json.dumps([value, fault]), file=replies, flush=True)
+                error = type(raised).__name__, str(raised)
+            print(json.dumps([value, error]), file=replies, flush=True)
 
 
 if __name__ == "__main__":

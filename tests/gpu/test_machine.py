@@ -12,26 +12,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.cluster.visible_gpus import device_faults, num_listed_gpus
+from megarl.cluster.visible_gpus import device_errors, num_listed_gpus
 
 ROOT = Path(__file__).parents[2]
-FAULTS = "from megarl.cluster.visible_gpus import device_faults; print(*device_faults())"
+ERRORS = "from megarl.cluster.visible_gpus import device_errors; print(*device_errors())"
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 
 @needs_gpu
 def test_the_driver_lists_the_gpus_that_torch_sees() -> None:
     assert num_listed_gpus() >= torch.cuda.device_count() > 0
-    assert device_faults() == []
+    assert device_errors() == []
 
 
 @needs_gpu
-def test_hidden_gpus_are_a_fault_and_a_wish_for_the_cpu_is_none() -> None:
+def test_hidden_gpus_are_a_error_and_a_wish_for_the_cpu_is_none() -> None:
     """Each in a process of its own: torch looks once."""
 
     def said(**environment: str) -> str:
         own = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        done = subprocess.run([sys.executable, "-c", FAULTS], env=own, capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-c", ERRORS], env=own, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
     assert said(CUDA_VISIBLE_DEVICES="").startswith("CUDA_VISIBLE_DEVICES: ''")
@@ -66,7 +66,7 @@ def test_the_packages_that_a_run_needs_are_the_locks_and_load() -> None:
 
 
 @needs_gpu
-def test_a_sound_machine_has_no_fault() -> None:
+def test_a_sound_machine_has_no_error() -> None:
     pytest.importorskip("sglang", reason="the doctor is tested where everything is installed")
     command = [sys.executable, "-m", "megarl.cli", "doctor"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

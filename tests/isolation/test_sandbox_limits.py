@@ -16,7 +16,7 @@ import pytest
 
 from megarl.isolation import sandbox
 from megarl.isolation.sandbox import SandboxLimits, run
-from megarl.types import UserFault
+from megarl.types import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -216,12 +216,12 @@ def other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_missing_bubblewrap_is_said_in_a_line(other_path: Path) -> None:
-    (fault,) = sandbox.sandbox_faults()
-    assert fault.where == "reward.function"
-    assert "bubblewrap (bwrap) is not installed; install bubblewrap" in str(fault)
-    with pytest.raises(UserFault, match="`unsafe: true`"):
+    (error,) = sandbox.sandbox_errors()
+    assert error.where == "reward.function"
+    assert "bubblewrap (bwrap) is not installed; install bubblewrap" in str(error)
+    with pytest.raises(UserError, match="`unsafe: true`"):
         run("print('ran')")
-    assert sandbox.sandbox_faults(unsafe=True) == []
+    assert sandbox.sandbox_errors(unsafe=True) == []
     assert run("print('ran')", limits=PATIENT, unsafe=True).stdout == "ran\n"
 
 
@@ -229,6 +229,6 @@ def test_a_bubblewrap_that_does_not_work_is_said_in_a_line(other_path: Path) -> 
     path = other_path / "bwrap"
     path.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
     path.chmod(0o755)
-    (fault,) = sandbox.sandbox_faults()
-    assert "does not work on this machine (bwrap: No permissions to create a new namespace)" in str(fault)
-    assert "\n" not in str(fault)
+    (error,) = sandbox.sandbox_errors()
+    assert "does not work on this machine (bwrap: No permissions to create a new namespace)" in str(error)
+    assert "\n" not in str(error)

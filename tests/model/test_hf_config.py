@@ -10,7 +10,7 @@ import pytest
 
 from megarl.model.hf_config import Yarn, end_token_ids, hf_facts, model_shape
 from megarl.model.shape import MlaShape, ModelShape
-from megarl.types import UserFault
+from megarl.types import UserError
 
 SHAPE = ModelShape(2, 6, 4, 2, 4, 50, 4, 2, 8)
 CONFIG: dict[str, Any] = {
@@ -105,17 +105,17 @@ def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_configs(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         model_shape(write(tmp_path, CONFIG | change))
     assert problem in caught.value.problem
     assert caught.value.where == str(tmp_path / "config.json")
 
 
 def test_missing_and_broken_config(tmp_path: Path) -> None:
-    with pytest.raises(UserFault, match="no such file; set model.path"):
+    with pytest.raises(UserError, match="no such file; set model.path"):
         model_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserFault, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         model_shape(tmp_path)
 
 
@@ -151,7 +151,7 @@ def test_deepseek_without_query_compression(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_facts(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         hf_facts(write(tmp_path, DEEPSEEK | change))
     assert problem in caught.value.problem
 
@@ -206,7 +206,7 @@ def test_dense_families(tmp_path: Path, architecture: str, qk_norm: bool, qkv_bi
     ],
 )  # fmt: skip
 def test_values_that_no_model_has(tmp_path: Path, base: dict[str, Any], change: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         model_shape(write(tmp_path, base | change))
         hf_facts(tmp_path)
     assert problem in caught.value.problem
@@ -215,7 +215,7 @@ def test_values_that_no_model_has(tmp_path: Path, base: dict[str, Any], change: 
 
 def test_a_config_that_is_nested_too_deep(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 100_000)
-    with pytest.raises(UserFault, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         model_shape(tmp_path)
 
 
@@ -240,6 +240,6 @@ def test_end_tokens(tmp_path: Path, config: dict[str, Any], generation: dict[str
 def test_an_end_token_that_the_vocabulary_does_not_have(tmp_path: Path, value: object) -> None:
     write(tmp_path, CONFIG)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    with pytest.raises(UserFault, match="the vocabulary has 50 tokens") as caught:
+    with pytest.raises(UserError, match="the vocabulary has 50 tokens") as caught:
         end_token_ids(tmp_path)
     assert caught.value.where == str(tmp_path / "generation_config.json")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.model.hf_config import hf_facts, model_shape, read_model
-from megarl.model.quantisation import FP8_CONFIG, MEND, Quantisation
-from megarl.types import UserFault
+from megarl.model.quantisation import FP8_CONFIG, HINT, Quantisation
+from megarl.types import UserError
 from tests.model.test_hf_config import CONFIG, write
 
 FP8: dict[str, Any] = dict(FP8_CONFIG)
@@ -95,7 +95,7 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, config: dict[str, Any
     model = read_model(write(tmp_path, CONFIG | {"quantization_config": config}))
     assert model.known_shape is None and model.facts is None
     file = tmp_path / "config.json"
-    assert str(model.fault) == f"model.path: {problem.format(file)}; {MEND}"
+    assert str(model.error) == f"model.path: {problem.format(file)}; {HINT}"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, config: dict[str, Any
     ],
 )
 def test_broken_ones(tmp_path: Path, config: Any, problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         hf_facts(write(tmp_path, CONFIG | {"quantization_config": config}))
     assert problem in str(caught.value)
     assert caught.value.where == str(tmp_path / "config.json")

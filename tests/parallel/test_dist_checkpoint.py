@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megarl.parallel import dist_checkpoint
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import check_gradients, check_learning, check_weights, recorded, resumed, whole
 from tests.parallel.precision import within
@@ -235,8 +235,8 @@ def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
             trainer.save(folder)
             trainer.finish_save()
             said[name] = "saved"
-        except UserFault as fault:
-            said[name] = str(fault)
+        except UserError as error:
+            said[name] = str(error)
         needed = needed or free - shutil.disk_usage(disk).free
         (disk / "filler").unlink()
         shutil.rmtree(folder)
@@ -246,6 +246,6 @@ def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
 def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends(path: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "32m") as disk:
         (said,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), save_with_room, disk)
-    mend = "make room there, or name a folder on another disk"
-    told = f"run.dir: no space left in {disk}/checkpoints while writing a checkpoint; {mend}"
+    hint = "make room there, or name a folder on another disk"
+    told = f"run.dir: no space left in {disk}/checkpoints while writing a checkpoint; {hint}"
     assert said == {"enough": "saved", "nothing": told, "half": told, "all but the index": told}

@@ -11,7 +11,7 @@ import torch
 
 from megarl import device
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.parallel import adapters, test_parity
 from tests.parallel.adapters import DENOMINATOR, LORA, LR, STEPS, VOCAB_SIZE, lora_recipe, without_mark
 from tests.parallel.checkpoints import write
@@ -165,7 +165,7 @@ def test_an_unknown_linear_layer_is_refused_by_name(param: str, says: str) -> No
     chunk.decoder.layers = torch.nn.ModuleList()  # type: ignore[assignment]
     chunk.decoder.linear_qkv = Odd(4, 4)
     pair = LoraPair(name, param, False, (4, 4), (0, 4), (0, 4), ((0, 0, 4),))
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         attach([chunk], [pair], LoraSize(2, 2, 4.0, ()), seed=1)
     assert caught.value.where == "lora" and caught.value.problem.startswith(says)
 

@@ -17,7 +17,7 @@ from megarl.parallel import model
 from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.model import hf_facts, transformer_config
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.gpu import tiny
 
 
@@ -53,7 +53,7 @@ def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
     ],
 )
 def test_unsupported_variants_are_refused(edited: Any, changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserFault, match=named) as caught:
+    with pytest.raises(UserError, match=named) as caught:
         hf_facts(edited(**changes))
     assert caught.value.where.endswith("config.json")
 
@@ -82,16 +82,16 @@ def test_options_pass_through(checkpoint_path: Path) -> None:
 
 
 def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
-    with pytest.raises(UserFault, match="train.megatron") as caught:
+    with pytest.raises(UserError, match="train.megatron") as caught:
         config(checkpoint_path, {"recompute_granularity": "sometimes"})
     assert "sometimes" in str(caught.value)
 
 
 def test_a_gpu_without_transformer_engine_is_refused_by_the_package() -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=False)
     assert str(caught.value).startswith("train.local_layers: TransformerEngine cannot be used (No module named ")
-    assert "install what requirements/gpu.txt names (docs/install.md), or set it to true" in caught.value.mend
+    assert "install what requirements/gpu.txt names (docs/install.md), or set it to true" in caught.value.hint
 
 
 def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +105,9 @@ def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(mo
 
 def test_transformer_engine_is_given_no_float32() -> None:
     """Where its layers are used alone; it has no attention for packed rows in another type than 16 bits."""
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         model.select_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=True, has_engine=True)
-    assert (caught.value.where, caught.value.mend) == ("model.dtype", "set it to bfloat16")
+    assert (caught.value.where, caught.value.hint) == ("model.dtype", "set it to bfloat16")
     model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=True)
     model.select_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=False, has_engine=True)
 

@@ -15,7 +15,7 @@ from megarl.config import TrainConfig
 from megarl.device import Address
 from megarl.parallel.optimizer import optimizer_config
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.parallel.checkpoints import write
 from tests.parallel.worlds import deal, numbers, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part
 
@@ -177,5 +177,5 @@ def test_a_checkpoint_goes_on_wherever_the_optimizer_is(path: Path, runs: Any, s
 
 
 def test_weights_in_float32_have_no_copies_to_step_on() -> None:
-    with pytest.raises(UserFault, match=r"train\.optimizer_offload: .* set it to false"):
+    with pytest.raises(UserError, match=r"train\.optimizer_offload: .* set it to false"):
         optimizer_config(TrainConfig(lr=LR, optimizer_offload=True), torch.float32, True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.parallel.optional_imports import TransformerEngineFinder, layers_fault
+from megarl.parallel.optional_imports import TransformerEngineFinder, layers_error
 
 SYMBOL = "libtransformer_engine.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal"
 BROKEN = f"""
@@ -69,7 +69,7 @@ def test_an_engine_that_does_not_load_is_not_installed(
 def test_a_sound_engine_is_imported_with_its_torch_part(finder: TransformerEngineFinder, tmp_path: Path) -> None:
     write_engine(tmp_path, {"__init__.py": "", "pytorch.py": "answer = 42"})
     module: Any = importlib.import_module("transformer_engine")
-    assert module.pytorch.answer == 42 and finder.fault == ""
+    assert module.pytorch.answer == 42 and finder.error == ""
     assert module.__spec__.loader.get_source("transformer_engine") == ""
 
 
@@ -100,9 +100,9 @@ def test_the_cpu_leaves_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ],
 )
 def test_which_layers_a_gpu_has(problem: str, local_layers: bool, dtype: str, where: str | None) -> None:
-    fault = layers_fault(problem, local_layers=local_layers, dtype=dtype)
-    assert (fault and fault.where) == where
-    assert not problem or fault is None or problem in fault.problem
+    error = layers_error(problem, local_layers=local_layers, dtype=dtype)
+    assert (error and error.where) == where
+    assert not problem or error is None or problem in error.problem
 
 
 ON_A_GPU = """
@@ -111,12 +111,12 @@ megarl.device.DEVICE = "cuda"
 import torch
 from megarl.config import TrainConfig
 from megarl.parallel import model
-from megarl.types import UserFault
+from megarl.types import UserError
 assert not model.TRANSFORMER_ENGINE
 model.select_layers(TrainConfig(lr=1.0, local_layers=True), torch.float32)
 try:
     model.select_layers(TrainConfig(lr=1.0), torch.bfloat16)
-except UserFault as fault:
+except UserError as fault:
     print(fault)
 """
 

@@ -16,12 +16,12 @@ from megarl.config import TrainConfig
 from megarl.parallel import model, optimizer
 from megarl.parallel.model import buffers_config, fixed_field_names
 from megarl.parallel.optimizer import optimizer_config
-from megarl.parallel.options import OF_BUFFERS, OF_OPTIMIZER, effective_options, option_faults
-from megarl.types import UserFault
+from megarl.parallel.options import OF_BUFFERS, OF_OPTIMIZER, effective_options, option_errors
+from megarl.types import UserError
 
 
-def faults(**train: Any) -> list[UserFault]:
-    return option_faults(TrainConfig(lr=1.0, **train), fixed_field_names)
+def errors(**train: Any) -> list[UserError]:
+    return option_errors(TrainConfig(lr=1.0, **train), fixed_field_names)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def faults(**train: Any) -> list[UserFault]:
     ],
 )
 def test_a_wrong_option_is_named(branch: str, key: str, words: str) -> None:
-    (fault,) = faults(**{branch: {key: 1}})
-    assert fault.where == f"train.{branch}.{key}"
-    assert words in str(fault)
+    (error,) = errors(**{branch: {key: 1}})
+    assert error.where == f"train.{branch}.{key}"
+    assert words in str(error)
 
 
 def test_every_wrong_option_at_once() -> None:
     megatron = {"nonsense": 1, "num_layers": 2, "bf16": True, "fp8_margin": 0}
-    assert len(faults(megatron=megatron, ddp={"nonsense": 1}, optimizer={"lr": 1.0})) == 5
+    assert len(errors(megatron=megatron, ddp={"nonsense": 1}, optimizer={"lr": 1.0})) == 5
 
 
 def test_all_that_are_listed_are_megatrons_and_take_their_defaults() -> None:
@@ -56,7 +56,7 @@ def test_all_that_are_listed_are_megatrons_and_take_their_defaults() -> None:
     ddp = {name: getattr(buffers, name) for name in OF_BUFFERS}
     own = {name: str(getattr(adam, name)).removeprefix("torch.") for name in OF_OPTIMIZER if "dtype" in name}
     own |= {name: getattr(adam, name) for name in OF_OPTIMIZER if name not in own}
-    assert faults(ddp=ddp, optimizer=own) == []
+    assert errors(ddp=ddp, optimizer=own) == []
 
 
 def test_values_of_yaml_that_megatrons_fields_take() -> None:
@@ -65,7 +65,7 @@ def test_values_of_yaml_that_megatrons_fields_take() -> None:
         "recompute_modules": ["moe", "mlp"], "window_size": [128, 0], "no_rope_freq": [0, 1],
         "moe_permute_fusion": True,
     }  # fmt: skip
-    assert faults(megatron=megatron, ddp={"bucket_size": None}, optimizer={"adam_beta1": 0, "adam_eps": 1}) == []
+    assert errors(megatron=megatron, ddp={"bucket_size": None}, optimizer={"adam_beta1": 0, "adam_eps": 1}) == []
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_values_of_yaml_that_megatrons_fields_take() -> None:
         ("megatron", "attention_backend", "flash", "remove it: no recipe can write such a value"),
     ],
 )
-def test_a_wrong_value_is_named(branch: str, key: str, value: Any, mend: str) -> None:
-    (fault,) = faults(**{branch: {key: value}})
-    assert fault.where == f"train.{branch}.{key}"
-    assert repr(value) in fault.problem and mend in fault.mend
+def test_a_wrong_value_is_named(branch: str, key: str, value: Any, hint: str) -> None:
+    (error,) = errors(**{branch: {key: value}})
+    assert error.where == f"train.{branch}.{key}"
+    assert repr(value) in error.problem and hint in error.hint
 
 
 def test_every_wrong_value_at_once() -> None:
     adam = {"exp_avg_dtype": "bf61", "adam_beta1": 5, "nonsense": 1}
-    found = faults(optimizer=adam, ddp={"bucket_size": "foo"}, megatron={"recompute_granularity": "ful"})
+    found = errors(optimizer=adam, ddp={"bucket_size": "foo"}, megatron={"recompute_granularity": "ful"})
     assert len(found) == 5
 
 
@@ -119,7 +119,7 @@ def test_a_precision_aware_optimizer_is_accepted_where_transformer_engine_is_not
 def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
     train = TrainConfig(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
-    with pytest.raises(UserFault, match=r"^train\.optimizer\.use_precision_aware_optimizer: .* with TransformerEngine"):
+    with pytest.raises(UserError, match=r"^train\.optimizer\.use_precision_aware_optimizer: .* with TransformerEngine"):
         optimizer.build_optimizer([], train, torch.bfloat16)
 
 
@@ -156,7 +156,7 @@ def test_options_of_the_buffers_pass_through(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_options_of_the_optimizer_pass_through() -> None:
     options = {"adam_beta2": 0.95, "adam_eps": 1e-15, "exp_avg_dtype": "bfloat16"}
-    with pytest.raises(UserFault, match=r"^train\.optimizer: Megatron refuses them \("):
+    with pytest.raises(UserError, match=r"^train\.optimizer: Megatron refuses them \("):
         # Of a precision-aware optimizer only.
         optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, False)
     del options["exp_avg_dtype"]
@@ -165,10 +165,10 @@ def test_options_of_the_optimizer_pass_through() -> None:
 
 
 def test_a_type_that_is_none_is_named() -> None:
-    with pytest.raises(UserFault, match=r"exp_avg_dtype: 'bf61' is no type .* use float32 or bfloat16"):
+    with pytest.raises(UserError, match=r"exp_avg_dtype: 'bf61' is no type .* use float32 or bfloat16"):
         optimizer_config(TrainConfig(lr=1.0, optimizer={"exp_avg_dtype": "bf61"}), torch.bfloat16, False)
 
 
 def test_megatrons_own_refusal_is_a_users_fault() -> None:
-    with pytest.raises(UserFault, match=r"^train\.ddp: Megatron refuses them"):
+    with pytest.raises(UserError, match=r"^train\.ddp: Megatron refuses them"):
         buffers_config(TrainConfig(lr=1.0, ddp={"bucket_sise": 3}))

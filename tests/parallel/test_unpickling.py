@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megarl.parallel import dist_checkpoint, unpickling
-from megarl.types import UserFault
+from megarl.types import UserError
 
 FACTOR = "model.layers.0.self_attn.o_proj.lora_A.weight"
-MEND = "; remove this checkpoint, or take one that nobody has changed"
+HINT = "; remove this checkpoint, or take one that nobody has changed"
 
 
 class Forged:
@@ -79,10 +79,10 @@ def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_module_that_an_index_names_is_not_imported(tmp_path: Path, canary: Path, protocol: int, name: str) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(names("runs_x.evil", name, protocol))
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         dist_checkpoint.read_factors(folder)
     reason = f"it names runs_x.evil.{name}, which a checkpoint has no use for"
-    assert str(caught.value) == f"{folder}/.metadata: it cannot be loaded as data ({reason}){MEND}"
+    assert str(caught.value) == f"{folder}/.metadata: it cannot be loaded as data ({reason}){HINT}"
     assert not canary.exists() and "runs_x.evil" not in sys.modules
 
 
@@ -106,9 +106,9 @@ def test_an_index_that_is_forged_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(pickle.dumps(forged))
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         dist_checkpoint.read_factors(folder)
-    assert str(caught.value).startswith(f"{folder}/.metadata: ") and str(caught.value).endswith(MEND)
+    assert str(caught.value).startswith(f"{folder}/.metadata: ") and str(caught.value).endswith(HINT)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
@@ -116,22 +116,22 @@ def test_an_index_that_is_forged_is_refused_in_one_line(
 @pytest.mark.parametrize("path", ["", ".", "..", "a/b", "/etc/passwd", "a\0b", None, 3])
 def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, path: Any) -> None:
     folder = place_at(written(tmp_path / "step-000001"), relative_path=path)
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         dist_checkpoint.read_factors(folder)
-    assert str(caught.value) == f"{folder}/.metadata: names {path!r} as a file of the checkpoint{MEND}"
+    assert str(caught.value) == f"{folder}/.metadata: names {path!r} as a file of the checkpoint{HINT}"
 
 
 @pytest.mark.parametrize("field", ["offset", "length"])
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, True, 2**63])
 def test_an_index_names_whole_parts_of_files(tmp_path: Path, field: str, value: Any) -> None:
     folder = place_at(written(tmp_path / "step-000001"), **{field: value})
-    with pytest.raises(UserFault, match=f"names {value!r} bytes from|bytes from {value!r} of ") as caught:
+    with pytest.raises(UserError, match=f"names {value!r} bytes from|bytes from {value!r} of ") as caught:
         dist_checkpoint.read_factors(folder)
-    assert str(caught.value).endswith(MEND)
+    assert str(caught.value).endswith(HINT)
 
 
 @pytest.mark.parametrize(
-    ("cause", "is_fault"),
+    ("cause", "is_error"),
     [
         (ValueError("bad offset"), True),
         (TypeError("no int"), True),
@@ -141,11 +141,11 @@ def test_an_index_names_whole_parts_of_files(tmp_path: Path, field: str, value: 
         (KeyError("a tensor"), False),
     ],
 )
-def test_what_an_unreadable_index_leads_to_is_a_fault_of_the_checkpoint(
-    tmp_path: Path, cause: BaseException, is_fault: bool
+def test_what_an_unreadable_index_leads_to_is_a_error_of_the_checkpoint(
+    tmp_path: Path, cause: BaseException, is_error: bool
 ) -> None:
     folder = written(tmp_path / "step-000001")
-    with pytest.raises(UserFault if is_fault else RuntimeError, match="cannot be loaded"), unpickling.reading(folder):
+    with pytest.raises(UserError if is_error else RuntimeError, match="cannot be loaded"), unpickling.reading(folder):
         raise CheckpointException("read", {0: (cause, None)})  # type: ignore[dict-item]
 
 
@@ -167,7 +167,7 @@ _EVIL = b"N}X\x04\x00\x00\x00evilK\x01s\x86b"  # BUILD: sets the attribute `evil
 def test_an_index_changes_no_class(tmp_path: Path, named: bytes, kept: object, end: bytes) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(b"\x80\x02" + named + _EVIL + end)
-    with pytest.raises(UserFault, match="it cannot be loaded as data"):
+    with pytest.raises(UserError, match="it cannot be loaded as data"):
         dist_checkpoint.read_factors(folder)
     assert not hasattr(kept, "evil")
 
@@ -191,7 +191,7 @@ def test_an_index_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> N
 def test_an_index_that_is_no_pickle_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(content)
-    with pytest.raises(UserFault, match="it cannot be loaded as data") as caught:
+    with pytest.raises(UserError, match="it cannot be loaded as data") as caught:
         dist_checkpoint.read_factors(folder)
     assert "\n" not in str(caught.value)
 
@@ -202,18 +202,18 @@ def test_a_forged_file_of_tensors_is_refused_in_one_line(tmp_path: Path, canary:
     (file,) = folder.glob("*.distcp")
     size, forged = file.stat().st_size, names("runs_x.evil", "Kind", 2)
     file.write_bytes(forged + bytes(size - len(forged)))
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         dist_checkpoint.read_factors(folder)
     reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
-    assert str(caught.value) == f"{folder}: it cannot be loaded as data ({reason}){MEND}"
+    assert str(caught.value) == f"{folder}: it cannot be loaded as data ({reason}){HINT}"
     assert not canary.exists()
 
 
-def test_a_fault_of_the_index_is_told_where_torch_hides_it(tmp_path: Path, canary: Path) -> None:
+def test_a_error_of_the_index_is_told_where_torch_hides_it(tmp_path: Path, canary: Path) -> None:
     """Where ranks read together, torch goes on without an index and fails by an assertion of its own."""
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(names("runs_x.evil", "Kind", 2))
-    with pytest.raises(UserFault, match="metadata: it cannot be loaded as data"), unpickling.reading(folder):
+    with pytest.raises(UserError, match="metadata: it cannot be loaded as data"), unpickling.reading(folder):
         load({}, storage_reader=filesystem.FileSystemReader(folder), no_dist=True)
     assert not canary.exists()
 
@@ -244,11 +244,11 @@ def test_megatrons_common_file_runs_nothing_either(tmp_path: Path, canary: Path)
     command = [sys.executable, "-W", "ignore", "-c", _UNSAFE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
-    assert done.stdout.strip() == f"UserFault folder: it cannot be loaded as data ({reason}){MEND}", done.stderr
+    assert done.stdout.strip() == f"UserError folder: it cannot be loaded as data ({reason}){HINT}", done.stderr
     assert not canary.exists()
 
 
 def test_classes_that_megatron_calls_safe_are_not_unpickled(tmp_path: Path) -> None:
     torch.save({"path": Path("x")}, tmp_path / common.COMMON_STATE_FNAME)
-    with pytest.raises(UserFault, match="it names pathlib.PosixPath"), unpickling.reading(tmp_path):
+    with pytest.raises(UserError, match="it names pathlib.PosixPath"), unpickling.reading(tmp_path):
         common.TorchCommonLoadStrategy().load_common(tmp_path)

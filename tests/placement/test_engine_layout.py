@@ -38,48 +38,48 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_names_the_key_and_a_value_that_fits(case: str) -> None:
-    shape, engine, gpus, key, mend = REFUSED[case]
-    faults = engine.faults(shape, gpus)
-    assert {fault.where for fault in faults} == {f"rollout.engine.{key}"}
-    assert any(mend in fault.mend for fault in faults), [fault.mend for fault in faults]
+    shape, engine, gpus, key, hint = REFUSED[case]
+    errors = engine.errors(shape, gpus)
+    assert {error.where for error in errors} == {f"rollout.engine.{key}"}
+    assert any(hint in error.hint for error in errors), [error.hint for error in errors]
 
 
 @pytest.mark.parametrize("shape", [MOE, DEEPSEEK, DENSE])
 @pytest.mark.parametrize("engine", [EngineLayout(1, 1, 1), EngineLayout(2, 4, 1, first=8), EngineLayout(1, 8, 1)])
 def test_what_fits_is_accepted(shape: ModelShape, engine: EngineLayout) -> None:
-    assert engine.faults(shape, 16) == []
+    assert engine.errors(shape, 16) == []
 
 
 def test_dp_attention_cuts_the_attention_over_its_groups_alone() -> None:
-    assert [fault.where for fault in EngineLayout(1, 16, 8).faults(MOE, 16)] == ["rollout.engine.tp"]
-    assert EngineLayout(1, 16, 8, dp=2).faults(MOE, 16) == []
+    assert [error.where for error in EngineLayout(1, 16, 8).errors(MOE, 16)] == ["rollout.engine.tp"]
+    assert EngineLayout(1, 16, 8, dp=2).errors(MOE, 16) == []
 
 
 def test_fp8_asks_that_no_rank_cuts_a_tile() -> None:
-    assert EngineLayout(1, 1, 1, fp8=True).faults(replace(DEEPSEEK, ffn_size=128), 8) == []
+    assert EngineLayout(1, 1, 1, fp8=True).errors(replace(DEEPSEEK, ffn_size=128), 8) == []
     for change, what in (
         ({"ffn_size": 192}, "a dense layer"),
         ({"moe_ffn_size": 64}, "an expert"),
         ({"mla": replace(DEEPSEEK.mla or MlaShape(1, 1, 1, 1, 1), q_lora_rank=96)}, "q_a_proj"),
     ):
-        faults = EngineLayout(1, 1, 1, fp8=True).faults(replace(replace(DEEPSEEK, ffn_size=128), **change), 8)
-        assert any(what in fault.problem for fault in faults), what
-        assert all("or rollout.engine.fp8 to false" in fault.mend for fault in faults)
+        errors = EngineLayout(1, 1, 1, fp8=True).errors(replace(replace(DEEPSEEK, ffn_size=128), **change), 8)
+        assert any(what in error.problem for error in errors), what
+        assert all("or rollout.engine.fp8 to false" in error.hint for error in errors)
 
 
 def test_what_only_a_gpu_refuses() -> None:
-    assert EngineLayout(1, 4, 1).gpu_faults(MOE) == []
-    (fault,) = EngineLayout(1, 3, 1).gpu_faults(MOE)
-    assert (fault.where, "256" in fault.problem) == ("rollout.engine.tp", True)
+    assert EngineLayout(1, 4, 1).gpu_errors(MOE) == []
+    (error,) = EngineLayout(1, 3, 1).gpu_errors(MOE)
+    assert (error.where, "256" in error.problem) == ("rollout.engine.tp", True)
 
 
 def test_what_only_a_cpu_refuses() -> None:
-    assert EngineLayout(1, 2, 1).cpu_faults(MOE) == []
-    assert EngineLayout(1, 1, 1).cpu_faults(DEEPSEEK) == []
-    assert [f.where for f in EngineLayout(1, 1, 1, fp8=True).cpu_faults(MOE)] == ["rollout.engine.fp8"]
-    assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_faults(MOE)] == [True, False]
-    (fault,) = EngineLayout(1, 2, 1).cpu_faults(DENSE)
-    assert "the width 96 of a dense layer over 2" in fault.problem
+    assert EngineLayout(1, 2, 1).cpu_errors(MOE) == []
+    assert EngineLayout(1, 1, 1).cpu_errors(DEEPSEEK) == []
+    assert [f.where for f in EngineLayout(1, 1, 1, fp8=True).cpu_errors(MOE)] == ["rollout.engine.fp8"]
+    assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_errors(MOE)] == [True, False]
+    (error,) = EngineLayout(1, 2, 1).cpu_errors(DENSE)
+    assert "the width 96 of a dense layer over 2" in error.problem
 
 
 def test_an_engine_with_any_of_the_slots_is_not_without_them() -> None:

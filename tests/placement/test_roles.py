@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.model import hf_config
 from megarl.placement.roles import Role, engine_layout, resolve, shared_slots
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.model.test_hf_config import CONFIG, SHAPE
 from tests.parallel.worlds import recipe
 
@@ -80,11 +80,11 @@ def test_prime_rewards_by_logits_and_sampling_alone_has_no_critic(folder: Path) 
     assert alone.critic is None and alone.policy.recipe.algorithm.kl_coefficient == 0
 
 
-def test_a_checkpoint_that_is_not_there_is_a_fault_of_its_role_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_a_error_of_its_role_alone(tmp_path: Path) -> None:
     roles = resolve(made(tmp_path / "gone", algorithm={"name": "ppo"}))
     assert roles.policy.layout == TrainLayout(8, 2, 1, 1) and roles.policy.model.known_shape is None
-    assert isinstance(roles.policy.model.fault, UserFault) and roles.policy.model.fault.problem == "no such file"
-    with pytest.raises(UserFault, match="no such file"):
+    assert isinstance(roles.policy.model.error, UserError) and roles.policy.model.error.problem == "no such file"
+    with pytest.raises(UserError, match="no such file"):
         _ = roles.policy.shape
     assert resolve(made(tmp_path, algorithm={"name": "grop"})).critic is None, "that is told by its key"
 
@@ -93,13 +93,13 @@ def test_a_model_that_cannot_be_built_still_has_a_shape(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": -1}))
     model = resolve(made(folder)).policy.model
     assert model.known_shape == SHAPE and model.facts is None
-    assert model.fault and model.fault.problem == "max_position_embeddings is -1"
+    assert model.error and model.error.problem == "max_position_embeddings is -1"
 
 
-def test_faults_have_the_keys_of_their_role(folder: Path) -> None:
+def test_errors_have_the_keys_of_their_role(folder: Path) -> None:
     def wheres(role: Role | None) -> list[str]:
         assert role
-        return [f"{fault.where}: {fault.mend}" for fault in role.layout_faults()]
+        return [f"{error.where}: {error.hint}" for error in role.layout_errors()]
 
     (line,) = wheres(resolve(made(folder, placement={"train_gpus": 7})).policy)
     assert line.startswith("placement.train_gpus: ")

@@ -94,8 +94,8 @@ def test_coords_outside_the_world() -> None:
         (TrainLayout(4, 1, 1, 2, expert_tp=4), "train.ep", "2 or 4 and leave out train.etp"),
     ],
 )
-def test_training_faults_name_the_key_and_the_mend(layout: TrainLayout, where: str, mend: str) -> None:
-    assert any(fault.where == where and mend in fault.mend for fault in layout.faults(SHAPE))
+def test_training_errors_name_the_key_and_the_hint(layout: TrainLayout, where: str, hint: str) -> None:
+    assert any(error.where == where and hint in error.hint for error in layout.errors(SHAPE))
 
 
 @pytest.mark.parametrize(
@@ -110,35 +110,35 @@ def test_training_faults_name_the_key_and_the_mend(layout: TrainLayout, where: s
         ({"num_mtp_layers": 1, "hidden_size": 126}, TrainLayout(4, 4, 1, 4), "train.tp"),
     ],
 )
-def test_training_faults_of_other_families(change: dict[str, int], layout: TrainLayout, where: str) -> None:
-    assert [fault.where for fault in layout.faults(dataclasses.replace(SHAPE, **change))] == [where]
+def test_training_errors_of_other_families(change: dict[str, int], layout: TrainLayout, where: str) -> None:
+    assert [error.where for error in layout.errors(dataclasses.replace(SHAPE, **change))] == [where]
 
 
 @given(layouts())
 def test_a_mend_of_one_axis_mends_it(layout: TrainLayout) -> None:
     """The value that is proposed for an axis leaves no fault of that axis behind."""
     fields = {"train.tp": "tp", "train.ep": "ep", "train.etp": "expert_tp", "train.vpp": "vpp", "train.pp": "pp"}
-    for fault in layout.faults(SHAPE):
-        words = fault.mend.split()
-        if fault.where in fields and words[3].isdigit() and "and" not in words:
-            mended = dataclasses.replace(layout, **{fields[fault.where]: int(words[3])})
-            assert fault.where not in [other.where for other in mended.faults(SHAPE)], fault
+    for error in layout.errors(SHAPE):
+        words = error.hint.split()
+        if error.where in fields and words[3].isdigit() and "and" not in words:
+            mended = dataclasses.replace(layout, **{fields[error.where]: int(words[3])})
+            assert error.where not in [other.where for other in mended.errors(SHAPE)], error
 
 
 def test_expert_width_counts_only_where_tp_splits_it() -> None:
     narrow = dataclasses.replace(SHAPE, moe_ffn_size=127)
-    assert [f.where for f in TrainLayout(2, 2, 1, 1).faults(narrow)] == ["train.tp"]
-    assert TrainLayout(2, 2, 1, 2).faults(narrow) == []
+    assert [f.where for f in TrainLayout(2, 2, 1, 1).errors(narrow)] == ["train.tp"]
+    assert TrainLayout(2, 2, 1, 2).errors(narrow) == []
 
 
 @pytest.mark.parametrize("world", [(1, 1, 1, 1), (4, 2, 2, 2), (8, 2, 2, 4), (8, 8, 1, 1)])
-def test_layouts_that_divide_have_no_fault(world: tuple[int, int, int, int]) -> None:
-    assert TrainLayout(*world).faults(SHAPE) == []
+def test_layouts_that_divide_have_no_error(world: tuple[int, int, int, int]) -> None:
+    assert TrainLayout(*world).errors(SHAPE) == []
 
 
-def test_all_training_faults_at_once() -> None:
-    faults = TrainLayout(7, 3, 3, 3).faults(SHAPE)
-    assert {fault.where for fault in faults} == {"train.tp", "train.ep", "train.pp", "placement.gpus"}
+def test_all_training_errors_at_once() -> None:
+    errors = TrainLayout(7, 3, 3, 3).errors(SHAPE)
+    assert {error.where for error in errors} == {"train.tp", "train.ep", "train.pp", "placement.gpus"}
 
 
 def test_engine_members() -> None:
@@ -156,16 +156,16 @@ def test_engine_members() -> None:
         (EngineLayout(1, 2, 4), "rollout.engine.ep", "2"),
     ],
 )
-def test_engine_faults_name_the_key_and_the_mend(engine: EngineLayout, where: str, mend: str) -> None:
-    assert any(fault.where == where and mend in fault.mend for fault in engine.faults(SHAPE, gpus=4))
+def test_engine_errors_name_the_key_and_the_hint(engine: EngineLayout, where: str, hint: str) -> None:
+    assert any(error.where == where and hint in error.hint for error in engine.errors(SHAPE, gpus=4))
 
 
 def test_engine_expert_width() -> None:
     narrow = dataclasses.replace(SHAPE, moe_ffn_size=32)
-    assert EngineLayout(1, 2, 1).faults(narrow, gpus=4) == []
-    assert [f.where for f in EngineLayout(1, 2, 1).cpu_faults(narrow)] == ["rollout.engine.tp"]
-    assert [f.where for f in EngineLayout(1, 8, 1).cpu_faults(SHAPE)] == ["rollout.engine.tp"] * 2
-    assert EngineLayout(1, 1, 1).cpu_faults(narrow) == []
+    assert EngineLayout(1, 2, 1).errors(narrow, gpus=4) == []
+    assert [f.where for f in EngineLayout(1, 2, 1).cpu_errors(narrow)] == ["rollout.engine.tp"]
+    assert [f.where for f in EngineLayout(1, 8, 1).cpu_errors(SHAPE)] == ["rollout.engine.tp"] * 2
+    assert EngineLayout(1, 1, 1).cpu_errors(narrow) == []
 
 
 def test_nearest() -> None:

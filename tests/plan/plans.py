@@ -15,7 +15,7 @@ from megarl.model.shape import ModelShape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import RoleName
 from megarl.placement.train_layout import TrainLayout
-from megarl.plan.fit import with_faults
+from megarl.plan.fit import with_errors
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
 
@@ -156,4 +156,4 @@ def count(
 
 def memory(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
     """The same with faults."""
-    return with_faults(recipe, hardware, sizes, lambda changed, found: count(changed, hardware, found))
+    return with_errors(recipe, hardware, sizes, lambda changed, found: count(changed, hardware, found))

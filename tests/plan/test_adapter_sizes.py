@@ -19,7 +19,7 @@ from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES
 from megarl.plan.run_plan import make_plan
-from megarl.types import UserFaults
+from megarl.types import UserErrors
 from tests.parallel.adapters import lora_recipe
 from tests.parallel.checkpoints import write
 from tests.parallel.worlds import run_world
@@ -150,7 +150,7 @@ def test_the_reference_is_the_policy_without_adapters(recipe: Recipe) -> None:
 
 def test_what_adapters_refuse_is_refused_by_the_plan(recipe: Recipe) -> None:
     offloaded = recipe.model_copy(update={"train": recipe.train.model_copy(update={"optimizer_offload": True})})
-    with pytest.raises(UserFaults, match="train.optimizer_offload: True, but not tried with lora"):
+    with pytest.raises(UserErrors, match="train.optimizer_offload: True, but not tried with lora"):
         make_plan(with_lora(offloaded), plans.H800)
 
 

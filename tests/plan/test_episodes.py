@@ -17,7 +17,7 @@ from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedEngine
 from megarl.plan.phase_advice import phase_advice
 from megarl.plan.report import amount, page, plan_json
 from megarl.plan.rollout_time import NO_ROLLOUT, whole_requests
-from megarl.plan.run_plan import RunPlan, make_plan, plan_faults
+from megarl.plan.run_plan import RunPlan, make_plan, plan_errors
 from megarl.plan.turns import (
     MOST_OBSERVED_SHARE,
     TURN_S,
@@ -28,7 +28,7 @@ from megarl.plan.turns import (
     tools_bytes,
     turns_of,
 )
-from megarl.preflight.hyperparameter_checks import hyperparameter_faults
+from megarl.preflight.hyperparameter_checks import hyperparameter_errors
 from megarl.preflight.model_checks import stand_ins
 from tests.plan import recipes as planning
 
@@ -114,12 +114,12 @@ def test_every_token_of_an_episode_is_sampled_or_read() -> None:
 
 
 def test_what_cannot_work_is_told(recipe: Recipe) -> None:
-    assert not plan_faults(roles(recipe))
+    assert not plan_errors(roles(recipe))
     short = overlaid(recipe, {"episode": {"max_tokens": 4}, "rollout": {"ahead": 1, "max_response_tokens": 8}})
-    assert {"episode.max_tokens", "rollout.ahead"} <= {fault.where for fault in plan_faults(roles(short))}
+    assert {"episode.max_tokens", "rollout.ahead"} <= {error.where for error in plan_errors(roles(short))}
     narrow = overlaid(recipe, {"train": {"tokens_per_micro_batch": 2048}})
-    (fault,) = plan_faults(roles(narrow))
-    assert fault.where == "train.tokens_per_micro_batch" and "episode.max_tokens" in fault.problem
+    (error,) = plan_errors(roles(narrow))
+    assert error.where == "train.tokens_per_micro_batch" and "episode.max_tokens" in error.problem
 
 
 def test_no_phases_are_advised_which_episodes_do_not_take(recipe: Recipe) -> None:
@@ -133,10 +133,10 @@ def test_no_phases_are_advised_which_episodes_do_not_take(recipe: Recipe) -> Non
 def test_turns_with_rewards_read_the_discount(name: str, is_read: bool, recipe: Recipe) -> None:
     keys = {"name": name, "gamma": 0.9, "kl_coefficient": 0.0}
     found = overlaid(recipe, {"algorithm": keys})
-    gamma = [fault for fault in hyperparameter_faults(found) if fault.where == "algorithm.gamma"]
+    gamma = [error for error in hyperparameter_errors(found) if error.where == "algorithm.gamma"]
     assert bool(gamma) != is_read
     without = found.model_copy(update={"episode": None})
-    assert [one for one in hyperparameter_faults(without) if one.where == "algorithm.gamma"]
+    assert [one for one in hyperparameter_errors(without) if one.where == "algorithm.gamma"]
 
 
 @pytest.mark.parametrize(

@@ -331,9 +331,9 @@ RECIPE = Recipe.model_validate(
 )
 
 
-def test_what_fits_has_no_fault_and_is_json(made: Recipe) -> None:
+def test_what_fits_has_no_error_and_is_json(made: Recipe) -> None:
     plan = plans.memory(made, plans.H800, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
-    assert plan.faults == []
+    assert plan.errors == []
     names = {name for parts in json.loads(json.dumps(asdict(plan)))["device"].values() for name in parts}
     assert names == {
         "weights_bytes", "grads_bytes", "optimizer_bytes", "activations_bytes", "logits_bytes",
@@ -350,10 +350,10 @@ def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     small = Hardware.model_validate({**plans.H800.model_dump(), "memory_bytes": 3_000_000_000})
     size = model_sizes(made)["policy"]
     plan = plans.memory(made, small, {"policy": size})
-    faults = {str(fault).split(" phase")[0].split()[-1]: fault for fault in plan.faults}
-    assert faults["train"].where == "train.tokens_per_micro_batch"
-    assert "H800 has 3.0 GB" in faults["train"].problem
-    assert f"to {2048 + 8192}" in faults["train"].mend
+    errors = {str(error).split(" phase")[0].split()[-1]: error for error in plan.errors}
+    assert errors["train"].where == "train.tokens_per_micro_batch"
+    assert "H800 has 3.0 GB" in errors["train"].problem
+    assert f"to {2048 + 8192}" in errors["train"].hint
     changed = made.model_copy(update={"train": made.train.model_copy(update={"tokens_per_micro_batch": 10240})})
     device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
@@ -367,5 +367,5 @@ def test_a_full_host_is_said_too(tmp_path: Path) -> None:
     )  # fmt: skip
     poor = Hardware.model_validate({**plans.H800.model_dump(), "host_bytes": 10_000_000_000})
     plan = plans.memory(made, poor, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
-    (fault,) = plan.faults
-    assert (fault.where, "host would hold" in fault.problem) == ("placement.gpus", True)
+    (error,) = plan.errors
+    assert (error.where, "host would hold" in error.problem) == ("placement.gpus", True)

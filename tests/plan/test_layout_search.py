@@ -31,9 +31,9 @@ from megarl.plan.model_size import sizes_of
 from megarl.plan.report import amount
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.plan.search_report import search_json
-from megarl.preflight.layout_checks import reshard_faults
+from megarl.preflight.layout_checks import reshard_errors
 from megarl.preflight.model_checks import stand_ins
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.plan import plans
 from tests.plan import recipes as planning
 
@@ -125,7 +125,7 @@ def test_an_overlay_that_is_pasted_has_the_figures_of_its_row(
 @pytest.mark.slow
 def test_an_estimate_is_the_plan_without_its_reshard(recipe: Recipe, estimator: Estimator) -> None:
     overlays = [*list(every_engine(recipe))[::17], *list(every_train(recipe))[::43]]
-    overlays = [overlay for overlay in overlays if not reshard_faults(resolve(overlaid(recipe, overlay)))]
+    overlays = [overlay for overlay in overlays if not reshard_errors(resolve(overlaid(recipe, overlay)))]
     assert len(overlays) > 6
     for overlay in overlays:
         found, plan = estimator.estimate(overlay), planned(estimator, overlay)
@@ -186,7 +186,7 @@ def test_stages_hold_all_layers_and_differ_little(layers: int, pp: int, vpp: int
     if found is None:
         return
     layout = TrainLayout(16, 1, pp, 1, vpp=vpp if pp > 1 else 1, stage_layers=found)
-    assert not layout._stage_faults(shape)
+    assert not layout._stage_errors(shape)
     held = [sum(len(layout.layers(rank, layers, chunk)) for chunk in range(layout.vpp)) for rank in range(pp)]
     assert sum(held) == layers
     assert max(held) <= candidates.MOST_UNEVEN * layers / pp
@@ -270,12 +270,12 @@ def test_a_side_that_is_none_and_engines_of_sft_are_refused(folder: Path) -> Non
     assert shown.exit_code == 2
     assert all(side in shown.output for side in get_args(Side))
     supervised = planning.small(folder, *KEYS, "algorithm.name=sft")
-    with pytest.raises(UserFault, match="samples nothing"):
+    with pytest.raises(UserError, match="samples nothing"):
         search(supervised, CARD, "engine")
 
 
 @pytest.mark.slow
 def test_where_nothing_fits_one_line_says_so(recipe: Recipe) -> None:
     tiny = Hardware.model_validate({**CARD.model_dump(), "memory_bytes": 1_000_000_000})
-    with pytest.raises(UserFault, match="no layout was found that fits"):
+    with pytest.raises(UserError, match="no layout was found that fits"):
         search(recipe, tiny, "engine")

@@ -14,7 +14,7 @@ from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize, model_sizes, sizes_of
 from megarl.resharding import megatron_map
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.parallel import worlds
 from tests.plan import plans
 from tests.plan import recipes as planning
@@ -166,7 +166,7 @@ def test_what_megatron_cannot_build_is_the_users_fault(tmp_path: Path) -> None:
     made = plans.recipe(tmp_path, "tiny", 1)
     file = tmp_path / "tiny" / "config.json"
     file.write_text(json.dumps(plans.CONFIGS["tiny"] | {"hidden_act": "gelu"}), encoding="utf-8")
-    with pytest.raises(UserFault, match="hidden_act"):
+    with pytest.raises(UserError, match="hidden_act"):
         model_sizes(made)
 
 

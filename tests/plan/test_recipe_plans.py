@@ -91,7 +91,7 @@ def planned(name: str, over: tuple[str, ...] = ()) -> run_plan.RunPlan:
 )
 def test_it_fits(name: str, over: tuple[str, ...]) -> None:
     found = planned(name, over)
-    assert found.fits, [str(fault) for fault in found.faults]
+    assert found.fits, [str(error) for error in found.errors]
     assert found.memory.kv.concurrency_mean > 2 * found.recipe.rollout.samples_per_prompt
 
 
@@ -125,7 +125,7 @@ def test_all_weights_of_a_trillion_are_not_trained_on_64_gpus() -> None:
     """The phases that are too full are named, and that no key alone helps."""
     found = planned("grpo_lora_kimi_k2_64gpus", ("lora=null",))
     assert {*by_phase(found.memory)} >= {"train", "save", "host"}
-    assert all("nothing alone is enough" in fault.mend for fault in found.faults)
+    assert all("nothing alone is enough" in error.hint for error in found.errors)
 
 
 def test_adapters_alone_are_gigabytes_not_terabytes() -> None:
@@ -148,13 +148,13 @@ def held(recipe: Recipe) -> MemoryPlan:
 
 def by_phase(found: MemoryPlan) -> dict[str, Any]:
     """The faults, by the phase that their words name."""
-    names = [re.search(r"the (\w+) phase|node's (host)", fault.problem) for fault in found.faults]
-    return {name[1] or name[2]: fault for name, fault in zip(names, found.faults, strict=True) if name}
+    names = [re.search(r"the (\w+) phase|node's (host)", error.problem) for error in found.errors]
+    return {name[1] or name[2]: error for name, error in zip(names, found.errors, strict=True) if name}
 
 
-def mends(mend: str) -> list[str]:
+def hints(hint: str) -> list[str]:
     """The overrides that a mend tells: `set a.b to 1, c to 2 and d.e to 3: ...`, where c is beside b."""
-    told, branch = re.findall(r"([\w.]+) to (\{[^}]*\}|\[\]|[\w.]+)", mend.partition(": then")[0]), ""
+    told, branch = re.findall(r"([\w.]+) to (\{[^}]*\}|\[\]|[\w.]+)", hint.partition(": then")[0]), ""
     found = []
     for key, value in told:
         branch = key.rpartition(".")[0] or branch
@@ -165,15 +165,15 @@ def mends(mend: str) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in CLUSTER if "lora" not in name])  # adapters leave too much room
 def test_micro_batches_that_are_too_long_fill_training(name: str) -> None:
     tokens = f"train.tokens_per_micro_batch={16 * load(name).train.tokens_per_micro_batch}"
-    faults = by_phase(held(load(name, (), tokens)))
+    errors = by_phase(held(load(name, (), tokens)))
     expected = {"train": "train.tokens_per_micro_batch"}
     if name.startswith("vapo"):
         expected["critic"] = "critic.ranks.tokens_per_micro_batch"
-    assert {phase: fault.where for phase, fault in faults.items()} == expected
-    for phase, fault in faults.items():
-        assert phase not in by_phase(held(load(name, (), tokens, *mends(fault.mend))))
-    together = [override for fault in faults.values() for override in mends(fault.mend)]
-    assert held(load(name, (), tokens, *together)).faults == []
+    assert {phase: error.where for phase, error in errors.items()} == expected
+    for phase, error in errors.items():
+        assert phase not in by_phase(held(load(name, (), tokens, *hints(error.hint))))
+    together = [override for error in errors.values() for override in hints(error.hint)]
+    assert held(load(name, (), tokens, *together)).errors == []
 
 
 @pytest.mark.parametrize("name", CLUSTER)
@@ -181,9 +181,9 @@ def test_engines_that_are_too_small_fill_the_rollout(name: str) -> None:
     sizes, phases, knob = TOO_FEW.get(name) or TOO_FEW[model_of(RECIPES / f"{name}.yaml")]
     count = load(name).placement.gpus // sizes["tp"]
     overrides = [f"rollout.engine.{key}={value}" for key, value in (sizes | {"count": count}).items()]
-    faults = by_phase(held(load(name, (), *overrides)))
-    assert {phase: fault.where for phase, fault in faults.items()} == dict.fromkeys(phases, knob)
-    assert held(load(name, (), *overrides, *mends(faults["rollout"].mend))).faults == []
+    errors = by_phase(held(load(name, (), *overrides)))
+    assert {phase: error.where for phase, error in errors.items()} == dict.fromkeys(phases, knob)
+    assert held(load(name, (), *overrides, *hints(errors["rollout"].hint))).errors == []
 
 
 def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:

@@ -27,7 +27,7 @@ from megarl.plan.picture import draw
 from megarl.plan.report import amount, plan_json, show, spans
 from megarl.plan.run_plan import RunPlan, make_plan, slot_map
 from megarl.preflight.model_checks import stand_ins
-from megarl.types import UserFault, UserFaults
+from megarl.types import UserError, UserErrors
 from tests.plan import plans
 from tests.plan import recipes as planning
 
@@ -59,8 +59,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     return make_plan(planning.deepseek(tmp_path_factory.mktemp("deepseek")), CARD)
 
 
-def plan_faults(recipe: Recipe) -> list[UserFault]:
-    return run_plan.plan_faults(resolve(stand_ins(recipe)[0]))
+def plan_errors(recipe: Recipe) -> list[UserError]:
+    return run_plan.plan_errors(resolve(stand_ins(recipe)[0]))
 
 
 def report_of(plan: RunPlan, width: int = 140) -> str:
@@ -73,7 +73,7 @@ def test_a_small_plan_says_who_sits_where(small: RunPlan) -> None:
     policy = small.sizes["policy"]
     assert (list(small.sizes), policy.first_slot, policy.layout) == (["policy"], 0, TrainLayout(8, 2, 2, 2))
     assert [stage.slots for stage in policy.pipeline_stages()] == [range(4), range(4, 8)]
-    assert small.num_nodes == 2 and small.fits and small.faults == []
+    assert small.num_nodes == 2 and small.fits and small.errors == []
     layer = 256 * (8 + 2 * 4) * 32 + 8 * 32 * 256 + 2 * 32 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 128
     assert policy.parameters == 4 * layer + 2 * 1024 * 256 + 256
 
@@ -213,7 +213,7 @@ def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPl
 
 def test_what_contradicts_phases_is_not_planned(tmp_path: Path) -> None:
     keys = ["rollout.phase_tokens=2", "rollout.prompts_in_flight=1"]
-    wheres = [fault.where for fault in plan_faults(planning.small(tmp_path, *keys))]
+    wheres = [error.where for error in plan_errors(planning.small(tmp_path, *keys))]
     assert {"rollout.prompts_in_flight", "algorithm.mismatch"} <= set(wheres)
 
 
@@ -234,19 +234,19 @@ def test_numbers_are_told_with_three_digits() -> None:
     ]  # fmt: skip
 
 
-def test_every_fault_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
+def test_every_error_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
     keys = ["train.tp=3", "rollout.engine.tp=3", "train.tokens_per_micro_batch=20", "algorithm.gamma=0.5"]
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         make_plan(planning.small(tmp_path, *keys), CARD)
-    wheres = {fault.where for fault in caught.value.faults}
+    wheres = {error.where for error in caught.value.errors}
     assert {"train.tp", "rollout.engine.tp", "train.tokens_per_micro_batch", "algorithm.gamma"} <= wheres
 
 
-def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
+def test_errors_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     keys = ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=3", "critic.ranks.gpus=6"]
-    found = plan_faults(planning.small(tmp_path, *keys))
-    assert "critic.ranks.tp" in {fault.where for fault in found}
-    assert not [fault for fault in found if fault.where.startswith("train.")]
+    found = plan_errors(planning.small(tmp_path, *keys))
+    assert "critic.ranks.tp" in {error.where for error in found}
+    assert not [error for error in found if error.where.startswith("train.")]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_faults_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_named(keys: list[str], where: str, tmp_path: Path) -> None:
-    assert where in [fault.where for fault in plan_faults(planning.small(tmp_path, *keys))]
+    assert where in [error.where for error in plan_errors(planning.small(tmp_path, *keys))]
 
 
 def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
     assert content["fits"] is False and content["hardware"]["memory_bytes"] == 3_000_000_000
     lines = said.err.splitlines()
     assert lines and len(lines) == len(content["faults"])
-    assert all(line.startswith(f"{fault['where']}: ") for fault, line in zip(content["faults"], lines, strict=True))
+    assert all(line.startswith(f"{error['where']}: ") for error, line in zip(content["faults"], lines, strict=True))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -308,11 +308,11 @@ def test_sizes_that_would_be_planned_for_hours_are_refused(tmp_path: Path, key: 
     samples = "rollout.samples_per_prompt=2"
     for size in (least, most):
         recipe = planning.small(tmp_path, f"{key}={size}", samples)
-        with pytest.raises(UserFaults) as caught:
+        with pytest.raises(UserErrors) as caught:
             make_plan(recipe, load_hardware(planning.H800))
-        (fault,) = caught.value.faults
-        assert fault.where == key and f"set it to at most {least - 1}" in fault.mend
-    assert run_plan.size_faults(planning.small(tmp_path, f"{key}={least - 1}", samples)) == []
+        (error,) = caught.value.errors
+        assert error.where == key and f"set it to at most {least - 1}" in error.hint
+    assert run_plan.size_errors(planning.small(tmp_path, f"{key}={least - 1}", samples)) == []
 
 
 def test_without_hardware_nothing_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from megarl.config.loading import load_recipe
 from megarl.data.inputs import Inputs
 from megarl.model.tokenizer import load_tokenizer
 from megarl.placement.roles import resolve
-from megarl.preflight.checks_by_command import _Case, _faults, check, check_rollout, check_samples, faults_elsewhere
-from megarl.types import UserFaults
+from megarl.preflight.checks_by_command import _Case, _errors, check, check_rollout, check_samples, errors_elsewhere
+from megarl.types import UserErrors
 from tests.parallel import checkpoints
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -34,9 +34,9 @@ def told(good: list[str]) -> Callable[..., list[str]]:
     """The faults of the quickstart with some keys set otherwise, as the lines the user sees."""
 
     def lines(*overrides: str) -> list[str]:
-        with pytest.raises(UserFaults) as caught:
+        with pytest.raises(UserErrors) as caught:
             check(load_recipe(QUICKSTART, [*good, *overrides]))
-        return [str(fault) for fault in caught.value.faults]
+        return [str(error) for error in caught.value.errors]
 
     return lines
 
@@ -62,9 +62,9 @@ def test_a_tracker_that_is_not_installed_is_told(
 ) -> None:
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)  # no module of the name is found
-    mend = "pip install 'megarl[trackers]' or leave it out"
+    hint = "pip install 'megarl[trackers]' or leave it out"
     lines = told("run.trackers=[wandb, tensorboard, mlflow]")
-    assert lines == [f"run.trackers: {name} is not installed; {mend}" for name in ("wandb", "mlflow")]
+    assert lines == [f"run.trackers: {name} is not installed; {hint}" for name in ("wandb", "mlflow")]
 
 
 def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(good: list[str]) -> None:
@@ -152,10 +152,10 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else None,
 )  # fmt: skip
-def test_a_fault_names_its_key(
+def test_a_error_names_its_key(
     told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, overrides: list[str], where: str, says: str
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.checks_by_command.reward_faults", lambda *_, **__: [])  # it starts processes
+    monkeypatch.setattr("megarl.preflight.checks_by_command.reward_errors", lambda *_, **__: [])  # it starts processes
     lines = told(*overrides)
     assert any(line.startswith(f"{where}: ") and says in line for line in lines), lines
     assert len(lines) == len(set(lines))
@@ -180,7 +180,7 @@ def test_rewards_are_tried_on_the_data(told: Callable[..., list[str]], tmp_path:
     assert line.startswith("reward.by_source.b.function: megarl.rollout.rewards.exact has no 'gone'")
 
 
-def test_a_missing_checkpoint_hides_no_other_fault(told: Callable[..., list[str]]) -> None:
+def test_a_missing_checkpoint_hides_no_other_error(told: Callable[..., list[str]]) -> None:
     lines = told("model.path=nowhere", "placement.gpus=6", "data.answer=solution", "reward.function=nowhere:f")
     expected = ["placement.gpus: ", "nowhere/config.json: no such file", "data.train: ", "reward.function: nowhere "]
     for start in expected:
@@ -345,7 +345,7 @@ def test_rules_that_contradict_or_mean_nothing(
     assert sum(line.startswith(f"algorithm.{where}: ") and says in line for line in lines) == 1, lines
 
 
-def test_a_rule_that_is_repeated_is_no_fault(good: list[str]) -> None:
+def test_a_rule_that_is_repeated_is_no_error(good: list[str]) -> None:
     """The quickstart's own clip_low and kl_coefficient are those of rows that do not read them."""
     for name in ("rloo", "sft", "remax"):
         assert check(load_recipe(QUICKSTART, [*good, f"algorithm.name={name}"])).prompts
@@ -369,13 +369,13 @@ def test_sampling_alone_does_not_ask_how_long_a_critic_warms_up(good: list[str],
 
 def test_one_side_alone_samples_neither_in_phases_nor_ahead(good: list[str], tmp_path: Path) -> None:
     recipe = load_recipe(QUICKSTART, [*good, "rollout.phase_tokens=2", "rollout.ahead=1", "warm_start.steps=0"])
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         check_rollout(recipe, tmp_path / "samples.parquet")
-    assert [str(fault).rpartition("; ")[2] for fault in caught.value.faults] == ["set it to null", "set it to 0"]
+    assert [str(error).rpartition("; ")[2] for error in caught.value.errors] == ["set it to null", "set it to 0"]
 
 
 def test_answers_are_not_learnt_from_a_file_of_samples(good: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserFaults, match="sft learns from the data's answers, not from samples"):
+    with pytest.raises(UserErrors, match="sft learns from the data's answers, not from samples"):
         check_samples(load_recipe(QUICKSTART, [*good, "algorithm.name=sft"]), tmp_path / "none.parquet")
 
 
@@ -530,22 +530,22 @@ def test_a_gpu_is_given_no_float32_before_a_process_starts(
     monkeypatch.setattr("megarl.preflight.checks_by_command.DEVICE", "cuda")
     monkeypatch.setattr("megarl.preflight.checks_by_command.transformer_engine_problem", lambda: problem)
 
-    def faults(*keys: str) -> list[str]:
+    def errors(*keys: str) -> list[str]:
         case = _Case(kind, resolve(load_recipe(QUICKSTART, [*good, *keys])), device="cuda")  # type: ignore[arg-type]
-        return [fault.where for fault in _faults(case) if fault.where in ("model.dtype", "train.local_layers")]
+        return [error.where for error in _errors(case) if error.where in ("model.dtype", "train.local_layers")]
 
     expected = [] if kind == "rollout" else ["model.dtype"]
-    assert faults("model.dtype=float32") == expected, "who only samples has no training rank"
-    assert faults("model.dtype=bfloat16") == []
+    assert errors("model.dtype=float32") == expected, "who only samples has no training rank"
+    assert errors("model.dtype=bfloat16") == []
     problem = "undefined symbol"
-    assert faults("model.dtype=bfloat16") == ([] if kind == "rollout" else ["train.local_layers"])
-    assert faults("model.dtype=float32", "train.local_layers=true") == []
+    assert errors("model.dtype=bfloat16") == ([] if kind == "rollout" else ["train.local_layers"])
+    assert errors("model.dtype=float32", "train.local_layers=true") == []
 
 
 def test_a_dry_run_for_gpus_elsewhere_takes_their_packages_for_the_locks(good: list[str]) -> None:
-    def faults(*keys: str) -> list[str]:
+    def errors(*keys: str) -> list[str]:
         roles = resolve(load_recipe(QUICKSTART, [*good, *keys]))
-        return [fault.where for fault in faults_elsewhere(roles, "cuda", ())[0]]
+        return [error.where for error in errors_elsewhere(roles, "cuda", ())[0]]
 
-    assert "model.dtype" in faults()
-    assert "model.dtype" not in faults("train.local_layers=true") + faults("model.dtype=bfloat16")
+    assert "model.dtype" in errors()
+    assert "model.dtype" not in errors("train.local_layers=true") + errors("model.dtype=bfloat16")

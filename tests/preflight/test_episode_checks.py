@@ -15,9 +15,9 @@ from megarl.config.loading import load_recipe
 from megarl.data.inputs import read_data
 from megarl.episodes.template import ChatTemplate
 from megarl.model.tokenizer import load_tokenizer
-from megarl.preflight.episode_checks import demonstration_faults, read_episode
-from megarl.preflight.reward_checks import reward_faults
-from megarl.types import UserFault
+from megarl.preflight.episode_checks import demonstration_errors, read_episode
+from megarl.preflight.reward_checks import reward_errors
+from megarl.types import UserError
 from tests.episodes.chatml_families import QWEN_3
 from tests.episodes.families import stop_ids, tokenizer_of
 
@@ -64,7 +64,7 @@ def recipe(inputs: Sequence[str], *overrides: str) -> Recipe:
 def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[str]:
     made = recipe(inputs, *overrides)
     tokenizer = load_tokenizer(made.model.path) if proves else None
-    return [str(fault) for fault in read_episode(made, tokenizer).faults]
+    return [str(error) for error in read_episode(made, tokenizer).errors]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[s
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_fault_names_its_key(quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str) -> None:
+def test_a_error_names_its_key(quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str) -> None:
     (line,) = told(quickstart_tools_inputs, *overrides)
     assert line.startswith(says), line
 
@@ -97,11 +97,11 @@ def test_what_is_right_is_read_and_proven(quickstart_tools_inputs: Sequence[str]
     made = recipe(quickstart_tools_inputs, "episode.tools=[megarl.environments.calculator:calculate, odd_tools:halve]")
     found = read_episode(made, load_tokenizer(made.model.path))
     assert [tool["function"]["name"] for tool in found.tools] == ["calculate", "halve"]
-    assert not found.faults and not found.has_reward
+    assert not found.errors and not found.has_reward
     assert any("calls are read as SGLang's hermes" in note for note in found.notes)
     game = recipe(quickstart_tools_inputs, "episode.tools=[]", f"episode.environment={GUESS}", "reward.function=null")
     played = read_episode(game, load_tokenizer(game.model.path))
-    assert played.has_reward and not played.tools and not played.faults
+    assert played.has_reward and not played.tools and not played.errors
     assert read_episode(recipe(quickstart_tools_inputs, "episode=null"), None).tools == ()
 
 
@@ -112,10 +112,10 @@ def test_what_only_the_runs_machine_has_is_not_asked_for_elsewhere(quickstart_to
     (line,) = told(quickstart_tools_inputs, *keys)
     assert line.startswith("episode.arguments: corpus: there is no file gone.jsonl")
     found = read_episode(recipe(quickstart_tools_inputs, *keys), None, prepares=False)
-    assert not found.faults and [tool["function"]["name"] for tool in found.tools] == ["search"]
+    assert not found.errors and [tool["function"]["name"] for tool in found.tools] == ["search"]
     game = recipe(quickstart_tools_inputs, "episode.tools=[]", "episode.environment=odd_tools:Unready")
-    (fault,) = read_episode(game, None).faults
-    assert "it is not ready" in str(fault) and not read_episode(game, None, prepares=False).faults
+    (error,) = read_episode(game, None).errors
+    assert "it is not ready" in str(error) and not read_episode(game, None, prepares=False).errors
 
 
 def test_a_template_that_writes_no_calls_is_refused(quickstart_tools_inputs: Sequence[str], tiny_model: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_the_template_would_leave_out_later_is_told(
         keys = [f"model.path={tmp_path}", "episode.tools=[]", f"episode.environment={GUESS}", "reward.function=null"]
         own = recipe(quickstart_tools_inputs, *keys, f"episode.history={history}")
         found = read_episode(own, load_tokenizer(own.model.path))
-        assert not found.faults
+        assert not found.errors
         return [note for note in found.notes if "leave out later" in note]
 
     (note,) = kept("append")
@@ -159,34 +159,34 @@ def test_prompts_are_rendered_with_the_tools(quickstart_tools_inputs: Sequence[s
 
 def test_an_environments_rewards_leave_nothing_to_a_function(quickstart_tools_inputs: Sequence[str]) -> None:
     made = recipe(quickstart_tools_inputs)
-    (fault,) = reward_faults(made, [], has_own=True)
-    assert str(fault).startswith("reward.function: is set, and episode.environment gives the rewards itself")
+    (error,) = reward_errors(made, [], has_own=True)
+    assert str(error).startswith("reward.function: is set, and episode.environment gives the rewards itself")
     own = recipe(quickstart_tools_inputs, "reward.function=null")
-    assert reward_faults(own, [], has_own=True) == []
-    (fault,) = reward_faults(own, [])
-    assert str(fault).startswith("reward.function: is not set, and nothing else gives rewards")
+    assert reward_errors(own, [], has_own=True) == []
+    (error,) = reward_errors(own, [])
+    assert str(error).startswith("reward.function: is not set, and nothing else gives rewards")
 
 
 def test_demonstrations_are_read_before_a_run(quickstart_tools_inputs: Sequence[str], tmp_path: Path) -> None:
     """All rows; those of one kind are one fault, which names the first."""
 
-    def faults(rows: list[dict[str, Any]], *overrides: str) -> list[UserFault]:
+    def errors(rows: list[dict[str, Any]], *overrides: str) -> list[UserError]:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         made = recipe(quickstart_tools_inputs, f"data.train={file}", *overrides)
         tokenizer = load_tokenizer(made.model.path)
         found = read_episode(made, tokenizer)
         prompts = read_data(made, tokenizer, tools=found.tools).train_prompts
-        return demonstration_faults(made, found, prompts)
+        return demonstration_errors(made, found, prompts)
 
     good = {"prompt": "2*3=", "answer": "6", "messages": [{"role": "assistant", "content": "6"}]}
-    assert faults([good]) == []
-    (fault,) = faults([good, {**good, "messages": [{"role": "user", "content": "6"}]}, {**good, "messages": "6"}])[:1]
-    assert fault.where == "data.messages" and "rows.jsonl:2" in fault.problem
+    assert errors([good]) == []
+    (error,) = errors([good, {**good, "messages": [{"role": "user", "content": "6"}]}, {**good, "messages": "6"}])[:1]
+    assert error.where == "data.messages" and "rows.jsonl:2" in error.problem
     long = {**good, "messages": [{"role": "assistant", "content": "6" * 120}]}
-    (fault,) = faults([good, long])
-    assert str(fault).startswith("episode.max_tokens: 96 is less than the longest demonstrated episode (121 tokens)")
-    assert faults([long], "warm_start.steps=0") == [], "nothing reads them"
+    (error,) = errors([good, long])
+    assert str(error).startswith("episode.max_tokens: 96 is less than the longest demonstrated episode (121 tokens)")
+    assert errors([long], "warm_start.steps=0") == [], "nothing reads them"
 
 
 def test_what_was_found_is_told_without_a_tokenizer(quickstart_tools_inputs: Sequence[str]) -> None:

@@ -12,8 +12,8 @@ from megarl.config import Recipe
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Role, Roles, resolve
 from megarl.placement.train_layout import TrainLayout
-from megarl.preflight.data_checks import budget_faults
-from megarl.preflight.layout_checks import layout_faults, node_faults, slot_faults
+from megarl.preflight.data_checks import budget_errors
+from megarl.preflight.layout_checks import layout_errors, node_errors, slot_errors
 from tests.parallel.worlds import recipe
 
 
@@ -46,8 +46,8 @@ def policy(*, budget: int, cp: int = 1) -> Role:
     ],
 )
 def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, faulty: list[str]) -> None:
-    found = slot_faults(placed(gpus, train_gpus, EngineLayout(count=2, tp=2, ep=1, first=first)))
-    assert [fault.where for fault in found] == faulty
+    found = slot_errors(placed(gpus, train_gpus, EngineLayout(count=2, tp=2, ep=1, first=first)))
+    assert [error.where for error in found] == faulty
 
 
 @pytest.mark.parametrize(
@@ -63,21 +63,21 @@ def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, f
 def test_a_critic_has_its_place_behind_the_engines_or_among_them(gpus: int, critic: range, faulty: list[str]) -> None:
     """Two slots train, the next four sample."""
     engines = EngineLayout(count=2, tp=2, ep=1, first=2)
-    found = slot_faults(placed(gpus, 2, engines, critic))
-    assert [fault.where for fault in found] == faulty
+    found = slot_errors(placed(gpus, 2, engines, critic))
+    assert [error.where for error in found] == faulty
 
 
 def test_a_model_that_cannot_be_read_is_not_told_that_it_cannot_draft() -> None:
     found = placed(8, 8, EngineLayout(count=4, tp=2, ep=1, draft=2))
     assert found.policy.model.known_shape is None
-    assert not [fault for fault in layout_faults(found, "cuda") if "draft" in fault.where]
+    assert not [error for error in layout_errors(found, "cuda") if "draft" in error.where]
 
 
 def test_the_engines_follow_the_training_ranks_without_a_gap() -> None:
     """Whoever else sits there: it has no part in the exchange."""
     engines = EngineLayout(count=1, tp=2, ep=1, first=4)
-    (fault,) = slot_faults(placed(6, 2, engines, range(2, 4)))
-    assert fault.where == "placement.first_engine_gpu"
+    (error,) = slot_errors(placed(6, 2, engines, range(2, 4)))
+    assert error.where == "placement.first_engine_gpu"
 
 
 def on_nodes(*, train: dict[str, Any] | None = None, first: int = 0, critic: int = 0, **engine: Any) -> Recipe:
@@ -105,26 +105,26 @@ def on_nodes(*, train: dict[str, Any] | None = None, first: int = 0, critic: int
     ],
 )
 def test_what_talks_at_every_layer_lies_inside_a_node_and_engines_fill_nodes(made: Recipe, faulty: list[str]) -> None:
-    found = node_faults(resolve(made))
-    assert [fault.where for fault in found] == faulty
+    found = node_errors(resolve(made))
+    assert [error.where for error in found] == faulty
 
 
 def test_one_machine_has_no_edges() -> None:
     made = on_nodes(train={"tp": 8}, tp=16)
     alone = made.model_copy(update={"placement": made.placement.model_copy(update={"gpus_per_node": 16})})
-    assert node_faults(resolve(alone)) == []
+    assert node_errors(resolve(alone)) == []
 
 
 def test_an_engine_that_is_said_to_span_nodes_needs_their_network() -> None:
     made = on_nodes(tp=8)
     loopback = made.model_copy(update={"placement": made.placement.model_copy(update={"network": "loopback"})})
-    assert [fault.where for fault in node_faults(resolve(loopback))] == ["placement.network"]
+    assert [error.where for error in node_errors(resolve(loopback))] == ["placement.network"]
     assert (made.engine_nodes, loopback.engine_nodes, on_nodes(tp=4).engine_nodes) == (2, 1, 1)
 
 
 def test_a_micro_batch_holds_the_longest_sequence_as_long_as_it_is_padded() -> None:
-    assert budget_faults(policy(budget=105), 105, "a sequence") == []
-    (fault,) = budget_faults(policy(budget=105, cp=2), 105, "a sequence")
-    assert str(fault) == (
+    assert budget_errors(policy(budget=105), 105, "a sequence") == []
+    (error,) = budget_errors(policy(budget=105, cp=2), 105, "a sequence")
+    assert str(error) == (
         "train.tokens_per_micro_batch: 105 is less than a sequence (108 tokens); set it to at least 108"
     )

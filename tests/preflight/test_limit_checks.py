@@ -10,9 +10,9 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.config.loading import load_recipe
-from megarl.preflight.limit_checks import limit_faults
-from megarl.preflight.model_checks import eos_faults
-from megarl.types import UserFaults
+from megarl.preflight.limit_checks import limit_errors
+from megarl.preflight.model_checks import eos_errors
+from megarl.types import UserErrors
 from tests.parallel import checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -25,9 +25,9 @@ def good(tmp_path: Path) -> list[str]:
 
 
 def refused(*overrides: str) -> list[str]:
-    with pytest.raises(UserFaults) as caught:
+    with pytest.raises(UserErrors) as caught:
         load_recipe(QUICKSTART, overrides)
-    return [f"{fault.problem}; {fault.mend}" for fault in caught.value.faults]
+    return [f"{error.problem}; {error.hint}" for error in caught.value.errors]
 
 
 # --- single values, refused with the file and line, or the override ----------------------------------------------
@@ -144,23 +144,23 @@ def test_values_that_are_too_much_together(
     good: list[str], overrides: list[str], device: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    faults = limit_faults(load_recipe(QUICKSTART, [*good, *overrides]), device)
-    assert faults and str(faults[0]).startswith(says), [str(fault) for fault in faults]
+    errors = limit_errors(load_recipe(QUICKSTART, [*good, *overrides]), device)
+    assert errors and str(errors[0]).startswith(says), [str(error) for error in errors]
 
 
 def test_one_machine_of_sixteen_gpus_is_named_so(good: list[str]) -> None:
     overrides = [*good, "placement.gpus=16"]
-    (fault,) = limit_faults(load_recipe(QUICKSTART, overrides), "cuda")
-    mend = "set it to at most 8, or placement.gpus_per_node to 16, or placement.network to nodes"
-    assert (fault.where, fault.mend) == ("placement.gpus", mend)
-    assert limit_faults(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
+    (error,) = limit_errors(load_recipe(QUICKSTART, overrides), "cuda")
+    hint = "set it to at most 8, or placement.gpus_per_node to 16, or placement.network to nodes"
+    assert (error.where, error.hint) == ("placement.gpus", hint)
+    assert limit_errors(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
 
 
 @pytest.mark.parametrize("network", ["loopback", "nodes"])
-def test_what_one_machine_or_a_cluster_has_is_no_fault(good: list[str], network: str) -> None:
+def test_what_one_machine_or_a_cluster_has_is_no_error(good: list[str], network: str) -> None:
     gpus = 8 if network == "loopback" else 4096
     recipe = load_recipe(QUICKSTART, [*good, f"placement.gpus={gpus}", f"placement.network={network}"])
-    assert limit_faults(recipe, "cuda") == []
+    assert limit_errors(recipe, "cuda") == []
     assert not Path(recipe.run.dir).exists(), "checking makes nothing"
 
 
@@ -192,5 +192,5 @@ def test_a_model_whose_responses_never_end_is_refused(
     for path in folder.glob("generation_config.json"):
         path.unlink()
     recipe = load_recipe(QUICKSTART, [f"model.path={folder}", f"warm_start.steps={warm_steps}"])
-    told = [str(fault) for fault in eos_faults(recipe, Tokenizer(own))]
+    told = [str(error) for error in eos_errors(recipe, Tokenizer(own))]
     assert (not told) if not says else len(told) == 1 and says in told[0], told

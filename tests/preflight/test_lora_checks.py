@@ -14,7 +14,7 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.placement.roles import resolve
 from megarl.preflight import checks_by_command
 from megarl.preflight.checks_by_command import Command
-from megarl.preflight.lora_checks import cpu_faults, lora_faults, sharing_faults
+from megarl.preflight.lora_checks import cpu_errors, lora_errors, sharing_errors
 from megarl.preflight.model_checks import stand_ins
 from megarl.preflight.notes import recipe_notes
 from tests.parallel import checkpoints
@@ -30,7 +30,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def told(path: Path, *overrides: str) -> list[str]:
     recipe = load_recipe(QUICKSTART, [f"model.path={path}", "lora.rank=8", *overrides])
-    return [str(fault) for fault in lora_faults(resolve(recipe))]
+    return [str(error) for error in lora_errors(resolve(recipe))]
 
 
 def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None:
@@ -38,7 +38,7 @@ def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None
         assert told(path) == []
     assert told(paths["qwen3-moe"], "lora.experts=0", "lora.targets=[q_proj, down_proj]") == []
     assert told(paths["deepseek-v3"], "lora.experts=0", "lora.targets=[kv_a_proj_with_mqa, down_proj]") == []
-    assert lora_faults(resolve(load_recipe(QUICKSTART, ["train.router_bias_rate=0.1"]))) == []
+    assert lora_errors(resolve(load_recipe(QUICKSTART, ["train.router_bias_rate=0.1"]))) == []
 
 
 @pytest.mark.parametrize(
@@ -94,18 +94,18 @@ def test_what_engines_with_adapters_of_their_own_are_refused_with(
 
 
 def test_what_engines_have_adapters_for_on_cpu(paths: dict[str, Path]) -> None:
-    def faults(family: str, *overrides: str) -> list[str]:
+    def errors(family: str, *overrides: str) -> list[str]:
         given = [f"model.path={paths[family]}", *SLOT_KEYS, *overrides]
-        return [str(one).partition(";")[0] for one in cpu_faults(resolve(load_recipe(QUICKSTART, given)))]
+        return [str(one).partition(";")[0] for one in cpu_errors(resolve(load_recipe(QUICKSTART, given)))]
 
-    assert faults("qwen3-moe") == faults("llama", "lora.targets=[]") == []
-    assert faults("qwen3-moe", "lora.sync=merged", "lora.targets=[]") == []
+    assert errors("qwen3-moe") == errors("llama", "lora.targets=[]") == []
+    assert errors("qwen3-moe", "lora.sync=merged", "lora.targets=[]") == []
     experts = "lora.sync: adapters, but SGLang on CPU has no adapters for layers with experts"
-    assert faults("qwen3-moe", "lora.targets=[]", "lora.experts=8") == [experts]
+    assert errors("qwen3-moe", "lora.targets=[]", "lora.experts=8") == [experts]
     latent = "lora.sync: adapters, but SGLang on CPU has no adapters for kv_b_proj"
-    assert faults("deepseek-v3", "lora.targets=[]") == [experts, latent]
-    assert faults("deepseek-v3", "lora.targets=[q_b_proj, o_proj]") == []
-    (line,) = faults("qwen3-moe", "rollout.engine.tp=2", "rollout.engine.dp=2")
+    assert errors("deepseek-v3", "lora.targets=[]") == [experts, latent]
+    assert errors("deepseek-v3", "lora.targets=[q_b_proj, o_proj]") == []
+    (line,) = errors("qwen3-moe", "rollout.engine.tp=2", "rollout.engine.dp=2")
     assert line == "rollout.engine.dp: 2, but SGLang on CPU has no adapters with DP attention"
 
 
@@ -126,7 +126,7 @@ def test_adapters_to_begin_with_are_checked_where_they_are_read(paths: dict[str,
     extents = peft._sizes(model_shape(path), size)
     peft.write({name: torch.zeros(extent) for name, extent in extents.items()}, size, str(path), tmp_path / "a")
 
-    def faults(*overrides: str, command: Command = "train", absent: tuple[str, ...] = ()) -> list[str]:
+    def errors(*overrides: str, command: Command = "train", absent: tuple[str, ...] = ()) -> list[str]:
         given = [f"model.path={path}", "lora.targets=[q_proj]", f"lora.path={tmp_path / 'a'}", *overrides]
         roles = resolve(load_recipe(QUICKSTART, given))
         case = checks_by_command._Case(command, roles, "cpu", absent)
@@ -135,11 +135,11 @@ def test_adapters_to_begin_with_are_checked_where_they_are_read(paths: dict[str,
             for one in (checks_by_command._only_sampling if command == "rollout" else checks_by_command._lora)(case)
         ]
 
-    assert faults("lora.rank=4") == []
-    (line,) = faults("lora.rank=8")
+    assert errors("lora.rank=4") == []
+    (line,) = errors("lora.rank=8")
     assert line.startswith(f"lora.rank: 8, and {tmp_path / 'a'}/adapter_config.json has r 4; set it to 4")
-    assert faults("lora.rank=8", absent=("lora.path",)) == []
-    line = faults("lora.rank=4", command="rollout")[-1]
+    assert errors("lora.rank=8", absent=("lora.path",)) == []
+    line = errors("lora.rank=4", command="rollout")[-1]
     assert line.startswith(f"lora.path: {tmp_path / 'a'}, but samples are made with the weights of model.path")
     gone = load_recipe(QUICKSTART, [f"model.path={path}", "lora.path=gone"])
     assert stand_ins(gone)[1]["lora.path"] == "gone: adapters"
@@ -168,9 +168,9 @@ def test_a_low_learning_rate_is_a_note() -> None:
 def test_what_cannot_share_the_policys_weights(paths: dict[str, Path], overrides: list[str], says: str) -> None:
     """By keys of the recipe; PPO on the same ranks can."""
     start = [f"model.path={paths['qwen3-moe']}", "lora.rank=8", "algorithm.name=ppo"]
-    (fault,) = sharing_faults(resolve(load_recipe(QUICKSTART, [*start, *overrides])))
-    assert str(fault).startswith(says), fault
+    (error,) = sharing_errors(resolve(load_recipe(QUICKSTART, [*start, *overrides])))
+    assert str(error).startswith(says), error
     own = ["critic.shares_weights=true", "reward_model.adapters=judge"]
-    assert sharing_faults(resolve(load_recipe(QUICKSTART, [*start, *own]))) == []
+    assert sharing_errors(resolve(load_recipe(QUICKSTART, [*start, *own]))) == []
     alone = [*start, *own, "model.dtype=bfloat16", "lora.sync=adapters"]
-    assert sharing_faults(resolve(load_recipe(QUICKSTART, alone))) == []
+    assert sharing_errors(resolve(load_recipe(QUICKSTART, alone))) == []

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.config import PlacementConfig
 from megarl.device import listening_socket
-from megarl.preflight.machine_checks import attention_faults, cluster_faults
+from megarl.preflight.machine_checks import attention_errors, cluster_errors
 
 NODES = PlacementConfig(gpus=16, network="nodes")
 
@@ -35,11 +35,11 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def wheres() -> list[str]:
-    return [fault.where for fault in cluster_faults(NODES)]
+    return [error.where for error in cluster_errors(NODES)]
 
 
 def test_a_run_of_its_own_needs_nothing() -> None:
-    assert cluster_faults(PlacementConfig(gpus=16)) == []
+    assert cluster_errors(PlacementConfig(gpus=16)) == []
 
 
 def test_a_cluster_must_be_named() -> None:
@@ -60,8 +60,8 @@ def test_a_head_that_is_gone_is_told_at_once(head: str, monkeypatch: pytest.Monk
         port = other.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-    (fault,) = cluster_faults(NODES)
-    assert "nobody answers" in fault.problem and "secret" not in str(fault)
+    (error,) = cluster_errors(NODES)
+    assert "nobody answers" in error.problem and "secret" not in str(error)
 
 
 def test_the_token_must_be_there(head: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_the_token_must_be_there(head: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_variables_that_choose_the_attention_are_named() -> None:
     """Megatron's own assertion would end each rank, after Ray and all ranks have started."""
-    assert attention_faults({}) == attention_faults({"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "0"}) == []
-    told = attention_faults({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": ""})
-    assert [fault.where for fault in told] == ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"]
+    assert attention_errors({}) == attention_errors({"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "0"}) == []
+    told = attention_errors({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": ""})
+    assert [error.where for error in told] == ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"]
     assert str(told[0]).startswith("NVTE_FLASH_ATTN: '0', and Megatron refuses every value but 1; unset it")
 
 
@@ -97,7 +97,7 @@ def test_megatron_refuses_the_values_that_are_named() -> None:
     assert default is AttnBackend.auto
     for value, is_refused in (("0", True), ("", True), ("1", False)):
         with mock.patch.dict(os.environ, {"NVTE_FUSED_ATTN": value}):
-            assert bool(attention_faults(os.environ)) == is_refused
+            assert bool(attention_errors(os.environ)) == is_refused
             refused: Any = pytest.raises(AssertionError, match="NVTE_FUSED_ATTN") if is_refused else nullcontext()
             with refused:
                 itself: Any = SimpleNamespace(config=SimpleNamespace(attention_backend=default))

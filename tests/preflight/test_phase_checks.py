@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.loading import load_recipe
 from megarl.placement.roles import resolve
-from megarl.preflight.phase_checks import phase_faults
+from megarl.preflight.phase_checks import phase_errors
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"  # 128 prompts a step, 5 tokens a response
 IN_PHASES = ["rollout.phase_tokens=2", "rollout.prompts_in_flight=256", "algorithm.mismatch=tis"]
@@ -31,8 +31,8 @@ WIDE = ["algorithm.mismatch_low=0.5", "algorithm.mismatch_high=2.0"]
         ["algorithm.name=grpo", "algorithm.dynamic_sampling=true"],
     ],
 )
-def test_whole_responses_and_corrected_phases_have_no_fault(overrides: list[str]) -> None:
-    assert phase_faults(resolve(load_recipe(QUICKSTART, overrides))) == []
+def test_whole_responses_and_corrected_phases_have_no_error(overrides: list[str]) -> None:
+    assert phase_errors(resolve(load_recipe(QUICKSTART, overrides))) == []
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_whole_responses_and_corrected_phases_have_no_fault(overrides: list[str]
     ],
 )
 def test_each_contradiction_is_told_once(overrides: list[str], says: str) -> None:
-    (fault,) = phase_faults(resolve(load_recipe(QUICKSTART, overrides)))
-    assert str(fault).startswith(says)
+    (error,) = phase_errors(resolve(load_recipe(QUICKSTART, overrides)))
+    assert str(error).startswith(says)
 
 
 @pytest.mark.parametrize("name", ["rloo", "remax"])
 def test_leftover_groups_need_a_correction_where_there_is_no_ratio(name: str) -> None:
     """Of the other algorithms the ratio to the engine's own probabilities corrects them."""
     overrides = [f"algorithm.name={name}", "algorithm.dynamic_sampling=true"]
-    (fault,) = phase_faults(resolve(load_recipe(QUICKSTART, overrides)))
-    assert str(fault) == (
+    (error,) = phase_errors(resolve(load_recipe(QUICKSTART, overrides)))
+    assert str(error) == (
         f"algorithm.mismatch: off, and {name} has no ratio: nothing corrects the older groups that dynamic sampling "
         "keeps; set it to tis or icepop, or algorithm.dynamic_sampling to false"
     )
@@ -83,7 +83,7 @@ AHEAD = ["rollout.ahead=1", "algorithm.mismatch=tis"]
 
 @pytest.mark.parametrize("placed", [SPLIT, MIXED])
 def test_ahead_needs_an_engine_with_gpus_of_its_own(placed: list[str]) -> None:
-    assert phase_faults(resolve(load_recipe(QUICKSTART, [*AHEAD, *placed]))) == []
+    assert phase_errors(resolve(load_recipe(QUICKSTART, [*AHEAD, *placed]))) == []
 
 
 @pytest.mark.parametrize(
@@ -103,18 +103,18 @@ def test_ahead_needs_an_engine_with_gpus_of_its_own(placed: list[str]) -> None:
     ],
 )
 def test_what_contradicts_ahead_is_told_once(overrides: list[str], says: str) -> None:
-    (fault,) = phase_faults(resolve(load_recipe(QUICKSTART, overrides)))
-    assert str(fault).startswith(says)
+    (error,) = phase_errors(resolve(load_recipe(QUICKSTART, overrides)))
+    assert str(error).startswith(says)
 
 
 def test_phases_of_episodes_are_shorter_than_these() -> None:
     """Not than a turn of them."""
     tools = load_recipe(QUICKSTART.with_name("quickstart_tools.yaml"), [*IN_PHASES, "rollout.phase_tokens=16"])
-    assert phase_faults(resolve(tools)) == []
+    assert phase_errors(resolve(tools)) == []
     tools = load_recipe(QUICKSTART.with_name("quickstart_tools.yaml"), [*IN_PHASES, "rollout.phase_tokens=96"])
-    (fault,) = phase_faults(resolve(tools))
-    assert str(fault).startswith("rollout.phase_tokens: 96, and no episode has more than 96 tokens (episode.max_")
+    (error,) = phase_errors(resolve(tools))
+    assert str(error).startswith("rollout.phase_tokens: 96, and no episode has more than 96 tokens (episode.max_")
 
 
 def test_an_algorithm_without_samples_has_no_phases() -> None:
-    assert phase_faults(resolve(load_recipe(QUICKSTART, ["algorithm.name=sft", "rollout.phase_tokens=2"]))) == []
+    assert phase_errors(resolve(load_recipe(QUICKSTART, ["algorithm.name=sft", "rollout.phase_tokens=2"]))) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight.reward_checks import reward_faults
+from megarl.preflight.reward_checks import reward_errors
 from megarl.types import Prompt
 
 EXACT = "megarl.rollout.rewards.exact:score"
@@ -49,7 +49,7 @@ def told(*, episode: dict[str, Any] | None = None, **reward: Any) -> list[str]:
             "episode": episode,
         }
     )
-    return [str(fault) for fault in reward_faults(recipe, PROMPTS)]
+    return [str(error) for error in reward_errors(recipe, PROMPTS)]
 
 
 def by_source(*names: str, **keys: Any) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_functions_of_episodes_are_tried_on_one() -> None:
     assert line.startswith("reward.function: raised TypeError: 'NoneType' object is not subscriptable")
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_errors_are_told_at_once() -> None:
     bad = {
         "gsm8k": {"function": "faulty_rewards:gone"},
         "math": {"function": "faulty_rewards:broken"},

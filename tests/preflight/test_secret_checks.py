@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight.limit_checks import secret_faults
+from megarl.preflight.limit_checks import secret_errors
 from megarl.tracking.secrets import is_secret, without_secrets
 
 VALUE = "s3cr3t-of-mine"
@@ -38,7 +38,7 @@ def recipe_of(reward: dict[str, Any], **sglang: Any) -> Recipe:
 
 
 def told(reward: dict[str, Any], **sglang: Any) -> list[str]:
-    lines = [str(fault) for fault in secret_faults(recipe_of(reward, **sglang))]
+    lines = [str(error) for error in secret_errors(recipe_of(reward, **sglang))]
     assert VALUE not in "".join(lines)
     return lines
 

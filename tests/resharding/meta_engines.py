@@ -290,7 +290,7 @@ def _examine(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
         "params": {name: _kind(param) for name, param in params.items()},
         "constants": constants,
         "cache_scales": [scale for scale in scales if isinstance(scale, float)],
-        "unknown": str(unknown or engine_model.unknown_layout(model) or engine_model.draft_fault(models) or ""),
+        "unknown": str(unknown or engine_model.unknown_layout(model) or engine_model.draft_error(models) or ""),
         "derived": {name: _kind(tensor) for name, tensor in derived.items() if tensor is not None},
     }
 

@@ -36,7 +36,7 @@ from megarl.resharding.session import Session, sessions
 from megarl.resharding.verify import VerifyMode
 from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings
-from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from tests.parallel import checkpoints, worlds
 from tests.tiny_engines import Reference, write_tokenizer
 
@@ -171,7 +171,7 @@ class Served:
         self.engine = Engine(settings)
 
     def reshard(self, version: int, breaks: int | None = None) -> list[str]:
-        """The training ranks' answers. Raises EngineFault."""
+        """The training ranks' answers. Raises EngineError."""
         attempt = next(self._attempts)
         trainers = {str(rank): session.to_json() for rank, session in self.sessions.trainers.items()}
         answers = self.world.tell(what="reshard", sessions=trainers, version=version, attempt=attempt, breaks=breaks)
@@ -250,7 +250,7 @@ def test_the_export_is_the_training_ranks_weights(world: World) -> None:
 
 
 def test_the_engine_has_the_training_ranks_weights(served: Served, reference: Reference) -> None:
-    with pytest.raises(EngineFault, match="none were resharded into it yet"):
+    with pytest.raises(EngineError, match="none were resharded into it yet"):
         asyncio.run(served.engine.generate(PROMPTS[0], Sampling(1, 1)))
     assert served.reshard(version=1) == [""] * TRAIN.world_size
     assert served.engine.version == 1
@@ -259,10 +259,10 @@ def test_the_engine_has_the_training_ranks_weights(served: Served, reference: Re
 
 def test_a_reshard_broken_off_stops_generation_and_the_next_one_mends_it(served: Served, reference: Reference) -> None:
     assert set(served.world.wait(served.world.tell(what="perturb"))) == {""}
-    with pytest.raises(EngineFault, match="version 2 failed: tensor-parallel rank 0"):
+    with pytest.raises(EngineError, match="version 2 failed: tensor-parallel rank 0"):
         served.reshard(version=2, breaks=LAST_RANK)
     assert served.engine.version == 1
-    with pytest.raises(EngineFault, match="half-written weights"):
+    with pytest.raises(EngineError, match="half-written weights"):
         asyncio.run(served.engine.generate(PROMPTS[0], Sampling(1, 1)))
     assert served.reshard(version=2) == [""] * TRAIN.world_size
     assert served.engine.version == 2

@@ -63,16 +63,16 @@ def test_weights_are_named_once_and_buffers_are_none() -> None:
 
 def test_derived_tensors_are_held_against_their_weight() -> None:
     model = latent()
-    assert engine_model.derived_faults(model) == [], "nothing is derived before the first load"
+    assert engine_model.derived_errors(model) == [], "nothing is derived before the first load"
     engine_model.refresh_derived(model)
-    assert engine_model.derived_faults(model) == []
+    assert engine_model.derived_errors(model) == []
     assert model.self_attn.w_vc is not None
     model.self_attn.w_vc[1, 2, 3] += 1e-3
-    assert engine_model.derived_faults(model) == ["self_attn.w_vc differs from its kv_b_proj.weight"]
+    assert engine_model.derived_errors(model) == ["self_attn.w_vc differs from its kv_b_proj.weight"]
     model.self_attn.weight.mul_(2)
-    assert len(engine_model.derived_faults(model)) == 2
+    assert len(engine_model.derived_errors(model)) == 2
     engine_model.refresh_derived(model)
-    assert engine_model.derived_faults(model) == []
+    assert engine_model.derived_errors(model) == []
 
 
 def test_fp8_weights_are_multiplied_out() -> None:
@@ -83,16 +83,16 @@ def test_fp8_weights_are_multiplied_out() -> None:
     plain = torch.cat([weight[i : i + 128].float() * scales[i // 128] for i in range(0, rows, 128)]).bfloat16()
     assert isinstance(model.self_attn, Attention)
     model.self_attn.derive(plain)
-    assert engine_model.derived_faults(model) == []
+    assert engine_model.derived_errors(model) == []
     scales[1] *= 2
     model.self_attn.kv_b_proj.get_parameter("weight_scale_inv").copy_(scales)
-    assert len(engine_model.derived_faults(model)) == 2
+    assert len(engine_model.derived_errors(model)) == 2
 
 
 def test_a_model_without_derived_tensors_needs_nothing() -> None:
     model = Model(torch.nn.Linear(2, 2))
     engine_model.refresh_derived(model)
-    assert engine_model.derived_faults(model) == []
+    assert engine_model.derived_errors(model) == []
     assert engine_model.unknown_layout(model) is None
 
 
@@ -121,12 +121,12 @@ def test_the_scales_of_the_kv_cache_are_written_in_place_and_verified() -> None:
     names = ["self_attn.k_scale", "self_attn.v_scale"]
     found = engine_model.constants(model)
     assert list(found) == names and not found.keys() & engine_model.params(model).keys()
-    assert engine_model.constant_faults(model) == [f"{name} is -1, not 1" for name in names]
+    assert engine_model.constant_errors(model) == [f"{name} is -1, not 1" for name in names]
     engine_model.write_constants(model)
-    assert engine_model.constant_faults(model) == []
+    assert engine_model.constant_errors(model) == []
     assert all(param is engine_model.constants(model)[name] for name, param in found.items()), "graphs keep the tensors"
     found["self_attn.v_scale"].fill_(float("nan"))
-    assert engine_model.constant_faults(model) == ["self_attn.v_scale is nan, not 1"]
+    assert engine_model.constant_errors(model) == ["self_attn.v_scale is nan, not 1"]
 
 
 def test_a_scale_for_each_head_is_no_constant() -> None:
@@ -155,7 +155,7 @@ def test_a_layout_without_a_map_is_named(change: Any, words: str) -> None:
     model = latent()
     assert engine_model.unknown_layout(model) is None
     change(model)
-    fault = engine_model.unknown_layout(model)
-    assert isinstance(fault, LayoutError)
+    error = engine_model.unknown_layout(model)
+    assert isinstance(error, LayoutError)
     with pytest.raises(LayoutError, match=words):
-        raise fault
+        raise error

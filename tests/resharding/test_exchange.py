@@ -29,7 +29,7 @@ from megarl.resharding.payloads import PayloadName
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.sglang_map import DRAFT
 from megarl.rollout.sglang.weight_loader import load
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.leftovers import left_since, shared_files
 from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params
 
@@ -132,7 +132,7 @@ class World:
     """Forked training ranks and engine ranks of one pair; engine_dtype: what the engines really hold."""
 
     def __init__(self, pair: Pair, engine_dtype: str = "") -> None:
-        assert not pair.train.faults(pair.shape) and not pair.engine.faults(pair.shape, pair.num_members)
+        assert not pair.train.errors(pair.shape) and not pair.engine.errors(pair.shape, pair.num_members)
         self.pair, self.attempt, self.store = pair, 0, host_store(TIMEOUT_S)
         self.trainers = [Process(trainer, pair, rank) for rank in range(pair.train.world_size)]
         self.engines = {
@@ -282,12 +282,12 @@ def test_a_buffer_of_the_draft_model_alone_is_refused() -> None:
 
 
 @pytest.mark.parametrize("fault", ["another type", "an unknown layout"])
-def test_a_member_that_cannot_take_part_ends_all_with_its_words(fault: str) -> None:
+def test_a_member_that_cannot_take_part_ends_all_with_its_words(error: str) -> None:
     """Member 1, the other training rank, must hear why the engine on member 0 cannot, and soon."""
     pair = Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))
-    with world(pair, "bfloat16" if fault == "another type" else "") as made:
+    with world(pair, "bfloat16" if error == "another type" else "") as made:
         words = r"model\S* is torch.bfloat16, the exchange brings float32"
-        if fault == "an unknown layout":
+        if error == "an unknown layout":
             made.engines[0].ask(("flag", "model.layers.1.mlp.experts", "use_triton_kernels"))
             words = r"model.layers.1.mlp.experts: this MoE backend of SGLang \(use_triton_kernels\)"
         started = time.perf_counter()
@@ -323,7 +323,7 @@ def test_a_session_is_json() -> None:
     assert made.engines[0][1].source is None and made.engines[0][1].num_members == 6
     for session in (made.trainers[3], made.engines[0][1], replace(made.trainers[0], source=handles[0])):
         assert Session.from_json(json.loads(json.dumps(session.to_json()))) == session
-    with pytest.raises(UserFault, match="engines begin at GPU 5, the training ranks end at 4"):
+    with pytest.raises(UserError, match="engines begin at GPU 5, the training ranks end at 4"):
         sessions(replace(common, engine=replace(layouts[1], first=5)), handles)
 
 

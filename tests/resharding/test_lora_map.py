@@ -26,7 +26,7 @@ SIZE = LoraSize(3, 2, 6.0, ())
 
 def layouts(shape: ModelShape) -> list[TrainLayout]:
     """The layouts that fit a family."""
-    found = [TrainLayout(1, 1, 1, 1), *(layout for layout in LAYOUTS if not layout.faults(shape))]
+    found = [TrainLayout(1, 1, 1, 1), *(layout for layout in LAYOUTS if not layout.errors(shape))]
     return found if len(found) > 1 else [*found, TrainLayout(2, 2, 1, 1)]
 
 

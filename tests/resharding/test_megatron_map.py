@@ -238,7 +238,7 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, TrainLayout]:
         shape = replace(shape, num_dense_layers=sum(counts))
     ep, etp = (draw(st.sampled_from([1, 2, 4])) for _ in range(2))
     layout = TrainLayout(tp * cp * dp * pp, tp, pp, ep, cp, vpp, etp if ep > 1 else 0, tuple(counts))
-    assume(not layout.faults(shape))
+    assume(not layout.errors(shape))
     return shape, layout
 
 

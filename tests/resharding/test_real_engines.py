@@ -173,7 +173,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def test_the_map_describes_the_parameters_of_sglangs_own_class(models: Models, case: Case) -> None:
     shape, built = models.shapes[case.model], models.built[case]
     assert not built.error, built.error
-    assert case.engine.faults(shape, case.engine.tp) == case.engine.gpu_faults(shape) == []
+    assert case.engine.errors(shape, case.engine.tp) == case.engine.gpu_errors(shape) == []
     assert not built.unknown
     shards = models.shards(case)
     verify_params(shards, built.params)
@@ -195,7 +195,7 @@ def test_the_scales_of_the_kv_cache_are_constants(models: Models, case: Case) ->
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.model == "deepseek-v3"], ids=str)
 def test_latent_attention_derives_its_tensors_in_bfloat16(models: Models, case: Case) -> None:
-    """As `derived_faults` expects them: also from fp8 tiles."""
+    """As `derived_errors` expects them: also from fp8 tiles."""
     mla, heads = models.shapes[case.model].mla, 128 // case.engine.attention_tp
     assert mla is not None
     wanted = {
@@ -252,7 +252,7 @@ def test_another_layout_than_the_engines_is_refused(models: Models, case: Case, 
 @pytest.mark.parametrize("model", CUT_TILES)
 def test_a_cut_tile_is_refused_by_us_before_sglang_refuses_it(models: Models, model: str) -> None:
     engine = replace(CUT_TILES[model], fp8=True)
-    assert engine.faults(models.shapes[model], engine.tp)
+    assert engine.errors(models.shapes[model], engine.tp)
     assert "is not divisible by weight quantization block" in models.cut[model].error
 
 

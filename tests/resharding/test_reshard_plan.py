@@ -19,7 +19,7 @@ from megarl.resharding.reshard_plan import MemberPlan, cut, plan_streams
 from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_area
 from megarl.resharding.traffic import count_traffic
 from megarl.resharding.traffic import least_round_bytes as least_of_all
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.resharding.simulated import World, all_plans, all_streams, into_nodes, round_bytes_of
 
 MOE = ModelShape(4, 6, 8, 2, 2, 300, 8, 2, 32)
@@ -53,7 +53,7 @@ def layouts(draw: st.DrawFn) -> Layouts:
         for count, engine_tp, ep, dp in itertools.product([1, 2, 3, 8], [1, 2, 4], [1, 2, 4], [1, 2])
         for first in {0, 1, world}
         if (engine := EngineLayout(count, engine_tp, ep, dp, first=first)).end <= max(MAX_MEMBERS, world + engine_tp)
-        and not engine.faults(shape, engine.end)
+        and not engine.errors(shape, engine.end)
     ]
     engine = draw(st.sampled_from(engines))
     whole = draw(st.tuples(st.booleans(), st.booleans(), st.booleans())) if engine.dp > 1 else (False, False, False)
@@ -121,9 +121,9 @@ def check(sides: Sides, gpus_per_node: int, slack: int) -> None:
 def least_round_bytes(streams) -> int:
     try:
         streams.rounds_needed(1)
-    except UserFault as fault:
-        least = int(fault.mend.split()[-1])
-        with pytest.raises(UserFault):
+    except UserError as error:
+        least = int(error.hint.split()[-1])
+        with pytest.raises(UserError):
             streams.rounds_needed(least - 1)
         streams.rounds_needed(least)
         return least
@@ -246,7 +246,7 @@ def test_float8_is_cut_between_tiles_only() -> None:
     assert all(row % 128 == 0 and (end % 128 == 0 or end == 300) for copy in pieces for row, end in [copy.box[1]])
     assert sum(box_area(copy.box) for copy in pieces) == wanted.area
     assert streams.rounds_needed(2 * 128 * 4) == (8,)  # 450 bytes a round, and up to a row of tiles (512) more
-    with pytest.raises(UserFault, match=r"raise it to at least 1024$"):
+    with pytest.raises(UserError, match=r"raise it to at least 1024$"):
         streams.rounds_needed(2 * 128 * 4 - 1)
 
 
@@ -271,11 +271,11 @@ def test_nothing_to_move_needs_no_round() -> None:
 
 def test_a_round_too_small_for_a_row_of_each_stream_is_the_users_fault() -> None:
     streams = all_streams(*PIPELINE, 8)[0]
-    with pytest.raises(UserFault, match=r"reshard\.round_bytes: 64: the smallest") as caught:
+    with pytest.raises(UserError, match=r"reshard\.round_bytes: 64: the smallest") as caught:
         streams.rounds_needed(64)
-    least = int(caught.value.mend.split()[-1])
+    least = int(caught.value.hint.split()[-1])
     assert streams.rounds_needed(least) > (0,)
-    with pytest.raises(UserFault):
+    with pytest.raises(UserError):
         streams.rounds_needed(least - 1)
 
 

@@ -228,7 +228,7 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_map_is_what_sglang_builds(pair: str) -> None:
     shape, engine = PAIRS[pair]
-    assert engine.faults(shape, engine.tp) == []
+    assert engine.errors(shape, engine.tp) == []
     whole = checkpoint(shape)
     for rank in range(engine.tp):
         wanted = built(shape, whole, engine, rank)
@@ -283,7 +283,7 @@ def test_vocabulary_padding(vocab: int, ranks: int, rows: int) -> None:
 
 def test_fp8_weights_have_their_scales_in_tiles() -> None:
     engine = EngineLayout(1, 8, 8, dp=2, fp8=True)
-    assert engine.faults(V3, 8) == []
+    assert engine.errors(V3, 8) == []
     shards = {shard.name: shard for shard in sglang_map.shards(V3, engine, 5)}
     up, scale = (shards[f"model.layers.9.mlp.experts.{{}}.up_proj.weight{end}"] for end in ("", "_scale_inv"))
     assert (up.box, up.at, up.dtype) == (((160, 192), (0, 2048), (0, 7168)), (0, 2048, 0), "float8_e4m3fn")
@@ -306,16 +306,16 @@ def test_fp8_weights_have_their_scales_in_tiles() -> None:
 @pytest.mark.parametrize(("layers", "number"), [(0, "no"), (2, "2")])
 def test_a_model_that_cannot_draft_is_refused(layers: int, number: str) -> None:
     shape = replace(V3, num_mtp_layers=layers)
-    (fault,) = EngineLayout(1, 8, 8, dp=8, draft=2).faults(shape, 8)
-    assert fault.where == "rollout.engine.draft"
-    assert fault.problem.startswith(f"2, but the model has {number} multi-token prediction layers")
-    assert not EngineLayout(1, 8, 8, dp=8).faults(shape, 8)
+    (error,) = EngineLayout(1, 8, 8, dp=8, draft=2).errors(shape, 8)
+    assert error.where == "rollout.engine.draft"
+    assert error.problem.startswith(f"2, but the model has {number} multi-token prediction layers")
+    assert not EngineLayout(1, 8, 8, dp=8).errors(shape, 8)
 
 
 def test_drafts_need_a_gpu() -> None:
-    faults = EngineLayout(1, 2, 1, draft=1).cpu_faults(V3)
-    assert [fault.where for fault in faults] == ["rollout.engine.draft"]
-    assert "verifies drafts greedily" in faults[0].problem
+    errors = EngineLayout(1, 2, 1, draft=1).cpu_errors(V3)
+    assert [error.where for error in errors] == ["rollout.engine.draft"]
+    assert "verifies drafts greedily" in errors[0].problem
 
 
 CUT_TILES = [
@@ -325,11 +325,11 @@ CUT_TILES = [
 
 
 @pytest.mark.parametrize(("engine", "what", "mend"), CUT_TILES)
-def test_a_cut_tile_is_refused_by_name(engine: EngineLayout, what: str, mend: str) -> None:
-    faults = engine.faults(V3, 32)
-    assert {fault.where for fault in faults} == {"rollout.engine.tp"}
-    assert any(what in fault.problem for fault in faults)
-    assert all(mend in fault.mend for fault in faults)
+def test_a_cut_tile_is_refused_by_name(engine: EngineLayout, what: str, hint: str) -> None:
+    errors = engine.errors(V3, 32)
+    assert {error.where for error in errors} == {"rollout.engine.tp"}
+    assert any(what in error.problem for error in errors)
+    assert all(hint in error.hint for error in errors)
     with pytest.raises(LayoutError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: .* cut a tile of 128"):
         sglang_map.parts(V3, engine)
 

@@ -42,7 +42,7 @@ def start(pool: Pool, pair: Pair) -> Opened:
     return made
 
 
-def faults(opened: Opened, slot: int, how: Callable[[Slot], None]) -> str:
+def errors(opened: Opened, slot: int, how: Callable[[Slot], None]) -> str:
     """What slot `slot` says after a change of its parameters; the others must find nothing."""
     opened.ask(slot, "change", how)
     answers = opened.tell("verify")
@@ -77,24 +77,24 @@ def test_the_right_weights_pass(opened: Opened) -> None:
 
 def test_one_bit(opened: Opened) -> None:
     """Slot 3 is engine 1's TP rank 1, which holds experts 4 to 7; row 65 is its up projection's second."""
-    said = faults(opened, 3, flip_bit)
+    said = errors(opened, 3, flip_bit)
     assert "model.layers.1.mlp.experts.{}.up_proj.weight" in said and "engine 1, TP rank 1" in said and W13 in said
     if opened.pair.verify == "full":
         assert "items (5, 6), rows (1, 2), columns (3, 4)" in said
 
 
 def test_two_swapped_rows(opened: Opened) -> None:
-    said = faults(opened, 2, swap_rows)
+    said = errors(opened, 2, swap_rows)
     assert "model.layers.2.self_attn.o_proj.weight" in said and "engine 1, TP rank 0" in said
 
 
 def test_two_swapped_experts(opened: Opened) -> None:
-    said = faults(opened, 1, swap_experts)
+    said = errors(opened, 1, swap_experts)
     assert "model.layers.3.mlp.experts.{}.down_proj.weight" in said and "items (4, " in said
 
 
 def test_two_swapped_neighbours(opened: Opened) -> None:
-    assert "down_proj.weight" in faults(opened, 0, swap_neighbours)
+    assert "down_proj.weight" in errors(opened, 0, swap_neighbours)
 
 
 def stale(slot: Slot) -> None:
@@ -112,7 +112,7 @@ def test_a_stale_version(opened: Opened) -> None:
 def test_quantised_weights_and_their_scales(pool: Pool, verify: VerifyMode) -> None:
     opened = start(pool, replace(FP8, verify=verify))
     assert opened.tell("verify") == [None] * 4
-    assert "gate_proj.weight_scale_inv" in faults(opened, 2, halve_a_scale)
+    assert "gate_proj.weight_scale_inv" in errors(opened, 2, halve_a_scale)
 
 
 def halve_a_scale(slot: Slot) -> None:

@@ -314,7 +314,7 @@ class Pool:
 
     def open(self, pair: Pair, timeout_s: float = TIMEOUT_S) -> Opened:
         """Give the pair to the first slots."""
-        found = pair.train.faults(pair.shape) + pair.engine.faults(pair.shape, pair.num_members)
+        found = pair.train.errors(pair.shape) + pair.engine.errors(pair.shape, pair.num_members)
         assert not found, "\n".join(map(str, found))
         self.num_pairs += 1
         return Opened(self, pair, f"pair{self.num_pairs}", timeout_s)

@@ -19,11 +19,11 @@ from megarl.config import Recipe, RewardConfig
 from megarl.episodes.demonstrations import demonstration
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.batch_sizes import step_sequences
-from megarl.rollout.sglang.engine import Engine, EngineFault
+from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import summary
-from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserError
 from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
 
@@ -152,11 +152,11 @@ def test_a_failed_verdict_drops_its_sample() -> None:
 def test_a_group_may_be_left_with_one_sample_but_not_with_none() -> None:
     short, kept = scored(PROMPT, samples("a", "b"), [LATE, RIGHT], RewardConfig(function="a:b"))
     assert short.responses == ("b",) and len(kept.samples) == 1
-    with pytest.raises(UserFault, match="reward.function: took longer than 5 s on response 'a' to rows.jsonl:1"):
+    with pytest.raises(UserError, match="reward.function: took longer than 5 s on response 'a' to rows.jsonl:1"):
         scored(PROMPT, samples("a", "b"), [LATE, NAN], RewardConfig(function="a:b"))
 
     drawn, greedy = samples("a", "b")
-    with pytest.raises(UserFault, match="as did all of the group"):
+    with pytest.raises(UserError, match="as did all of the group"):
         scored(PROMPT, [drawn, replace(greedy, is_baseline=True)], [LATE, RIGHT], RewardConfig(function="a:b"))
 
 
@@ -173,7 +173,7 @@ def test_a_failed_verdict_may_be_penalised_or_stop_the_run() -> None:
         short, kept = scored(PROMPT, samples("a", "b"), verdicts, penalise)
         assert short.rewards_G.tolist() == rewards and not kept.correct_G[0]
         assert len(short.failures) == rewards.count(-1.0) and short.num_dropped == 0
-    with pytest.raises(UserFault, match="returned nan on response 'b'"):
+    with pytest.raises(UserError, match="returned nan on response 'b'"):
         scored(PROMPT, samples("a", "b"), [RIGHT, NAN], RewardConfig(function="a:b", on_failure="stop"))
     assert scored(PROMPT, samples("a"), [RIGHT], RewardConfig(function="a:b", on_failure="stop"))[0].failures == ()
 
@@ -224,7 +224,7 @@ def test_verdicts_come_as_samples_end_and_decide_when_all_have() -> None:
     assert found == [PartialSummary(2, len(PROMPT.token_ids) + 2), PartialSummary(1, len(PROMPT.token_ids) + 4)]
     assert group is not None and group.verdicts == (Verdict(1.0, True), LATE, None)
     worker._reward = RewardConfig(function="a:b", on_failure="stop")
-    with pytest.raises(UserFault, match="took longer than 5 s on response 'xxx'"):
+    with pytest.raises(UserError, match="took longer than 5 s on response 'xxx'"):
         asyncio.run(worker.sample(PROMPT, how, replace(group, verdicts=(RIGHT, None, None))))
     worker._reward = RewardConfig(function="a:b")
     short, whole = asyncio.run(worker.sample(PROMPT, how, group))
@@ -244,7 +244,7 @@ def test_a_demonstration_is_the_answer_and_its_end(tokenizer: Any) -> None:
 
 
 def test_a_bad_reward_stops_a_worker_before_its_engine_starts() -> None:
-    with pytest.raises(UserFault, match="no_such_module"):
+    with pytest.raises(UserError, match="no_such_module"):
         RolloutWorker(recipe("somewhere", reward="no_such_module:score"), 0)
 
 
@@ -275,7 +275,7 @@ def worker(checkpoint: Path, reward_path: str, fork_server: None, loader_path: s
 def test_a_worker_samples_once_it_has_weights(worker: RolloutWorker) -> None:
     assert gc.get_freeze_count() > 100_000, "collections do not look at what was imported"
     assert worker.version() == -1
-    with pytest.raises(EngineFault, match="no weights"):
+    with pytest.raises(EngineError, match="no weights"):
         asyncio.run(worker.sample(PROMPT, Sampling(4, 8)))
     asyncio.run(worker.reshard({}, 0))
     assert worker.version() == 0
@@ -294,6 +294,6 @@ def test_a_reward_that_raises_is_the_users_fault(worker: RolloutWorker) -> None:
         asyncio.run(worker.reshard({}, 0))
     pids = worker._scorers.pids()
     prompt = Prompt("rows.jsonl:2", PROMPT.text, PROMPT.token_ids, "3", {"level": 9})
-    with pytest.raises(UserFault, match="raised ValueError: level 9 has no score"):
+    with pytest.raises(UserError, match="raised ValueError: level 9 has no score"):
         asyncio.run(worker.sample(prompt, Sampling(2, 4)))
     assert worker._scorers.pids() == pids, "an exception costs no process"

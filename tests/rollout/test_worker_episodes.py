@@ -20,7 +20,7 @@ from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary
-from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserError
 from megarl.types.reward_result import Failure, Verdict
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
@@ -79,7 +79,7 @@ def test_a_failed_environment_is_penalised_where_the_model_has_sampled_anything(
 def test_a_group_of_failed_environments_without_a_token_is_the_users_fault() -> None:
     """Under penalise, too: the key that names the environment is told, because no function was asked."""
     penalise = RewardConfig(on_failure="penalise", penalty=-1.0)
-    with pytest.raises(UserFault, match="as did all of the group") as told:
+    with pytest.raises(UserError, match="as did all of the group") as told:
         scored(PROMPT, [failed(0), failed(0)], [GONE, GONE], penalise)
     assert told.value.where == "episode" and "reset raised ValueError: no row" in told.value.problem
     short, kept = scored(PROMPT, [failed(0), failed(0)], [GONE, GONE], penalise, may_lose_all=True)
@@ -88,7 +88,7 @@ def test_a_group_of_failed_environments_without_a_token_is_the_users_fault() -> 
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_a_failed_environment_may_stop_the_run(tokens: int) -> None:
-    with pytest.raises(UserFault, match="reset raised ValueError: no row") as told:
+    with pytest.raises(UserError, match="reset raised ValueError: no row") as told:
         scored(PROMPT, [answered(2), failed(tokens)], [RIGHT, GONE], RewardConfig(on_failure="stop"))
     assert told.value.where == "episode" and "as did all" not in told.value.problem
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.episodes.demonstrations import demonstrated_conversation, demonstration
-from megarl.samples.accounting import sample_fault, trained_parts
+from megarl.samples.accounting import sample_error, trained_parts
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
 from megarl.types import (
@@ -89,7 +89,7 @@ def test_parts_are_of_sampled_tokens_however_the_episode_is_cut(turns: int, seed
     """So is the number of stale tokens: the first ones of each row."""
     whole = episode(np.random.default_rng(seed), turns)
     rows = cut(PROMPT, whole, before)
-    assert sample_fault(PROMPT, whole) is None and sample_fault(PROMPT, rows) is None
+    assert sample_error(PROMPT, whole) is None and sample_error(PROMPT, rows) is None
     versions_T = np.repeat([one.version for one in whole.parts], [one.num_tokens for one in whole.parts])
     assert whole.trained_T is not None
     sampled = versions_T[whole.trained_T].tolist()

@@ -19,7 +19,7 @@ from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.rank_groups import GroupStock, RolloutBatch
 from megarl.samples.buffer import PartialSummary, num_phases, staleness_bound
 from megarl.tracking.run_log import Record
-from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserFault, with_part
+from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserError, with_part
 from megarl.types.sampling import Sampling
 from tests.controller.test_loop import QUICKSTART
 
@@ -226,7 +226,7 @@ def test_no_prompt_is_lost_or_older_than_the_bound(
     for _ in range(12):
         try:
             numbers, _ = run.step()
-        except UserFault:
+        except UserError:
             assert dynamic
             return
         assert len(numbers) == wanted or (dynamic and when_short == "train")

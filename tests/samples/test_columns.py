@@ -26,7 +26,7 @@ from megarl.types import (
     SamplePart,
     TranscriptCall,
     TranscriptEntry,
-    UserFault,
+    UserError,
 )
 from megarl.types.reward_result import Verdict
 from tests.training.episodes import cut, episode
@@ -112,7 +112,7 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     for bad, says in ((dropped, "were dropped"), (unread, "an open episode that cannot be read")):
         with writing(tmp_path / "bad.parquet", 99, 1.0) as file:
             file.write([replace(partial, samples=(one, bad, unbegun))])
-        with pytest.raises(UserFault, match=says):
+        with pytest.raises(UserError, match=says):
             list(open_samples(tmp_path / "bad.parquet").stocked_groups())
 
 
@@ -189,7 +189,7 @@ def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
     assert plain(list(found.samples)) == plain(list(written.samples)) == plain([usual, usual])
     newer = json.dumps({"format": 7, "vocab_size": 99, "temperature": 1.0}).encode()
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": newer}), path)
-    with pytest.raises(UserFault, match="its format is 7, this version reads 5, 6, 7, 8 and 9"):
+    with pytest.raises(UserError, match="its format is 7, this version reads 5, 6, 7, 8 and 9"):
         open_samples(path)
 
 
@@ -229,7 +229,7 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
         ("transcript", json.dumps([TRANSCRIPT[0] | {"calls": [{}]}]), "has a transcript with "),
     ):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row | {column: value}], schema=table.schema), path)
-        with pytest.raises(UserFault, match=says) as caught:
+        with pytest.raises(UserError, match=says) as caught:
             open_samples(path).groups(1)
         assert caught.value.problem.startswith("sample 0 of step 1 ")
 

@@ -19,11 +19,11 @@ from megarl.config.loading import load_recipe
 from megarl.model.hf_config import HfModel
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, resolve
-from megarl.preflight.data_checks import sample_file_faults
+from megarl.preflight.data_checks import sample_file_errors
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import SampleFile, open_samples, writing
 from megarl.samples.summaries import summary
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart, UserFault
+from megarl.types import Prompt, Sample, SampleGroup, SamplePart, UserError
 from megarl.types.reward_result import Failure, Verdict
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -86,7 +86,7 @@ def roles(*overrides: str, context: int | None = None, shape: ModelShape = SHAPE
 
 
 def told(samples: SampleFile, *overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> list[str]:
-    return [str(fault) for fault in sample_file_faults(samples, roles(*overrides, context=context, shape=shape))]
+    return [str(error) for error in sample_file_errors(samples, roles(*overrides, context=context, shape=shape))]
 
 
 @pytest.mark.parametrize("experts", [None, np.uint8, np.int16])
@@ -123,7 +123,7 @@ def test_a_stock_has_complete_groups_and_partial_ones_with_their_verdicts(tmp_pa
     assert bits(SampleGroup(second.prompt, second.samples, nothing, nothing > 0)) == bits(
         SampleGroup(partial.prompt, partial.samples, nothing, nothing > 0)
     )
-    with pytest.raises(UserFault, match="step 2 has samples that have not ended, as in a checkpoint's file"):
+    with pytest.raises(UserError, match="step 2 has samples that have not ended, as in a checkpoint's file"):
         stock.groups(2)
 
 
@@ -146,8 +146,8 @@ def test_a_damaged_file_is_named_whichever_byte_it_is(tmp_path: Path) -> None:
         try:
             damaged = open_samples(file.path)
             got = [[bits(one) for one in damaged.groups(step)] for step in (1, 2)]
-        except UserFault as fault:
-            assert fault.where == str(file.path)
+        except UserError as error:
+            assert error.where == str(file.path)
             return True
         assert got == wanted
         return False
@@ -165,9 +165,9 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 
     other = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
-    with pytest.raises(UserFault, match="its format is not ours, this version reads 5, 6, 7, 8 and 9"):
+    with pytest.raises(UserError, match="its format is not ours, this version reads 5, 6, 7, 8 and 9"):
         open_samples(other)
-    with pytest.raises(UserFault, match="gone.parquet: not a complete file of samples"):
+    with pytest.raises(UserError, match="gone.parquet: not a complete file of samples"):
         open_samples(tmp_path / "gone.parquet")
 
 
@@ -182,14 +182,14 @@ def test_a_description_that_somebody_changed_is_refused_in_one_line(tmp_path: Pa
     path = write(tmp_path / "samples.parquet", [group(1)]).path
     table = pyarrow.parquet.read_table(path)
     pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": description}), path)
-    with pytest.raises(UserFault, match="samples.parquet: not a complete file of samples"):
+    with pytest.raises(UserError, match="samples.parquet: not a complete file of samples"):
         open_samples(path)
 
 
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(UserFault, match="it is a folder, a pipe or a device"):
+        with pytest.raises(UserError, match="it is a folder, a pipe or a device"):
             open_samples(path)
 
 
@@ -198,7 +198,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.parquet"
     with writing(path, 32, TEMPERATURE, "--out") as first:
         with (
-            pytest.raises(UserFault, match="--out: another process writes .*samples.parquet; wait until it has ended"),
+            pytest.raises(UserError, match="--out: another process writes .*samples.parquet; wait until it has ended"),
             writing(path, 32, TEMPERATURE, "--out"),
         ):
             pytest.fail("two write")
@@ -219,7 +219,7 @@ def test_a_disk_without_locks_is_refused_in_one_line(
     monkeypatch.setattr(fcntl, "flock", fail)
     told = f"--out: files in {tmp_path} cannot be locked ({os.strerror(number)}); mount it with locks"
     with (
-        pytest.raises(UserFault, match=re.escape(told)),
+        pytest.raises(UserError, match=re.escape(told)),
         writing(tmp_path / "samples.parquet", 32, TEMPERATURE, "--out"),
     ):
         pytest.fail("it is written without a lock")
@@ -230,7 +230,7 @@ def test_a_reward_that_is_no_number_is_refused_where_it_would_be_trained_on(tmp_
     for reward in (np.nan, np.inf):
         bad = replace(group(2), rewards_G=np.array([0, reward, 1], np.float32))
         file = write(tmp_path / "samples.parquet", [group(1), bad])
-        with pytest.raises(UserFault, match="group 1 of step 1 has a reward that is not a finite number"):
+        with pytest.raises(UserError, match="group 1 of step 1 has a reward that is not a finite number"):
             file.groups(1)
 
 
@@ -258,7 +258,7 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
         rows = table.to_pylist()
         rows[1][column] = value
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=table.schema), path)
-        with pytest.raises(UserFault, match=says) as caught:
+        with pytest.raises(UserError, match=says) as caught:
             open_samples(path).groups(1)
         assert caught.value.problem.startswith("sample 1 of step 1 ")
 
@@ -268,11 +268,11 @@ def test_experts_of_a_part_of_the_tokens_are_refused(tmp_path: Path) -> None:
     one = group(1, experts=np.uint8)
     cut = [replace(sample, routed_experts=sample.routed_experts[1:]) for sample in one.samples]  # type: ignore[index]
     file = write(tmp_path / "samples.parquet", [replace(one, samples=tuple(cut))])
-    with pytest.raises(UserFault, match="sample 0 of step 1 has the experts of 2 tokens, and 4 tokens"):
+    with pytest.raises(UserError, match="sample 0 of step 1 has the experts of 2 tokens, and 4 tokens"):
         file.groups(1)
 
 
-def test_a_file_that_fits_has_no_fault(tmp_path: Path) -> None:
+def test_a_file_that_fits_has_no_error(tmp_path: Path) -> None:
     file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)])
     assert told(file, "train.replay=r3", "train.tokens_per_micro_batch=6", "train.updates_per_step=3", context=6) == []
 
@@ -299,8 +299,8 @@ def test_what_does_not_fit_is_told_with_the_numbers(
 
 def test_a_sequence_is_held_against_the_budget_as_long_as_it_is_padded(tmp_path: Path) -> None:
     file = write(tmp_path / "samples.parquet", [group(1)], [group(2)])
-    (fault,) = sample_file_faults(file, roles("train.tokens_per_micro_batch=7", "train.cp=2"))
-    assert (fault.where, fault.mend) == ("train.tokens_per_micro_batch", "set it to at least 8")
+    (error,) = sample_file_errors(file, roles("train.tokens_per_micro_batch=7", "train.cp=2"))
+    assert (error.where, error.hint) == ("train.tokens_per_micro_batch", "set it to at least 8")
 
 
 def test_another_vocabulary_is_told(tmp_path: Path) -> None:
@@ -326,11 +326,11 @@ def test_samples_without_company_are_refused_where_they_are_compared(tmp_path: P
     """Groups that lost all but one sample are no fault, as long as there are others."""
     alone = write(tmp_path / "alone.parquet", [group(1, samples=1)], [group(2, samples=1)])
     mixed = write(tmp_path / "mixed.parquet", [group(1, samples=1)], [group(2, samples=2)])
-    assert sample_file_faults(mixed, roles()) == []
-    assert sample_file_faults(alone, roles("algorithm.name=ppo")) == []
-    (fault,) = sample_file_faults(alone, roles())
-    assert fault.where == "algorithm.name"
-    assert fault.problem == f"grpo compares the samples of a prompt, and {alone.path} has one of each prompt"
+    assert sample_file_errors(mixed, roles()) == []
+    assert sample_file_errors(alone, roles("algorithm.name=ppo")) == []
+    (error,) = sample_file_errors(alone, roles())
+    assert error.where == "algorithm.name"
+    assert error.problem == f"grpo compares the samples of a prompt, and {alone.path} has one of each prompt"
 
 
 def test_the_data_row_is_kept_as_json(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_greedy_samples_come_back_and_are_missed(tmp_path: Path) -> None:
     assert [sample.is_baseline for sample in file.groups(1)[0].samples] == [False, False, True]
     assert summary(file.groups(1)[0]).baseline == len(with_one.samples) - 1
     remax = roles("algorithm.name=remax", "run.steps=1")
-    assert sample_file_faults(file, remax) == []
+    assert sample_file_errors(file, remax) == []
     other = write(tmp_path / "g.parquet", [group(1)], [group(2)])
-    (fault,) = sample_file_faults(other, remax)
-    assert fault.where == "algorithm.name" and fault.mend == "sample with algorithm.name=remax"
+    (error,) = sample_file_errors(other, remax)
+    assert error.where == "algorithm.name" and error.hint == "sample with algorithm.name=remax"

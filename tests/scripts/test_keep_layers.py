@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoints.hf_import import check_hf
 from megarl.model.hf_config import model_shape
-from megarl.types import UserFault
+from megarl.types import UserError
 from scripts.keep_layers import INDEX, keep_layers
 from tests.parallel import checkpoints
 
@@ -60,10 +60,10 @@ def test_the_first_layers_compute_what_they_did(tmp_path: Path) -> None:
 def test_what_cannot_be_cut(tmp_path: Path) -> None:
     model = checkpoints.write(tmp_path / "model", "llama")
     for count in (0, 5):
-        with pytest.raises(UserFault, match=f"--layers: {count} of 4 layers"):
+        with pytest.raises(UserError, match=f"--layers: {count} of 4 layers"):
             keep_layers(model, tmp_path / "out", count)
-    with pytest.raises(UserFault, match="it is there already"):
+    with pytest.raises(UserError, match="it is there already"):
         keep_layers(model, model, 1)
-    with pytest.raises(UserFault, match="no such file"):
+    with pytest.raises(UserError, match="no such file"):
         keep_layers(tmp_path / "gone", tmp_path / "out", 1)
     assert not (tmp_path / "out").exists()

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.loading import load_recipe
 from megarl.placement.roles import resolve
-from megarl.preflight.checks_by_command import faults_elsewhere
+from megarl.preflight.checks_by_command import errors_elsewhere
 from tests.scripts.test_scripts import ROOT, Sandbox, with_gpus
 
 TOOLS = "megarl train recipes/quickstart_tools.yaml"
@@ -128,7 +128,7 @@ def test_the_keys_fit_the_recipes_on_gpus(
     """By preflight's own checks of layouts, for GPUs of another machine."""
     inputs = quickstart_tools_inputs if recipe.endswith("tools") else quickstart_inputs
     roles = resolve(load_recipe(ROOT / "recipes" / f"{recipe}.yaml", [*inputs, *keys.split()]))
-    assert faults_elsewhere(roles, "cuda", ())[0] == []
+    assert errors_elsewhere(roles, "cuda", ())[0] == []
 
 
 def show(folder: Path, since: float, *arguments: str) -> str:

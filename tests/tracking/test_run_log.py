@@ -22,7 +22,7 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.tracking.metrics import rollout_metrics
 from megarl.tracking.run_log import RunLog
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.tracking.test_metrics import group
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -334,7 +334,7 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) ->
 
 
 def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
-    with RunLog(recipe_in(tmp_path), Console(file=io.StringIO())), pytest.raises(UserFault, match="another process"):
+    with RunLog(recipe_in(tmp_path), Console(file=io.StringIO())), pytest.raises(UserError, match="another process"):
         RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=1)
 
 
@@ -353,6 +353,6 @@ def test_a_disk_without_locks_is_refused_in_one_line(
 
     monkeypatch.setattr(fcntl, "flock", fail)
     told = f"run.dir: files in {tmp_path} cannot be locked (Function not implemented); mount it with locks"
-    with pytest.raises(UserFault, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(told)):
         RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=resume, step=1 if resume else -1)
     assert sorted(tmp_path.rglob("*")) == before

@@ -14,7 +14,7 @@ from megarl.device import Address
 from megarl.model.tokenizer import chat_ids, load_tokenizer
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
-from megarl.preflight.model_checks import reward_model_faults
+from megarl.preflight.model_checks import reward_model_errors
 from tests.parallel.adapters import LR, VOCAB_SIZE, digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters
 from tests.parallel.gradients import check_learning, recorded
@@ -169,7 +169,7 @@ def test_a_reward_models_scores_are_those_of_peft(tiny_model: Path, tmp_path: Pa
     made = lora_recipe(tiny_model, layout).model_dump() | {"reward_model": {"adapters": str(tmp_path / "adapters")}}
     role = resolve(Recipe.model_validate(made)).reward_model
     assert role and role.lora and (role.lora.rank, role.lora.targets) == (6, ("o_proj", "q_proj"))
-    assert reward_model_faults(resolve(Recipe.model_validate(made)), []) == []
+    assert reward_model_errors(resolve(Recipe.model_validate(made)), []) == []
     found = run_ranks(layout.world_size, score, role.recipe)[0]
     tokenizer: Any = load_tokenizer(str(tiny_model))
     for group, scores in zip(conversations(), found, strict=True):

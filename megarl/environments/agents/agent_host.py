@@ -47,7 +47,7 @@ from megarl.isolation.child import (
 )
 from megarl.isolation.process import as_line
 from megarl.printable import describe_error
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Failure, verdict_of
 
 _STACK_MB = 2  # of a thread, in place of the usual 8
@@ -64,8 +64,8 @@ def main(parent_pid: int) -> None:
     share_heap()
     try:
         agent = load_agent(spec["agent"], spec["arguments"], prepares=spec["prepares"])
-    except UserFault as fault:
-        parent.write(as_line([fault.where, fault.problem, fault.mend]))
+    except UserError as error:
+        parent.write(as_line([error.where, error.problem, error.hint]))
         return
     threading.stack_size(_STACK_MB * 2**20)
     limit_memory(spec["memory_mb"] + AT_ONCE * _THREADS_OF_RUN * _STACK_MB)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from megarl.isolation.function_loading import PREPARE, is_coroutine_function, kind_of, load_object, prepare
-from megarl.types import UserFault
+from megarl.types import UserError
 
 AGENT, ARGUMENTS = "episode.agent", "episode.arguments"
 _EXAMPLE = "write module:name, for example my_agent:run"
@@ -19,15 +19,15 @@ Agent = Callable[..., Coroutine[Any, Any, Any]]
 
 
 def load_agent(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Agent:
-    """The function at `path` with its keyword arguments. Raises UserFault.
+    """The function at `path` with its keyword arguments. Raises UserError.
 
     prepares: whether what it has as `prepare` is called.
     """
     found = load_object(path, AGENT, "module:name", _EXAMPLE)
     if not callable(found) or inspect.isclass(found):
-        raise UserFault(AGENT, f"{path} is {kind_of(found)}, not an async def function", _FORM)
+        raise UserError(AGENT, f"{path} is {kind_of(found)}, not an async def function", _FORM)
     if not is_coroutine_function(found):
-        raise UserFault(AGENT, f"{path} is not an async def function that returns a value", _FORM)
+        raise UserError(AGENT, f"{path} is not an async def function that returns a value", _FORM)
     agent = cast(Agent, found)
     _check_call(agent, path, arguments)
     if prepares:
@@ -40,9 +40,9 @@ def _check_call(agent: Agent, path: str, arguments: Mapping[str, Any]) -> None:
     try:
         signature.bind_partial(None, {})
     except TypeError as error:
-        raise UserFault(AGENT, f"{path} cannot be called with (chat, row): {error}", _FORM) from None
+        raise UserError(AGENT, f"{path} cannot be called with (chat, row): {error}", _FORM) from None
     try:
         signature.bind(None, {}, **arguments)
     except TypeError as error:
         problem = f"{path} cannot be called with them: {error}"
-        raise UserFault(ARGUMENTS, problem, "write what it takes after chat and row") from None
+        raise UserError(ARGUMENTS, problem, "write what it takes after chat and row") from None

@@ -118,10 +118,10 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         """Run an episode. message: row, messages of the prompt, seed, access, as the process reads them.
 
         timeout_s: from the time that a process begins with it. has_asked: it may have asked without being seen here, so
-        it must not begin anew. Raises UserFault when the processes cannot be started again.
+        it must not begin anew. Raises UserError when the processes cannot be started again.
         """
-        if self._fault:
-            raise self._fault
+        if self._error:
+            raise self._error
         number = next(self._numbers)
         try:
             line = as_line([number, "run", *message])

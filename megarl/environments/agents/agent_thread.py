@@ -42,7 +42,7 @@ def agent_settings(recipe: Recipe, workers: int | None = None, *, prepares: bool
 class AgentThread:
     """The processes of agents, in a thread with a loop of its own.
 
-    The constructor waits until the processes have loaded the agent. Raises UserFault when it cannot be used.
+    The constructor waits until the processes have loaded the agent. Raises UserError when it cannot be used.
     """
 
     def __init__(self, settings: AgentSettings) -> None:
@@ -73,24 +73,24 @@ class AgentThread:
         None too where the agent has let EpisodeOver pass. `handler.answer` runs in the caller's loop, several at once,
         and is cancelled and awaited before this returns or raises. timeout_s: from the time that a process begins with
         the agent; on_begin: is called then in the caller's loop, and again where it begins anew. Raises AgentFailure,
-        what the handler raises beside ChatRefused and EpisodeOver, and UserFault when the processes cannot be started
+        what the handler raises beside ChatRefused and EpisodeOver, and UserError when the processes cannot be started
         again.
         """
         message = [dict(row), [*map(dict, prompt)], seed, access and [access.url, access.key, access.socket]]
         requests = _CallerRequests(handler, partial(self._thread.call_soon, self._workers.answer), on_begin)
         running = self._workers.run(message, timeout_s, requests, has_asked=access is not None)
         work = asyncio.ensure_future(self._thread.run(running))
-        requests.on_fault = work.cancel
+        requests.on_error = work.cancel
         try:
             result = await work
         except asyncio.CancelledError:
-            if not requests.fault:
+            if not requests.error:
                 raise
             result = None
         finally:
             await requests.close()
-        if requests.fault:
-            raise requests.fault
+        if requests.error:
+            raise requests.error
         if isinstance(result, Failure):
             raise AgentTimeout(result.words) if result == overdue(timeout_s) else AgentFailure(result.words)
         return result
@@ -110,8 +110,8 @@ class _CallerRequests:
         self._open: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self.fault: BaseException | None = None
-        self.on_fault: Callable[[], object] = lambda: None
+        self.error: BaseException | None = None
+        self.on_error: Callable[[], object] = lambda: None
 
     def begun(self) -> None:
         self._call_soon(self._on_begin)
@@ -161,8 +161,8 @@ class _CallerRequests:
             self._reply(run, request, "over", str(error))
         except BaseException as error:
             if request in self._open and not self._is_closed:  # it was not cancelled from here
-                self.fault = self.fault or error
-                self.on_fault()
+                self.error = self.error or error
+                self.on_error()
         else:
             self._reply(run, request, "answer", answer.message())
         finally:

@@ -46,7 +46,7 @@ class Environment:
     def prepare(cls, **arguments: Any) -> None:
         """Get ready, once in each process and before its first episode, for example load an index.
 
-        It gets `episode.arguments`, has the time of an import, and may raise megarl.types.UserFault.
+        It gets `episode.arguments`, has the time of an import, and may raise megarl.types.UserError.
         """
 
     def reset(self, row: Mapping[str, Any]) -> str | None | Awaitable[str | None]:

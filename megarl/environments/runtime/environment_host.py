@@ -48,7 +48,7 @@ from megarl.isolation.child import (
 )
 from megarl.isolation.process import as_line
 from megarl.printable import describe_error
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Failure, verdict_of
 
 JobMessage = list[Any]
@@ -66,8 +66,8 @@ def main(parent_pid: int) -> None:
             toolbox = load_tools(spec["tools"], spec["arguments"], prepares=spec["prepares"])
         else:
             toolbox = load_environment(spec["environment"], spec["arguments"], prepares=spec["prepares"])
-    except UserFault as fault:
-        parent.write(as_line([fault.where, fault.problem, fault.mend]))
+    except UserError as error:
+        parent.write(as_line([error.where, error.problem, error.hint]))
         return
     host = EnvironmentHost(parent, toolbox, spec["call_timeout_s"], spec["result_bytes"])
     host.start()

@@ -30,7 +30,7 @@ from megarl.environments.runtime.history import (
 )
 from megarl.environments.runtime.results import CallResult
 from megarl.isolation.process import Lost
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Verdict
 
 _MADE_ANEW = "its state had to be made anew, and"
@@ -78,7 +78,7 @@ class EnvironmentPool:
     """Tools, or an instance of an environment for each episode. Everything happens in the loop that runs `start`.
 
     An episode is asked for one thing at a time. Every `open` is followed by a `finish`, also after a failure. Methods
-    raise EnvironmentFailure, and UserFault when the processes cannot be started again.
+    raise EnvironmentFailure, and UserError when the processes cannot be started again.
     """
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -89,7 +89,7 @@ class EnvironmentPool:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> list[dict[str, Any]]:
-        """The schemas of the tools, in the form of OpenAI's `tools`. Raises UserFault when they cannot be used."""
+        """The schemas of the tools, in the form of OpenAI's `tools`. Raises UserError when they cannot be used."""
         await self._workers.start()
         return self.offer.schemas
 
@@ -236,7 +236,7 @@ class EnvironmentPool:
         task.add_done_callback(self._closing.discard)
 
     async def _close_quietly(self, dropped: _Episode) -> None:
-        with suppress(UserFault):  # whoever asks for something has it, too
+        with suppress(UserError):  # whoever asks for something has it, too
             await self._close(dropped)
 
     async def _close(self, dropped: _Episode) -> None:

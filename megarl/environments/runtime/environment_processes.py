@@ -142,21 +142,21 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         self.num_ended = 0  # processes that were ended by a limit, or ended themselves
 
     def least_busy(self) -> EnvironmentProcess:
-        """The process with the fewest instances. Raises UserFault when there can be none."""
-        if self._fault:
-            raise self._fault
+        """The process with the fewest instances. Raises UserError when there can be none."""
+        if self._error:
+            raise self._error
         return min(self._workers, key=lambda worker: worker.instances)
 
     async def do(
         self, message: Sequence[Any], *, is_plain: bool, worker: EnvironmentProcess | None, alone: bool = False
     ) -> JobResult:
-        """Do an operation in a process, or in any. Raises UserFault when the processes cannot be started again.
+        """Do an operation in a process, or in any. Raises UserError when the processes cannot be started again.
 
         Lost: its process has ended, with the state that the operation needs. Raises TypeError, ValueError or
         RecursionError when the message cannot be sent.
         """
-        if self._fault:
-            raise self._fault
+        if self._error:
+            raise self._error
         if worker is not None and worker.is_gone:
             return Lost(is_suspect=False)
         number = next(self._numbers)

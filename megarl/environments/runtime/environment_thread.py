@@ -35,7 +35,7 @@ def environment_settings(recipe: Recipe, workers: int | None = None, *, prepares
 class EnvironmentThread:
     """A pool in a thread with a loop of its own. The constructor waits until the processes have loaded everything.
 
-    Methods as of `EnvironmentPool`. Raises UserFault when what the recipe names cannot be used.
+    Methods as of `EnvironmentPool`. Raises UserError when what the recipe names cannot be used.
     """
 
     def __init__(self, settings: EnvironmentSettings) -> None:

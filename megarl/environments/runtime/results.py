@@ -13,7 +13,7 @@ from megarl.printable import short
 from megarl.types.reward_result import LARGEST
 
 CallError = Literal["unknown", "arguments", "raised", "result", "timeout", "memory", "ended"]
-TOOL_FAULTS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})  # errors to be mended in the tool
+TOOL_ERRORS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})  # errors to be mended in the tool
 
 
 class BadResult(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 from megarl.environments.runtime.environment import Environment
 from megarl.environments.runtime.tools import Tool, make_tool
 from megarl.isolation.function_loading import PREPARE, kind_of, load_object, prepare
-from megarl.types import UserFault
+from megarl.types import UserError
 
 TOOLS, ENVIRONMENT, ARGUMENTS = "episode.tools", "episode.environment", "episode.arguments"
 _FORM = "module:name"
@@ -41,7 +41,7 @@ class Toolbox:
 
 
 def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
-    """The functions at `paths`, each with those of the arguments that it takes. Raises UserFault.
+    """The functions at `paths`, each with those of the arguments that it takes. Raises UserError.
 
     prepares: whether what they have as `prepare` is called.
     """
@@ -51,27 +51,27 @@ def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: 
         function = load_object(path, TOOLS, _FORM, _EXAMPLE.format("calculator:calculate"))
         if not inspect.isroutine(function):
             problem = f"{path} is {kind_of(function)}, not a function"
-            raise UserFault(TOOLS, problem, "name a function with def or async def")
+            raise UserError(TOOLS, problem, "name a function with def or async def")
         name = path.rpartition(":")[2]
         if name in tools:
-            raise UserFault(TOOLS, f"two tools have the name {name!r}", "give one of them another name")
+            raise UserError(TOOLS, f"two tools have the name {name!r}", "give one of them another name")
         tools[name] = make_tool(function, name, TOOLS, path, arguments=arguments, is_method=False)
         taken |= tools[name].bound.keys()
         if prepares:
             prepare(getattr(function, PREPARE, None), tools[name].bound, TOOLS, path)
     if not tools:
-        raise UserFault(TOOLS, "no tool is named", _EXAMPLE.format("calculator:calculate"))
+        raise UserError(TOOLS, "no tool is named", _EXAMPLE.format("calculator:calculate"))
     if unknown := sorted(arguments.keys() - taken):
-        raise UserFault(ARGUMENTS, f"no tool takes {unknown[0]!r}", "leave it out, or correct its name")
+        raise UserError(ARGUMENTS, f"no tool takes {unknown[0]!r}", "leave it out, or correct its name")
     return Toolbox(tools)
 
 
 def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
-    """The class at `path`, its public methods as tools; prepares: as of `load_tools`. Raises UserFault."""
+    """The class at `path`, its public methods as tools; prepares: as of `load_tools`. Raises UserError."""
     found = load_object(path, ENVIRONMENT, _FORM, _EXAMPLE.format("guess:Guess"))
     if not (inspect.isclass(found) and issubclass(found, Environment)):
         problem = f"{path} is {kind_of(found)}, not a subclass of megarl.environments.Environment"
-        raise UserFault(ENVIRONMENT, problem, "let it inherit from Environment")
+        raise UserError(ENVIRONMENT, problem, "let it inherit from Environment")
     _check_call(found, path, arguments)
     own = [base for base in reversed(found.__mro__) if issubclass(base, Environment) and base is not Environment]
     methods = {name: value for base in own for name, value in vars(base).items()}
@@ -85,7 +85,7 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
     }
     if not tools and "reply" not in has:
         problem = f"{path} has neither a tool nor `reply`"
-        raise UserFault(ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)")
+        raise UserError(ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)")
     if prepares:
         prepare(found.prepare, arguments, ENVIRONMENT, path)
     is_async = frozenset(name for name in has if inspect.iscoroutinefunction(getattr(found, name)))
@@ -97,11 +97,11 @@ def _method_tool(environment: type[Environment], name: str, path: str) -> Tool:
     function: Callable[..., Any] = getattr(environment, name)
     if isinstance(raw, staticmethod | classmethod):
         problem = f"{path}.{name} is a {type(raw).__name__}"
-        raise UserFault(ENVIRONMENT, problem, "make it a plain method, or begin its name with an underscore")
+        raise UserError(ENVIRONMENT, problem, "make it a plain method, or begin its name with an underscore")
     if not (function.__doc__ or "").strip():
         problem = f"the public method {name} of {path} has no docstring"
-        mend = "say in one what it does if it is a tool, else begin its name with an underscore"
-        raise UserFault(ENVIRONMENT, problem, mend)
+        hint = "say in one what it does if it is a tool, else begin its name with an underscore"
+        raise UserError(ENVIRONMENT, problem, hint)
     return make_tool(function, name, ENVIRONMENT, f"{path}.{name}", arguments={}, is_method=True)
 
 
@@ -110,7 +110,7 @@ def _check_call(environment: type[Environment], path: str, arguments: Mapping[st
         inspect.signature(environment).bind(**arguments)
     except TypeError as error:
         problem = f"{path} cannot be made with them: {error}"
-        raise UserFault(ARGUMENTS, problem, "write what its constructor takes") from None
+        raise UserError(ARGUMENTS, problem, "write what its constructor takes") from None
 
 
 def _check_reserved(method: Callable[..., Any], name: str, path: str) -> None:
@@ -118,4 +118,4 @@ def _check_reserved(method: Callable[..., Any], name: str, path: str) -> None:
         inspect.signature(method).bind(None, *_RESERVED[name])
     except TypeError as error:
         form = {"reset": "reset(self, row)", "reply": "reply(self, text)"}.get(name, f"{name}(self)")
-        raise UserFault(ENVIRONMENT, f"{path}.{name} cannot be called ({error})", f"write it as {form}") from None
+        raise UserError(ENVIRONMENT, f"{path}.{name} cannot be called ({error})", f"write it as {form}") from None

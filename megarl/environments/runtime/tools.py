@@ -16,11 +16,11 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
 
 from megarl.printable import describe_error, short
-from megarl.types import UserFault
+from megarl.types import UserError
 
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 _ENTRY = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_MOST_FAULTS = 3  # told of one call
+_MOST_ERRORS = 3  # told of one call
 _VERBATIM = ("default", "const", "enum", "examples")  # keys of a JSON schema whose values are no schemas
 
 
@@ -50,9 +50,9 @@ class Tool:
         try:
             found = self.model.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
-            faults = [_fault(one["type"], one["loc"], one["msg"], one["input"]) for one in error.errors()]
-            more = f" and {len(faults) - _MOST_FAULTS} more" if len(faults) > _MOST_FAULTS else ""
-            told = "; ".join(faults[:_MOST_FAULTS])
+            errors = [_error(one["type"], one["loc"], one["msg"], one["input"]) for one in error.errors()]
+            more = f" and {len(errors) - _MOST_ERRORS} more" if len(errors) > _MOST_ERRORS else ""
+            told = "; ".join(errors[:_MOST_ERRORS])
             raise BadArguments(f"{self.name} was not called: {told}{more}.") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise BadArguments(f"{self.name} was not called: {describe_error(error)}.") from None
@@ -66,18 +66,18 @@ def make_tool(
     """The tool that a function is. path: its name in messages; arguments: the recipe's, bound where it takes them.
 
     Arguments that only have a keyword (after `*`) are the recipe's too, and the model does not see them. Raises
-    UserFault(where) when it is not typed, documented, or callable with what JSON can hold.
+    UserError(where) when it is not typed, documented, or callable with what JSON can hold.
     """
     if not _NAME.fullmatch(name):
-        raise UserFault(where, f"{path} has a name that no model can call", "use ASCII letters, digits and _")
+        raise UserError(where, f"{path} has a name that no model can call", "use ASCII letters, digits and _")
     text = inspect.getdoc(function) if function.__doc__ else ""
     if not (text and text.strip()):
-        raise UserFault(where, f"{path} has no docstring", "say in one what it does: it is what the model reads")
+        raise UserError(where, f"{path} has no docstring", "say in one what it does: it is what the model reads")
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:  # an annotation may be any expression
         problem = f"the annotations of {path} cannot be read ({describe_error(error)})"
-        raise UserFault(where, problem, "import the types in its module") from None
+        raise UserError(where, problem, "import the types in its module") from None
     description, told = _described(text)
     fields: dict[str, tuple[Any, Any]] = {}
     names: dict[str, str] = {}
@@ -89,14 +89,14 @@ def make_tool(
             continue
         if parameter.name not in hints:
             problem = f"the argument {parameter.name!r} of {path} has no type"
-            raise UserFault(where, problem, "annotate it, for example `expression: str`")
+            raise UserError(where, problem, "annotate it, for example `expression: str`")
         default = ... if parameter.default is parameter.empty else parameter.default
         names[parameter.name] = field = f"argument_{len(names)}"  # of a model's own names none can be in the way
         fields[field] = (hints[parameter.name], _field(default, parameter.name, told.pop(parameter.name, None)))
     bound = {key: value for key, value in arguments.items() if key in inspect.signature(function).parameters}
     if unknown := [key for key in told if key not in inspect.signature(function).parameters]:
         problem = f"the docstring of {path} describes {unknown[0]!r}, which is no argument of it"
-        raise UserFault(where, problem, "correct the section `Args:`")
+        raise UserError(where, problem, "correct the section `Args:`")
     model, parameters = _model(name, fields, path, where)
     schema = {"name": name, "description": description, "parameters": parameters}
     is_async = inspect.iscoroutinefunction(function)
@@ -107,20 +107,20 @@ def _parameters(function: Callable[..., Any], path: str, where: str, *, skip: bo
     try:
         found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        raise UserFault(where, f"{path} has no signature", "write a Python function around it") from None
+        raise UserError(where, f"{path} has no signature", "write a Python function around it") from None
     found = found[1:] if skip else found
     for one in found:
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
             stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
             problem = f"{path} takes {stars}{one.name}, which a model cannot name"
-            raise UserFault(where, problem, "name its arguments, and no / before them")
+            raise UserError(where, problem, "name its arguments, and no / before them")
     return found
 
 
 def _check_default(parameter: inspect.Parameter, path: str, where: str) -> None:
     if parameter.default is parameter.empty:
-        mend = f"write {parameter.name!r} into episode.arguments, or give it a default"
-        raise UserFault(where, f"{path} needs {parameter.name!r}, which only has a keyword", mend)
+        hint = f"write {parameter.name!r} into episode.arguments, or give it a default"
+        raise UserError(where, f"{path} needs {parameter.name!r}, which only has a keyword", hint)
 
 
 def _field(default: Any, alias: str, description: str | None) -> FieldInfo:
@@ -139,7 +139,7 @@ def _model(name: str, fields: Mapping[str, Any], path: str, where: str) -> tuple
     except (PydanticUserError, PydanticJsonSchemaWarning, TypeError, ValueError) as error:
         reason = describe_error(error).partition(" For further information")[0]
         problem = f"an argument of {path} has a type or a default that JSON cannot hold ({reason})"
-        raise UserFault(where, problem, "use str, int, float, bool, Literal, list, dict or dataclasses") from None
+        raise UserError(where, problem, "use str, int, float, bool, Literal, list, dict or dataclasses") from None
     parameters = _untitled(schema)
     parameters.pop("additionalProperties", None)  # the templates of models show what transformers makes of a function
     parameters.pop("description", None)
@@ -186,7 +186,7 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(head).strip(), told
 
 
-def _fault(kind: str, place: Sequence[int | str], message: str, value: object) -> str:
+def _error(kind: str, place: Sequence[int | str], message: str, value: object) -> str:
     """What is wrong with an argument, as a part of a sentence."""
     name = ".".join(map(str, place))
     if kind == "missing":

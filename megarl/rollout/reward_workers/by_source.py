@@ -37,7 +37,7 @@ def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
 class Scorers:
     """The workers of all functions, and the thread whose loop reads their messages.
 
-    The constructor waits until every function is imported; UserFault if one cannot be.
+    The constructor waits until every function is imported; UserError if one cannot be.
     """
 
     def __init__(self, reward: RewardConfig, start_s: float) -> None:
@@ -55,7 +55,7 @@ class Scorers:
     ) -> list[Verdict | Failure]:
         """One for each response, in order. episodes: as of `Pool.verdicts`.
 
-        Raises UserFault when the function can no longer be used.
+        Raises UserError when the function can no longer be used.
         """
         return await asyncio.wrap_future(self._verdicts(answer, row, responses, episodes))
 

@@ -27,7 +27,7 @@ from megarl.isolation.child import (
 from megarl.isolation.function_loading import is_coroutine_function
 from megarl.printable import describe_error
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Failure, Verdict, verdict_of
 
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
@@ -41,8 +41,8 @@ def main(parent_pid: int) -> None:
     parent, spec = connected
     try:
         reward = load_reward(spec["function"], spec["arguments"], spec["where"])
-    except UserFault as fault:
-        parent.write(_line([fault.where, fault.problem, fault.mend]))
+    except UserError as error:
+        parent.write(_line([error.where, error.problem, error.hint]))
         return
     is_async = is_coroutine_function(reward)
     limit_memory(spec["memory_mb"])

@@ -30,10 +30,10 @@ class Pool(WorkerPool[VerdictProcess]):
     ) -> list[Verdict | Failure]:
         """In the order of the responses. episodes: of each response, or none where they are no episodes.
 
-        Raises UserFault when the function can no longer be used.
+        Raises UserError when the function can no longer be used.
         """
-        if self._fault:
-            raise self._fault
+        if self._error:
+            raise self._error
         try:
             context = as_line([answer, row])
         except (TypeError, ValueError, RecursionError) as error:

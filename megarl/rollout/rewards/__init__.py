@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.isolation.function_loading import load_object
 from megarl.printable import short
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Failure as Failure
 from megarl.types.reward_result import Verdict as Verdict
 
@@ -24,22 +24,22 @@ EPISODE = "episode"
 
 
 def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> Reward:
-    """The function at `module:function`, with its keyword arguments. Raises UserFault when there is no such function.
+    """The function at `module:function`, with its keyword arguments. Raises UserError when there is no such function.
 
     where: the recipe key that names it.
     """
     function = load_object(path, where, "module:function", _FORM)
     if not callable(function):
-        raise UserFault(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
+        raise UserError(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
     key, given = f"{where.rpartition('.')[0]}.arguments", {EPISODE: None} if takes_episode(function) else {}
     if given.keys() & arguments.keys():
-        raise UserFault(key, f"{EPISODE!r} is megarl's own: {path} gets the episode in it", "give it another name")
+        raise UserError(key, f"{EPISODE!r} is megarl's own: {path} gets the episode in it", "give it another name")
     try:
         inspect.signature(function).bind("response", "answer", {}, **given, **arguments)
     except TypeError as error:
         call = ", ".join(["response", "answer", "row", *(f"{key}=..." for key in (*given, *arguments))])
-        mend = f"write into {key} what it takes after response, answer and row"
-        raise UserFault(where, f"{path} cannot be called with ({call}): {error}", mend) from None
+        hint = f"write into {key} what it takes after response, answer and row"
+        raise UserError(where, f"{path} cannot be called with ({call}): {error}", hint) from None
     except ValueError:  # a function that is written in C may have no signature
         pass
     return partial(function, **arguments) if arguments else function

@@ -51,7 +51,7 @@ def score(
 
     timeout_s: of one test; total_s: of all, those not reached by then fail. partial: the share of passed
     tests is the reward, wrong if none is. url: a SandboxFusion service instead of this machine. Raises ValueError for
-    tests that cannot be read, UserFault where there is no isolation, ConnectionError from the service, RuntimeError
+    tests that cannot be read, UserError where there is no isolation, ConnectionError from the service, RuntimeError
     when a sandbox does not start the tests: none of them is a verdict.
     """
     if tests not in row:

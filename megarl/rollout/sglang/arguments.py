@@ -18,7 +18,7 @@ from megarl.rollout.sglang import adapter_slot, deterministic
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.batch_sizes import group_arguments, running_limit
 from megarl.spelling import did_you_mean, near
-from megarl.types import UserFault
+from megarl.types import UserError
 
 WHERE = "rollout.engine.sglang"
 _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
@@ -233,42 +233,42 @@ def _draft_arguments(draft: int) -> dict[str, Any]:
     }
 
 
-def sglang_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
+def sglang_errors(arguments: Mapping[str, Any]) -> list[UserError]:
     """Keys of `rollout.engine.sglang` that SGLang does not have, or that megarl sets or does not support."""
     known = server_fields()
-    faults = []
+    errors = []
     for key in arguments:
         owner = "speculative_" if key.startswith("speculative_") else key
         if owner in _SET_BY_MEGARL or key in _NOT_IN_RECIPES:
-            mend = f"set {_SET_BY_MEGARL[owner]} and remove it" if owner in _SET_BY_MEGARL else "remove it"
-            faults.append(UserFault(f"{WHERE}.{key}", "is set by megarl itself", mend))
+            hint = f"set {_SET_BY_MEGARL[owner]} and remove it" if owner in _SET_BY_MEGARL else "remove it"
+            errors.append(UserError(f"{WHERE}.{key}", "is set by megarl itself", hint))
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
-            faults.append(UserFault(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))
+            errors.append(UserError(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))
         elif key not in known:
-            mend = did_you_mean(near(key, sorted(known)), "see SGLang's ServerArgs for the names it has")
-            faults.append(UserFault(f"{WHERE}.{key}", "SGLang has no such server argument", mend))
-    return faults
+            hint = did_you_mean(near(key, sorted(known)), "see SGLang's ServerArgs for the names it has")
+            errors.append(UserError(f"{WHERE}.{key}", "SGLang has no such server argument", hint))
+    return errors
 
 
-def latent_cache_faults(arguments: Mapping[str, Any]) -> list[UserFault]:
+def latent_cache_errors(arguments: Mapping[str, Any]) -> list[UserError]:
     """A data type of the KV cache that the attention backend of an MLA model does not support."""
     cached = arguments.get("kv_cache_dtype", "auto")
     if cached in _PLAIN_CACHES:
         return []
-    where, mend = f"{WHERE}.kv_cache_dtype", f"remove it, or set {WHERE}.attention_backend to"
-    mend = f"{mend} flashmla (Hopper), trtllm_mla (Blackwell) or triton"
+    where, hint = f"{WHERE}.kv_cache_dtype", f"remove it, or set {WHERE}.attention_backend to"
+    hint = f"{hint} flashmla (Hopper), trtllm_mla (Blackwell) or triton"
     if cached != "fp8_e4m3":
         problem = f"SGLang's latent attention does not take a cache in {cached!r}"
-        return [UserFault(where, problem, "set it to fp8_e4m3, or remove it")]
+        return [UserError(where, problem, "set it to fp8_e4m3, or remove it")]
     default = arguments.get("attention_backend")
     named = [arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")]
     unsupported = sorted({str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
     if unsupported:
         problem = f"'{cached}', but {unsupported[0]} copies a layer's whole cache of latent attention into another type"
-        return [UserFault(where, problem, mend)]
+        return [UserError(where, problem, hint)]
     if None in named:
         problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
-        return [UserFault(where, problem, mend)]
+        return [UserError(where, problem, hint)]
     return []
 
 
@@ -277,7 +277,7 @@ def server_fields() -> frozenset[str]:
     """The names of SGLang's server arguments, parsed from its source because importing SGLang takes seconds."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
-        raise UserFault("rollout.engine", "sglang is not installed", "install the package that setup.py pins")
+        raise UserError("rollout.engine", "sglang is not installed", "install the package that setup.py pins")
     folder = Path(spec.origin).parent / "srt" / "arg_groups" / "fields"
     return frozenset(name for source in folder.glob("*.py") for name in _annotated_names(source))
 

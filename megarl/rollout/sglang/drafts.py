@@ -10,37 +10,37 @@ from __future__ import annotations
 from megarl.config import Recipe
 from megarl.rollout.sglang.arguments import LATENT_FP8_BACKENDS, WHERE
 from megarl.rollout.sglang.batch_sizes import given_sizes, limit_of, most_sequences
-from megarl.types import UserFault
+from megarl.types import UserError
 
 # Attention backends that run a draft model on NVIDIA's GPUs.
 DRAFT_BACKENDS = ("fa3", "fa4", "flashinfer", *LATENT_FP8_BACKENDS)
 _LEAST_CHUNK = 8192  # tokens of prompts that SGLang reads at once on cards of 60 GiB and more
 
 
-def draft_faults(recipe: Recipe) -> list[UserFault]:
+def draft_errors(recipe: Recipe) -> list[UserError]:
     """Settings that do not go with drafts: seeds, other attention backends, more routed experts than SGLang stores."""
     engine, found, none = recipe.rollout.engine, [], "or rollout.engine.draft to 0"
     if not engine.draft:
         return []
     if recipe.rollout.seeded:
         problem = "true, but SGLang's verification of drafts does not use the samples' seeds"
-        found.append(UserFault("rollout.seeded", problem, f"set it to false, {none}"))
+        found.append(UserError("rollout.seeded", problem, f"set it to false, {none}"))
     backends = f"{', '.join(DRAFT_BACKENDS[:-1])} or {DRAFT_BACKENDS[-1]}"
     for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if (backend := engine.sglang.get(key)) and backend not in DRAFT_BACKENDS:
             problem = f"{backend} does not run a draft model"
-            found.append(UserFault(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}"))
+            found.append(UserError(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}"))
     if recipe.train.replay == "r3":
-        found += _capture_faults(recipe)
+        found += _capture_errors(recipe)
     return found
 
 
-def _capture_faults(recipe: Recipe) -> list[UserFault]:
+def _capture_errors(recipe: Recipe) -> list[UserError]:
     """More tokens in a step than SGLang keeps the experts of: its buffer counts one for each sequence of a step."""
     tokens = limit_of(recipe, most_sequences(recipe)) * (1 + recipe.rollout.engine.draft)
     stored = given_sizes(recipe).get("chunked_prefill_size") or _LEAST_CHUNK
     if tokens <= stored:
         return []
     problem = f"r3, but SGLang stores the experts of {stored} tokens a step, and with drafts it verifies up to {tokens}"
-    mend = f"set {WHERE}.chunked_prefill_size to at least {tokens}, or rollout.engine.draft to 0"
-    return [UserFault("train.replay", problem, mend)]
+    hint = f"set {WHERE}.chunked_prefill_size to at least {tokens}, or rollout.engine.draft to 0"
+    return [UserError("train.replay", problem, hint)]

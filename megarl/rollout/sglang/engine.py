@@ -19,7 +19,7 @@ from megarl.device import DEVICE
 from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
-from megarl.rollout.sglang.host import EngineFault, Host
+from megarl.rollout.sglang.host import EngineError, Host
 from megarl.types import Sample, SamplePart, with_part
 from megarl.types.sampling import Sampling, sample_seed
 
@@ -33,7 +33,7 @@ class Engine:
     """One SGLang engine, whose schedulers are child processes; it listens on no port.
 
     The constructor blocks until the schedulers are ready. It may be called, and the methods awaited, in any thread,
-    whether or not an event loop runs there. Raises EngineFault when the engine does not start.
+    whether or not an event loop runs there. Raises EngineError when the engine does not start.
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
@@ -64,10 +64,10 @@ class Engine:
 
         The logprobs are those of softmax(logits / temperature), not truncated, so that the trainer's logprobs of the
         same tokens equal them. Those of greedy samples are of temperature 1.
-        Raises EngineFault when a scheduler has died or a reshard has failed.
+        Raises EngineError when a scheduler has died or a reshard has failed.
         """
         if self._stale is not None:
-            raise EngineFault(self._stale)
+            raise EngineError(self._stale)
         samples = list(begun) or [_UNBEGUN] * sampling.num_samples
         places = [place for place, sample in enumerate(samples) if sample.is_open]
         outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling, samples, places))
@@ -90,7 +90,7 @@ class Engine:
         `generate`.
         """
         if self._stale is not None:
-            raise EngineFault(self._stale)
+            raise EngineError(self._stale)
         limits = replace(sampling, num_samples=1, phase_tokens=None)
         ask = self._ask([list(context_ids)], [self._parameters(limits, place, 0)], rows, [f"{conversation}/{number}"])
         (output,) = await self._host.run(ask)
@@ -113,31 +113,31 @@ class Engine:
     async def take_completed(self) -> list[CompletedSample]:
         """The samples that it has finished since the last call, as soon as there are any.
 
-        Raises EngineFault when a scheduler has died.
+        Raises EngineError when a scheduler has died.
         """
         return await self._host.run(self._manager.queue.take_completed())
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         """Every scheduler runs the weight loader on `message` with `version` added, then drops its KV cache.
 
-        Raises EngineFault with what a loader raised, and on which rank; the engine then refuses to generate until a
+        Raises EngineError with what a loader raised, and on which rank; the engine then refuses to generate until a
         reshard succeeds.
         """
         self._stale = f"the engine has half-written weights: the reshard to version {version} did not finish"
         failure = await self._host.run(self._sglang_reshard({**message, "version": version}, str(version)))
         if failure is not None:
             self._stale = f"the engine has half-written weights: the reshard to version {version} failed: {failure}"
-            raise EngineFault(f"the reshard to version {version} failed: {failure}")
+            raise EngineError(f"the reshard to version {version} failed: {failure}")
         self._stale = None
 
     async def check(self) -> None:
-        """Raises EngineFault when a scheduler has died; a failed reshard does not count."""
+        """Raises EngineError when a scheduler has died; a failed reshard does not count."""
         await self._host.run(asyncio.sleep(0))
 
     async def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache for training; does nothing on CPU.
 
-        It waits for running requests. Raises EngineFault where they do not end within run.timeout_s.
+        It waits for running requests. Raises EngineError where they do not end within run.timeout_s.
         """
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
@@ -212,7 +212,7 @@ class Engine:
         while not all(one.success for one in await self._manager.flush_cache_communicator(FlushCacheReqInput())):
             if time.monotonic() > until:
                 waited = f"{self._timeout_s:g} s (run.timeout_s)"
-                raise EngineFault(f"requests still run {waited} after the engine was to release its memory")
+                raise EngineError(f"requests still run {waited} after the engine was to release its memory")
             await asyncio.sleep(0.01)
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
@@ -244,7 +244,7 @@ class Engine:
         meta, length = output["meta_info"], len(sample.response_ids_T)
         reason = meta["finish_reason"]
         if reason["type"] == "abort":
-            raise EngineFault(f"SGLang aborted a request: {reason.get('message')}")
+            raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
         new_ids_T = np.asarray(output["output_ids"], dtype=np.int64)
         new_logp_T = np.asarray([logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32)
         (span,) = meta["weight_versions"]  # a reshard waits for running requests: one version made all tokens
@@ -288,10 +288,10 @@ class Schedulers:
         return self._host.pids()
 
     async def fail(self) -> None:
-        """Raises EngineFault when a scheduler has died; does not return."""
+        """Raises EngineError when a scheduler has died; does not return."""
         try:
             await self._host.run(asyncio.Event().wait())
-        except EngineFault:
+        except EngineError:
             if not self._is_down:
                 raise
         await asyncio.Event().wait()

@@ -27,7 +27,7 @@ _PRELOAD = "megarl.rollout.sglang.preload"  # what the schedulers of a CPU share
 PREFIX = "megarl-engine-"  # of the engine's temporary folder, which lies in the run's own if there is a run
 
 
-class EngineFault(RuntimeError):
+class EngineError(RuntimeError):
     """The engine cannot answer. The text's last line is the cause, after the last output of its scheduler."""
 
     def __init__(self, cause: str, log: str = "") -> None:
@@ -38,7 +38,7 @@ class EngineFault(RuntimeError):
         return f"{self.log}\n{self.cause}" if self.log else self.cause
 
 
-class EngineStandstill(EngineFault, Silence):
+class EngineStandstill(EngineError, Silence):
     """A scheduler is alive and has made no progress for run.timeout_s."""
 
 
@@ -46,12 +46,12 @@ class Host:
     """The thread and event loop that own one SGLang engine, and the thread that watches its schedulers.
 
     SGLang runs in a thread because it takes over the process's signals in a main thread, and so that an engine can be
-    built where an event loop already runs. The constructor blocks until the schedulers are ready, else EngineFault.
+    built where an event loop already runs. The constructor blocks until the schedulers are ready, else EngineError.
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str) -> None:
         arguments = server_arguments(settings, weight_loader)
-        self._fault: EngineFault | None = None
+        self._error: EngineError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
@@ -78,20 +78,20 @@ class Host:
         self._thread.start()
         try:
             self.server = self._outcome(started)
-        except BaseException as error:
-            fault = self._fault or self._death()
-            fault = fault or EngineFault(f"the engine did not start: {type(error).__name__}: {error}")
+        except BaseException as raised:
+            error = self._error or self._death()
+            error = error or EngineError(f"the engine did not start: {type(raised).__name__}: {raised}")
             self.stop()
-            if not isinstance(error, Exception):
+            if not isinstance(raised, Exception):
                 raise
-            raise fault from error
+            raise error from raised
         if self.server.tokenizer_manager is not None:  # on the first node alone
             self.server.tokenizer_manager.on_failure = self._fail_host
         threading.Thread(target=self._watch, name="engine-watch", daemon=True).start()
         atexit.register(self.stop)
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in SGLang's event loop. Raises EngineFault when a scheduler dies before it is done."""
+        """Run a coroutine in SGLang's event loop. Raises EngineError when a scheduler dies before it is done."""
         self._refuse_if_gone(work)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop))
 
@@ -100,10 +100,10 @@ class Host:
         return [process.pid for process in self._entry.processes if process.pid is not None]
 
     def stop(self) -> None:
-        """End and reap the schedulers and remove all files; waiting calls raise EngineFault."""
+        """End and reap the schedulers and remove all files; waiting calls raise EngineError."""
         if not self._thread.is_alive():
             return
-        self._fail(EngineFault("the engine was shut down"))
+        self._fail(EngineError("the engine was shut down"))
         self._stop_writer.send_bytes(b"stop")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -140,16 +140,16 @@ class Host:
         try:
             return await task
         except asyncio.CancelledError:
-            if self._fault is None:
+            if self._error is None:
                 raise
-            raise type(self._fault)(*self._fault.args) from None
+            raise type(self._error)(*self._error.args) from None
         finally:
             self._tasks.discard(task)
 
     def _refuse_if_gone(self, work: Coroutine[Any, Any, Any]) -> None:
-        if self._fault is not None:
+        if self._error is not None:
             work.close()
-            raise type(self._fault)(*self._fault.args)
+            raise type(self._error)(*self._error.args)
 
     def _outcome(self, started: Future[Any]) -> Any:
         """Wait for the engine's start; kill the schedulers when one hangs."""
@@ -173,10 +173,10 @@ class Host:
                 break
         if self._stop_reader in ended:
             return
-        self._fail(self._death() or EngineFault("a scheduler of the engine ended"))
+        self._fail(self._death() or EngineError("a scheduler of the engine ended"))
         self._entry.kill()
 
-    def _death(self) -> EngineFault | None:
+    def _death(self) -> EngineError | None:
         """The fault of a dead scheduler; a killed process comes before others, which failed because it was gone."""
         ranks = enumerate(self._entry.processes, start=self._entry.settings.first_rank)
         dead = [(rank, process) for rank, process in ranks if process.exitcode is not None]
@@ -188,13 +188,13 @@ class Host:
         log = self._entry.log_path(rank)
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
         reason = f": {lines[-1].strip()}" if lines and code > 0 else ""
-        return EngineFault(f"engine scheduler {rank} (pid {process.pid}) {how}{reason}", "\n".join(lines))
+        return EngineError(f"engine scheduler {rank} (pid {process.pid}) {how}{reason}", "\n".join(lines))
 
     def _fail_host(self, error: BaseException) -> None:
-        self._fail(EngineFault(f"the engine's tokenizer manager failed: {type(error).__name__}: {error}"))
+        self._fail(EngineError(f"the engine's tokenizer manager failed: {type(error).__name__}: {error}"))
 
-    def _fail(self, fault: EngineFault) -> None:
-        self._fault = self._fault or fault
+    def _fail(self, error: EngineError) -> None:
+        self._error = self._error or error
         self._loop.call_soon_threadsafe(self._cancel_tasks)
 
     def _cancel_tasks(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
 from megarl.rollout.sglang.arguments import WHERE
-from megarl.types import UserFault
+from megarl.types import UserError
 
 if DEVICE == "cpu":
     sglang_patches.prepare()
@@ -25,39 +25,39 @@ with sglang_patches.quiet_import():
     from sglang.srt.arg_groups.arg_utils import Arg
     from sglang.srt.server_args import ServerArgs
 
-Faults = list[UserFault]
+Errors = list[UserError]
 # SGLang's checks that need a GPU choose defaults for a machine without one, or fail with one of these phrases.
 NOT_CHECKED = "SGLang's choices of kernels and memory, which ask the GPU"
 _NO_GPU = ("CUDA", "NVIDIA driver")
 
 
-def server_faults(arguments: Mapping[str, Any]) -> Faults:
+def server_errors(arguments: Mapping[str, Any]) -> Errors:
     """A fault for each argument with a wrong type or choice; where there is none, SGLang's own check of them all.
 
     arguments: as `server_arguments` returns them; the folder model_path may have nothing but a config.json.
     """
     struct: Any = ServerArgs  # its fields are made at run time, which type checkers do not see
     kinds = {field.name: field.type for field in msgspec.structs.fields(struct)}
-    faults = [fault for key, value in arguments.items() for fault in _field_faults(key, value, kinds[key])]
-    return faults or _resolution_faults(arguments)
+    errors = [error for key, value in arguments.items() for error in _field_errors(key, value, kinds[key])]
+    return errors or _resolution_errors(arguments)
 
 
-def _field_faults(key: str, value: Any, kind: Any) -> Faults:
+def _field_errors(key: str, value: Any, kind: Any) -> Errors:
     where = f"{WHERE}.{key}"
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        return [UserFault(where, f"{value!r:.60} has the wrong type", str(error).replace("Expected", "write"))]
+        return [UserError(where, f"{value!r:.60} has the wrong type", str(error).replace("Expected", "write"))]
     except TypeError:
         return []  # a union of lists, which msgspec does not tell apart
     choices = next((annotation.choices for annotation in get_args(kind) if isinstance(annotation, Arg)), None)
     if choices and value is not None and value not in choices:
-        mend = f"use one of {', '.join(map(str, choices))}"
-        return [UserFault(where, f"{value!r} is none of SGLang's choices", mend)]
+        hint = f"use one of {', '.join(map(str, choices))}"
+        return [UserError(where, f"{value!r} is none of SGLang's choices", hint)]
     return []
 
 
-def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
+def _resolution_errors(arguments: Mapping[str, Any]) -> Errors:
     """The fault of SGLang's resolution of the arguments with the model's config, which refuses contradictions."""
     try:
         # SGLang writes some arguments into the environment.
@@ -69,5 +69,5 @@ def _resolution_faults(arguments: Mapping[str, Any]) -> Faults:
         words = str(error).strip().splitlines() or [traceback.extract_tb(error.__traceback__)[-1].line or ""]
         if any(sign in words[0] for sign in _NO_GPU):
             return []
-        return [UserFault(WHERE, f"SGLang refuses the engine's arguments ({words[0]})", "change them")]
+        return [UserError(WHERE, f"SGLang refuses the engine's arguments ({words[0]})", "change them")]
     return []

@@ -61,19 +61,19 @@ def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> 
     unread: Exception | None = None  # why this rank lacks the weights that it reads itself
     for step in message["steps"]:
         if step == "factors":
-            exchanges.of(step).run(version, attempt, engine_model.adapter_slots(models[0]), fault=unread)
+            exchanges.of(step).run(version, attempt, engine_model.adapter_slots(models[0]), error=unread)
             continue
-        fault = engine_model.unknown_layout(whole) or engine_model.draft_fault(models)
+        error = engine_model.unknown_layout(whole) or engine_model.draft_error(models)
         finish = partial(_finish, whole, models, exchanges.session)
         if step == "read":
-            unread = fault or _fault_of_reading(whole, exchanges.session, finish)
+            unread = error or _error_of_reading(whole, exchanges.session, finish)
             continue
-        exchanges.of(step).run(version, attempt, engine_model.params(whole), fault=fault, finish=finish)
+        exchanges.of(step).run(version, attempt, engine_model.params(whole), error=error, finish=finish)
     if unread:
         raise unread
 
 
-def _fault_of_reading(whole: torch.nn.Module, session: Session, finish: Callable[[], None]) -> Exception | None:
+def _error_of_reading(whole: torch.nn.Module, session: Session, finish: Callable[[], None]) -> Exception | None:
     """Take this rank's weights from the checkpoint; returns why it cannot, for the exchange that all members await."""
     at = session.engine.member(session.member)
     assert at and session.fp8_checkpoint
@@ -98,5 +98,5 @@ def _finish(whole: torch.nn.Module, models: Sequence[torch.nn.Module], session: 
         engine_model.refresh_derived(model)
     if session.verify == "off":
         return
-    if faults := engine_model.constant_faults(whole) + engine_model.derived_faults(whole):
-        raise VerifyError(first_of(faults))
+    if errors := engine_model.constant_errors(whole) + engine_model.derived_errors(whole):
+        raise VerifyError(first_of(errors))

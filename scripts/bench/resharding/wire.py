@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.types import UserFault
+from megarl.types import UserError
 
 IN_NAMESPACE = "MEGARL_BENCH_NAMESPACE"
 BYTES_RECEIVED = 128  # offset of tcpi_bytes_received in Linux's struct tcp_info
@@ -94,7 +94,7 @@ def enter_namespace() -> bool:
 
 
 def throttle(megabits: int) -> None:
-    """Let the loopback interface carry this much a second, all processes together. Raises UserFault."""
+    """Let the loopback interface carry this much a second, all processes together. Raises UserError."""
     shape = f"qdisc replace dev lo root tbf rate {megabits}mbit burst 1mb limit 256mb"
     refusal = "tc is not installed"
     if shutil.which("tc"):
@@ -102,7 +102,7 @@ def throttle(megabits: int) -> None:
         if not done.returncode:
             return
         refusal = done.stderr.strip().replace("\n", " ")
-    raise UserFault("--throttle", f"the loopback cannot be throttled ({refusal})", "run without it")
+    raise UserError("--throttle", f"the loopback cannot be throttled ({refusal})", "run without it")
 
 
 def _status(field: str) -> int:

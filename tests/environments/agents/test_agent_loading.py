@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.environments.agents.agent_loading import load_agent
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,10 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("odd_agents:run", {"row": 1}, "episode.arguments: odd_agents:run cannot be called with them: multiple values"),
     ],
 )
-def test_what_cannot_be_used_is_a_fault(agent: str, arguments: dict[str, Any], fault: str) -> None:
-    with pytest.raises(UserFault) as caught:
+def test_what_cannot_be_used_is_a_error(agent: str, arguments: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError) as caught:
         load_agent(agent, arguments)
-    assert str(caught.value).startswith(fault) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(error) and "\n" not in str(caught.value)
 
 
 def test_functions_and_objects_get_their_arguments() -> None:

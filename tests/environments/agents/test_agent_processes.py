@@ -12,7 +12,7 @@ import pytest
 
 from megarl.environments.agents.agent_thread import AgentFailure
 from megarl.environments.agents.chat import Access
-from megarl.types import UserFault
+from megarl.types import UserError
 from tests.environments.agents.conftest import Agents, Scripted
 
 Build = Callable[..., Agents]
@@ -168,13 +168,13 @@ def test_runs_are_dealt_to_the_process_with_the_fewest(build: Build, tmp_path: P
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_used_is_a_fault(build: Build) -> None:
-    with pytest.raises(UserFault) as caught:
+def test_what_cannot_be_used_is_a_error(build: Build) -> None:
+    with pytest.raises(UserError) as caught:
         build("odd_agents:plain")
     assert str(caught.value).startswith("episode.agent: odd_agents:plain is not an async def function")
 
 
-def test_an_agent_that_can_no_longer_be_imported_is_a_fault(
+def test_an_agent_that_can_no_longer_be_imported_is_a_error(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "once.py").write_text("import os\nasync def run(chat, row):\n    os._exit(1)\n")
@@ -184,7 +184,7 @@ def test_an_agent_that_can_no_longer_be_imported_is_a_fault(
         agents = build("once:run")
         (tmp_path / "once.py").write_text("raise OSError('no disk')\n")
         assert await outcome(agents.run("")) == "ended its process (exit code 1)"
-        with pytest.raises(UserFault, match="OSError: no disk"):
+        with pytest.raises(UserError, match="OSError: no disk"):
             await agents.run("")
 
     asyncio.run(scenario())

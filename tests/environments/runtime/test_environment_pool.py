@@ -19,7 +19,7 @@ import pytest
 
 from megarl.environments.runtime.environment_pool import EnvironmentPool
 from megarl.environments.runtime.results import CallResult
-from megarl.types import UserFault
+from megarl.types import UserError
 
 Play = Callable[..., Any]
 WORK, PATIENT = "odd_tools:work", "odd_tools:patient"
@@ -246,8 +246,8 @@ def test_an_episode_is_named_once(play: Play) -> None:
         ({"tools": ("late:tool",), "start_s": 1.0}, "episode.tools: late:tool was not imported within 1 s"),
     ],
 )
-def test_what_cannot_be_used_is_a_fault(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], fault: str
+def test_what_cannot_be_used_is_a_error(
+    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], error: str
 ) -> None:
     (tmp_path / "dying.py").write_text("import os\nos._exit(5)\n")
     (tmp_path / "late.py").write_text("import time\ntime.sleep(1000)\n")
@@ -256,13 +256,13 @@ def test_what_cannot_be_used_is_a_fault(
     async def never(pool: EnvironmentPool) -> None:
         raise AssertionError
 
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         play(never, **settings)
-    assert str(caught.value).startswith(fault)
+    assert str(caught.value).startswith(error)
 
 
 @pytest.mark.slow
-def test_tools_that_can_no_longer_be_imported_are_a_fault(
+def test_tools_that_can_no_longer_be_imported_are_a_error(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "once.py").write_text('import os\ndef tool() -> str:\n    """End."""\n    os._exit(1)\n')
@@ -271,9 +271,9 @@ def test_tools_that_can_no_longer_be_imported_are_a_fault(
     async def scenario(pool: EnvironmentPool) -> None:
         await pool.open("a", {}, 0)
         (tmp_path / "once.py").write_text("raise OSError('no disk')\n")
-        with pytest.raises(UserFault, match="OSError: no disk"):
+        with pytest.raises(UserError, match="OSError: no disk"):
             await pool.call("a", [("tool", {})] * 3)
-        with pytest.raises(UserFault, match="OSError: no disk"):
+        with pytest.raises(UserError, match="OSError: no disk"):
             await pool.call("a", [("tool", {})])
 
     play(scenario, tools=("once:tool",))

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.environments import Environment
 from megarl.environments.runtime.tool_loading import load_environment, load_tools
-from megarl.types import UserFault
+from megarl.types import UserError
 
 CALCULATE = "megarl.environments.calculator:calculate"
 Write = Callable[[str], None]
@@ -96,7 +96,7 @@ def test_each_tool_gets_the_arguments_that_it_takes(write: Callable[[str], str])
     found = load_tools([f"{name}:one", f"{name}:two", CALCULATE], {"b": 1, "c": 2})
     assert [*found.tools] == ["one", "two", "calculate"]
     assert [dict(tool.bound) for tool in found.tools.values()] == [{"b": 1, "c": 2}, {"c": 2}, {}]
-    with pytest.raises(UserFault, match="^episode.arguments: no tool takes 'd'"):
+    with pytest.raises(UserError, match="^episode.arguments: no tool takes 'd'"):
         load_tools([f"{name}:one"], {"d": 1})
 
 
@@ -112,8 +112,8 @@ def test_each_tool_gets_the_arguments_that_it_takes(write: Callable[[str], str])
         ([CALCULATE, CALCULATE], "two tools have the name 'calculate'"),
     ],
 )
-def test_tools_that_cannot_be_used_are_faults(paths: list[str], problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+def test_tools_that_cannot_be_used_are_errors(paths: list[str], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
         load_tools(paths, {})
     assert caught.value.where == "episode.tools" and problem in caught.value.problem
 
@@ -139,25 +139,25 @@ def method(body: str) -> str:
         (method("@classmethod\n    def prepare(cls, **_): raise OSError('no index')"), "cannot be prepared (OSError"),
     ],
 )
-def test_environments_that_cannot_be_used_are_faults(write: Callable[[str], str], body: str, problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+def test_environments_that_cannot_be_used_are_errors(write: Callable[[str], str], body: str, problem: str) -> None:
+    with pytest.raises(UserError) as caught:
         load_environment(f"{write(body)}:Game", {})
     assert caught.value.where == "episode.environment" and problem in caught.value.problem
 
 
-def test_arguments_that_the_constructor_does_not_take_are_a_fault(write: Callable[[str], str]) -> None:
-    with pytest.raises(UserFault, match="^episode.arguments: .*unexpected keyword argument 'sise'"):
+def test_arguments_that_the_constructor_does_not_take_are_a_error(write: Callable[[str], str]) -> None:
+    with pytest.raises(UserError, match="^episode.arguments: .*unexpected keyword argument 'sise'"):
         load_environment(f"{write(GAME)}:Game", {"sise": 3})
 
 
-def test_preparation_gets_the_arguments_and_raises_its_own_faults(write: Callable[[str], str]) -> None:
+def test_preparation_gets_the_arguments_and_raises_its_own_errors(write: Callable[[str], str]) -> None:
     body = (
-        "from megarl.types import UserFault\n"
+        "from megarl.types import UserError\n"
         'def find(word: str, *, index: str = "") -> str:\n    """Find."""\n'
-        "def _prepare(index):\n    raise UserFault('episode.arguments', f'no {index}', 'make it')\n"
+        "def _prepare(index):\n    raise UserError('episode.arguments', f'no {index}', 'make it')\n"
         "find.prepare = _prepare\n"
     )
-    with pytest.raises(UserFault, match="^episode.arguments: no here; make it"):
+    with pytest.raises(UserError, match="^episode.arguments: no here; make it"):
         load_tools([f"{write(body)}:find"], {"index": "here"})
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from megarl.environments.runtime.tools import BadArguments, Tool, make_tool
-from megarl.types import UserFault
+from megarl.types import UserError
 
 
 def tool(function: Callable[..., Any], **arguments: Any) -> Tool:
@@ -245,12 +245,12 @@ def needs(text: str, *, corpus: str) -> str:
         (needs, "needs 'corpus', which only has a keyword"),
     ],
 )
-def test_what_cannot_be_a_tool_is_a_fault(function: Callable[..., Any], problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+def test_what_cannot_be_a_tool_is_a_error(function: Callable[..., Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
         tool(function)
-    assert caught.value.where == "episode.tools" and problem in caught.value.problem and caught.value.mend
+    assert caught.value.where == "episode.tools" and problem in caught.value.problem and caught.value.hint
 
 
-def test_a_name_that_no_model_can_call_is_a_fault() -> None:
-    with pytest.raises(UserFault, match="a name that no model can call"):
+def test_a_name_that_no_model_can_call_is_a_error() -> None:
+    with pytest.raises(UserError, match="a name that no model can call"):
         make_tool(paint, "größe", "episode.tools", "m:f", arguments={}, is_method=False)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from megarl.rollout.reward_workers.by_source import Scorers
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Failure, Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("odd_rewards")]
@@ -170,7 +170,7 @@ def test_import_time_is_not_verdict_time(judges: Build, tmp_path: Path, monkeypa
         ("import time; time.sleep(1000)", "was not imported within 1 s"),
     ],
 )
-def test_an_import_that_fails_is_a_fault(
+def test_an_import_that_fails_is_a_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
 ) -> None:
     from megarl.config import RewardConfig
@@ -178,7 +178,7 @@ def test_an_import_that_fails_is_a_fault(
     (tmp_path / "bad_import.py").write_text(f"{body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(psutil.Process().children())
-    with pytest.raises(UserFault, match=problem) as caught:
+    with pytest.raises(UserError, match=problem) as caught:
         Scorers(RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
     assert caught.value.where == "reward.function"
     assert set(psutil.Process().children()) <= before
@@ -212,7 +212,7 @@ def test_a_worker_that_is_killed_while_it_imports_is_replaced(
     killed = judges("killed_import:score", workers=1)
     left.write_text(str(kills))
     if says:
-        with pytest.raises(UserFault, match=says):
+        with pytest.raises(UserError, match=says):
             killed.wait_for_verdicts("7", {}, ["exit", "7"])
     else:
         assert killed.wait_for_verdicts("7", {}, ["exit", "7"])[1] == Verdict(1.0, True)

@@ -362,5 +362,5 @@ def test_a_service_that_fails_is_no_verdict(service: tuple[str, type[Service]], 
 def test_a_service_that_is_not_there_is_no_verdict(service: tuple[str, type[Service]]) -> None:
     with pytest.raises(ConnectionError, match="gave no answer: ConnectError"):
         judged(ADD, ADDS, url="http://127.0.0.1:1")
-    assert [fault.where for fault in http_service.url_faults("sandbox:8080")] == ["reward.function"]
-    assert http_service.url_faults(service[0]) == []
+    assert [error.where for error in http_service.url_errors("sandbox:8080")] == ["reward.function"]
+    assert http_service.url_errors(service[0]) == []

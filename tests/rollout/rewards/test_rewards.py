@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.printable import describe_error, short
 from megarl.rollout.rewards import load_reward, takes_episode
 from megarl.rollout.rewards.exact import score
-from megarl.types import UserFault
+from megarl.types import UserError
 from megarl.types.reward_result import Failure, Verdict, verdict_of
 
 EXACT = "megarl.rollout.rewards.exact:score"
@@ -33,7 +33,7 @@ EXACT = "megarl.rollout.rewards.exact:score"
     ],
 )
 def test_a_bad_path_is_named(path: str, problem: str) -> None:
-    with pytest.raises(UserFault) as caught:
+    with pytest.raises(UserError) as caught:
         load_reward(path, {})
     assert caught.value.where == "reward.function"
     assert problem in caught.value.problem
@@ -45,25 +45,25 @@ def test_a_module_that_raises_while_it_is_imported_is_named(
 ) -> None:
     (tmp_path / "broken_reward.py").write_text(f"{words}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserFault, match="(RuntimeError|SystemExit): no licence"):
+    with pytest.raises(UserError, match="(RuntimeError|SystemExit): no licence"):
         load_reward("broken_reward:score", {})
 
 
 def test_arguments_that_it_does_not_take_are_named() -> None:
-    with pytest.raises(UserFault, match="unexpected keyword argument 'wrng'") as caught:
+    with pytest.raises(UserError, match="unexpected keyword argument 'wrng'") as caught:
         load_reward("megarl.rollout.rewards.math:score", {"wrng": -1.0}, "reward.by_source.gsm8k.function")
     assert caught.value.where == "reward.by_source.gsm8k.function"
-    assert "write into reward.by_source.gsm8k.arguments what it takes" in caught.value.mend
+    assert "write into reward.by_source.gsm8k.arguments what it takes" in caught.value.hint
 
 
 def test_episode_is_no_argument_of_a_recipe() -> None:
     path = "tests.rollout.rewards.odd_rewards:of_episode"
     assert takes_episode(load_reward(path, {})) and not takes_episode(load_reward(EXACT, {}))
     assert not takes_episode(min), "a builtin without a signature"
-    with pytest.raises(UserFault, match="'episode' is megarl's own") as caught:
+    with pytest.raises(UserError, match="'episode' is megarl's own") as caught:
         load_reward(path, {"episode": 1}, "reward.by_source.gsm8k.function")
     assert caught.value.where == "reward.by_source.gsm8k.arguments"
-    with pytest.raises(UserFault, match=r"\(response, answer, row, episode=...\): missing .* 'share'"):
+    with pytest.raises(UserError, match=r"\(response, answer, row, episode=...\): missing .* 'share'"):
         load_reward(f"{path}_later", {})
 
 

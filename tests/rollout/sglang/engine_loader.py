@@ -38,16 +38,16 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             parameter.mul_(message.get("scale", 1.0))
     if message.get("refresh", True):
         engine_model.refresh_derived(model)
-    if faults := engine_model.derived_faults(model):
-        raise ValueError(faults[0])
+    if errors := engine_model.derived_errors(model):
+        raise ValueError(errors[0])
 
 
 def verify(model: torch.nn.Module, shape: dict, engine: dict) -> None:
     mla = MlaShape(**shape["mla"]) if shape["mla"] else None
     shards = sglang_map.shards(ModelShape(**{**shape, "mla": mla}), EngineLayout(**engine), dist.get_rank())
     verify_params(shards, engine_model.params(model))
-    if fault := engine_model.unknown_layout(model):
-        raise fault
+    if error := engine_model.unknown_layout(model):
+        raise error
     wrong = [s.param for s in shards if s.dtype and not str(model.get_parameter(s.param).dtype).endswith(s.dtype)]
     if wrong:
         raise ValueError(f"{wrong[0]} has another type than the map says")

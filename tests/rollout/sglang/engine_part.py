@@ -9,7 +9,7 @@ import sys
 from megarl.device import Address
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import Endpoint, EngineSettings, NodeSpan
-from megarl.rollout.sglang.engine import EngineFault, Schedulers
+from megarl.rollout.sglang.engine import EngineError, Schedulers
 
 
 def main() -> None:
@@ -22,8 +22,8 @@ def main() -> None:
     print(*part.pids(), flush=True)
     try:
         asyncio.run(part.fail())
-    except EngineFault as fault:
-        print(fault.cause, flush=True)
+    except EngineError as error:
+        print(error.cause, flush=True)
     part.shutdown()
 
 

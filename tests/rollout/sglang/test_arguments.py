@@ -18,10 +18,10 @@ from megarl.rollout.sglang.arguments import (
     LATENT_FP8_BACKENDS,
     REFUSED,
     EngineSettings,
-    latent_cache_faults,
+    latent_cache_errors,
     server_arguments,
     server_fields,
-    sglang_faults,
+    sglang_errors,
 )
 from megarl.rollout.sglang.batch_sizes import group_arguments
 
@@ -165,8 +165,8 @@ def test_triton_is_what_sglang_chooses_on_hopper_itself() -> None:
 @needs_sglang
 @pytest.mark.parametrize("key", ["enable_nccl_nvls", "enable_symm_mem"])
 def test_nccl_is_not_set_up_in_engines_alone(key: str) -> None:
-    (fault,) = sglang_faults({key: True})
-    assert "NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment" in fault.problem
+    (error,) = sglang_errors({key: True})
+    assert "NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment" in error.problem
 
 
 @needs_sglang
@@ -176,8 +176,8 @@ def test_all_our_arguments_are_sglangs() -> None:
 
 @needs_sglang
 def test_unknown_and_reserved_arguments_are_named() -> None:
-    faults = sglang_faults({"page_sise": 16, "tp_size": 4, "device": "cuda", "page_size": 16, "qqq": 1})
-    assert [str(fault) for fault in faults] == [
+    errors = sglang_errors({"page_sise": 16, "tp_size": 4, "device": "cuda", "page_size": 16, "qqq": 1})
+    assert [str(error) for error in errors] == [
         "rollout.engine.sglang.page_sise: SGLang has no such server argument; did you mean page_size?",
         "rollout.engine.sglang.tp_size: is set by megarl itself; set rollout.engine.tp and remove it",
         "rollout.engine.sglang.device: is set by megarl itself; remove it",
@@ -188,12 +188,12 @@ def test_unknown_and_reserved_arguments_are_named() -> None:
 @needs_sglang
 def test_what_resharding_cannot_follow_is_refused_with_the_reason() -> None:
     keys = ["speculative_num_steps", "enable_eplb", "ep_num_redundant_experts", "moe_dp_size", "quantization"]
-    faults = [str(fault) for fault in sglang_faults(dict.fromkeys(keys, 1))]
-    assert faults[0].endswith("speculative_num_steps: is set by megarl itself; set rollout.engine.draft and remove it")
-    assert "moves experts between ranks" in faults[1]
-    assert "holds some experts twice" in faults[2]
-    assert "which ranks hold the experts" in faults[3]
-    assert faults[4].endswith("quantization: is set by megarl itself; set rollout.engine.fp8 and remove it")
+    errors = [str(error) for error in sglang_errors(dict.fromkeys(keys, 1))]
+    assert errors[0].endswith("speculative_num_steps: is set by megarl itself; set rollout.engine.draft and remove it")
+    assert "moves experts between ranks" in errors[1]
+    assert "holds some experts twice" in errors[2]
+    assert "which ranks hold the experts" in errors[3]
+    assert errors[4].endswith("quantization: is set by megarl itself; set rollout.engine.fp8 and remove it")
 
 
 TAKEN = [
@@ -217,15 +217,15 @@ NOT_TAKEN = [
 
 @pytest.mark.parametrize("arguments", TAKEN, ids=str)
 def test_a_cache_that_latent_attention_takes(arguments: dict[str, Any]) -> None:
-    assert latent_cache_faults(arguments) == []
+    assert latent_cache_errors(arguments) == []
 
 
 @pytest.mark.parametrize(("arguments", "says"), NOT_TAKEN, ids=str)
 def test_a_cache_that_latent_attention_does_not_take(arguments: dict[str, Any], says: str) -> None:
-    (fault,) = latent_cache_faults(arguments)
-    assert fault.where == "rollout.engine.sglang.kv_cache_dtype"
-    assert says in fault.problem
-    assert "remove it" in fault.mend
+    (error,) = latent_cache_errors(arguments)
+    assert error.where == "rollout.engine.sglang.kv_cache_dtype"
+    assert says in error.problem
+    assert "remove it" in error.hint
 
 
 @needs_sglang
@@ -306,4 +306,4 @@ def test_an_adapter_has_the_same_name_and_path_on_every_node() -> None:
 @needs_sglang
 @pytest.mark.parametrize("key", ["enable_lora", "enable_lora_overlap_loading", "lora_paths", "max_loaded_loras"])
 def test_adapters_are_not_set_by_sglangs_arguments(key: str) -> None:
-    assert [fault.where for fault in sglang_faults({key: 1})] == [f"rollout.engine.sglang.{key}"]
+    assert [error.where for error in sglang_errors({key: 1})] == [f"rollout.engine.sglang.{key}"]

@@ -29,7 +29,7 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path, build_engine: Callab
     # DeepEP has kernels for some hidden sizes, from 2,048 on.
     folder = checkpoints.write(tmp_path, "deepseek-v3", hidden_size=2048, moe_intermediate_size=512)
     write_tokenizer(folder)
-    assert EngineLayout(1, 2, 2, **PARTS).faults(model_shape(folder), 2) == []
+    assert EngineLayout(1, 2, 2, **PARTS).errors(model_shape(folder), 2) == []
     engine = build_engine(2, 2, **PARTS, model_path=str(folder), dtype="bfloat16")
     reference, prompt = Reference(folder), [3, 7, 15, 8, 18, 4]
     samples = asyncio.run(engine.generate(prompt, Sampling(8, 8)))

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.rollout.sglang.drafts import DRAFT_BACKENDS, draft_faults
+from megarl.rollout.sglang.drafts import DRAFT_BACKENDS, draft_errors
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 REPLAY = ["train.replay=r3", "rollout.prompts_per_step=4096", "rollout.samples_per_prompt=2", "rollout.engine.count=1"]
@@ -37,20 +37,20 @@ TAKEN = [
 
 @pytest.mark.parametrize(("overrides", "says"), REFUSED, ids=lambda value: value if isinstance(value, str) else None)
 def test_what_does_not_go_with_drafts_is_refused(overrides: list[str], says: str) -> None:
-    (fault,) = draft_faults(recipe(*overrides))
-    assert says in str(fault)
-    assert str(fault).endswith("or rollout.engine.draft to 0")
-    assert draft_faults(recipe(*overrides, draft=0)) == []
+    (error,) = draft_errors(recipe(*overrides))
+    assert says in str(error)
+    assert str(error).endswith("or rollout.engine.draft to 0")
+    assert draft_errors(recipe(*overrides, draft=0)) == []
 
 
 @pytest.mark.parametrize("overrides", TAKEN, ids=" ".join)
 def test_what_goes_with_drafts_is_taken(overrides: list[str]) -> None:
-    assert draft_faults(recipe(*overrides)) == []
+    assert draft_errors(recipe(*overrides)) == []
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_errors_are_told_at_once() -> None:
     overrides = ["rollout.seeded=true", "rollout.engine.sglang.attention_backend=torch_native", *REPLAY]
-    assert len(draft_faults(recipe(*overrides))) == 3
+    assert len(draft_errors(recipe(*overrides))) == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from megarl.types import Sample
 
 pytestmark = pytest.mark.slow
@@ -135,10 +135,10 @@ def test_new_weights_are_sampled_from_and_named(
 
 def test_a_failed_reshard_is_named_and_stops_generation_until_one_succeeds(engine: Engine) -> None:
     before, last = engine.version, len(engine.pids()) - 1
-    with pytest.raises(EngineFault, match=rf"version {before + 1} failed: .*rank {last}: ValueError: shard of session"):
+    with pytest.raises(EngineError, match=rf"version {before + 1} failed: .*rank {last}: ValueError: shard of session"):
         asyncio.run(engine.reshard({"fail_on": last}, before + 1))
     assert engine.version == before
-    with pytest.raises(EngineFault, match=r"half-written .* shard of session is wrong"):
+    with pytest.raises(EngineError, match=r"half-written .* shard of session is wrong"):
         asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))
     asyncio.run(engine.reshard({}, before + 1))
     (sample,) = asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))

@@ -17,7 +17,7 @@ import pytest
 import zmq.asyncio
 
 from megarl.cluster.session_folder import remove_dead
-from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from megarl.rollout.sglang.host import PREFIX
 from megarl.rollout.sglang.loop_counts import PEERS_S
 from tests.leftovers import left_since, shared_files
@@ -42,7 +42,7 @@ def test_shutdown_leaves_no_process_and_no_file(build_engine: Callable[..., Engi
     engine.shutdown()
     assert children() == processes
     assert left_since(files) == []
-    with pytest.raises(EngineFault, match="the engine was shut down"):
+    with pytest.raises(EngineError, match="the engine was shut down"):
         asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
 
 
@@ -59,9 +59,9 @@ def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
         await asyncio.sleep(0.2)
         assert not pending.done()
         os.kill(pids[rank], signal.SIGKILL)
-        with pytest.raises(EngineFault, match=cause):
+        with pytest.raises(EngineError, match=cause):
             await asyncio.wait_for(pending, timeout=10)
-        with pytest.raises(EngineFault, match=cause):
+        with pytest.raises(EngineError, match=cause):
             await asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10)
 
     asyncio.run(kill_while_waiting())
@@ -79,7 +79,7 @@ def test_a_stopped_scheduler_is_named_to_who_waits(build_engine: Callable[..., E
     async def stop_while_waiting() -> None:
         pending = asyncio.ensure_future(engine.generate(PROMPT, Sampling(64, 450)))
         os.kill(pids[rank], signal.SIGSTOP)
-        with pytest.raises(EngineFault, match=cause):
+        with pytest.raises(EngineError, match=cause):
             await asyncio.wait_for(pending, timeout=10 * BOUND_S)
 
     asyncio.run(stop_while_waiting())
@@ -94,7 +94,7 @@ def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[...
     asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
     asyncio.run(engine.reshard({"rest_in_next_round_s": 600.0}, 2))
     both = r"0 \(pid \d+\), 1 \(pid \d+\)"
-    with pytest.raises(EngineFault, match=rf"^engine scheduler {both} has done nothing for {BOUND_S:g} s$"):
+    with pytest.raises(EngineError, match=rf"^engine scheduler {both} has done nothing for {BOUND_S:g} s$"):
         asyncio.run(asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10 * BOUND_S))
 
 
@@ -108,7 +108,7 @@ def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine
     weights = checkpoint / "model.safetensors"
     hidden = weights.rename(checkpoint / "hidden")
     try:
-        with pytest.raises(EngineFault) as caught:
+        with pytest.raises(EngineError) as caught:
             build_engine(1, 1)
     finally:
         hidden.rename(weights)
@@ -121,7 +121,7 @@ def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine
 
 
 def test_an_argument_that_sglang_refuses_is_named(build_engine: Callable[..., Engine]) -> None:
-    with pytest.raises(EngineFault, match="Unknown schedule_policy: .*no-such-policy"):
+    with pytest.raises(EngineError, match="Unknown schedule_policy: .*no-such-policy"):
         build_engine(1, 1, sglang={"schedule_policy": "no-such-policy"})
 
 

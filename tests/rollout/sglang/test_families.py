@@ -14,7 +14,7 @@ import torch
 
 from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from tests.parallel import checkpoints
 from tests.tiny_engines import Reference, write_tokenizer
 
@@ -78,7 +78,7 @@ def served(
 
 
 def test_the_layout_is_one_that_is_accepted(served: Served) -> None:
-    assert served.layout.faults(served.shape, served.layout.tp) + served.layout.cpu_faults(served.shape) == []
+    assert served.layout.errors(served.shape, served.layout.tp) + served.layout.cpu_errors(served.shape) == []
 
 
 def test_logprobs_are_those_of_transformers(served: Served) -> None:
@@ -89,14 +89,14 @@ def test_logprobs_are_those_of_transformers(served: Served) -> None:
 def test_the_map_describes_the_parameters(served: Served) -> None:
     served.reshard(shape=asdict(served.shape), engine=asdict(served.layout))
     other = replace(served.shape, hidden_size=served.shape.hidden_size + 1)
-    with pytest.raises(EngineFault, match="the map needs"):
+    with pytest.raises(EngineError, match="the map needs"):
         served.reshard(shape=asdict(other), engine=asdict(served.layout))
 
 
 def test_written_parameters_are_used_in_every_form(served: Served) -> None:
     """Latent attention multiplies with tensors that are derived from a parameter: those of the old one are refused."""
     if served.shape.mla:
-        with pytest.raises(EngineFault, match=r"self_attn\.w_kc differs from its kv_b_proj\.weight"):
+        with pytest.raises(EngineError, match=r"self_attn\.w_kc differs from its kv_b_proj\.weight"):
             served.reshard(scale=1.05, refresh=False)
     else:
         served.reshard(scale=1.05)

@@ -20,7 +20,7 @@ import pytest
 from megarl.device import address_of, host_store
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import NodeSpan
-from megarl.rollout.sglang.engine import Engine, EngineFault, Sampling
+from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from megarl.rollout.sglang.relay import new_endpoint
 from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_gap
 
@@ -90,13 +90,13 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
     asyncio.run(nodes.engine.reshard({"scale": 1.1}, 1))
     reference.scale(1.1)
     assert worst_gap(asyncio.run(sample_all(nodes.engine, Sampling(4, 12))), reference) < TOLERANCE
-    with pytest.raises(EngineFault, match=r"rank 1: ValueError: shard of session"):
+    with pytest.raises(EngineError, match=r"rank 1: ValueError: shard of session"):
         asyncio.run(nodes.engine.reshard({"fail_on": 1}, 2))
     asyncio.run(nodes.engine.reshard({}, 2))
 
     os.kill(nodes.scheduler, signal.SIGKILL)
     assert nodes.part.stdout
     assert nodes.part.stdout.readline() == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n"
-    with pytest.raises(EngineFault, match="engine scheduler 0 "):
+    with pytest.raises(EngineError, match="engine scheduler 0 "):
         asyncio.run(nodes.engine.generate(PROMPTS[0], Sampling(64, 400)))
     nodes.part.wait(60)

@@ -7,33 +7,33 @@ from collections.abc import Sequence
 from megarl.printable import one_line
 
 
-class UserFault(Exception):
+class UserError(Exception):
     """Something the user can mend; the CLI prints it as one line and exits with 2.
 
-    `where` is a dotted recipe key, a file (with line) or an override; `mend` says what to write instead.
+    `where` is a dotted recipe key, a file (with line) or an override; `hint` says what to write instead.
     """
 
-    def __init__(self, where: str, problem: str, mend: str) -> None:
-        super().__init__(where, problem, mend)  # all arguments, so that it survives pickling between processes
-        self.where, self.problem, self.mend = where, problem, mend
+    def __init__(self, where: str, problem: str, hint: str) -> None:
+        super().__init__(where, problem, hint)  # all arguments, so that it survives pickling between processes
+        self.where, self.problem, self.hint = where, problem, hint
 
     def __str__(self) -> str:
-        return one_line(f"{self.where}: {self.problem}; {self.mend}")
+        return one_line(f"{self.where}: {self.problem}; {self.hint}")
 
 
-class FolderGone(UserFault):
+class FolderGone(UserError):
     """The folder that a run writes was removed or replaced meanwhile: the run has failed, and the CLI exits with 1."""
 
 
-class UserFaults(Exception):
+class UserErrors(Exception):
     """Every fault that was found, so that one run of the command shows them all; faults of the same text once."""
 
-    def __init__(self, faults: Sequence[UserFault]) -> None:
-        self.faults = tuple({str(fault): fault for fault in faults}.values())
-        super().__init__(self.faults)
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        self.errors = tuple({str(error): error for error in errors}.values())
+        super().__init__(self.errors)
 
     def __str__(self) -> str:
-        return "\n".join(str(fault) for fault in self.faults)
+        return "\n".join(str(error) for error in self.errors)
 
 
 class Silence(Exception):
