@@ -53,7 +53,7 @@ FLOORS: list[dict[str, str]] = [
     },
 ]
 LIBRARIES = {"megatron": "Megatron-Core", "ray": "Ray", "sglang": "SGLang"}  # told in the rooms that import them
-BOX_WIDTH, BOX_HEIGHT, FLOOR_HEIGHT, GAP, MARGIN = 258, 52, 92, 22, 24
+BOX_WIDTH, BOX_HEIGHT, FLOOR_HEIGHT, DIFF, MARGIN = 258, 52, 92, 22, 24
 LANE_WIDTH = 12  # of an arrow that passes a floor
 SWEEPS = 12
 STYLE = """
@@ -197,7 +197,7 @@ def _apart(nodes: Sequence[Node], wanted: Mapping[Node, float]) -> dict[Node, fl
     """
     offsets, offset = [], 0.0
     for index, node in enumerate(nodes):
-        offset += (width(nodes[index - 1]) + width(node)) / 2 + GAP if index else 0.0
+        offset += (width(nodes[index - 1]) + width(node)) / 2 + DIFF if index else 0.0
         offsets.append(offset)
     pools: list[tuple[float, int]] = []  # mean, number of nodes
     for node, offset in zip(nodes, offsets, strict=True):

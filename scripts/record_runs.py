@@ -132,8 +132,8 @@ def main() -> int:
             (given.out / f"{name}.json").write_text(json.dumps(now, indent=1, sort_keys=True) + "\n")
             before = json.loads((given.against / f"{name}.json").read_text()) if given.against else now
             lines = [*differences(json.loads(json.dumps(now)), before, name)]
-            verdict = f"{len(lines)} differences" if given.against else "recorded"
-            print("\n".join([*lines[:20], f"{name}: {verdict}"]), flush=True)
+            reward_result = f"{len(lines)} differences" if given.against else "recorded"
+            print("\n".join([*lines[:20], f"{name}: {reward_result}"]), flush=True)
             found += len(lines)
     finally:
         shutil.rmtree(room)

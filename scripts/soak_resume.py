@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-STOCK = "stock.parquet"
+BUFFER_FILE = "stock.parquet"
 STEPS, WARM_STEPS, EVERY, NUM_ENDS = 6, 2, 2, 20
 REWARD = """import random, time
 def score(response, answer, row):
@@ -43,7 +43,7 @@ def slow_score(response, answer, row):
     return score(response, answer, row)
 """
 TALK = """import random
-from megarl.environments import Environment, Observation, Verdict
+from megarl.environments import Environment, Observation, RewardResult
 class Talk(Environment):
     def __init__(self):
         self.random, self.said = random.Random(self.seed), 0
@@ -53,7 +53,7 @@ class Talk(Environment):
         self.said += sum(map(ord, text)) + self.random.randrange(9)
         return Observation(str(self.said), reward=self.said % 3 / 9)
     def reward(self):
-        return Verdict(self.said % 7 / 6, self.said % 2 == 0)
+        return RewardResult(self.said % 7 / 6, self.said % 2 == 0)
 """
 EPISODES = [
     "model.path=models/tiny-qwen3-moe-tools",
@@ -71,7 +71,7 @@ OVERRIDES = [
     "algorithm.name=vapo",  # so that there is a critic, too
     "algorithm.critic_warmup_steps=2",
     "algorithm.dynamic_sampling=true",  # and samples that wait for the next step
-    "algorithm.mismatch=tis",
+    "algorithm.rollout_correction=tis",
     "rollout.max_response_tokens=24",  # in eight phases: open samples wait too, also while few prompts are in flight
     "rollout.phase_tokens=3",
     "rollout.prompts_in_flight=16",
@@ -238,7 +238,7 @@ def differences(folder: Path, one: str, other: str, others: tuple[str, ...] = ()
         found.append("samples.jsonl")
     ends = [json.loads((run / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").read_text()) for run in runs]
     mine, theirs = (end["files"] for end in ends)  # .metadata names the folder that it was written to
-    apart = {".metadata", STOCK} if episodes else {".metadata"}
+    apart = {".metadata", BUFFER_FILE} if episodes else {".metadata"}
     names = [name for name in sorted(mine | theirs) if Path(name).name not in apart]
     return found + [name for name in names if mine.get(name) != theirs.get(name)]
 

@@ -38,7 +38,7 @@ def test_a_bad_recipe_is_answered_with_every_error_and_code_2() -> None:
     ]
 
 
-def test_a_error_in_the_file_names_file_and_line(tmp_path: Path) -> None:
+def test_an_error_in_the_file_names_file_and_line(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(QUICKSTART.read_text().replace("top_p: 1.0", "top_pp: 1.0"))
     line = 1 + [line.strip() for line in recipe.read_text().splitlines()].index("top_pp: 1.0")

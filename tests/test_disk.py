@@ -352,7 +352,7 @@ def test_no_character_of_a_sample_reaches_a_terminal(tmp_path: Path) -> None:
     assert json.loads(text)["prompt"] == hostile.prompt_text
 
 
-def test_no_character_of_a_failed_verdict_reaches_the_terminal(tmp_path: Path) -> None:
+def test_no_character_of_a_failed_reward_result_reaches_the_terminal(tmp_path: Path) -> None:
     from dataclasses import replace as changed
 
     console, text = plain()

@@ -26,7 +26,7 @@ from megarl.environments.runtime.environment_thread import environment_settings
 from megarl.environments.runtime.results import CallError, CallResult
 from megarl.environments.runtime.tool_loading import load_environment, load_tools
 from megarl.episodes.demonstrated_episode import demonstrate
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model import tensors
 from megarl.model.families import FAMILIES
 from megarl.model.hf_config import model_shape
@@ -36,11 +36,11 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.layout_checks import node_errors, slot_errors
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.traffic import count_traffic
-from megarl.rollout.reward_workers.by_source import Scorers
+from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.tracking.metrics import train_metrics
 from megarl.types import EpisodeEnd, EpisodeFacts, Hyperparameters, Transcript, TranscriptCall, episode_dict
 from megarl.types.episodes import DropReason
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 from scripts.draw_architecture import own_modules
 from tests.episodes.chatml_families import HERMES
 from tests.episodes.families import stop_ids, tokenizer_of
@@ -223,13 +223,13 @@ def test_the_example_of_a_reward_of_episodes(tmp_path: Path, monkeypatch: pytest
     turns: list[Transcript] = [
         ({"role": "assistant", "text": "", "calls": calls, "reward": 0.0},) for calls in (no_call, [call])
     ]
-    judges = Scorers(RewardConfig(function="my_rewards:score", workers=1), 60.0)
+    judges = RewardWorkers(RewardConfig(function="my_rewards:score", workers=1), 60.0)
     try:
         episodes = [episode_dict(facts, entries) for entries in turns]
-        found = judges.wait_for_verdicts("3", {}, ["3"] * 2, episodes)
+        found = judges.wait_for_rewards("3", {}, ["3"] * 2, episodes)
     finally:
         judges.shutdown()
-    assert found == [Verdict(-0.01, False), Verdict(0.99, True)]
+    assert found == [RewardResult(-0.01, False), RewardResult(0.99, True)]
     text = (DOCS / "rewards.md").read_text(encoding="utf-8")
     names = {*episodes[1], *turns[1][0], *call, *get_args(CallError), "bad_call"} - {"unknown"}
     assert [name for name in names if f"`{name}`" not in text] == [], "and all that an episode has is described"
@@ -238,10 +238,10 @@ def test_the_example_of_a_reward_of_episodes(tmp_path: Path, monkeypatch: pytest
 Calls = list[tuple[str, object]]
 
 
-def play(recipe: Recipe, row: dict[str, Any], calls: Calls) -> tuple[str | None, list[CallResult], Verdict | None]:
+def play(recipe: Recipe, row: dict[str, Any], calls: Calls) -> tuple[str | None, list[CallResult], RewardResult | None]:
     """What an episode begins with, the results of its calls, one a turn, and its verdict, in a worker process."""
 
-    async def episode() -> tuple[str | None, list[CallResult], Verdict | None]:
+    async def episode() -> tuple[str | None, list[CallResult], RewardResult | None]:
         pool = EnvironmentPool(environment_settings(recipe, workers=1))
         try:
             await pool.start()
@@ -257,8 +257,8 @@ def play(recipe: Recipe, row: dict[str, Any], calls: Calls) -> tuple[str | None,
 def test_the_example_of_a_tool(episodes: list[Recipe]) -> None:
     """The model gets its price, or what the page says that it is told."""
     calls: Calls = [("price", {"fruit": fruit}) for fruit in ("apple", "plum")]
-    opening, (found, failed), verdict = play(episodes[0], {}, calls)
-    assert (opening, found.text, found.error, verdict) == (None, "3", None, None)
+    opening, (found, failed), reward_result = play(episodes[0], {}, calls)
+    assert (opening, found.text, found.error, reward_result) == (None, "3", None, None)
     assert failed.error == "raised" and f"| `{failed.text}` |" in (DOCS / "environments.md").read_text("utf-8")
 
 
@@ -274,14 +274,14 @@ def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
     assert 1 <= price <= 5
     buy = ("buy", {"fruit": "pear", "count": 1})
     calls: Calls = [("price", {"fruit": "pear"}), ("buy", {"fruit": "pear", "count": 3}), ("buy", {"fruit": "pear"})]
-    opening, results, verdict = play(recipe, {"money": 2 * price}, [*calls, buy])
+    opening, results, reward_result = play(recipe, {"money": 2 * price}, [*calls, buy])
     assert opening and opening.startswith(f"You have {2 * price} coins.")
     assert [(one.text, one.reward) for one in results[:2]] == [
         (str(price), 0.0), (f"That costs {3 * price} coins, and you have {2 * price}.", -0.1)
     ]  # fmt: skip
-    assert (results[2].error, results[3].done, verdict) == ("arguments", False, Verdict(0.5, False))
-    _, results, verdict = play(recipe, {"money": 2 * price}, [buy, buy])
-    assert ([one.done for one in results], verdict) == ([False, True], Verdict(1.0, True))
+    assert (results[2].error, results[3].done, reward_result) == ("arguments", False, RewardResult(0.5, False))
+    _, results, reward_result = play(recipe, {"money": 2 * price}, [buy, buy])
+    assert ([one.done for one in results], reward_result) == ([False, True], RewardResult(1.0, True))
 
 
 def test_what_episode_check_says_of_the_environment_is_what_it_says(
@@ -328,10 +328,10 @@ def test_the_example_of_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     thread, words = AgentThread(agent_settings(recipe, workers=1)), Words("one", "two", "one", "6")
     prompt = [{"role": "user", "content": "What do two apples cost?"}]
     try:
-        verdict = asyncio.run(thread.run({"answer": "6"}, prompt, 1, words, None, 60.0))
+        reward_result = asyncio.run(thread.run({"answer": "6"}, prompt, 1, words, None, 60.0))
     finally:
         thread.shutdown()
-    assert verdict == Verdict(1.0, True) and words.asked[-1] == "Are you sure?"
+    assert reward_result == RewardResult(1.0, True) and words.asked[-1] == "Are you sure?"
     assert sorted(words.asked[:2]) == ["Write draft 0.", "Write draft 1."] and words.asked[2].endswith("one\ntwo")
 
 
@@ -340,10 +340,10 @@ def test_the_demonstration_that_is_shown_is_learnt_from(episodes: list[Recipe]) 
     assert episodes[0].episode
     schemas = [tool.schema for tool in load_tools(episodes[0].episode.tools, {}).tools.values()]
     (example,) = blocks("environments.md", "json")
-    row, splice = json.loads(example), Splice(tokenizer_of(HERMES), stop_ids(HERMES), schemas)
-    made = demonstrate(splice, row["prompt"], row["messages"])
+    row, turn_tokenizer = json.loads(example), TurnTokenizer(tokenizer_of(HERMES), stop_ids(HERMES), schemas)
+    made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
     learnt = [token for token, sampled in zip(made.response_ids, made.sampled, strict=True) if sampled]
-    text = splice.template.decode(learnt)
+    text = turn_tokenizer.template.decode(learnt)
     assert made.text == row["answer"] and "apple" in text and "tool_response" not in text
 
 

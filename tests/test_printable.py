@@ -69,7 +69,7 @@ def test_a_line_of_json_reads_back_as_it_was_and_hides_nothing() -> None:
     line.encode("utf-8")
 
 
-def test_a_error_is_one_printable_line() -> None:
+def test_an_error_is_one_printable_line() -> None:
     error = UserError(f"a{HOSTILE}", "b\nforged: line", "c\x1b[31m")
     assert str(error).isprintable() and str(error).count("\\n") == 1
     other = UserError(f"b{HOSTILE}", "b", "c")

@@ -16,7 +16,7 @@ from megarl.model.tokenizer import load_tokenizer
 if TYPE_CHECKING:  # torch and SGLang are imported with the first fixture that needs them
     import torch
 
-    from megarl.rollout.reward_workers.by_source import Scorers
+    from megarl.rollout.reward_workers.by_source import RewardWorkers
     from megarl.rollout.sglang.engine import Engine
 
 START_S = 120.0  # of a judge
@@ -162,14 +162,14 @@ def odd_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def judges() -> Iterator[Callable[..., Scorers]]:
+def judges() -> Iterator[Callable[..., RewardWorkers]]:
     """Build judges of a recipe's keys; whatever a test does, none of their processes survives."""
-    from megarl.rollout.reward_workers.by_source import Scorers
+    from megarl.rollout.reward_workers.by_source import RewardWorkers
 
-    built: list[Scorers] = []
+    built: list[RewardWorkers] = []
 
-    def build(function: str | None, **keys: Any) -> Scorers:
-        built.append(Scorers(RewardConfig(function=function, **keys), START_S))
+    def build(function: str | None, **keys: Any) -> RewardWorkers:
+        built.append(RewardWorkers(RewardConfig(function=function, **keys), START_S))
         return built[-1]
 
     yield build

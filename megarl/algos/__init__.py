@@ -11,7 +11,7 @@ import torch
 
 from megarl.algos.advantages import centred, group_normalised, leave_one_out, no_baseline
 from megarl.algos.losses import LossResult, nll_loss, policy_loss
-from megarl.algos.mismatch import drops
+from megarl.algos.rollout_correction import drops
 from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
 from megarl.types import Aggregation, Hyperparameters

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from megarl.algos.mismatch import weights
 from megarl.algos.ratios import bounded, k3
+from megarl.algos.rollout_correction import weights
 from megarl.algos.segments import segment_sum
 from megarl.algos.statistics import CLIPPED, MAX, TOKENS, Reduction, Statistic, over_tokens, parts
 from megarl.algos.surrogates import Surrogate
@@ -15,13 +15,13 @@ from megarl.types import Estimator, Hyperparameters
 
 LossResult = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
 
-GAP = Statistic("rollout/logprob_gap_mean")  # |engine - trainer| logprob, of tokens that the policy itself sampled
-GAP_MAX = Statistic("rollout/logprob_gap_max", MAX)
+DIFF = Statistic("rollout/logprob_diff_mean")  # |engine - trainer| logprob, of tokens that the policy itself sampled
+DIFF_MAX = Statistic("rollout/logprob_diff_max", MAX)
 OLD_KL = Statistic("old_kl")  # the k3 estimate of KL(old | policy)
 ENTROPY = Statistic("entropy")
 MOST_TURNS = 8  # of which each has a gap of its own; the later ones have one together
-TURN_GAPS = tuple(
-    Statistic(f"rollout/logprob_gap_turn_{name}") for name in (*range(1, MOST_TURNS + 1), "later")
+TURN_DIFFS = tuple(
+    Statistic(f"rollout/logprob_diff_turn_{name}") for name in (*range(1, MOST_TURNS + 1), "later")
 )  # GAP by the turn of an episode
 REFERENCE_KL = Statistic("reference_kl")  # the k3 estimate of KL(policy | reference)
 RIGHT = Statistic("right")  # tokens of responses whose reward's sign is that of the outcome
@@ -57,14 +57,14 @@ def policy_loss(
     engine's own probabilities. Tokens that the mismatch drops are out of the mask, and in the statistics of the engine.
     """
     mask_T, sampled_T = targets.loss_mask_T, targets.sampled_T
-    if hyperparameters.mismatch == "off":
+    if hyperparameters.rollout_correction == "off":
         old_logp_T = torch.where(targets.is_stale_T, targets.engine_logp_T, old_logp_T)
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
     logp_T = torch.where(mask_T, logp_T, 0.0)
     old_logp_T = torch.where(sampled_T, old_logp_T, 0.0)
     log_ratio_T = bounded(torch.where(mask_T, logp_T - old_logp_T, 0.0))
     loss_T, own = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
-    if hyperparameters.mismatch == "off":
+    if hyperparameters.rollout_correction == "off":
         stats = {}
     else:
         weight_T, stats = weights(old_logp_T, targets, hyperparameters)
@@ -76,8 +76,8 @@ def policy_loss(
         loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
         is_fresh_T = sampled_T & ~targets.is_stale_T  # elsewhere the policies differ, too
-        gap_T = bounded(old_logp_T - targets.engine_logp_T).abs()
-        stats |= over_tokens(is_fresh_T, {GAP: gap_T, GAP_MAX: gap_T})
+        diff_T = bounded(old_logp_T - targets.engine_logp_T).abs()
+        stats |= over_tokens(is_fresh_T, {DIFF: diff_T, DIFF_MAX: diff_T})
         stats |= over_tokens(mask_T, {OLD_KL: k3(log_ratio_T), **own})
         stats[TOKENS] = mask_T.sum()
     loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
@@ -94,15 +94,15 @@ def policy_statistics(logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Ta
     return over_tokens(targets.sampled_T, values)
 
 
-def turn_gaps(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
+def turn_diffs(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
     """|engine - trainer| logprob by turns, of tokens that the policy itself sampled; of no episode: the first turn."""
     with torch.no_grad():
         is_fresh_T = targets.sampled_T & ~targets.is_stale_T
         turn_T = torch.ones_like(targets.sequence_T) if targets.turn_T is None else targets.turn_T
-        gap_T = torch.where(is_fresh_T, bounded(old_logp_T - targets.engine_logp_T).abs(), 0.0)
-        parts_2T = torch.stack([gap_T, is_fresh_T.to(gap_T.dtype)]).double()
-        parts_2N = parts_2T.new_zeros(2, len(TURN_GAPS)).index_add(1, turn_T.clamp(1, len(TURN_GAPS)) - 1, parts_2T)
-    return dict(zip(TURN_GAPS, parts_2N.T, strict=True))
+        diff_T = torch.where(is_fresh_T, bounded(old_logp_T - targets.engine_logp_T).abs(), 0.0)
+        parts_2T = torch.stack([diff_T, is_fresh_T.to(diff_T.dtype)]).double()
+        parts_2N = parts_2T.new_zeros(2, len(TURN_DIFFS)).index_add(1, turn_T.clamp(1, len(TURN_DIFFS)) - 1, parts_2T)
+    return dict(zip(TURN_DIFFS, parts_2N.T, strict=True))
 
 
 def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator) -> torch.Tensor:

@@ -175,7 +175,7 @@ def _write_wave(
     rounds = agreement.reach(stage, vote, _most_rounds)["rounds"]
     mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
     tensors_of_file = _allocate(mine, job.dtype)
-    executor = Executor(streams.deal(rounds), params, tensors_of_file, merge)
+    executor = Executor(streams.assign(rounds), params, tensors_of_file, merge)
     executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
     if mine:
         if job.fp8:

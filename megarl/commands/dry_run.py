@@ -182,7 +182,7 @@ def _exchange(roles: Roles, sources: Sequence[Part], targets: Sequence[Part], na
         f"{name}: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
         f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
     )
-    rounds = sum(map(max, zip(*needed, strict=True)))  # of each chapter all go on with the largest number
+    rounds = sum(map(max, zip(*needed, strict=True)))  # of each send stage all go on with the largest number
     numbers = ", ".join(map(str, sample))
     yield f"{name}: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
 

@@ -21,10 +21,10 @@ from megarl.episodes.template import ChatTemplate
 from megarl.model.tokenizer import load_tokenizer
 from megarl.preflight import episode_checks, reward_checks
 from megarl.printable import one_line, short, show
-from megarl.rollout.reward_workers.by_source import Scorers
+from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.types import UserError, UserErrors
-from megarl.types.reward_result import HINT, Failure
+from megarl.types.reward_result import REWARD_HINT, Failure
 
 _HINTS = {  # of the errors of a call that are not the model's
     "timeout": "make it faster or end it yourself, or raise episode.call_timeout_s",
@@ -184,9 +184,9 @@ class _Trial:
         if record.failure:
             show(f"  the environment failed: {record.failure}")
             self._add(record.failure, "", UserError(self._where, f"{row.place}: {record.failure}", _FAILED))
-        if record.verdict:
-            right = "correct" if record.verdict.correct else "not correct"
-            show(f"  reward of the environment: {record.verdict.reward:g}, {right}")
+        if record.reward_result:
+            right = "correct" if record.reward_result.correct else "not correct"
+            show(f"  reward of the environment: {record.reward_result.reward:g}, {right}")
 
     def _read(self, result: CallResult | None) -> str:
         """An answer as the model reads it, in one line."""
@@ -257,22 +257,22 @@ class _Trial:
         if self.thread.has_reward or not (reward.function or reward.by_source):
             return
         try:
-            scorers = Scorers(reward.model_copy(update={"workers": 1}), self.recipe.run.timeout_s)
+            reward_workers = RewardWorkers(reward.model_copy(update={"workers": 1}), self.recipe.run.timeout_s)
         except UserError as error:
             self._add(WHERE, "", error)
             return
         try:
             for row, record in self.played:
                 text = record.text
-                (found,) = scorers.wait_for_verdicts(row.answer, row.values, [text], [record.episode()])
+                (found,) = reward_workers.wait_for_rewards(row.answer, row.values, [text], [record.episode()])
                 if isinstance(found, Failure):
                     problem = describe_failure(found, text, row.answer, row.place)
-                    self._add(WHERE, "", UserError(WHERE, problem, HINT))
+                    self._add(WHERE, "", UserError(WHERE, problem, REWARD_HINT))
                     continue
                 right = "correct" if found.correct else "not correct"
                 show(f"reward of {row.place} for {short(text)}, answer {short(row.answer)}: {found.reward:g}, {right}")
         finally:
-            scorers.shutdown()
+            reward_workers.shutdown()
 
     def _add(self, name: str, kind: str, error: UserError) -> None:
         self.errors.setdefault((name, kind), error)

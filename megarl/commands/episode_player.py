@@ -16,7 +16,7 @@ from megarl.environments.runtime.results import CallResult
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.episodes.transcript import TranscriptWriter
 from megarl.types import EpisodeEnd, EpisodeFacts, episode_dict
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _numbers = count()
 
@@ -41,7 +41,7 @@ class PlayedEpisode:
     steps: list[PlayedStep] = field(default_factory=list)
     num_turns: int = 0
     text: str = ""
-    verdict: Verdict | None = None
+    reward_result: RewardResult | None = None
     failure: str = ""
     end: EpisodeEnd = "max_turns"
     transcript: TranscriptWriter = field(default_factory=TranscriptWriter)
@@ -88,7 +88,7 @@ async def play(
     except EnvironmentFailure as failure:
         record.failure = str(failure)
     try:
-        record.verdict = await thread.finish(name)
+        record.reward_result = await thread.finish(name)
     except EnvironmentFailure as failure:
         record.failure = str(failure)
     return record
@@ -135,8 +135,8 @@ def difference(first: PlayedEpisode, second: PlayedEpisode) -> tuple[str, str] |
     if first.failure != second.failure:
         failure = second.failure or first.failure
         return failure, failure
-    if first.verdict != second.verdict:
-        return "reward", f"reward gave {first.verdict} first, then {second.verdict}"
+    if first.reward_result != second.reward_result:
+        return "reward", f"reward gave {first.reward_result} first, then {second.reward_result}"
     return None
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megarl.commands.recorded_episodes import (
     Judged,
-    Mismatch,
     RecordedEpisode,
     RecordedSampler,
-    first_mismatch,
+    ReplayDifference,
+    first_difference,
     recorded_turns,
 )
 from megarl.config import Recipe
@@ -26,7 +26,7 @@ from megarl.printable import short, show
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import SampleFile, open_samples
 from megarl.types import Prompt, Sample, SampleGroup, UserError
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 
 _HINT = "name the recipe, the model and the tools that made the file, or sample it again with `megarl rollout --out`"
@@ -77,8 +77,8 @@ class _Replay:
 
     def __post_init__(self) -> None:
         recipe, reward_model = self.recipe, self.recipe.reward_model
-        self._splice, self._numbers = self.runtime.prepared.splice, count()
-        self._sampler = RecordedSampler(self._splice)
+        self._turn_tokenizer, self._numbers = self.runtime.prepared.turn_tokenizer, count()
+        self._sampler = RecordedSampler(self._turn_tokenizer)
         self._runner = self.runtime.runner(self._sampler)
         self._has_rewards = self.runtime.thread.has_reward and not (reward_model.path or reward_model.adapters)
         named = (file.prompt or recipe.data.prompt for file in recipe.data.train_files.values())
@@ -93,7 +93,7 @@ class _Replay:
             if not chosen:
                 continue
             prompt = self._with_messages(group.prompt)
-            found = await asyncio.gather(*(self._mismatch(prompt, group, index) for index in chosen))
+            found = await asyncio.gather(*(self._rollout_correction(prompt, group, index) for index in chosen))
             self.num_played, self.num_same = self.num_played + len(found), self.num_same + found.count(None)
             told = [f"sample {index} ({prompt.id}): {one}" for index, one in zip(chosen, found, strict=True) if one]
             self.first = self.first or (f"{place}, {told[0]}" if told else "")
@@ -136,7 +136,7 @@ class _Replay:
         for name in self._columns:
             try:
                 messages = column(prompt.row, name, "")
-                ids = self._splice.first(messages)
+                ids = self._turn_tokenizer.first(messages)
             except (BadRow, TemplateRefusal, TypeError, AttributeError) as error:
                 why = error.problem if isinstance(error, BadRow) else error
                 problem = problem or f"the prompt of {prompt.id} cannot be made again ({why})"
@@ -144,19 +144,19 @@ class _Replay:
             if ids == list(prompt.token_ids):
                 return replace(prompt, messages=messages)
             shared = num_shared(ids, prompt.token_ids)
-            file, now = (short(self._splice.template.decode(some[shared:])) for some in (prompt.token_ids, ids))
+            file, now = (short(self._turn_tokenizer.template.decode(some[shared:])) for some in (prompt.token_ids, ids))
             problem = f"the prompt of {prompt.id} has {file} at token {shared}, and this recipe makes {now} of it"
         raise UserError(str(self.path), problem, _HINT)
 
-    async def _mismatch(self, prompt: Prompt, group: Group, index: int) -> Mismatch | None:
+    async def _rollout_correction(self, prompt: Prompt, group: Group, index: int) -> ReplayDifference | None:
         sample, place = group.samples[index], next(self._numbers)
         assert sample.facts
-        recorded = RecordedEpisode(recorded_turns(prompt, sample), self._splice)
+        recorded = RecordedEpisode(recorded_turns(prompt, sample), self._turn_tokenizer)
         sampling = Sampling(1, self.recipe.rollout.max_response_tokens, recorded_seed=sample.facts.seed)
         self._sampler.episodes[place] = recorded
         now = await self._runner.run(prompt, sampling, place)
         del self._sampler.episodes[place]
-        return first_mismatch(recorded, prompt, sample, now, self._rewards(group, index, now.verdict))
+        return first_difference(recorded, prompt, sample, now, self._rewards(group, index, now.reward_result))
 
     def _rewards(self, group: Group, index: int, now: Judged) -> tuple[Judged, Judged]:
         """The environment's reward of a sample in the file and now; None where they are not compared."""
@@ -164,7 +164,7 @@ class _Replay:
         if not self._has_rewards:
             return None, None
         if isinstance(group, PartialGroup):
-            return group.verdicts[index], now
-        if not isinstance(now, Verdict) and reward.on_failure == "penalise":
-            now = Verdict(reward.penalty, False)
-        return Verdict(float(group.rewards_G[index]), bool(group.correct_G[index])), now
+            return group.reward_results[index], now
+        if not isinstance(now, RewardResult) and reward.on_failure == "penalise":
+            now = RewardResult(reward.penalty, False)
+        return RewardResult(float(group.rewards_G[index]), bool(group.correct_G[index])), now

@@ -13,15 +13,15 @@ import numpy as np
 
 from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.template import num_shared
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.printable import short
 from megarl.types import Prompt, Sample, SamplePart
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
 _SHARED_SHOWN = 16  # tokens before the first that differs
 _LONGEST = 160  # characters of a text
-Judged = Verdict | Failure | None
+Judged = RewardResult | Failure | None
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RecordedTurn:
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class ReplayDifference:
     """place: in the episode; recorded, replayed: in a few words, what the file has there and what came in its place."""
 
     place: str
@@ -66,45 +66,49 @@ class RecordedEpisode:
     num_given: turns that were given; mismatch: why no further one was.
     """
 
-    def __init__(self, turns: Sequence[RecordedTurn], splice: Splice) -> None:
+    def __init__(self, turns: Sequence[RecordedTurn], turn_tokenizer: TurnTokenizer) -> None:
         self.turns, self.num_given = turns, 0
-        self.mismatch: Mismatch | None = None
-        self._splice = splice
+        self.rollout_correction: ReplayDifference | None = None
+        self._turn_tokenizer = turn_tokenizer
 
     def next_turn(self, context_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The tokens of the next turn; none, which cuts the episode, where the file has none or others before it."""
-        self.mismatch = self._mismatch(context_ids, max_tokens)
-        if self.mismatch:
+        self.rollout_correction = self._rollout_correction(context_ids, max_tokens)
+        if self.rollout_correction:
             return ()
         self.num_given += 1
         return self.turns[self.num_given - 1].ids
 
-    def _mismatch(self, context_ids: Sequence[int], max_tokens: int) -> Mismatch | None:
+    def _rollout_correction(self, context_ids: Sequence[int], max_tokens: int) -> ReplayDifference | None:
         place = f"before turn {self.num_given + 1}"
         if self.num_given == len(self.turns):
             shown = self._text(context_ids, len(context_ids))
-            return Mismatch(f"after turn {self.num_given}", "the episode's end", f"a further turn after {shown}")
+            return ReplayDifference(
+                f"after turn {self.num_given}", "the episode's end", f"a further turn after {shown}"
+            )
         turn = self.turns[self.num_given]
         if turn.context_ids != list(context_ids):
             shared = num_shared(turn.context_ids, context_ids)
             file, now = (self._text(ids, shared) for ids in (turn.context_ids, context_ids))
-            return Mismatch(place, f"{file} at token {shared}", now)
+            return ReplayDifference(place, f"{file} at token {shared}", now)
         if len(turn.ids) > max_tokens:
-            return Mismatch(f"in turn {self.num_given + 1}", f"{len(turn.ids)} tokens", f"room for {max_tokens}")
+            return ReplayDifference(
+                f"in turn {self.num_given + 1}", f"{len(turn.ids)} tokens", f"room for {max_tokens}"
+            )
         return None
 
     def _text(self, ids: Sequence[int], place: int) -> str:
         """The text around a place in a conversation."""
         first = max(0, place - _SHARED_SHOWN)
-        return short(self._splice.template.decode(ids[first : place + _LONGEST]), _LONGEST)
+        return short(self._turn_tokenizer.template.decode(ids[first : place + _LONGEST]), _LONGEST)
 
 
 class RecordedSampler:
     """Gives the turns of recorded episodes in place of an engine; `place` of `EpisodeRunner.run` says of which."""
 
-    def __init__(self, splice: Splice) -> None:
+    def __init__(self, turn_tokenizer: TurnTokenizer) -> None:
         self.episodes: dict[int, RecordedEpisode] = {}
-        self._splice = splice
+        self._turn_tokenizer = turn_tokenizer
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
         """There is always a place."""
@@ -114,7 +118,7 @@ class RecordedSampler:
     ) -> Sample:
         """The next turn, with 0 as its logprobs; it has finished where its last token is a stop token."""
         ids = self.episodes[place].next_turn(context_ids, sampling.max_tokens)
-        finished = bool(ids) and ids[-1] in self._splice.stop_ids
+        finished = bool(ids) and ids[-1] in self._turn_tokenizer.stop_ids
         logp_T = np.zeros(len(ids), np.float32)
         return Sample(np.asarray(ids, np.int64), logp_T, self.text(ids), finished, (SamplePart(0, len(ids)),))
 
@@ -123,34 +127,34 @@ class RecordedSampler:
 
     def text(self, ids: Sequence[int]) -> str:
         """As of `Engine`."""
-        return self._splice.template.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return self._turn_tokenizer.template.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def first_mismatch(
+def first_difference(
     recorded: RecordedEpisode, prompt: Prompt, sample: Sample, now: EpisodeResult, rewards: tuple[Judged, Judged]
-) -> Mismatch | None:
+) -> ReplayDifference | None:
     """What first came out otherwise when an episode was played again; None: everything came out the same.
 
     sample: of the file. rewards: those of the environment, in the file and now; None where they are not compared.
     """
     facts, found, number = sample.facts, now.sample.facts, recorded.num_given
     assert facts and found
-    if recorded.mismatch:
-        return recorded.mismatch
-    end = f"the end `{found.end}`{f' ({now.verdict.words})' if isinstance(now.verdict, Failure) else ''}"
+    if recorded.rollout_correction:
+        return recorded.rollout_correction
+    end = f"the end `{found.end}`{f' ({now.reward_result.words})' if isinstance(now.reward_result, Failure) else ''}"
     if number < len(recorded.turns):
-        return Mismatch(f"before turn {number + 1}", "another turn", end)
+        return ReplayDifference(f"before turn {number + 1}", "another turn", end)
     if found.end != facts.end:
-        return Mismatch(f"after turn {number}", f"the end `{facts.end}`", end)
+        return ReplayDifference(f"after turn {number}", f"the end `{facts.end}`", end)
     for place, (before, after) in enumerate(zip(recorded.turns, recorded_turns(prompt, now.sample), strict=True), 1):
         if before.reward != after.reward:
-            return Mismatch(f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}")
+            return ReplayDifference(f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}")
     before, after = map(_reward, rewards)
-    return None if before == after else Mismatch("at the end", before, after)
+    return None if before == after else ReplayDifference("at the end", before, after)
 
 
 def _reward(judged: Judged) -> str:
     """A verdict in words, with every bit of the float32 that a file keeps."""
-    if isinstance(judged, Verdict):
+    if isinstance(judged, RewardResult):
         return f"the reward {np.float32(judged.reward)!s} ({'correct' if judged.correct else 'not correct'})"
     return "no reward"

@@ -17,10 +17,10 @@ import numpy as np
 from megarl.config import RewardConfig
 from megarl.data.files import answered_rows
 from megarl.printable import one_line, short, show
-from megarl.rollout.reward_workers.by_source import Scorers
+from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 
 _OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
 _BEFORE, _ANEW = "in the file", "anew"
@@ -53,7 +53,7 @@ class Trial(NamedTuple):
 
     place: str
     response: str
-    result: Verdict | Failure
+    result: RewardResult | Failure
 
 
 def reward_config(function: str, arguments: Sequence[str], timeout_s: float, memory_mb: int) -> RewardConfig:
@@ -77,12 +77,12 @@ def check(config: RewardConfig, data: Path | None, samples: Path | None, answer_
 
 def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: int) -> bool:
     rows = answered_rows(str(data), "--data", answer_column, num_rows)
-    scorers = Scorers(config, _START_S)
+    reward_workers = RewardWorkers(config, _START_S)
     try:
-        found = _verdicts(scorers, rows)
-        slowest_s = scorers.slowest_s
+        found = _reward_results(reward_workers, rows)
+        slowest_s = reward_workers.slowest_s
     finally:
-        scorers.shutdown()
+        reward_workers.shutdown()
     show(_report(found))
     _show_slowest(slowest_s, config)
     own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
@@ -96,19 +96,19 @@ def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
     file = open_samples(path)
     groups = chain.from_iterable(file.groups(step) for step in range(1, file.num_steps + 1))
     found: dict[str, list[Trial]] = {_BEFORE: [], _ANEW: []}
-    scorers = Scorers(config, _START_S)
+    reward_workers = RewardWorkers(config, _START_S)
     try:
         for group in islice(groups, num_groups):
             responses = [sample.text for sample in group.samples]
-            before = map(Verdict, group.rewards_G.tolist(), group.correct_G.tolist())
+            before = map(RewardResult, group.rewards_G.tolist(), group.correct_G.tolist())
             episodes = [sample.episode for sample in group.samples]
-            anew = scorers.wait_for_verdicts(group.prompt.answer, group.prompt.row, responses, episodes)
-            for kind, verdicts in ((_BEFORE, before), (_ANEW, anew)):
-                pairs = zip(responses, verdicts, strict=True)
-                found[kind] += [Trial(group.prompt.id, response, verdict) for response, verdict in pairs]
-        slowest_s = scorers.slowest_s
+            anew = reward_workers.wait_for_rewards(group.prompt.answer, group.prompt.row, responses, episodes)
+            for kind, reward_results in ((_BEFORE, before), (_ANEW, anew)):
+                pairs = zip(responses, reward_results, strict=True)
+                found[kind] += [Trial(group.prompt.id, response, reward_result) for response, reward_result in pairs]
+        slowest_s = reward_workers.slowest_s
     finally:
-        scorers.shutdown()
+        reward_workers.shutdown()
     show(_report(found))
     trials = zip(found[_BEFORE], found[_ANEW], strict=True)
     _show_changes([(before.result, after.result) for before, after in trials])
@@ -116,8 +116,8 @@ def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
     return _show_failures(found[_ANEW])
 
 
-def _show_changes(pairs: Sequence[tuple[Verdict | Failure, Verdict | Failure]]) -> None:
-    judged = [(one, other) for one, other in pairs if isinstance(one, Verdict) and isinstance(other, Verdict)]
+def _show_changes(pairs: Sequence[tuple[RewardResult | Failure, RewardResult | Failure]]) -> None:
+    judged = [(one, other) for one, other in pairs if isinstance(one, RewardResult) and isinstance(other, RewardResult)]
     rewards = sum(np.float32(before.reward) != np.float32(after.reward) for before, after in judged)
     gained = sum(after.correct and not before.correct for before, after in judged)
     lost = sum(before.correct and not after.correct for before, after in judged)
@@ -149,32 +149,36 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _verdicts(scorers: Scorers, rows: Sequence[tuple[str, str, Mapping[str, Any]]]) -> dict[str, list[Trial]]:
+def _reward_results(
+    reward_workers: RewardWorkers, rows: Sequence[tuple[str, str, Mapping[str, Any]]]
+) -> dict[str, list[Trial]]:
     found: dict[str, list[Trial]] = {_OWN: [], _OTHER: [], _EMPTY: [], _BOMBS: []}
     answers = list(dict.fromkeys(answer for _, answer, _ in rows))
     for place, answer, row in rows:
         other = answers[(answers.index(answer) + 1) % len(answers)]
         responses = {_OWN: answer, _EMPTY: ""} | ({_OTHER: other} if other != answer else {})
-        verdicts = scorers.wait_for_verdicts(answer, row, list(responses.values()))
-        for (kind, response), verdict in zip(responses.items(), verdicts, strict=True):
-            found[kind].append(Trial(place, response, verdict))
+        reward_results = reward_workers.wait_for_rewards(answer, row, list(responses.values()))
+        for (kind, response), reward_result in zip(responses.items(), reward_results, strict=True):
+            found[kind].append(Trial(place, response, reward_result))
     place, answer, row = rows[0]
-    verdicts = scorers.wait_for_verdicts(answer, row, BOMBS)
-    found[_BOMBS] = [Trial(place, bomb, verdict) for bomb, verdict in zip(BOMBS, verdicts, strict=True)]
+    reward_results = reward_workers.wait_for_rewards(answer, row, BOMBS)
+    found[_BOMBS] = [
+        Trial(place, bomb, reward_result) for bomb, reward_result in zip(BOMBS, reward_results, strict=True)
+    ]
     return found
 
 
 def _mean(trials: Sequence[Trial]) -> float | None:
-    rewards = [trial.result.reward for trial in trials if isinstance(trial.result, Verdict)]
+    rewards = [trial.result.reward for trial in trials if isinstance(trial.result, RewardResult)]
     return sum(rewards) / len(rewards) if rewards else None
 
 
 def _report(found: Mapping[str, Sequence[Trial]]) -> str:
     lines = [f"{'response':<22}{'verdicts':>10}{'reward':>10}{'correct':>10}{'failed':>10}"]
     for kind, of_kind in found.items():
-        verdicts = [trial.result for trial in of_kind if isinstance(trial.result, Verdict)]
+        reward_results = [trial.result for trial in of_kind if isinstance(trial.result, RewardResult)]
         mean = _mean(of_kind)
         reward = "-" if mean is None else f"{mean:.3f}"
-        correct = f"{sum(one.correct for one in verdicts) / len(verdicts):.1%}" if verdicts else "-"
-        lines.append(f"{kind:<22}{len(of_kind):>10}{reward:>10}{correct:>10}{len(of_kind) - len(verdicts):>10}")
+        correct = f"{sum(one.correct for one in reward_results) / len(reward_results):.1%}" if reward_results else "-"
+        lines.append(f"{kind:<22}{len(of_kind):>10}{reward:>10}{correct:>10}{len(of_kind) - len(reward_results):>10}")
     return "\n".join(lines)

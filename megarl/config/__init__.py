@@ -34,7 +34,7 @@ from megarl.config.fields import (
     Whole,
 )
 from megarl.config.models import CriticConfig, LoraConfig, ReferenceConfig, RewardModelConfig, TrainConfig
-from megarl.types import Aggregation, Estimator, KlPlace, Mismatch, WhenShort
+from megarl.types import Aggregation, Estimator, KlPlace, RolloutCorrection, WhenShort
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -87,9 +87,9 @@ class AlgorithmConfig(Branch):
     positive_nll: NonNegative | None = None
     critic_warmup_steps: Whole | None = None
     process_scale: Positive | None = None
-    mismatch: Mismatch | None = None
-    mismatch_low: NonNegative | None = None
-    mismatch_high: Positive | None = None
+    rollout_correction: RolloutCorrection | None = None
+    rollout_correction_low: NonNegative | None = None
+    rollout_correction_high: Positive | None = None
     dynamic_sampling: bool | None = None
     oversample: Annotated[float, Field(ge=1, le=100)] | None = None
     max_rounds: Count | None = None

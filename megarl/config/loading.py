@@ -22,6 +22,11 @@ Loaded = TypeVar("Loaded", bound=Branch)
 _LONGEST_SHOWN = 200  # characters of an override
 _MOST_KEYS = 32  # of one dotted path
 _YAML = (".yaml", ".yml")
+RENAMED = {  # keys of earlier versions, which are refused with the new name
+    "algorithm.mismatch": "algorithm.rollout_correction",
+    "algorithm.mismatch_low": "algorithm.rollout_correction_low",
+    "algorithm.mismatch_high": "algorithm.rollout_correction_high",
+}
 
 _HINTS = {  # pydantic's error types whose own words are for programmers
     "model_type": "write a mapping of keys there",
@@ -177,7 +182,9 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
         where = _where(path, origins, file)
         if path in found.keys_at_fault:
             continue
-        if item["type"] == "extra_forbidden":
+        if item["type"] == "extra_forbidden" and path in RENAMED:
+            errors.append(UserError(where, f"unknown key {path}", f"it is called {RENAMED[path]} now"))
+        elif item["type"] == "extra_forbidden":
             guesses = _nearest(keys, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
             hint = did_you_mean(guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}")

@@ -7,7 +7,7 @@ from megarl.controller.run import Run
 from megarl.tracking.metrics import eval_metrics
 from megarl.tracking.run_log import Record
 from megarl.types import UserError
-from megarl.types.reward_result import HINT
+from megarl.types.reward_result import REWARD_HINT
 from megarl.types.sampling import Sampling
 
 _STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have random streams of their own
@@ -28,7 +28,9 @@ def evaluate(run: Run, record: Record) -> None:
         if not any(len(group.rewards_G) for group in groups):
             problem = f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
             reward = run.recipe.reward
-            raise UserError("reward.function" if reward.function or reward.by_source else "episode", problem, HINT)
+            raise UserError(
+                "reward.function" if reward.function or reward.by_source else "episode", problem, REWARD_HINT
+            )
     record.add(eval_metrics(answered))
 
 

@@ -36,7 +36,7 @@ from megarl.controller.stages import finish_rollout, learn, publish
 from megarl.controller.warm_start import warm_start
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet
-from megarl.fleet.rank_groups import GroupStock
+from megarl.fleet.rank_groups import GroupBuffer
 from megarl.tracking.run_log import RunLog
 from megarl.types import EndedEarly
 
@@ -48,10 +48,10 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
     """
     with Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
         log.say("starting training ranks and engines")
-        run, stock = begin(recipe, inputs, cluster, log, start)
+        run, buffer = begin(recipe, inputs, cluster, log, start)
         try:
             for number in range(start.step + 1 if start else 1, recipe.run.steps + 1):
-                stock = take_step(run, number, stock)
+                buffer = take_step(run, number, buffer)
         except EndedEarly:
             run.fleet.shutdown()
             raise
@@ -64,9 +64,9 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 
 def begin(
     recipe: Recipe, inputs: Inputs, cluster: Cluster, log: RunLog, start: Snapshot | None
-) -> tuple[Run, GroupStock]:
+) -> tuple[Run, GroupBuffer]:
     """Everything before the first step, of a new run or after a checkpoint; the run, and its stock."""
-    stock = GroupStock()
+    buffer = GroupBuffer()
     with log.start(is_new=start is None) as record:
         record.add(inputs.metrics)
         with record.phase("start"):
@@ -84,33 +84,33 @@ def begin(
         )
         run.saver.leave_if_wanted()
         if start:
-            stock = resume(start, recipe, fleet, inputs.prompts)
+            buffer = resume(start, recipe, fleet, inputs.prompts)
         publish(fleet, record)  # engines start empty: this gives them their first weights
         if not start and recipe.evaluation.at_start:
             evaluate(run, record)
     if recipe.warm_start.steps and not start:
         warm_start(run)
-    return run, stock
+    return run, buffer
 
 
-def take_step(run: Run, number: int, stock: GroupStock) -> GroupStock:
+def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
     """One training step with its evaluation and checkpoint; stock: of the step before, and for the next."""
     run.saver.leave_if_wanted()
     with run.log.step(number) as record:
-        stock = train_step(run, Step(number, record, stock))
+        buffer = train_step(run, Step(number, record, buffer))
         if number % run.recipe.evaluation.every == 0 or number == run.recipe.run.steps:
             evaluate(run, record)
     run.saver.settle(number)
-    return stock
+    return buffer
 
 
-def train_step(run: Run, step: Step) -> GroupStock:
+def train_step(run: Run, step: Step) -> GroupBuffer:
     """Rollout -> reward -> advantage -> train -> reshard; the stock for the next step."""
     step = learn(run, step)  # rollout, reward, advantage and train: the stages of the algorithm's row
     step = finish_rollout(step)
     step.record.add(step.update_metrics)
     with step.record.phase("save"):
-        step.record.add(run.saver.begin(step.number, step.stock))
+        step.record.add(run.saver.begin(step.number, step.buffer))
     publish(run.fleet, step.record)  # reshard
     step.record.add(step.speed)
-    return step.stock
+    return step.buffer

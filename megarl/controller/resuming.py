@@ -15,17 +15,18 @@ from megarl.checkpoints.hf_import import fingerprint
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.config import Recipe
 from megarl.data.streams import PromptStream
-from megarl.fleet.fleet import STOCK, Fleet
-from megarl.fleet.rank_groups import GroupStock
+from megarl.fleet.fleet import BUFFER_FILE, Fleet
+from megarl.fleet.rank_groups import GroupBuffer
 from megarl.model.hf_config import model_shape
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, lora_size, resolve
-from megarl.samples.buffer import Entry, Ticket
+from megarl.samples.buffer import DrawnPrompt, Entry
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
 
 FOLDER = "checkpoints"
-State = TypeVar("State", "Progress", "StockState")
+_EARLIER_NAMES = {"stock": "buffer"}  # of fields of `Progress`, in checkpoints of before 26 November 2026
+State = TypeVar("State", "Progress", "BufferState")
 # Of `sampling_keys`, those that also bind complete groups.
 _COMPLETE_GROUP_KEYS = (
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p"),
@@ -34,11 +35,12 @@ _COMPLETE_GROUP_KEYS = (
 
 
 @dataclass(frozen=True)
-class StockState:
+class BufferState:
     """A stock's counters and tickets; its groups have a file of their own.
 
-    streams: by number in the stock, in the groups' order. has_open: whether any of these is open. trained, dropped: as
-    in `Stock`, in hexadecimal digits. surplus: of `Stock`; a checkpoint without it is of a run that begins with none.
+    streams: by number in the buffer, in the groups' order. has_open: whether any of these is open. trained, dropped: as
+    in `RolloutBuffer`, in hexadecimal digits. surplus: of `RolloutBuffer`; a checkpoint without it is of a run that
+    begins with none.
     """
 
     next_number: int
@@ -49,17 +51,17 @@ class StockState:
     surplus: int = 0
 
     @staticmethod
-    def of(stock: GroupStock) -> dict[str, Any]:
+    def of(buffer: GroupBuffer) -> dict[str, Any]:
         """The state as JSON stores it. Raises RuntimeError where a ticket is lost or counted twice."""
-        stock.check()
-        streams = {str(entry.ticket.number): list(entry.ticket.stream) for entry in stock.entries}
-        state = StockState(
-            next_number=stock.next_number,
-            trained=f"{stock.trained:x}",
-            dropped=f"{stock.dropped:x}",
+        buffer.check()
+        streams = {str(entry.drawn.number): list(entry.drawn.stream) for entry in buffer.entries}
+        state = BufferState(
+            next_number=buffer.next_number,
+            trained=f"{buffer.trained:x}",
+            dropped=f"{buffer.dropped:x}",
             streams=streams,
-            has_open=bool(stock.open),
-            surplus=stock.surplus,
+            has_open=bool(buffer.open),
+            surplus=buffer.surplus,
         )
         return asdict(state)
 
@@ -77,7 +79,7 @@ class Progress:
     trains_mtp: bool
     shape: dict[str, object]
     critic: dict[str, Any] | None  # `critic_of`, in a run with a critic
-    stock: dict[str, Any]  # `StockState`
+    buffer: dict[str, Any]  # `BufferState`
     sampling: dict[str, Any]  # what the groups of the stock depend on: `sampling_keys`
     lora: dict[str, Any] | None = None  # `adapter_identity`, in a run that trains adapters
 
@@ -101,7 +103,7 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
         errors.append(UserError("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
-    errors += _critic_errors(found, then, recipe) + _stock_errors(found, then, recipe)
+    errors += _critic_errors(found, then, recipe) + _buffer_errors(found, then, recipe)
     if errors:
         raise UserErrors(errors)
     return found
@@ -112,7 +114,8 @@ def progress_of(snapshot: Snapshot) -> Progress:
 
     Raises UserErrors where another version of megarl wrote it, or somebody changed it.
     """
-    progress = _stored(snapshot, Progress, snapshot.run)
+    run = {_EARLIER_NAMES.get(key, key): value for key, value in snapshot.run.items()}
+    progress = _stored(snapshot, Progress, run)
     if progress.prompts_taken < 0:
         raise _unfit(snapshot, f"has {progress.prompts_taken} as prompts_taken in its state")
     if progress.step != snapshot.step:
@@ -120,16 +123,16 @@ def progress_of(snapshot: Snapshot) -> Progress:
     return progress
 
 
-def _stock_of(snapshot: Snapshot, stored: dict[str, Any]) -> StockState:
+def _buffer_of(snapshot: Snapshot, stored: dict[str, Any]) -> BufferState:
     """The stock's counters and tickets. Raises UserErrors as `progress_of` does."""
-    state = _stored(snapshot, StockState, stored)
+    state = _stored(snapshot, BufferState, stored)
     are_hexadecimal = all(re.fullmatch("[0-9a-f]+", digits) for digits in (state.trained, state.dropped))
-    are_tickets = all(
+    are_drawn_prompts = all(
         re.fullmatch("[0-9]{1,18}", number) and isinstance(stream, list) and all(type(part) is int for part in stream)
         for number, stream in state.streams.items()
     )
-    if not (are_hexadecimal and are_tickets):
-        raise _unfit(snapshot, "has no tickets of a stock in its state")
+    if not (are_hexadecimal and are_drawn_prompts):
+        raise _unfit(snapshot, "has no drawn prompts of a buffer in its state")
     return state
 
 
@@ -161,21 +164,21 @@ def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
     return UserErrors([UserError(str(snapshot.folder), problem, hint)])
 
 
-def _stock_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
+def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     """The faults of a stock in a file format of another version, or whose groups cannot go on under the recipe."""
-    stock = _stock_of(found, then.stock)
-    if not stock.streams:
+    buffer = _buffer_of(found, then.buffer)
+    if not buffer.streams:
         return []
     errors = []
-    if (found.folder / STOCK).exists():
+    if (found.folder / BUFFER_FILE).exists():
         try:
-            open_samples(found.folder / STOCK)
+            open_samples(found.folder / BUFFER_FILE)
         except UserError as error:
             hint = "resume with the version that wrote it, or choose another run.name"
             errors.append(UserError(error.where, error.problem, hint))
     now = sampling_keys(recipe)
-    fixed = now if stock.has_open else _COMPLETE_GROUP_KEYS
-    waiting = "responses that have not ended" if stock.has_open else "groups that were not trained on"
+    fixed = now if buffer.has_open else _COMPLETE_GROUP_KEYS
+    waiting = "responses that have not ended" if buffer.has_open else "groups that were not trained on"
     for key in (key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))):
         before, value = _written(then.sampling.get(key)), _written(now.get(key))
         problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
@@ -186,7 +189,7 @@ def _stock_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserE
 def sampling_keys(recipe: Recipe) -> dict[str, Any]:
     """By recipe key, what the open groups of a stock depend on: their samples, and how old their tokens become.
 
-    How old those of complete groups become is computed from the groups (`Stock.after_loading`).
+    How old those of complete groups become is computed from the groups (`RolloutBuffer.after_loading`).
     """
     rollout, algorithm = recipe.rollout, recipe.algorithm
     of_rollout = ("samples_per_prompt", "temperature", "top_p", "max_response_tokens", "phase_tokens")
@@ -297,30 +300,30 @@ def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
     return {one.name: one.default for one in fields(ModelShape) if one.default is not MISSING} | stored
 
 
-def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupStock:
+def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupBuffer:
     """Load a checkpoint into the ranks and move the data on to where it was; the stock, with its prompts' own rows.
 
     Raises UserError where these are not the rows of the stock's groups.
     """
     then = progress_of(snapshot)
     groups = fleet.resume(snapshot.folder, then.version, then.attempts)
-    own = _stock_of(snapshot, then.stock)
+    own = _buffer_of(snapshot, then.buffer)
     numbers = [int(number) for number in own.streams]
     lowest = min(numbers, default=own.next_number)
     prompts.skip_to(then.prompts_taken - (own.next_number - lowest))
-    drawn = prompts.take(own.next_number - lowest)
-    tickets = [Ticket(n, drawn[n - lowest], tuple(own.streams[str(n)])) for n in numbers]
-    for ticket, (prompt_id, _, _) in zip(tickets, groups, strict=True):
-        if ticket.prompt.id != prompt_id:
-            problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {ticket.prompt.id} in its place"
+    prompts_drawn = prompts.take(own.next_number - lowest)
+    drawn_prompts = [DrawnPrompt(n, prompts_drawn[n - lowest], tuple(own.streams[str(n)])) for n in numbers]
+    for drawn, (prompt_id, _, _) in zip(drawn_prompts, groups, strict=True):
+        if drawn.prompt.id != prompt_id:
+            problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {drawn.prompt.id} in its place"
             raise UserError("data.train", problem, "use the files that the run began with, or another run.name")
-    entries = tuple(Entry(ticket, about, ref) for ticket, (_, about, ref) in zip(tickets, groups, strict=True))
-    stock = GroupStock(
+    entries = tuple(Entry(drawn, about, ref) for drawn, (_, about, ref) in zip(drawn_prompts, groups, strict=True))
+    buffer = GroupBuffer(
         entries=entries,
         next_number=own.next_number,
         trained=int(own.trained, 16),
         dropped=int(own.dropped, 16),
         surplus=own.surplus,
     )
-    stock.check()
-    return stock.after_loading(then.version + 1, recipe.rollout.prompts_per_step)
+    buffer.check()
+    return buffer.after_loading(then.version + 1, recipe.rollout.prompts_per_step)

@@ -11,7 +11,7 @@ from megarl.controller.saver import Saver
 from megarl.controller.step_rollout import StepRollout
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, TrainingFleet
-from megarl.fleet.rank_groups import GroupStock, PerTokenResults, RolloutBatch, Trained
+from megarl.fleet.rank_groups import GroupBuffer, PerTokenResults, RolloutBatch, Trained
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
 from megarl.training.batching import SampleRef
@@ -64,7 +64,7 @@ class Step:
 
     number: int
     record: Record
-    stock: GroupStock = GroupStock()
+    buffer: GroupBuffer = GroupBuffer()
     rollout: StepRollout | None = None
     groups: RolloutBatch = NO_GROUPS
     samples: Sequence[SampleRef] = ()

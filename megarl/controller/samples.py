@@ -14,8 +14,8 @@ import torch
 from megarl.algos import ALGORITHMS
 from megarl.cluster.actor import Ref
 from megarl.config import Recipe
-from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.samples.buffer import Entry, PartialSummary, StockSizes
+from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
+from megarl.samples.buffer import BufferSizes, Entry, PartialSummary
 from megarl.training.batching import SampleRef
 from megarl.types import (
     TRUNCATED,
@@ -28,13 +28,13 @@ from megarl.types import (
     UserError,
     num_stale,
 )
-from megarl.types.reward_result import HINT
+from megarl.types.reward_result import REWARD_HINT
 from megarl.types.sampling import Sampling
 
 # (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets
-Admit = Callable[[GroupStock, int, int], GroupStock]
+Admit = Callable[[GroupBuffer, int, int], GroupBuffer]
 # The stock -> the same after a phase, in which every open group has gone on.
-Advance = Callable[[GroupStock], GroupStock]
+Advance = Callable[[GroupBuffer], GroupBuffer]
 
 
 def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
@@ -61,7 +61,7 @@ def is_mixed(group: GroupSummary) -> bool:
 class Limits:
     """How many groups a step trains on, and how many are in flight: in the stock, open or complete.
 
-    in_flight: at most, as many as `StockSizes` allows. steps_left: of the run after this step; None: it has no end.
+    in_flight: at most, as many as `BufferSizes` allows. steps_left: of the run after this step; None: it has no end.
     ahead: the phase that a step would begin with is sampled while the ranks learn in the step before. is_phased:
     responses are sampled in phases.
     """
@@ -74,20 +74,20 @@ class Limits:
     steps_left: int | None = None
 
     @property
-    def stock_sizes(self) -> StockSizes:
-        return StockSizes(self.wanted, self.in_flight)
+    def buffer_sizes(self) -> BufferSizes:
+        return BufferSizes(self.wanted, self.in_flight)
 
     def of_next_step(self) -> Limits:
         """Those of the step after this one; the last step's are followed by those of a run that goes on from it."""
         return replace(self, steps_left=max(0, self.steps_left - 1)) if self.steps_left is not None else self
 
-    def num_admitted(self, stock: GroupStock, rounds: int, drawn: int) -> int:
+    def num_admitted(self, buffer: GroupBuffer, rounds: int, drawn: int) -> int:
         """How many prompts to draw before the next phase; rounds, drawn: of drawing in this step, and their prompts.
 
         In phases a step draws few prompts at a time, so that max_rounds counts as many prompts as a round has for a
         whole step.
         """
-        missing, rule = self.stock_sizes.num_missing(stock, self.steps_left), self.hyperparameters
+        missing, rule = self.buffer_sizes.num_missing(buffer, self.steps_left), self.hyperparameters
         count = rule.num_drawn(missing) if missing else 0
         if not rule.dynamic_sampling:
             return count
@@ -95,21 +95,21 @@ class Limits:
             return min(count, max(0, rule.max_rounds * rule.num_drawn(self.wanted) - drawn))
         return count if rounds < rule.max_rounds else 0
 
-    def is_short(self, stock: GroupStock) -> bool:
+    def is_short(self, buffer: GroupBuffer) -> bool:
         """Whether the step has fewer complete groups than it trains on."""
-        return len(stock.finished) < self.wanted
+        return len(buffer.finished) < self.wanted
 
-    def begins_with_phase(self, stock: GroupStock) -> bool:
+    def begins_with_phase(self, buffer: GroupBuffer) -> bool:
         """Whether a step with this stock has a phase at all.
 
         Open groups go on for one phase in every step at least, so that none grows old without growing.
         """
-        return bool(stock.open) or self.is_short(stock)
+        return bool(buffer.open) or self.is_short(buffer)
 
-    def completed(self, before: GroupStock, after: GroupStock) -> tuple[GroupStock, list[GroupSummary]]:
+    def completed(self, before: GroupBuffer, after: GroupBuffer) -> tuple[GroupBuffer, list[GroupSummary]]:
         """The stock after a phase, without what dynamic sampling drops, and the groups that the phase has completed."""
-        was_open = {entry.ticket.number for entry in before.open}
-        new = [entry for entry in after.finished if entry.ticket.number in was_open]
+        was_open = {entry.drawn.number for entry in before.open}
+        new = [entry for entry in after.finished if entry.drawn.number in was_open]
         if self.hyperparameters.dynamic_sampling:
             after = after.without_dropped([entry for entry in new if not _is_kept(entry)])
         return after, RolloutBatch.of(new).summaries
@@ -122,16 +122,16 @@ class Collected:
     complete: every group that became complete. rounds: of drawing.
     """
 
-    before: GroupStock
-    stock: GroupStock
+    before: GroupBuffer
+    buffer: GroupBuffer
     chosen: RolloutBatch
     complete: list[GroupSummary]
     rounds: int
 
-    def advanced(self, stock: GroupStock, complete: list[GroupSummary]) -> Collected:
+    def advanced(self, buffer: GroupBuffer, complete: list[GroupSummary]) -> Collected:
         """With a phase more, from the stock that it left; complete: the groups that it has completed."""
-        rounds = self.rounds + (stock.next_number > self.stock.next_number)
-        return replace(self, stock=stock, complete=self.complete + complete, rounds=rounds)
+        rounds = self.rounds + (buffer.next_number > self.buffer.next_number)
+        return replace(self, buffer=buffer, complete=self.complete + complete, rounds=rounds)
 
     def counts(self, limits: Limits) -> Metrics:
         """What dynamic sampling drew and kept; {} without it."""
@@ -141,30 +141,30 @@ class Collected:
         accuracy = {"sampling/accuracy": float(np.mean(correct))} if correct else {}
         mixed = sum(map(is_mixed, self.complete))
         return accuracy | {
-            "sampling/drawn": self.stock.next_number - self.before.next_number,
+            "sampling/drawn": self.buffer.next_number - self.before.next_number,
             "sampling/mixed_share": mixed / len(self.complete) if self.complete else 1.0,
             "sampling/carried_in": len(self.before.finished),
-            "sampling/carried_out": len(self.stock.finished),
+            "sampling/carried_out": len(self.buffer.finished),
             "sampling/rounds": self.rounds,
             "sampling/missing": limits.wanted - len(self.chosen.refs),
         }
 
 
-def waiting_metrics(chosen: Sequence[GroupSummary], stock: GroupStock) -> Metrics:
+def waiting_metrics(chosen: Sequence[GroupSummary], buffer: GroupBuffer) -> Metrics:
     """What waits in the stock after a step, beside what the step trains on.
 
     `groups`: that wait; `open`: of these, those with open samples. `longest_mean`: the mean over them of the tokens
     that a group's longest response has so far (of open episodes: of all after the prompt); `longest_trained_mean`: the
     same of the chosen groups.
     """
-    longest = [_longest(entry) for entry in stock.entries]
+    longest = [_longest(entry) for entry in buffer.entries]
     trained = [int(group.response_lengths_G.max()) for group in chosen]
-    waiting = {"stock/longest_mean": float(np.mean(longest))} if longest else {}
+    waiting = {"buffer/longest_mean": float(np.mean(longest))} if longest else {}
     return {
-        "stock/groups": len(longest),
-        "stock/open": len(stock.open),
+        "buffer/groups": len(longest),
+        "buffer/open": len(buffer.open),
         **waiting,
-        "stock/longest_trained_mean": float(np.mean(trained)),
+        "buffer/longest_trained_mean": float(np.mean(trained)),
     }
 
 
@@ -172,11 +172,11 @@ def _longest(entry: Entry[Ref]) -> int:
     """Tokens of the longest response of a group, as far as it is sampled."""
     summary = entry.summary
     if isinstance(summary, PartialSummary):
-        return summary.context_tokens - len(entry.ticket.prompt.token_ids)
+        return summary.context_tokens - len(entry.drawn.prompt.token_ids)
     return int(summary.response_lengths_G.max())
 
 
-def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -> Collected:
+def collect(limits: Limits, buffer: GroupBuffer, admit: Admit, advance: Advance) -> Collected:
     """The groups that a step trains on, after as many phases as they need.
 
     Before each phase as many prompts are drawn as may be in flight. Then there are phases until enough groups are
@@ -184,19 +184,19 @@ def collect(limits: Limits, stock: GroupStock, admit: Admit, advance: Advance) -
     many prompts were drawn as max_rounds allows and no group is open, the step trains on the groups that there are, or
     the run stops, as the recipe says. Raises UserError(algorithm.max_rounds) in the latter case, and without any group.
     """
-    before, rounds, drawn, complete = stock, 0, 0, []
-    is_wanted = limits.is_short(stock) if limits.ahead else limits.begins_with_phase(stock)
+    before, rounds, drawn, complete = buffer, 0, 0, []
+    is_wanted = limits.is_short(buffer) if limits.ahead else limits.begins_with_phase(buffer)
     while is_wanted:
-        if count := limits.num_admitted(stock, rounds, drawn):
-            stock, rounds, drawn = admit(stock, count, rounds + limits.ahead), rounds + 1, drawn + count
-        stock, new = limits.completed(stock, advance(stock))
+        if count := limits.num_admitted(buffer, rounds, drawn):
+            buffer, rounds, drawn = admit(buffer, count, rounds + limits.ahead), rounds + 1, drawn + count
+        buffer, new = limits.completed(buffer, advance(buffer))
         complete += new
-        is_wanted = limits.is_short(stock) and bool(stock.open or limits.num_admitted(stock, rounds, drawn))
-    chosen = stock.ready(limits.wanted)
+        is_wanted = limits.is_short(buffer) and bool(buffer.open or limits.num_admitted(buffer, rounds, drawn))
+    chosen = buffer.ready(limits.wanted)
     hyperparameters = limits.hyperparameters
-    if limits.is_short(stock) and (hyperparameters.when_short == "stop" or not chosen):
+    if limits.is_short(buffer) and (hyperparameters.when_short == "stop" or not chosen):
         raise _too_few(len(chosen), limits.wanted, drawn, rounds, hyperparameters)
-    rest = stock.without_trained(chosen).after_step(limits.stock_sizes, limits.steps_left)
+    rest = buffer.without_trained(chosen).after_step(limits.buffer_sizes, limits.steps_left)
     return Collected(before, rest, RolloutBatch.of(chosen), complete, rounds)
 
 
@@ -322,4 +322,4 @@ def refuse_empty(samples: Sequence[SampleRef], groups: Sequence[GroupSummary]) -
     if all(truncated_G(group).all() for group in groups):
         hint = "raise it, or set algorithm.overlong_filter to false"
         raise UserError("rollout.max_response_tokens", "every response of the step was cut", hint)
-    raise UserError("reward.function", "the verdict on every greedy sample of the step failed", HINT)
+    raise UserError("reward.function", "the verdict on every greedy sample of the step failed", REWARD_HINT)

@@ -10,11 +10,11 @@ from pathlib import Path
 from megarl.checkpoints.snapshots import Digest, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
-from megarl.controller.resuming import FOLDER, Progress, StockState, adapter_identity, critic_of, sampling_keys
+from megarl.controller.resuming import FOLDER, BufferState, Progress, adapter_identity, critic_of, sampling_keys
 from megarl.data.streams import PromptStream
 from megarl.disk import writing
 from megarl.fleet.fleet import Fleet
-from megarl.fleet.rank_groups import GroupStock
+from megarl.fleet.rank_groups import GroupBuffer
 from megarl.types import EndedEarly, Metrics, UserError
 
 
@@ -23,7 +23,7 @@ class _RunState:
     """The run after its last step: what a checkpoint of it holds besides the ranks' files."""
 
     progress: Progress
-    stock: GroupStock
+    buffer: GroupBuffer
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,15 @@ class Saver:
             return False
         return step % every == 0 if 0 < step < self._recipe.run.steps else True
 
-    def begin(self, step: int, stock: GroupStock) -> Metrics:
+    def begin(self, step: int, buffer: GroupBuffer) -> Metrics:
         """Begin a checkpoint if it is due; the readings of memory that was handed over for it.
 
         Call it while the training ranks hold their memory, before the publication. stock: for the next step.
         """
-        self._now, self._is_saved = _RunState(self._progress(step, stock), stock), False
+        self._now, self._is_saved = _RunState(self._progress(step, buffer), buffer), False
         return self._write(self._now) if self.is_due(step) else {}
 
-    def _progress(self, step: int, stock: GroupStock) -> Progress:
+    def _progress(self, step: int, buffer: GroupBuffer) -> Progress:
         return Progress(
             step=step,
             version=self._fleet.version,
@@ -72,7 +72,7 @@ class Saver:
             trains_mtp=self._recipe.train.mtp_loss > 0,
             shape=asdict(self._fleet.roles.policy.shape),
             critic=critic_of(self._fleet.roles),
-            stock=StockState.of(stock),
+            buffer=BufferState.of(buffer),
             sampling=sampling_keys(self._recipe),
             lora=adapter_identity(self._recipe),
         )
@@ -82,7 +82,7 @@ class Saver:
         with self._writing(now.progress.step):
             begun = _OpenCheckpoint(self._snapshots.begin(now.progress.step), now.progress)
             self._begun, self._is_recorded, self._is_saved = begun, False, True
-            digests, readings = self._fleet.save(begun.folder.absolute(), now.stock)
+            digests, readings = self._fleet.save(begun.folder.absolute(), now.buffer)
             self._begun = replace(begun, digests=digests)
         return readings
 

@@ -35,10 +35,10 @@ def sample(run: Run, step: Step) -> Step:
     engines, leave_if_wanted = run.fleet.engines, run.saver.leave_if_wanted
     rollout = StepRollout(recipe, limits, engines, run.inputs.prompts, step.number, leave_if_wanted)
     with record.phase("rollout"):
-        groups = rollout.collect(step.stock)
+        groups = rollout.collect(step.buffer)
         if step.number < recipe.run.steps or run.saver.is_due(step.number):  # else nothing has its samples
             rollout.begin_next()
-    bound = max(staleness_bound(recipe, hyperparameters), step.stock.loaded_bound)
+    bound = max(staleness_bound(recipe, hyperparameters), step.buffer.loaded_bound)
     record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
@@ -49,7 +49,7 @@ def sample(run: Run, step: Step) -> Step:
 
 def finish_rollout(step: Step) -> Step:
     """After the updates: the stock for the next step, once the phase has ended that was sampled meanwhile."""
-    return replace(step, stock=step.rollout.finish(step.record)) if step.rollout else step
+    return replace(step, buffer=step.rollout.finish(step.record)) if step.rollout else step
 
 
 def demonstrate(run: Run, step: Step) -> Step:
@@ -64,7 +64,7 @@ def score(fleet: Fleet, groups: RolloutBatch, record: Record) -> RolloutBatch:
     if fleet.reward_model is None:
         return groups
     with record.phase("score"):
-        record.add(fleet.hand_over("score"))
+        record.add(fleet.onload_for("score"))
         return fleet.reward_model.score(groups)
 
 
@@ -85,7 +85,7 @@ def observe(run: TrainingRun, step: Step) -> Step:
     fleet, critic = run.fleet, run.fleet.critic
     assert critic is not None
     with step.record.phase("observe"):
-        step.record.add(fleet.hand_over("train"))
+        step.record.add(fleet.onload_for("train"))
         readers = critic.plan_of(step.samples)
         observation = fleet.trainers.observe(run.algorithm, step.samples, step.groups.refs, readers)
     return replace(step, observation=observation)
@@ -96,7 +96,7 @@ def value(run: TrainingRun, step: Step) -> Step:
     fleet, critic = run.fleet, run.fleet.critic
     assert critic is not None
     with step.record.phase("critic"):
-        step.record.add(fleet.hand_over("critic"))
+        step.record.add(fleet.onload_for("critic"))
         readers = fleet.trainers.plan_of(run.algorithm, step.samples)
         token_values = critic.values(step.samples, step.groups.refs, readers)
         lr = learning_rate(critic.recipe.train, step.number, run.recipe.run.steps)
@@ -115,7 +115,7 @@ def update(run: TrainingRun, step: Step) -> Step:
     if lr is None:
         return step
     with step.record.phase("train"):
-        step.record.add(run.fleet.hand_over("train"))
+        step.record.add(run.fleet.onload_for("train"))
         trained = run.fleet.trainers.train(
             run.algorithm, step.samples, step.groups.refs, lr, token_values=values, observation=observation
         )

@@ -10,11 +10,11 @@ from megarl.config import Recipe
 from megarl.controller.samples import Collected, Limits, collect, sampling_of, waiting_metrics
 from megarl.data.streams import PromptStream
 from megarl.fleet.engines import Engines
-from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.fleet.sampling_round import SamplingRound
+from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
+from megarl.fleet.sampling_phase import SamplingPhase
 from megarl.tracking.metrics import balance_metrics, failed_share
 from megarl.tracking.run_log import Record
-from megarl.types import RoundBalance
+from megarl.types import PhaseBalance
 
 
 class StepRollout:
@@ -36,37 +36,37 @@ class StepRollout:
         """number: of the step. before_phase: is called before each phase that the step's training waits for."""
         self._recipe, self._limits, self._engines, self._prompts = recipe, limits, engines, prompts
         self._number, self._before_phase = number, before_phase
-        self._balances: list[RoundBalance] = []
+        self._balances: list[PhaseBalance] = []
         self._found: Collected
-        self._beside: tuple[GroupStock, SamplingRound, float] | None = None  # its stock, the round, when it began
+        self._beside: tuple[GroupBuffer, SamplingPhase, float] | None = None  # its stock, the round, when it began
 
-    def collect(self, stock: GroupStock) -> RolloutBatch:
+    def collect(self, buffer: GroupBuffer) -> RolloutBatch:
         """The groups that the step trains on; stock: of the step before."""
-        self._found = collect(self._limits, stock, self._admit, self._advance)
+        self._found = collect(self._limits, buffer, self._admit, self._advance)
         return self._found.chosen
 
     def begin_next(self) -> None:
         """Begin the next step's first phase, with ahead and where that step needs a phase."""
-        stock, following = self._found.stock, self._number + 1
-        if not self._limits.ahead or not self._limits.begins_with_phase(stock):
+        buffer, following = self._found.buffer, self._number + 1
+        if not self._limits.ahead or not self._limits.begins_with_phase(buffer):
             return
-        if count := self._limits.of_next_step().num_admitted(stock, 0, 0):
-            stock = self._admitted(stock, count, following, 0)
-        began = self._engines.begin(stock.open, sampling_of(self._recipe, following), beside_training=True)
-        self._beside = stock, began, time.monotonic()
+        if count := self._limits.of_next_step().num_admitted(buffer, 0, 0):
+            buffer = self._admitted(buffer, count, following, 0)
+        began = self._engines.begin(buffer.open, sampling_of(self._recipe, following), beside_training=True)
+        self._beside = buffer, began, time.monotonic()
 
-    def finish(self, record: Record) -> GroupStock:
+    def finish(self, record: Record) -> GroupBuffer:
         """Wait for the phase that was begun; the stock for the next step, and in the record what all phases found."""
         with record.phase("ahead") if self._beside else nullcontext():
             record.add(self._end_next())
         record.add(self._found.counts(self._limits))
         if self._limits.is_phased:
-            record.add(waiting_metrics(self._found.chosen.summaries, self._found.stock))
+            record.add(waiting_metrics(self._found.chosen.summaries, self._found.buffer))
         record.add(balance_metrics(self._balances))
         record.sampled(sum(balance.seconds for balance in self._balances))
         record.add({"reward/failed": failed_share(self._found.complete)})  # also of groups that no step trains on
         record.failed(self._found.complete)
-        return self._found.stock
+        return self._found.buffer
 
     def _end_next(self) -> dict[str, float]:
         """Wait for the phase; the seconds since the step's groups were chosen in which no engine sampled."""
@@ -77,20 +77,20 @@ class StepRollout:
         self._found = self._found.advanced(*self._limits.completed(before, after))
         return {"rollout/waited_s": time.monotonic() - began_s - round_.sampled_s}
 
-    def _admit(self, stock: GroupStock, count: int, round_: int) -> GroupStock:
-        return self._admitted(stock, count, self._number, round_)
+    def _admit(self, buffer: GroupBuffer, count: int, round_: int) -> GroupBuffer:
+        return self._admitted(buffer, count, self._number, round_)
 
-    def _admitted(self, stock: GroupStock, count: int, number: int, round_: int) -> GroupStock:
+    def _admitted(self, buffer: GroupBuffer, count: int, number: int, round_: int) -> GroupBuffer:
         """With so many prompts more; number, round_: the step and its round of drawing, which name random streams."""
         how = sampling_of(self._recipe, number, round_)
-        return stock.admitted(self._prompts.take(count), how.stream, how.num_samples + how.with_baseline)
+        return buffer.admitted(self._prompts.take(count), how.stream, how.num_samples + how.with_baseline)
 
-    def _advance(self, stock: GroupStock) -> GroupStock:
+    def _advance(self, buffer: GroupBuffer) -> GroupBuffer:
         self._before_phase()
-        return self._after(stock, self._engines.begin(stock.open, sampling_of(self._recipe, self._number)))
+        return self._after(buffer, self._engines.begin(buffer.open, sampling_of(self._recipe, self._number)))
 
-    def _after(self, stock: GroupStock, round_: SamplingRound) -> GroupStock:
+    def _after(self, buffer: GroupBuffer, round_: SamplingPhase) -> GroupBuffer:
         """The stock after this round of its open groups."""
         entries, balance = round_.result()
         self._balances.extend([balance] if balance else [])
-        return stock.updated(entries)
+        return buffer.updated(entries)

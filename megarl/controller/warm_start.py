@@ -7,7 +7,7 @@ from dataclasses import replace
 from megarl.controller.evaluation import evaluate
 from megarl.controller.run import Run, Step
 from megarl.controller.stages import learn, publish
-from megarl.fleet.rank_groups import GroupStock
+from megarl.fleet.rank_groups import GroupBuffer
 from megarl.tracking.metrics import train_metrics
 
 
@@ -20,7 +20,7 @@ def warm_start(run: Run) -> None:
         learning_rate=lambda step: warm.lr * min(1.0, step / max(1, warm.warmup_steps)),
         prompts_per_step=warm.sequences_per_step,
     )
-    readings = run.fleet.hand_over("train")
+    readings = run.fleet.onload_for("train")
     for number in range(1, warm.steps + 1):
         run.saver.leave_if_wanted()
         with run.log.warm_step(number) as record:
@@ -28,7 +28,7 @@ def warm_start(run: Run) -> None:
             assert step.trained is not None
             record.add(train_metrics(step.trained.updates, "warm_start"))
             if number == warm.steps:
-                record.add(readings | run.saver.begin(0, GroupStock()))
+                record.add(readings | run.saver.begin(0, GroupBuffer()))
                 publish(run.fleet, record)
                 evaluate(run, record)
     run.saver.settle(0)

@@ -61,9 +61,9 @@ class Report:
         kinds = Counter(gpu.name for node in self.nodes for gpu in node.gpus)
         gpus = " and ".join(f"{count} x {name}" for name, count in kinds.items()) or "no GPU"
         counts = Counter(finding.severity for finding in self.findings)
-        verdict = f"{_counted(counts['fault'], 'fault')} to mend" if counts["fault"] else "nothing must be mended"
+        reward_result = f"{_counted(counts['fault'], 'fault')} to mend" if counts["fault"] else "nothing must be mended"
         seen = f"{_counted(len(self.nodes), 'node')}, {gpus}"
-        return [*found, f"megarl doctor: {seen}: {verdict}, {_counted(counts['warning'], 'warning')}"]
+        return [*found, f"megarl doctor: {seen}: {reward_result}, {_counted(counts['warning'], 'warning')}"]
 
     def to_json(self) -> str:
         """The report as a JSON object; `facts` has all facts of the nodes."""

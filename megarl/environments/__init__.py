@@ -3,6 +3,10 @@
 from megarl.environments.agents.chat import EpisodeOver
 from megarl.environments.agents.chat_client import Chat
 from megarl.environments.runtime.environment import Environment, Observation
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult, refuse_earlier_name
 
-__all__ = ["Chat", "Environment", "EpisodeOver", "Observation", "Verdict"]
+__all__ = ["Chat", "Environment", "EpisodeOver", "Observation", "RewardResult"]
+
+
+def __getattr__(name: str) -> object:
+    refuse_earlier_name(__name__, name)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.environments import Environment, Observation, Verdict
+from megarl.environments import Environment, Observation, RewardResult
 
 _NUMBER = re.compile(r"-?\d{1,18}")
 
@@ -40,6 +40,6 @@ class Guess(Environment):
         word = "larger" if self._number > int(found[-1]) else "smaller"
         return f"My number is {word}. Guesses left: {self._left}."
 
-    def reward(self) -> Verdict:
+    def reward(self) -> RewardResult:
         """1 for the number, else 0."""
-        return Verdict(float(self._is_found), self._is_found)
+        return RewardResult(float(self._is_found), self._is_found)

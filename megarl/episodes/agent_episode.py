@@ -140,7 +140,7 @@ class AgentEpisode:
     async def _answered(self, request: ChatRequest) -> ChatAnswer:
         self._policy.check(request, self._rows.sampling.temperature, self._rows.sampling.top_p)
         tools = await asyncio.to_thread(self._tool_sets.of, request.tools)
-        messages = await asyncio.to_thread(checked, request.messages, tools.splice.template)
+        messages = await asyncio.to_thread(checked, request.messages, tools.turn_tokenizer.template)
         self._check_turns()
         self._in_flight += 1
         try:
@@ -182,17 +182,17 @@ class AgentEpisode:
             new = messages[len(thread.messages) :]
             thread.is_busy = True
             try:
-                ids = await asyncio.to_thread(said, new, thread.messages[-1], tools.splice, thread.stop)
+                ids = await asyncio.to_thread(said, new, thread.messages[-1], tools.turn_tokenizer, thread.stop)
                 if ids is not None:
                     return await self._continued(thread, ids, new)
             finally:
                 thread.is_busy = not thread.can_go_on
-        ids = await asyncio.to_thread(rendered, messages, tools.splice)
+        ids = await asyncio.to_thread(rendered, messages, tools.turn_tokenizer)
         return await self._opened(ids, messages, tools)
 
     async def _rendered(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
         """The longest conversation that the rendered messages begin with, or a new one."""
-        ids = await asyncio.to_thread(rendered, messages, tools.splice)
+        ids = await asyncio.to_thread(rendered, messages, tools.turn_tokenizer)
         known = [
             thread
             for thread in self._threads
@@ -245,7 +245,7 @@ class AgentEpisode:
             self._cut_by = None if turn.finished else "cut" if is_whole else "max_tokens"
         if turn.finished:
             last = turn.ids[-1]
-            thread.stop = last if last in thread.tools.splice.stop_ids else None
+            thread.stop = last if last in thread.tools.turn_tokenizer.stop_ids else None
             thread.can_go_on, thread.is_busy = True, False
         thread.messages = [*messages, message]
         calls, tokens = calls_of(message), len(turn.ids)
@@ -258,13 +258,13 @@ _Read = tuple[dict[str, Any], int, int]  # a turn as a message, its calls, and t
 
 def _read(thread: _Thread, ids: Sequence[int], stop: Sequence[str]) -> _Read:
     """A turn's tokens as a message. Where a call cannot be read at all, the whole is a text."""
-    text = thread.tools.splice.turn_text(ids, stop)
+    text = thread.tools.turn_tokenizer.turn_text(ids, stop)
     read = thread.tools.read(text, after_tools=bool(thread.heard) and thread.heard[-1]["role"] == "tool")
     bad = [call for call in read.calls if isinstance(call, BadCall)]
     number = len(read.calls)
     if any(call.arguments is None for call in bad):
         read = Turn(text)
-    message = assistant_message(read, text, thread.tools.splice.template, thread.num_calls)
+    message = assistant_message(read, text, thread.tools.turn_tokenizer.template, thread.num_calls)
     return {key: value for key, value in message.items() if key != "reasoning_content"}, number, len(bad)
 
 

@@ -16,7 +16,7 @@ from megarl.episodes.request_sampling import PolicySampling
 from megarl.episodes.rows import EpisodeResult, EpisodeRows, TurnSampler
 from megarl.model.tokenizer import chat_messages
 from megarl.types import Prompt
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
 Messages = Sequence[Mapping[str, Any]]
@@ -34,7 +34,7 @@ class AgentClient(Protocol):
         access: Access | None,
         timeout_s: float,
         on_begin: Callable[[], object] = ...,
-    ) -> Verdict | None: ...
+    ) -> RewardResult | None: ...
 
 
 class AccessPoint(Protocol):
@@ -78,16 +78,16 @@ class AgentRunner:
         )
         episode = AgentEpisode(rows, self._tool_sets, self._config, self._policy)
         try:
-            verdict = await self._ended(episode, prompt, sampling.group_seed)
+            reward_result = await self._ended(episode, prompt, sampling.group_seed)
         finally:
             await rows.end(len(prompt.token_ids))
         if episode.error:
             raise episode.error
-        if not rows.tally.kept_tokens and not isinstance(verdict, Failure):
-            verdict = Failure("no turn of the model has reached the agent")
-        return EpisodeResult(rows.sample(episode.end), verdict, episode.refused_fields)
+        if not rows.tally.kept_tokens and not isinstance(reward_result, Failure):
+            reward_result = Failure("no turn of the model has reached the agent")
+        return EpisodeResult(rows.sample(episode.end), reward_result, episode.refused_fields)
 
-    async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> Verdict | Failure | None:
+    async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> RewardResult | Failure | None:
         """Run the agent to its end; what it gave, or why it failed."""
         messages = chat_messages(prompt.messages)
         access = self._endpoint.open(episode) if self._endpoint else None

@@ -14,7 +14,7 @@ from megarl.environments.agents.chat import AgentCall, ChatRefused
 from megarl.episodes.call_probe import FoundFormat, find_format
 from megarl.episodes.template import has_half_pair
 from megarl.episodes.tool_calls import CallFormat, Turn
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.types import UserError
 
 _KEPT = 64  # sets of tools
@@ -27,7 +27,7 @@ class ToolSet:
     """Of one set of tools: the splice, and the format of calls, None without tools. key: equal for equal tools."""
 
     key: str
-    splice: Splice
+    turn_tokenizer: TurnTokenizer
     calls: CallFormat | None
 
     def read(self, text: str, *, after_tools: bool) -> Turn:
@@ -68,10 +68,10 @@ class ToolSets:
 
     def _made(self, key: str, schemas: Sequence[Mapping[str, Any]]) -> ToolSet:
         try:
-            splice = Splice(self._tokenizer, self._stop_ids, schemas)
+            turn_tokenizer = TurnTokenizer(self._tokenizer, self._stop_ids, schemas)
             if not schemas:
-                return ToolSet(key, splice, None)
-            return ToolSet(key, splice, CallFormat.of(self._format, self._tokenizer, schemas, are_users=False))
+                return ToolSet(key, turn_tokenizer, None)
+            return ToolSet(key, turn_tokenizer, CallFormat.of(self._format, self._tokenizer, schemas, are_users=False))
         except UserError as error:
             raise ChatRefused(f"the tools cannot be used: {error.problem}") from error
 

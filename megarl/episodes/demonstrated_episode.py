@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.data.files import BadRow
 from megarl.episodes.template import Message, TemplateRefusal
-from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import chat_messages
 from megarl.printable import short
 
@@ -51,7 +51,7 @@ class _Call:
     shown: Mapping[str, Any]
 
 
-def demonstrate(splice: Splice, prompt: Any, messages: Any) -> Demonstration:
+def demonstrate(turn_tokenizer: TurnTokenizer, prompt: Any, messages: Any) -> Demonstration:
     """The tokens of the prompt (a text or chat messages), and of the row's messages after it.
 
     splice: with the schemas of the episodes' tools. Turns are rendered by the chat template, with ids of calls in its
@@ -59,7 +59,7 @@ def demonstrate(splice: Splice, prompt: Any, messages: Any) -> Demonstration:
     of these tools or the template refuses or changes them, and UserError where it takes no results or calls at all.
     """
     try:
-        return _demonstrated(splice, chat_messages(prompt), _checked(messages))
+        return _demonstrated(turn_tokenizer, chat_messages(prompt), _checked(messages))
     except TemplateRefusal as refusal:
         raise BadRow(f"the chat template refuses the messages ({refusal})", _TEMPLATE) from refusal
 
@@ -78,8 +78,10 @@ def _checked(messages: Any) -> Sequence[Message]:
     return chat
 
 
-def _demonstrated(splice: Splice, before: Sequence[Message], messages: Sequence[Message]) -> Demonstration:
-    prompt_ids, response_ids, sampled = splice.first(before), [], []
+def _demonstrated(
+    turn_tokenizer: TurnTokenizer, before: Sequence[Message], messages: Sequence[Message]
+) -> Demonstration:
+    prompt_ids, response_ids, sampled = turn_tokenizer.first(before), [], []
     chat, rest, numbers, turn = list(before), deque(messages), count(), []
 
     def append(ids: Sequence[int], *, is_sampled: bool) -> None:
@@ -87,18 +89,18 @@ def _demonstrated(splice: Splice, before: Sequence[Message], messages: Sequence[
         sampled.extend([is_sampled] * len(ids))
 
     while rest:
-        calls, answer = _turn(splice, _next(rest, "assistant"), numbers)
-        turn = _whole_turn(splice, chat, answer, calls)
+        calls, answer = _turn(turn_tokenizer, _next(rest, "assistant"), numbers)
+        turn = _whole_turn(turn_tokenizer, chat, answer, calls)
         append(turn, is_sampled=True)
         chat.append(answer)
         if rest and calls:
             told = [_result(call, _next(rest, "tool")) for call in calls]
-            append(_results(splice, calls, told, turn), is_sampled=False)
+            append(_results(turn_tokenizer, calls, told, turn), is_sampled=False)
             chat += told
         elif rest:
             chat.append(_next(rest, "user"))
-            append(splice.user(chat[-1]["content"], after=turn[-1]), is_sampled=False)
-    return Demonstration(prompt_ids, response_ids, sampled, splice.turn_text(turn))
+            append(turn_tokenizer.user(chat[-1]["content"], after=turn[-1]), is_sampled=False)
+    return Demonstration(prompt_ids, response_ids, sampled, turn_tokenizer.turn_text(turn))
 
 
 def _next(rest: deque[Message], role: str) -> Message:
@@ -109,17 +111,17 @@ def _next(rest: deque[Message], role: str) -> Message:
     return message
 
 
-def _turn(splice: Splice, message: Message, numbers: Iterator[int]) -> tuple[list[_Call], Message]:
+def _turn(turn_tokenizer: TurnTokenizer, message: Message, numbers: Iterator[int]) -> tuple[list[_Call], Message]:
     """The calls of an assistant's message, and the message in the template's style. numbers: of the calls so far."""
     given = message.get("tool_calls") or []
     if not isinstance(given, list):
         raise BadRow(f"the calls of a message are {short(given, 60)}", _CALL)
-    calls = [_call(splice, call, next(numbers)) for call in given]
+    calls = [_call(turn_tokenizer, call, next(numbers)) for call in given]
     shown = {"tool_calls": [call.shown for call in calls]} if calls else {}
     return calls, {key: value for key, value in message.items() if key != "tool_calls"} | shown
 
 
-def _call(splice: Splice, given: Any, number: int) -> _Call:
+def _call(turn_tokenizer: TurnTokenizer, given: Any, number: int) -> _Call:
     try:
         name, arguments = given["function"]["name"], given["function"]["arguments"]
         if isinstance(arguments, str):
@@ -128,11 +130,11 @@ def _call(splice: Splice, given: Any, number: int) -> _Call:
         raise BadRow(f"a call of the demonstration is {short(given, 60)}", _CALL) from None
     if not isinstance(arguments, dict):
         raise BadRow(f"the arguments of a call of {short(name, 60)} are {short(arguments, 60)}", _CALL)
-    names = [schema["function"]["name"] for schema in splice.template.schemas]
+    names = [schema["function"]["name"] for schema in turn_tokenizer.template.schemas]
     if name not in names:
         known = f"the tools are {', '.join(names)}" if names else "there are no tools"
         raise BadRow(f"the demonstration calls {short(name, 60)}, and {known}", _TOOLS)
-    return _Call(name, given.get("id"), splice.template.call_style.call(name, arguments, number))
+    return _Call(name, given.get("id"), turn_tokenizer.template.call_style.call(name, arguments, number))
 
 
 def _result(call: _Call, message: Message) -> Message:
@@ -144,17 +146,19 @@ def _result(call: _Call, message: Message) -> Message:
     return {"role": "tool", "tool_call_id": call.shown["id"], "name": call.name, "content": message["content"]}
 
 
-def _whole_turn(splice: Splice, before: Sequence[Message], answer: Message, calls: Sequence[_Call]) -> list[int]:
+def _whole_turn(
+    turn_tokenizer: TurnTokenizer, before: Sequence[Message], answer: Message, calls: Sequence[_Call]
+) -> list[int]:
     """The tokens that a model samples for the message: up to and with the stop token.
 
     Where the stop token opens the next message (GLM) it is that of the message which follows such a turn.
     """
-    template = splice.template
+    template = turn_tokenizer.template
     left_out, ids = template.turn(before, answer)
     if left_out.strip():
         problem = f"the chat template writes no {left_out.strip()!r} in a turn, and the generation prompt ends with it"
         raise BadRow(problem, _TEMPLATE)
-    end = next((place for place, token in enumerate(ids) if token in splice.stop_ids), len(ids))
+    end = next((place for place, token in enumerate(ids) if token in turn_tokenizer.stop_ids), len(ids))
     words = _solid(template.decode(ids[:end]))
     for part in [*_TAG.split(answer["content"]), *(call.name for call in calls)]:
         if _solid(part) not in words:
@@ -163,18 +167,20 @@ def _whole_turn(splice: Splice, before: Sequence[Message], answer: Message, call
     if end < len(ids):
         return ids[: end + 1]
     empty = [ToolResult("", call.name) for call in calls]
-    following = splice.following_results(empty) if calls else splice.following_user("a")
+    following = turn_tokenizer.following_results(empty) if calls else turn_tokenizer.following_user("a")
     return [*ids, following.stop]
 
 
-def _results(splice: Splice, calls: Sequence[_Call], told: Sequence[Message], turn: Sequence[int]) -> list[int]:
+def _results(
+    turn_tokenizer: TurnTokenizer, calls: Sequence[_Call], told: Sequence[Message], turn: Sequence[int]
+) -> list[int]:
     """The tokens of the results; an id is known to an episode where the model wrote it."""
-    written = splice.turn_text(turn)
+    written = turn_tokenizer.turn_text(turn)
     results = [
         ToolResult(message["content"], call.name, call.shown["id"] if call.shown["id"] in written else None)
         for call, message in zip(calls, told, strict=True)
     ]
-    return splice.tool_results(results, after=turn[-1])
+    return turn_tokenizer.tool_results(results, after=turn[-1])
 
 
 def _solid(text: str) -> str:

@@ -10,24 +10,28 @@ import numpy as np
 
 from megarl.data.files import BadRow, column
 from megarl.episodes.demonstrated_episode import demonstrate
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserError
 
 
-def demonstrations(tokenizer: Any, splice: Splice | None, messages: str | None) -> Callable[[Prompt], SampleGroup]:
+def demonstrations(
+    tokenizer: Any, turn_tokenizer: TurnTokenizer | None, messages: str | None
+) -> Callable[[Prompt], SampleGroup]:
     """What makes the demonstration of a prompt's row.
 
     splice: of the recipe's episodes. messages: the column of demonstrated episodes; without both it is the answer.
     """
-    if splice is not None and messages:
-        return partial(demonstrated_episode, splice=splice, name=messages)
+    if turn_tokenizer is not None and messages:
+        return partial(demonstrated_episode, turn_tokenizer=turn_tokenizer, name=messages)
     return partial(demonstration, tokenizer=tokenizer)
 
 
-def demonstrated_episode(prompt: Prompt, splice: Splice, name: str) -> SampleGroup:
+def demonstrated_episode(prompt: Prompt, turn_tokenizer: TurnTokenizer, name: str) -> SampleGroup:
     """The episode in the row's column `name` as a group of one sample. Raises UserError(data.messages)."""
     try:
-        found = demonstrate(splice, prompt.messages, column(prompt.row, name, "set data.messages to one of {columns}"))
+        found = demonstrate(
+            turn_tokenizer, prompt.messages, column(prompt.row, name, "set data.messages to one of {columns}")
+        )
     except BadRow as bad:
         raise UserError("data.messages", f"{prompt.id}: {bad.problem}", bad.hint) from bad
     marks = [False] * len(found.prompt_ids) + found.sampled

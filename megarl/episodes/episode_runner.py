@@ -23,12 +23,12 @@ from megarl.episodes.tally import Tally
 from megarl.episodes.template import Message, TemplateRefusal, user
 from megarl.episodes.tool_calls import CallFormat, ToolCall, Turn
 from megarl.episodes.transcript import TranscriptWriter
-from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import chat_messages
 from megarl.samples.accounting import longest_row
 from megarl.samples.buffer import phases_of
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserError
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
 _MOST_BAD_TURNS = 3  # in a row, whose calls could not be made at all
@@ -45,7 +45,7 @@ class EnvironmentClient(Protocol):
     async def leave(self, episode: str, operations: int) -> str | None: ...
     async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]: ...
     async def reply(self, episode: str, text: str) -> CallResult | None: ...
-    async def finish(self, episode: str) -> Verdict | None: ...
+    async def finish(self, episode: str) -> RewardResult | None: ...
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,22 @@ class EpisodeRunner:
         config: EpisodeConfig,
         sampler: TurnSampler,
         environment: EnvironmentClient,
-        splice: Splice,
+        turn_tokenizer: TurnTokenizer,
         calls: CallFormat | None,
         *,
         max_prompt_tokens: int,
     ) -> None:
         self._config, self._sampler, self._environment = config, PacedSampler(sampler), environment
-        self._splice, self._calls, self._numbers = splice, calls, count()
+        self._turn_tokenizer, self._calls, self._numbers = turn_tokenizer, calls, count()
         self._max_prompt_tokens = max_prompt_tokens
         self._renders = config.history == "render"
 
     async def run(
-        self, prompt: Prompt, sampling: Sampling, place: int, begun: Sample | None = None, dealt_tokens: int = 0
+        self, prompt: Prompt, sampling: Sampling, place: int, begun: Sample | None = None, assigned_tokens: int = 0
     ) -> EpisodeResult:
         """One episode, sample number `place` of its prompt, or a phase of it. sampling.max_tokens: of a turn.
 
-        begun: as the phase before has left it. dealt_tokens: with which it was dealt to the engine; 0: those of the
+        begun: as the phase before has left it. assigned_tokens: with which it was dealt to the engine; 0: those of the
         prompt. Raises what the sampler raises, and UserError where what answers can no longer be used.
         """
         name, config = f"episode-{next(self._numbers)}", self._config
@@ -98,7 +98,7 @@ class EpisodeRunner:
         try:
             state, end, failure = await self._phase(rows, tools, prompt, sampling, begun)
         finally:  # the engine's place is free before the environment thinks about the reward
-            await rows.end(dealt_tokens or len(prompt.token_ids))
+            await rows.end(assigned_tokens or len(prompt.token_ids))
         phases = opened.phases + 1
         if end is None and phases < phases_of(config.max_tokens, sampling.phase_tokens):
             history = await self._environment.leave(name, tools.operations)
@@ -109,13 +109,13 @@ class EpisodeRunner:
             if end == "timeout":
                 words = f"episode.timeout_s ({config.timeout_s:g} s) had passed before the end of reset"
             return EpisodeResult(rows.sample("environment"), Failure(words))
-        verdict = None
+        reward_result = None
         try:
-            verdict = await tools.unlimited(self._environment.finish(name))
+            reward_result = await tools.unlimited(self._environment.finish(name))
         except EnvironmentFailure as error:
             end, failure = "environment", error
         sample = rows.sample(end or "timeout")
-        return EpisodeResult(sample, Failure(str(failure)) if failure else verdict)
+        return EpisodeResult(sample, Failure(str(failure)) if failure else reward_result)
 
     async def _phase(
         self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
@@ -155,8 +155,8 @@ class EpisodeRunner:
         if opening is None:
             return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages)
         rows.tally.transcript.add_message(opening)
-        messages = [*messages, user(self._splice.template.without_special_tokens(opening))]
-        ids = await self._said(self._splice.first, messages)
+        messages = [*messages, user(self._turn_tokenizer.template.without_special_tokens(opening))]
+        ids = await self._said(self._turn_tokenizer.first, messages)
         if len(ids) > self._max_prompt_tokens:
             limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
             raise EnvironmentFailure(f"with the text of reset the prompt has {len(ids)} tokens, and {limit}")
@@ -203,7 +203,7 @@ class EpisodeRunner:
         """Whether there is room for a further turn after what was said, which the conversation then has."""
         conversation, rows, ids = state.conversation, state.rows, state.said
         if ids is None:
-            whole = await self._said(rendered, state.messages, self._splice)
+            whole = await self._said(rendered, state.messages, self._turn_tokenizer)
             if rows.room(len(whole)) < _FIRST_TOKEN:
                 return False
             if not conversation.is_start_of(whole):
@@ -236,7 +236,7 @@ class EpisodeRunner:
         if self._renders:
             state.messages += [self._message(state, read, ids), user(shown)]
             return _Answer(None)
-        return _Answer(await self._said(self._splice.user, shown, after=ids[-1]))
+        return _Answer(await self._said(self._turn_tokenizer.user, shown, after=ids[-1]))
 
     async def _called(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> _Answer:
         """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
@@ -264,7 +264,7 @@ class EpisodeRunner:
             state.messages += [message, *results_of(message, shown)]
             return _Answer(None)
         told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
-        return _Answer(await self._said(self._splice.tool_results, told, after=ids[-1]))
+        return _Answer(await self._said(self._turn_tokenizer.tool_results, told, after=ids[-1]))
 
     async def _made(self, state: EpisodeState, calls: Sequence[ToolCall]) -> tuple[list[CallResult], bool]:
         """The results of calls, and whether they were given up because the episode had no seconds left."""
@@ -277,25 +277,27 @@ class EpisodeRunner:
 
     def _message(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> Message:
         """A turn as the message that is rendered, before its calls are counted."""
-        return assistant_message(read, self._splice.turn_text(ids), self._splice.template, state.tally.calls)
+        return assistant_message(
+            read, self._turn_tokenizer.turn_text(ids), self._turn_tokenizer.template, state.tally.calls
+        )
 
-    async def _said(self, splice: Callable[..., list[int]], *words: Any, **how: Any) -> list[int]:
+    async def _said(self, turn_tokenizer: Callable[..., list[int]], *words: Any, **how: Any) -> list[int]:
         """The tokens of what is said to the model. Raises EnvironmentFailure where the template refuses the words."""
         try:
-            return await asyncio.to_thread(splice, *words, **how)
+            return await asyncio.to_thread(turn_tokenizer, *words, **how)
         except (UserError, TemplateRefusal, BadMessages) as error:
             raise EnvironmentFailure(f"the chat template refuses the message ({error})") from error
 
     def _read(self, ids: Sequence[int], after_tools: bool) -> Turn:
         assert self._calls
-        return self._calls.read(self._splice.turn_text(ids), after_tools=after_tools)
+        return self._calls.read(self._turn_tokenizer.turn_text(ids), after_tools=after_tools)
 
     def _cut(self, text: str) -> str:
         """The text without markup, of whose tokens the middle is left out where it has too many."""
-        most, text = self._config.max_observation_tokens, self._splice.template.without_special_tokens(text)
-        ids = self._splice.template.ids(text)
+        most, text = self._config.max_observation_tokens, self._turn_tokenizer.template.without_special_tokens(text)
+        ids = self._turn_tokenizer.template.ids(text)
         if len(ids) <= most:
             return text
         head, tail = ids[: most - most // 2], ids[len(ids) - most // 2 :]
-        decode = self._splice.template.decode
+        decode = self._turn_tokenizer.template.decode
         return f"{decode(head)}\n[... {len(ids) - most} tokens left out ...]\n{decode(tail) if tail else ''}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.episodes.template import ChatTemplate, Message, TemplateRefusal, as_utf8
 from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
-from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.types import UserError
 
 _ROLES = {"system", "user", "assistant", "tool"}
@@ -82,16 +82,16 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def rendered(messages: Sequence[Mapping[str, Any]], splice: Splice) -> list[int]:
+def rendered(messages: Sequence[Mapping[str, Any]], turn_tokenizer: TurnTokenizer) -> list[int]:
     """The tokens of checked messages, up to and with the generation prompt. Raises BadMessages."""
     try:
-        return splice.first(_for_template(messages, splice.template))
+        return turn_tokenizer.first(_for_template(messages, turn_tokenizer.template))
     except (UserError, TemplateRefusal) as refusal:
         raise BadMessages(f"the chat template refuses the messages ({refusal})") from refusal
 
 
 def said(
-    messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], splice: Splice, stop: int | None
+    messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], turn_tokenizer: TurnTokenizer, stop: int | None
 ) -> list[int] | None:
     """The tokens of checked messages after a turn; None where they cannot be spliced.
 
@@ -102,12 +102,12 @@ def said(
     roles, calls = [message["role"] for message in messages], turn.get("tool_calls", [])
     try:
         if roles == ["user"] and not calls:
-            return splice.user(messages[0]["content"], after=stop)
+            return turn_tokenizer.user(messages[0]["content"], after=stop)
         ids, answered = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in messages]
         if set(roles) == {"tool"} and sorted(ids) == sorted(answered):
             texts = _by_id(answered, [message["content"] for message in messages])
             results = [ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"]) for call in calls]
-            return splice.tool_results(results, after=stop)
+            return turn_tokenizer.tool_results(results, after=stop)
     except (UserError, TemplateRefusal):  # it may take the whole conversation
         return None
     return None

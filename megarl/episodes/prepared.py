@@ -8,21 +8,21 @@ from typing import Any
 
 from megarl.episodes.agent_tools import ToolSets
 from megarl.episodes.template import TemplateRefusal, user
-from megarl.episodes.template_check import SpliceFacts, check
+from megarl.episodes.template_check import TemplateFacts, check
 from megarl.episodes.tool_calls import CallFormat
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.types import UserError
 
-_RENDERED = SpliceFacts(parallel=True, kept=(), notes=())
+_RENDERED = TemplateFacts(parallel=True, kept=(), notes=())
 
 
 @dataclass(frozen=True)
 class Prepared:
     """calls: None without tools. facts: what is so with the template and is no fault."""
 
-    splice: Splice
+    turn_tokenizer: TurnTokenizer
     calls: CallFormat | None
-    facts: SpliceFacts
+    facts: TemplateFacts
 
 
 def prepare(
@@ -39,25 +39,27 @@ def prepare(
     renders: the history is rendered at every turn, so that nothing is spliced. Imports SGLang (seconds) where there are
     tools. Raises UserError(episode), (episode.tools), (episode.environment).
     """
-    splice = Splice(tokenizer, stop_ids, schemas)
+    turn_tokenizer = TurnTokenizer(tokenizer, stop_ids, schemas)
     if has_reset:
         try:
-            splice.first([user("a"), user("b")])
+            turn_tokenizer.first([user("a"), user("b")])
         except TemplateRefusal as refusal:
             problem = f"the chat template refuses the text of `reset` after a prompt ({refusal})"
             hint = "let reset return None, and write its text into the prompts"
             raise UserError("episode.environment", problem, hint) from refusal
-    facts = _RENDERED if renders else check(splice, users=has_reply, tools=bool(schemas))
+    facts = _RENDERED if renders else check(turn_tokenizer, users=has_reply, tools=bool(schemas))
     if not schemas:
-        return Prepared(splice, None, facts)
+        return Prepared(turn_tokenizer, None, facts)
     calls = CallFormat.find(tokenizer, stop_ids, schemas)
-    return Prepared(splice, replace(calls, parallel=calls.parallel and facts.parallel), facts)
+    return Prepared(turn_tokenizer, replace(calls, parallel=calls.parallel and facts.parallel), facts)
 
 
-def prepare_agents(tokenizer: Any, stop_ids: Collection[int], *, renders: bool = False) -> tuple[ToolSets, SpliceFacts]:
+def prepare_agents(
+    tokenizer: Any, stop_ids: Collection[int], *, renders: bool = False
+) -> tuple[ToolSets, TemplateFacts]:
     """For agents, which name their tools when they ask. Imports SGLang (seconds). Raises UserError(episode)."""
     tool_sets = ToolSets(tokenizer, stop_ids)
-    facts = _RENDERED if renders else check(Splice(tokenizer, stop_ids), users=True, tools=False)
+    facts = _RENDERED if renders else check(TurnTokenizer(tokenizer, stop_ids), users=True, tools=False)
     if refusal := tool_sets.refusal():
         note = f"requests of the agent with tools are refused: {refusal}"
         facts = replace(facts, notes=(*facts.notes, note))

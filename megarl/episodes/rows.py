@@ -13,7 +13,7 @@ import numpy as np
 from megarl.episodes.conversation import Conversation
 from megarl.episodes.tally import Tally
 from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Sample
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
 ENDS_BY_ITSELF = ("answered", "done")
@@ -36,7 +36,7 @@ class EpisodeResult:
     function decides, or the episode is open. refused_fields: how often the endpoint has refused each field."""
 
     sample: Sample
-    verdict: Verdict | Failure | None
+    reward_result: RewardResult | Failure | None
     refused_fields: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -46,7 +46,9 @@ class EnvironmentRuntime:
         recipe, own = self._recipe, self.prepared
         assert recipe.episode
         limit = recipe.data.max_prompt_tokens
-        return EpisodeRunner(recipe.episode, sampler, self.thread, own.splice, own.calls, max_prompt_tokens=limit)
+        return EpisodeRunner(
+            recipe.episode, sampler, self.thread, own.turn_tokenizer, own.calls, max_prompt_tokens=limit
+        )
 
     def shutdown(self) -> None:
         """End and reap the processes; may be called again."""

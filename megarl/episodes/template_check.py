@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from megarl.episodes.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, num_shared, user
-from megarl.episodes.turn_tokenizer import HINT, Following, Splice, ToolResult
+from megarl.episodes.turn_tokenizer import HINT, Following, ToolResult, TurnTokenizer
 from megarl.types import UserError
 
 _WORDS = "probeone", "probetwo"  # in small letters, which the vocabularies of tiny models have too
@@ -23,7 +23,7 @@ _EARLIER: tuple[Message, ...] = (
 
 
 @dataclass(frozen=True)
-class SpliceFacts:
+class TemplateFacts:
     """What is so with a template and is no fault.
 
     parallel: whether the results of several calls in one turn can follow it. kept: what a conversation that is only
@@ -35,36 +35,36 @@ class SpliceFacts:
     notes: tuple[str, ...]
 
 
-def check(splice: Splice, *, users: bool, tools: bool) -> SpliceFacts:
+def check(turn_tokenizer: TurnTokenizer, *, users: bool, tools: bool) -> TemplateFacts:
     """Prove the splice on the tokenizer's own template. Raises UserError(episode), (episode.tools).
 
     users, tools: whether the episodes have messages of a user after a turn, and results of tools.
     """
     notes: list[str] = []
     if users:
-        _prove(splice, "a user's message", _WORDS[:1], partial(splice.following_user, _WORDS[0]))
-        if _repeats_tools(splice):
+        _prove(turn_tokenizer, "a user's message", _WORDS[:1], partial(turn_tokenizer.following_user, _WORDS[0]))
+        if _repeats_tools(turn_tokenizer):
             notes.append("the chat template writes the tools again before each message of a user")
     parallel = False
     if tools:
-        _prove_results(splice, 1)
+        _prove_results(turn_tokenizer, 1)
         try:
-            _prove_results(splice, 2)
+            _prove_results(turn_tokenizer, 2)
             parallel = True
         except UserError as error:
             notes.append(f"a turn can have one call only: {error.problem}")
     kept: list[str] = []
     for wanted, what, answers in ((users, "a user's message", False), (tools, "a tool's result", True)):
         if wanted:
-            kept += [f"{part} after {what}" for part in _kept(splice.template, answers)]
-    return SpliceFacts(parallel, tuple(kept), tuple(notes))
+            kept += [f"{part} after {what}" for part in _kept(turn_tokenizer.template, answers)]
+    return TemplateFacts(parallel, tuple(kept), tuple(notes))
 
 
-def _prove_results(splice: Splice, number: int) -> None:
-    template, what = splice.template, "a tool's result" if number == 1 else "the results of two calls"
+def _prove_results(turn_tokenizer: TurnTokenizer, number: int) -> None:
+    template, what = turn_tokenizer.template, "a tool's result" if number == 1 else "the results of two calls"
     texts = _WORDS[:number]
     results = [ToolResult(text, template.tool_name) for text in texts]
-    _prove(splice, what, texts, partial(splice.following_results, results))
+    _prove(turn_tokenizer, what, texts, partial(turn_tokenizer.following_results, results))
     values = [f"{MARKER}{text}" for text in texts]
     calls = [template.call_style.call(template.tool_name, {"value": value}, i) for i, value in enumerate(values)]
     shown = template.text([user("a"), {"role": "assistant", "content": "", "tool_calls": calls}])
@@ -72,9 +72,9 @@ def _prove_results(splice: Splice, number: int) -> None:
         raise UserError(WHERE, f"the chat template leaves out {missing} of {number} calls in one turn", HINT)
 
 
-def _prove(splice: Splice, what: str, texts: Sequence[str], following: Callable[..., Following]) -> None:
+def _prove(turn_tokenizer: TurnTokenizer, what: str, texts: Sequence[str], following: Callable[..., Following]) -> None:
     """Prove the splice for one kind of message, whose texts are given; following: the splice's own function for it."""
-    template, plain = splice.template, following()
+    template, plain = turn_tokenizer.template, following()
 
     def error(problem: str) -> UserError:
         return UserError(WHERE, f"the chat template {problem}", HINT)
@@ -113,9 +113,9 @@ def _shown_with(following: Callable[..., Following], thought: Message) -> Follow
         return None
 
 
-def _repeats_tools(splice: Splice) -> bool:
-    after = splice.template.decode(splice.following_user(_WORDS[0]).ids)
-    return bool(splice.template.schemas) and splice.template.tool_name in after
+def _repeats_tools(turn_tokenizer: TurnTokenizer) -> bool:
+    after = turn_tokenizer.template.decode(turn_tokenizer.following_user(_WORDS[0]).ids)
+    return bool(turn_tokenizer.template.schemas) and turn_tokenizer.template.tool_name in after
 
 
 def _kept(template: ChatTemplate, answers_call: bool) -> list[str]:

@@ -60,8 +60,8 @@ class TranscriptWriter:
             if sum(sizes) <= MOST_BYTES:
                 return tuple(kept)
         first, last = (sum(total <= MOST_BYTES // 2 for total in accumulate(way)) for way in (sizes, sizes[::-1]))
-        gap = _entry("left_out", f"[... {len(kept) - first - last} entries left out ...]")
-        return (*kept[:first], gap, *kept[len(kept) - last :])
+        diff = _entry("left_out", f"[... {len(kept) - first - last} entries left out ...]")
+        return (*kept[:first], diff, *kept[len(kept) - last :])
 
 
 def _entry(role: Literal["assistant", "user", "left_out"], text: str) -> TranscriptEntry:

@@ -57,7 +57,7 @@ class Following:
     text: str = field(compare=False)
 
 
-class Splice:
+class TurnTokenizer:
     """The tokens of a conversation's prompt, and those between its turns.
 
     stop_ids: the tokens at which the engine ends a response. schemas: the tools in OpenAI's form; none: no tools.
@@ -111,7 +111,7 @@ class Splice:
         """What follows an assistant's message when a user's message answers it.
 
         before: more messages before the short conversation; shown: keys that replace the assistant's own. Neither
-        they nor the marker change the result, which `splice_check` proves.
+        they nor the marker change the result, which `turn_tokenizer_check` proves.
         """
         marker = _unused(marker, text)
         assistant = {"role": "assistant", "content": marker, **(shown or {})}

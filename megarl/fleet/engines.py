@@ -12,12 +12,12 @@ from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.device import address_of, host_store
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.fleet.sampling_round import SamplingRound
+from megarl.fleet.sampling_phase import SamplingPhase
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.engine_layout import EngineLayout
-from megarl.rollout.load_balancing import Dealer
+from megarl.rollout.load_balancing import RequestBalancer
 from megarl.rollout.sglang.arguments import NodeSpan
-from megarl.samples.buffer import Entry, Stock
+from megarl.samples.buffer import Entry, RolloutBuffer
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 
@@ -37,7 +37,9 @@ class Engines:
         self._sharing = [worker for index, worker in enumerate(self.workers) if index not in own]
         self._with_own_gpus = [self.workers[index] for index in own]
         self._history = EngineHistory()
-        self._dealers: dict[int, Dealer] = {}  # of all rounds on so many engines; they know their capacity once started
+        self._dealers: dict[
+            int, RequestBalancer
+        ] = {}  # of all rounds on so many engines; they know their capacity once started
 
     @property
     def measures_shared_memory(self) -> bool:
@@ -74,13 +76,13 @@ class Engines:
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
         """One group of whole responses per prompt, in order."""
         samples = sampling.num_samples + sampling.with_baseline
-        fresh = Stock[Ref]().admitted(prompts, sampling.stream, samples)
+        fresh = RolloutBuffer[Ref]().admitted(prompts, sampling.stream, samples)
         found, _ = self.begin(fresh.entries, sampling).result()
         return RolloutBatch.of(fresh.updated(found).finished)
 
     def begin(
         self, entries: Sequence[Entry[Ref]], sampling: Sampling, *, beside_training: bool = False
-    ) -> SamplingRound:
+    ) -> SamplingPhase:
         """Begin one phase of the entries; each group goes to the engine with the fewest expected tokens.
 
         beside_training: on the engines that share no GPU with other models, whose memory is handed over meanwhile.
@@ -88,9 +90,9 @@ class Engines:
         workers = self._with_own_gpus if beside_training else self.workers
         if len(workers) not in self._dealers:
             capacities = self._cluster.call_all(workers, "capacity")
-            self._dealers[len(workers)] = Dealer(capacities, sampling.new_tokens(0))
-        dealer, groups = self._dealers[len(workers)], self._recipe.rollout.engine.dp
-        begun = SamplingRound(self._cluster, workers, dealer, groups, entries, sampling, self._history)
+            self._dealers[len(workers)] = RequestBalancer(capacities, sampling.new_tokens(0))
+        balancer, groups = self._dealers[len(workers)], self._recipe.rollout.engine.dp
+        begun = SamplingPhase(self._cluster, workers, balancer, groups, entries, sampling, self._history)
         begun.begin()
         return begun
 

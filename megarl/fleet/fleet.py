@@ -17,7 +17,7 @@ from megarl.config import Recipe
 from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, GroupStock, PolicyRanks, RewardModelRanks, RolloutBatch
+from megarl.fleet.rank_groups import AuxiliaryRanks, GroupBuffer, PolicyRanks, RewardModelRanks, RolloutBatch
 from megarl.placement.roles import Phase, Roles, resolve, sent_lora, trains_merged
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
@@ -28,7 +28,7 @@ from megarl.samples.summaries import partial_summary, summary
 from megarl.types import Metrics, SampleGroup
 
 CRITIC = "critic"  # the folder of the critic's files in a checkpoint
-STOCK = "stock.parquet"  # a checkpoint's file of the stock's groups, a row group each
+BUFFER_FILE = "stock.parquet"  # a checkpoint's file of the stock's groups, a row group each
 
 
 class TrainingFleet:
@@ -40,7 +40,7 @@ class TrainingFleet:
     def __init__(self, cluster: Cluster, roles: Roles, trainers: PolicyRanks, critic: AuxiliaryRanks | None) -> None:
         self._cluster, self.roles, self.trainers, self.critic, self.version = cluster, roles, trainers, critic, -1
 
-    def hand_over(self, phase: Phase) -> Metrics:
+    def onload_for(self, phase: Phase) -> Metrics:
         """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
         return {}
 
@@ -108,9 +108,9 @@ class Fleet(TrainingFleet):
         for line in [*placement_lines(placements), *map(str, placement_errors(placements))]:
             self._say(line)
 
-    def hand_over(self, phase: Phase) -> Metrics:
+    def onload_for(self, phase: Phase) -> Metrics:
         """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
-        return self.memory.hand_over(phase)
+        return self.memory.onload_for(phase)
 
     def fetch(self, rollout: RolloutBatch) -> list[SampleGroup]:
         """The groups themselves, copied to this process, with the rewards of their summaries."""
@@ -125,12 +125,12 @@ class Fleet(TrainingFleet):
         WorkerFailed when that fails too or a process is gone, and RuntimeError if an engine then states another version
         than the trainer's.
         """
-        readings = self.hand_over("reshard") if self.memory.phase != "rollout" else {}
+        readings = self.onload_for("reshard") if self.memory.phase != "rollout" else {}
         version = self.version + 1
         policy = self.roles.policy
         from_files = fp8_checkpoint(policy.recipe, policy.model) is not None
         steps = reshard_steps(policy.lora, has_weights=self._have_sessions, from_files=from_files)
-        kept_share = self.trainers.round_for(version) if trains_merged(policy.recipe) else None
+        kept_share = self.trainers.round_weights(version) if trains_merged(policy.recipe) else None
         calls = self._exchange(version, steps)
         try:
             self._cluster.gather(calls)
@@ -144,7 +144,7 @@ class Fleet(TrainingFleet):
         if any(one != version for one in versions):
             raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
         self.version, self._have_sessions = version, True
-        readings |= self.hand_over("rollout")
+        readings |= self.onload_for("rollout")
         stats = collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, exchanged(steps))
         return stats if kept_share is None else replace(stats, kept_share=kept_share), readings
 
@@ -166,34 +166,34 @@ class Fleet(TrainingFleet):
         Returns the groups of its stock, each with its prompt's id.
         """
         if self.critic:
-            self.hand_over("critic")
+            self.onload_for("critic")
             self.critic.load(folder / CRITIC)
-        self.hand_over("train")
+        self.onload_for("train")
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
-        if not (folder / STOCK).exists():
+        if not (folder / BUFFER_FILE).exists():
             return []
-        groups = open_samples(folder / STOCK).stocked_groups()
+        groups = open_samples(folder / BUFFER_FILE).buffered_groups()
         return [(group.prompt.id, _summary(group), self._cluster.put(group)) for group in groups]
 
-    def save(self, folder: Path, stock: GroupStock) -> tuple[dict[str, Digest], Metrics]:
+    def save(self, folder: Path, buffer: GroupBuffer) -> tuple[dict[str, Digest], Metrics]:
         """Begin a checkpoint after a step's updates; the model that is saved last then holds the memory.
 
         Returns the digests of the policy's files if these are already written, for `finish_save`, and the memory's
         readings. The policy's files are waited for before the critic's are begun, unless checkpoints are asynchronous:
         a host may have no room for the copies of both.
         """
-        digests, readings = {}, self.hand_over("train")
+        digests, readings = {}, self.onload_for("train")
         self.trainers.save(folder)
-        if stock.entries:
+        if buffer.entries:
             vocab_size, temperature = self.roles.policy.shape.vocab_size, self._recipe.rollout.temperature
-            with writing(folder / STOCK, vocab_size, temperature) as file:
-                for ref in (entry.ref for entry in stock.entries if entry.ref is not None):
+            with writing(folder / BUFFER_FILE, vocab_size, temperature) as file:
+                for ref in (entry.ref for entry in buffer.entries if entry.ref is not None):
                     file.write(self._cluster.gather({ref: "samples"}))
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:
                 digests = self.trainers.finish_save()
-            readings |= self.hand_over("critic")
+            readings |= self.onload_for("critic")
             (folder / CRITIC).mkdir()
             self.critic.save(folder / CRITIC)
         return digests, readings

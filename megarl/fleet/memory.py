@@ -64,7 +64,7 @@ class MemoryScheduler:
         self._computing = {name: ranks for name, ranks in named.items() if ranks is not None}
         self.phase: Phase = "rollout"
 
-    def hand_over(self, phase: Phase) -> Metrics:
+    def onload_for(self, phase: Phase) -> Metrics:
         """Enter a phase: memory is released before it is allocated.
 
         From `rollout` a computing phase may follow, or further ones, then `reshard` and the next `rollout`. Returns the

@@ -20,12 +20,12 @@ from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.placement.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank
-from megarl.samples.buffer import Entry, Stock
+from megarl.samples.buffer import Entry, RolloutBuffer
 from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_updates, refs_of
 from megarl.training.flops import speed, train_work
 from megarl.types import GroupSummary, Hyperparameters, Metrics, UserError
 
-GroupStock = Stock[Ref]
+GroupBuffer = RolloutBuffer[Ref]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class RankGroup:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
         of_readers = [refs_of(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))]
         wanted = self._cluster.put([frozenset(map(key_of, of_reader)) for of_reader in of_readers])
-        found, calls = PerTokenResults(self._dealt(updates, refs), [], []), {}
+        found, calls = PerTokenResults(self._assigned(updates, refs), [], []), {}
         for rank, worker in enumerate(self.workers):
             share, samples = found.shares[self._layout.coords(rank).dp]
             # Ranks that hold the same return their own state alone: each reference costs the controller time.
@@ -151,7 +151,7 @@ class RankGroup:
         self._cluster.await_all(calls)
         return found
 
-    def _dealt(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
+    def _assigned(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
         """(updates, their samples) of each data-parallel rank, one reference for all ranks with the same samples.
 
         The first of these ranks fetches the groups, and passes them on without the samples of other shares.
@@ -234,9 +234,9 @@ class PolicyRanks(RankGroup):
         """Write the weights as a Hugging Face checkpoint; fp8: those of linear layers in tiles with scales."""
         self._call("export", folder, fp8)
 
-    def round_for(self, version: int) -> float | None:
+    def round_weights(self, version: int) -> float | None:
         """Round the sums of weights and adapters as engines get this version; the part that rounding has kept."""
-        calls = {worker.call("round_for", version): worker.name for worker in self.workers}
+        calls = {worker.call("round_weights", version): worker.name for worker in self.workers}
         shares = [one for one in self._cluster.gather(calls) if one is not None]
         return fmean(shares) if shares else None
 
@@ -270,7 +270,7 @@ class PolicyRanks(RankGroup):
         """
         updates = [] if observation else self.plan_of(algorithm, samples)
         began = time.perf_counter()
-        shares = observation.shares if observation else self._dealt(updates, refs)
+        shares = observation.shares if observation else self._assigned(updates, refs)
         states = observation.states if observation else [None] * len(self.workers)
         metrics = self._train(shares, lr, states, token_values, algorithm)
         lengths, seconds = [one.length for one in samples], time.perf_counter() - began

@@ -156,7 +156,7 @@ def rounded_length(length: int) -> int:
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
-def dealt(
+def assigned(
     arrays: Sequence[FloatArray] | None, micro_batches: Sequence[Sequence[TrainSequence]]
 ) -> Iterator[Sequence[FloatArray] | None]:
     """One array per sequence, in order -> each micro-batch's own."""

@@ -112,8 +112,8 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
     wanted = [ep for ep in divisors(tp) if (shape.num_experts or 1) % ep == 0]
     for ep in [tp] if sizes["experts"] == "deepep" else reversed(wanted):
         overlay: Overlay = {"rollout": {"engine": {**sizes, "ep": ep}}}
-        if sizes["fp8"] and recipe.algorithm.mismatch in (None, "off"):
-            overlay["algorithm"] = {"mismatch": "tis"}
+        if sizes["fp8"] and recipe.algorithm.rollout_correction in (None, "off"):
+            overlay["algorithm"] = {"rollout_correction": "tis"}
         if _is_valid(resolve(overlaid(recipe, overlay))):
             yield overlay
             return

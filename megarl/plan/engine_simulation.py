@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megarl.rollout.load_balancing import Dealer
+from megarl.rollout.load_balancing import RequestBalancer
 
 CLIPPED = 4096  # the most tokens of a response that are reserved (CLIP_MAX_NEW_TOKENS)
 INITIAL_RATIO = 0.7  # share of them that is reserved for a running sequence; decays with each step
@@ -337,8 +337,8 @@ def simulate(engines: Sequence[SimulatedEngine], finished: Callable[[int, int, S
     return ends
 
 
-def observe_lengths(dealer: Dealer, lengths: Sequence[int]) -> None:
+def observe_lengths(balancer: RequestBalancer, lengths: Sequence[int]) -> None:
     """Let a dealer see responses of these lengths finish, as those of the round before."""
-    receiver = dealer.deal(0, len(lengths)) or 0  # the first, which has nothing yet
+    receiver = balancer.assign(0, len(lengths)) or 0  # the first, which has nothing yet
     for length in lengths:
-        dealer.finish(receiver, 0, length)
+        balancer.finish(receiver, 0, length)

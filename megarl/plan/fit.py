@@ -199,10 +199,10 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
 def _in_fp8(recipe: Recipe) -> _Change:
     """With the correction for samples of other probabilities than the trainer's."""
     change = _set(recipe, "rollout.engine.fp8", True)
-    if recipe.algorithm.mismatch not in (None, "off"):
+    if recipe.algorithm.rollout_correction not in (None, "off"):
         return change
-    words = f"{change.words} and algorithm.mismatch to tis"
-    return replace(change, words=words, recipe=_updated(change.recipe, "algorithm", {"mismatch": "tis"}))
+    words = f"{change.words} and algorithm.rollout_correction to tis"
+    return replace(change, words=words, recipe=_updated(change.recipe, "algorithm", {"rollout_correction": "tis"}))
 
 
 def _host_changes(recipe: Recipe) -> Iterator[_Change]:

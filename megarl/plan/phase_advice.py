@@ -58,9 +58,9 @@ def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
     names = ("phase_tokens", "prompts_in_flight", "ahead")
     values = {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)}
     first, *others = [f"{name} {'null' if value is None else value}" for name, value in values.items()]
-    is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).mismatch == "off"
+    is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).rollout_correction == "off"
     if is_off and (new.phase_tokens or new.ahead):
-        others.append("algorithm.mismatch tis")
+        others.append("algorithm.rollout_correction tis")
     keys = f"rollout.{first}{' with ' * bool(others)}{' and '.join(others)}"
     effect = f"{keys} would take {gain:.1f}x fewer seconds a step"
     if not found.bound:

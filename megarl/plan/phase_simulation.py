@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megarl.samples.buffer import Entry, PartialSummary, Stock, StockSizes, Summary
+from megarl.samples.buffer import BufferSizes, Entry, PartialSummary, RolloutBuffer, Summary
 from megarl.types import GroupSummary, IntArray, Prompt
 
 Result = TypeVar("Result")
@@ -27,7 +27,7 @@ _COMPLETE = GroupSummary("", "", (), 0, np.zeros(0, np.int64), _NONE, np.zeros(0
 class PhaseSizes:
     """Groups that a step trains on, groups in flight, samples of each, and the most new tokens of a sample in a phase.
 
-    in_flight is no less than wanted, and no more groups are in flight (`StockSizes`). Responses are whole if they have
+    in_flight is no less than wanted, and no more groups are in flight (`BufferSizes`). Responses are whole if they have
     no more than phase_tokens. ahead: the phase that a step would begin with is sampled while the ranks learn in the
     step before, as `rollout.ahead` says.
     """
@@ -39,15 +39,15 @@ class PhaseSizes:
     ahead: int = 0
 
     @property
-    def stock_sizes(self) -> StockSizes:
-        return StockSizes(self.wanted, self.in_flight)
+    def buffer_sizes(self) -> BufferSizes:
+        return BufferSizes(self.wanted, self.in_flight)
 
 
 @dataclass(frozen=True)
 class OpenGroup:
     """The open samples of a ticket. done: tokens that each has; new: [open samples], tokens that a phase adds."""
 
-    ticket: int
+    prompt_index: int
     done: int
     new: IntArray
 
@@ -86,8 +86,8 @@ def phased_steps(
     None: a run without end, for its steady state: the first step begins with `in_flight` prompts.
     The order of events is that of `controller.samples.collect` and `controller.phases.StepRollout`.
     """
-    initial_stock = Stock[None]() if steps else Stock[None](surplus=sizes.stock_sizes.most_surplus)
-    run = _Run(sizes, lengths_of, run_phase, steps, initial_stock)
+    initial_buffer = RolloutBuffer[None]() if steps else RolloutBuffer[None](surplus=sizes.buffer_sizes.most_surplus)
+    run = _Run(sizes, lengths_of, run_phase, steps, initial_buffer)
     for version in range(steps) if steps else count():
         results: list[Result] = []
         is_wanted = run.is_short if sizes.ahead else run.begins_with_phase
@@ -109,16 +109,16 @@ class _Run(Generic[Result]):
     lengths_of: LengthsOf
     run_phase: RunPhase[Result]
     steps: int | None
-    stock: Stock[None]
+    buffer: RolloutBuffer[None]
     sampled_by: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def is_short(self) -> bool:
-        return len(self.stock.finished) < self.sizes.wanted
+        return len(self.buffer.finished) < self.sizes.wanted
 
     @property
     def begins_with_phase(self) -> bool:
-        return bool(self.stock.open) or self.is_short
+        return bool(self.buffer.open) or self.is_short
 
     def steps_left(self, version: int) -> int | None:
         """Of the run, after the step that trains this version of the policy."""
@@ -127,21 +127,24 @@ class _Run(Generic[Result]):
     def phase(self, version: int, *, beside_training: bool) -> Result:
         """Draw as many prompts as may be in flight, and continue all open groups."""
         sizes, lengths_of = self.sizes, self.lengths_of
-        missing = sizes.stock_sizes.num_missing(self.stock, self.steps_left(version + beside_training))
-        stock = self.stock.admitted([_PROMPT] * missing, (version,), sizes.samples)
-        groups = [_open_group(entry, lengths_of, sizes) for entry in stock.open]
+        missing = sizes.buffer_sizes.num_missing(self.buffer, self.steps_left(version + beside_training))
+        buffer = self.buffer.admitted([_PROMPT] * missing, (version,), sizes.samples)
+        groups = [_open_group(entry, lengths_of, sizes) for entry in buffer.open]
         for group in groups:
-            self.sampled_by.setdefault(group.ticket, []).append(version)
-        self.stock = stock.updated([_advanced(entry, lengths_of, sizes) for entry in stock.open])
+            self.sampled_by.setdefault(group.prompt_index, []).append(version)
+        self.buffer = buffer.updated([_advanced(entry, lengths_of, sizes) for entry in buffer.open])
         return self.run_phase(sorted(groups, key=lambda group: -group.done), beside_training)
 
     def train(self, version: int) -> tuple[tuple[int, ...], IntArray]:
         """(the tickets that this version of the policy is trained on, their tokens by age)."""
-        chosen = self.stock.ready(self.sizes.wanted)
-        self.stock = self.stock.without_trained(chosen).after_step(self.sizes.stock_sizes, self.steps_left(version))
-        tickets = tuple(entry.ticket.number for entry in chosen)
-        ages = {ticket: [version - one for one in self.sampled_by.pop(ticket)] for ticket in tickets}
-        return tickets, _tokens_by_age(ages, self.lengths_of, self.sizes)
+        chosen = self.buffer.ready(self.sizes.wanted)
+        self.buffer = self.buffer.without_trained(chosen).after_step(self.sizes.buffer_sizes, self.steps_left(version))
+        prompt_indices = tuple(entry.drawn.number for entry in chosen)
+        ages = {
+            prompt_index: [version - one for one in self.sampled_by.pop(prompt_index)]
+            for prompt_index in prompt_indices
+        }
+        return prompt_indices, _tokens_by_age(ages, self.lengths_of, self.sizes)
 
 
 def _done(summary: Summary) -> int:
@@ -150,21 +153,21 @@ def _done(summary: Summary) -> int:
 
 
 def _open_group(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> OpenGroup:
-    done, lengths = _done(entry.summary), lengths_of(entry.ticket.number)
-    return OpenGroup(entry.ticket.number, done, np.minimum(lengths[lengths > done] - done, sizes.phase_tokens))
+    done, lengths = _done(entry.summary), lengths_of(entry.drawn.number)
+    return OpenGroup(entry.drawn.number, done, np.minimum(lengths[lengths > done] - done, sizes.phase_tokens))
 
 
 def _advanced(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> Entry[None]:
     """The entry after a phase."""
     done = _done(entry.summary) + sizes.phase_tokens
-    num_open = int((lengths_of(entry.ticket.number) > done).sum())
-    return Entry(entry.ticket, PartialSummary(num_open, done) if num_open else _COMPLETE)
+    num_open = int((lengths_of(entry.drawn.number) > done).sum())
+    return Entry(entry.drawn, PartialSummary(num_open, done) if num_open else _COMPLETE)
 
 
 def _tokens_by_age(ages: dict[int, list[int]], lengths_of: LengthsOf, sizes: PhaseSizes) -> IntArray:
     """Trained tokens by versions of age; ages: of each phase of each ticket."""
     found = np.zeros(1 + max(max(of_phases) for of_phases in ages.values()), np.int64)
-    for ticket, of_phases in ages.items():
+    for prompt_index, of_phases in ages.items():
         for phase, age in enumerate(of_phases):
-            found[age] += np.clip(lengths_of(ticket) - phase * sizes.phase_tokens, 0, sizes.phase_tokens).sum()
+            found[age] += np.clip(lengths_of(prompt_index) - phase * sizes.phase_tokens, 0, sizes.phase_tokens).sum()
     return found

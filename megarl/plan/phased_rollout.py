@@ -127,11 +127,11 @@ class _Engine:
 
     def run(self, groups: Sequence[OpenGroup], beside_training: bool) -> _Phase:
         """groups: its share of those that are open; fewer engines beside training have more each."""
-        dealt = self._dealt(groups, self.beside if beside_training else self.engines)
-        requests = [request for group in dealt for request in self._requests(group)]
+        assigned = self._assigned(groups, self.beside if beside_training else self.engines)
+        requests = [request for group in assigned for request in self._requests(group)]
         engine, ends = sampled(requests, self.speed, self.limits)
-        again_s = sum(len(group.new) * self._read_s(group.done) for group in dealt if group.done)
-        fresh = sum(not group.done for group in dealt) * min(self.samples, self.limits.groups)
+        again_s = sum(len(group.new) * self._read_s(group.done) for group in assigned if group.done)
+        fresh = sum(not group.done for group in assigned) * min(self.samples, self.limits.groups)
         prompts_s = fresh * self._read_s(0)
         return _Phase(
             total_s=ends[-1],
@@ -139,7 +139,7 @@ class _Engine:
             tail_s=ends[-1] - ends[-1 - engine.most_running // 2],
             running=engine.most_running,
             retracted=engine.retracted,
-            retracted_tokens=engine.tokens_again * len(groups) / len(dealt),
+            retracted_tokens=engine.tokens_again * len(groups) / len(assigned),
             again_s=engine.prefill_s * again_s / (again_s + prompts_s),
             again_tokens=sum(len(group.new) * group.done for group in groups),
             sequences=len(requests),
@@ -148,7 +148,7 @@ class _Engine:
             most=max(group.done + int(group.new.max()) for group in groups),
         )
 
-    def _dealt(self, groups: Sequence[OpenGroup], engines: int) -> list[OpenGroup]:
+    def _assigned(self, groups: Sequence[OpenGroup], engines: int) -> list[OpenGroup]:
         """What each of so many engines has, in the same order: some of the groups several times."""
         count = -(-len(groups) * self.engines // engines)
         return [groups[place * engines // self.engines] for place in range(count)]
@@ -217,11 +217,11 @@ def _lengths_of(lengths: IntArray, part: _Part, per_prompt: int) -> LengthsOf:
         return np.random.default_rng(number).permutation(lengths) if number else lengths
 
     @cache
-    def of_ticket(ticket: int) -> IntArray:
-        places = range(ticket * per_prompt, (ticket + 1) * per_prompt)
+    def of_drawn(prompt_index: int) -> IntArray:
+        places = range(prompt_index * per_prompt, (prompt_index + 1) * per_prompt)
         return np.array([turn(place // len(lengths))[place % len(lengths)] for place in places], np.int64)
 
-    return of_ticket
+    return of_drawn
 
 
 def _figures(

@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 
 from megarl.placement.roles import RoleName
 from megarl.plan.memory_parts import PARTS
-from megarl.plan.report import amount, engines, parallel_sizes, title, verdict
+from megarl.plan.report import amount, engines, parallel_sizes, reward_result, title
 from megarl.plan.run_plan import RunPlan, Slot
 
 _WIDTH_INCHES = 16.0
@@ -94,7 +94,7 @@ def draw(plan: RunPlan, path: Path) -> None:
     right = below[1].subgridspec(2, 1)
     _draw_step(figure.add_subplot(right[0]), plan)
     _draw_reshard(figure.add_subplot(right[1]), plan)
-    figure.suptitle(f"{title(plan)}\n{verdict(plan)}", fontsize=13, color="black" if plan.fits else _RED)
+    figure.suptitle(f"{title(plan)}\n{reward_result(plan)}", fontsize=13, color="black" if plan.fits else _RED)
     FigureCanvasAgg(figure).print_png(path)
 
 

@@ -34,7 +34,7 @@ def title(plan: RunPlan) -> str:
     return f"{recipe.run.name}: {recipe.algorithm.name}, {model}, on {where}"
 
 
-def verdict(plan: RunPlan) -> str:
+def reward_result(plan: RunPlan) -> str:
     """Whether it fits, in one line."""
     phase = plan.memory.peak_phase
     fullest = plan.memory.device[phase].total_bytes / plan.hardware.memory_bytes
@@ -84,7 +84,7 @@ def spans(numbers: Iterable[int]) -> str:
 def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
     console.print(text(title(plan), style="bold"))
-    console.print(text(verdict(plan), style="green" if plan.fits else "bold red"))
+    console.print(text(reward_result(plan), style="green" if plan.fits else "bold red"))
     for part in (_placement(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
         console.print()
         console.print(part)

@@ -12,7 +12,7 @@ from megarl.placement.roles import Roles
 from megarl.resharding import fp8
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.reshard_plan import plan_streams
-from megarl.resharding.routes import CHAPTERS, item_bytes
+from megarl.resharding.routes import SEND_STAGES, item_bytes
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import Traffic, count_traffic
 from megarl.types import IntArray
@@ -116,13 +116,13 @@ def bound_s(found: Traffic, gpus_per_node: int, hardware: Hardware) -> float:
 def expected_s(found: Traffic, hardware: Hardware) -> float:
     """The planned bytes of the busiest GPU, over links at the share that large messages reach.
 
-    What one chapter brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but for
-    one chapter (docs/resharding.md). Everything is written once more, out of buffers into parameters.
+    What one send stage brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but
+    for one send stage (docs/resharding.md). Everything is written once more, out of buffers into parameters.
     """
     fabric = max(found.fabric_in.max(), found.fabric_out.max()) / (hardware.nic_bytes_per_s * hardware.nic_share)
     inside = max(found.node_in.max(), found.node_out.max()) / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
     copied = 2 * found.dest.max() / (hardware.hbm_bytes_per_s * hardware.hbm_share)
-    return float(max(fabric, inside) + min(fabric, inside) / CHAPTERS + copied)
+    return float(max(fabric, inside) + min(fabric, inside) / SEND_STAGES + copied)
 
 
 def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware: Hardware) -> float:
@@ -138,7 +138,7 @@ def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware:
 
 
 def _num_rounds(sources: Sequence[Part], targets: Sequence[Part], found: Traffic, roles: Roles) -> int:
-    """All members go on with the largest number that anyone needs of each chapter (`Streams.rounds_needed`)."""
+    """All members go on with the largest number that anyone needs of each send stage (`Streams.rounds_needed`)."""
     busiest = np.argsort(-(found.wire_in + found.wire_out), kind="stable")[: _WATCHED // 2]
     recipe, members = roles.recipe, roles.num_members
     watched = {*busiest.tolist(), *range(0, members, max(1, members * 2 // _WATCHED))}

@@ -20,7 +20,7 @@ from megarl.plan.engine_simulation import (
     simulate,
 )
 from megarl.plan.turns import TURN_S
-from megarl.rollout.load_balancing import Capacity, Dealer
+from megarl.rollout.load_balancing import Capacity, RequestBalancer
 
 _LONG = 1_000_000  # tokens of a context, to divide out what each costs
 
@@ -144,16 +144,16 @@ def sampled(
 ) -> tuple[SimulatedEngine, list[float]]:
     """(an engine that has sampled all of the requests, the seconds at which each was done)."""
     engine = SimulatedEngine(limits, speed)
-    dealer = Dealer([Capacity(limits.slots, limits.cache)] * limits.groups, limits.longest)
-    observe_lengths(dealer, [request.added_tokens for request in requests])
+    balancer = RequestBalancer([Capacity(limits.slots, limits.cache)] * limits.groups, limits.longest)
+    observe_lengths(balancer, [request.added_tokens for request in requests])
     waiting = deque(requests)
 
     def send() -> None:
-        while waiting and (group := dealer.deal(waiting[0].prompt_tokens)) is not None:
+        while waiting and (group := balancer.assign(waiting[0].prompt_tokens)) is not None:
             engine.submit(waiting.popleft(), group)
 
     def finished(_: int, group: int, request: SimulatedRequest) -> None:
-        dealer.finish(group, request.prompt_tokens, request.added_tokens)
+        balancer.finish(group, request.prompt_tokens, request.added_tokens)
         send()
 
     send()

@@ -298,7 +298,7 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors,
     inputs = Inputs(
         prompts=data.stream(recipe),
         eval_sets=eval_sets,
-        demonstrate=demonstrations(tokenizer, episode.splice, recipe.data.messages),
+        demonstrate=demonstrations(tokenizer, episode.turn_tokenizer, recipe.data.messages),
         notes=notes,
         metrics=data.metrics,
     )

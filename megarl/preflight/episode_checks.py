@@ -13,9 +13,9 @@ from megarl.environments.agents.agent_thread import AgentThread, agent_settings
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.episodes.demonstrated_episode import demonstrate
 from megarl.episodes.prepared import prepare, prepare_agents
-from megarl.episodes.template_check import SpliceFacts
+from megarl.episodes.template_check import TemplateFacts
 from megarl.episodes.tool_calls import CallFormat
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model.hf_config import end_token_ids
 from megarl.types import Prompt, UserError
 
@@ -34,7 +34,7 @@ class EpisodeRead:
     has_reward: bool | None = False
     notes: Sequence[str] = ()
     errors: Errors = field(default_factory=list)
-    splice: Splice | None = None
+    turn_tokenizer: TurnTokenizer | None = None
 
 
 def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True) -> EpisodeRead:
@@ -54,7 +54,7 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
     except UserError as error:
         return EpisodeRead(errors=[error])
     thread.shutdown()
-    tools, notes, splice = thread.schemas, [_found(recipe, thread.schemas)], None
+    tools, notes, turn_tokenizer = thread.schemas, [_found(recipe, thread.schemas)], None
     if recipe.rollout.phase_tokens and not thread.is_replayable:
         notes.append("episode: the environment is not replayable: an episode that a phase leaves open begins anew")
     try:
@@ -62,10 +62,10 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
             stop_ids = end_token_ids(recipe.model.path)
             has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
             prepared = prepare(tokenizer, stop_ids, tools, **has, renders=recipe.episode.history == "render")
-            splice, notes = prepared.splice, notes + _notes(prepared.facts, prepared.calls)
+            turn_tokenizer, notes = prepared.turn_tokenizer, notes + _notes(prepared.facts, prepared.calls)
     except UserError as error:
         return EpisodeRead(tools, thread.has_reward, errors=[error])
-    return EpisodeRead(tools, thread.has_reward, notes, splice=splice)
+    return EpisodeRead(tools, thread.has_reward, notes, turn_tokenizer=turn_tokenizer)
 
 
 def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> EpisodeRead:
@@ -75,29 +75,29 @@ def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> Epi
         AgentThread(agent_settings(recipe, workers=1, prepares=prepares)).shutdown()
     except UserError as error:
         return EpisodeRead(has_reward=None, errors=[error])
-    notes, splice = [_found(recipe, [])], None
+    notes, turn_tokenizer = [_found(recipe, [])], None
     try:
         if tokenizer is not None:
             renders, stop_ids = recipe.episode.history == "render", end_token_ids(recipe.model.path)
             _, facts = prepare_agents(tokenizer, stop_ids, renders=renders)
-            splice, notes = Splice(tokenizer, stop_ids), notes + _notes(facts)
+            turn_tokenizer, notes = TurnTokenizer(tokenizer, stop_ids), notes + _notes(facts)
     except UserError as error:
         return EpisodeRead(has_reward=None, errors=[error])
-    return EpisodeRead(has_reward=None, notes=notes, splice=splice)
+    return EpisodeRead(has_reward=None, notes=notes, turn_tokenizer=turn_tokenizer)
 
 
 def demonstration_errors(recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]) -> Errors:
     """Demonstrated episodes that supervised steps could not learn from."""
     from megarl.algos import learns_from_answers  # imports torch, which `megarl episode-check` does without
 
-    name, splice = recipe.data.messages, episode.splice
-    if not (name and splice and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))):
+    name, turn_tokenizer = recipe.data.messages, episode.turn_tokenizer
+    if not (name and turn_tokenizer and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))):
         return []
     bad, longest = RowErrors("data.messages"), 0
     for prompt in prompts:
         try:
             messages = column(prompt.row, name, "set data.messages to one of {columns}")
-            longest = max(longest, len(demonstrate(splice, prompt.messages, messages).response_ids))
+            longest = max(longest, len(demonstrate(turn_tokenizer, prompt.messages, messages).response_ids))
         except BadRow as error:
             bad.add(prompt.id, error)
     errors = bad.errors()
@@ -117,7 +117,7 @@ def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
     return f"episode: {answers}; {turns}, {episode.max_tokens} tokens after the prompt"
 
 
-def _notes(facts: SpliceFacts, calls: CallFormat | None = None) -> list[str]:
+def _notes(facts: TemplateFacts, calls: CallFormat | None = None) -> list[str]:
     """What a user should know of the model's template."""
     notes = [*facts.notes, *([calls.why] if calls else [])]
     if facts.kept:

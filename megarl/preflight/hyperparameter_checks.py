@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from_answers
-from megarl.algos.mismatch import bounds
+from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
 from megarl.spelling import did_you_mean, near
 from megarl.types import Hyperparameters, UserError
@@ -55,21 +55,23 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
         found |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
     if hyperparameters.lambda_alpha:
         found["gae_lambda"] = "algorithm.lambda_alpha decides for the policy (0: not), critic_lambda for the critic"
-    if hyperparameters.mismatch == "off":
-        found |= dict.fromkeys(("mismatch_low", "mismatch_high"), "algorithm.mismatch is off")
-    if hyperparameters.mismatch == "tis":
-        found["mismatch_low"] = "tis has an upper bound alone"
+    if hyperparameters.rollout_correction == "off":
+        found |= dict.fromkeys(
+            ("rollout_correction_low", "rollout_correction_high"), "algorithm.rollout_correction is off"
+        )
+    if hyperparameters.rollout_correction == "tis":
+        found["rollout_correction_low"] = "tis has an upper bound alone"
     return found
 
 
 def _bounds_errors(hyperparameters: Hyperparameters) -> list[UserError]:
-    if hyperparameters.mismatch == "off":
+    if hyperparameters.rollout_correction == "off":
         return []
     low, high = bounds(hyperparameters)
     if low < high:
         return []
-    problem = f"the bounds of {hyperparameters.mismatch} are {low} and {high}, between which nothing is kept"
-    return [UserError("algorithm.mismatch_low", problem, "set it below algorithm.mismatch_high")]
+    problem = f"the bounds of {hyperparameters.rollout_correction} are {low} and {high}, between which nothing is kept"
+    return [UserError("algorithm.rollout_correction_low", problem, "set it below algorithm.rollout_correction_high")]
 
 
 def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserError]:

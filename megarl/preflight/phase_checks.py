@@ -6,16 +6,16 @@ These are rollouts in phases or ahead, and dynamic sampling, whose leftover grou
 from __future__ import annotations
 
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
-from megarl.algos.mismatch import bounds
+from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
 from megarl.placement.roles import Roles
 from megarl.types import Hyperparameters, UserError
 
-# By algorithm.mismatch of whole samples: the hyperparameters that bound it, and what its default bounds do to samples
-# with tokens of earlier policies.
+# By algorithm.rollout_correction of whole samples: the hyperparameters that bound it, and what its default bounds do to
+# samples with tokens of earlier policies.
 _SEQUENCE_BOUNDS: dict[str, tuple[str, ...]] = {
-    "mis_geometric": ("mismatch_low", "mismatch_high"),
-    "mis_sequence": ("mismatch_high",),
+    "mis_geometric": ("rollout_correction_low", "rollout_correction_high"),
+    "mis_sequence": ("rollout_correction_high",),
 }
 _LOSSES: dict[str, str] = {
     "mis_geometric": "drop about 97 % of the samples with such tokens",
@@ -39,9 +39,11 @@ def phase_errors(roles: Roles) -> list[UserError]:
         problem = f"is set, and {name} compares the samples of a prompt with a greedy response of the same policy"
         hint = "leave it out, or choose another algorithm.name"
         errors.append(UserError(f"rollout.{key}", problem, hint))
-    if hyperparameters.mismatch == "off":
+    if hyperparameters.rollout_correction == "off":
         problem = f"off, and with rollout.{key} earlier policies have sampled a part of the tokens"
-        errors.append(UserError("algorithm.mismatch", problem, f"set it to tis or icepop, or leave rollout.{key} out"))
+        errors.append(
+            UserError("algorithm.rollout_correction", problem, f"set it to tis or icepop, or leave rollout.{key} out")
+        )
     errors += _sequence_errors(key, hyperparameters)
     if rollout.ahead and not roles.unshared_engines:
         problem = "1, and every engine shares GPUs with other models, to which it gives the memory while they compute"
@@ -59,25 +61,25 @@ def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> list[U
     the samples with such tokens are dropped. The variance of a product grows with its tokens: where log-ratios of
     tokens deviate by 0.05, 1,000 tokens have an effective sample size of exp(-1000 x 0.05^2), 8 %.
     """
-    keys = _SEQUENCE_BOUNDS.get(hyperparameters.mismatch, ())
+    keys = _SEQUENCE_BOUNDS.get(hyperparameters.rollout_correction, ())
     if all(getattr(hyperparameters, key) is not None for key in keys):  # of bounds of tokens there are no keys here
         return []
     low, high = bounds(hyperparameters)
-    mismatch = hyperparameters.mismatch
-    problem = f"{mismatch}, and with rollout.{phase_key} earlier policies have sampled a part of the tokens: "
-    problem += f"the bounds {low:g} and {high:g} of whole samples {_LOSSES[mismatch]}"
+    rollout_correction = hyperparameters.rollout_correction
+    problem = f"{rollout_correction}, and with rollout.{phase_key} earlier policies have sampled a part of the tokens: "
+    problem += f"the bounds {low:g} and {high:g} of whole samples {_LOSSES[rollout_correction]}"
     hint = f"set it to tis or icepop, or set {' and '.join(f'algorithm.{key}' for key in keys)} to wider bounds"
-    return [UserError("algorithm.mismatch", problem, hint)]
+    return [UserError("algorithm.rollout_correction", problem, hint)]
 
 
 def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> list[UserError]:
     """Leftover groups of dynamic sampling that nothing corrects for the policy which has sampled them."""
-    is_corrected = ALGORITHMS[name].has_ratio or hyperparameters.mismatch != "off"
+    is_corrected = ALGORITHMS[name].has_ratio or hyperparameters.rollout_correction != "off"
     if is_corrected or not hyperparameters.dynamic_sampling:
         return []
     problem = f"off, and {name} has no ratio: nothing corrects the older groups that dynamic sampling keeps"
     hint = "set it to tis or icepop, or algorithm.dynamic_sampling to false"
-    return [UserError("algorithm.mismatch", problem, hint)]
+    return [UserError("algorithm.rollout_correction", problem, hint)]
 
 
 def _size_errors(recipe: Recipe) -> list[UserError]:

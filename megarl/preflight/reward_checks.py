@@ -8,11 +8,11 @@ from typing import Any
 from megarl.config import Recipe, RewardConfig
 from megarl.isolation.http_service import url_errors
 from megarl.isolation.sandbox import sandbox_errors
-from megarl.rollout.reward_workers.by_source import DEFAULT, Scorers, reward_specs, source_of
+from megarl.rollout.reward_workers.by_source import DEFAULT, RewardWorkers, reward_specs, source_of
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserError, episode_dict
-from megarl.types.reward_result import HINT, Failure
+from megarl.types.reward_result import REWARD_HINT, Failure
 
 _CODE = "megarl.rollout.rewards.code:score"
 # The argument that limits the time of a verdict, and its default.
@@ -107,7 +107,7 @@ def _function_errors(
     has_episodes: the responses are episodes of one turn.
     """
     try:
-        judges = Scorers(reward, start_s)
+        judges = RewardWorkers(reward, start_s)
     except UserError as error:
         return [error]
     try:
@@ -115,7 +115,7 @@ def _function_errors(
         place = first.id if first else ""
         responses = [answer, ""] if first else []
         episodes = [_episode(response) for response in responses] if has_episodes else []
-        found = judges.wait_for_verdicts(answer, first.row, responses, episodes) if first else []
+        found = judges.wait_for_rewards(answer, first.row, responses, episodes) if first else []
     except UserError as error:
         return [error]
     finally:
@@ -124,7 +124,7 @@ def _function_errors(
     own = _own_errors(spec)
     if own:
         return own
-    for verdict, response in zip(found, responses, strict=True):
-        if isinstance(verdict, Failure):
-            return [UserError(spec.where, describe_failure(verdict, response, answer, place), HINT)]
+    for reward_result, response in zip(found, responses, strict=True):
+        if isinstance(reward_result, Failure):
+            return [UserError(spec.where, describe_failure(reward_result, response, answer, place), REWARD_HINT)]
     return []

@@ -78,7 +78,7 @@ def messages(copies: Sequence[Copy]) -> list[list[Piece]]:
     return found
 
 
-class Lane(NamedTuple):
+class SendBuffer(NamedTuple):
     """A message at one end: `direct`, contiguous bytes of a parameter, or `pieces` that are staged in a buffer.
 
     A piece's tensors are [items, rows, cols] each; at the source of scales they are the elements of the tiles.
@@ -102,11 +102,11 @@ class Lane(NamedTuple):
             start += piece.num_bytes
 
 
-class Transfer(NamedTuple):
+class MemberRound(NamedTuple):
     """A round of this member. drain: unpack the previous round before packing, because this round may forward it."""
 
-    sends: list[Lane]
-    receives: list[Lane]
+    sends: list[SendBuffer]
+    receives: list[SendBuffer]
     drain: bool
 
 
@@ -114,7 +114,7 @@ class OnTheWay(NamedTuple):
     """A posted round: works to wait for, and the messages to unpack then."""
 
     works: list[dist.Work]
-    unpack: list[tuple[Lane, torch.Tensor]]
+    unpack: list[tuple[SendBuffer, torch.Tensor]]
 
 
 class Executor:
@@ -128,23 +128,25 @@ class Executor:
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
         self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets, transform)) for p in whole]
         self._steps = [
-            Transfer(
+            MemberRound(
                 [
-                    _lane(peer, [(piece, source_views(piece, sources, targets, transform)) for piece in message])
+                    _send_buffer(peer, [(piece, source_views(piece, sources, targets, transform)) for piece in message])
                     for peer, copies in groupby(step.sends, key=lambda copy: copy.target)
                     for message in messages(list(copies))
                 ],
                 [
-                    _lane(peer, [(piece, target_views(piece, targets)) for piece in message])
+                    _send_buffer(peer, [(piece, target_views(piece, targets)) for piece in message])
                     for peer, copies in groupby(step.receives, key=lambda copy: copy.source)
                     for message in messages(list(copies))
                 ],
-                index in plan.chapter_starts,
+                index in plan.send_stage_starts,
             )
             for index, step in enumerate(plan.rounds)
         ]
         made = [(copy, out_of) for copy, _, out_of in self._local]
-        made += [(piece.copy, out_of) for s in self._steps for lane in s.sends for piece, out_of in lane.pieces]
+        made += [
+            (piece.copy, out_of) for s in self._steps for send_buffer in s.sends for piece, out_of in send_buffer.pieces
+        ]
         self._scratch_bytes = max((_scratch_bytes(copy, out_of) for copy, out_of in made), default=0)
 
     def fits(self, sources: Params, targets: Params) -> bool:
@@ -176,7 +178,9 @@ class Executor:
 
     def _buffer(self, side: Literal["sends", "receives"], parity: int) -> torch.Tensor:
         """The staging buffer of the rounds of one parity (double buffering), sized for the largest of them."""
-        sizes = (sum(lane.staged_bytes for lane in getattr(step, side)) for step in self._steps[parity::2])
+        sizes = (
+            sum(send_buffer.staged_bytes for send_buffer in getattr(step, side)) for step in self._steps[parity::2]
+        )
         return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=DEVICE)
 
     def _copy_local(self) -> None:
@@ -248,41 +252,44 @@ def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Te
     return fp8.quantise if quantised else None
 
 
-def _lane(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> Lane:
+def _send_buffer(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> SendBuffer:
     num_bytes = sum(piece.num_bytes for piece, _ in pieces)
     (piece, elements), *others = pieces
     if _computed(elements):
-        return Lane(peer, num_bytes, None, tuple(pieces))
+        return SendBuffer(peer, num_bytes, None, tuple(pieces))
     found = cast(Sequence[torch.Tensor], elements)
     in_one_run = not others and len(found) == 1 and found[0].is_contiguous() and found[0].shape == piece.size
     if in_one_run and found[0].dtype == getattr(torch, piece.copy.dtype) and not _converter(piece.copy, found):
-        return Lane(peer, num_bytes, found[0].flatten().view(torch.uint8), ())
-    return Lane(peer, num_bytes, None, tuple(pieces))
+        return SendBuffer(peer, num_bytes, found[0].flatten().view(torch.uint8), ())
+    return SendBuffer(peer, num_bytes, None, tuple(pieces))
 
 
-def _post(group: Any, step: Transfer, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
+def _post(group: Any, step: MemberRound, out: torch.Tensor, into: torch.Tensor) -> OnTheWay:
     """Post a round: first the receives, for peers that are ahead, then each send as soon as it is packed."""
-    unpack: list[tuple[Lane, torch.Tensor]] = []
+    unpack: list[tuple[SendBuffer, torch.Tensor]] = []
     if not (step.receives or step.sends):
         return OnTheWay([], [])
     with batch(group) as works:
-        for lane, buffer in _places(step.receives, into):
-            works.append(group.recv([buffer], lane.peer, 0))
-            if lane.direct is None:
-                unpack.append((lane, buffer))
-        for lane, buffer in _places(step.sends, out):
-            for piece, found, place in lane.stage(buffer):
+        for send_buffer, buffer in _places(step.receives, into):
+            works.append(group.recv([buffer], send_buffer.peer, 0))
+            if send_buffer.direct is None:
+                unpack.append((send_buffer, buffer))
+        for send_buffer, buffer in _places(step.sends, out):
+            for piece, found, place in send_buffer.stage(buffer):
                 fill(piece.copy, [place], found)
-            works.append(group.send([buffer], lane.peer, 0))
+            works.append(group.send([buffer], send_buffer.peer, 0))
     return OnTheWay(works, unpack)
 
 
-def _places(lanes: Sequence[Lane], buffer: torch.Tensor) -> Iterator[tuple[Lane, torch.Tensor]]:
+def _places(send_buffers: Sequence[SendBuffer], buffer: torch.Tensor) -> Iterator[tuple[SendBuffer, torch.Tensor]]:
     """Each message with the bytes that it is sent from or received in."""
     start = 0
-    for lane in lanes:
-        yield lane, buffer[start : start + lane.num_bytes] if lane.direct is None else lane.direct
-        start += lane.staged_bytes
+    for send_buffer in send_buffers:
+        yield (
+            send_buffer,
+            buffer[start : start + send_buffer.num_bytes] if send_buffer.direct is None else send_buffer.direct,
+        )
+        start += send_buffer.staged_bytes
 
 
 def _finish(pending: OnTheWay | None, timeout_s: float, ask: PeerCheck) -> None:
@@ -290,8 +297,8 @@ def _finish(pending: OnTheWay | None, timeout_s: float, ask: PeerCheck) -> None:
     if pending is None:
         return
     wait(pending.works, timeout_s, ask)
-    for lane, buffer in pending.unpack:
-        for _, found, place in lane.stage(buffer):
+    for send_buffer, buffer in pending.unpack:
+        for _, found, place in send_buffer.stage(buffer):
             torch._foreach_copy_(found, [place] if len(found) == 1 else list(place.split(1)))  # pyright: ignore
 
 

@@ -66,7 +66,7 @@ class Member:
         self.session, self.payload = session, make_payload(payload, session, params)
         self._store = PrefixStore(_prefix(session.run_id, payload), join_store(session.meet, session.timeout_s))
         self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
-        self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each chapter, plan)
+        self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each send stage, plan)
         self._executor: Executor | None = None
         self._group: tuple[str, Any] | None = None  # (key of its prefix store, process group)
         self._plan_s = 0.0  # seconds of planning in the current exchange
@@ -186,7 +186,7 @@ class Member:
         """The executor, made again where the number of rounds or the parameters have changed."""
         started = time.perf_counter()
         if self._plan is None or self._plan[0] != rounds:
-            self._plan, self._executor = (rounds, self.streams.deal(rounds)), None
+            self._plan, self._executor = (rounds, self.streams.assign(rounds)), None
         if self._executor is None or not self._executor.fits(self.payload.sources, targets):
             self._executor = Executor(self._plan[1], self.payload.sources, targets, self.payload.transform)
             self._plan_s += time.perf_counter() - started

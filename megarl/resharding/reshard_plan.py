@@ -5,10 +5,10 @@ A member is one GPU slot; it may hold source shards (its training rank) and targ
 - Flows: the shards of a target part, cut along the boxes that the sources hold; each element is in one box.
 - Routes (routes.py): the nearest and least loaded replica of a box sends it. A box enters a node once over the fabric;
   the member that receives it forwards it, from its own engine parameter, to the members of its node that want it.
-- Chapters: phases of the exchange. A flow's position in its source part decides its chapter, so that all pipeline
-  stages send all the time. Boxes that enter a node in one chapter are forwarded in the next.
-- Streams: all copies from one member to another in a chapter, in an order that both ends know.
-- Rounds: each round of a chapter carries the same share of every stream, which bounds a round on every member.
+- Send stages: phases of the exchange. A flow's position in its source part decides its send stage, so that all pipeline
+  stages send all the time. Boxes that enter a node in one send stage are forwarded in the next.
+- Streams: all copies from one member to another in a send stage, in an order that both ends know.
+- Rounds: each round of a send stage carries the same share of every stream, which bounds a round on every member.
 Routes depend only on a pair (parts that hold a box, part that wants it), so a member plans only the pairs that it is
 in: the cost of its plan grows with its own traffic, not with the cluster's. A digest proves that all plans match.
 """
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from megarl.model.quantisation import FP8_TILE
 from megarl.model.tensors import Size
-from megarl.resharding.routes import Flow, Hop, RouteChooser, item_bytes
+from megarl.resharding.routes import Flow, RouteChooser, Transfer, item_bytes
 from megarl.resharding.shards import Box, Cell, Part, box_area, box_size
 from megarl.types import UserError
 
@@ -42,7 +42,7 @@ class Copy(NamedTuple):
     source: int
     source_param: str
     source_at: Cell
-    forwarded: bool  # source_param is an engine parameter of the sender, written in an earlier chapter
+    forwarded: bool  # source_param is an engine parameter of the sender, written in an earlier send stage
     target: int
     target_param: str
     target_at: Cell
@@ -72,7 +72,7 @@ class Copy(NamedTuple):
 
 
 Stream = list[Copy]
-Chapter = Mapping[tuple[int, int], Stream]  # (source, target) -> stream
+SendStage = Mapping[tuple[int, int], Stream]  # (source, target) -> stream
 
 
 class Round(NamedTuple):
@@ -86,14 +86,14 @@ class Round(NamedTuple):
 class MemberPlan:
     """The plan of one member: the local copies, then the rounds, whose number is the same on every member.
 
-    chapter_starts: the first rounds of chapters, which may forward boxes of the round before.
+    send_stage_starts: the first rounds of send stages, which may forward boxes of the round before.
     """
 
     member: int
     num_members: int
     local: tuple[Copy, ...]
     rounds: tuple[Round, ...]
-    chapter_starts: frozenset[int]
+    send_stage_starts: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Streams:
     member: int
     num_members: int
     local: tuple[Copy, ...]
-    chapters: tuple[Chapter, ...]
+    send_stages: tuple[SendStage, ...]
     digest: int
 
     @property
@@ -116,10 +116,10 @@ class Streams:
 
         This keeps the number of rounds below twice that of streams that could be split anywhere.
         """
-        return 2 * max(sum(granule for _, granule in chapter) for chapter in self._sizes())
+        return 2 * max(sum(granule for _, granule in send_stage) for send_stage in self._sizes())
 
     def rounds_needed(self, round_bytes: int) -> tuple[int, ...]:
-        """For each chapter the fewest rounds in each of which this member sends and receives at most round_bytes.
+        """For each send stage the fewest rounds in each of which this member sends and receives at most round_bytes.
 
         The exchange uses the maximum over all members. Raises UserError below least_round_bytes.
         """
@@ -128,20 +128,20 @@ class Streams:
             pieces = f"the smallest pieces to and from all peers of member {self.member} take {least // 2}"
             problem = f"{round_bytes}: {pieces}"
             raise UserError("reshard.round_bytes", problem, f"raise it to at least {least}")
-        return tuple(_num_rounds(chapter, round_bytes) for chapter in self._sizes())
+        return tuple(_num_rounds(send_stage, round_bytes) for send_stage in self._sizes())
 
     def _sizes(self) -> list[list[tuple[int, int]]]:
-        """For each chapter, (bytes, bytes of the largest granule) of each stream."""
-        return [[_sizes(stream) for stream in chapter.values()] for chapter in self.chapters]
+        """For each send stage, (bytes, bytes of the largest granule) of each stream."""
+        return [[_sizes(stream) for stream in send_stage.values()] for send_stage in self.send_stages]
 
-    def deal(self, num_rounds: Sequence[int]) -> MemberPlan:
-        """The plan with num_rounds[k] rounds in chapter k; the numbers must be the same on every member."""
+    def assign(self, num_rounds: Sequence[int]) -> MemberPlan:
+        """The plan with num_rounds[k] rounds in send stage k; the numbers must be the same on every member."""
         rounds: list[Round] = []
         starts: set[int] = set()
         with _collector_paused():
-            for chapter, number in zip(self.chapters, num_rounds, strict=True):
+            for send_stage, number in zip(self.send_stages, num_rounds, strict=True):
                 starts.add(len(rounds))
-                rounds += _rounds(chapter, self.member, number)
+                rounds += _rounds(send_stage, self.member, number)
         return MemberPlan(self.member, self.num_members, self.local, tuple(rounds), frozenset(starts))
 
 
@@ -155,16 +155,16 @@ def plan_streams(
     """
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     local: Stream = []
-    chapters: list[dict[tuple[int, int], Stream]] = [defaultdict(list) for _ in range(router.num_chapters)]
+    send_stages: list[dict[tuple[int, int], Stream]] = [defaultdict(list) for _ in range(router.num_send_stages)]
     with _collector_paused():
-        for flow, hops in router.flows(member):
-            for hop in hops:
-                if hop.source == hop.target == member:
-                    local.append(_copy(flow, hop))
-                elif member in (hop.source, hop.target):
-                    streams = chapters[flow.held.chapter + hop.forwarded]
-                    streams[hop.source, hop.target].append(_copy(flow, hop))
-    frozen = tuple(dict(sorted(streams.items())) for streams in chapters)
+        for flow, transfers in router.flows(member):
+            for transfer in transfers:
+                if transfer.source == transfer.target == member:
+                    local.append(_copy(flow, transfer))
+                elif member in (transfer.source, transfer.target):
+                    streams = send_stages[flow.held.send_stage + transfer.forwarded]
+                    streams[transfer.source, transfer.target].append(_copy(flow, transfer))
+    frozen = tuple(dict(sorted(streams.items())) for streams in send_stages)
     return Streams(member, num_members, tuple(local), frozen, _digest(member, frozen))
 
 
@@ -180,18 +180,18 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _copy(flow: Flow, hop: Hop) -> Copy:
-    held, wanted, box = hop.shard, flow.wanted, flow.box
+def _copy(flow: Flow, transfer: Transfer) -> Copy:
+    held, wanted, box = transfer.shard, flow.wanted, flow.box
     return Copy(
-        wanted.name, box, flow.dtype, hop.source, held.param, held.cell(box), hop.forwarded,
-        hop.target, wanted.param, wanted.cell(box),
+        wanted.name, box, flow.dtype, transfer.source, held.param, held.cell(box), transfer.forwarded,
+        transfer.target, wanted.param, wanted.cell(box),
     )  # fmt: skip
 
 
-def _digest(member: int, chapters: Sequence[Chapter]) -> int:
+def _digest(member: int, send_stages: Sequence[SendStage]) -> int:
     total = 0
-    for number, chapter in enumerate(chapters):
-        for (source, _), stream in chapter.items():
+    for number, send_stage in enumerate(send_stages):
+        for (source, _), stream in send_stage.items():
             state = hashlib.blake2b(digest_size=DIGEST_BITS // 8)
             for copy in stream:
                 state.update(repr((number, *copy)).encode())
@@ -217,11 +217,11 @@ def _num_rounds(streams: Sequence[tuple[int, int]], round_bytes: int) -> int:
     return bisect_left(range(1, most), True, key=fits) + 1 if most else 0
 
 
-def _rounds(chapter: Chapter, member: int, num_rounds: int) -> list[Round]:
-    """The rounds of one chapter, whose streams are in ascending order."""
+def _rounds(send_stage: SendStage, member: int, num_rounds: int) -> list[Round]:
+    """The rounds of one send stage, whose streams are in ascending order."""
     sends: list[Stream] = [[] for _ in range(num_rounds)]
     receives: list[Stream] = [[] for _ in range(num_rounds)]
-    for (source, _), stream in chapter.items():
+    for (source, _), stream in send_stage.items():
         side = sends if source == member else receives
         for index, piece in cut(stream, num_rounds):
             side[index].append(piece)

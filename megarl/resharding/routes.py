@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megarl.resharding.shards import FP8, Box, LayoutError, Part, Shard, box_area, intersect_boxes, overlapping
 
-CHAPTERS = 4  # phases of sending, where there are several nodes
+SEND_STAGES = 4  # phases of sending, where there are several nodes
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
 
 
@@ -22,19 +22,19 @@ def item_bytes(dtype: str) -> int:
     return _ITEM_BYTES[dtype]
 
 
-class Holding(NamedTuple):
+class ReplicaSet(NamedTuple):
     """A box of a tensor that all of `parts` hold; shards[i] is the shard of parts[i]."""
 
     box: Box
     parts: tuple[int, ...]
     shards: tuple[Shard, ...]
-    chapter: int
+    send_stage: int
 
 
-class TensorHoldings(NamedTuple):
+class TensorReplicas(NamedTuple):
     """The holdings of one logical tensor. pattern: tensors of one number have equal boxes, as layers of one kind do."""
 
-    holdings: tuple[Holding, ...]
+    replica_sets: tuple[ReplicaSet, ...]
     pattern: int
 
 
@@ -44,15 +44,15 @@ class Flow(NamedTuple):
     box: Box
     dtype: str
     num_bytes: int
-    held: Holding
+    held: ReplicaSet
     wanted: Shard
     target: int
 
 
-class Hop(NamedTuple):
-    """A transfer of a flow from member `source`, which has it in `shard`, to member `target`; may be the same member.
+class Transfer(NamedTuple):
+    """A copy of a flow from member `source`, which has it in `shard`, to member `target`; may be the same member.
 
-    forwarded: `shard` is the wanted shard of the source, written a chapter earlier.
+    forwarded: `shard` is the wanted shard of the source, written a send stage earlier.
     """
 
     source: int
@@ -93,36 +93,36 @@ class Pair:
         self.holders = holders
         self.local = [member for member in receivers if member in holders]
         self.senders = LoadBalancer(sorted(holders), offset)
-        holding_nodes = _by_node(sorted(holders), gpus_per_node)
+        replica_nodes = _by_node(sorted(holders), gpus_per_node)
         lacking_nodes = _by_node([member for member in receivers if member not in holders], gpus_per_node)
         self.near: dict[int, tuple[LoadBalancer, list[int]]] = {}
         self.far: dict[int, LoadBalancer] = {}
         for node, lacking in lacking_nodes.items():
-            if node in holding_nodes:
-                self.near[node] = LoadBalancer(holding_nodes[node], offset), lacking
+            if node in replica_nodes:
+                self.near[node] = LoadBalancer(replica_nodes[node], offset), lacking
             else:
                 self.far[node] = LoadBalancer(lacking, offset)
 
-    def hops(self, flow: Flow, node: int | None = None) -> Iterator[Hop]:
-        """The hops by which every receiver gets the flow. node: leave out hops inside other nodes.
+    def transfers(self, flow: Flow, node: int | None = None) -> Iterator[Transfer]:
+        """The transfers by which every receiver gets the flow. node: leave out transfers inside other nodes.
 
         Call it, and exhaust the iterator, once for each flow of the pair, in order: it updates the loads.
         """
         shards, num_bytes, wanted = flow.held.shards, flow.num_bytes, flow.wanted
         for member in self.local:
-            yield Hop(member, member, shards[self.holders[member]], False)
+            yield Transfer(member, member, shards[self.holders[member]], False)
         for place in self.near if node is None else {node} & self.near.keys():
             senders, lacking = self.near[place]
             for index, member in enumerate(lacking):
                 source = senders.preferred(index, num_bytes)
-                yield Hop(source, member, shards[self.holders[source]], False)
+                yield Transfer(source, member, shards[self.holders[source]], False)
         for index, (place, lacking) in enumerate(self.far.items()):
             source, entry = self.senders.preferred(index, num_bytes), lacking.least_loaded(num_bytes)
-            yield Hop(source, entry, shards[self.holders[source]], False)
+            yield Transfer(source, entry, shards[self.holders[source]], False)
             if node is None or node == place:
                 for member in lacking.members:
                     if member != entry:
-                        yield Hop(entry, member, wanted, True)
+                        yield Transfer(entry, member, wanted, True)
 
 
 def _by_node(members: Iterable[int], gpus_per_node: int) -> dict[int, list[int]]:
@@ -133,7 +133,7 @@ def _by_node(members: Iterable[int], gpus_per_node: int) -> dict[int, list[int]]
 
 
 class RouteChooser:
-    """Cuts the target parts into flows, proves that each element has exactly one source, and chooses the hops."""
+    """Cuts the target parts into flows, proves that each element has exactly one source, and chooses the transfers."""
 
     def __init__(
         self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
@@ -141,36 +141,38 @@ class RouteChooser:
         """dtype: torch's name of the model's data type."""
         self.sources, self.targets = sources, targets
         several_nodes = num_members > gpus_per_node
-        self.num_chapters = CHAPTERS + 1 if several_nodes else 1  # with several nodes the last chapter only forwards
+        self.num_send_stages = (
+            SEND_STAGES + 1 if several_nodes else 1
+        )  # with several nodes the last send stage only forwards
         self.gpus_per_node, self.dtype = gpus_per_node, dtype
         self.patterns: dict[tuple[Box, ...], int] = {}
         self.cuts: dict[tuple[int, Box], list[tuple[int, Box]]] = {}
-        self.tensors = self._tensors(CHAPTERS if several_nodes else 1)
+        self.tensors = self._tensors(SEND_STAGES if several_nodes else 1)
         self.pairs: dict[tuple[tuple[int, ...], int], Pair] = {}
 
-    def _tensors(self, num_chapters: int) -> dict[str, TensorHoldings]:
+    def _tensors(self, num_send_stages: int) -> dict[str, TensorReplicas]:
         held: dict[str, dict[Box, list[tuple[int, Shard, int]]]] = defaultdict(dict)
         for number, part in enumerate(self.sources):
             total, done = sum(shard.area for shard in part.shards), 0
             for shard in part.shards:
                 if area := shard.area:
-                    chapter = done * num_chapters // total
-                    held[shard.name].setdefault(shard.box, []).append((number, shard, chapter))
+                    send_stage = done * num_send_stages // total
+                    held[shard.name].setdefault(shard.box, []).append((number, shard, send_stage))
                     done += area
         found = {}
         for name, boxes in held.items():
-            holdings = []
+            replica_sets = []
             for box, holders in boxes.items():
-                numbers, shards, chapters = zip(*holders, strict=True)
-                holdings.append(Holding(box, numbers, shards, chapters[0]))
+                numbers, shards, send_stages = zip(*holders, strict=True)
+                replica_sets.append(ReplicaSet(box, numbers, shards, send_stages[0]))
             pattern = self.patterns.setdefault(tuple(boxes), len(self.patterns))
-            found[name] = TensorHoldings(tuple(holdings), pattern)
+            found[name] = TensorReplicas(tuple(replica_sets), pattern)
         return found
 
-    def flows(self, member: int | None = None) -> Iterator[tuple[Flow, Iterator[Hop]]]:
-        """Every flow with its hops, in the same order on all members; exhaust the hops of each.
+    def flows(self, member: int | None = None) -> Iterator[tuple[Flow, Iterator[Transfer]]]:
+        """Every flow with its transfers, in the same order on all members; exhaust the transfers of each.
 
-        member: restricts this to flows of the member's pairs, and to hops that may involve it. Raises LayoutError.
+        member: restricts this to flows of the member's pairs, and to transfers that may involve it. Raises LayoutError.
         """
         mine = {number for number, part in enumerate(self.sources) if member is None or member in part.members}
         sent = {shard.name for number in mine for shard in self.sources[number].shards}
@@ -184,7 +186,7 @@ class RouteChooser:
                     if wants or not mine.isdisjoint(held.parts):
                         dtype = wanted.dtype or self.dtype
                         flow = Flow(box, dtype, box_area(box) * item_bytes(dtype), held, wanted, number)
-                        yield flow, self._pair(held.parts, number).hops(flow, node)
+                        yield flow, self._pair(held.parts, number).transfers(flow, node)
 
     def _pair(self, parts: tuple[int, ...], target: int) -> Pair:
         key = parts, target
@@ -197,12 +199,12 @@ class RouteChooser:
             self.pairs[key] = Pair(holders, self.targets[target].members, self.gpus_per_node, offset)
         return self.pairs[key]
 
-    def _cut(self, wanted: Shard, member: int, complete: bool) -> list[tuple[Holding, Box]]:
+    def _cut(self, wanted: Shard, member: int, complete: bool) -> list[tuple[ReplicaSet, Box]]:
         """The holdings that intersect a wanted shard; complete: prove that each of its elements is in exactly one."""
-        tensor = self.tensors.get(wanted.name, TensorHoldings((), -1))
+        tensor = self.tensors.get(wanted.name, TensorReplicas((), -1))
         key = tensor.pattern, wanted.box
         if key not in self.cuts:
-            boxes = [held.box for held in tensor.holdings]
+            boxes = [held.box for held in tensor.replica_sets]
             if overlapping(boxes):
                 raise LayoutError(f"{wanted.name}: source boxes overlap without being replicas: {_overlap(boxes)}")
             meeting = [(index, intersect_boxes(box, wanted.box)) for index, box in enumerate(boxes)]
@@ -211,7 +213,7 @@ class RouteChooser:
         if complete and sum(box_area(box) for _, box in found) != wanted.area:
             missing = _without(wanted.box, [box for _, box in found])
             raise LayoutError(f"{wanted.name}: member {member} wants {describe_box(missing)}, which no source holds")
-        return [(tensor.holdings[index], box) for index, box in found]
+        return [(tensor.replica_sets[index], box) for index, box in found]
 
 
 def describe_box(box: Box) -> str:

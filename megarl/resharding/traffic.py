@@ -48,10 +48,10 @@ def count_traffic(
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     node_in, node_out, fabric_in, fabric_out = ([0] * num_members for _ in range(4))
     needs = _Needs(sources, targets, num_members, gpus_per_node)
-    for flow, hops in router.flows():
+    for flow, transfers in router.flows():
         num_bytes = flow.num_bytes
         needs.add(flow)
-        for source, target, _, _ in hops:
+        for source, target, _, _ in transfers:
             if source // gpus_per_node != target // gpus_per_node:
                 fabric_out[source] += num_bytes
                 fabric_in[target] += num_bytes
@@ -71,17 +71,17 @@ def least_round_bytes(
 ) -> int:
     """The largest `Streams.least_round_bytes` of any member, computed without the streams."""
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
-    largest: dict[tuple[int, int, int], int] = defaultdict(int)  # granule by chapter, source and target
-    for flow, hops in router.flows():
+    largest: dict[tuple[int, int, int], int] = defaultdict(int)  # granule by send stage, source and target
+    for flow, transfers in router.flows():
         num_bytes = granule_bytes(flow.box, flow.dtype)
-        for source, target, _, forwarded in hops:
-            key = flow.held.chapter + forwarded, source, target
+        for source, target, _, forwarded in transfers:
+            key = flow.held.send_stage + forwarded, source, target
             if source != target and largest[key] < num_bytes:
                 largest[key] = num_bytes
-    of_member = np.zeros((router.num_chapters, num_members), np.int64)
-    for (chapter, source, target), num_bytes in largest.items():
-        of_member[chapter, source] += num_bytes
-        of_member[chapter, target] += num_bytes
+    of_member = np.zeros((router.num_send_stages, num_members), np.int64)
+    for (send_stage, source, target), num_bytes in largest.items():
+        of_member[send_stage, source] += num_bytes
+        of_member[send_stage, target] += num_bytes
     return 2 * int(of_member.max(initial=0))
 
 
@@ -98,9 +98,9 @@ class _Needs:
     def add(self, flow: Flow) -> None:
         pair = flow.held.parts, flow.target
         if pair not in self.lacking:
-            holding = {member // self.gpus_per_node for member in self._holders(flow.held.parts)}
+            replica_set = {member // self.gpus_per_node for member in self._holders(flow.held.parts)}
             wanting = {member // self.gpus_per_node for member in self.targets[flow.target].members}
-            self.lacking[pair] = frozenset(wanting - holding)
+            self.lacking[pair] = frozenset(wanting - replica_set)
         self.pair_bytes[pair] += flow.num_bytes
         key = flow.wanted.name, flow.box
         nodes = self.lacking[pair] | self.boxes[key][0] if key in self.boxes else self.lacking[pair]

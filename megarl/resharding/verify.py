@@ -57,8 +57,8 @@ class Verifier:
     def _flows(self, sent: bool) -> dict[int, list[Copy]]:
         """By peer, all whole copies that this member sent (or received), in the same order at both ends."""
         found: dict[int, list[Copy]] = {}
-        for chapter in self.streams.chapters:
-            for (source, target), copies in sorted(chapter.items()):
+        for send_stage in self.streams.send_stages:
+            for (source, target), copies in sorted(send_stage.items()):
                 if (source if sent else target) == self.streams.member:
                     found.setdefault(target if sent else source, []).extend(copies)
         return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 # Overcommitment of the KV cache: expected final tokens over its size. Sequences of log-normal lengths (sigma 0.8) that
 # start together never hold more than 0.4 of the tokens that they end with, because the short ones leave while the long
 # ones grow. Later, at all ages, they hold 0.9 of them in the mean.
-# The values are the best of those tried in scripts/bench/dealing.py.
+# The values are the best of those tried in scripts/bench/balancing.py.
 _OVERCOMMIT_TOGETHER, _OVERCOMMIT_MIXED = 2.0, 1.25
 _FIRST_GUESS = 0.25  # of the longest response
 _MOST_BEFORE = 1024  # responses that the mean of the round before counts as: that round may have been an evaluation
@@ -49,7 +49,7 @@ class _Outstanding:
     started_together: bool = True  # none of them has finished since the receiver had nothing
 
 
-class Dealer:
+class RequestBalancer:
     """Books what each receiver was dealt, and what of it has finished.
 
     A sequence counts with its prompt and the mean response until it has finished: of the responses that have finished
@@ -75,7 +75,7 @@ class Dealer:
         load = self._loads[receiver]
         return load.prompt_tokens + load.sequences * self.mean_response
 
-    def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
+    def assign(self, prompt_tokens: int, samples: int = 1) -> int | None:
         """The receiver of a prompt's samples, which is booked; None while no receiver has room.
 
         A receiver has room while it has less than it can run: of a prompt's samples the last ones may have to wait

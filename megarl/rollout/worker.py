@@ -17,14 +17,14 @@ from megarl.episodes.runtimes import AgentRuntime, EnvironmentRuntime, Runner, e
 from megarl.episodes.transcript import failed_calls
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.load_balancing import Capacity, CompletedSample
-from megarl.rollout.reward_workers.by_source import Scorers
+from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, Schedulers
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, UserError
-from megarl.types.reward_result import HINT, Failure, Verdict
+from megarl.types.reward_result import REWARD_HINT, Failure, RewardResult
 from megarl.types.sampling import Sampling
 
 
@@ -37,7 +37,7 @@ class Generated:
     """
 
     samples: Sequence[Sample]
-    verdicts: Sequence[Verdict | Failure | None]
+    reward_results: Sequence[RewardResult | Failure | None]
     refused_fields: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -49,7 +49,7 @@ class RolloutWorker:
         self._reward = recipe.reward
         self._rewarding = "agent" if recipe.episode and recipe.episode.agent else "environment"
         self._num_transcripts = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
-        self._scorers = Scorers(recipe.reward, recipe.run.timeout_s)
+        self._reward_workers = RewardWorkers(recipe.reward, recipe.run.timeout_s)
         self._runtime: EnvironmentRuntime | AgentRuntime | None = None
         try:
             self._runtime = episode_runtime(recipe)
@@ -74,28 +74,30 @@ class RolloutWorker:
         with reward.on_failure "stop" when any has.
         """
         generated = await self._generate(prompt, sampling, begun)
-        samples, verdicts = generated.samples, list(generated.verdicts)
-        ended = [place for place, sample in enumerate(samples) if verdicts[place] is None and not sample.is_open]
+        samples, reward_results = generated.samples, list(generated.reward_results)
+        ended = [place for place, sample in enumerate(samples) if reward_results[place] is None and not sample.is_open]
         new = await self._judged(prompt, [samples[place] for place in ended])
-        for place, verdict in zip(ended, new, strict=True):
-            verdicts[place] = verdict
+        for place, reward_result in zip(ended, new, strict=True):
+            reward_results[place] = reward_result
         if self._reward.on_failure == "stop":  # at once, not when the group is complete
             scored(prompt, [samples[place] for place in ended], new, self._reward, may_lose_all=True)
-        known = [verdict for verdict in verdicts if verdict is not None]
+        known = [reward_result for reward_result in reward_results if reward_result is not None]
         if len(known) == len(samples):
             short, whole = scored(prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all)
             transcripts = short.transcripts[: self._num_transcripts]
             return replace(short, transcripts=transcripts, refused_fields=generated.refused_fields), whole
-        group = PartialGroup(prompt, tuple(samples), tuple(verdicts))
+        group = PartialGroup(prompt, tuple(samples), tuple(reward_results))
         return partial_summary(group), group
 
-    async def _judged(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[Verdict | Failure]:
+    async def _judged(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[RewardResult | Failure]:
         """The verdicts of the reward functions; without any, an environment or an agent was to give them."""
         if not (self._reward.function or self._reward.by_source):
             ends = [sample.facts.end for sample in samples if sample.facts]
             return [Failure(f"the {self._rewarding} gave no reward (its episode ended as {end})") for end in ends]
         episodes = [sample.episode for sample in samples]
-        return await self._scorers.verdicts(prompt.answer, prompt.row, [sample.text for sample in samples], episodes)
+        return await self._reward_workers.reward_results(
+            prompt.answer, prompt.row, [sample.text for sample in samples], episodes
+        )
 
     def capacity(self) -> Capacity:
         """What the engine can run at once."""
@@ -109,7 +111,9 @@ class RolloutWorker:
         if self._episodes:
             return await self._play(self._episodes, prompt, sampling, begun)
         if begun:
-            return Generated(await self._engine.generate(prompt.token_ids, sampling, begun.samples), begun.verdicts)
+            return Generated(
+                await self._engine.generate(prompt.token_ids, sampling, begun.samples), begun.reward_results
+            )
         calls = [self._engine.generate(prompt.token_ids, sampling)]
         if sampling.with_baseline:
             calls.append(self._engine.generate(prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)))
@@ -129,7 +133,7 @@ class RolloutWorker:
         played = await asyncio.gather(*(episodes.run(prompt, way, place) for place, way in enumerate(ways)))
         samples = [replace(one.sample, is_baseline=place == sampling.num_samples) for place, one in enumerate(played)]
         refused = sum((Counter(one.refused_fields) for one in played), Counter[str]())
-        return Generated(samples, [one.verdict for one in played], dict(refused))
+        return Generated(samples, [one.reward_result for one in played], dict(refused))
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -155,7 +159,7 @@ class RolloutWorker:
         self._engine.shutdown()
 
     def _shut_down_workers(self) -> None:
-        self._scorers.shutdown()
+        self._reward_workers.shutdown()
         if self._runtime:
             self._runtime.shutdown()
 
@@ -169,46 +173,50 @@ class EnginePart(Schedulers):
 
 async def _continued(episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup) -> Generated:
     """The episodes of a group after a further phase of the open ones."""
-    samples, verdicts = list(begun.samples), list(begun.verdicts)
-    places, dealt = [place for place, one in enumerate(samples) if one.is_open], partial_summary(begun).context_tokens
-    going = [episodes.run(prompt, sampling, place, samples[place], dealt) for place in places]
+    samples, reward_results = list(begun.samples), list(begun.reward_results)
+    places, assigned = (
+        [place for place, one in enumerate(samples) if one.is_open],
+        partial_summary(begun).context_tokens,
+    )
+    going = [episodes.run(prompt, sampling, place, samples[place], assigned) for place in places]
     for place, one in zip(places, await asyncio.gather(*going), strict=True):
-        samples[place], verdicts[place] = one.sample, one.verdict
-    return Generated(samples, verdicts)
+        samples[place], reward_results[place] = one.sample, one.reward_result
+    return Generated(samples, reward_results)
 
 
 def scored(
     prompt: Prompt,
     samples: Sequence[Sample],
-    verdicts: Sequence[Verdict | Failure],
+    reward_results: Sequence[RewardResult | Failure],
     reward: RewardConfig,
     *,
     may_lose_all: bool = False,
 ) -> tuple[GroupSummary, SampleGroup]:
     """The group of samples with their verdicts; reward.on_failure decides about failed ones. Raises as `sample`."""
-    pairs = list(zip(samples, verdicts, strict=True))
-    failed = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Failure)]
+    pairs = list(zip(samples, reward_results, strict=True))
+    failed = [(sample, reward_result) for sample, reward_result in pairs if isinstance(reward_result, Failure)]
     failures = tuple(describe_failure(failure, sample.text, prompt.answer, prompt.id) for sample, failure in failed)
     if reward.on_failure == "penalise":  # an episode whose environment failed at once has no tokens to train on
-        penalty = Verdict(reward.penalty, False)
+        penalty = RewardResult(reward.penalty, False)
         pairs = [
-            (sample, penalty if isinstance(verdict, Failure) and len(sample.response_ids_T) else verdict)
-            for sample, verdict in pairs
+            (sample, penalty if isinstance(reward_result, Failure) and len(sample.response_ids_T) else reward_result)
+            for sample, reward_result in pairs
         ]
-    kept = [(sample, verdict) for sample, verdict in pairs if isinstance(verdict, Verdict)]
+    kept = [(sample, reward_result) for sample, reward_result in pairs if isinstance(reward_result, RewardResult)]
     num_dropped = len(samples) - len(kept)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
         many = "" if reward.on_failure == "stop" else ", as did all of the group"
         where = WHERE if reward.function or reward.by_source else "episode"
-        raise UserError(where, f"{failures[0]}{many}", f"{HINT}, or see reward.on_failure")
+        raise UserError(where, f"{failures[0]}{many}", f"{REWARD_HINT}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,
         samples=tuple(sample for sample, _ in kept),
-        rewards_G=np.asarray([verdict.reward for _, verdict in kept], dtype=np.float32),
-        correct_G=np.asarray([verdict.correct for _, verdict in kept], dtype=np.bool_),
+        rewards_G=np.asarray([reward_result.reward for _, reward_result in kept], dtype=np.float32),
+        correct_G=np.asarray([reward_result.correct for _, reward_result in kept], dtype=np.bool_),
         given_answers=tuple(
-            sample.text.strip() if verdict.answer is None else verdict.answer for sample, verdict in kept
+            sample.text.strip() if reward_result.answer is None else reward_result.answer
+            for sample, reward_result in kept
         ),
     )
     facts = {"failures": failures, "num_dropped": num_dropped, "failed_calls": failed_calls(samples)}

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from megarl.config import Recipe
 from megarl.types import GroupSummary, Hyperparameters, Prompt, Sample
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 
 Ref = TypeVar("Ref")  # names a group's samples, which are elsewhere
 
@@ -24,7 +24,7 @@ class PartialGroup:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    verdicts: tuple[Verdict | Failure | None, ...]
+    reward_results: tuple[RewardResult | Failure | None, ...]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ Summary = PartialSummary | GroupSummary
 
 
 @dataclass(frozen=True)
-class Ticket:
+class DrawnPrompt:
     """A prompt that was drawn: its number in the order of the data, and the key of its random numbers (`Sampling`)."""
 
     number: int
@@ -55,7 +55,7 @@ class Ticket:
 class Entry(Generic[Ref]):
     """A ticket with its group; ref: None while no engine has begun it."""
 
-    ticket: Ticket
+    drawn: DrawnPrompt
     summary: Summary
     ref: Ref | None = None
 
@@ -66,7 +66,7 @@ def _grown(surplus: int, wanted: int) -> int:
 
 
 @dataclass(frozen=True)
-class StockSizes:
+class BufferSizes:
     """How many groups a step trains on, and how many are in flight at most: in the stock, open or complete.
 
     What waits after a step is longer than what is drawn, because the groups that are complete first are trained on. If
@@ -97,18 +97,18 @@ class StockSizes:
             least = _grown(least, self.wanted)
         return min(least, most)
 
-    def num_missing(self, stock: Stock[Any], steps_left: int | None) -> int:
+    def num_missing(self, buffer: RolloutBuffer[Any], steps_left: int | None) -> int:
         """How many groups fewer than may be in flight the stock has in a step that `steps_left` others follow."""
-        return max(0, self.wanted + self.surplus(stock.surplus, steps_left) - len(stock.entries))
+        return max(0, self.wanted + self.surplus(buffer.surplus, steps_left) - len(buffer.entries))
 
 
 @dataclass(frozen=True)
-class Stock(Generic[Ref]):
+class RolloutBuffer(Generic[Ref]):
     """All groups that wait, by ascending number. trained, dropped: bit n is set if ticket n was.
 
     next_number: of the next ticket; all lower numbers were given. loaded_bound: by how many versions the tokens of
     groups that a checkpoint had may be older than the policy that is trained on them. surplus: how many prompts more
-    than a step trains on the next step may have in flight, see `StockSizes`.
+    than a step trains on the next step may have in flight, see `BufferSizes`.
     """
 
     entries: tuple[Entry[Ref], ...] = ()
@@ -132,40 +132,40 @@ class Stock(Generic[Ref]):
         """The complete groups of the lowest numbers, `wanted` of them or as many as there are."""
         return self.finished[:wanted]
 
-    def admitted(self, prompts: Sequence[Prompt], stream: tuple[int, ...], samples: int) -> Stock[Ref]:
+    def admitted(self, prompts: Sequence[Prompt], stream: tuple[int, ...], samples: int) -> RolloutBuffer[Ref]:
         """With a ticket for each prompt; stream: that of the prompts, to which the place among them is added."""
         fresh = [
             Entry[Ref](
-                Ticket(self.next_number + place, prompt, (*stream, place)),
+                DrawnPrompt(self.next_number + place, prompt, (*stream, place)),
                 PartialSummary(samples, len(prompt.token_ids)),
             )
             for place, prompt in enumerate(prompts)
         ]
         return replace(self, entries=(*self.entries, *fresh), next_number=self.next_number + len(prompts))
 
-    def updated(self, entries: Iterable[Entry[Ref]]) -> Stock[Ref]:
+    def updated(self, entries: Iterable[Entry[Ref]]) -> RolloutBuffer[Ref]:
         """With these entries, as a phase returned them, in place of those of the same numbers."""
-        new = {entry.ticket.number: entry for entry in entries}
-        return replace(self, entries=tuple(new.get(entry.ticket.number, entry) for entry in self.entries))
+        new = {entry.drawn.number: entry for entry in entries}
+        return replace(self, entries=tuple(new.get(entry.drawn.number, entry) for entry in self.entries))
 
-    def without_trained(self, entries: Collection[Entry[Ref]]) -> Stock[Ref]:
+    def without_trained(self, entries: Collection[Entry[Ref]]) -> RolloutBuffer[Ref]:
         """Without these entries, which a step trains on."""
         return replace(self._without(entries), trained=self.trained | _bits(entries))
 
-    def without_dropped(self, entries: Collection[Entry[Ref]]) -> Stock[Ref]:
+    def without_dropped(self, entries: Collection[Entry[Ref]]) -> RolloutBuffer[Ref]:
         """Without these entries, which no step trains on."""
         return replace(self._without(entries), dropped=self.dropped | _bits(entries))
 
-    def _without(self, entries: Collection[Entry[Ref]]) -> Stock[Ref]:
-        gone = {entry.ticket.number for entry in entries}
-        return replace(self, entries=tuple(entry for entry in self.entries if entry.ticket.number not in gone))
+    def _without(self, entries: Collection[Entry[Ref]]) -> RolloutBuffer[Ref]:
+        gone = {entry.drawn.number for entry in entries}
+        return replace(self, entries=tuple(entry for entry in self.entries if entry.drawn.number not in gone))
 
-    def after_step(self, sizes: StockSizes, steps_left: int | None) -> Stock[Ref]:
+    def after_step(self, sizes: BufferSizes, steps_left: int | None) -> RolloutBuffer[Ref]:
         """With the surplus of the step after one that `steps_left` others follow."""
         surplus = min(sizes.most_surplus, _grown(sizes.surplus(self.surplus, steps_left), sizes.wanted))
         return replace(self, surplus=surplus)
 
-    def after_loading(self, version: int, wanted: int) -> Stock[Ref]:
+    def after_loading(self, version: int, wanted: int) -> RolloutBuffer[Ref]:
         """With the bound of its complete groups, where steps train on `wanted` groups, the next one with this version.
 
         A complete group waits in steps that train on `wanted` others of lower numbers, which the stock has, too.
@@ -178,7 +178,7 @@ class Stock(Generic[Ref]):
 
     def check(self) -> None:
         """Raises RuntimeError unless every ticket is exactly one of trained on, dropped and in the stock."""
-        numbers = [entry.ticket.number for entry in self.entries]
+        numbers = [entry.drawn.number for entry in self.entries]
         held, every = _bits(self.entries), (1 << self.next_number) - 1
         overlap = self.trained & self.dropped | self.trained & held | self.dropped & held
         if overlap or self.trained | self.dropped | held != every or numbers != sorted(set(numbers)):
@@ -190,7 +190,7 @@ class Stock(Generic[Ref]):
 def _bits(entries: Iterable[Entry[Ref]]) -> int:
     bits = 0
     for entry in entries:
-        bits |= 1 << entry.ticket.number
+        bits |= 1 << entry.drawn.number
     return bits
 
 

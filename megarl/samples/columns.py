@@ -28,7 +28,7 @@ from megarl.types import (
     TranscriptCall,
     TranscriptEntry,
 )
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 
 FORMAT = 9
 FORMATS = (5, 6, 7, 8, FORMAT)  # that are read
@@ -99,10 +99,10 @@ def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int
     """Sample `index` of a group, which has this number in its step."""
     prompt, sample = group.prompt, group.samples[index]
     if isinstance(group, PartialGroup):
-        verdict = group.verdicts[index]
+        reward_result = group.reward_results[index]
     else:
-        verdict = Verdict(float(group.rewards_G[index]), bool(group.correct_G[index]))
-    judged = verdict if isinstance(verdict, Verdict) else Verdict(math.nan, False)
+        reward_result = RewardResult(float(group.rewards_G[index]), bool(group.correct_G[index]))
+    judged = reward_result if isinstance(reward_result, RewardResult) else RewardResult(math.nan, False)
     first, *more = map(_conversation, sample.rows)
     return {
         "step": step,
@@ -119,7 +119,7 @@ def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int
         "prefills": sample.prefills,
         "open": sample.is_open,
         "given_answer": judged.answer,
-        "failure": verdict.words if isinstance(verdict, Failure) else None,
+        "failure": reward_result.words if isinstance(reward_result, Failure) else None,
         "reward": judged.reward,
         "correct": judged.correct,
         "baseline": sample.is_baseline,
@@ -262,14 +262,14 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
 
 def partial_group_of(rows: Sequence[dict[str, Any]]) -> PartialGroup:
     """The group with open samples that these rows are."""
-    verdicts = tuple(None if row["open"] else _verdict(row) for row in rows)
-    return PartialGroup(prompt_of(rows[0]), tuple(sample_of(row) for row in rows), verdicts)
+    reward_results = tuple(None if row["open"] else _reward_result(row) for row in rows)
+    return PartialGroup(prompt_of(rows[0]), tuple(sample_of(row) for row in rows), reward_results)
 
 
-def _verdict(row: dict[str, Any]) -> Verdict | Failure:
+def _reward_result(row: dict[str, Any]) -> RewardResult | Failure:
     if row["failure"] is not None:
         return Failure(row["failure"])
-    return Verdict(row["reward"], row["correct"], row["given_answer"])
+    return RewardResult(row["reward"], row["correct"], row["given_answer"])
 
 
 def group_of(rows: Sequence[dict[str, Any]]) -> SampleGroup:

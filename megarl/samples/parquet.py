@@ -145,7 +145,7 @@ class SampleFile:
         rows = _read(self.path, step)
         return [_group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
 
-    def stocked_groups(self) -> Iterator[SampleGroup | PartialGroup]:
+    def buffered_groups(self) -> Iterator[SampleGroup | PartialGroup]:
         """The groups of a stock's file, one after another. Raises UserError for a damaged file."""
         for step in range(1, self.num_steps + 1):
             yield from self.any_groups(step)
@@ -160,12 +160,12 @@ def open_samples(path: Path) -> SampleFile:
         raise _unreadable(path, ValueError("it is a folder, a pipe or a device"))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns, footer = file.schema_arrow, file.metadata
-        ours = _described((columns.metadata or {}).get(_KEY, b"{}"))
+            schema, footer = file.schema_arrow, file.metadata
+        ours = _described((schema.metadata or {}).get(_KEY, b"{}"))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
     found, known = ours.get("format", "not ours"), columns.FORMATS
-    if found not in known or not columns.equals(columns.schema(found)):
+    if found not in known or not schema.equals(columns.schema(found)):
         *older, last = map(str, known)
         problem = f"its format is {found}, this version reads {', '.join(older)} and {last}"
         raise UserError(str(path), problem, _HINT)

@@ -172,8 +172,10 @@ def _is_explained(now: Metrics, past: Past) -> bool:
 
 
 def _says_without_gradient(now: Metrics, past: Past) -> str:
-    if now.get("train/mismatch_masked", 0.0) >= 0.99:
-        cause = "algorithm.mismatch drops every token: engine and trainer disagree, see rollout/logprob_gap_mean"
+    if now.get("train/rollout_correction_masked", 0.0) >= 0.99:
+        cause = (
+            "algorithm.rollout_correction drops every token: engine and trainer disagree, see rollout/logprob_diff_mean"
+        )
     elif now.get("train/clipped", 0.0) >= 0.99:
         cause = "every token is clipped: lower train.lr or train.updates_per_step, or raise algorithm.clip_high"
     else:

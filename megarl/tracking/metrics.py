@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from megarl.algos.statistics import Statistics
-from megarl.types import EpisodeEnd, GroupSummary, Metrics, RoundBalance, episode_dict
+from megarl.types import EpisodeEnd, GroupSummary, Metrics, PhaseBalance, episode_dict
 from megarl.types.episodes import DropReason
 
 # The advantage of a sample by its places in the step's groups and in its group; None: the algorithm gives it none.
@@ -97,7 +97,7 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     }
 
 
-def balance_metrics(rounds: Sequence[RoundBalance]) -> Metrics:
+def balance_metrics(rounds: Sequence[PhaseBalance]) -> Metrics:
     """How evenly the engines worked in a step's rounds of sampling, each of which waits for its last sample.
 
     `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples
@@ -205,7 +205,7 @@ def _majority(group: GroupSummary) -> float:
         if answer:
             votes.setdefault(answer, []).append(bool(is_correct))
     most = max(map(len, votes.values()), default=0)
-    ahead = [any(verdicts) for verdicts in votes.values() if len(verdicts) == most]
+    ahead = [any(reward_results) for reward_results in votes.values() if len(reward_results) == most]
     return sum(ahead) / len(ahead) if ahead else 0.0
 
 

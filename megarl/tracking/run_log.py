@@ -35,13 +35,13 @@ from megarl.types import EndedEarly, GroupSummary, Metrics, UserError, UserError
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
 _TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
-_WORST_GAP = "rollout/logprob_gap_max"
+_WORST_DIFF = "rollout/logprob_diff_max"
 _SHOWN = (  # metric, its name in the progress line, format, colour
     ("warm_start/loss", "loss", "{:.4f}", "default"),
     ("reward/mean", "reward", "{:.3f}", "green"),
     ("reward/accuracy", "accuracy", "{:.1%}", "green"),
     ("rollout/response_length_mean", "length", "{:.1f}", "default"),
-    ("rollout/logprob_gap_mean", "gap", "{:.1e}", "yellow"),
+    ("rollout/logprob_diff_mean", "diff", "{:.1e}", "yellow"),
     ("eval/accuracy", "eval", "{:.1%}", "bold green"),
 )
 
@@ -287,9 +287,9 @@ class RunLog:
             values = [record[name] for record in self._history if name in record]
             if values:
                 table.add_row(name, f"{values[0]:.3f}", f"{values[-1]:.3f}")
-        gaps = [record[_WORST_GAP] for record in self._history if _WORST_GAP in record]
-        if gaps:
-            table.add_row(f"{_WORST_GAP}, worst", "", f"{max(gaps):.1e}")
+        diffs = [record[_WORST_DIFF] for record in self._history if _WORST_DIFF in record]
+        if diffs:
+            table.add_row(f"{_WORST_DIFF}, worst", "", f"{max(diffs):.1e}")
         trained = [record for record in self._history if "reward/mean" in record]
         for name in dict.fromkeys(name for record in trained for name in record if name.startswith("time/")):
             table.add_row(f"{name}, mean", "", f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}")

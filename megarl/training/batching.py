@@ -165,14 +165,14 @@ def plan_updates(
 
 def _stratified(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBatch]]:
     """The samples of each update: one of every `updates` neighbours by trained tokens."""
-    num_dealt = len(whole) // updates * updates
-    by_tokens = sorted(range(num_dealt), key=lambda place: -sum(ref.tokens for ref in whole[place]))
+    num_assigned = len(whole) // updates * updates
+    by_tokens = sorted(range(num_assigned), key=lambda place: -sum(ref.tokens for ref in whole[place]))
     parts: list[list[MicroBatch]] = [[] for _ in range(updates)]
-    for first in range(0, num_dealt, updates):
+    for first in range(0, num_assigned, updates):
         neighbours = sorted(by_tokens[first : first + updates])
         for part, place in zip(parts, neighbours, strict=True):
             part.append(whole[place])
-    for part, rest in zip(parts, whole[num_dealt:], strict=False):
+    for part, rest in zip(parts, whole[num_assigned:], strict=False):
         part.append(rest)
     return parts
 
@@ -212,9 +212,9 @@ def _loads(
     whole = _Load.of(samples, work, align)
     if whole.tokens.max() <= budget:
         return [whole]
-    dealt = _least_first(whole.tokens, whole.work, np.zeros(ranks), int(whole.tokens.sum()))
-    assert dealt is not None, "there is room for everything"
-    of_ranks = [[piece for place in own for piece in _pieces(whole.pieces[place], align, budget)] for own in dealt]
+    assigned = _least_first(whole.tokens, whole.work, np.zeros(ranks), int(whole.tokens.sum()))
+    assert assigned is not None, "there is room for everything"
+    of_ranks = [[piece for place in own for piece in _pieces(whole.pieces[place], align, budget)] for own in assigned]
     return [_Load.of(own, work, align) for own in of_ranks]
 
 
@@ -249,9 +249,9 @@ def _fastest(
 
     def tried(places: int) -> tuple[float, _Hands]:
         filled = (_fill(load, bins, places, sharing, budget) for load, bins in zip(loads, tight, strict=True))
-        dealt = [_deal(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
-        hands = tuple(hand for hands, _ in dealt for hand in hands)
-        slowest = float(np.max([heaviest for _, heaviest in dealt], axis=0).sum())
+        assigned = [_assign(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
+        hands = tuple(hand for hands, _ in assigned for hand in hands)
+        slowest = float(np.max([heaviest for _, heaviest in assigned], axis=0).sum())
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))  # the others pass quickly
         return slowest + places * own + bubble_micro_batches * (slowest / in_use + own), hands
 
@@ -313,7 +313,7 @@ def _least_first(
     return bins
 
 
-def _deal(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
+def _assign(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray[np.float64]]:
     """Micro-batches that are next to each other in work, heaviest first, go to the same place in the ranks' lists.
 
     So ranks that exchange tokens with each other's experts wait least. Of each such set the heaviest goes to the rank

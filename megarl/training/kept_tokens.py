@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megarl.algos import mismatch
+from megarl.algos import rollout_correction
 from megarl.training.batching import Update, denominator_of
 from megarl.types import BoolArray, FloatArray, Hyperparameters, IntArray, TrainSequence
 
@@ -41,7 +41,7 @@ def _kept(batch: MicroBatch, old_logp: Sequence[FloatArray], hyperparameters: Hy
     engine_T = torch.from_numpy(np.concatenate([sequence.engine_logp_T for sequence in batch]))
     mask_T = torch.from_numpy(np.concatenate([sequence.loss_mask_T for sequence in batch]))
     sequence_T = torch.from_numpy(np.repeat(_samples(batch), lengths))
-    dropped_T = mismatch.dropped(old_T, engine_T, mask_T, sequence_T, hyperparameters).numpy()
+    dropped_T = rollout_correction.dropped(old_T, engine_T, mask_T, sequence_T, hyperparameters).numpy()
     parts: list[BoolArray] = np.split(dropped_T, np.cumsum(lengths)[:-1])
     return [
         replace(sequence, loss_mask_T=sequence.loss_mask_T & ~part_T, dropped_T=part_T)

@@ -63,7 +63,7 @@ class MergedWeights:
             box.write(box.weight)  # tile by tile: a tile is read before it is written
         self._kept_share = self._merge.kept_share()
 
-    def round_for(self, version: int) -> float | None:
+    def round_weights(self, version: int) -> float | None:
         """Round W' as engines get this version; returns the part of the deltas that rounding has kept.
 
         None where all are 0. With rounding to the nearest number W' is so already, since the last update.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
-from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of, mismatch, needs_old_logprobs
-from megarl.algos.losses import LossResult, policy_statistics, turn_gaps
+from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of, needs_old_logprobs, rollout_correction
+from megarl.algos.losses import LossResult, policy_statistics, turn_diffs
 from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
@@ -42,8 +42,8 @@ from megarl.types import FloatArray, Hyperparameters, SampleGroup
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
 DIFFERING_SHARE = Statistic("replay/differing_share")  # of the replayed choices, those that are not the router's own
-REPLAY_GAP = Statistic("replay/logprob_gap")  # |engine - trainer| logprob, of the first micro-batches
-FREE_GAP = Statistic("replay/logprob_gap_without")  # the same without replay
+REPLAY_DIFF = Statistic("replay/logprob_diff")  # |engine - trainer| logprob, of the first micro-batches
+FREE_DIFF = Statistic("replay/logprob_diff_without")  # the same without replay
 
 
 class PolicyRank(TrainingRank):
@@ -107,14 +107,14 @@ class PolicyRank(TrainingRank):
         shares = self._shares(algorithm, updates, received.groups)
         observation = observation or self._observation(algorithm, shares)
         shares = [observed(share, observation, index) for index, share in enumerate(shares)]
-        if mismatch.drops(hyperparameters):
+        if rollout_correction.drops(hyperparameters):
             shares = self._kept(updates, shares, hyperparameters)
         if self._model.is_last_stage:  # nothing reads an advantage on the others
             shares = self._credited(algorithm, updates, shares, received.token_values, observation.kl_penalties)
         loss = ALGORITHMS[algorithm].loss(hyperparameters)
-        gaps = self._replay_gaps(shares[0])
+        diffs = self._replay_diffs(shares[0])
         first, *rest = [self.train_step(share, lr, loss) for share in shares]
-        return [first | gaps, *rest]
+        return [first | diffs, *rest]
 
     def _hyperparameters(self, algorithm: str) -> Hyperparameters:
         return hyperparameters_of(algorithm, self._recipe.algorithm)
@@ -235,8 +235,8 @@ class PolicyRank(TrainingRank):
         def row_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
             old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
-            gaps = turn_gaps(old_logp_T, row.targets) if share.has_turns else {}
-            return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets) | gaps
+            diffs = turn_diffs(old_logp_T, row.targets) if share.has_turns else {}
+            return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets) | diffs
 
         rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
         how = {"choices": share.choices, "temperature": share.temperature}
@@ -244,28 +244,28 @@ class PolicyRank(TrainingRank):
         self._write_merged()
         return stats | self._routing_stats(share.norms)
 
-    def _replay_gaps(self, share: UpdateShare) -> Statistics:
+    def _replay_diffs(self, share: UpdateShare) -> Statistics:
         """|engine - trainer| logprob with and without replay, over the first micro-batches' tokens to train on.
 
         Without those that earlier policies sampled: there the gap is the policies' own.
         """
 
-        def gap(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def diff(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             targets = row.targets
             is_fresh_T = targets.sampled_T & ~targets.is_stale_T
-            gap_T = torch.where(is_fresh_T, bounded(logp_T - targets.engine_logp_T).abs(), 0.0)
-            return logp_T.sum(), torch.stack([gap_T.sum(), is_fresh_T.sum()])
+            diff_T = torch.where(is_fresh_T, bounded(logp_T - targets.engine_logp_T).abs(), 0.0)
+            return logp_T.sum(), torch.stack([diff_T.sum(), is_fresh_T.sum()])
 
         if not share.choices:
             return {}
         few = self.layout.batch_multiple
         rows = self._rows(share.micro_batches[:few])
         run = partial(self._model.pipeline.run, temperature=share.temperature)
-        with_replay, without = run(rows, gap, choices=share.choices[:few]), run(rows, gap)
+        with_replay, without = run(rows, diff, choices=share.choices[:few]), run(rows, diff)
         if not self._model.is_last_stage:
             return {}
-        (replay_gap, tokens), (free_gap, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
-        return groups.reduce_stats([{REPLAY_GAP: parts(replay_gap, tokens), FREE_GAP: parts(free_gap, tokens)}])
+        (replay_diff, tokens), (free_diff, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
+        return groups.reduce_stats([{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}])
 
     def _routing_stats(self, norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
@@ -308,9 +308,9 @@ class PolicyRank(TrainingRank):
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
         return PublishedRank(share_params(self.params() | self.factors()), model.TRANSFORMER_ENGINE)
 
-    def round_for(self, version: int) -> float | None:
+    def round_weights(self, version: int) -> float | None:
         """As of `MergedWeights`; None where the weights are not merged here."""
-        return self._merged.round_for(version) if self._merged else None
+        return self._merged.round_weights(version) if self._merged else None
 
     def reshard(self, session: Session, version: int, attempt: int, steps: Sequence[ReshardStep]) -> None:
         """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""

@@ -20,7 +20,7 @@ from megarl.config import Recipe
 from megarl.disk import visible_folder, writing
 from megarl.model.shape import ModelShape
 from megarl.parallel import groups, host_offload, model
-from megarl.parallel.packing import PackedRow, dealt, pack, unpack
+from megarl.parallel.packing import PackedRow, assigned, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
@@ -165,7 +165,7 @@ class TrainingRank:
 
     def _rows(self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""
-        of_batches = (dealt(one, micro_batches) for one in arrays)
+        of_batches = (assigned(one, micro_batches) for one in arrays)
         return [self._pack(*of_batch) for of_batch in zip(micro_batches, *of_batches, strict=True)]
 
 

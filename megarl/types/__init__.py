@@ -39,7 +39,7 @@ LrSchedule = Literal["constant", "linear", "cosine"]
 WhenShort = Literal["train", "stop"]
 WhenFailed = Literal["drop", "stop", "penalise"]
 WhenOverlong = Literal["refuse", "drop"]
-Mismatch = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
+RolloutCorrection = Literal["off", "tis", "mis_token", "mis_sequence", "mis_geometric", "icepop"]
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,10 @@ class Hyperparameters:
     value_clip: float | None = None  # a value is trained only this far from the value before the step
     critic_warmup_steps: int = 0  # first steps, in which the critic alone learns
 
-    # Correction where the engine's and the trainer's probabilities differ; a bound of None: MISMATCH_BOUNDS.
-    mismatch: Mismatch = "off"
-    mismatch_low: float | None = None
-    mismatch_high: float | None = None
+    # Correction where the engine's and the trainer's probabilities differ; a bound of None: ROLLOUT_CORRECTION_BOUNDS.
+    rollout_correction: RolloutCorrection = "off"
+    rollout_correction_low: float | None = None
+    rollout_correction_high: float | None = None
 
     # Dynamic sampling: a step has only groups with both right and wrong answers.
     dynamic_sampling: bool = False
@@ -248,7 +248,7 @@ class StepSeconds:
 
 
 @dataclass(frozen=True)
-class RoundBalance:
+class PhaseBalance:
     """How evenly the engines worked in a round of sampling, and how long.
 
     group_tokens: of each attention group of each engine, tokens of prompts and responses. tail_s: from when 90 % of the

@@ -1,21 +1,21 @@
-"""The result of a reward function: a verdict, or why there is none."""
+"""The result of a reward function, or why there is none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 from megarl.printable import short
 
-HINT = "make it return a finite number for every response"
-LARGEST = 3.4e38  # rewards are float32
+REWARD_HINT = "make it return a finite number for every response"
+LARGEST_REWARD = 3.4e38  # rewards are float32
 _LONGEST_ANSWER = 1000  # characters; longer answers that begin alike count as one in the vote
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RewardResult:
     """A response's reward, and whether it counts as correct in the accuracy.
 
     answer: the answer that the response gives, for the vote of an evaluation's maj@k; "" if it gives none; None: the
@@ -27,6 +27,13 @@ class Verdict:
     answer: str | None = None
 
 
+def refuse_earlier_name(module: str, name: str) -> NoReturn:
+    """For a module's `__getattr__`: users' functions may still import what `RewardResult` was called before."""
+    if name == "Verdict":
+        raise ImportError(f"{module}.Verdict is called RewardResult now")
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
 @dataclass(frozen=True)
 class Failure:
     """The reason why there is no verdict, in a few words."""
@@ -34,15 +41,15 @@ class Failure:
     words: str
 
 
-def verdict_of(result: Any) -> Verdict | Failure:
+def reward_result_of(result: Any) -> RewardResult | Failure:
     """A function's return value as a verdict; a failure if it is not a number that a float32 holds."""
-    value = result.reward if isinstance(result, Verdict) else result
+    value = result.reward if isinstance(result, RewardResult) else result
     try:
-        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST):
+        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST_REWARD):
             return Failure(f"returned {short(result)}")
-        if not isinstance(result, Verdict):
-            return Verdict(float(value), float(value) >= 1.0)
+        if not isinstance(result, RewardResult):
+            return RewardResult(float(value), float(value) >= 1.0)
         answer = None if result.answer is None else str(result.answer)[:_LONGEST_ANSWER]
-        return Verdict(float(value), bool(result.correct), answer)
+        return RewardResult(float(value), bool(result.correct), answer)
     except OverflowError:  # an integer beyond all floats
         return Failure(f"returned a {type(value).__name__} that is no finite number")

@@ -148,9 +148,9 @@ def shares_put(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> di
     return calls
 
 
-def dealt(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
+def assigned(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
     """megarl's: the first rank of those with the same share makes one object of its samples for all of them."""
-    shares, calls = step.trainers._dealt(updates, refs), {}
+    shares, calls = step.trainers._assigned(updates, refs), {}
     for rank, worker in enumerate(step.trainers.workers):
         share, own = shares[step.layout.coords(rank).dp]
         calls[worker.call("train", "grpo", share, 1e-6, None, own)] = worker.name
@@ -166,7 +166,7 @@ def everything(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> di
     return calls
 
 
-WAYS = {"dealt": dealt, "shares_put": shares_put, "inline": inline, "everything": everything}
+WAYS = {"dealt": assigned, "shares_put": shares_put, "inline": inline, "everything": everything}
 
 
 def node_bytes(way: str, layout: TrainLayout, updates: Sequence[Update], group_bytes: Sequence[int]) -> int:
@@ -245,10 +245,10 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: 
         step.engines.versions()
 
     parts: dict[str, Callable[[], Any]] = {
-        "to_train": lambda: scheduler.hand_over("train"),
-        "to_reshard": lambda: scheduler.hand_over("reshard"),
+        "to_train": lambda: scheduler.onload_for("train"),
+        "to_reshard": lambda: scheduler.onload_for("reshard"),
         "exchange": exchange,
-        "to_rollout": lambda: scheduler.hand_over("rollout"),
+        "to_rollout": lambda: scheduler.onload_for("rollout"),
         "values": lambda: values.append(step.critic._per_token("values", plan, rollout.refs, plan)),
         "train_on_values": lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, token_values=values.pop()),
     }

@@ -34,7 +34,7 @@ from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.template import user
 from megarl.episodes.tool_calls import CallFormat
-from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.types import Prompt, Sample, SamplePart
 from megarl.types.sampling import Sampling
 from scripts.bench.slow_tools import HANGS
@@ -129,7 +129,7 @@ class Bench:
         settings = EnvironmentSettings(tools=(tool,), workers=workers, call_timeout_s=call_timeout_s)
         self._thread = EnvironmentThread(settings)
         stop_ids, schemas = {self.tokenizer.eos_token_id}, self._thread.schemas
-        self._splice = Splice(self.tokenizer, stop_ids, schemas)
+        self._turn_tokenizer = TurnTokenizer(self.tokenizer, stop_ids, schemas)
         self._calls = CallFormat.find(self.tokenizer, stop_ids, schemas)
 
     def close(self) -> None:
@@ -145,8 +145,12 @@ class Bench:
         gc.collect()
         gc.freeze()  # as an engine's process does when it has started
         config = EpisodeConfig(tools=(self._tool,), max_turns=turns, max_tokens=TURN_TOKENS * turns)
-        episodes = EpisodeRunner(config, engine, self._thread, self._splice, self._calls, max_prompt_tokens=1024)
-        prompt = Prompt("row 1", QUESTION, tuple(self._splice.first(QUESTION)), "", {"prompt": QUESTION}, QUESTION)
+        episodes = EpisodeRunner(
+            config, engine, self._thread, self._turn_tokenizer, self._calls, max_prompt_tokens=1024
+        )
+        prompt = Prompt(
+            "row 1", QUESTION, tuple(self._turn_tokenizer.first(QUESTION)), "", {"prompt": QUESTION}, QUESTION
+        )
         lag, began_cpu_s, began_s = Lag(), time.process_time(), time.perf_counter()
         played = asyncio.run(_together(episodes, prompt, count, lag))
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
@@ -173,34 +177,34 @@ async def _together(episodes: EpisodeRunner, prompt: Prompt, count: int, lag: La
         watch.cancel()
 
 
-def splice_against_rendering(turns: int, repeats: int) -> Figures:
+def tokenising_against_rendering(turns: int, repeats: int) -> Figures:
     """Median milliseconds of what follows the call of the last turn: spliced, or all messages rendered and tokenised.
 
     tokens: of the whole conversation.
     """
     tokenizer: Any = make_tokenizer(tools=True)
     eos = tokenizer.eos_token_id
-    splice = Splice(tokenizer, {eos}, [_schema()])
-    style, messages = splice.template.call_style, list[dict[str, Any]]([user(QUESTION)])
+    turn_tokenizer = TurnTokenizer(tokenizer, {eos}, [_schema()])
+    style, messages = turn_tokenizer.template.call_style, list[dict[str, Any]]([user(QUESTION)])
     for number in range(turns):
         call = style.call("calculate", {"expression": f"{number + 12}*34"}, 0)
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "name": "calculate", "content": str(number * 34)})
-    result, template = [ToolResult(messages[-1]["content"], "calculate", None)], splice.template
+    result, template = [ToolResult(messages[-1]["content"], "calculate", None)], turn_tokenizer.template
 
-    def spliced() -> list[int]:
-        return splice.tool_results(result, after=eos)
+    def tokenised() -> list[int]:
+        return turn_tokenizer.tool_results(result, after=eos)
 
     def rendered() -> list[int]:
         return template.ids(template.text(messages, prompt=True))
 
-    assert rendered()[-len(spliced()) :] == spliced(), "both give the model the same tokens"
-    splice_ms, render_ms = (_median_ms(work, repeats) for work in (spliced, rendered))
+    assert rendered()[-len(tokenised()) :] == tokenised(), "both give the model the same tokens"
+    tokenise_ms, render_ms = (_median_ms(work, repeats) for work in (tokenised, rendered))
     return {
         "tokens": float(len(rendered())),
-        "splice_ms": splice_ms,
+        "tokenise_ms": tokenise_ms,
         "render_ms": render_ms,
-        "ratio": render_ms / splice_ms,
+        "ratio": render_ms / tokenise_ms,
     }
 
 
@@ -262,7 +266,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)  # of the processes that load the tools
     found: dict[str, dict[str, Figures]] = {
-        "splice": {f"{turns} turns": splice_against_rendering(turns, args.repeats) for turns in args.conversations}
+        "splice": {f"{turns} turns": tokenising_against_rendering(turns, args.repeats) for turns in args.conversations}
     }
     bench = Bench(CALCULATOR, args.workers)
     try:

@@ -120,7 +120,7 @@ class Rank:
         """Bring the next version to the engines, as a reshard of a run does; the cost of each exchange."""
         steps = exchanged(reshard_steps(self._lora, has_weights=self._version > 0))
         self._version += 1
-        self._trainer.round_for(self._version)
+        self._trainer.round_weights(self._version)
         for payload in steps:
             self._targets.setdefault(payload, self._made_targets(payload))
         return [self._exchanges.of(one).run(self._version, self._version, self._targets[one]) for one in steps]

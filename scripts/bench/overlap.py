@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.plan.engine_simulation import SimulatedRequest
 from megarl.plan.phase_simulation import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
-from megarl.rollout.load_balancing import CompletedSample, Dealer
+from megarl.rollout.load_balancing import CompletedSample, RequestBalancer
 from megarl.rollout.sglang.engine import Engine
 from megarl.types import IntArray
-from scripts.bench.dealing import dealt
-from scripts.bench.dealing_real import Prompts, cpu_engines, planted_prompt, sampled_round
-from scripts.bench.dealing_simulation import Machine
+from scripts.bench.balancing import assigned
+from scripts.bench.balancing_real import Prompts, cpu_engines, planted_prompt, sampled_phase
+from scripts.bench.balancing_simulation import Machine
 
 ENGINES, SLOTS, CACHE, PROMPT_TOKENS = 2, 64, 10**9, 12
 PROMPTS, SAMPLES = 8, 4  # of a step
@@ -91,10 +91,10 @@ def planted_lengths(longest: int, mean_share: float, sigma: float, seed: int, sa
     pool = np.minimum(spread * high, longest).clip(2).astype(np.int64)
 
     @cache
-    def of_ticket(ticket: int) -> IntArray:
-        return pool[np.arange(ticket * samples, (ticket + 1) * samples) % POOL]
+    def of_drawn(prompt_index: int) -> IntArray:
+        return pool[np.arange(prompt_index * samples, (prompt_index + 1) * samples) % POOL]
 
-    return of_ticket
+    return of_drawn
 
 
 def phase_of(
@@ -104,14 +104,14 @@ def phase_of(
     prompts = [planted_prompt(PROMPT_TOKENS + group.done, group.new) for group in groups]
     final: Final = set()
     for group in groups:
-        lengths = lengths_of(group.ticket)
+        lengths = lengths_of(group.prompt_index)
         ended = lengths[lengths > group.done] - group.done == group.new
         final |= {(PROMPT_TOKENS + group.done, new) for new in group.new[ended].tolist()}
     read_again = sum(group.done * len(group.new) for group in groups)
     return PhaseSeen(seconds(prompts, final, beside_training), read_again)
 
 
-def with_verdicts_s(ends: Ends, final: Final, reward_s: float) -> float:
+def with_rewards_s(ends: Ends, final: Final, reward_s: float) -> float:
     """When a phase ends: after the last sample, and after the verdict on the last response that has ended."""
     judged = [end_s for end_s, one in ends if (one.prompt_tokens, one.response_tokens) in final]
     return max(ends[-1][0], max(judged, default=0.0) + reward_s)
@@ -122,8 +122,8 @@ def simulated_s(fit: Fit, longest: int, planted: Planted) -> PhaseSeconds:
     machine = Machine(ENGINES, 1, SLOTS, CACHE, longest, fit.floor_s, fit.sequence_s, 0.0, fit.read_s)
 
     def seconds(prompts: Prompts, final: Final, beside_training: bool) -> float:
-        ends = dealt(machine, prompts, Dealer, prompts).ends
-        return max(with_verdicts_s(ends, final, planted.reward_s), planted.train_s if beside_training else 0.0)
+        ends = assigned(machine, prompts, RequestBalancer, prompts).ends
+        return max(with_rewards_s(ends, final, planted.reward_s), planted.train_s if beside_training else 0.0)
 
     return seconds
 
@@ -131,8 +131,8 @@ def simulated_s(fit: Fit, longest: int, planted: Planted) -> PhaseSeconds:
 def real_s(engines: Sequence[Engine], longest: int, planted: Planted) -> PhaseSeconds:
     def seconds(prompts: Prompts, final: Final, beside_training: bool) -> float:
         async def sampled() -> None:
-            ends, _ = await sampled_round(engines, Dealer, prompts, longest)
-            await asyncio.sleep(with_verdicts_s(ends, final, planted.reward_s) - ends[-1][0])
+            ends, _ = await sampled_phase(engines, RequestBalancer, prompts, longest)
+            await asyncio.sleep(with_rewards_s(ends, final, planted.reward_s) - ends[-1][0])
 
         async def both() -> None:
             await asyncio.gather(sampled(), asyncio.sleep(planted.train_s if beside_training else 0.0))
@@ -154,7 +154,7 @@ def calibrated(engines: Sequence[Engine]) -> list[float]:
 
     def equal_s(count: int, prompt_tokens: int, length: int) -> float:
         prompts = [planted_prompt(prompt_tokens, [length] * count) for _ in engines]
-        return asyncio.run(sampled_round(engines, Dealer, prompts, CALIBRATED_STEPS))[0][-1][0]
+        return asyncio.run(sampled_phase(engines, RequestBalancer, prompts, CALIBRATED_STEPS))[0][-1][0]
 
     shorts = [equal_s(count, PROMPT_TOKENS, short) for count in CALIBRATED]
     longs = [equal_s(count, PROMPT_TOKENS, short + CALIBRATED_STEPS) for count in CALIBRATED]

@@ -44,7 +44,7 @@ def measure(name: str) -> dict[str, float]:
     sources = with_scales(megatron_map.parts(DEEPSEEK_V3, TRAIN, transformer_engine=True), targets)
     mapped = time.perf_counter()
     streams = plan_streams(sources, targets, MEMBER, **topology)
-    plan = streams.deal(streams.rounds_needed(ROUND_BYTES))
+    plan = streams.assign(streams.rounds_needed(ROUND_BYTES))
     planned = time.perf_counter()
     plan_bytes = peak_bytes() - before_bytes
     found = count_traffic(sources, targets, **topology)

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from megarl.algos import mismatch
+from megarl.algos import rollout_correction
 from megarl.algos.targets import Targets
 from megarl.types import Hyperparameters
 
 
 def kept(old_logp_T: torch.Tensor, targets: Targets, hparams: Hyperparameters) -> Targets:
     """The targets with the dropped tokens out of the mask, where the correction drops any."""
-    if not mismatch.drops(hparams):
+    if not rollout_correction.drops(hparams):
         return targets
     mask_T = targets.loss_mask_T
-    dropped_T = mismatch.dropped(old_logp_T, targets.engine_logp_T, mask_T, targets.sequence_T, hparams)
+    dropped_T = rollout_correction.dropped(old_logp_T, targets.engine_logp_T, mask_T, targets.sequence_T, hparams)
     return replace(targets, loss_mask_T=mask_T & ~dropped_T, dropped_T=dropped_T)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
-from megarl.algos.mismatch import MISMATCH_BOUNDS, dropped, drops
+from megarl.algos.rollout_correction import ROLLOUT_CORRECTION_BOUNDS, dropped, drops
 from megarl.algos.segments import segment_mean, segment_sum
 from megarl.algos.statistics import CLIPPED, Statistics
 from megarl.parallel.packing import Split, pack
@@ -29,8 +29,8 @@ from megarl.types import (
     Aggregation,
     FloatArray,
     Hyperparameters,
-    Mismatch,
     Prompt,
+    RolloutCorrection,
     Sample,
     SampleGroup,
     SamplePart,
@@ -220,9 +220,14 @@ def same(mine: Seen, other: Seen) -> None:
     assert train_metrics([mine[2]]) == pytest.approx(train_metrics([other[2]]), rel=1e-5, abs=1e-6)
 
 
-def all_at_once(name: str, mismatch: Mismatch) -> Hyperparameters:
+def all_at_once(name: str, rollout_correction: RolloutCorrection) -> Hyperparameters:
     """The row's own hparams with every penalty."""
-    more = {"kl_coefficient": 0.1, "entropy_coefficient": 0.01, "positive_nll": 0.1, "mismatch": mismatch}
+    more = {
+        "kl_coefficient": 0.1,
+        "entropy_coefficient": 0.01,
+        "positive_nll": 0.1,
+        "rollout_correction": rollout_correction,
+    }
     return replace(ALGORITHMS[name].hyperparameters, **more)
 
 
@@ -231,17 +236,17 @@ def all_at_once(name: str, mismatch: Mismatch) -> Hyperparameters:
 @given(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=10),
     seed=st.integers(0, 2**31),
-    mismatch=st.sampled_from(["off", *MISMATCH_BOUNDS]),
+    rollout_correction=st.sampled_from(["off", *ROLLOUT_CORRECTION_BOUNDS]),
     dp=st.integers(1, 4),
     budget=st.sampled_from([LONGEST + 7, BUDGET, 10_000]),
     split=st.sampled_from([Split(), Split(tp=4), Split(tp=2, cp=2, align=4)]),
     shuffle=st.randoms(use_true_random=False),
 )
 def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
-    name, lengths, seed, mismatch, dp, budget, split, shuffle
+    name, lengths, seed, rollout_correction, dp, budget, split, shuffle
 ):
     """Ranks without a sample among them, whose rows are padding."""
-    batch, hparams = batch_of(lengths, seed), all_at_once(name, mismatch)
+    batch, hparams = batch_of(lengths, seed), all_at_once(name, rollout_correction)
     (plan,) = plan_updates(
         batch.refs, updates=1, dp=dp, token_budget=budget, aggregation=hparams.aggregation, longest_response=LONGEST,
         work=lambda length: length + length**2 / 16, align=split.align,
@@ -265,11 +270,11 @@ def test_more_ranks_than_samples(name):
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("mismatch", ["off", *MISMATCH_BOUNDS])
+@pytest.mark.parametrize("rollout_correction", ["off", *ROLLOUT_CORRECTION_BOUNDS])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_what_is_not_learnt_from_may_be_anything(name, mismatch, junk):
+def test_what_is_not_learnt_from_may_be_anything(name, rollout_correction, junk):
     """Prompts and padding: nothing of them in loss, gradient or statistics."""
-    batch, hparams = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, mismatch)
+    batch, hparams = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, rollout_correction)
     shares, split = [[tuple(batch.refs[:3]), ()], [tuple(batch.refs[3:])]], Split(tp=2, cp=2, align=4)
     plan = Update((), denominator=2.0, tokens=9, loss_tokens=9, correct_tokens=5)
     mine, clean = (seen(name, hparams, batch, shares, plan=plan, split=split, junk=value) for value in (junk, 0.0))
@@ -289,7 +294,9 @@ def test_a_row_without_a_sample_costs_nothing(name):
 def test_without_an_advantage_there_is_nothing_to_learn(name):
     batch = batch_of([1, 1, 5, 9], seed=2)
     refs = tuple(replace(ref, advantage=0.0) for ref in batch.refs)
-    hparams = replace(ALGORITHMS[name].hyperparameters, kl_coefficient=0.0, positive_nll=0.0, mismatch="mis_token")
+    hparams = replace(
+        ALGORITHMS[name].hyperparameters, kl_coefficient=0.0, positive_nll=0.0, rollout_correction="mis_token"
+    )
     loss, gradients, _ = seen(name, hparams, batch, [[refs]])
     assert loss == 0.0 and not any(one.any() for one in gradients)
 

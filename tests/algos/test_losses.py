@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
 from megarl.algos.losses import (
+    DIFF,
+    DIFF_MAX,
     EXPLAINED_VARIANCE,
-    GAP,
-    GAP_MAX,
     RIGHT,
     nll_loss,
     outcome_loss,
     policy_loss,
     value_loss,
 )
-from megarl.algos.mismatch import MASKED, MISMATCH_BOUNDS
+from megarl.algos.rollout_correction import MASKED, ROLLOUT_CORRECTION_BOUNDS
 from megarl.algos.statistics import TOKENS
 from megarl.algos.surrogates import cispo, clipped, reinforce, sequence_clipped
 from megarl.algos.targets import Targets
@@ -64,17 +64,17 @@ def slow_surrogate(name: str, hparams: Hyperparameters, logp: Any, old: float, l
 
 def slow_weight(hparams: Hyperparameters, w: float, product: float, mean: float) -> float | None:
     """Of pi_old / mu: of the token, of its sequence's product and geometric mean; None: the token is dropped."""
-    if hparams.mismatch == "off":
+    if hparams.rollout_correction == "off":
         return 1.0
-    low, high = MISMATCH_BOUNDS[hparams.mismatch]
-    low = low if hparams.mismatch_low is None else hparams.mismatch_low
-    high = high if hparams.mismatch_high is None else hparams.mismatch_high
-    if hparams.mismatch == "tis":
+    low, high = ROLLOUT_CORRECTION_BOUNDS[hparams.rollout_correction]
+    low = low if hparams.rollout_correction_low is None else hparams.rollout_correction_low
+    high = high if hparams.rollout_correction_high is None else hparams.rollout_correction_high
+    if hparams.rollout_correction == "tis":
         return min(w, high)
-    decides = {"mis_sequence": product, "mis_geometric": mean}.get(hparams.mismatch, w)
+    decides = {"mis_sequence": product, "mis_geometric": mean}.get(hparams.rollout_correction, w)
     if not low <= decides <= high:
         return None
-    return product if hparams.mismatch == "mis_sequence" else w
+    return product if hparams.rollout_correction == "mis_sequence" else w
 
 
 def slow_kl(hparams: Hyperparameters, logp: Any, reference: float) -> Any:
@@ -90,7 +90,7 @@ def slow_loss(
 
     A token that the mismatch drops has no term at all, and no part in the ratio of its sequence.
     """
-    if hparams.mismatch == "off":  # then the engine is the old policy of those
+    if hparams.rollout_correction == "off":  # then the engine is the old policy of those
         old = [float(row.engine_logp_T[t]) if row.is_stale_T[t] else one for t, one in enumerate(old)]
     total = torch.zeros((), dtype=torch.float64)
     numbers = range(len(logp_T))
@@ -126,9 +126,9 @@ some_rules = st.builds(
     kl_coefficient=st.sampled_from([0.0, 0.1]),
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coefficient=st.sampled_from([0.0, 0.01]),
-    mismatch=st.sampled_from(["off", *MISMATCH_BOUNDS]),
-    mismatch_low=st.sampled_from([None, 0.3]),
-    mismatch_high=st.sampled_from([None, 1.7]),
+    rollout_correction=st.sampled_from(["off", *ROLLOUT_CORRECTION_BOUNDS]),
+    rollout_correction_low=st.sampled_from([None, 0.3]),
+    rollout_correction_high=st.sampled_from([None, 1.7]),
     positive_nll=st.sampled_from([0.0, 0.1]),
 )
 
@@ -162,14 +162,18 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
     torch.testing.assert_close(mine, slow, atol=1e-9, rtol=1e-9)
     for one, other in zip(my_grads, slow_grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
-    gaps = [abs(o - e) for o, e, m, s in zip(old, engine, mask, stale, strict=True) if m and not s]
-    assert stats[GAP].tolist() == pytest.approx([sum(gaps), len(gaps)], abs=1e-12), "of fresh tokens alone"
-    assert stats[GAP_MAX].tolist() == pytest.approx([max(gaps, default=0.0), len(gaps)], abs=1e-12)
+    diffs = [abs(o - e) for o, e, m, s in zip(old, engine, mask, stale, strict=True) if m and not s]
+    assert stats[DIFF].tolist() == pytest.approx([sum(diffs), len(diffs)], abs=1e-12), "of fresh tokens alone"
+    assert stats[DIFF_MAX].tolist() == pytest.approx([max(diffs, default=0.0), len(diffs)], abs=1e-12)
     num_dropped = sum(mask) - int(of_kept.loss_mask_T.sum())
     assert int(stats[TOKENS]) == sum(mask) - num_dropped
-    if hparams.mismatch != "off":
+    if hparams.rollout_correction != "off":
         assert stats[MASKED].tolist() == [num_dropped, sum(mask)], "a share of what was sampled"
-        by_age = {one.name: parts.tolist() for one, parts in stats.items() if one.name.startswith("mismatch_masked_")}
+        by_age = {
+            one.name: parts.tolist()
+            for one, parts in stats.items()
+            if one.name.startswith("rollout_correction_masked_")
+        }
         assert [sum(pair) for pair in zip(*by_age.values(), strict=True)] == [num_dropped, sum(mask)]
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
-from megarl.algos.losses import kl_T, policy_loss, policy_statistics, turn_gaps
-from megarl.algos.mismatch import MISMATCH_BOUNDS
+from megarl.algos.losses import kl_T, policy_loss, policy_statistics, turn_diffs
 from megarl.algos.ratios import bounded, k3
+from megarl.algos.rollout_correction import ROLLOUT_CORRECTION_BOUNDS
 from megarl.algos.targets import Targets
 from megarl.tracking.metrics import train_metrics
 from megarl.types import Hyperparameters
@@ -40,18 +40,22 @@ def row_of(tokens: list[Any], dtype: torch.dtype = torch.float32) -> tuple[torch
 tokens_of = st.tuples(EXTREME, EXTREME, OF_ENGINE, EXTREME, st.sampled_from([-2.0, 0.0, 1.0]), st.booleans())
 
 
-@pytest.mark.parametrize("mismatch", ["off", *MISMATCH_BOUNDS])
+@pytest.mark.parametrize("rollout_correction", ["off", *ROLLOUT_CORRECTION_BOUNDS])
 @pytest.mark.parametrize("name", SURROGATES)
 @settings(max_examples=25)
 @given(tokens=st.lists(tokens_of, min_size=1, max_size=6), dual_clip=st.sampled_from([None, 3.0]))
-def test_any_log_probability_gives_a_finite_loss(name: str, mismatch: Any, tokens: list[Any], dual_clip: Any) -> None:
+def test_any_log_probability_gives_a_finite_loss(
+    name: str, rollout_correction: Any, tokens: list[Any], dual_clip: Any
+) -> None:
     """In float32: of the loss, of its gradient, and of every statistic; an engine may report -inf."""
-    hparams = Hyperparameters(mismatch=mismatch, kl_coefficient=0.1, dual_clip=dual_clip, positive_nll=0.1)
+    hparams = Hyperparameters(
+        rollout_correction=rollout_correction, kl_coefficient=0.1, dual_clip=dual_clip, positive_nll=0.1
+    )
     logp_T, old_T, targets = row_of([(max(one[0], -1e4), *one[1:]) for one in tokens])
     targets = kept(old_T, targets, hparams)
     loss, stats = policy_loss(SURROGATES[name], logp_T, torch.ones_like(old_T), old_T, targets, hparams)
     loss.backward()
-    stats |= policy_statistics(logp_T, torch.ones_like(old_T), targets) | turn_gaps(old_T, targets)
+    stats |= policy_statistics(logp_T, torch.ones_like(old_T), targets) | turn_diffs(old_T, targets)
     assert loss.isfinite() and logp_T.grad is not None and logp_T.grad.isfinite().all()
     assert all(parts.double().isfinite().all() for parts in stats.values())
     metrics = train_metrics([{one: tuple(parts.reshape(-1).tolist()) for one, parts in stats.items()}])

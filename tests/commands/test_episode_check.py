@@ -150,7 +150,7 @@ def test_what_goes_wrong_is_one_line_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "shown", "fault"),
+    ("keys", "shown", "error"),
     [
         ({"environment": "odd_episodes:Dice"}, "replayable: yes", "a second run with the same seed gives other"),
         ({"environment": "odd_episodes:Process"}, "", "a replay after the end of its process gives other results"),

@@ -25,7 +25,7 @@ from megarl.rollout.worker import scored
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import writing
 from megarl.types import EpisodeProgress, Prompt, Sample, SampleGroup, SamplePart
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
 
@@ -148,8 +148,10 @@ def played(*more: str, scripts: Sequence[Sequence[str]] = SCRIPTS) -> list[Sampl
         async def group(number: int, prompt: Prompt) -> SampleGroup:
             sampling = Sampling(len(scripts), recipe.rollout.max_response_tokens, stream=(1, number))
             found = await asyncio.gather(*(runner.run(prompt, sampling, place) for place in range(len(scripts))))
-            verdicts = [one.verdict or Verdict(0.5, False) for one in found]  # of the function, where it decides
-            return scored(prompt, [one.sample for one in found], verdicts, recipe.reward, may_lose_all=True)[1]
+            reward_results = [
+                one.reward_result or RewardResult(0.5, False) for one in found
+            ]  # of the function, where it decides
+            return scored(prompt, [one.sample for one in found], reward_results, recipe.reward, may_lose_all=True)[1]
 
         async def every() -> list[SampleGroup]:
             return [await group(number, prompt) for number, prompt in enumerate(prompts)]
@@ -272,9 +274,9 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
     other = replace(other, facts=replace(whole.facts, seed=None))
     twice = {"sampled_tokens": 2 * whole.facts.sampled_tokens}
     agents = replace(agents, more_rows=whole.rows, facts=replace(whole.facts, **twice))
-    verdict = Verdict(float(dice[0].rewards_G[0]), bool(dice[0].correct_G[0]))
-    verdicts = verdict, None, verdict, verdict, verdict
-    write([PartialGroup(dice[0].prompt, (whole, opened, late, other, agents), verdicts)], [dice[1]])
+    reward_result = RewardResult(float(dice[0].rewards_G[0]), bool(dice[0].correct_G[0]))
+    reward_results = reward_result, None, reward_result, reward_result, reward_result
+    write([PartialGroup(dice[0].prompt, (whole, opened, late, other, agents), reward_results)], [dice[1]])
     assert check(*ENVIRONMENT).stdout.splitlines() == [
         "samples left out: 1 that are open, 1 that ended as `timeout`, 1 without the seed of their environment, which "
         "files before format 9 do not have, 1 of an agent or of several conversations",

@@ -48,7 +48,7 @@ def test_an_unknown_key_is_told_with_line_and_the_nearest(tmp_path: Path) -> Non
     assert str(caught.value) == f"{mine}:{line}: unknown key nic_shares; did you mean nic_share?"
 
 
-def test_no_hardware_is_a_error_that_lists_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_hardware_is_an_error_that_lists_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(FILES[0].parents[2])
     with pytest.raises(UserError, match="placement.hardware: .*--hardware.*recipes/hardware/b200.yaml, .*h800.yaml"):
         load_hardware(None)

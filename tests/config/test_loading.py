@@ -331,7 +331,7 @@ def test_a_name_of_the_users_own_may_contain_dots(tmp_path: Path) -> None:
     assert "reward.by_source.gone.now is null, which takes it out, and there is no such entry" in lines[2]
 
 
-def test_null_for_a_name_that_is_not_there_is_a_error_where_it_is_written(tmp_path: Path) -> None:
+def test_null_for_a_name_that_is_not_there_is_an_error_where_it_is_written(tmp_path: Path) -> None:
     path = overlay(tmp_path, "data:\n  eval:\n    arth: null\n")
     lines = [str(error) for error in errors_of(QUICKSTART, path, "evaluation.sets.no=null")]
     assert lines == [

@@ -325,7 +325,7 @@ def test_a_checkpoint_in_an_unknown_format_is_one_line(tmp_path: Path) -> None:
         ("algorithm.name=opd", "algorithm.name: 'opd' is no algorithm"),
     ],
 )
-def test_a_error_is_told(override: str, start: str) -> None:
+def test_an_error_is_told(override: str, start: str) -> None:
     lines = told("vapo_qwen3_30b", override)
     assert sum(line.startswith(start) for line in lines) == 1, lines
     assert not any(line.startswith("train.megatron: ") for line in lines) or start.startswith("train.megatron: ")

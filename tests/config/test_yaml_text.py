@@ -34,7 +34,7 @@ def written(tmp_path: Path, lines: bytes | str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("given", "mend"),
+    ("given", "hint"),
     [
         ("run.seed=017", "write 17, or '017' in quotes where text is meant"),
         ("run.seed=+007", "write +7, or '+007' in quotes where text is meant"),

@@ -21,7 +21,8 @@ from megarl.controller import loop, stages, warm_start
 from megarl.controller.learning_rate import policy_lr
 from megarl.controller.run import Run, Step
 from megarl.controller.stages import LEARNING_STAGES, STAGES
-from megarl.fleet.rank_groups import GroupStock, RolloutBatch, Trained
+from megarl.episodes.demonstrations import demonstrations
+from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch, Trained
 from megarl.resharding.member import Stats
 from megarl.tracking.run_log import Record
 from megarl.types import EndedEarly, GroupSummary, Prompt, SampleGroup, SamplePart, UserError
@@ -37,8 +38,8 @@ def summary(prompt: str, rewards: list[float], finished: bool = True, version: i
     return GroupSummary(prompt, "", ("",) * count, 1, np.full(count, 3), finished_G, rewards_G, rewards_G > 0, parts_G)
 
 
-def refs(stock: GroupStock) -> list[Any]:
-    return [entry.ref for entry in stock.entries]
+def refs(buffer: GroupBuffer) -> list[Any]:
+    return [entry.ref for entry in buffer.entries]
 
 
 class Values(str):
@@ -61,13 +62,13 @@ class Fleet:
         own.recipe = recipe
         self.critic = own if has_critic else None
 
-    def hand_over(self, phase: str) -> dict[str, float]:
+    def onload_for(self, phase: str) -> dict[str, float]:
         self.calls.append(f"hand over to {phase}")
         return {f"memory/after_{phase}_bytes": 1.0}
 
     def begin(self, entries: Any, sampling: Any, *, beside_training: bool = False) -> Any:
         self.calls.append(f"sample {len(entries)}{' ahead' if beside_training else ''}")
-        ids = [entry.ticket.prompt.id for entry in entries]
+        ids = [entry.drawn.prompt.id for entry in entries]
         new = [summary(name, self.rewards, self.finished, self.version) for name in ids]
         found = [replace(one, summary=of, ref=f"ref {of.prompt_text}") for one, of in zip(entries, new, strict=True)]
 
@@ -116,8 +117,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         fleet: Any = Fleet(bool(ALGORITHMS[recipe.algorithm.name].critic), recipe)
         taken = iter(range(100))
 
-        def begin(step: int, stock: GroupStock) -> dict[str, float]:
-            fleet.calls.append(f"save {step} and {refs(stock)}")
+        def begin(step: int, buffer: GroupBuffer) -> dict[str, float]:
+            fleet.calls.append(f"save {step} and {refs(buffer)}")
             return {"memory/after_save_bytes": 1.0}
 
         saver: Any = SimpleNamespace(
@@ -126,7 +127,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         )  # fmt: skip
         prompts = SimpleNamespace(take=lambda n: [Prompt(str(next(taken)), "", (1,), "7") for _ in range(n)])
         tokenizer = type("Tokenizer", (), {"eos_token_id": 0, "__call__": lambda *_, **__: {"input_ids": [1, 2]}})()
-        inputs: Any = SimpleNamespace(prompts=prompts, tokenizer=tokenizer, eval_sets={})
+        demonstrate = demonstrations(tokenizer, turn_tokenizer=None, messages=None)
+        inputs: Any = SimpleNamespace(prompts=prompts, demonstrate=demonstrate, eval_sets={})
         log: Any = None
         found = Run(
             recipe=recipe,
@@ -227,21 +229,21 @@ def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
 
 def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
     one, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0")
-    stock = loop.train_step(one, Step(1, Record(1)))
-    assert refs(stock) == ["ref 2", "ref 3"]
+    buffer = loop.train_step(one, Step(1, Record(1)))
+    assert refs(buffer) == ["ref 2", "ref 3"]
     assert "save 1 and ['ref 2', 'ref 3']" in fleet.calls, "a checkpoint has them too"
     fleet.calls.clear()
     record = Record(2)
-    assert refs(loop.train_step(one, Step(2, record, stock))) == []
+    assert refs(loop.train_step(one, Step(2, record, buffer))) == []
     assert (record.metrics["stale/token_mean"], record.metrics["stale/token_max"]) == (1.0, 1)
     assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", "nothing is sampled"
 
 
 def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:
     """It has begun before the ranks get the memory, and has ended before the checkpoint, which has its groups."""
-    one, fleet = made("algorithm.name=grpo", "algorithm.mismatch=tis", "rollout.ahead=1")
+    one, fleet = made("algorithm.name=grpo", "algorithm.rollout_correction=tis", "rollout.ahead=1")
     record = Record(1)
-    stock = loop.train_step(one, Step(1, record))
+    buffer = loop.train_step(one, Step(1, record))
     assert fleet.calls == [
         *("sample 2", "sample 2 ahead", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
         *("await what was sampled ahead", "save 1 and ['ref 2', 'ref 3']", "publish"),
@@ -253,7 +255,7 @@ def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> Non
     assert metrics["rollout/waited_s"] >= metrics["time/train_s"], "the stand-in samples in no time"
     fleet.calls.clear()
     record = Record(2)
-    loop.train_step(one, Step(2, record, stock))
+    loop.train_step(one, Step(2, record, buffer))
     assert fleet.calls[:3] == [
         *("sample 2 ahead", "hand over to train", "train grpo on 4 of ['ref 2', 'ref 3'], None, None"),
     ]
@@ -264,7 +266,7 @@ def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> Non
 def test_ahead_the_last_step_samples_for_the_run_that_may_go_on(made: Any, every: int | None, calls: int) -> None:
     """Its checkpoint is as that of any other step; without one nobody would have the samples."""
     own = [] if every is None else [f"checkpoint.every={every}"]
-    one, fleet = made("algorithm.name=grpo", "algorithm.mismatch=tis", "rollout.ahead=1", *own)
+    one, fleet = made("algorithm.name=grpo", "algorithm.rollout_correction=tis", "rollout.ahead=1", *own)
     assert len(loop.train_step(one, Step(9, Record(9))).entries) == 2 * calls
     assert fleet.calls.count("sample 2 ahead") == calls
 
@@ -273,19 +275,21 @@ def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_t
     """What its last step did, and the stock of its checkpoint, with the same prompts and random streams."""
     found = []
     for steps in (2, 9):
-        how = ["algorithm.mismatch=tis", "rollout.ahead=1", f"run.steps={steps}", "checkpoint.every=7"]
+        how = ["algorithm.rollout_correction=tis", "rollout.ahead=1", f"run.steps={steps}", "checkpoint.every=7"]
         one, fleet = made("algorithm.name=grpo", *how)
-        stock = GroupStock()
+        buffer = GroupBuffer()
         for number in (1, 2):
-            stock = loop.train_step(one, Step(number, Record(number), stock))
-        found.append((fleet.calls, [entry.ticket for entry in stock.entries], refs(stock), stock.trained))
+            buffer = loop.train_step(one, Step(number, Record(number), buffer))
+        found.append((fleet.calls, [entry.drawn for entry in buffer.entries], refs(buffer), buffer.trained))
     assert found[0] == found[1]
     assert found[0][1][0].stream == (one.recipe.run.seed, 3, 0)
 
 
 def test_ahead_what_waits_is_not_sampled(made: Any) -> None:
     """Enough groups that are complete, and none that is open: the next step has no phase, now as without ahead."""
-    one, fleet = made("algorithm.name=dapo", "algorithm.mismatch=tis", "algorithm.oversample=2.0", "rollout.ahead=1")
+    one, fleet = made(
+        "algorithm.name=dapo", "algorithm.rollout_correction=tis", "algorithm.oversample=2.0", "rollout.ahead=1"
+    )
     loop.train_step(one, Step(1, Record(1)))
     assert not any("ahead" in call for call in fleet.calls)
 

@@ -21,8 +21,8 @@ from megarl.controller.samples import (
     staleness,
     with_overlong_penalty,
 )
-from megarl.fleet.rank_groups import GroupStock, RolloutBatch
-from megarl.samples.buffer import Entry, Stock
+from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
+from megarl.samples.buffer import Entry, RolloutBuffer
 from megarl.samples.summaries import summary
 from megarl.tracking.metrics import rollout_metrics
 from megarl.types import EpisodeEnd, GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserError
@@ -45,29 +45,29 @@ class Source:
     def __init__(self, right: Sequence[Sequence[bool]]) -> None:
         self.right, self.rounds = right, []
 
-    def admit(self, stock: GroupStock, count: int, number: int) -> GroupStock:
+    def admit(self, buffer: GroupBuffer, count: int, number: int) -> GroupBuffer:
         self.rounds.append((number, count))
-        names = range(stock.next_number, stock.next_number + count)
-        return stock.admitted([Prompt(str(name), "", (1,), "") for name in names], (number,), 2)
+        names = range(buffer.next_number, buffer.next_number + count)
+        return buffer.admitted([Prompt(str(name), "", (1,), "") for name in names], (number,), 2)
 
-    def advance(self, stock: GroupStock) -> GroupStock:
-        return stock.updated([self.complete(entry) for entry in stock.open])
+    def advance(self, buffer: GroupBuffer) -> GroupBuffer:
+        return buffer.updated([self.complete(entry) for entry in buffer.open])
 
     def complete(self, entry: Entry[Any]) -> Entry[Any]:
-        name = entry.ticket.prompt.id
+        name = entry.drawn.prompt.id
         return replace(entry, summary=group(name, self.right[int(name)]), ref=f"ref {name}")
 
-    def collect(self, wanted: int, hyperparameters: Hyperparameters, stock: GroupStock | None = None) -> Any:
+    def collect(self, wanted: int, hyperparameters: Hyperparameters, buffer: GroupBuffer | None = None) -> Any:
         limits = Limits(wanted, wanted, hyperparameters)
-        found = collect(limits, stock or GroupStock(), self.admit, self.advance)
-        return found.chosen, found.stock, found.counts(limits)
+        found = collect(limits, buffer or GroupBuffer(), self.admit, self.advance)
+        return found.chosen, found.buffer, found.counts(limits)
 
 
 MIXED, RIGHT, WRONG = (True, False), (True, True), (False, False)
 
 
-def names(groups: RolloutBatch | GroupStock) -> list[str]:
-    found = RolloutBatch.of(groups.entries) if isinstance(groups, Stock) else groups
+def names(groups: RolloutBatch | GroupBuffer) -> list[str]:
+    found = RolloutBatch.of(groups.entries) if isinstance(groups, RolloutBuffer) else groups
     assert [f"ref {one.prompt_text}" for one in found.summaries] == found.refs
     return [one.prompt_text for one in found.summaries]
 
@@ -98,7 +98,7 @@ def test_groups_are_filtered_refilled_and_left_over() -> None:
 
 def test_enough_that_waits_needs_no_new_sample() -> None:
     source = Source([MIXED] * 4)
-    waiting = source.advance(source.admit(GroupStock(), 4, 0))
+    waiting = source.advance(source.admit(GroupBuffer(), 4, 0))
     step, rest, done = source.collect(3, DYNAMIC, waiting)
     assert (names(step), names(rest), source.rounds) == (["0", "1", "2"], ["3"], [(0, 4)])
     assert (done["sampling/drawn"], done["sampling/carried_in"], done["sampling/carried_out"]) == (0, 4, 1)
@@ -115,9 +115,9 @@ def test_in_phases_a_step_may_draw_as_many_prompts_as_all_rounds_would() -> None
     """However few are missing at a time: four times three, of which each phase here completes what it draws."""
     source = Source([MIXED, MIXED, *[WRONG] * 30])
     limits = Limits(3, 3, DYNAMIC, is_phased=True)
-    found = collect(limits, GroupStock(), source.admit, source.advance)
+    found = collect(limits, GroupBuffer(), source.admit, source.advance)
     done = found.counts(limits)
-    assert (names(found.chosen), names(found.stock)) == (["0", "1"], [])
+    assert (names(found.chosen), names(found.buffer)) == (["0", "1"], [])
     assert source.rounds == [(0, 3), *((number, 1) for number in range(1, 10))]
     assert (done["sampling/drawn"], done["sampling/rounds"]) == (DYNAMIC.max_rounds * 3, 10)
 

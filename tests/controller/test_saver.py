@@ -15,15 +15,15 @@ from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshots, digest
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.resuming import FOLDER, Progress, StockState, find, model_errors, resume
+from megarl.controller.resuming import FOLDER, BufferState, Progress, find, model_errors, progress_of, resume
 from megarl.controller.saver import Saver
 from megarl.data.streams import MixedStream, PromptStream
-from megarl.fleet.rank_groups import GroupStock
+from megarl.fleet.rank_groups import GroupBuffer
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserError, UserErrors
 
-EMPTY = GroupStock()
+EMPTY = GroupBuffer()
 SUMMARY: Any = "summary"
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
@@ -53,8 +53,8 @@ class Ranks:
 
 
 class Fleet(SimpleNamespace):
-    def save(self, folder: Path, stock: GroupStock) -> tuple[dict[str, Any], dict[str, float]]:
-        self.saved = stock
+    def save(self, folder: Path, buffer: GroupBuffer) -> tuple[dict[str, Any], dict[str, float]]:
+        self.saved = buffer
         self.trainers.save(folder)
         return {"rank-1.pt": 1}, {"memory/before_critic_bytes": 2.0}
 
@@ -65,9 +65,9 @@ class Fleet(SimpleNamespace):
     def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Any, str]]:
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
-        tickets = [entry.ticket for entry in self.saved.entries]
-        found = zip(tickets, self.summaries or [SUMMARY] * len(tickets), strict=True)
-        return [(ticket.prompt.id, summary, f"ref {ticket.number}") for ticket, summary in found]
+        drawn_prompts = [entry.drawn for entry in self.saved.entries]
+        found = zip(drawn_prompts, self.summaries or [SUMMARY] * len(drawn_prompts), strict=True)
+        return [(drawn.prompt.id, summary, f"ref {drawn.number}") for drawn, summary in found]
 
 
 @pytest.fixture
@@ -124,32 +124,32 @@ def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
 
-def stocked(prompts: PromptStream) -> GroupStock:
+def buffered(prompts: PromptStream) -> GroupBuffer:
     """Ten tickets of a stream whose first five prompts a warm start took: three wait, one of another step."""
     prompts.take(5)
-    stock = GroupStock().admitted(prompts.take(6), (1, 2), 3)
-    first, *others = stock.entries
-    stock = stock.without_trained([others[0], others[2]]).without_dropped([first, *others[3:]])
-    stock = stock.admitted(prompts.take(4), (1, 3), 3)
-    return replace(stock.without_trained(stock.entries[2:4]), surplus=7)
+    buffer = GroupBuffer().admitted(prompts.take(6), (1, 2), 3)
+    first, *others = buffer.entries
+    buffer = buffer.without_trained([others[0], others[2]]).without_dropped([first, *others[3:]])
+    buffer = buffer.admitted(prompts.take(4), (1, 3), 3)
+    return replace(buffer.without_trained(buffer.entries[2:4]), surplus=7)
 
 
-def test_a_stock_comes_back_with_the_prompts_of_its_tickets(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(made: Any, fleet: Any, tmp_path: Path) -> None:
     """By their numbers in the data, because a file does not keep every type of a row's values."""
     prompts, recipe = stream(), made("checkpoint.asynchronous=false")
-    stock = stocked(prompts)
-    assert [entry.ticket.number for entry in stock.entries] == [2, 6, 9]
+    buffer = buffered(prompts)
+    assert [entry.drawn.number for entry in buffer.entries] == [2, 6, 9]
     one = saver(recipe, fleet, prompts, tmp_path)
-    one.begin(4, stock)
+    one.begin(4, buffer)
     one.settle(4)
     again = stream()
     found = find(recipe, again, pytest.fail)
     assert found is not None
     back = resume(found, recipe, fleet, again)
     assert [entry.ref for entry in back.entries] == ["ref 2", "ref 6", "ref 9"]
-    assert [entry.ticket for entry in back.entries] == [entry.ticket for entry in stock.entries]
-    assert [entry.ticket.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
-    assert (back.next_number, back.trained, back.dropped) == (stock.next_number, stock.trained, stock.dropped)
+    assert [entry.drawn for entry in back.entries] == [entry.drawn for entry in buffer.entries]
+    assert [entry.drawn.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
+    assert (back.next_number, back.trained, back.dropped) == (buffer.next_number, buffer.trained, buffer.dropped)
     assert back.surplus == 7
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
@@ -160,14 +160,14 @@ OPEN = ["rollout.prompts_per_step=4", "rollout.prompts_in_flight=8", "rollout.ph
 def saved(recipe: Recipe, fleet: Any, tmp_path: Path, *, is_open: bool) -> None:
     """A checkpoint of step 4, by version 3, with three groups: open, or complete and sampled by version 2."""
     prompts = stream()
-    stock = stocked(prompts)
+    buffer = buffered(prompts)
     if not is_open:
         nothing = np.zeros(1, np.float32)
         facts = np.array([5]), nothing > 0, nothing, nothing > 0, ((SamplePart(2, 5),),)
         whole = GroupSummary("", "", ("",), 1, *facts)
-        stock = stock.updated([replace(entry, summary=whole) for entry in stock.entries])
+        buffer = buffer.updated([replace(entry, summary=whole) for entry in buffer.entries])
     one = saver(recipe, fleet, prompts, tmp_path)
-    one.begin(4, stock)
+    one.begin(4, buffer)
     one.settle(4)
 
 
@@ -222,7 +222,7 @@ def test_samples_of_another_prompt_than_the_datas_are_refused(made: Any, fleet: 
     found = find(recipe, stream(), pytest.fail)
     assert found is not None
     one, *others = fleet.saved.entries
-    strange = replace(one, ticket=replace(one.ticket, prompt=Prompt("row 77", "", (1,), "")))
+    strange = replace(one, drawn=replace(one.drawn, prompt=Prompt("row 77", "", (1,), "")))
     fleet.saved = replace(fleet.saved, entries=(strange, *others))
     with pytest.raises(UserError, match="data.train: .* has samples of row 77, and the data has . in its place"):
         resume(found, recipe, fleet, stream())
@@ -234,7 +234,7 @@ def test_no_checkpoint_is_written_that_lost_a_prompt_or_has_one_twice(
 ) -> None:
     one, prompts = saver(made(), fleet, stream(), tmp_path), stream()
     with pytest.raises(RuntimeError, match="prompts that were drawn are not each of .* exactly once"):
-        one.begin(4, replace(stocked(prompts), **changes))
+        one.begin(4, replace(buffered(prompts), **changes))
 
 
 def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
@@ -276,7 +276,7 @@ def test_a_wish_to_end_costs_nothing_that_was_learnt(
     monkeypatch.setattr(processes, "is_end_wanted", lambda: False)
     one.leave_if_wanted()
     prompts.take(3)
-    one.begin(1, stocked(stream()))
+    one.begin(1, buffered(stream()))
     fleet.version += 1
     one.settle(1)
     monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
@@ -315,7 +315,7 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     shape = json.loads(json.dumps(shape))
     data = stream(11).fingerprint
     known = {"seed": 7, "trains_mtp": False, "critic": None, "sampling": {}}
-    progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, stock=StockState.of(EMPTY), **known)
+    progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, buffer=BufferState.of(EMPTY), **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     with pytest.raises(UserErrors) as caught:
         find(made("train.mtp_loss=0.1"), stream(), pytest.fail)
@@ -334,18 +334,36 @@ def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(made: An
     assert model_errors(found, made()) == []
 
 
+def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(made: Any, fleet: Any, tmp_path: Path) -> None:
+    run(made(), fleet, stream(), tmp_path)
+    found = find(made(), stream(), pytest.fail)
+    assert found is not None
+    before = progress_of(found)
+    renamed = {"stock" if key == "buffer" else key: value for key, value in found.run.items()}
+    assert progress_of(replace(found, run=renamed)) == before
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"stock": []}, "has [] as stock in its state"),
+        ({"buffer": []}, "has [] as buffer in its state"),
         ({"seed": "1"}, 'has "1" as seed in its state'),
         ({"prompts_taken": None}, "has null as prompts_taken in its state"),
         ({"prompts_taken": -1}, "has -1 as prompts_taken in its state"),
         ({"step": 8}, "is of step 9 by its manifest, and of step 8 by its state"),
-        ({"stock": {"next_number": 0}}, "was written by another version of megarl"),
-        ({"stock": asdict(StockState(1, "no digits", "0", {}, False))}, "has no tickets of a stock in its state"),
-        ({"stock": asdict(StockState(1, "0", "0", {"x": [1]}, False))}, "has no tickets of a stock in its state"),
-        ({"stock": asdict(StockState(1, "0", "0", {"0": []}, False)) | {"streams": {"0": None}}}, "has no tickets"),
+        ({"buffer": {"next_number": 0}}, "was written by another version of megarl"),
+        (
+            {"buffer": asdict(BufferState(1, "no digits", "0", {}, False))},
+            "has no drawn prompts of a buffer",
+        ),
+        (
+            {"buffer": asdict(BufferState(1, "0", "0", {"x": [1]}, False))},
+            "has no drawn prompts of a buffer",
+        ),
+        (
+            {"buffer": asdict(BufferState(1, "0", "0", {"0": []}, False)) | {"streams": {"0": None}}},
+            "has no drawn prompts",
+        ),
         ({"color": "blue"}, "was written by another version of megarl"),
     ],
 )

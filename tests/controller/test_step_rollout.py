@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megarl.controller.run import Step
 from megarl.controller.stages import advantages
 from megarl.fleet.rank_groups import RolloutBatch
-from megarl.samples.buffer import Stock, StockSizes
+from megarl.samples.buffer import BufferSizes, RolloutBuffer
 from megarl.tracking.run_log import Record
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import GroupSummary
@@ -35,15 +35,15 @@ def lengths(seed: int) -> np.ndarray:
 
 def run_of(seed: int, steps: int | None) -> Run:
     recipe = recipe_of(LONGEST, LONGEST // 4, WANTED, 2 * WANTED)
-    return Run(lambda ticket: lengths(seed)[ticket].tolist(), recipe, steps=steps)
+    return Run(lambda drawn: lengths(seed)[drawn].tolist(), recipe, steps=steps)
 
 
-def trained_samples(run: Run, number: int, tickets: list[int]) -> Sequence[SampleRef]:
+def trained_samples(run: Run, number: int, drawn_prompts: list[int]) -> Sequence[SampleRef]:
     """A step's samples in the order in which the controller gives them to the ranks."""
     facts = np.ones(2, np.bool_), np.array([1, 0], np.float32), np.array([True, False])
     summaries = [
-        GroupSummary("", "", ("", ""), PROMPT_TOKENS, lengths(0)[ticket], *facts, tuple(run.parts[ticket]))
-        for ticket in tickets
+        GroupSummary("", "", ("", ""), PROMPT_TOKENS, lengths(0)[drawn], *facts, tuple(run.parts[drawn]))
+        for drawn in drawn_prompts
     ]
     hyperparameters, fleet = SimpleNamespace(overlong_filter=False), SimpleNamespace(version=number - 1)
     training: Any = SimpleNamespace(hyperparameters=hyperparameters, algorithm="grpo", recipe=run.recipe, fleet=fleet)
@@ -94,12 +94,12 @@ def test_a_run_that_goes_on_after_its_end_begins_again_with_few_in_flight() -> N
     run = run_of(0, 6)
     for _ in range(6):
         run.step()
-    assert not run.stock.entries and run.stock.surplus == 1
+    assert not run.buffer.entries and run.buffer.surplus == 1
     run.steps = 30
     in_flight = []
     for _ in range(8):
         numbers, _ = run.step()
-        in_flight.append(len(numbers) + len(run.stock.entries) - WANTED)
+        in_flight.append(len(numbers) + len(run.buffer.entries) - WANTED)
     assert in_flight == [1, 2, 3, 4, 6, 8, 11, 14]
 
 
@@ -107,27 +107,27 @@ def test_what_waits_is_logged() -> None:
     run = run_of(0, STEPS)
     for _ in range(12):
         numbers, _ = run.step()
-    waiting = [entry.ticket.number for entry in run.stock.entries]
+    waiting = [entry.drawn.number for entry in run.buffer.entries]
     sampled = [max(sum(part.num_tokens for part in parts) for parts in run.parts[number]) for number in waiting]
-    found = {name: value for name, value in run.metrics.items() if name.startswith("stock/")}
+    found = {name: value for name, value in run.metrics.items() if name.startswith("buffer/")}
     assert found == {
-        "stock/groups": len(waiting),
-        "stock/open": len(run.stock.open),
-        "stock/longest_mean": pytest.approx(np.mean(sampled)),
-        "stock/longest_trained_mean": pytest.approx(lengths(0)[numbers].max(1).mean()),
+        "buffer/groups": len(waiting),
+        "buffer/open": len(run.buffer.open),
+        "buffer/longest_mean": pytest.approx(np.mean(sampled)),
+        "buffer/longest_trained_mean": pytest.approx(lengths(0)[numbers].max(1).mean()),
     }
-    assert found["stock/groups"] > found["stock/open"] > 0
+    assert found["buffer/groups"] > found["buffer/open"] > 0
     last = run_of(0, 1)
     last.step()
-    assert last.metrics["stock/groups"] == 0 and "stock/longest_mean" not in last.metrics
+    assert last.metrics["buffer/groups"] == 0 and "buffer/longest_mean" not in last.metrics
 
 
 @given(wanted=st.integers(1, 600), more=st.integers(0, 1800), steps=st.integers(1, 60))
 def test_the_surplus_grows_and_shrinks_by_a_quarter_a_step(wanted: int, more: int, steps: int) -> None:
-    sizes, stock, found = StockSizes(wanted, wanted + more), Stock[None](), list[int]()
+    sizes, buffer, found = BufferSizes(wanted, wanted + more), RolloutBuffer[None](), list[int]()
     for left in reversed(range(steps)):
-        found.append(sizes.surplus(stock.surplus, left))
-        stock = stock.after_step(sizes, left)
+        found.append(sizes.surplus(buffer.surplus, left))
+        buffer = buffer.after_step(sizes, left)
     assert found == found[::-1] and found[0] == 0 and max(found) <= more
     rises = np.diff(found[: (steps + 1) // 2])
     assert (rises >= 0).all() and (rises <= np.maximum(1, np.array(found[: len(rises)]) / 4 + wanted / 64)).all()

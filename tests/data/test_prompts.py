@@ -99,7 +99,7 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path: Path, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("row", "problem", "mend"),
+    ("row", "problem", "hint"),
     [
         ({"answer": "3"}, "no column 'prompt'", "set data.prompt to one of answer"),
         ({"prompt": "1", "response": "3"}, "no column 'answer'", "set data.answer to one of prompt, response"),

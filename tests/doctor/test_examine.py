@@ -104,19 +104,19 @@ def test_a_token_of_mode_600_is_nobody_elses(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("severities", "code", "verdict"),
+    ("severities", "code", "reward_result"),
     [
         ((), 0, "nothing must be mended, 0 warnings"),
         (("warning", "note"), 0, "nothing must be mended, 1 warning"),
         (("fault", "warning", "warning"), 2, "1 fault to mend, 2 warnings"),
     ],
 )
-def test_only_errors_fail(severities: tuple[str, ...], code: int, verdict: str) -> None:
+def test_only_errors_fail(severities: tuple[str, ...], code: int, reward_result: str) -> None:
     findings = [Finding(one, "a", "b", "c") for one in severities]  # type: ignore[arg-type]
     report = Report([sound()], findings)
     assert report.exit_code == code
     assert len(report.lines()) == len(severities) + 1
-    assert report.lines()[-1] == f"megarl doctor: 1 node, 8 x NVIDIA H800: {verdict}"
+    assert report.lines()[-1] == f"megarl doctor: 1 node, 8 x NVIDIA H800: {reward_result}"
     assert json.loads(report.to_json())["facts"][0]["gpus"][0]["pci"] == "0000:18:00.0"
 
 

@@ -56,8 +56,8 @@ def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_pa
         for spread in others:
             _assert_alike(alone, spread[step - 1])
     assert len(first) == 2
-    assert first[0]["rollout/logprob_gap_mean"] < 1e-6, "the first step's policy is the one that sampled"
-    assert first[1]["rollout/logprob_gap_mean"] > 1e-3, "the second's has learnt since"
+    assert first[0]["rollout/logprob_diff_mean"] < 1e-6, "the first step's policy is the one that sampled"
+    assert first[1]["rollout/logprob_diff_mean"] > 1e-3, "the second's has learnt since"
 
 
 def _assert_alike(alone: dict[str, float], spread: dict[str, float]) -> None:
@@ -68,7 +68,7 @@ def _assert_alike(alone: dict[str, float], spread: dict[str, float]) -> None:
             assert spread[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
     for key in ("loss", "grad_norm", "value_mean", "return_mean", "explained_variance"):
         assert spread[f"critic/{key}"] == pytest.approx(alone[f"critic/{key}"], rel=1e-4, abs=1e-5)
-    assert spread["rollout/logprob_gap_mean"] == pytest.approx(alone["rollout/logprob_gap_mean"], rel=1e-3, abs=1e-6)
+    assert spread["rollout/logprob_diff_mean"] == pytest.approx(alone["rollout/logprob_diff_mean"], rel=1e-3, abs=1e-6)
 
 
 def test_more_steps_than_the_file_has(launch: Callable, tmp_path: Path):

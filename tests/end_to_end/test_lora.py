@@ -39,7 +39,7 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(la
     steps = [record for record in again.records() if record["step"] > 0]
     assert [record["step"] for record in steps] == [1, 2, 3]
     for record in steps:
-        assert record["rollout/logprob_gap_mean"] < 1e-4, "the engine has what the trainer computes with"
+        assert record["rollout/logprob_diff_mean"] < 1e-4, "the engine has what the trainer computes with"
         assert record["train/grad_norm"] > 0
         assert 0.99 < record["reshard/kept_share"] < 1.01, "float32 keeps nearly all of the deltas"
     assert "reshard/kept_share" not in command.records()[0], "at the start there are none"
@@ -62,7 +62,7 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(launch: Cal
     assert command.leftovers() == []
     start, *steps = command.records()
     for record in steps:
-        assert record["rollout/logprob_gap_mean"] < 1e-4, "SGLang's adapters are what the trainer computes with"
+        assert record["rollout/logprob_diff_mean"] < 1e-4, "SGLang's adapters are what the trainer computes with"
         assert record["train/grad_norm"] > 0
         assert 0 < record["reshard/wire_bytes"] < start["reshard/wire_bytes"] / 20
         assert record["critic/grad_norm"] > 0 and record["time/score_s"] > 0
@@ -87,8 +87,8 @@ def test_the_quickstart_learns_with_adapters(launch: Callable) -> None:
     records = command.records()
     steps = [record for record in records if record["step"] > 0]
     assert len(steps) == 25
-    assert max(record["rollout/logprob_gap_mean"] for record in steps) < 1e-5
-    worst = sorted(record["rollout/logprob_gap_max"] for record in steps)
+    assert max(record["rollout/logprob_diff_mean"] for record in steps) < 1e-5
+    worst = sorted(record["rollout/logprob_diff_max"] for record in steps)
     assert worst[-5] <= 1e-4, "rounding may choose other experts for a token in a step or two, not in each"
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.05, "an untrained model answers by chance"

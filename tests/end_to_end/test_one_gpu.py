@@ -46,13 +46,13 @@ def steps_of(
     return [record for record in command.records() if record["step"] > 0]
 
 
-def check(steps: list[dict[str, Any]], gap: float) -> None:
+def check(steps: list[dict[str, Any]], diff: float) -> None:
     """gap: how far the engine's logprobs may be from the trainer's, on average.
 
     Every reshard was verified byte by byte: a run whose weights differ has ended with an error.
     """
     assert len(steps) == 3
-    assert max(record["rollout/logprob_gap_mean"] for record in steps) < gap
+    assert max(record["rollout/logprob_diff_mean"] for record in steps) < diff
     assert [record["reshard/version"] for record in steps] == sorted({record["reshard/version"] for record in steps})
 
 
@@ -142,4 +142,4 @@ def test_a_run_of_episodes(launch: Callable, quickstart_tools_inputs: Sequence[s
     command = launch(*quickstart_tools_inputs, *keys, *one_slot, recipe=TOOLS_RECIPE)
     assert command.finish(300) == 0, command.err
     for record in command.records()[-2:]:
-        assert record["rollout/logprob_gap_turn_1"] < 0.05 and record["rollout/logprob_gap_turn_2"] < 0.05
+        assert record["rollout/logprob_diff_turn_1"] < 0.05 and record["rollout/logprob_diff_turn_2"] < 0.05

@@ -52,8 +52,8 @@ def test_ends_of_a_run_with_episodes_leave_no_trace(tmp_path: Path) -> None:
     assert all(record["episode/turns_mean"] > 1 and record["episode/begun_anew"] == 0 for record in steps)
     assert not any(record.get("episode/prefix_hit_share") for record in steps), "seeded engines have no such cache"
     for turn in (1, 2):  # a step whose tokens of a turn are all of older weights has none
-        gaps = [gap for record in steps if (gap := record.get(f"rollout/logprob_gap_turn_{turn}")) is not None]
-        assert gaps and max(gaps) < 1e-4
+        diffs = [diff for record in steps if (diff := record.get(f"rollout/logprob_diff_turn_{turn}")) is not None]
+        assert diffs and max(diffs) < 1e-4
 
 
 @pytest.mark.nightly

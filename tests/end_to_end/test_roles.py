@@ -36,7 +36,7 @@ def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path
     steps = [record for record in command.records() if record["step"]]
     for record in steps:
         assert {"time/score_s", "time/critic_s", "critic/loss", "critic/explained_variance"} <= record.keys()
-        assert record["rollout/logprob_gap_mean"] < 1e-6
+        assert record["rollout/logprob_diff_mean"] < 1e-6
         assert record["rollout/samples"] == 4
         assert record["critic/return_mean"] != record["critic/value_mean"]
         assert "time/observe_s" in record, "the policy says what its tokens pay before the critic learns"

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 SHORT = ("run.steps=10",)
 PNG = b"\x89PNG\r\n\x1a\n"
 EVERY_STEP = (
-    "reward/mean", "reward/accuracy", "rollout/logprob_gap_mean", "rollout/logprob_gap_max", "reshard/wire_bytes",
+    "reward/mean", "reward/accuracy", "rollout/logprob_diff_mean", "rollout/logprob_diff_max", "reshard/wire_bytes",
     "reshard/seconds", "rollout/imbalance", "rollout/tail_s", "time/rollout_s", "time/train_s", "time/reshard_s",
     "time/other_s", "time/step_s", "train/loss", "train/grad_norm", "reward/groups_without_variance",
 )  # fmt: skip
@@ -45,7 +45,7 @@ def test_the_quickstart_learns(launch: Callable):
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     for record in steps:
         assert set(EVERY_STEP) <= record.keys()
-        assert record["rollout/logprob_gap_mean"] < 1e-4
+        assert record["rollout/logprob_diff_mean"] < 1e-4
         assert record["reshard/wire_bytes"] > 0
     published = [record["reshard/version"] for record in records if "reshard/version" in record]
     assert published == list(range(len(published))), "every update reached the engines"
@@ -97,7 +97,7 @@ def test_other_layouts_agree_too(
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
     overrides += [f"placement.{key}={value}" for key, value in placement.items()]
-    overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.mismatch=tis"]
+    overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.rollout_correction=tis"]
     command = launch(
         *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
         "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}", *given,
@@ -108,9 +108,9 @@ def test_other_layouts_agree_too(
     assert first["step"] == 0 and first["data/train/dropped"] == 1.0 and first["data/eval/arith/prompts"] == 256.0
     steps = [record for record in command.records() if record["step"] > 0]
     assert len(steps) == 3
-    gaps = [record["rollout/logprob_gap_mean"] for record in steps if "rollout/logprob_gap_mean" in record]
-    assert "rollout/logprob_gap_mean" in steps[0], "later steps may have no token of their own policy"
-    assert max(gaps) < 1e-4
+    diffs = [record["rollout/logprob_diff_mean"] for record in steps if "rollout/logprob_diff_mean" in record]
+    assert "rollout/logprob_diff_mean" in steps[0], "later steps may have no token of their own policy"
+    assert max(diffs) < 1e-4
     for record in steps:
         assert record["reshard/wire_bytes"] >= record["reshard/inter_node_bytes"] > 0, "engines on another node"
         assert record["rollout/samples"] == 64

@@ -188,7 +188,7 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
     assert any(line.startswith("this run goes on after step ") for line in job.log().splitlines())
     assert job.steps() == [1, 2, 3]
     for record in job.records():
-        assert record.get("rollout/logprob_gap_mean", 0.0) < 1e-4, "the weights came over whole, between nodes too"
+        assert record.get("rollout/logprob_diff_mean", 0.0) < 1e-4, "the weights came over whole, between nodes too"
     assert [one.name for one in job.jobs.iterdir()] == [f"{job.id}.logs"]
     kept = list(job.jobs.glob(f"{job.id}.logs/0/{NODES[0]}/logs/worker-*"))
     assert kept, "what the processes said in the life that failed; the other node died"

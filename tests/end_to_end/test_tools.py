@@ -46,10 +46,10 @@ def test_episodes_with_a_tool_are_trained_on(launch: Callable, quickstart_tools_
     for record in steps:
         assert record["rollout/samples"] == 128
         assert record["episode/calls_mean"] > 0 and record["episode/turns_max"] > 1
-        assert record["rollout/logprob_gap_turn_1"] < 1e-4 and record["rollout/logprob_gap_turn_2"] < 1e-4
+        assert record["rollout/logprob_diff_turn_1"] < 1e-4 and record["rollout/logprob_diff_turn_2"] < 1e-4
         assert sum(record[f"episode/end/{end}"] for end in ENDS) == pytest.approx(1.0)
         assert record["episode/dropped_tokens"] == 0.0
-        assert record["replay/logprob_gap"] < 1e-4 and record["train/grad_norm"] > 0
+        assert record["replay/logprob_diff"] < 1e-4 and record["train/grad_norm"] > 0
     last = command.records()[-1]
     assert 1 < last["eval/products/turns_mean"] <= 3 and 0 < last["eval/products/calls_mean"] < 3
 
@@ -121,5 +121,5 @@ def test_an_agents_episodes_are_trained_on(
     assert command.leftovers() == []
     for record in (one for one in command.records() if one["step"] > 0):
         assert record["episode/turns_mean"] == 4 and record["episode/rows_mean"] > 2.5
-        assert record["rollout/logprob_gap_mean"] < 1e-4 and record["train/grad_norm"] > 0
+        assert record["rollout/logprob_diff_mean"] < 1e-4 and record["train/grad_norm"] > 0
         assert record["episode/dropped_tokens"] == 0.0 and record["episode/end/agent"] == 0.0

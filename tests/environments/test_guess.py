@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.environments import Observation, Verdict
+from megarl.environments import Observation, RewardResult
 from megarl.environments.runtime.tool_loading import load_environment
 
 GUESS = "megarl.environments.guess:Guess"
@@ -30,7 +30,7 @@ def test_halving_finds_every_number(seed: int, size: int) -> None:
             assert answer == Observation(f"Yes, it is {middle}.", done=True)
             break
         low, high = (middle + 1, high) if "larger" in answer else (low, middle - 1)
-    assert played.reward() == Verdict(1.0, True)
+    assert played.reward() == RewardResult(1.0, True)
 
 
 def test_it_ends_after_the_last_guess() -> None:
@@ -38,7 +38,7 @@ def test_it_ends_after_the_last_guess() -> None:
     assert played.reply("no idea") == "That is not a number. Guesses left: 2."
     assert played.reply("between 1 and 1000") == "My number is smaller. Guesses left: 1."
     assert played.reply("-1") is None
-    assert played.reward() == Verdict(0.0, False)
+    assert played.reward() == RewardResult(0.0, False)
 
 
 def test_the_seed_decides_the_number() -> None:

@@ -89,7 +89,7 @@ def test_it_is_prepared_with_the_recipes_corpus(corpus: str) -> None:
     ("line", "problem"),
     [('{"body": "x"}', "neither `contents` nor `text`"), ("{", "JSONDecodeError"), ("", "the corpus is empty")],
 )
-def test_a_corpus_that_cannot_be_read_is_a_error(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_corpus_that_cannot_be_read_is_an_error(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(f"{line}\n")
     with pytest.raises(UserError, match=problem):

@@ -134,7 +134,7 @@ def test_a_chat_is_one_row_whose_turns_are_all_trained() -> None:
     assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (3, int(sample.trained_T.sum()))
 
 
-def test_results_of_calls_are_spliced_in_the_order_of_the_calls() -> None:
+def test_results_of_calls_are_tokenised_in_the_order_of_the_calls() -> None:
     async def agent(ask: Ask) -> None:
         first = await ask(user("go"), tools=[DOUBLE])
         assert first.finish == "tool_calls" and first.content == "twice"

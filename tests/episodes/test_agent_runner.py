@@ -20,7 +20,7 @@ from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.samples import accounting
 from megarl.tracking.run_log import RunLog
 from megarl.types import GroupSummary, Prompt
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from tests.environments.agents import odd_agents
 from tests.episodes.test_agent_episode import TOKENIZER, Script
@@ -90,27 +90,27 @@ def test_an_agent_that_fails_is_named_and_costs_its_own_episode(
 ) -> None:
     """What the model has said before is kept."""
     bad, good = played(agents, row | ASKS, GOOD)
-    assert bad.verdict == Failure(f"the agent {words}") and end_of(bad) == ("agent", 1)
+    assert bad.reward_result == Failure(f"the agent {words}") and end_of(bad) == ("agent", 1)
     assert bad.sample.text == "hello" and not bad.sample.finished and bad.sample.num_trained
-    assert good.verdict == Verdict(1.0, True) and end_of(good) == ("answered", 1)
+    assert good.reward_result == RewardResult(1.0, True) and end_of(good) == ("answered", 1)
 
 
 def test_an_agent_that_hangs_ends_as_timeout(agents: AgentThread) -> None:
     """Which is a limit and no failure: the reward function decides."""
     late, good = played(agents, {"do": "hang"} | ASKS, GOOD, timeout_s=1.5)
-    assert late.verdict is None and end_of(late) == ("timeout", 1) and not late.sample.finished
-    assert good.verdict == Verdict(1.0, True)
+    assert late.reward_result is None and end_of(late) == ("timeout", 1) and not late.sample.finished
+    assert good.reward_result == RewardResult(1.0, True)
 
 
 def test_an_agent_that_fails_after_a_limit_ends_as_the_limit(agents: AgentThread) -> None:
     (one,) = played(agents, {"do": "fail_when_over"}, max_turns=3)
-    assert one.verdict is None and end_of(one) == ("max_turns", 3)
+    assert one.reward_result is None and end_of(one) == ("max_turns", 3)
 
 
 def test_an_episode_without_a_turn_is_a_failure(agents: AgentThread) -> None:
     """Whatever its agent has returned, there is nothing to learn from."""
     found = played(agents, {"do": "return", "value": "int"}, {"do": "hang"}, timeout_s=1.5)
-    assert [one.verdict for one in found] == [Failure("no turn of the model has reached the agent")] * 2
+    assert [one.reward_result for one in found] == [Failure("no turn of the model has reached the agent")] * 2
     assert [end_of(one) for one in found] == [("answered", 0), ("timeout", 0)]
 
 
@@ -138,7 +138,7 @@ def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
     """As the engine's actor scores a group of episodes, without a reward function."""
 
     async def generated(*_: Any) -> Generated:
-        return Generated([one.sample for one in episodes], [one.verdict for one in episodes], {"seed": 2})
+        return Generated([one.sample for one in episodes], [one.reward_result for one in episodes], {"seed": 2})
 
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding, worker._reward, worker._num_transcripts = "agent", RewardConfig(), 1

@@ -19,7 +19,7 @@ from megarl.episodes.conversation import Conversation
 from megarl.episodes.demonstrated_episode import Demonstration, demonstrate
 from megarl.episodes.template_check import check
 from megarl.episodes.tool_calls import CallFormat, ToolCall
-from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import load_tokenizer
 from megarl.types import Sample, SamplePart
 from scripts import make_arithmetic, make_tiny_moe
@@ -32,8 +32,8 @@ CALCULATOR = load_tools(["megarl.environments.calculator:calculate"], {}).tools[
 Message = dict[str, Any]
 
 
-def splice_of(family: Family) -> Splice:
-    return Splice(tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None)
+def turn_tokenizer_of(family: Family) -> TurnTokenizer:
+    return TurnTokenizer(tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None)
 
 
 def assistant(content: str | None = ANSWER, *calls: Message) -> Message:
@@ -50,14 +50,14 @@ def result(text: str, id: str | None = "x") -> Message:
     return {"role": "tool", "tool_call_id": id, "content": text}
 
 
-def parts(splice: Splice, made: Demonstration) -> list[tuple[bool, str]]:
+def parts(turn_tokenizer: TurnTokenizer, made: Demonstration) -> list[tuple[bool, str]]:
     """The response as texts that are sampled, or are not."""
     found: list[tuple[bool, list[int]]] = []
     for token, is_sampled in zip(made.response_ids, made.sampled, strict=True):
         if not found or found[-1][0] != is_sampled:
             found.append((is_sampled, []))
         found[-1][1].append(token)
-    return [(is_sampled, splice.template.decode(ids)) for is_sampled, ids in found]
+    return [(is_sampled, turn_tokenizer.template.decode(ids)) for is_sampled, ids in found]
 
 
 # --- the families of models --------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def parts(splice: Splice, made: Demonstration) -> list[tuple[bool, str]]:
     "family", [QWEN_2_5, QWEN_3_CODER, HERMES, DEEPSEEK_V3_1, LLAMA_3_1, KIMI_K2], ids=lambda family: family.name
 )
 def test_a_call_and_its_result_are_what_the_family_writes(family: Family, *, as_text: bool) -> None:
-    splice = splice_of(family)
-    made = demonstrate(splice, QUESTION, [assistant(None, call(as_text=as_text)), result("three"), assistant()])
+    turn_tokenizer = turn_tokenizer_of(family)
+    made = demonstrate(turn_tokenizer, QUESTION, [assistant(None, call(as_text=as_text)), result("three"), assistant()])
     assert family.calls and family.one
     first_of = "functions.calc:0"  # Kimi-K2 counts the calls of a conversation, and the family's example is a later one
     expected = [
@@ -77,14 +77,16 @@ def test_a_call_and_its_result_are_what_the_family_writes(family: Family, *, as_
         (False, family.one.replace("functions.calc:7", first_of)),
         (True, ANSWER + family.last_stop),
     ]
-    assert parts(splice, made) == expected
-    assert made.prompt_ids == splice.first(QUESTION)
+    assert parts(turn_tokenizer, made) == expected
+    assert made.prompt_ids == turn_tokenizer.first(QUESTION)
     assert made.text == ANSWER
 
 
 def test_a_stop_token_that_opens_the_next_message_ends_the_turn() -> None:
-    splice = splice_of(GLM_4_5)
-    made = parts(splice, demonstrate(splice, QUESTION, [assistant("", call()), result("three"), assistant()]))
+    turn_tokenizer = turn_tokenizer_of(GLM_4_5)
+    made = parts(
+        turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [assistant("", call()), result("three"), assistant()])
+    )
     assert [is_sampled for is_sampled, _ in made] == [True, False, True]
     assert made[0][1].endswith("</tool_call><|observation|>")
     assert made[1][1] == GLM_4_5.one
@@ -92,31 +94,37 @@ def test_a_stop_token_that_opens_the_next_message_ends_the_turn() -> None:
 
 
 def test_results_of_one_turn_are_joined_and_calls_are_numbered_on() -> None:
-    splice = splice_of(KIMI_K2)
+    turn_tokenizer = turn_tokenizer_of(KIMI_K2)
     two = assistant("", call(id="x"), call("3+4", id="y"))
     chat = [two, result("three", "x"), result("seven", "y"), assistant("", call("5", id="z")), result("five", "z")]
-    text = "".join(text for _, text in parts(splice, demonstrate(splice, QUESTION, [*chat, assistant()])))
+    text = "".join(
+        text for _, text in parts(turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [*chat, assistant()]))
+    )
     assert [text.count(f"functions.calc:{number}") for number in range(4)] == [2, 2, 2, 0]
     assert text.index("three") < text.index("seven") < text.index("five")
 
 
 def test_messages_of_a_user_are_not_learnt() -> None:
-    splice = splice_of(CHATML)
-    made = demonstrate(splice, QUESTION, [assistant("two"), {"role": "user", "content": "more?"}, assistant()])
-    assert parts(splice, made) == [(True, "two<|im_end|>"), (False, CHATML.user), (True, f"{ANSWER}<|im_end|>")]
+    turn_tokenizer = turn_tokenizer_of(CHATML)
+    made = demonstrate(turn_tokenizer, QUESTION, [assistant("two"), {"role": "user", "content": "more?"}, assistant()])
+    assert parts(turn_tokenizer, made) == [(True, "two<|im_end|>"), (False, CHATML.user), (True, f"{ANSWER}<|im_end|>")]
 
 
 def test_an_episode_may_end_with_a_call() -> None:
-    splice = splice_of(QWEN_2_5)
-    assert parts(splice, demonstrate(splice, QUESTION, [assistant("", call())])) == [(True, QWEN_2_5.calls)]
+    turn_tokenizer = turn_tokenizer_of(QWEN_2_5)
+    assert parts(turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [assistant("", call())])) == [
+        (True, QWEN_2_5.calls)
+    ]
 
 
 def test_no_token_reaches_over_the_end_of_the_prompt() -> None:
-    splice, words = splice_of(QWEN_2_5), "what follows?"
-    made = demonstrate(splice, QUESTION, [assistant(words)])
-    whole = splice.template.ids(splice.template.text([{"role": "user", "content": QUESTION}, assistant(words)]))
+    turn_tokenizer, words = turn_tokenizer_of(QWEN_2_5), "what follows?"
+    made = demonstrate(turn_tokenizer, QUESTION, [assistant(words)])
+    whole = turn_tokenizer.template.ids(
+        turn_tokenizer.template.text([{"role": "user", "content": QUESTION}, assistant(words)])
+    )
     assert whole[: len(made.prompt_ids)] != made.prompt_ids  # the vocabulary has a token for "\nwhat"
-    assert made.response_ids == [*splice.template.ids(words), splice.template.ids("<|im_end|>")[0]]
+    assert made.response_ids == [*turn_tokenizer.template.ids(words), turn_tokenizer.template.ids("<|im_end|>")[0]]
 
 
 # --- what cannot be a demonstration ------------------------------------------------------------------------------
@@ -145,78 +153,80 @@ def test_no_token_reaches_over_the_end_of_the_prompt() -> None:
 )  # fmt: skip
 def test_messages_that_are_no_episode_are_refused(messages: Any, problem: str) -> None:
     with pytest.raises(BadRow) as caught:
-        demonstrate(splice_of(QWEN_2_5), QUESTION, messages)
+        demonstrate(turn_tokenizer_of(QWEN_2_5), QUESTION, messages)
     assert caught.value.problem.startswith(problem)
     assert "\n" not in caught.value.problem + caught.value.hint
 
 
 def test_calls_without_tools_are_refused() -> None:
     with pytest.raises(BadRow, match="the demonstration calls 'calc', and there are no tools"):
-        demonstrate(Splice(tokenizer_of(QWEN_2_5), stop_ids(QWEN_2_5)), QUESTION, [assistant("", call())])
+        demonstrate(TurnTokenizer(tokenizer_of(QWEN_2_5), stop_ids(QWEN_2_5)), QUESTION, [assistant("", call())])
 
 
 def test_a_template_that_refuses_is_named() -> None:
     refusing = replace(HERMES, name="refusing", template="{{ raise_exception('no\nchats') }}")
     with pytest.raises(BadRow, match="the chat template refuses the messages \\(no"):
-        demonstrate(splice_of(refusing), QUESTION, [assistant()])
+        demonstrate(turn_tokenizer_of(refusing), QUESTION, [assistant()])
 
 
 def test_words_that_the_template_leaves_out_are_refused() -> None:
     with pytest.raises(BadRow, match="changes? the assistant's words 'I add'"):
-        demonstrate(splice_of(MISTRAL), QUESTION, [assistant("I add", call()), result("three"), assistant()])
+        demonstrate(turn_tokenizer_of(MISTRAL), QUESTION, [assistant("I add", call()), result("three"), assistant()])
 
 
 def test_turns_without_the_reasoning_that_the_prompt_opens_are_refused() -> None:
     with pytest.raises(BadRow, match="the chat template writes no '<think>' in a turn"):
-        demonstrate(splice_of(DEEPSEEK_V3), QUESTION, [assistant("", call()), result("three"), assistant()])
+        demonstrate(turn_tokenizer_of(DEEPSEEK_V3), QUESTION, [assistant("", call()), result("three"), assistant()])
 
 
 # --- the quickstart with tools -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def splice(tmp_path_factory: pytest.TempPathFactory) -> Splice:
+def turn_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TurnTokenizer:
     """Of the model that scripts/make_tiny_moe.py --tools writes."""
     folder: Path = tmp_path_factory.mktemp("tools")
     make_tiny_moe.make_tokenizer(tools=True).save_pretrained(folder)
     tokenizer = load_tokenizer(str(folder))
-    return Splice(tokenizer, [tokenizer.eos_token_id], [CALCULATOR])
+    return TurnTokenizer(tokenizer, [tokenizer.eos_token_id], [CALCULATOR])
 
 
-def shown(splice: Splice, ids: list[int]) -> list[str]:
-    return splice.template.tokenizer.convert_ids_to_tokens(ids)
+def shown(turn_tokenizer: TurnTokenizer, ids: list[int]) -> list[str]:
+    return turn_tokenizer.template.tokenizer.convert_ids_to_tokens(ids)
 
 
-def test_the_template_fits_the_splice_and_is_short(splice: Splice) -> None:
-    facts = check(splice, users=True, tools=True)
+def test_the_template_fits_the_turn_tokenizer_and_is_short(turn_tokenizer: TurnTokenizer) -> None:
+    facts = check(turn_tokenizer, users=True, tools=True)
     assert facts.parallel and not facts.kept and not facts.notes
     prompt = ["<bos>", "<tools>", "calculate", "<eos>", "<user>", *"47*86=", "<eos>", "<assistant>"]
-    assert shown(splice, splice.first("47*86=")) == prompt
-    stop = splice.template.tokenizer.eos_token_id
-    assert shown(splice, splice.tool_results([ToolResult("42")], after=stop)) == [
+    assert shown(turn_tokenizer, turn_tokenizer.first("47*86=")) == prompt
+    stop = turn_tokenizer.template.tokenizer.eos_token_id
+    assert shown(turn_tokenizer, turn_tokenizer.tool_results([ToolResult("42")], after=stop)) == [
         "<tool>", "4", "2", "<eos>", "<assistant>"
     ]  # fmt: skip
-    assert shown(splice, splice.user("12", after=stop)) == ["<user>", "1", "2", "<eos>", "<assistant>"]
+    assert shown(turn_tokenizer, turn_tokenizer.user("12", after=stop)) == ["<user>", "1", "2", "<eos>", "<assistant>"]
 
 
-def test_a_call_of_the_calculator_is_a_few_tokens(splice: Splice) -> None:
-    made = demonstrate(splice, "47*86=", [assistant("", call("47*86", "calculate")), result("4042"), assistant("4042")])
-    turn = shown(splice, made.response_ids)[: made.sampled.index(False)]
+def test_a_call_of_the_calculator_is_a_few_tokens(turn_tokenizer: TurnTokenizer) -> None:
+    made = demonstrate(
+        turn_tokenizer, "47*86=", [assistant("", call("47*86", "calculate")), result("4042"), assistant("4042")]
+    )
+    turn = shown(turn_tokenizer, made.response_ids)[: made.sampled.index(False)]
     assert "".join(turn) == '<tool_call>{"name": "calculate", "arguments": {"expression": "47*86"}}</tool_call><eos>'
     assert len(turn) == 14
 
 
-def played(splice: Splice, prompt: str, turns: list[tuple[str, str | None]]) -> Conversation:
+def played(turn_tokenizer: TurnTokenizer, prompt: str, turns: list[tuple[str, str | None]]) -> Conversation:
     """An episode with the real calculator. turns: (the text that the model samples, the expression that it calls)."""
-    conversation = Conversation(splice.first(prompt))
+    conversation = Conversation(turn_tokenizer.first(prompt))
     for text, expression in turns:
-        ids = splice.template.ids(text)
+        ids = turn_tokenizer.template.ids(text)
         part = SamplePart(0, len(ids))
         turn = Sample(np.asarray(ids), np.zeros(len(ids), np.float32), text, True, (part,))
         conversation.add_turn(turn, conversation.asked())
         if expression:
             results = [ToolResult(calculate(expression), "calculate")]
-            conversation.add_message(splice.tool_results(results, after=ids[-1]))
+            conversation.add_message(turn_tokenizer.tool_results(results, after=ids[-1]))
     return conversation
 
 
@@ -224,12 +234,12 @@ ROWS = make_arithmetic.make_tool_rows(1, 256)[0]
 
 
 @given(st.sampled_from(ROWS))
-def test_a_demonstration_is_the_episode_with_the_same_turns(splice: Splice, row: dict[str, Any]) -> None:
-    made = demonstrate(splice, row["prompt"], row["messages"])
+def test_a_demonstration_is_the_episode_with_the_same_turns(turn_tokenizer: TurnTokenizer, row: dict[str, Any]) -> None:
+    made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
     expression = row["prompt"].removesuffix("=")
     called = f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call><eos>'
     turns: list[tuple[str, str | None]] = [(called, expression)] if len(row["messages"]) > 1 else []
-    found = played(splice, row["prompt"], [*turns, (f"{row['answer']}<eos>", None)]).row()
+    found = played(turn_tokenizer, row["prompt"], [*turns, (f"{row['answer']}<eos>", None)]).row()
     assert found.prompt_ids is not None
     assert made.prompt_ids == found.prompt_ids.tolist()
     assert made.response_ids == found.response_ids_T.tolist()
@@ -238,11 +248,11 @@ def test_a_demonstration_is_the_episode_with_the_same_turns(splice: Splice, row:
 
 
 @pytest.mark.slow  # imports SGLang
-def test_demonstrated_calls_are_read_as_they_were_given(splice: Splice) -> None:
-    calls = CallFormat.find(splice.template.tokenizer, splice.stop_ids, [CALCULATOR])
+def test_demonstrated_calls_are_read_as_they_were_given(turn_tokenizer: TurnTokenizer) -> None:
+    calls = CallFormat.find(turn_tokenizer.template.tokenizer, turn_tokenizer.stop_ids, [CALCULATOR])
     assert calls.parallel and calls.name == "hermes"
     for row in ROWS[:8]:
-        made = demonstrate(splice, row["prompt"], row["messages"])
+        made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
         first = made.response_ids[: made.sampled.index(False)] if not all(made.sampled) else made.response_ids
         expected = (ToolCall("calculate", {"expression": row["prompt"].removesuffix("=")}),)
-        assert calls.read(splice.turn_text(first)).calls == (expected if len(row["messages"]) > 1 else ())
+        assert calls.read(turn_tokenizer.turn_text(first)).calls == (expected if len(row["messages"]) > 1 else ())

@@ -19,10 +19,10 @@ from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.tool_calls import CallFormat
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.types import Prompt, Sample, SamplePart
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
 
@@ -154,12 +154,12 @@ def play(threads: dict[str, EnvironmentThread]) -> Play:
             later = "message.content.split(';')[-1 if message.role == 'assistant' else 0]"
             tokenizer.chat_template = str(tokenizer.chat_template).replace("message.content", later)
             assert later in tokenizer.chat_template
-        splice = Splice(tokenizer, [tokenizer.eos_token_id], thread.schemas)
+        turn_tokenizer = TurnTokenizer(tokenizer, [tokenizer.eos_token_id], thread.schemas)
         calls = CallFormat.find(tokenizer, [tokenizer.eos_token_id], thread.schemas) if thread.schemas else None
         config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400, "max_turns": 4} | limits)
         script = Script(tokenizer, turns, turn_s)
-        episodes = EpisodeRunner(config, script, thread, splice, calls, max_prompt_tokens=60)
-        prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"fails": "", **(row or {})}, "go")
+        episodes = EpisodeRunner(config, script, thread, turn_tokenizer, calls, max_prompt_tokens=60)
+        prompt = Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"fails": "", **(row or {})}, "go")
         return asyncio.run(episodes.run(prompt, Sampling(1, turn_tokens, stream=(1, 2)), 0)), script
 
     return once
@@ -186,7 +186,7 @@ def test_calls_are_answered_in_their_order(play: Play) -> None:
     assert facts.sampled_tokens == sample.trained_T.sum() and sample.text == "8" and sample.finished
     assert not sample.engine_logp_T[~sample.trained_T].any()
     assert script.completed == [("episode-0", len(sample.response_ids_T))]
-    assert played.verdict is None, "the reward function decides"
+    assert played.reward_result is None, "the reward function decides"
 
 
 def test_an_episode_is_taken_down(play: Play) -> None:
@@ -263,7 +263,7 @@ def test_calls_that_hang_end_with_the_time_of_their_episode(play: Play, threads:
     facts = played.sample.facts
     assert threads["tools"].counts.ended - before < 4, "those that wait for their turn are not made any more"
     assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == ("timeout", 1, 8, 8)
-    assert facts.tool_s < 6 and played.verdict is None, "the reward function decides"
+    assert facts.tool_s < 6 and played.reward_result is None, "the reward function decides"
     told = {(one["result"], one["error"]) for one in played.sample.transcript[0]["calls"]}
     assert told == {("hang was given up, because episode.timeout_s (1.5 s) had passed.", "timeout")}
 
@@ -277,7 +277,7 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     worker._rewarding, worker._reward, worker._num_transcripts = "environment", RewardConfig(), 1
 
     async def generated(*_: Any) -> Generated:
-        return Generated(played, [Verdict(1.0, True), Verdict(0.0, False), Failure("no idea")])
+        return Generated(played, [RewardResult(1.0, True), RewardResult(0.0, False), Failure("no idea")])
 
     worker._generate = generated
     summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(3, 9)))
@@ -298,9 +298,9 @@ def test_the_time_of_an_episode_ends_its_environment_too(play: Play) -> None:
     """What it was worth is still asked for, where it had begun."""
     played, _ = play("environment", "hello", "again", row={"fails": "reply hangs"}, timeout_s=0.8)
     assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("timeout", 1)
-    assert played.verdict == Verdict(0.5, False)
+    assert played.reward_result == RewardResult(0.5, False)
     played, script = play("environment", "hello", row={"fails": "reset hangs"}, timeout_s=0.8)
-    assert played.verdict == Failure("episode.timeout_s (0.8 s) had passed before the end of reset")
+    assert played.reward_result == Failure("episode.timeout_s (0.8 s) had passed before the end of reset")
     assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("environment", 0)
     assert len(script.completed) == 1
 
@@ -310,14 +310,17 @@ def test_hanging_calls_hold_up_no_other_episode(threads: dict[str, EnvironmentTh
     """Of 64 episodes at once in one process: 4 are told of the deadline, all others get their result."""
     tokenizer, thread = _tokenizer(), threads["tools"]
     stops = [tokenizer.eos_token_id]
-    splice, calls = Splice(tokenizer, stops, thread.schemas), CallFormat.find(tokenizer, stops, thread.schemas)
+    turn_tokenizer, calls = (
+        TurnTokenizer(tokenizer, stops, thread.schemas),
+        CallFormat.find(tokenizer, stops, thread.schemas),
+    )
     config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400})
-    prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"fails": ""}, "go")
+    prompt = Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"fails": ""}, "go")
 
     async def run(place: int) -> EpisodeResult:
         name = "hang" if place % 16 == 5 else "double"
         script = Script(tokenizer, [call(name, number=place), "8"])
-        runner = EpisodeRunner(config, script, thread, splice, calls, max_prompt_tokens=60)
+        runner = EpisodeRunner(config, script, thread, turn_tokenizer, calls, max_prompt_tokens=60)
         runner._numbers = count(place)  # each has a sampler of its own, and all the same environment
         return await runner.run(prompt, Sampling(1, 120, stream=(1, place)), 0)
 
@@ -363,7 +366,7 @@ def test_every_limit_ends_an_episode_by_its_name(
 def test_an_environment_answers_rewards_and_opens(play: Play) -> None:
     played, script = play("environment", "hello", "again", row={"opening": "begin"}, max_turns=2)
     sample = played.sample
-    assert played.verdict == Verdict(0.5, False) and sample.prompt_ids is not None
+    assert played.reward_result == RewardResult(0.5, False) and sample.prompt_ids is not None
     assert "begin" in script.tokenizer.decode(sample.prompt_ids) and "you said hello" in text_of(script, played)
     assert sample.token_rewards_T is not None and sample.token_rewards_T.sum() == 0.5
     assert [(entry["role"], entry["text"], entry["reward"]) for entry in sample.transcript] == [
@@ -383,13 +386,13 @@ def test_an_environment_answers_rewards_and_opens(play: Play) -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
-def test_a_failing_environment_is_a_failed_verdict(play: Play, row: Any, words: str, turns: int) -> None:
+def test_a_failing_environment_is_a_failed_reward_result(play: Play, row: Any, words: str, turns: int) -> None:
     """Of this episode alone, whose process goes on."""
     played, script = play("environment", "hello", "again", row=row, max_turns=2)
-    assert isinstance(played.verdict, Failure) and words in played.verdict.words
+    assert isinstance(played.reward_result, Failure) and words in played.reward_result.words
     assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("environment", turns)
     assert len(script.completed) == 1
-    assert play("environment", "hello", "again", max_turns=2)[0].verdict == Verdict(0.5, False)
+    assert play("environment", "hello", "again", max_turns=2)[0].reward_result == RewardResult(0.5, False)
 
 
 def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Play) -> None:
@@ -397,13 +400,13 @@ def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Pla
 
     async def played(row: Any) -> Generated:
         samples = [play_one.sample for play_one in row]
-        return Generated(samples, [play_one.verdict for play_one in row])
+        return Generated(samples, [play_one.reward_result for play_one in row])
 
     good, bad = (
         play("environment", "hi", row={}, max_turns=1)[0],
         play("environment", "hi", row={"fails": "none"}, max_turns=1)[0],
     )
-    assert bad.verdict is None
+    assert bad.reward_result is None
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding = "environment"
     worker._reward, worker._generate = RewardConfig(), lambda *_: played([good, bad])

@@ -6,17 +6,17 @@ from typing import Any
 
 from megarl.episodes.messages import assistant_message, rendered, said
 from megarl.episodes.tool_calls import BadCall, ToolCall, Turn
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from scripts.make_tiny_moe import make_tokenizer
 
 TOKENIZER: Any = make_tokenizer(tools=True)
 NAMED = "<{{ message.name or '' }}{{ message.role"
 TOKENIZER.chat_template = TOKENIZER.chat_template.replace("<{{ message.role", NAMED)
-SPLICE = Splice(TOKENIZER, [TOKENIZER.eos_token_id])
+TOKENISING = TurnTokenizer(TOKENIZER, [TOKENIZER.eos_token_id])
 
 
 def turn_of(*calls: ToolCall | BadCall) -> dict[str, Any]:
-    return assistant_message(Turn("", calls), "", SPLICE.template, 5)
+    return assistant_message(Turn("", calls), "", TOKENISING.template, 5)
 
 
 def result(id: str, text: str) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def result(id: str, text: str) -> dict[str, Any]:
 
 def test_calls_of_a_turn_have_ids_of_their_own() -> None:
     """The first of equal ones stays as the model wrote it, and none that is made is another's."""
-    form = SPLICE.template.call_style.id_form.format
+    form = TOKENISING.template.call_style.id_form.format
     own = ["a", "a", None, form(name="add", index=7), "", "a"]
     made = turn_of(*(ToolCall("add", {}, id) for id in own[:3]), *(BadCall("add", "no", id) for id in own[3:]))
     ids = [call["id"] for call in made["tool_calls"]]
@@ -39,8 +39,8 @@ def test_results_with_equal_ids_are_those_of_the_calls_in_their_order() -> None:
     calls = [{"id": "a", "function": {"name": name, "arguments": "{}"}} for name in ("add", "sub")]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     results = [result("a", "one"), result("a", "two")]
-    spliced = said(results, turn, SPLICE, TOKENIZER.eos_token_id)
-    assert spliced is not None and TOKENIZER.decode(spliced).endswith("<eos><assistant>")
-    whole = TOKENIZER.decode(rendered([{"role": "user", "content": "go"}, turn, *results], SPLICE))
-    for text in (TOKENIZER.decode(spliced), whole):
+    tokenised = said(results, turn, TOKENISING, TOKENIZER.eos_token_id)
+    assert tokenised is not None and TOKENIZER.decode(tokenised).endswith("<eos><assistant>")
+    whole = TOKENIZER.decode(rendered([{"role": "user", "content": "go"}, turn, *results], TOKENISING))
+    for text in (TOKENIZER.decode(tokenised), whole):
         assert text.endswith("<addtool>one<eos><subtool>two<eos><assistant>")

@@ -18,10 +18,10 @@ from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.tool_calls import CallFormat
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.samples import accounting
 from megarl.types import EpisodeProgress, Prompt, Sample, SamplePart
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
 
@@ -126,20 +126,20 @@ def play(
         later = "message.content.split(';')[-1 if message.role == 'assistant' else 0]"
         tokenizer.chat_template = str(tokenizer.chat_template).replace("message.content", later)
     schemas = pair[0].schemas
-    splice = Splice(tokenizer, [tokenizer.eos_token_id], schemas)
+    turn_tokenizer = TurnTokenizer(tokenizer, [tokenizer.eos_token_id], schemas)
     calls = CallFormat.find(tokenizer, [tokenizer.eos_token_id], schemas)
     config = EpisodeConfig.model_validate({"max_tokens": 300, "max_turns": 4} | limits)
     model = Model(tokenizer, turns)
-    prompt = Prompt("row 1", "", tuple(splice.first("go")), "", row or {}, "go")
+    prompt = Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", row or {}, "go")
     played = Played([], model, prompt)
     sample: Sample | None = None
     while sample is None or sample.is_open:
         assert len(played.phases) < 400
         at = len(played.phases)
-        own = EpisodeRunner(config, model, pair[at % ENGINES], splice, calls, max_prompt_tokens=100)
+        own = EpisodeRunner(config, model, pair[at % ENGINES], turn_tokenizer, calls, max_prompt_tokens=100)
         sampling = Sampling(1, 100, stream=(1, 2), phase_tokens=phases[min(at, len(phases) - 1)])
-        dealt = accounting.longest_row(prompt, sample) if sample else 0
-        result = asyncio.run(own.run(prompt, sampling, 0, sample, dealt))
+        assigned = accounting.longest_row(prompt, sample) if sample else 0
+        result = asyncio.run(own.run(prompt, sampling, 0, sample, assigned))
         accounting.check(prompt, [result.sample])
         played.phases.append(result)
         between(result.sample)
@@ -189,12 +189,12 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     whole, parts = play(threads(kind), turns, [None], **limits), play(threads(kind), turns, [tokens], **limits)
     assert len(whole.phases) == 1 and whole.last.facts
     same(parts.last, whole.last)
-    assert parts.phases[-1].verdict == whole.phases[-1].verdict
+    assert parts.phases[-1].reward_result == whole.phases[-1].reward_result
     sampled = whole.last.facts.sampled_tokens
     assert len(parts.phases) == -(-sampled // tokens) or sampled % tokens == 0, "each phase gives as many as it may"
     versions = [part.version for part in accounting.trained_parts(parts.last.rows)]
     assert versions == list(range(-(-sampled // tokens)))
-    assert all(one.verdict is None for one in parts.phases[:-1])
+    assert all(one.reward_result is None for one in parts.phases[:-1])
     grown = sum(response for _, response in parts.model.completed)
     assert grown >= max(len(row.response_ids_T) for row in whole.last.rows), "said messages that no turn followed too"
 
@@ -229,23 +229,26 @@ def test_an_episode_has_so_many_phases_and_no_more(threads: Threads, tmp_path: P
     """As its longest would take: then it ends, and its environment says what it was worth."""
     turns, row = [call("step", count=2), call("fetch"), "done"], {"gate": str(tmp_path / "gate")}
     played = play(threads("walk"), turns, [100], row, phase_tool_s=0.5, max_turns=3)
-    assert len(played.phases) == 3 and played.phases[-1].verdict == Verdict(0.5, False)
+    assert len(played.phases) == 3 and played.phases[-1].reward_result == RewardResult(0.5, False)
     assert played.last.facts and played.last.facts.end == "timeout" and not played.last.finished
     unbegun = play(threads("walk"), turns, [150], {"closed": True}, phase_tool_s=0.1)
     assert [one.following for one in unbegun.opened] == ["begin"] and unbegun.last.num_trained == 0
-    verdict = unbegun.phases[-1].verdict
-    assert isinstance(verdict, Failure) and "reset took longer than episode.phase_tool_s (0.1 s)" in verdict.words
+    reward_result = unbegun.phases[-1].reward_result
+    assert (
+        isinstance(reward_result, Failure)
+        and "reset took longer than episode.phase_tool_s (0.1 s)" in reward_result.words
+    )
 
 
 def test_the_seconds_of_all_phases_are_those_of_the_episode(threads: Threads, tmp_path: Path) -> None:
     """Of tools that are called, and of reset."""
     turns, row = [call("step", count=2), call("fetch"), "done"], {"gate": str(tmp_path / "gate")}
     played = play(threads("walk"), turns, [100], row, phase_tool_s=1, timeout_s=1.7, max_turns=3)
-    assert len(played.phases) == 2 and played.phases[-1].verdict == Verdict(0.5, False)
+    assert len(played.phases) == 2 and played.phases[-1].reward_result == RewardResult(0.5, False)
     assert played.last.facts and (played.last.facts.end, played.last.facts.turns) == ("timeout", 2)
     unbegun = play(threads("walk"), turns, [150], {"closed": True}, phase_tool_s=1, timeout_s=1.7)
     assert len(unbegun.phases) == 2
-    assert unbegun.phases[-1].verdict == Failure("episode.timeout_s (1.7 s) had passed before the end of reset")
+    assert unbegun.phases[-1].reward_result == Failure("episode.timeout_s (1.7 s) had passed before the end of reset")
 
 
 @pytest.mark.parametrize(

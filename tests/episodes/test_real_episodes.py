@@ -23,13 +23,13 @@ from megarl.episodes.agent_runner import AgentRunner
 from megarl.episodes.agent_tools import ToolSets
 from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.rows import EpisodeResult
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.sglang.engine import Engine
 from megarl.samples import accounting
 from megarl.types import Prompt
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints
 from tests.tiny_engines import Reference, write_tokenizer
@@ -179,10 +179,10 @@ def play(
     tokenizer = load_tokenizer(str(model))
     if limits.get("history") == "render":
         tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content[-3 if m.role == 'assistant' else 0:]")
-    splice = Splice(tokenizer, end_token_ids(str(model)))
+    turn_tokenizer = TurnTokenizer(tokenizer, end_token_ids(str(model)))
     config = EpisodeConfig.model_validate({"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits)
-    episodes = EpisodeRunner(config, engine, game, splice, None, max_prompt_tokens=300)
-    prompt = Prompt("row 1", "", tuple(splice.first("go")), "", {"prompt": "go"}, "go")
+    episodes = EpisodeRunner(config, engine, game, turn_tokenizer, None, max_prompt_tokens=300)
+    prompt = Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"prompt": "go"}, "go")
     sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream, phase_tokens=phase_tokens)
 
     async def phase(begun: list[EpisodeResult | None]) -> list[EpisodeResult]:
@@ -228,7 +228,7 @@ def test_rows_of_agents_are_what_was_sampled(
     tokenizer, stops = load_tokenizer(str(model)), end_token_ids(str(model))
     config = EpisodeConfig.model_validate({"agent": "asking_agent:run", "max_tokens": 400})
     runner = AgentRunner(config, engine, *agents, ToolSets(tokenizer, stops), max_prompt_tokens=300)
-    prompt = Prompt("row 1", "", tuple(Splice(tokenizer, stops).first("go")), "", {"prompt": "go"}, "go")
+    prompt = Prompt("row 1", "", tuple(TurnTokenizer(tokenizer, stops).first("go")), "", {"prompt": "go"}, "go")
     sampling = Sampling(EPISODES, TURN_TOKENS, stream=(4, 2))
 
     async def together() -> list[EpisodeResult]:
@@ -237,7 +237,7 @@ def test_rows_of_agents_are_what_was_sampled(
     played = asyncio.run(together())
     check_rows(played, Reference(model), prompt.token_ids)
     for one in played:
-        assert one.verdict == Verdict(0.5, False) and one.sample.facts
+        assert one.reward_result == RewardResult(0.5, False) and one.sample.facts
         assert one.refused_fields == {"temperature": 1}
         assert one.sample.facts.turns == 8 and one.sample.facts.end in ("answered", "cut")
         accounting.check(prompt, [one.sample])
@@ -266,11 +266,13 @@ def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Col
 @pytest.mark.parametrize("engine", ENGINES[:1], ids=["plain"], indirect=True)
 def test_errors_of_environments_cost_their_own_episodes(engine: Engine, faulty: EnvironmentThread, model: Path) -> None:
     """They end by what was done; the rows of all are right, also of those whose process was ended by others."""
-    splice = Splice(load_tokenizer(str(model)), end_token_ids(str(model)))
+    turn_tokenizer = TurnTokenizer(load_tokenizer(str(model)), end_token_ids(str(model)))
     keys = {"environment": "faulty_game:Faulty", "max_tokens": 400, "max_turns": 4, "max_observation_tokens": 30}
-    runner = EpisodeRunner(EpisodeConfig.model_validate(keys), engine, faulty, splice, None, max_prompt_tokens=300)
+    runner = EpisodeRunner(
+        EpisodeConfig.model_validate(keys), engine, faulty, turn_tokenizer, None, max_prompt_tokens=300
+    )
     errors = [*ENDED_BY, "flood", *["none"] * 4]
-    ids = tuple(splice.first("go"))
+    ids = tuple(turn_tokenizer.first("go"))
     prompts = [Prompt(f"row {place}", "", ids, "", {"fault": error}, "go") for place, error in enumerate(errors)]
     sampling, ended = Sampling(1, 4 * TURN_TOKENS, stream=(6, 2)), faulty.counts.ended
     asyncio.run(engine.generate(ids, Sampling(1, 1)))
@@ -283,7 +285,7 @@ def test_errors_of_environments_cost_their_own_episodes(engine: Engine, faulty: 
     for error, one in zip(errors, played, strict=True):
         facts, words = one.sample.facts, ENDED_BY.get(error)
         assert facts and ((facts.end, facts.turns) == ("environment", 1) if words else facts.turns > 1)
-        assert one.verdict == (Failure(words) if words else Verdict(0.5, False))
+        assert one.reward_result == (Failure(words) if words else RewardResult(0.5, False))
         heard = [entry["text"] for entry in one.sample.transcript if entry["role"] == "user"]
         assert all(("tokens left out" in text) == (error == "flood") and len(text) < 100 for text in heard)
     check_rows(played, Reference(model), ids)
@@ -300,7 +302,7 @@ def check_rows(played: Sequence[EpisodeResult], reference: Reference, prompt_ids
     """
     for one in played:
         sample = one.sample
-        assert sample.facts and one.verdict is not None
+        assert sample.facts and one.reward_result is not None
         assert sample.num_trained == sample.facts.sampled_tokens - sample.facts.dropped_unawaited
         for row in sample.rows:
             response = row.response_ids_T.tolist()
@@ -353,7 +355,7 @@ def test_one_turn_without_tools_is_a_single_response(
         played = play(seeded_engine, once, model, (6, 1), max_turns=1)
     finally:
         once.shutdown()
-    prompt_ids = Splice(load_tokenizer(str(model)), end_token_ids(str(model))).first("go")
+    prompt_ids = TurnTokenizer(load_tokenizer(str(model)), end_token_ids(str(model))).first("go")
     plain = asyncio.run(seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1))))
     for one, sample in zip(played, plain, strict=True):
         np.testing.assert_array_equal(one.sample.response_ids_T, sample.response_ids_T)
@@ -362,7 +364,7 @@ def test_one_turn_without_tools_is_a_single_response(
         np.testing.assert_array_equal(one.sample.routed_experts, sample.routed_experts)
         assert (one.sample.text, one.sample.parts) == (sample.text, sample.parts)
         assert one.sample.prompt_ids is None and one.sample.trained_T is None and not one.sample.more_rows
-        assert one.sample.finished == sample.finished and one.verdict == Verdict(0.5, False)
+        assert one.sample.finished == sample.finished and one.reward_result == RewardResult(0.5, False)
     assert any(sample.finished for sample in plain)
 
 
@@ -379,7 +381,7 @@ def test_seeded_episodes_repeat_to_the_bit(seeded_engine: Engine, game: Environm
         for two in others:
             assert one.sample.routed_experts is not None and two.sample.routed_experts is not None
             assert (one.sample.routed_experts == two.sample.routed_experts).mean() > 0.99
-            assert one.verdict == two.verdict and one.sample.text == two.sample.text
+            assert one.reward_result == two.reward_result and one.sample.text == two.sample.text
             assert one.sample.facts and two.sample.facts
             apart = {"tool_s": 0.0, "reusable_tokens": 0, "cached_tokens": 0}
             assert replace(one.sample.facts, **apart) == replace(two.sample.facts, **apart)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.episodes.template import ChatTemplate, user
-from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.types import UserError
 from tests.episodes.chatml_families import QWEN_2_5, QWEN_3, QWEN_3_CODER
 from tests.episodes.families import TOOLS, Family, stop_id, stop_ids, tokenizer_of
@@ -62,11 +62,13 @@ def test_a_turn_begins_where_the_tokens_of_the_generation_prompt_end() -> None:
     assert template.decode(ids) == str(DEEPSEEK_V3.calls).removeprefix("so</think>")
 
 
-def test_threads_may_share_a_splice() -> None:
-    splice, after = Splice(tokenizer_of(QWEN_3), stop_ids(QWEN_3), TOOLS), stop_id(QWEN_3, "<|im_end|>")
+def test_threads_may_share_a_turn_tokenizer() -> None:
+    turn_tokenizer, after = TurnTokenizer(tokenizer_of(QWEN_3), stop_ids(QWEN_3), TOOLS), stop_id(QWEN_3, "<|im_end|>")
 
     def append(number: int) -> Any:
-        return splice.tool_results([ToolResult(str(number))], after=after), splice.user(str(number), after=after)
+        return turn_tokenizer.tool_results([ToolResult(str(number))], after=after), turn_tokenizer.user(
+            str(number), after=after
+        )
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(append, range(200))) == [append(number) for number in range(200)]

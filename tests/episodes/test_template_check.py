@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megarl.episodes.template_check import SpliceFacts, check
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.template_check import TemplateFacts, check
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.types import UserError
 from tests.episodes.chatml_families import (
     CHATML,
@@ -28,9 +28,9 @@ REASONING, SPACE = "the reasoning of a turn", "white space around the words of a
 USER, RESULT = " after a user's message", " after a tool's result"
 
 
-def facts_of(family: Family, *, users: bool = False, tools: bool = False) -> SpliceFacts:
-    splice = Splice(tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None)
-    return check(splice, users=users, tools=tools)
+def facts_of(family: Family, *, users: bool = False, tools: bool = False) -> TemplateFacts:
+    turn_tokenizer = TurnTokenizer(tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None)
+    return check(turn_tokenizer, users=users, tools=tools)
 
 
 def error_of(family: Family, *, users: bool = False, tools: bool = False) -> str:
@@ -81,7 +81,7 @@ def test_messages_of_users_are_proven_and_what_is_kept_before_them_is_told(name:
     ],
 )
 def test_results_of_tools_are_proven_and_what_is_kept_before_them_is_told(name: str, kept: list[str]) -> None:
-    assert facts_of(FAMILIES[name], tools=True) == SpliceFacts(True, tuple(part + RESULT for part in kept), ())
+    assert facts_of(FAMILIES[name], tools=True) == TemplateFacts(True, tuple(part + RESULT for part in kept), ())
 
 
 @pytest.mark.parametrize(
@@ -158,14 +158,16 @@ def test_results_in_another_order_are_refused_as_parallel_results() -> None:
 def test_what_stands_before_the_turn_may_change_with_the_conversation() -> None:
     counted = replace(QWEN_3, name="counted", template="{{ messages | length }}" + QWEN_3.template)
     facts = facts_of(counted, tools=True)
-    assert facts == SpliceFacts(True, ("the beginning of the conversation" + RESULT,), ())
+    assert facts == TemplateFacts(True, ("the beginning of the conversation" + RESULT,), ())
 
 
 def test_characters_outside_the_vocabulary_are_told(tokenizer: Any) -> None:
-    splice = Splice(with_template(tokenizer, "<user>{}<eos>\n"), [tokenizer.eos_token_id])
+    turn_tokenizer = TurnTokenizer(with_template(tokenizer, "<user>{}<eos>\n"), [tokenizer.eos_token_id])
     with pytest.raises(UserError, match="writes a user's message in characters that are not in the vocabulary"):
-        check(splice, users=True, tools=False)
-    assert check(Splice(with_template(tokenizer, "<user>{}<eos>"), [tokenizer.eos_token_id]), users=True, tools=False)
+        check(turn_tokenizer, users=True, tools=False)
+    assert check(
+        TurnTokenizer(with_template(tokenizer, "<user>{}<eos>"), [tokenizer.eos_token_id]), users=True, tools=False
+    )
 
 
 def with_template(tokenizer: Any, message: str) -> Any:
@@ -186,4 +188,4 @@ def test_a_stop_token_that_merges_with_the_turns_text_is_refused() -> None:
     own = fast(tokenizer_object=tokenizer)
     own.chat_template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
     with pytest.raises(UserError, match="gives a user's message other tokens after other text"):
-        check(Splice(own, [letters["!"]]), users=True, tools=False)
+        check(TurnTokenizer(own, [letters["!"]]), users=True, tools=False)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.episodes.template import TemplateRefusal
-from megarl.episodes.turn_tokenizer import Splice, ToolResult
+from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.types import UserError
 from tests.episodes.chatml_families import CHATML, CHATML_FAMILIES, HERMES, QWEN_2_5, QWEN_3
 from tests.episodes.families import TOOLS, Family, stop_id, stop_ids, tokenizer_of
@@ -29,8 +29,8 @@ FAMILIES = (*CHATML_FAMILIES, *OTHER_FAMILIES)
 ANSWER = "the answer is three"
 
 
-def splice_of(family: Family) -> Splice:
-    return Splice(tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None)
+def turn_tokenizer_of(family: Family) -> TurnTokenizer:
+    return TurnTokenizer(tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None)
 
 
 def sampled(family: Family, text: str) -> list[int]:
@@ -48,13 +48,13 @@ def results(family: Family, number: int) -> list[ToolResult]:
 
 def appended(family: Family, number: int) -> str:
     after = sampled(family, family.calls or "")[-1]
-    return tokenizer_of(family).decode(splice_of(family).tool_results(results(family, number), after=after))
+    return tokenizer_of(family).decode(turn_tokenizer_of(family).tool_results(results(family, number), after=after))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_conversation_is_what_an_append_only_conversation_must_be(family: Family) -> None:
-    splice, tokenizer = splice_of(family), tokenizer_of(family)
-    buffer = splice.first("how many?")
+    turn_tokenizer, tokenizer = turn_tokenizer_of(family), tokenizer_of(family)
+    buffer = turn_tokenizer.first("how many?")
     expected = tokenizer.apply_chat_template(
         [{"role": "user", "content": "how many?"}],
         tools=list(TOOLS) if family.calls else None,
@@ -64,12 +64,12 @@ def test_a_conversation_is_what_an_append_only_conversation_must_be(family: Fami
     for number, text in ((1, family.one), (2, family.two), (1, family.one)):
         if text and family.calls:
             turn = sampled(family, family.calls)
-            buffer += [*turn, *splice.tool_results(results(family, number), after=turn[-1])]
+            buffer += [*turn, *turn_tokenizer.tool_results(results(family, number), after=turn[-1])]
             expected += family.calls + text
     if family.user:
         for _ in range(2):
             turn = sampled(family, ANSWER + family.last_stop)
-            buffer += [*turn, *splice.user("more?", after=turn[-1])]
+            buffer += [*turn, *turn_tokenizer.user("more?", after=turn[-1])]
             expected += ANSWER + family.last_stop + expected_user(family)
     assert tokenizer.decode(buffer) == expected
 
@@ -118,19 +118,19 @@ def test_a_template_that_refuses_parallel_calls_says_so() -> None:
 
 def test_a_template_without_tools_refuses_their_results() -> None:
     with pytest.raises(UserError, match="episode.tools: the chat template leaves tool calls out of the text without"):
-        splice_of(LLAMA_3).tool_results([ToolResult("three")], after=stop_id(LLAMA_3, "<|eot_id|>"))
+        turn_tokenizer_of(LLAMA_3).tool_results([ToolResult("three")], after=stop_id(LLAMA_3, "<|eot_id|>"))
 
 
 def test_a_template_without_the_models_stop_token_is_refused() -> None:
     with pytest.raises(UserError) as caught:
-        splice_of(GPT_OSS).user("more?", after=stop_id(GPT_OSS, "<|return|>"))
+        turn_tokenizer_of(GPT_OSS).user("more?", after=stop_id(GPT_OSS, "<|return|>"))
     problem = "writes none of the model's stop tokens (<|endoftext|>, <|return|>, <|call|>) between a turn and a user"
     assert problem in caught.value.problem
 
 
 def test_whichever_stop_token_was_sampled_the_one_that_closes_a_turn_is_not_repeated() -> None:
-    splice = splice_of(QWEN_2_5)
-    ended = [splice.user("more?", after=stop_id(QWEN_2_5, stop)) for stop in QWEN_2_5.stops]
+    turn_tokenizer = turn_tokenizer_of(QWEN_2_5)
+    ended = [turn_tokenizer.user("more?", after=stop_id(QWEN_2_5, stop)) for stop in QWEN_2_5.stops]
     assert tokenizer_of(QWEN_2_5).decode(ended[0]) == QWEN_2_5.user
     assert ended[0] == ended[1]
 
@@ -144,35 +144,37 @@ def test_whichever_stop_token_was_sampled_the_one_that_closes_a_turn_is_not_repe
     ],
 )
 def test_a_stop_token_that_opens_the_next_message_stays_and_is_written_once(stop: str, user: str, results: str) -> None:
-    splice, tokenizer, after = splice_of(GLM_4_5), tokenizer_of(GLM_4_5), stop_id(GLM_4_5, stop)
-    assert tokenizer.decode(splice.user("more?", after=after)) == f"{user}{GLM_4_5.user}"
-    assert tokenizer.decode(splice.tool_results([ToolResult("three")], after=after)) == f"{results}{GLM_4_5.one}"
+    turn_tokenizer, tokenizer, after = turn_tokenizer_of(GLM_4_5), tokenizer_of(GLM_4_5), stop_id(GLM_4_5, stop)
+    assert tokenizer.decode(turn_tokenizer.user("more?", after=after)) == f"{user}{GLM_4_5.user}"
+    assert (
+        tokenizer.decode(turn_tokenizer.tool_results([ToolResult("three")], after=after)) == f"{results}{GLM_4_5.one}"
+    )
 
 
 def test_a_turn_that_did_not_end_cannot_be_followed() -> None:
     with pytest.raises(ValueError, match="ends no turn"):
-        splice_of(CHATML).user("more?", after=0)
+        turn_tokenizer_of(CHATML).user("more?", after=0)
     with pytest.raises(ValueError, match="without calls"):
-        splice_of(QWEN_3).tool_results([], after=stop_id(QWEN_3, "<|im_end|>"))
+        turn_tokenizer_of(QWEN_3).tool_results([], after=stop_id(QWEN_3, "<|im_end|>"))
 
 
 def test_a_tokenizer_without_template_or_stop_tokens_is_refused() -> None:
     bare = replace(CHATML, name="bare", template="")
     with pytest.raises(UserError, match="episode: the tokenizer has no chat template"):
-        splice_of(bare)
+        turn_tokenizer_of(bare)
     with pytest.raises(UserError, match="episode: the model has no stop token"):
-        Splice(tokenizer_of(CHATML), [])
+        TurnTokenizer(tokenizer_of(CHATML), [])
 
 
 def test_what_a_template_does_not_take_as_a_prompt_is_told() -> None:
     picky = replace(CHATML, name="picky", template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
-        splice_of(picky).first([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+        turn_tokenizer_of(picky).first([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
 
 
 def test_ids_that_the_template_refuses_are_replaced() -> None:
     after = stop_id(MISTRAL, "</s>")
-    ids = splice_of(MISTRAL).tool_results([ToolResult("three", "calc", "short")], after=after)
+    ids = turn_tokenizer_of(MISTRAL).tool_results([ToolResult("three", "calc", "short")], after=after)
     assert tokenizer_of(MISTRAL).decode(ids) == str(MISTRAL.one).replace("abcdefgh7", "call00000")
 
 
@@ -180,15 +182,15 @@ def test_ids_that_the_template_refuses_are_replaced() -> None:
 def test_a_name_that_the_model_made_up_writes_no_markup(name: str | None) -> None:
     """Of a call that could not be made; Kimi writes ids and gpt-oss names into the results."""
     for family in (KIMI_K2, GPT_OSS):
-        splice, after = splice_of(family), stop_id(family, family.stops[0])
-        ids = splice.tool_results([ToolResult("three", name, f"{name}<|im_end|>")], after=after)
-        assert ids == splice.tool_results([ToolResult("three", "calc")], after=after)
+        turn_tokenizer, after = turn_tokenizer_of(family), stop_id(family, family.stops[0])
+        ids = turn_tokenizer.tool_results([ToolResult("three", name, f"{name}<|im_end|>")], after=after)
+        assert ids == turn_tokenizer.tool_results([ToolResult("three", "calc")], after=after)
 
 
 def test_the_text_of_a_turn_has_its_special_tokens_and_not_its_stop_token() -> None:
     turn = sampled(QWEN_3, str(QWEN_3.calls))
-    assert splice_of(QWEN_3).turn_text(turn) == str(QWEN_3.calls).removesuffix("<|im_end|>")
-    assert splice_of(QWEN_3).turn_text(turn[:-1]) == splice_of(QWEN_3).turn_text(turn)
+    assert turn_tokenizer_of(QWEN_3).turn_text(turn) == str(QWEN_3.calls).removesuffix("<|im_end|>")
+    assert turn_tokenizer_of(QWEN_3).turn_text(turn[:-1]) == turn_tokenizer_of(QWEN_3).turn_text(turn)
 
 
 @given(
@@ -197,20 +199,20 @@ def test_the_text_of_a_turn_has_its_special_tokens_and_not_its_stop_token() -> N
 )
 def test_any_text_is_appended_whole_and_in_order(family: Family, texts: list[str]) -> None:
     """Its bytes stand in the appended tokens, whose beginning and end do not depend on it."""
-    splice, tokenizer = splice_of(family), tokenizer_of(family)
+    turn_tokenizer, tokenizer = turn_tokenizer_of(family), tokenizer_of(family)
     after = sampled(family, str(family.calls))[-1]
-    ids = splice.tool_results([ToolResult(text, "calc") for text in texts], after=after)
-    plain = splice.tool_results([ToolResult(f"<{index}>", "calc") for index in range(len(texts))], after=after)
+    ids = turn_tokenizer.tool_results([ToolResult(text, "calc") for text in texts], after=after)
+    plain = turn_tokenizer.tool_results([ToolResult(f"<{index}>", "calc") for index in range(len(texts))], after=after)
     pieces = re.split(r"<\d>", tokenizer.decode(plain))
     assert tokenizer.decode(ids) == "".join(part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair)
-    user = splice.user(texts[0], after=after)
+    user = turn_tokenizer.user(texts[0], after=after)
     assert tokenizer.decode(user).count(texts[0]) >= 1
     assert sampled(family, tokenizer.decode(user)) == user
 
 
 @given(text=st.text(max_size=60))
 def test_the_marker_is_never_taken_from_the_text(text: str) -> None:
-    splice, after = splice_of(QWEN_3), stop_id(QWEN_3, "<|im_end|>")
+    turn_tokenizer, after = turn_tokenizer_of(QWEN_3), stop_id(QWEN_3, "<|im_end|>")
     text = f"{text}markedvalue{text}markedvaluex"
-    assert text in tokenizer_of(QWEN_3).decode(splice.user(text, after=after))
-    assert text in tokenizer_of(QWEN_3).decode(splice.tool_results([ToolResult(text)], after=after))
+    assert text in tokenizer_of(QWEN_3).decode(turn_tokenizer.user(text, after=after))
+    assert text in tokenizer_of(QWEN_3).decode(turn_tokenizer.tool_results([ToolResult(text)], after=after))

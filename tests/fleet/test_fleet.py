@@ -20,9 +20,9 @@ from megarl.fleet.step_fit import EngineHistory
 from megarl.model.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.load_balancing import Capacity
-from megarl.samples.buffer import PartialGroup, PartialSummary, Stock
+from megarl.samples.buffer import PartialGroup, PartialSummary, RolloutBuffer
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 from tests.plan import plans
 
@@ -71,14 +71,14 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: STATS)
     one, said, phases = Fleet.__new__(Fleet), [], []
 
-    def hand_over(phase: str) -> dict[str, float]:
+    def onload_for(phase: str) -> dict[str, float]:
         phases.append(phase)
         return {f"memory/before_{phase}_bytes": 1.0}
 
     one.__dict__.update(
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
-        memory=SimpleNamespace(phase="train", hand_over=hand_over), _say=said.append, _store=None, _run_id="run",
+        memory=SimpleNamespace(phase="train", onload_for=onload_for), _say=said.append, _store=None, _run_id="run",
         roles=SimpleNamespace(num_members=1, policy=policy()),
         _sessions=SimpleNamespace(
             trainers={},
@@ -128,11 +128,11 @@ def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
     one, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: replace(STATS, kept_share=0.75))
 
-    def round_for(version: int) -> float | None:
+    def round_weights(version: int) -> float | None:
         rounded.append((version, len(engines.asked)))
         return of_ranks
 
-    one.__dict__.update(trainers=SimpleNamespace(workers=[], round_for=round_for))
+    one.__dict__.update(trainers=SimpleNamespace(workers=[], round_weights=round_weights))
     of_policy: Any = one.roles.policy
     of_policy.recipe = SimpleNamespace(lora=SimpleNamespace(sync="merged"), model=SimpleNamespace(dtype=dtype))
     stats, _ = one.publish()
@@ -162,15 +162,15 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns from each round how long responses are, and the engines are asked for their capacity once."""
     dealers, asked = [], []
 
-    def sampling_round(cluster: Any, workers: Any, dealer: Any, groups: int, entries: Any, *others: Any) -> Any:
-        dealers.append(dealer)
+    def sampling_phase(cluster: Any, workers: Any, balancer: Any, groups: int, entries: Any, *others: Any) -> Any:
+        dealers.append(balancer)
         return SimpleNamespace(begin=lambda: None, result=lambda: (entries, groups, len(workers)))
 
     def call_all(workers: Any, method: str) -> list[Capacity]:
         asked.append(method)
         return [Capacity(4, 100)] * len(workers)
 
-    monkeypatch.setattr(engines, "SamplingRound", sampling_round)
+    monkeypatch.setattr(engines, "SamplingPhase", sampling_phase)
     one: Any = engines.Engines.__new__(engines.Engines)
     engine = SimpleNamespace(dp=2)
     one.__dict__.update(
@@ -236,30 +236,30 @@ class Held:
         self.group = group
 
 
-def test_a_stock_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None:
+def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None:
     """A complete group, and one with an open sample whose verdict is still to come."""
     sample = Sample(np.array([5, 6]), np.array([-1.0, -2.0], np.float32), "ab", True, (SamplePart(3, 2),))
     opened = replace(sample, text="", finished=False, parts=(SamplePart(2, 1), SamplePart(3, 1)), is_open=True)
     prompt = Prompt("a", "", (1, 2, 3), "")
     whole = SampleGroup(prompt, (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
-    partial = PartialGroup(replace(prompt, id="b"), (sample, opened), (Verdict(0.5, True), None))
-    stock = Stock[Any]().admitted([prompt, prompt], (1, 2), 2)
-    pairs = zip(stock.entries, (whole, partial), strict=True)
-    stock = stock.updated([replace(entry, ref=Held(group)) for entry, group in pairs])
+    partial = PartialGroup(replace(prompt, id="b"), (sample, opened), (RewardResult(0.5, True), None))
+    buffer = RolloutBuffer[Any]().admitted([prompt, prompt], (1, 2), 2)
+    pairs = zip(buffer.entries, (whole, partial), strict=True)
+    buffer = buffer.updated([replace(entry, ref=Held(group)) for entry, group in pairs])
     one: Any = Fleet.__new__(Fleet)
     ranks = SimpleNamespace(save=lambda _: None, load=lambda _: None)
     one.__dict__.update(
         _cluster=SimpleNamespace(put=lambda group: group, gather=lambda calls: [held.group for held in calls]),
-        trainers=ranks, critic=None, hand_over=lambda _: {},
+        trainers=ranks, critic=None, onload_for=lambda _: {},
         roles=SimpleNamespace(policy=SimpleNamespace(shape=SimpleNamespace(vocab_size=9))),
         _recipe=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7)),
     )  # fmt: skip
-    one.save(tmp_path, stock)
+    one.save(tmp_path, buffer)
     (*ids, first, first_group), (other, second, second_group) = one.resume(tmp_path, 3, 4)
     assert [*ids, other] == ["a", "b"]
     assert (one.version, one.attempts) == (3, 4)
     assert first.response_lengths_G.tolist() == [2] and isinstance(first_group, SampleGroup)
     assert second == PartialSummary(1, 5)
-    assert (second_group.verdicts, second_group.samples[1].parts) == (partial.verdicts, opened.parts)
-    one.save(tmp_path / "empty", Stock[Any]())
+    assert (second_group.reward_results, second_group.samples[1].parts) == (partial.reward_results, opened.parts)
+    one.save(tmp_path / "empty", RolloutBuffer[Any]())
     assert one.resume(tmp_path / "empty", 3, 4) == []

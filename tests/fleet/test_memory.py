@@ -34,24 +34,24 @@ def test_memory_is_released_before_it_is_allocated():
     both = Recorder()
     scheduler = MemoryScheduler(both, both)
     for phase in ("rollout", "train", "train", "reshard", "rollout"):
-        scheduler.hand_over(phase)
+        scheduler.onload_for(phase)
     assert both.calls == ["release_memory", "onload", "offload", "resume_weights", "resume_cache"]
 
 
 def test_what_is_held_is_read_before_and_after_each_change():
     scheduler = MemoryScheduler(Recorder(), Recorder())
-    assert scheduler.hand_over("train") == {"memory/before_train_bytes": 0, "memory/after_train_bytes": 1}
-    assert scheduler.hand_over("reshard") == {"memory/before_reshard_bytes": 1, "memory/after_reshard_bytes": 2}
-    assert scheduler.hand_over("reshard") == {}, "the phase is entered already"
+    assert scheduler.onload_for("train") == {"memory/before_train_bytes": 0, "memory/after_train_bytes": 1}
+    assert scheduler.onload_for("reshard") == {"memory/before_reshard_bytes": 1, "memory/after_reshard_bytes": 2}
+    assert scheduler.onload_for("reshard") == {}, "the phase is entered already"
 
 
 @pytest.mark.parametrize(("path", "wrong"), [([], "reshard"), (["train"], "rollout")])
 def test_a_phase_out_of_order_is_refused(path, wrong):
     scheduler = MemoryScheduler(Recorder(), Recorder())
     for phase in path:
-        scheduler.hand_over(phase)
+        scheduler.onload_for(phase)
     with pytest.raises(RuntimeError, match=f"to {wrong}"):
-        scheduler.hand_over(wrong)
+        scheduler.onload_for(wrong)
 
 
 class Named(Recorder):
@@ -73,7 +73,7 @@ def test_critic_and_reward_model_have_their_phases():
     scheduler = MemoryScheduler(actor, Named("engines", calls), critic, scorer)
     readings = {}
     for phase in ("score", "critic", "train", "critic", "reshard", "rollout"):
-        readings |= scheduler.hand_over(phase)
+        readings |= scheduler.onload_for(phase)
     assert calls == [
         *("release_memory", "scorer onloads"),
         *("scorer offloads", "critic onloads"),
@@ -87,4 +87,4 @@ def test_critic_and_reward_model_have_their_phases():
 
 def test_a_model_that_is_not_there_has_no_phase():
     with pytest.raises(RuntimeError, match="to critic"):
-        MemoryScheduler(Recorder(), Recorder()).hand_over("critic")
+        MemoryScheduler(Recorder(), Recorder()).onload_for("critic")

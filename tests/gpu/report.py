@@ -49,7 +49,7 @@ def read(folder: Path) -> dict[int, list[Result]]:
     return found
 
 
-def verdict(row: Row, results: Iterable[Result]) -> str:
+def reward_result(row: Row, results: Iterable[Result]) -> str:
     """`settled` where all tests that the row names have passed, `failed` where one has failed, else `open`.
 
     A test that skips itself here, or that the time did not suffice for, leaves the row open.
@@ -97,11 +97,11 @@ def page(about: Mapping[str, str], results: Mapping[int, Sequence[Result]], tabl
     if not on_gpu:
         return "\n".join([*lines, "None: only a GPU settles them.", ""])
     everything = [one for outcomes in results.values() for one in outcomes]
-    verdicts = [(row, verdict(row, everything)) for row in table]
+    reward_results = [(row, reward_result(row, everything)) for row in table]
     for kind in ("settled", "failed"):
-        lines += [f"- {kind}: {row.where}" for row, found in verdicts if found == kind]
-    num_open = sum(found == "open" for _, found in verdicts)
-    return "\n".join([*lines, f"- open: {num_open} of {len(verdicts)} rows", ""])
+        lines += [f"- {kind}: {row.where}" for row, found in reward_results if found == kind]
+    num_open = sum(found == "open" for _, found in reward_results)
+    return "\n".join([*lines, f"- open: {num_open} of {len(reward_results)} rows", ""])
 
 
 def _line(one: Result) -> str:

@@ -120,7 +120,7 @@ def test_rows_are_read_with_their_tests() -> None:
     ],
 )
 def test_a_row_is_settled_when_all_its_tests_passed(outcomes: list[dict[str, Any]], expected: str) -> None:
-    assert report.verdict(report.Row("a", ("t.py::x", "u.py")), outcomes) == expected
+    assert report.reward_result(report.Row("a", ("t.py::x", "u.py")), outcomes) == expected
 
 
 def test_the_page_has_versions_outcomes_figures_and_rows() -> None:

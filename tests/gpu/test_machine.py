@@ -26,7 +26,7 @@ def test_the_driver_lists_the_gpus_that_torch_sees() -> None:
 
 
 @needs_gpu
-def test_hidden_gpus_are_a_error_and_a_wish_for_the_cpu_is_none() -> None:
+def test_hidden_gpus_are_an_error_and_a_wish_for_the_cpu_is_none() -> None:
     """Each in a process of its own: torch looks once."""
 
     def said(**environment: str) -> str:

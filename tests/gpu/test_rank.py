@@ -73,9 +73,9 @@ def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
         for name in ("loss", "grad_norm"):
             assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     np.testing.assert_allclose(after, reference["after"], atol=5e-3)
-    gaps = [np.abs(np.subtract(*pair)).max() for pair in ((before, reference["before"]), (after, reference["after"]))]
-    record("logprob gap before", gaps[0], "")
-    record("logprob gap after", gaps[1], "")
+    diffs = [np.abs(np.subtract(*pair)).max() for pair in ((before, reference["before"]), (after, reference["after"]))]
+    record("logprob gap before", diffs[0], "")
+    record("logprob gap after", diffs[1], "")
     record("step", steps[-1]["seconds"], "s")
     record("offload", away["seconds"], "s")
 
@@ -120,20 +120,20 @@ def test_adapters_stay_near_the_cpus_float32(path: Path, reference: dict[str, An
     (expected, steps, alone), (logprobs, own_steps, own_alone) = found["cpu"], found["device"]
     np.testing.assert_allclose(alone, reference["before"], atol=1e-5)
     delta = np.abs(np.subtract(expected, alone)).mean()
-    gap, gap_alone = (np.abs(np.subtract(*pair)).mean() for pair in ((logprobs, expected), (own_alone, alone)))
-    record("mean logprob gap with adapters", gap, "")
+    diff, diff_alone = (np.abs(np.subtract(*pair)).mean() for pair in ((logprobs, expected), (own_alone, alone)))
+    record("mean logprob gap with adapters", diff, "")
     record("what the adapters change", delta, "")
-    assert gap < 0.1 * delta + 2 * gap_alone
+    assert diff < 0.1 * delta + 2 * diff_alone
     for mine, other in zip(own_steps, steps, strict=True):
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.2)
 
 
 def check_bfloat16(path: Path, family: str, reference: dict[str, Any], record: Record) -> None:
     with rank(path, family, dtype="bfloat16") as child:
-        gap = np.abs(np.subtract(child.ask("logprobs"), reference["before"]))
+        diff = np.abs(np.subtract(child.ask("logprobs"), reference["before"]))
         steps = [child.ask("step") for _ in range(STEPS)]
-    record("mean logprob gap", gap.mean(), "")
-    assert gap.mean() < 0.1
+    record("mean logprob gap", diff.mean(), "")
+    assert diff.mean() < 0.1
     assert steps[0]["grad_norm"] == pytest.approx(reference["steps"][0]["grad_norm"], rel=0.2)
 
 

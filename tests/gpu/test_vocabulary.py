@@ -22,14 +22,14 @@ def test_a_large_vocabulary(dtype: str, record: Record) -> None:
         if not ON_GPU:
             child.ask("set_chunk", chunk_bytes=4 * VOCAB * 16)
         found = child.ask("measure")
-        gaps = child.ask("compare")
+        diffs = child.ask("compare")
     record("peak beside the inputs", found["peak_bytes"] / 2**30, "GiB")
     record("whole logits would be", 4 * TOKENS * VOCAB / 2**30, "GiB")
     record("time", found["seconds"], "s")
-    for name, gap in gaps.items():
-        record(f"gap of {name}", gap, "")
-    assert gaps["logp"] < LOGP_BOUND[dtype] and gaps["entropy"] < LOGP_BOUND[dtype]
-    assert gaps["hidden_grad"] < GRADIENT_BOUND[dtype] and gaps["weight_grad"] < GRADIENT_BOUND[dtype]
+    for name, diff in diffs.items():
+        record(f"gap of {name}", diff, "")
+    assert diffs["logp"] < LOGP_BOUND[dtype] and diffs["entropy"] < LOGP_BOUND[dtype]
+    assert diffs["hidden_grad"] < GRADIENT_BOUND[dtype] and diffs["weight_grad"] < GRADIENT_BOUND[dtype]
     if ON_GPU:
         width = 2 if dtype == "bfloat16" else 4
         # Hidden states gathered, their gradient and this rank's share of it; the weight's gradient in float32, a

@@ -16,8 +16,8 @@ from megarl.isolation import process as worker_process
 from megarl.isolation.child import HELLO
 from megarl.isolation.process import WorkerProcess
 
-_VERDICTS = "megarl.rollout.reward_workers.reward_host"
-_MODULES = [_VERDICTS, "megarl.environments.agents.agent_host", "megarl.environments.runtime.environment_host"]
+_REWARD_HOST = "megarl.rollout.reward_workers.reward_host"
+_MODULES = [_REWARD_HOST, "megarl.environments.agents.agent_host", "megarl.environments.runtime.environment_host"]
 Start = Callable[[str], tuple[WorkerProcess, psutil.Process]]
 
 
@@ -52,7 +52,7 @@ def test_the_keeper_has_forked_before_any_library_was_imported(start: Start, mod
 
 
 def test_a_stopped_keeper_ends_its_worker(start: Start) -> None:
-    process, worker = start(_VERDICTS)
+    process, worker = start(_REWARD_HOST)
     process.process.send_signal(signal.SIGSTOP)
     process.kill()
     assert process.process.wait(60) == -signal.SIGTERM
@@ -61,7 +61,7 @@ def test_a_stopped_keeper_ends_its_worker(start: Start) -> None:
 
 def test_a_keeper_that_does_not_act_is_killed_with_its_worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_KEEPER_ENDS_S", 0.2)
-    process, worker = start(_VERDICTS)
+    process, worker = start(_REWARD_HOST)
     monkeypatch.setattr(process.process, "terminate", lambda: process.process.send_signal(signal.SIGSTOP))
     monkeypatch.setattr(signal, "SIGCONT", signal.SIGSTOP)
     process.kill()

@@ -26,7 +26,7 @@ from tests.parallel import checkpoints as checkpoints_of_families
 from tests.parallel import precision
 from tests.parallel.checkpoints import write
 from tests.parallel.precision import within
-from tests.parallel.worlds import TIMEOUT_S, deal, need_gpus, ragged, recipe, run_ranks, run_world
+from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
 SPARSE, DENSE = ("qwen3-moe", "deepseek-v3"), ("qwen3", "qwen2", "llama")
 EVERY_LAYOUT = {  # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
@@ -82,7 +82,7 @@ def test_the_map_describes_the_real_model(checkpoints: dict[str, Path], family: 
 
 def trainer_logprobs(trainer: Any) -> list[np.ndarray] | None:
     sequences = ragged(6, trainer.shape.vocab_size, seed=3)
-    return trainer.token_outputs(deal(sequences, trainer.layout.coords(trainer.rank).dp, trainer.layout.dp, 2))
+    return trainer.token_outputs(assign(sequences, trainer.layout.coords(trainer.rank).dp, trainer.layout.dp, 2))
 
 
 def transformers_logprobs(path: Path, vocab_size: int) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ from tests.parallel.precision import ROUNDING_OF_BFLOAT16, within
 from tests.parallel.worlds import (
     Rectangle,
     assemble,
-    deal,
+    assign,
     numbers,
     ragged,
     rectangles,
@@ -79,7 +79,7 @@ def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
 def uneven_steps(trainer: Any, vocab_size: int, denominator: float, lr: float, steps: int) -> dict[str, Any]:
     """Logprobs, then so many steps on this rank's uneven micro-batches of the same random sequences."""
     sequences, at, dp = ragged(14, vocab_size, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
-    micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
+    micro_batches = assign(sequences, at.dp, dp, micro_batches=4)
     mine = world_part(micro_batches, sequences, denominator)
     logprobs = trainer.token_outputs(micro_batches)
     with recorded(trainer) as learning:

@@ -20,7 +20,7 @@ from tests.parallel.gradients import check_gradients, check_learning, check_weig
 from tests.parallel.precision import within
 from tests.parallel.worlds import (
     assemble,
-    deal,
+    assign,
     numbers,
     ragged,
     recipe,
@@ -41,7 +41,7 @@ EP1, EP2 = TrainLayout(2, 1, 2, 1), TrainLayout(2, 1, 1, 2)
 
 def steps(trainer: Any, count: int) -> list[dict[str, float]]:
     sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
-    part = world_part(deal(sequences, at.dp, dp, micro_batches=4), sequences, 97.0)
+    part = world_part(assign(sequences, at.dp, dp, micro_batches=4), sequences, 97.0)
     return [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(count)]
 
 

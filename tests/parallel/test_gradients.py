@@ -22,7 +22,7 @@ from tests.parallel.gradients import (
     recorded,
     whole,
 )
-from tests.parallel.worlds import deal, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import assign, ragged, recipe, run_world, weighted_loss, world_part
 
 VOCAB_SIZE, LR, ERROR = 200, 1e-3, 1e-3
 # A parameter of one rank whose gradient gets an error, and the checkpoint's tensor that it is a part of. It is the last
@@ -58,7 +58,7 @@ def without_sum() -> Any:
 def learn(trainer: Any) -> dict[str, Learning[Any]]:
     """One gradient again and again, at a learning rate of 0, with each error; then two steps without."""
     sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
-    part = world_part(deal(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
+    part = world_part(assign(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
     errors = {} if trainer.layout.world_size == 1 else {name: too_large(trainer, name) for name in PLANTED}
     found = {}
     for name, planted in (errors | {"no sum": without_sum(), "none": nullcontext()}).items():

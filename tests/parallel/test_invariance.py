@@ -39,10 +39,15 @@ PENALISED = replace(WIDE, aggregation="token_mean", entropy_coefficient=0.01, po
 # Rules, and how far from the engine a near and a far sample are: the log of pi_old / mu summed, or as the tokens' mean.
 CASES: dict[str, tuple[Hyperparameters, float, float, bool]] = {
     "gspo": (WIDE, 0.0, 0.1, False),
-    "mis_sequence": (replace(WIDE, mismatch="mis_sequence"), 0.3, 1.2, True),
-    "mis_geometric": (replace(WIDE, mismatch="mis_geometric"), 0.002, 0.05, False),
-    "icepop": (replace(PENALISED, mismatch="icepop"), 0.0, 2.5, False),
-    "icepop of samples": (replace(PENALISED, mismatch="icepop", aggregation="sequence_mean"), 0.0, 2.5, False),
+    "mis_sequence": (replace(WIDE, rollout_correction="mis_sequence"), 0.3, 1.2, True),
+    "mis_geometric": (replace(WIDE, rollout_correction="mis_geometric"), 0.002, 0.05, False),
+    "icepop": (replace(PENALISED, rollout_correction="icepop"), 0.0, 2.5, False),
+    "icepop of samples": (
+        replace(PENALISED, rollout_correction="icepop", aggregation="sequence_mean"),
+        0.0,
+        2.5,
+        False,
+    ),
 }
 AHEAD = (-0.5, -0.05, 0.05, 0.5)  # mean log-ratios of samples to their old policy: half of them beyond the clip
 
@@ -110,7 +115,7 @@ def train(trainer: Any) -> dict[str, Any]:
     with recorded(trainer) as learning:
         metrics = [update_of(trainer, case, part, groups) for case in CASES for part in (refs, refs[1:2])]
     (plan,) = plan_updates(refs, updates=1, dp=1, token_budget=BUDGET, aggregation="token_mean", work=float, multiple=2)
-    rules = replace(PENALISED, mismatch="icepop", mismatch_low=1.5)
+    rules = replace(PENALISED, rollout_correction="icepop", rollout_correction_low=1.5)
     with patch.object(trainer, "_hyperparameters", lambda _: rules):
         (nothing,) = trainer.train("gspo", [plan], LR, None, [*groups], *groups.values())
     return {"metrics": metrics, "learning": learning, "nothing": numbers(nothing)}
@@ -127,7 +132,7 @@ def one_rank(path: Path) -> dict[str, Any]:
     for metrics in found["metrics"][::2]:
         assert 0 < metrics["clipped"] < 1, "both sides of the clip are to be seen"
     for metrics in found["metrics"][2::2]:
-        assert 0 < metrics["mismatch_masked"] < 1, "and of the mismatch's bound"
+        assert 0 < metrics["rollout_correction_masked"] < 1, "and of the mismatch's bound"
     check_denominators(found["metrics"][::2])
     return found
 
@@ -153,6 +158,6 @@ def test_a_sequences_objective_equals_one_ranks(path: Path, one_rank: dict[str, 
     for rank in ranks:
         for mine, one in zip(rank["metrics"], one_rank["metrics"], strict=True):
             assert mine == pytest.approx({stat: one[stat] for stat in mine}, rel=1e-4, abs=1e-5)
-        for stat, value in {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0, "mismatch_masked": 1.0}.items():
+        for stat, value in {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0, "rollout_correction_masked": 1.0}.items():
             assert rank["nothing"].get(stat, value) == value, "where nothing is kept, nothing is learnt"
     check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])

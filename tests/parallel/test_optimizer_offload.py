@@ -17,7 +17,7 @@ from megarl.parallel.optimizer import optimizer_config
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel.checkpoints import write
-from tests.parallel.worlds import deal, numbers, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part
+from tests.parallel.worlds import assign, numbers, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any
 def steps(trainer: Any, count: int) -> list[dict[str, float]]:
     """With a turn of the others after each."""
     sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
-    part = world_part(deal(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
+    part = world_part(assign(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
     found = []
     for _ in range(count):
         found.append(numbers(trainer.train_step(part, LR, weighted_loss)))

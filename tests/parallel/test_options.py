@@ -69,7 +69,7 @@ def test_values_of_yaml_that_megatrons_fields_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("branch", "key", "value", "mend"),
+    ("branch", "key", "value", "hint"),
     [
         ("optimizer", "exp_avg_dtype", "bf61", "set it to float32 or bfloat16 or float16 or uint8"),
         ("optimizer", "exp_avg_dtype", ["float32"], "set it to float32 or bfloat16"),

@@ -12,7 +12,7 @@ from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded, uneven_steps
 from tests.parallel.precision import within
-from tests.parallel.worlds import deal, numbers, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import assign, numbers, ragged, recipe, run_world, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -125,7 +125,7 @@ def test_gradients_that_are_summed_while_others_are_computed(
 def train_unevenly(trainer: Any) -> dict[str, Any]:
     """The first data-parallel rank has everything, the others rows of padding."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)
-    micro_batches = deal(sequences, 0, 1, micro_batches=4)
+    micro_batches = assign(sequences, 0, 1, micro_batches=4)
     mine = micro_batches if trainer.layout.coords(trainer.rank).dp == 0 else [[] for _ in micro_batches]
     part = world_part(mine, sequences, DENOMINATOR)
     with recorded(trainer) as learning:

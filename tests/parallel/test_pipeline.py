@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.placement.train_layout import TrainLayout
-from tests.parallel.worlds import deal, part, ragged, recipe, run_world, weighted_loss
+from tests.parallel.worlds import assign, part, ragged, recipe, run_world, weighted_loss
 
 LAYOUTS = {
     "pp4": TrainLayout(4, 1, 4, 1),
@@ -53,7 +53,7 @@ def overhear(trainer: Any) -> list[tuple[Any, Any]]:
 
     KnownShapes._communicate_shapes = both  # type: ignore[method-assign]
     at, dp = trainer.layout.coords(trainer.rank), trainer.layout.dp
-    batches = deal(ragged(14, VOCAB_SIZE, seed=3), at.dp, dp, micro_batches=4)
+    batches = assign(ragged(14, VOCAB_SIZE, seed=3), at.dp, dp, micro_batches=4)
     trainer.token_outputs(batches)
     trainer.train_step(part(batches, 50.0), 1e-3, weighted_loss)
     return found

@@ -15,7 +15,7 @@ from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import Tensors, check_gradients, check_weights, recorded, whole
 from tests.parallel.precision import within
-from tests.parallel.worlds import deal, numbers, part, ragged, recipe, run_world, weighted_loss
+from tests.parallel.worlds import assign, numbers, part, ragged, recipe, run_world, weighted_loss
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
 
 def train(trainer: Any) -> dict[str, Any]:
     """Logprobs, then three steps on uneven micro-batches."""
-    micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)
+    micro_batches = assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)
     logprobs = trainer.token_outputs(micro_batches)
     with recorded(trainer) as learning:
         steps = [trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss) for _ in range(STEPS)]
@@ -62,7 +62,7 @@ def hf_model(path: Path) -> Any:
 
 def test_logprobs_equal_those_of_transformers(path: Path, one_rank: dict[str, Any]) -> None:
     model = hf_model(path).eval()
-    for mine, one in zip(one_rank["logprobs"], deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, 1)[0], strict=True):
+    for mine, one in zip(one_rank["logprobs"], assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, 1)[0], strict=True):
         tokens_T = torch.from_numpy(one.token_ids_T)
         with torch.no_grad():
             logp_TV = model(tokens_T[None]).logits[0].log_softmax(-1)

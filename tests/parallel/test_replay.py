@@ -16,7 +16,7 @@ from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.precision import within
 from tests.parallel.test_parity import RECOMPUTE
-from tests.parallel.worlds import deal, numbers, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import assign, numbers, ragged, recipe, run_world, weighted_loss, world_part
 
 pytestmark = pytest.mark.slow
 
@@ -48,14 +48,14 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     from megarl.training.policy import DIFFERING_SHARE
 
     sequences, at, dp = sampled(family), trainer.layout.coords(trainer.rank), trainer.layout.dp
-    micro_batches = deal(sequences, at.dp, dp, micro_batches=4)
+    micro_batches = assign(sequences, at.dp, dp, micro_batches=4)
     choices = [trainer._engine_choices(trainer._pack(batch)) for batch in micro_batches]
     part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
-    gaps = trainer._replay_gaps(part)
+    diffs = trainer._replay_diffs(part)
     with recorded(trainer) as learning:
         steps = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
     metrics, choices = [numbers(one) for one in steps], [one[DIFFERING_SHARE] for one in steps]
-    return {"gaps": numbers(gaps), "metrics": metrics, "choices": choices, "learning": learning}
+    return {"gaps": numbers(diffs), "metrics": metrics, "choices": choices, "learning": learning}
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "deepseek-v3"])
@@ -78,7 +78,7 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
     tokens = sum(len(one.token_ids_T) - 1 for one in ragged(14, VOCAB_SIZE, seed=3))
     assert replayed < 4 * tokens
     assert 0.7 < differing / replayed <= 1
-    assert one_rank["gaps"]["logprob_gap"] != one_rank["gaps"]["logprob_gap_without"]
+    assert one_rank["gaps"]["logprob_diff"] != one_rank["gaps"]["logprob_diff_without"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -89,7 +89,7 @@ def test_the_engines_experts_in_every_layout(path: Path, family: str, one_rank: 
         assert mine == pytest.approx(one, rel=within(1e-4))
     for mine, one in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):
         assert mine == pytest.approx(one, rel=within(1e-4))
-    assert {name: gap > 0 for name, gap in ranks[-1]["gaps"].items()} == dict.fromkeys(one_rank["gaps"], True)
+    assert {name: diff > 0 for name, diff in ranks[-1]["gaps"].items()} == dict.fromkeys(one_rank["gaps"], True)
     check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])
 
 
@@ -98,7 +98,7 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
     from megarl.parallel.routing import Choices
 
     at = trainer.layout.coords(trainer.rank)
-    micro_batches = deal(ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4)
+    micro_batches = assign(ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4)
     choices = [Choices(is_recording=True) for _ in micro_batches]
     before = trainer.token_outputs(micro_batches, choices)
     for one in choices:

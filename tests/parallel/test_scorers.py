@@ -15,7 +15,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.checkpoints import write, write_classifier
 from tests.parallel.gradients import check_learning, recorded, whole
-from tests.parallel.worlds import deal, numbers, ragged, recipe, run_ranks
+from tests.parallel.worlds import assign, numbers, ragged, recipe, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
     critic: Any = AuxiliaryRank(rank, made, meet, "values")
     layout = critic.layout
     sequences = ragged(14, VOCAB_SIZE, seed=3)
-    micro_batches = deal(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
+    micro_batches = assign(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
     tokens = int(sum(one.loss_mask_T.sum() for one in sequences))
     norms = Norms(float(tokens), sum(len(one.token_ids_T) for one in sequences), tokens)
     found, values = [], critic.values_of(micro_batches)
@@ -80,7 +80,7 @@ def test_values_are_those_of_transformers(scored: Scored) -> None:
 
     path, mine = scored
     model: Any = AutoModelForSequenceClassification.from_pretrained(path)
-    in_order = [one for batch in deal(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=4) for one in batch]
+    in_order = [one for batch in assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=4) for one in batch]
     for one, value_T in zip(in_order, mine["values"], strict=True):
         with torch.no_grad():
             hidden = model.model(torch.from_numpy(one.token_ids_T)[None]).last_hidden_state

@@ -125,9 +125,9 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     student = trainer.token_outputs(share)
     with host_offload.swapped_in(trainer.params(), trainer._reference):
         teacher = trainer.token_outputs(share)
-    gaps = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
+    diffs = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
     (metrics,) = trainer.train("on_policy_distillation", [update], LR, None, [*range(GROUPS)], *groups)
-    return {"gap": np.concatenate(gaps).sum() / update.denominator, "loss": numbers(metrics)["loss"]}
+    return {"diff": np.concatenate(diffs).sum() / update.denominator, "loss": numbers(metrics)["loss"]}
 
 
 def world(
@@ -188,8 +188,8 @@ def test_an_observation_spares_the_computation_and_changes_nothing(models: tuple
 def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path]) -> None:
     """On the policy's own samples, at the first update: E[log student - log teacher]."""
     (found,) = world(models, ONE_RANK, distil, "on_policy_distillation")
-    assert found["loss"] == pytest.approx(found["gap"], rel=1e-5)
-    assert abs(found["gap"]) > 0.01
+    assert found["loss"] == pytest.approx(found["diff"], rel=1e-5)
+    assert abs(found["diff"]) > 0.01
 
 
 def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_an_index_names_whole_parts_of_files(tmp_path: Path, field: str, value: 
         (KeyError("a tensor"), False),
     ],
 )
-def test_what_an_unreadable_index_leads_to_is_a_error_of_the_checkpoint(
+def test_what_an_unreadable_index_leads_to_is_an_error_of_the_checkpoint(
     tmp_path: Path, cause: BaseException, is_error: bool
 ) -> None:
     folder = written(tmp_path / "step-000001")
@@ -209,7 +209,7 @@ def test_a_forged_file_of_tensors_is_refused_in_one_line(tmp_path: Path, canary:
     assert not canary.exists()
 
 
-def test_a_error_of_the_index_is_told_where_torch_hides_it(tmp_path: Path, canary: Path) -> None:
+def test_an_error_of_the_index_is_told_where_torch_hides_it(tmp_path: Path, canary: Path) -> None:
     """Where ranks read together, torch goes on without an index and fails by an assertion of its own."""
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(names("runs_x.evil", "Kind", 2))

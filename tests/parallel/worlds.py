@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl import device
-from megarl.algos.losses import GAP, GAP_MAX, LossResult
+from megarl.algos.losses import DIFF, DIFF_MAX, LossResult
 from megarl.algos.statistics import TOKENS, Statistics, over_tokens
 from megarl.config import Recipe
 from megarl.device import Address
@@ -138,7 +138,7 @@ def ragged(count: int, vocab_size: int, seed: int, longest: int = 23) -> list[Tr
     return sequences
 
 
-def deal(sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batches: int) -> list[list[TrainSequence]]:
+def assign(sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batches: int) -> list[list[TrainSequence]]:
     """One data-parallel rank's uneven micro-batches: every dp-th sequence, split into `micro_batches` parts."""
     mine = list(sequences[dp_rank::dp])
     cuts = [round(len(mine) * (i / micro_batches) ** 1.5) for i in range(micro_batches + 1)]
@@ -168,10 +168,10 @@ def world_part(
 def weighted_loss(logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any) -> LossResult:
     """A small loss of every input, so that a misaligned one shows: sum w m (A (old - log p) - (p - e)^2 / 10)."""
     mask_T = targets.loss_mask_T
-    gap_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
+    diff_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
     per_token_T = targets.advantage_T * (old_logp_T - 1.0 - logp_T) + (logp_T - targets.engine_logp_T) ** 2 / 10
     loss_sum = torch.where(mask_T, per_token_T * targets.loss_weight_T, 0.0).sum()
-    return loss_sum, {TOKENS: mask_T.sum(), **over_tokens(mask_T, {GAP: gap_T, GAP_MAX: gap_T})}
+    return loss_sum, {TOKENS: mask_T.sum(), **over_tokens(mask_T, {DIFF: diff_T, DIFF_MAX: diff_T})}
 
 
 def numbers(update: Statistics) -> dict[str, float]:

@@ -80,7 +80,7 @@ def test_prime_rewards_by_logits_and_sampling_alone_has_no_critic(folder: Path) 
     assert alone.critic is None and alone.policy.recipe.algorithm.kl_coefficient == 0
 
 
-def test_a_checkpoint_that_is_not_there_is_a_error_of_its_role_alone(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_not_there_is_an_error_of_its_role_alone(tmp_path: Path) -> None:
     roles = resolve(made(tmp_path / "gone", algorithm={"name": "ppo"}))
     assert roles.policy.layout == TrainLayout(8, 2, 1, 1) and roles.policy.model.known_shape is None
     assert isinstance(roles.policy.model.error, UserError) and roles.policy.model.error.problem == "no such file"

@@ -73,7 +73,7 @@ def test_coords_outside_the_world() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "where", "mend"),
+    ("layout", "where", "hint"),
     [
         (TrainLayout(6, 2, 2, 1), "placement.gpus", "multiple of 4"),
         (TrainLayout(3, 3, 1, 1), "train.tp", "set train.tp to 2 or 4"),
@@ -147,7 +147,7 @@ def test_engine_members() -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "where", "mend"),
+    ("engine", "where", "hint"),
     [
         (EngineLayout(3, 2, 1), "rollout.engine.count", "set it to 2"),
         (EngineLayout(1, 8, 8), "rollout.engine.count", "rollout.engine.tp to at most 4"),

@@ -97,7 +97,7 @@ def test_what_is_found_fits_and_is_faster(result: SearchResult) -> None:
     assert seconds[0] < result.own.step.total_s
     same_needs = [row for row in result.found if row.needs <= needs_of(result.own.recipe)]
     assert min(row.plan.step.total_s for row in same_needs) <= 1.001 * result.own.step.total_s
-    assert all(row.plan.recipe.algorithm.mismatch == "tis" for row in result.found if "fp8" in row.needs)
+    assert all(row.plan.recipe.algorithm.rollout_correction == "tis" for row in result.found if "fp8" in row.needs)
 
 
 @pytest.mark.slow

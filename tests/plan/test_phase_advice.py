@@ -58,9 +58,12 @@ def test_the_fastest_is_named_with_how_old_its_tokens_are() -> None:
 
 def test_the_trainers_probabilities_need_a_correction() -> None:
     recipe = recipe_of(100, 4)
-    off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"mismatch": "off"})})
+    off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})})
     (advice,), _ = advise(off, lambda phase, count: {"seconds": 100 if phase else 300, "bound": 1})
-    assert " and algorithm.mismatch tis would take 3.0x fewer seconds" in advice and "at most 1 version old" in advice
+    assert (
+        " and algorithm.rollout_correction tis would take 3.0x fewer seconds" in advice
+        and "at most 1 version old" in advice
+    )
 
 
 def test_of_sizes_that_are_about_as_fast_the_lowest_bound_is_named() -> None:
@@ -109,11 +112,13 @@ def test_where_engines_have_gpus_of_their_own_the_fastest_and_whole_responses_ar
 
 def test_whole_responses_ahead_are_named_where_training_hides_them() -> None:
     recipe = recipe_of(100, 4)
-    off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"mismatch": "off"})})
+    off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})})
     (advice,), tried = advise(off, lambda phase, count: 400 if phase else 300, ahead_factor=0.5)
     assert tried[-1:] == [(None, 100, "ahead")] and len(tried) == 5
     told = "tokens are at most 1 version old (0.6 in the mean)"
-    assert advice == f"rollout.ahead 1 with algorithm.mismatch tis would take 2.0x fewer seconds a step; {told}"
+    assert (
+        advice == f"rollout.ahead 1 with algorithm.rollout_correction tis would take 2.0x fewer seconds a step; {told}"
+    )
 
 
 def test_a_recipe_that_samples_ahead_in_vain_is_told() -> None:

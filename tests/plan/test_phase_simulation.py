@@ -36,24 +36,24 @@ class Run:
         self.phases: dict[int, list[tuple[int, IntArray]]] = defaultdict(list)
         self.steps = list(islice(phased_steps(sizes, self.lengths_of, self.run_phase, steps=steps), STEPS))
 
-    def lengths_of(self, ticket: int) -> IntArray:
-        return self.lengths[ticket]
+    def lengths_of(self, prompt_index: int) -> IntArray:
+        return self.lengths[prompt_index]
 
     def run_phase(self, groups: Sequence[OpenGroup], beside_training: bool) -> list[int]:
         assert [group.done for group in groups] == sorted((group.done for group in groups), reverse=True)
         for group in groups:
-            self.phases[group.ticket].append((group.done, group.new))
-        return [group.ticket for group in groups]
+            self.phases[group.prompt_index].append((group.done, group.new))
+        return [group.prompt_index for group in groups]
 
-    def read_again(self, tickets: Sequence[int]) -> int:
-        return sum(done * len(new) for ticket in tickets for done, new in self.phases[ticket])
+    def read_again(self, prompt_indices: Sequence[int]) -> int:
+        return sum(done * len(new) for prompt_index in prompt_indices for done, new in self.phases[prompt_index])
 
     @property
     def trained(self) -> list[int]:
-        return [ticket for step in self.steps for ticket in step.trained]
+        return [prompt_index for step in self.steps for prompt_index in step.trained]
 
 
-def drawn(seed: int, long_share: float) -> IntArray:
+def drawn_lengths(seed: int, long_share: float) -> IntArray:
     draws = np.random.default_rng(seed)
     shape = 200, SAMPLES
     return np.where(draws.random(shape) < long_share, LONGEST, draws.integers(1, LONGEST + 1, shape))
@@ -98,13 +98,13 @@ def test_whole_responses_ahead_are_a_version_old_and_wait_for_nothing() -> None:
 def test_steps_are_those_that_the_controller_takes(
     seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int, steps: int | None
 ) -> None:
-    lengths, sizes = drawn(seed, long_share), PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead)
+    lengths, sizes = drawn_lengths(seed, long_share), PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead)
     recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
-    real = RealRun(lambda ticket: lengths[ticket].tolist(), recipe, steps=steps)
+    real = RealRun(lambda prompt_index: lengths[prompt_index].tolist(), recipe, steps=steps)
     for version, step in enumerate(Run(sizes, lengths, steps).steps):
-        phases, (tickets, found) = real.phases, real.step()
-        assert (list(step.trained), len(step.all_results)) == (tickets, real.phases - phases)
-        parts = [part for ticket in tickets for parts in real.parts[ticket] for part in parts]
+        phases, (prompt_indices, found) = real.phases, real.step()
+        assert (list(step.trained), len(step.all_results)) == (prompt_indices, real.phases - phases)
+        parts = [part for prompt_index in prompt_indices for parts in real.parts[prompt_index] for part in parts]
         ages = [version - part.version for part in parts]
         assert step.tokens_by_age.tolist() == np.bincount(ages, [part.num_tokens for part in parts]).tolist()
         assert found.get("stale/token_max", 0) == step.oldest
@@ -126,16 +126,16 @@ def test_a_step_without_open_groups_may_have_no_phase() -> None:
 def test_tokens_are_never_older_than_the_bound_and_every_sample_is_finished(
     seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int
 ) -> None:
-    lengths = drawn(seed, long_share)
+    lengths = drawn_lengths(seed, long_share)
     run = Run(PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead), lengths)
     recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
     assert max(step.oldest for step in run.steps) <= staleness_bound(recipe, Hyperparameters())
     assert len(run.trained) == len(set(run.trained)) == STEPS * wanted
     for step in run.steps:
         assert step.tokens_by_age.sum() == lengths[list(step.trained)].sum()
-        for ticket in step.trained:
-            assert sum(new.sum() for _, new in run.phases[ticket]) == lengths[ticket].sum()
-            assert all(new.max() <= phase for _, new in run.phases[ticket])
+        for prompt_index in step.trained:
+            assert sum(new.sum() for _, new in run.phases[prompt_index]) == lengths[prompt_index].sum()
+            assert all(new.max() <= phase for _, new in run.phases[prompt_index])
 
 
 @settings(max_examples=40, deadline=None)
@@ -143,12 +143,12 @@ def test_tokens_are_never_older_than_the_bound_and_every_sample_is_finished(
 def test_whole_responses_are_one_phase_of_one_version(
     seed: int, wanted: int, more: int, phase: int, long_share: float
 ) -> None:
-    lengths = drawn(seed, long_share)
+    lengths = drawn_lengths(seed, long_share)
     run = Run(PhaseSizes(wanted, wanted, SAMPLES, LONGEST), lengths)
     for number, step in enumerate(run.steps):
-        tickets = list(range(number * wanted, (number + 1) * wanted))
-        assert step == PhasedStep(tuple(tickets), (tickets,), step.tokens_by_age)
-        assert step.tokens_by_age.tolist() == [lengths[tickets].sum()]
+        prompt_indices = list(range(number * wanted, (number + 1) * wanted))
+        assert step == PhasedStep(tuple(prompt_indices), (prompt_indices,), step.tokens_by_age)
+        assert step.tokens_by_age.tolist() == [lengths[prompt_indices].sum()]
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,7 +157,7 @@ def test_phases_of_several_times_the_tokens_never_read_more_again(
     seed: int, wanted: int, more: int, phase: int, long_share: float, times: int
 ) -> None:
     """Other longer phases may: a response of 10 tokens reads 5 again in phases of 5, and 9 in phases of 9."""
-    lengths = drawn(seed, long_share)
+    lengths = drawn_lengths(seed, long_share)
     short, long = (Run(PhaseSizes(wanted, wanted + more, SAMPLES, size), lengths) for size in (phase, phase * times))
-    for ticket in {*short.trained} & {*long.trained}:
-        assert long.read_again([ticket]) <= short.read_again([ticket])
+    for prompt_index in {*short.trained} & {*long.trained}:
+        assert long.read_again([prompt_index]) <= short.read_again([prompt_index])

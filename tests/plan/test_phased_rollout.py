@@ -26,7 +26,7 @@ LONGEST, PROMPT = 400, 50
 def recipe_of(prompts: int, samples: int, **rollout: Any) -> Recipe:
     keys = {"prompts_per_step": prompts, "samples_per_prompt": samples, "max_response_tokens": LONGEST, **rollout}
     overrides = [f"rollout.{key}={value}" for key, value in keys.items()]
-    return load_recipe(QUICKSTART, [*overrides, "algorithm.name=grpo", "algorithm.mismatch=tis"])
+    return load_recipe(QUICKSTART, [*overrides, "algorithm.name=grpo", "algorithm.rollout_correction=tis"])
 
 
 def samples_of(prompts: int, samples: int, lengths: Any = None) -> Samples:
@@ -136,9 +136,9 @@ def test_a_part_has_room_for_the_longest_responses() -> None:
     assert _part(20, 1, small).divisor == 1
 
 
-def test_tickets_have_the_lengths_of_a_step_again_and_again() -> None:
+def test_drawn_prompts_have_the_lengths_of_a_step_again_and_again() -> None:
     lengths = np.arange(1, 13)
-    of_ticket = _lengths_of(lengths, _part(3, 4, limits(1, 10)), 4)
-    assert np.concatenate([of_ticket(ticket) for ticket in range(3)]).tolist() == lengths.tolist()
-    later = np.concatenate([of_ticket(ticket) for ticket in range(3, 6)])
+    of_drawn = _lengths_of(lengths, _part(3, 4, limits(1, 10)), 4)
+    assert np.concatenate([of_drawn(prompt_index) for prompt_index in range(3)]).tolist() == lengths.tolist()
+    later = np.concatenate([of_drawn(prompt_index) for prompt_index in range(3, 6)])
     assert sorted(later) == lengths.tolist() != later.tolist()

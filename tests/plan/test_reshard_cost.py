@@ -102,7 +102,7 @@ def test_the_bound_is_the_slower_of_a_nodes_cards_and_a_gpus_links() -> None:
     assert bound_s(gpu, 8, CARD) == pytest.approx(500 / (50 + 200))
 
 
-def test_the_shorter_way_is_hidden_but_for_one_chapter_of_four() -> None:
+def test_the_shorter_way_is_hidden_but_for_one_send_stage_of_four() -> None:
     found = account_of(fabric_in=[45 * 10**9, 0], node_out=[0, 32 * 10**9])
     assert expected_s(found, CARD) == pytest.approx(1.0 + 0.2 / 4)
 

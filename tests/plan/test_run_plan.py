@@ -51,7 +51,7 @@ def phased(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     keys = ["rollout.max_response_tokens=400", "rollout.phase_tokens=100", "rollout.prompts_in_flight=256"]
     split = ["placement.gpus=8", "placement.train_gpus=4", "rollout.engine.count=1", "placement.first_engine_gpu=4"]
     folder = tmp_path_factory.mktemp("phased")
-    return make_plan(planning.small(folder, *keys, *split, "algorithm.mismatch=tis"), CARD)
+    return make_plan(planning.small(folder, *keys, *split, "algorithm.rollout_correction=tis"), CARD)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPl
 def test_what_contradicts_phases_is_not_planned(tmp_path: Path) -> None:
     keys = ["rollout.phase_tokens=2", "rollout.prompts_in_flight=1"]
     wheres = [error.where for error in plan_errors(planning.small(tmp_path, *keys))]
-    assert {"rollout.prompts_in_flight", "algorithm.mismatch"} <= set(wheres)
+    assert {"rollout.prompts_in_flight", "algorithm.rollout_correction"} <= set(wheres)
 
 
 def test_gpus_that_sample_and_train_wait_for_nobody(small: RunPlan) -> None:

@@ -64,7 +64,7 @@ def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
     once = replace(MODEL, share=replace(MODEL.share, updates=1))
     one_update = step_time.policy_time(recipe, once, SAMPLES, CARD, 8)
     assert (one_update.old_logprobs_s > 0) == (keys == ["algorithm.name=reinforce_pp"])  # pays its KL in the reward
-    dropping = planning.small(tmp_path, "algorithm.kl_coefficient=null", *keys, "algorithm.mismatch=icepop")
+    dropping = planning.small(tmp_path, "algorithm.kl_coefficient=null", *keys, "algorithm.rollout_correction=icepop")
     assert step_time.policy_time(dropping, once, SAMPLES, CARD, 8).old_logprobs_s > 0
     if has_reference:
         assert found.reference_s == pytest.approx(found.old_logprobs_s + 4 * 2e9 / CARD.pcie_bytes_per_s)

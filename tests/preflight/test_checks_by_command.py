@@ -111,7 +111,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
         (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
         (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "516 tokens, the model's context is 512"),
         (
-            ["rollout.max_response_tokens=491", "rollout.phase_tokens=99", "algorithm.mismatch=tis"],
+            ["rollout.max_response_tokens=491", "rollout.phase_tokens=99", "algorithm.rollout_correction=tis"],
             "data.max_prompt_tokens",
             "507 tokens, the model's context is 512; bring the sum to at most 506",
         ),
@@ -152,7 +152,7 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else None,
 )  # fmt: skip
-def test_a_error_names_its_key(
+def test_an_error_names_its_key(
     told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, overrides: list[str], where: str, says: str
 ) -> None:
     monkeypatch.setattr("megarl.preflight.checks_by_command.reward_errors", lambda *_, **__: [])  # it starts processes
@@ -331,9 +331,13 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
         (["name=reinforce_pp", "kl_coefficient=0.01"], "kl_coefficient", "as it is before the warm start"),
         (["max_rounds=3"], "max_rounds", "dynamic_sampling is off"),
         (["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"], "gae_lambda", "lambda_alpha decides"),
-        (["mismatch_high=3.0"], "mismatch_high", "algorithm.mismatch is off"),
-        (["mismatch=tis", "mismatch_low=0.1"], "mismatch_low", "an upper bound alone"),
-        (["mismatch=icepop", "mismatch_low=6.0"], "mismatch_low", "are 6.0 and 5.0, between which nothing is kept"),
+        (["rollout_correction_high=3.0"], "rollout_correction_high", "algorithm.rollout_correction is off"),
+        (["rollout_correction=tis", "rollout_correction_low=0.1"], "rollout_correction_low", "an upper bound alone"),
+        (
+            ["rollout_correction=icepop", "rollout_correction_low=6.0"],
+            "rollout_correction_low",
+            "are 6.0 and 5.0, between which nothing is kept",
+        ),
         (["name=vapo"], "critic_warmup_steps", "50 are all of run.steps (30)"),
         (["kl_coefficient=0.1"], "kl_coefficient", "as it is before the warm start"),
     ],

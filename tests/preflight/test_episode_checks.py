@@ -86,7 +86,7 @@ def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[s
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_a_error_names_its_key(quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str) -> None:
+def test_an_error_names_its_key(quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str) -> None:
     (line,) = told(quickstart_tools_inputs, *overrides)
     assert line.startswith(says), line
 
@@ -151,9 +151,9 @@ def test_prompts_are_rendered_with_the_tools(quickstart_tools_inputs: Sequence[s
     tokenizer = load_tokenizer(made.model.path)
     found = read_episode(made, tokenizer)
     prompts = read_data(made, tokenizer, tools=found.tools).train_prompts
-    assert found.splice
+    assert found.turn_tokenizer
     for prompt in prompts[:20]:
-        assert list(prompt.token_ids) == found.splice.first(prompt.messages)
+        assert list(prompt.token_ids) == found.turn_tokenizer.first(prompt.messages)
         assert "calculate" in ChatTemplate(tokenizer).decode(prompt.token_ids)
 
 

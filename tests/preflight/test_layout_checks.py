@@ -73,7 +73,7 @@ def test_a_model_that_cannot_be_read_is_not_told_that_it_cannot_draft() -> None:
     assert not [error for error in layout_errors(found, "cuda") if "draft" in error.where]
 
 
-def test_the_engines_follow_the_training_ranks_without_a_gap() -> None:
+def test_the_engines_follow_the_training_ranks_without_a_diff() -> None:
     """Whoever else sits there: it has no part in the exchange."""
     engines = EngineLayout(count=1, tp=2, ep=1, first=4)
     (error,) = slot_errors(placed(6, 2, engines, range(2, 4)))

@@ -130,7 +130,7 @@ def test_the_command_says_so_on_stderr_and_goes_on(
 
 def test_a_run_in_phases_is_told_how_old_its_tokens_may_be() -> None:
     """Five tokens of two each phase; of 256 prompts in flight a step trains on 128."""
-    keys = ["rollout.phase_tokens=2", "algorithm.mismatch=tis"]
+    keys = ["rollout.phase_tokens=2", "algorithm.rollout_correction=tis"]
     says = "the longest response takes 3 phases: a token is trained on at most {} versions later"
     assert recipe_notes(load_recipe(QUICKSTART, [*keys, "rollout.prompts_in_flight=256"])) == [says.format(2)]
     waits = "rollout.prompts_in_flight is rollout.prompts_per_step: a step waits for all of them; set it to 256"
@@ -142,6 +142,6 @@ def test_a_run_in_phases_is_told_how_old_its_tokens_may_be() -> None:
     assert "the longest episode takes 6 phases: a token is trained on at most 5 versions later" in episodes
     unread = "episode.phase_tool_s is set, and nothing reads it: rollout.phase_tokens is not set"
     assert unread in recipe_notes(load_recipe(tools, ["episode.phase_tool_s=5"]))
-    whole = load_recipe(QUICKSTART, ["rollout.ahead=1", "algorithm.mismatch=tis"])
+    whole = load_recipe(QUICKSTART, ["rollout.ahead=1", "algorithm.rollout_correction=tis"])
     says = "a step's responses are sampled ahead: a token is trained on at most 1 versions later"
     assert recipe_notes(whole) == [says]

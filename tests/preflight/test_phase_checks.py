@@ -11,10 +11,10 @@ from megarl.placement.roles import resolve
 from megarl.preflight.phase_checks import phase_errors
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"  # 128 prompts a step, 5 tokens a response
-IN_PHASES = ["rollout.phase_tokens=2", "rollout.prompts_in_flight=256", "algorithm.mismatch=tis"]
+IN_PHASES = ["rollout.phase_tokens=2", "rollout.prompts_in_flight=256", "algorithm.rollout_correction=tis"]
 
 
-WIDE = ["algorithm.mismatch_low=0.5", "algorithm.mismatch_high=2.0"]
+WIDE = ["algorithm.rollout_correction_low=0.5", "algorithm.rollout_correction_high=2.0"]
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,12 @@ WIDE = ["algorithm.mismatch_low=0.5", "algorithm.mismatch_high=2.0"]
     [
         [],
         IN_PHASES,
-        [*IN_PHASES, "algorithm.mismatch=icepop"],
-        [*IN_PHASES, "algorithm.mismatch=mis_geometric", *WIDE],
-        [*IN_PHASES, "algorithm.mismatch=mis_sequence", WIDE[1]],
-        ["algorithm.mismatch=mis_geometric"],
+        [*IN_PHASES, "algorithm.rollout_correction=icepop"],
+        [*IN_PHASES, "algorithm.rollout_correction=mis_geometric", *WIDE],
+        [*IN_PHASES, "algorithm.rollout_correction=mis_sequence", WIDE[1]],
+        ["algorithm.rollout_correction=mis_geometric"],
         ["algorithm.name=rloo"],
-        ["algorithm.name=rloo", "algorithm.dynamic_sampling=true", "algorithm.mismatch=tis"],
+        ["algorithm.name=rloo", "algorithm.dynamic_sampling=true", "algorithm.rollout_correction=tis"],
         ["algorithm.name=grpo", "algorithm.dynamic_sampling=true"],
     ],
 )
@@ -38,21 +38,26 @@ def test_whole_responses_and_corrected_phases_have_no_error(overrides: list[str]
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([*IN_PHASES, "algorithm.mismatch=off"], "algorithm.mismatch: off, and with rollout.phase_tokens earlier "),
         (
-            [*IN_PHASES, "algorithm.mismatch=mis_geometric"],
-            "algorithm.mismatch: mis_geometric, and with rollout.phase_tokens earlier policies have sampled a part of "
-            "the tokens: the bounds 0.99 and 1.01 of whole samples drop about 97 % of the samples with such tokens; "
-            "set it to tis or icepop, or set algorithm.mismatch_low and algorithm.mismatch_high to wider bounds",
+            [*IN_PHASES, "algorithm.rollout_correction=off"],
+            "algorithm.rollout_correction: off, and with rollout.phase_tokens earlier ",
         ),
         (
-            [*IN_PHASES, "algorithm.mismatch=mis_geometric", "algorithm.mismatch_high=2.0"],
-            "algorithm.mismatch: mis_geometric, and with rollout.phase_tokens",
+            [*IN_PHASES, "algorithm.rollout_correction=mis_geometric"],
+            "algorithm.rollout_correction: mis_geometric, and with rollout.phase_tokens earlier policies have sampled "
+            "a part of the tokens: the bounds 0.99 and 1.01 of whole samples drop about 97 % of the samples with such "
+            "tokens; set it to tis or icepop, or set algorithm.rollout_correction_low and "
+            "algorithm.rollout_correction_high to wider bounds",
         ),
         (
-            [*IN_PHASES, "algorithm.mismatch=mis_sequence"],
-            "algorithm.mismatch: mis_sequence, and with rollout.phase_tokens earlier policies have sampled a part of "
-            "the tokens: the bounds 0 and 2 of whole samples leave an effective 8 % of samples with 1,000 such tokens",
+            [*IN_PHASES, "algorithm.rollout_correction=mis_geometric", "algorithm.rollout_correction_high=2.0"],
+            "algorithm.rollout_correction: mis_geometric, and with rollout.phase_tokens",
+        ),
+        (
+            [*IN_PHASES, "algorithm.rollout_correction=mis_sequence"],
+            "algorithm.rollout_correction: mis_sequence, and with rollout.phase_tokens earlier policies have sampled "
+            "a part of the tokens: the bounds 0 and 2 of whole samples leave an effective 8 % of samples with 1,000 "
+            "such tokens",
         ),
         ([*IN_PHASES, "algorithm.name=remax"], "rollout.phase_tokens: is set, and remax compares the samples of a"),
         ([*IN_PHASES, "rollout.phase_tokens=5"], "rollout.phase_tokens: 5, and no response has more than 5 tokens"),
@@ -71,14 +76,14 @@ def test_leftover_groups_need_a_correction_where_there_is_no_ratio(name: str) ->
     overrides = [f"algorithm.name={name}", "algorithm.dynamic_sampling=true"]
     (error,) = phase_errors(resolve(load_recipe(QUICKSTART, overrides)))
     assert str(error) == (
-        f"algorithm.mismatch: off, and {name} has no ratio: nothing corrects the older groups that dynamic sampling "
-        "keeps; set it to tis or icepop, or algorithm.dynamic_sampling to false"
+        f"algorithm.rollout_correction: off, and {name} has no ratio: nothing corrects the older groups that dynamic "
+        "sampling keeps; set it to tis or icepop, or algorithm.dynamic_sampling to false"
     )
 
 
 SPLIT = ["placement.gpus=6", "placement.train_gpus=4", "placement.first_engine_gpu=4"]
 MIXED = ["placement.gpus=6", "placement.train_gpus=4", "placement.first_engine_gpu=2", "rollout.engine.count=2"]
-AHEAD = ["rollout.ahead=1", "algorithm.mismatch=tis"]
+AHEAD = ["rollout.ahead=1", "algorithm.rollout_correction=tis"]
 
 
 @pytest.mark.parametrize("placed", [SPLIT, MIXED])
@@ -90,10 +95,13 @@ def test_ahead_needs_an_engine_with_gpus_of_its_own(placed: list[str]) -> None:
     ("overrides", "says"),
     [
         (AHEAD, "rollout.ahead: 1, and every engine shares GPUs with other models, to which it gives the memory"),
-        ([*AHEAD, *SPLIT, "algorithm.mismatch=off"], "algorithm.mismatch: off, and with rollout.ahead earlier "),
         (
-            [*AHEAD, *SPLIT, "algorithm.mismatch=mis_sequence"],
-            "algorithm.mismatch: mis_sequence, and with rollout.ahead ",
+            [*AHEAD, *SPLIT, "algorithm.rollout_correction=off"],
+            "algorithm.rollout_correction: off, and with rollout.ahead earlier ",
+        ),
+        (
+            [*AHEAD, *SPLIT, "algorithm.rollout_correction=mis_sequence"],
+            "algorithm.rollout_correction: mis_sequence, and with rollout.ahead ",
         ),
         ([*AHEAD, *SPLIT, "algorithm.name=remax"], "rollout.ahead: is set, and remax compares the samples of a prompt"),
         (

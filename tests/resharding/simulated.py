@@ -51,13 +51,13 @@ class World:
 
     def run(self, plans: Sequence[MemberPlan]) -> None:
         """All members, round by round, as late as an executor may write: a round is packed before the round before it
-        is written, unless it begins a chapter."""
+        is written, unless it begins a send stage."""
         for plan in plans:
             for copy in plan.local:
                 self._write(copy, self._read(copy))
         arrived: list[tuple[Copy, IntArray]] = []
         for index in range(len(plans[0].rounds)):
-            if index in plans[0].chapter_starts:
+            if index in plans[0].send_stage_starts:
                 arrived = self._settle(arrived)
             packed = [(copy, self._read(copy)) for plan in plans for copy in plan.rounds[index].sends]
             self._settle(arrived)
@@ -123,7 +123,7 @@ def all_plans(streams: Sequence[Streams], round_bytes: int) -> list[MemberPlan]:
     """As the members do it: with the largest number of rounds of anyone."""
     needed = [one.rounds_needed(round_bytes) for one in streams]
     num_rounds = [max(numbers) for numbers in zip(*needed, strict=True)]
-    return [one.deal(num_rounds) for one in streams]
+    return [one.assign(num_rounds) for one in streams]
 
 
 def round_bytes_of(step: Round) -> int:

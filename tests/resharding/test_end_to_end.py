@@ -185,7 +185,7 @@ class Served:
         assert stats.wire_bytes > 0
         return found
 
-    def gap(self, reference: Reference) -> float:
+    def diff(self, reference: Reference) -> float:
         """The largest |engine - transformers| over all sampled tokens of all prompts."""
 
         async def sample_all() -> list[Any]:
@@ -193,12 +193,12 @@ class Served:
 
         groups = asyncio.run(sample_all())
         assert {part.version for group in groups for sample in group for part in sample.parts} == {self.engine.version}
-        gaps = [
+        diffs = [
             np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max()
             for prompt, group in zip(PROMPTS, groups, strict=True)
             for sample in group
         ]
-        return float(max(gaps))
+        return float(max(diffs))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,7 +254,7 @@ def test_the_engine_has_the_training_ranks_weights(served: Served, reference: Re
         asyncio.run(served.engine.generate(PROMPTS[0], Sampling(1, 1)))
     assert served.reshard(version=1) == [""] * TRAIN.world_size
     assert served.engine.version == 1
-    assert served.gap(reference) < TOLERANCE
+    assert served.diff(reference) < TOLERANCE
 
 
 def test_a_reshard_broken_off_stops_generation_and_the_next_one_mends_it(served: Served, reference: Reference) -> None:
@@ -267,7 +267,7 @@ def test_a_reshard_broken_off_stops_generation_and_the_next_one_mends_it(served:
     assert served.reshard(version=2) == [""] * TRAIN.world_size
     assert served.engine.version == 2
     reference_after(reference)
-    assert served.gap(reference) < TOLERANCE
+    assert served.diff(reference) < TOLERANCE
 
 
 def reference_after(reference: Reference) -> None:

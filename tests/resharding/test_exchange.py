@@ -281,7 +281,7 @@ def test_a_buffer_of_the_draft_model_alone_is_refused() -> None:
             made.reshard(1)[0]
 
 
-@pytest.mark.parametrize("fault", ["another type", "an unknown layout"])
+@pytest.mark.parametrize("error", ["another type", "an unknown layout"])
 def test_a_member_that_cannot_take_part_ends_all_with_its_words(error: str) -> None:
     """Member 1, the other training rank, must hear why the engine on member 0 cannot, and soon."""
     pair = Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))
@@ -346,7 +346,7 @@ def test_a_member_that_does_not_come_is_named() -> None:
         agreement.reach("1/ready", {}, lambda votes: {})
 
 
-def hand_over(pipe: Connection) -> None:
+def onload_for(pipe: Connection) -> None:
     base = torch.arange(1_000, dtype=torch.float32)
     views = {"a": base[:600].view(20, 30), "b": base[600:].view(20, 20).t(), "c": torch.zeros(7, dtype=torch.bfloat16)}
     pipe.send(share_params(views).to_json())
@@ -357,7 +357,7 @@ def hand_over(pipe: Connection) -> None:
 
 def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
     before = shared_files()
-    lender = Process(hand_over)
+    lender = Process(onload_for)
     try:
         handles = SourceHandles.from_json(json.loads(json.dumps(lender.answer())))
         assert len(handles.storages) == 2

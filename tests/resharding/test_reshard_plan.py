@@ -132,7 +132,7 @@ def least_round_bytes(streams) -> int:
 
 def check_pairs(plans: Sequence[MemberPlan]) -> None:
     """What a member sends is, in every round and in the same order, what the other expects."""
-    assert len({(len(plan.rounds), plan.chapter_starts) for plan in plans}) == 1
+    assert len({(len(plan.rounds), plan.send_stage_starts) for plan in plans}) == 1
     for steps in zip(*(plan.rounds for plan in plans), strict=True):
         for member, step in enumerate(steps):
             assert [copy.target for copy in step.sends] == sorted(copy.target for copy in step.sends)
@@ -226,11 +226,11 @@ def test_every_round_carries_every_stage() -> None:
         assert max(sizes) - min(sizes) <= 2 * 32 * 2  # a row more or less, of 32 elements at most
 
 
-def test_chapters_carry_every_stage_too() -> None:
-    """Two nodes: what stage 0 sends in a chapter is about a quarter of what it sends at all."""
+def test_send_stages_carry_every_stage_too() -> None:
+    """Two nodes: what stage 0 sends in a send stage is about a quarter of what it sends at all."""
     sources = megatron_map.parts(MOE, TrainLayout(4, 1, 4, 1))
     streams = all_streams(sources, sglang_map.parts(MOE, EngineLayout(2, 2, 1, first=4)), 8, 4)[0]
-    sizes = [sum(c.num_bytes for stream in chapter.values() for c in stream) for chapter in streams.chapters]
+    sizes = [sum(c.num_bytes for stream in send_stage.values() for c in stream) for send_stage in streams.send_stages]
     assert len(sizes) == 5
     assert sizes[-1] == 0
     assert min(sizes[:-1]) > 0
@@ -240,7 +240,7 @@ def test_float8_is_cut_between_tiles_only() -> None:
     wanted = Shard("t", (0, 300), (0, 4), "w", items=(0, 3), dtype="float8_e4m3fn")
     sources = [Part((wanted._replace(param="t{}", dtype=""),), (0,))]
     streams = all_streams(sources, [Part((wanted,), (1,))], 2, 2)[0]
-    (stream,) = streams.chapters[0].values()
+    (stream,) = streams.send_stages[0].values()
     pieces = [copy for _, copy in cut(stream, 7)]
     assert len(pieces) > 3
     assert all(row % 128 == 0 and (end % 128 == 0 or end == 300) for copy in pieces for row, end in [copy.box[1]])

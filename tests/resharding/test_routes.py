@@ -10,7 +10,7 @@ from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
-from megarl.resharding.routes import Hop, RouteChooser
+from megarl.resharding.routes import RouteChooser, Transfer
 from megarl.resharding.shards import LayoutError, Part, Shard
 from megarl.resharding.traffic import count_traffic
 
@@ -18,14 +18,14 @@ TENSORS = tuple(Shard(f"t{number}", (0, 10), (0, 10), f"t{number}") for number i
 TENSOR_BYTES = 100 * 2
 
 
-def hops(sources: list[Part], targets: list[Part], num_members: int, gpus_per_node: int) -> list[Hop]:
+def transfers(sources: list[Part], targets: list[Part], num_members: int, gpus_per_node: int) -> list[Transfer]:
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype="bfloat16")
-    return [hop for _, of_flow in router.flows() for hop in of_flow]
+    return [transfer for _, of_flow in router.flows() for transfer in of_flow]
 
 
 def routes(holders: tuple[int, ...], wanters: tuple[int, ...], gpus_per_node: int) -> list[tuple[int, int, bool]]:
     parts = [Part(TENSORS, holders)], [Part(TENSORS, wanters)]
-    return [(hop.source, hop.target, hop.forwarded) for hop in hops(*parts, 32, gpus_per_node)]
+    return [(transfer.source, transfer.target, transfer.forwarded) for transfer in transfers(*parts, 32, gpus_per_node)]
 
 
 def test_the_own_slot_comes_first() -> None:
@@ -69,15 +69,15 @@ def test_nodes_keep_their_sender_while_the_load_is_even() -> None:
 def test_pairs_begin_with_different_replicas() -> None:
     """Eight target parts that want a row each: were every pair to begin with member 0, it would send them all."""
     wanted = [Part((TENSORS[0]._replace(rows=(i, i + 1)),), (8 + i,)) for i in range(8)]
-    found = Counter(hop.source for hop in hops([Part(TENSORS[:1], (0, 1, 2, 3))], wanted, 16, 4))
+    found = Counter(transfer.source for transfer in transfers([Part(TENSORS[:1], (0, 1, 2, 3))], wanted, 16, 4))
     assert found == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
 def test_equal_boxes_of_several_parts_are_replicas() -> None:
     """Tied embeddings: the last stage holds, under another name, what the first one does."""
     first, last = Shard("e", (0, 10), (0, 4), "embedding"), Shard("e", (0, 10), (0, 4), "output")
-    found = hops([Part((first,), (0,)), Part((last,), (5,))], [Part((first,), (1, 5, 6))], 8, 4)
-    assert [(hop.source, hop.target, hop.shard.param) for hop in found] == [
+    found = transfers([Part((first,), (0,)), Part((last,), (5,))], [Part((first,), (1, 5, 6))], 8, 4)
+    assert [(transfer.source, transfer.target, transfer.shard.param) for transfer in found] == [
         (5, 5, "output"),
         (0, 1, "embedding"),
         (5, 6, "output"),
@@ -89,11 +89,11 @@ def test_a_member_sees_its_own_hops_as_the_whole_does() -> None:
     shape = ModelShape(4, 8, 8, 2, 2, 300, 8, 2, 32)
     sources = megatron_map.parts(shape, TrainLayout(8, 2, 2, 2))
     targets = sglang_map.parts(shape, EngineLayout(2, 4, 2, dp=2))
-    whole = hops(sources, targets, 8, 2)
+    whole = transfers(sources, targets, 8, 2)
     for member in range(8):
         router = RouteChooser(sources, targets, 8, gpus_per_node=2, dtype="bfloat16")
-        mine = [hop for _, of_flow in router.flows(member) for hop in of_flow if member in hop[:2]]
-        assert mine == [hop for hop in whole if member in hop[:2]]
+        mine = [transfer for _, of_flow in router.flows(member) for transfer in of_flow if member in transfer[:2]]
+        assert mine == [transfer for transfer in whole if member in transfer[:2]]
 
 
 def test_members_of_a_large_world_share_the_sending() -> None:
@@ -118,18 +118,18 @@ def test_members_of_a_large_world_share_the_sending() -> None:
 def test_what_has_no_source_is_named(held: list, missing: str) -> None:
     sources = [Part((Shard("t", rows, cols, "p"),), (number,)) for number, (rows, cols) in enumerate(held)]
     with pytest.raises(LayoutError, match=f"^t: member 3 wants {missing}, which no source holds"):
-        hops(sources, [Part((Shard("t", (2, 8), (0, 10), "p"),), (3,))], 4, 4)
+        transfers(sources, [Part((Shard("t", (2, 8), (0, 10), "p"),), (3,))], 4, 4)
 
 
 def test_sources_that_overlap_are_named() -> None:
     a, b = Shard("t", (0, 6), (0, 4), "p", items=(0, 2)), Shard("t", (5, 9), (0, 4), "p", items=(1, 3))
     words = "t: source boxes overlap without being replicas: rows 5:9, columns 0:4 of items 1:3 and rows 0:6"
     with pytest.raises(LayoutError, match=words):
-        hops([Part((a,), (0,)), Part((b,), (1,))], [Part((a,), (2,))], 4, 4)
+        transfers([Part((a,), (0,)), Part((b,), (1,))], [Part((a,), (2,))], 4, 4)
 
 
 def test_what_nobody_wants_and_empty_shards_do_not_matter() -> None:
     padding = Shard("e", (10, 10), (0, 4), "embedding")
     held = Part((Shard("e", (0, 10), (0, 4), "embedding"), Shard("mtp", (0, 4), (0, 4), "mtp")), (0,))
-    found = hops([held, Part((padding,), (1,))], [Part((padding,), (1,)), Part((held.shards[0],), (1,))], 2, 2)
-    assert [hop[:2] for hop in found] == [(0, 1)]
+    found = transfers([held, Part((padding,), (1,))], [Part((padding,), (1,)), Part((held.shards[0],), (1,))], 2, 2)
+    assert [transfer[:2] for transfer in found] == [(0, 1)]

@@ -324,7 +324,7 @@ CUT_TILES = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "what", "mend"), CUT_TILES)
+@pytest.mark.parametrize(("engine", "what", "hint"), CUT_TILES)
 def test_a_cut_tile_is_refused_by_name(engine: EngineLayout, what: str, hint: str) -> None:
     errors = engine.errors(V3, 32)
     assert {error.where for error in errors} == {"rollout.engine.tp"}

@@ -277,7 +277,9 @@ class Slot:
 
     def streams(self) -> list[Copy]:
         """All that goes out of or comes into this slot."""
-        return [copy for chapter in self.member.streams.chapters for copies in chapter.values() for copy in copies]
+        return [
+            copy for send_stage in self.member.streams.send_stages for copies in send_stage.values() for copy in copies
+        ]
 
     def change(self, how: Callable[[Slot], None]) -> None:
         how(self)

@@ -14,7 +14,7 @@ from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.deterministic import generator_seed
 from megarl.rollout.sglang.engine import Engine, Sampling
 from tests.rollout.draws import LEAST_P, MOST_DEVIATIONS, check_draws, chi_square_p, deviations
-from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_gap
+from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_diff
 from tests.rollout.test_worker import recipe
 from tests.tiny_engines import Reference
 
@@ -55,7 +55,7 @@ def test_engines_and_their_attention_groups_draw_independently_and_ranks_togethe
 ) -> None:
     check_draws(engines, reference)
     groups = asyncio.run(sample_all(engines[0], Sampling(4, 12, 1.3)))
-    assert worst_gap(groups, reference, 1.3) < TOLERANCE, "ranks that draw other tokens have other caches"
+    assert worst_diff(groups, reference, 1.3) < TOLERANCE, "ranks that draw other tokens have other caches"
 
 
 @pytest.mark.slow

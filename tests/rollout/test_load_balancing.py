@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.load_balancing import Capacity, Dealer
+from megarl.rollout.load_balancing import Capacity, RequestBalancer
 
 LONGEST = 400
 WIDE = Capacity(10**6, 10**9)
@@ -19,82 +19,82 @@ capacities = st.lists(st.builds(Capacity, st.integers(1, 12), st.integers(1, 300
 @given(requests, capacities, st.randoms(use_true_random=False))
 def test_everything_is_dealt_once_within_the_rooms(asked, capacities, random) -> None:
     """In the order in which it was asked; samples finish in any order."""
-    dealer, waiting = Dealer(capacities, LONGEST), deque(asked)
+    balancer, waiting = RequestBalancer(capacities, LONGEST), deque(asked)
     running: list[tuple[int, int, int]] = []
-    dealt: Counter[int] = Counter()
+    assigned: Counter[int] = Counter()
     while waiting or running:
         while waiting:
             held = Counter(receiver for receiver, _, _ in running)
             prompt, samples, response = waiting[0]
-            receiver = dealer.deal(prompt, samples)
+            receiver = balancer.assign(prompt, samples)
             if receiver is None:
                 assert all(held[one] for one in range(len(capacities))), "a receiver idles while work waits"
                 break
             assert held[receiver] < capacities[receiver].sequences
-            assert not held[receiver] or dealer.expected_tokens(receiver) > 0
+            assert not held[receiver] or balancer.expected_tokens(receiver) > 0
             waiting.popleft()
             running += [(receiver, prompt, response)] * samples
-            dealt[receiver] += samples
-        dealer.finish(*running.pop(random.randrange(len(running))))
-    assert dealt.total() == sum(samples for _, samples, _ in asked)
-    assert [dealer.expected_tokens(one) for one in range(len(capacities))] == [0] * len(capacities)
+            assigned[receiver] += samples
+        balancer.finish(*running.pop(random.randrange(len(running))))
+    assert assigned.total() == sum(samples for _, samples, _ in asked)
+    assert [balancer.expected_tokens(one) for one in range(len(capacities))] == [0] * len(capacities)
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40))
 def test_equal_requests_go_round(receivers: int, samples: int, count: int) -> None:
-    dealer = Dealer([WIDE] * receivers, LONGEST)
-    assert [dealer.deal(7, samples) for _ in range(count)] == [one % receivers for one in range(count)]
+    balancer = RequestBalancer([WIDE] * receivers, LONGEST)
+    assert [balancer.assign(7, samples) for _ in range(count)] == [one % receivers for one in range(count)]
 
 
 def test_the_one_with_the_least_left_gets_the_next() -> None:
     """Two of three samples of receiver 1 finish: it has less left than the others."""
-    dealer = Dealer([WIDE] * 3, LONGEST)
-    assert [dealer.deal(10, 3) for _ in range(3)] == [0, 1, 2]
-    dealer.finish(1, 10, 50)
-    dealer.finish(1, 10, 60)
-    assert [dealer.deal(10, 1) for _ in range(3)] == [1, 1, 2]
+    balancer = RequestBalancer([WIDE] * 3, LONGEST)
+    assert [balancer.assign(10, 3) for _ in range(3)] == [0, 1, 2]
+    balancer.finish(1, 10, 50)
+    balancer.finish(1, 10, 60)
+    assert [balancer.assign(10, 1) for _ in range(3)] == [1, 1, 2]
 
 
 def test_long_prompts_count() -> None:
-    dealer = Dealer([WIDE] * 2, LONGEST)
-    assert [dealer.deal(1000), dealer.deal(10), dealer.deal(10), dealer.deal(10)] == [0, 1, 1, 1]
+    balancer = RequestBalancer([WIDE] * 2, LONGEST)
+    assert [balancer.assign(1000), balancer.assign(10), balancer.assign(10), balancer.assign(10)] == [0, 1, 1, 1]
 
 
 def test_the_mean_begins_with_the_round_before() -> None:
     """The guess is a quarter of the longest response, and weighs one; a small round weighs as many as it had."""
-    dealer = Dealer([WIDE], LONGEST)
-    assert dealer.mean_response == 100
-    dealer.deal(10, 3)
+    balancer = RequestBalancer([WIDE], LONGEST)
+    assert balancer.mean_response == 100
+    balancer.assign(10, 3)
     for length in (200, 300, 300):
-        dealer.finish(0, 10, length)
-    assert dealer.mean_response == pytest.approx((100 + 200 + 300 + 300) / 4)
-    dealer.deal(10, 2)
-    dealer.finish(0, 10, 10)
-    assert dealer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), "of the round before, and of this one"
-    dealer.withdraw(0, 10)
-    assert dealer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), "an aborted one says nothing"
-    assert dealer.expected_tokens(0) == 0
+        balancer.finish(0, 10, length)
+    assert balancer.mean_response == pytest.approx((100 + 200 + 300 + 300) / 4)
+    balancer.assign(10, 2)
+    balancer.finish(0, 10, 10)
+    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), "of the round before, and of this one"
+    balancer.withdraw(0, 10)
+    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), "an aborted one says nothing"
+    assert balancer.expected_tokens(0) == 0
 
 
 def test_a_large_round_before_does_not_outweigh_this_one() -> None:
     """An evaluation of long responses before a step of training."""
-    dealer = Dealer([WIDE], LONGEST)
+    balancer = RequestBalancer([WIDE], LONGEST)
     for length, count in ((4000, 10_000), (40, 2000)):
-        dealer.deal(10, count)
+        balancer.assign(10, count)
         for _ in range(count):
-            dealer.finish(0, 10, length)
-    assert dealer.mean_response < (4000 + 40) / 2
+            balancer.finish(0, 10, length)
+    assert balancer.mean_response < (4000 + 40) / 2
 
 
 def test_sequences_that_start_together_may_be_more_than_fit_when_they_are_long() -> None:
     """Each counts 10 + 90 tokens: 20 of them at the start, then the next when fewer than 12.5 are left."""
-    dealer = Dealer([Capacity(10**6, 1000)], 360)
+    balancer = RequestBalancer([Capacity(10**6, 1000)], 360)
     for _ in range(20):
-        assert dealer.deal(10) == 0
-    assert dealer.deal(10) is None
+        assert balancer.assign(10) == 0
+    assert balancer.assign(10) is None
     for _ in range(7):
-        dealer.finish(0, 10, 90)
-        assert dealer.deal(10) is None
-    dealer.finish(0, 10, 90)
-    assert dealer.deal(10) == 0
-    assert dealer.deal(10) is None
+        balancer.finish(0, 10, 90)
+        assert balancer.assign(10) is None
+    balancer.finish(0, 10, 90)
+    assert balancer.assign(10) == 0
+    assert balancer.assign(10) is None

@@ -24,7 +24,7 @@ from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import summary
 from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserError
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
@@ -132,12 +132,12 @@ def samples(*texts: str) -> list[Sample]:
     ]
 
 
-RIGHT, LATE, NAN = Verdict(1.0, True), Failure("took longer than 5 s"), Failure("returned nan")
+RIGHT, LATE, NAN = RewardResult(1.0, True), Failure("took longer than 5 s"), Failure("returned nan")
 
 
-def test_a_failed_verdict_drops_its_sample() -> None:
-    verdicts = [LATE, RIGHT, NAN, Verdict(0.5, False)]
-    short, kept = scored(PROMPT, samples("a", "b", "c", "d"), verdicts, RewardConfig(function="a:b"))
+def test_a_failed_reward_result_drops_its_sample() -> None:
+    reward_results = [LATE, RIGHT, NAN, RewardResult(0.5, False)]
+    short, kept = scored(PROMPT, samples("a", "b", "c", "d"), reward_results, RewardConfig(function="a:b"))
     assert short.responses == tuple(sample.text for sample in kept.samples) == ("b", "d")
     assert short.response_lengths_G.tolist() == [2, 4]
     assert kept.rewards_G.tolist() == short.rewards_G.tolist() == [1.0, 0.5]
@@ -167,10 +167,10 @@ def test_an_evaluation_may_lose_all_answers_to_a_prompt(texts: str) -> None:
     assert len(short.failures) == short.num_dropped == len(texts)
 
 
-def test_a_failed_verdict_may_be_penalised_or_stop_the_run() -> None:
+def test_a_failed_reward_result_may_be_penalised_or_stop_the_run() -> None:
     penalise = RewardConfig(function="a:b", on_failure="penalise", penalty=-1.0)
-    for verdicts, rewards in (([LATE, RIGHT], [-1.0, 1.0]), ([LATE, LATE], [-1.0, -1.0])):
-        short, kept = scored(PROMPT, samples("a", "b"), verdicts, penalise)
+    for reward_results, rewards in (([LATE, RIGHT], [-1.0, 1.0]), ([LATE, LATE], [-1.0, -1.0])):
+        short, kept = scored(PROMPT, samples("a", "b"), reward_results, penalise)
         assert short.rewards_G.tolist() == rewards and not kept.correct_G[0]
         assert len(short.failures) == rewards.count(-1.0) and short.num_dropped == 0
     with pytest.raises(UserError, match="returned nan on response 'b'"):
@@ -201,19 +201,23 @@ class Phases:
         return Sample(np.arange(now), np.zeros(now, np.float32), text, not is_open, parts, is_open=is_open)
 
 
-def test_verdicts_come_as_samples_end_and_decide_when_all_have() -> None:
+def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
     """A failed verdict drops its sample at the end, so that the others keep their places and random numbers."""
     asked: list[list[str]] = []
 
-    async def verdicts(answer: str, row: Any, responses: list[str], episodes: list[Any]) -> list[Verdict | Failure]:
+    async def reward_results(
+        answer: str, row: Any, responses: list[str], episodes: list[Any]
+    ) -> list[RewardResult | Failure]:
         asked.append(responses)
         assert episodes == [None] * len(responses), "these are none"
-        return [LATE if one == "xxx" else Verdict(float(len(one)), True) for one in responses]
+        return [LATE if one == "xxx" else RewardResult(float(len(one)), True) for one in responses]
 
     worker = RolloutWorker.__new__(RolloutWorker)
     worker._episodes, worker._num_transcripts = None, 1
     worker.__dict__.update(
-        _engine=Phases(), _scorers=SimpleNamespace(verdicts=verdicts), _reward=RewardConfig(function="a:b")
+        _engine=Phases(),
+        _reward_workers=SimpleNamespace(reward_results=reward_results),
+        _reward=RewardConfig(function="a:b"),
     )
     how, group = Sampling(3, 5, phase_tokens=2), None
     found = []
@@ -222,10 +226,10 @@ def test_verdicts_come_as_samples_end_and_decide_when_all_have() -> None:
         found.append(short)
         assert isinstance(group, PartialGroup)
     assert found == [PartialSummary(2, len(PROMPT.token_ids) + 2), PartialSummary(1, len(PROMPT.token_ids) + 4)]
-    assert group is not None and group.verdicts == (Verdict(1.0, True), LATE, None)
+    assert group is not None and group.reward_results == (RewardResult(1.0, True), LATE, None)
     worker._reward = RewardConfig(function="a:b", on_failure="stop")
     with pytest.raises(UserError, match="took longer than 5 s on response 'xxx'"):
-        asyncio.run(worker.sample(PROMPT, how, replace(group, verdicts=(RIGHT, None, None))))
+        asyncio.run(worker.sample(PROMPT, how, replace(group, reward_results=(RIGHT, None, None))))
     worker._reward = RewardConfig(function="a:b")
     short, whole = asyncio.run(worker.sample(PROMPT, how, group))
     assert isinstance(short, GroupSummary) and isinstance(whole, SampleGroup)
@@ -292,8 +296,8 @@ def test_a_worker_samples_once_it_has_weights(worker: RolloutWorker) -> None:
 def test_a_reward_that_raises_is_the_users_fault(worker: RolloutWorker) -> None:
     if worker.version() < 0:
         asyncio.run(worker.reshard({}, 0))
-    pids = worker._scorers.pids()
+    pids = worker._reward_workers.pids()
     prompt = Prompt("rows.jsonl:2", PROMPT.text, PROMPT.token_ids, "3", {"level": 9})
     with pytest.raises(UserError, match="raised ValueError: level 9 has no score"):
         asyncio.run(worker.sample(prompt, Sampling(2, 4)))
-    assert worker._scorers.pids() == pids, "an exception costs no process"
+    assert worker._reward_workers.pids() == pids, "an exception costs no process"

@@ -15,13 +15,13 @@ from megarl.config.episode import EpisodeConfig
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.episodes.episode_runner import EpisodeRunner
-from megarl.episodes.turn_tokenizer import Splice
+from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserError
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
 from tests.episodes.test_open_episode import Model
@@ -63,7 +63,7 @@ def answered(tokens: int) -> Sample:
     return replace(sample, finished=True, facts=replace(sample.facts, end="answered"))
 
 
-GONE, RIGHT = Failure("reset raised ValueError: no row"), Verdict(1.0, True)
+GONE, RIGHT = Failure("reset raised ValueError: no row"), RewardResult(1.0, True)
 
 
 def test_a_failed_environment_is_penalised_where_the_model_has_sampled_anything() -> None:
@@ -121,12 +121,12 @@ def walks() -> Iterator[EnvironmentThread]:
 def worker_of(walks: EnvironmentThread, turns: Mapping[int, Sequence[str]]) -> tuple[RolloutWorker, Places, Prompt]:
     """A worker whose engine is scripted, and whose environments are real."""
     tokenizer: Any = make_tokenizer(tools=True)
-    splice = Splice(tokenizer, [tokenizer.eos_token_id], walks.schemas)
+    turn_tokenizer = TurnTokenizer(tokenizer, [tokenizer.eos_token_id], walks.schemas)
     config, model = EpisodeConfig(environment=WALK, max_turns=2, max_tokens=120), Places(tokenizer, turns)
     worker: Any = RolloutWorker.__new__(RolloutWorker)
-    worker._episodes = EpisodeRunner(config, model, walks, splice, None, max_prompt_tokens=60)
+    worker._episodes = EpisodeRunner(config, model, walks, turn_tokenizer, None, max_prompt_tokens=60)
     worker._reward, worker._rewarding, worker._num_transcripts = RewardConfig(), "environment", 9
-    return worker, model, Prompt("row 1", "", tuple(splice.first("go")), "", {"opening": "begin"}, "go")
+    return worker, model, Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"opening": "begin"}, "go")
 
 
 def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(walks: EnvironmentThread) -> None:
@@ -137,13 +137,13 @@ def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(walks: Enviro
     short, begun = asyncio.run(worker.sample(prompt, sampling))
     assert isinstance(begun, PartialGroup) and isinstance(short, PartialSummary)
     assert [sample.is_open for sample in begun.samples] == [False, True, True]
-    assert begun.verdicts == (Verdict(0.5, False), None, None)
+    assert begun.reward_results == (RewardResult(0.5, False), None, None)
     longest = max(accounting.longest_row(prompt, sample) for sample in begun.samples[1:])
     assert short == PartialSummary(2, longest)
     model.version, model.asked, model.completed = 1, [], []
     short, group = asyncio.run(worker.sample(prompt, sampling, begun))
     assert isinstance(short, GroupSummary) and isinstance(group, SampleGroup)
-    assert set(model.asked) == {1, 2} and [dealt for dealt, _ in model.completed] == [longest] * 2
+    assert set(model.asked) == {1, 2} and [assigned for assigned, _ in model.completed] == [longest] * 2
     whole_worker, *_ = worker_of(walks, turns)
     whole, same = asyncio.run(whole_worker.sample(prompt, replace(sampling, phase_tokens=None)))
     assert isinstance(whole, GroupSummary) and isinstance(same, SampleGroup)

@@ -16,7 +16,7 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.samples import Limits, staleness
 from megarl.controller.step_rollout import StepRollout
-from megarl.fleet.rank_groups import GroupStock, RolloutBatch
+from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
 from megarl.samples.buffer import PartialSummary, num_phases, staleness_bound
 from megarl.tracking.run_log import Record
 from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserError, with_part
@@ -47,7 +47,7 @@ class Run:
     hyperparameters: Hyperparameters = Hyperparameters()  # noqa: RUF009
     is_mixed: Callable[[int], bool] = lambda number: True
     version: int = 0
-    stock: GroupStock = field(default_factory=GroupStock)
+    buffer: GroupBuffer = field(default_factory=GroupBuffer)
     parts: dict[int, list[tuple[SamplePart, ...]]] = field(default_factory=dict)  # of each sample of a ticket
     phases: int = 0
     streams: list[tuple[int, ...]] = field(default_factory=list)  # of the tickets that were begun
@@ -57,7 +57,7 @@ class Run:
     def __post_init__(self) -> None:
         rollout = self.recipe.rollout
         if self.steps is None:
-            self.stock = replace(self.stock, surplus=rollout.in_flight - rollout.prompts_per_step)
+            self.buffer = replace(self.buffer, surplus=rollout.in_flight - rollout.prompts_per_step)
 
     def take(self, count: int) -> list[Prompt]:
         return [Prompt("", "", (1,) * PROMPT_TOKENS, "")] * count
@@ -65,12 +65,12 @@ class Run:
     def begin(self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False) -> Any:
         """The round of a phase, which has the weights of now, whenever its result is asked for."""
         self.phases += 1
-        self.streams += [entry.ticket.stream for entry in entries if entry.ref is None]
+        self.streams += [entry.drawn.stream for entry in entries if entry.ref is None]
         found = [self.advanced(entry) for entry in entries]
         return SimpleNamespace(result=lambda: (found, None), sampled_s=0.0)
 
     def advanced(self, entry: Any) -> Any:
-        number, phase = entry.ticket.number, self.recipe.rollout.phase_tokens or 10**9
+        number, phase = entry.drawn.number, self.recipe.rollout.phase_tokens or 10**9
         lengths, parts = self.lengths(number), self.parts.setdefault(number, [(), ()])
         for sample, length in enumerate(lengths):
             left = length - sum(part.num_tokens for part in parts[sample])
@@ -94,16 +94,16 @@ class Run:
         limits = Limits(*sizes, self.hyperparameters, rollout.ahead, is_phased=is_phased, steps_left=left)
         fleet: Any = self
         step = StepRollout(self.recipe, limits, fleet, fleet, self.version + 1, lambda: None)
-        bound = max(staleness_bound(self.recipe, self.hyperparameters), self.stock.loaded_bound)
-        groups = step.collect(self.stock)
+        bound = max(staleness_bound(self.recipe, self.hyperparameters), self.buffer.loaded_bound)
+        groups = step.collect(self.buffer)
         if left != 0:
             step.begin_next()
         found = staleness(groups.summaries, self.version, bound)
         self.version += 1
         record = Record(self.version)
-        self.stock = step.finish(record)
+        self.buffer = step.finish(record)
         self.metrics = record.metrics
-        self.stock.check()
+        self.buffer.check()
         numbers: Any = groups.refs
         assert all(len(self.lengths(n)) == 2 for n in numbers)
         for number, summary in zip(numbers, groups.summaries, strict=True):
@@ -193,11 +193,11 @@ def test_groups_that_were_loaded_wait_for_steps_of_another_size(wanted: int, in_
     run.step()
     run.recipe = recipe_of(16, None, wanted, None)
     run.hyperparameters = replace(before, oversample=oversample)
-    run.stock = run.stock.after_loading(run.version, wanted)
-    count = len(run.stock.entries)
+    run.buffer = run.buffer.after_loading(run.version, wanted)
+    count = len(run.buffer.entries)
     assert count > wanted
     ages = [run.step()[1]["stale/token_max"] for _ in range(count)]
-    assert max(ages) == run.stock.loaded_bound == 1 + (count - 1) // wanted
+    assert max(ages) == run.buffer.loaded_bound == 1 + (count - 1) // wanted
 
 
 @settings(max_examples=80, deadline=None)
@@ -221,7 +221,7 @@ def test_no_prompt_is_lost_or_older_than_the_bound(
     recipe = recipe_of(12, phase, wanted, wanted + more, ahead)
     run = Run(lambda n: lengths[n].tolist(), recipe, hyperparameters, lambda n: bool(is_mixed[n]))
     if has_end:
-        run.steps, run.stock = 12, GroupStock()
+        run.steps, run.buffer = 12, GroupBuffer()
     trained: list[int] = []
     for _ in range(12):
         try:
@@ -231,9 +231,9 @@ def test_no_prompt_is_lost_or_older_than_the_bound(
             return
         assert len(numbers) == wanted or (dynamic and when_short == "train")
         trained += numbers
-    dropped = [n for n in range(run.stock.next_number) if run.stock.dropped >> n & 1]
-    waiting = [entry.ticket.number for entry in run.stock.entries]
-    assert sorted(trained + dropped + waiting) == list(range(run.stock.next_number))
+    dropped = [n for n in range(run.buffer.next_number) if run.buffer.dropped >> n & 1]
+    waiting = [entry.drawn.number for entry in run.buffer.entries]
+    assert sorted(trained + dropped + waiting) == list(range(run.buffer.next_number))
     assert dropped == [n for n in dropped if dynamic and not is_mixed[n]]
     most = hyperparameters.num_drawn(wanted + more)
     assert len(waiting) <= max(0, most if ahead and not has_end else most - len(numbers))
@@ -262,7 +262,7 @@ def test_trained_lengths_are_planted_lengths() -> None:
     assert len(missing) < in_flight - wanted, "each of the first tickets is trained on, or waits"
 
 
-def test_the_stock_of_a_step_is_the_same_whatever_finishes_first() -> None:
+def test_the_buffer_of_a_step_is_the_same_whatever_finishes_first() -> None:
     """A phase's entries may come in any order: the stock keeps the numbers'."""
 
     class Reversed(Run):
@@ -272,6 +272,6 @@ def test_the_stock_of_a_step_is_the_same_whatever_finishes_first() -> None:
     made = [kind(lambda number: (1 + number % 9, 3), recipe_of(9, 2, 2, 5)) for kind in (Run, Reversed)]
     for _ in range(6):
         assert made[0].step()[0] == made[1].step()[0]
-    assert [one.ticket for one in made[0].stock.entries] == [one.ticket for one in made[1].stock.entries]
-    assert made[0].stock.trained == made[1].stock.trained and made[0].parts == made[1].parts
-    assert RolloutBatch.of(made[0].stock.finished).refs == [entry.ref for entry in made[0].stock.finished]
+    assert [one.drawn for one in made[0].buffer.entries] == [one.drawn for one in made[1].buffer.entries]
+    assert made[0].buffer.trained == made[1].buffer.trained and made[0].parts == made[1].parts
+    assert RolloutBatch.of(made[0].buffer.finished).refs == [entry.ref for entry in made[0].buffer.finished]

@@ -28,7 +28,7 @@ from megarl.types import (
     TranscriptEntry,
     UserError,
 )
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
@@ -101,19 +101,19 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
         *(({"role": "user", "content": "\u2713 \ud800"},), '[[[["open"], null]]]', True, 2),
     )
     waiting = replace(one, is_open=True, finished=False, facts=None, open_episode=opened)
-    partial = PartialGroup(PROMPT, (one, waiting, unbegun), (Verdict(1.0, True), None, None))
+    partial = PartialGroup(PROMPT, (one, waiting, unbegun), (RewardResult(1.0, True), None, None))
     with writing(tmp_path / "stock.parquet", 99, 1.0) as file:
         file.write([partial])
-    (stocked,) = open_samples(tmp_path / "stock.parquet").stocked_groups()
-    assert plain(list(stocked.samples)) == plain(list(partial.samples))
-    assert [sample.open_episode for sample in stocked.samples] == [None, opened, unbegun.open_episode]
+    (buffered,) = open_samples(tmp_path / "stock.parquet").buffered_groups()
+    assert plain(list(buffered.samples)) == plain(list(partial.samples))
+    assert [sample.open_episode for sample in buffered.samples] == [None, opened, unbegun.open_episode]
     dropped = replace(waiting, open_episode=replace(opened, account=account | {"dropped_anew": 0}))
     unread = replace(waiting, open_episode=FACTS)  # type: ignore[arg-type]
     for bad, says in ((dropped, "were dropped"), (unread, "an open episode that cannot be read")):
         with writing(tmp_path / "bad.parquet", 99, 1.0) as file:
             file.write([replace(partial, samples=(one, bad, unbegun))])
         with pytest.raises(UserError, match=says):
-            list(open_samples(tmp_path / "bad.parquet").stocked_groups())
+            list(open_samples(tmp_path / "bad.parquet").buffered_groups())
 
 
 def write_as(number: int, path: Path, rows: list[dict[str, Any]]) -> None:
@@ -160,7 +160,7 @@ def test_dropped_tokens_of_a_file_without_reasons_get_the_only_one_there_can_be(
     ended = replace(one, facts=replace(FACTS, **counts, dropped_unawaited=0, dropped_anew=5))
     opened = replace(one, is_open=True, finished=False, open_episode=EpisodeProgress(1, counts | {"dropped_anew": 5}))
     with writing(path, 99, 1.0) as file:
-        file.write([PartialGroup(PROMPT, (ended, replace(opened, facts=None)), (Verdict(1.0, True), None))])
+        file.write([PartialGroup(PROMPT, (ended, replace(opened, facts=None)), (RewardResult(1.0, True), None))])
     import pyarrow.parquet
 
     rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -169,7 +169,7 @@ def test_dropped_tokens_of_a_file_without_reasons_get_the_only_one_there_can_be(
         facts = row["facts"] or {"dropped_unawaited": 0, "dropped_anew": 0}
         facts["dropped_tokens"] = facts["dropped_unawaited"] + facts["dropped_anew"]
     write_as(8, path, rows)
-    (found,) = open_samples(path).stocked_groups()
+    (found,) = open_samples(path).buffered_groups()
     known = {"dropped_unawaited": 0, "dropped_anew": 0} | {reason: 5}
     assert found.samples[0].facts == replace(FACTS, **counts, **known, seed=None)
     assert found.samples[1].open_episode == EpisodeProgress(1, counts | {reason: 5})

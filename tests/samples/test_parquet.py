@@ -24,7 +24,7 @@ from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import SampleFile, open_samples, writing
 from megarl.samples.summaries import summary
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart, UserError
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TEMPERATURE = 0.7
@@ -107,24 +107,27 @@ def test_samples_with_and_without_experts_may_be_neighbours(tmp_path: Path) -> N
     assert [bits(one) for one in file.groups(1)] == [bits(one) for one in groups]
 
 
-def test_a_stock_has_complete_groups_and_partial_ones_with_their_verdicts(tmp_path: Path) -> None:
+def test_a_buffer_has_complete_groups_and_partial_ones_with_their_reward_results(tmp_path: Path) -> None:
     whole, other = group(1), group(2, samples=4, experts=np.uint8)
-    verdicts = Verdict(0.5, True, "7"), Verdict(-1.0, False), Failure("took too long"), None
+    reward_results = RewardResult(0.5, True, "7"), RewardResult(-1.0, False), Failure("took too long"), None
     opened = replace(other.samples[3], text="", finished=False, is_open=True)
-    partial = PartialGroup(other.prompt, (*other.samples[:3], opened), verdicts)
+    partial = PartialGroup(other.prompt, (*other.samples[:3], opened), reward_results)
     with writing(tmp_path / "stock.parquet", SHAPE.vocab_size, TEMPERATURE) as file:
         for one in (whole, partial):
             file.write([one])
-    stock = open_samples(tmp_path / "stock.parquet")
-    first, second = stock.stocked_groups()
+    buffer = open_samples(tmp_path / "stock.parquet")
+    first, second = buffer.buffered_groups()
     assert isinstance(first, SampleGroup) and bits(first) == bits(whole)
-    assert isinstance(second, PartialGroup) and (second.prompt, second.verdicts) == (partial.prompt, verdicts)
+    assert isinstance(second, PartialGroup) and (second.prompt, second.reward_results) == (
+        partial.prompt,
+        reward_results,
+    )
     nothing = np.zeros(4, np.float32)
     assert bits(SampleGroup(second.prompt, second.samples, nothing, nothing > 0)) == bits(
         SampleGroup(partial.prompt, partial.samples, nothing, nothing > 0)
     )
     with pytest.raises(UserError, match="step 2 has samples that have not ended, as in a checkpoint's file"):
-        stock.groups(2)
+        buffer.groups(2)
 
 
 def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path) -> None:

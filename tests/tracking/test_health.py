@@ -70,7 +70,10 @@ def history(*stretches: tuple[int, dict[str, float]]) -> list[Metrics]:
         (step(3, groups_without_variance=1.0, entropy=0.0), "train/entropy is 0: lower train.lr"),
         (step(3, grad_norm=0.0), "train/grad_norm is 0, so that the policy does not change; train.lr"),
         (step(3, grad_norm=0.0) | {"train/clipped": 1.0}, "every token is clipped: lower train.lr"),
-        (step(3, grad_norm=0.0) | {"train/mismatch_masked": 1.0}, "algorithm.mismatch drops every token"),
+        (
+            step(3, grad_norm=0.0) | {"train/rollout_correction_masked": 1.0},
+            "algorithm.rollout_correction drops every token",
+        ),
         (step(3, entropy=0.0), "train/entropy is 0, so that the policy gives one answer"),
     ],
 )

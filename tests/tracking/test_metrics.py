@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algos.losses import ENTROPY, EXPLAINED_VARIANCE, GAP, GAP_MAX, RETURN, VALUE
-from megarl.algos.mismatch import ESS
+from megarl.algos.losses import DIFF, DIFF_MAX, ENTROPY, EXPLAINED_VARIANCE, RETURN, VALUE
+from megarl.algos.rollout_correction import ESS
 from megarl.algos.statistics import (
     CLIPPED,
     GRAD_NORM,
@@ -40,7 +40,7 @@ from megarl.types import (
     EpisodeEnd,
     EpisodeFacts,
     GroupSummary,
-    RoundBalance,
+    PhaseBalance,
     RowSummary,
     SamplePart,
     StepSeconds,
@@ -94,18 +94,18 @@ def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
 
 def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> None:
     """Every round waits for its busiest group: 30 + 4 tokens, where 20 + 3 would have been even."""
-    rounds = [RoundBalance((10, 30), 2.5, 1.0, 9.0), RoundBalance((4, 2), 0.5, 0.25, 2.0)]
+    rounds = [PhaseBalance((10, 30), 2.5, 1.0, 9.0), PhaseBalance((4, 2), 0.5, 0.25, 2.0)]
     seconds = {"rollout/tail_s": 3.0, "rollout/idle_s": 1.25}
     assert balance_metrics(rounds) == {"rollout/imbalance": pytest.approx(34 / 23)} | seconds
-    ahead = RoundBalance((7,), 0.0, 0.0, 1.0)  # on one of the two engines
+    ahead = PhaseBalance((7,), 0.0, 0.0, 1.0)  # on one of the two engines
     assert balance_metrics([*rounds, ahead])["rollout/imbalance"] == pytest.approx((34 + 7) / (23 + 7))
     assert balance_metrics([]) == {}, "all groups were left over from the step before"
 
 
 def test_what_rounds_were_expected_to_take_is_compared_with_what_they_took() -> None:
     fit = StepSeconds(0.5, 0.25, 0.125)
-    rounds = [RoundBalance((1,), 0.0, 0.0, 7.0), RoundBalance((1,), 0.0, 0.0, 4.0, fit, 3.0)]
-    rounds.append(RoundBalance((1,), 0.0, 0.0, 6.0, fit, 6.0))
+    rounds = [PhaseBalance((1,), 0.0, 0.0, 7.0), PhaseBalance((1,), 0.0, 0.0, 4.0, fit, 3.0)]
+    rounds.append(PhaseBalance((1,), 0.0, 0.0, 6.0, fit, 6.0))
     found = balance_metrics(rounds)
     assert found["plan/rollout_error"] == pytest.approx(0.1), "of the rounds that have rounds before them"
     assert (found["plan/step_s"], found["plan/sequence_s"], found["plan/read_s"]) == (0.5, 0.25, 0.125)
@@ -117,7 +117,7 @@ def test_gpus_that_only_train_wait_for_samples_and_those_that_only_sample_for_th
     assert idle_metrics({}, 1.0, 0.0) == {"idle/ranks_s": 0.0, "idle/engines_s": 1.0}
 
 
-def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:
+def test_failed_reward_results_are_a_share_of_all_samples_dropped_or_not() -> None:
     dropped = replace(group("a", [1.0], [2]), failures=("x", "y", "z"), num_dropped=3)
     penalised = replace(group("b", [1.0, 0.0, 0.0, -1.0], [2, 2, 2, 2]), failures=("x",))
     empty = replace(group("c", [], []), failures=("x",), num_dropped=1)
@@ -132,18 +132,18 @@ def test_failed_verdicts_are_a_share_of_all_samples_dropped_or_not() -> None:
 def test_train_metrics_of_several_updates() -> None:
     """Means over the updates, means over all their tokens, and each update's own loss, gradient norm and tokens."""
     aux_loss = Statistic("aux_loss", UPDATE_MEAN)
-    first: Statistics = {LOSS: (0.5,), GRAD_NORM: (2.0,), TOKENS: (6.0,), CLIPPED: (3.0, 6.0), GAP: (1.0, 6.0)}
-    first |= {GAP_MAX: (0.4, 6.0), aux_loss: (1.0,)}
-    second: Statistics = {LOSS: (0.3,), GRAD_NORM: (1.0,), TOKENS: (2.0,), CLIPPED: (1.0, 2.0), GAP: (1.0, 2.0)}
-    second |= {GAP_MAX: (0.6, 2.0), aux_loss: (3.0,)}
+    first: Statistics = {LOSS: (0.5,), GRAD_NORM: (2.0,), TOKENS: (6.0,), CLIPPED: (3.0, 6.0), DIFF: (1.0, 6.0)}
+    first |= {DIFF_MAX: (0.4, 6.0), aux_loss: (1.0,)}
+    second: Statistics = {LOSS: (0.3,), GRAD_NORM: (1.0,), TOKENS: (2.0,), CLIPPED: (1.0, 2.0), DIFF: (1.0, 2.0)}
+    second |= {DIFF_MAX: (0.6, 2.0), aux_loss: (3.0,)}
     assert train_metrics([first, second]) == {
         "train/loss": 0.4,
         "train/grad_norm": 1.5,
         "train/tokens": 8.0,
         "train/clipped": 0.5,
         "train/aux_loss": 2.0,
-        "rollout/logprob_gap_mean": 0.25,
-        "rollout/logprob_gap_max": 0.6,
+        "rollout/logprob_diff_mean": 0.25,
+        "rollout/logprob_diff_max": 0.6,
         "train/loss/1": 0.5,
         "train/loss/2": 0.3,
         "train/grad_norm/1": 2.0,
@@ -155,19 +155,19 @@ def test_train_metrics_of_several_updates() -> None:
 
 
 def test_a_warm_starts_updates_have_a_room_of_their_own() -> None:
-    update: Statistics = {LOSS: (0.5,), ENTROPY: (6.0, 8.0), GAP: (4e-6, 8.0)}
+    update: Statistics = {LOSS: (0.5,), ENTROPY: (6.0, 8.0), DIFF: (4e-6, 8.0)}
     assert train_metrics([update], room="warm_start") == {
         "warm_start/loss": 0.5,
         "warm_start/entropy": 0.75,
-        "rollout/logprob_gap_mean": 5e-7,
+        "rollout/logprob_diff_mean": 5e-7,
     }
 
 
 def test_statistics_of_some_updates_alone_and_of_nothing() -> None:
     """Replay is compared in the first update; a mean of no tokens is not published."""
-    some, nothing = Statistic("replay/logprob_gap"), Statistic("nothing")
-    without: Statistics = {nothing: (0.0, 0.0), GAP_MAX: (0.0, 0.0)}
-    assert train_metrics([{some: (3.0, 6.0)}, without]) == {"replay/logprob_gap": 0.5}
+    some, nothing = Statistic("replay/logprob_diff"), Statistic("nothing")
+    without: Statistics = {nothing: (0.0, 0.0), DIFF_MAX: (0.0, 0.0)}
+    assert train_metrics([{some: (3.0, 6.0)}, without]) == {"replay/logprob_diff": 0.5}
 
 
 def test_a_new_statistic_is_published_as_its_reduction_says() -> None:
@@ -307,4 +307,4 @@ def test_what_a_critics_values_explain_of_the_returns() -> None:
 
 def test_the_effective_sample_size_is_a_share_of_the_tokens() -> None:
     """Kish: weights 1, 1, 0, 0 are as good as half of the samples."""
-    assert train_metrics([{ESS: (2.0, 2.0, 4.0)}]) == {"train/mismatch_ess": pytest.approx(0.5)}
+    assert train_metrics([{ESS: (2.0, 2.0, 4.0)}]) == {"train/rollout_correction_ess": pytest.approx(0.5)}

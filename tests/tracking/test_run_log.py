@@ -52,7 +52,7 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
             with log.step(step) as record:
                 with record.phase("rollout"):
                     groups = [group("p", [1.0, 0.0], [2, 3])]
-                record.add({**rollout_metrics(groups, compares_samples=False), "rollout/logprob_gap_max": step * 1e-6})
+                record.add({**rollout_metrics(groups, compares_samples=False), "rollout/logprob_diff_max": step * 1e-6})
                 record.samples(groups)
                 record.learnt_from({(0, 0): 0.5, (0, 1): -0.5})
                 if step == 4:
@@ -60,7 +60,7 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
     return log.folder
 
 
-def test_verdicts_that_failed_are_told_in_a_line(tmp_path: Path) -> None:
+def test_reward_results_that_failed_are_told_in_a_line(tmp_path: Path) -> None:
     console, text = plain()
     with RunLog(recipe_in(tmp_path), console) as log:
         for step in (1, 2):

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
-from megarl.algos.losses import outcome_loss, turn_gaps, value_loss
-from megarl.algos.mismatch import MISMATCH_BOUNDS, drops
+from megarl.algos.losses import outcome_loss, turn_diffs, value_loss
+from megarl.algos.rollout_correction import ROLLOUT_CORRECTION_BOUNDS, drops
 from megarl.controller.samples import samples_of
 from megarl.parallel.packing import PackedRow, Split, pack
 from megarl.samples.summaries import summary
@@ -190,7 +190,7 @@ def losses(name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **cha
     outputs = {seed: on_tokens(step.refs, groups, seed) for seed in (3, 4, 5, 6)}
     by_key, plan = of_kept(step, outputs[4])
     row = ALGORITHMS[name]
-    total, auxiliary, gaps = 0.0, 0.0, {}
+    total, auxiliary, diffs = 0.0, 0.0, {}
     gradient: dict[Key, FloatArray] = {}
     for refs in [batch for hand in plan.micro_batches for batch in hand if batch]:
         arrays = {seed: [spread(of[key_of(ref)], ref) for ref in refs] for seed, of in outputs.items()}
@@ -208,13 +208,18 @@ def losses(name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **cha
         assert logp_T.grad is not None
         for ref, start in zip(refs, packed.starts, strict=True):
             gradient[key_of(ref)] = np.pad(logp_T.grad.numpy()[start : start + ref.length - 1], (1, 0))
-        for statistic, value in turn_gaps(packed.old_logp_T, packed.targets).items():
-            gaps[statistic] = np.add(gaps.get(statistic, 0.0), value.numpy())
+        for statistic, value in turn_diffs(packed.old_logp_T, packed.targets).items():
+            diffs[statistic] = np.add(diffs.get(statistic, 0.0), value.numpy())
     ordered = [gradient[key_of(ref)] for ref in step.refs]
     assert all(not one_T[~of.loss_mask_T].any() for one_T, of in zip(ordered, step.sequences, strict=True))
     by_token = tokens_of(step, [ordered])[1][:, -3].tolist()
     assert math.isfinite(total) and math.isfinite(auxiliary) and any(by_token)
-    return [total / plan.denominator, auxiliary, by_token, update_metrics([{k: tuple(v) for k, v in gaps.items()}], "")]
+    return [
+        total / plan.denominator,
+        auxiliary,
+        by_token,
+        update_metrics([{k: tuple(v) for k, v in diffs.items()}], ""),
+    ]
 
 
 def of_kept(step: Step, old_logp: TokenValues) -> tuple[dict[Key, TrainSequence], Update]:
@@ -247,16 +252,16 @@ def of_sequences(row: PackedRow, arrays: Sequence[FloatArray]) -> torch.Tensor:
     return values_T
 
 
-@pytest.mark.parametrize("mismatch", ["off", *MISMATCH_BOUNDS])
+@pytest.mark.parametrize("rollout_correction", ["off", *ROLLOUT_CORRECTION_BOUNDS])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_losses_of_whole_sequences_are_of_whole_episodes(name: str, mismatch: Any) -> None:
+def test_losses_of_whole_sequences_are_of_whole_episodes(name: str, rollout_correction: Any) -> None:
     """GSPO's ratio, a mismatch of sequences and PRIME's cross-entropy add up the tokens of all rows of an episode."""
     groups = groups_of(5, [3, 1, 4, 2, 5, 2])
-    changes: dict[str, Any] = {"mismatch": mismatch, "aggregation": "sequence_mean"}
-    if mismatch == "mis_sequence":
-        changes |= {"mismatch_high": 400.0}
-    if mismatch == "mis_geometric":
-        changes |= {"mismatch_low": 0.3, "mismatch_high": 3.0}
+    changes: dict[str, Any] = {"rollout_correction": rollout_correction, "aggregation": "sequence_mean"}
+    if rollout_correction == "mis_sequence":
+        changes |= {"rollout_correction_high": 400.0}
+    if rollout_correction == "mis_geometric":
+        changes |= {"rollout_correction_low": 0.3, "rollout_correction_high": 3.0}
     whole, rows = losses(name, groups, ROOMY, 1, **changes), losses(name, cut_up(groups, 5), ROOMY, 2, **changes)
     assert rows[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
     assert rows[1] == pytest.approx(whole[1], rel=1e-5)
@@ -342,11 +347,11 @@ def test_a_rank_with_and_one_without_turns_say_the_same_statistics() -> None:
     for sequences in (made, plain, []):
         row = pack(sequences, [one.engine_logp_T + 1 for one in sequences], split=Split(), device="cpu")
         assert row.old_logp_T is not None
-        found.append({one: value.tolist() for one, value in turn_gaps(row.old_logp_T, row.targets).items()})
+        found.append({one: value.tolist() for one, value in turn_diffs(row.old_logp_T, row.targets).items()})
     assert found[0].keys() == found[1].keys() == found[2].keys()
     tokens = sum(int(one.loss_mask_T.sum()) for one in made)
     stale = sum(int(one.is_stale_T.sum()) for one in made if one.is_stale_T is not None)
     for values in found[:2]:
-        assert sum(count for _, count in values.values()) == sum(gap for gap, _ in values.values()) == tokens - stale
+        assert sum(count for _, count in values.values()) == sum(diff for diff, _ in values.values()) == tokens - stale
     assert not any(map(any, found[2].values()))
     assert sum(value[1] > 0 for value in found[1].values()) == 1

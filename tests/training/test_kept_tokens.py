@@ -36,7 +36,7 @@ BATCHES = [
 
 
 def divided(aggregation: Aggregation, **more: Any) -> tuple[Update, list[list[TrainSequence]], list[int]]:
-    hparams = Hyperparameters(mismatch="icepop", aggregation=aggregation, positive_nll=0.5, **more)
+    hparams = Hyperparameters(rollout_correction="icepop", aggregation=aggregation, positive_nll=0.5, **more)
     old = [np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32) for batch in BATCHES for one in batch]
     made = kept_tokens.without_dropped(BATCHES, old, hparams)
     counts = kept_tokens.counts_of(made).tolist()
@@ -66,14 +66,16 @@ def test_denominators_and_weights_are_of_kept_tokens(
 
 
 def test_an_update_of_which_nothing_is_kept_is_divided_by_one() -> None:
-    update, made, counts = divided("sequence_mean", mismatch_low=3.0)  # ratios of 1 and of e^3, which is above 5
+    update, made, counts = divided(
+        "sequence_mean", rollout_correction_low=3.0
+    )  # ratios of 1 and of e^3, which is above 5
     assert counts == [0, 0, 0]
     assert (update.denominator, update.loss_tokens, update.nll_weight(0.5)) == (1.0, 1, 0.0)
     assert not any(one.loss_weight_T.any() for batch in made for one in batch)
 
 
 def test_a_rank_without_a_sample_counts_nothing() -> None:
-    hparams = Hyperparameters(mismatch="mis_sequence")
+    hparams = Hyperparameters(rollout_correction="mis_sequence")
     assert kept_tokens.without_dropped([[], []], [], hparams) == [[], []]
     assert kept_tokens.counts_of([[], []]).tolist() == [0, 0, 0]
     assert kept_tokens.reweighted([[], []], PLANNED, hparams) == [[], []]
@@ -81,7 +83,7 @@ def test_a_rank_without_a_sample_counts_nothing() -> None:
 
 def test_samples_are_decided_over_their_rows_together() -> None:
     """Of the first, five tokens have a product of e^6; of the last, four have e^3: the bound is e^4."""
-    hparams = Hyperparameters(mismatch="mis_sequence", mismatch_high=float(np.exp(4)))
+    hparams = Hyperparameters(rollout_correction="mis_sequence", rollout_correction_high=float(np.exp(4)))
     old = [np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32) for batch in BATCHES for one in batch]
     made = kept_tokens.without_dropped(BATCHES, old, hparams)
     assert [[bool(one.loss_mask_T.any()) for one in batch] for batch in made] == [[False, False], [False, True]]

@@ -69,7 +69,7 @@ def look(trainer: Any) -> dict[str, Any]:
     right.append(bits_equal(trainer, found["params"]))
     uneven_steps(trainer, VOCAB_SIZE, 97.0, LR, 1)
     right += [all_equal(trainer.params(), sums_of(trainer, frozen)), not bits_equal(trainer, found["params"])]
-    return found | {"right": right, "kept": trainer.round_for(7)}
+    return found | {"right": right, "kept": trainer.round_weights(7)}
 
 
 def clones(trainer: Any) -> dict[str, torch.Tensor]:
@@ -135,7 +135,7 @@ def published(trainer: Any) -> list[str]:
     with trainer._merged.frozen():
         frozen = clones(trainer)
     for version in (1, 2, 1):
-        trainer.round_for(version)
+        trainer.round_weights(version)
         assert all_equal(trainer.params(), sums_of(trainer, frozen, version)), version
         found.append(digest(trainer.params()))
     return found

@@ -19,7 +19,7 @@ from megarl.samples.summaries import summary
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint
-from tests.parallel.worlds import deal, numbers, part, ragged, recipe, run_world, weighted_loss
+from tests.parallel.worlds import assign, numbers, part, ragged, recipe, run_world, weighted_loss
 from tests.training.episodes import cut, episode
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ VOCAB_SIZE = 100  # padded to 256 at TP 2, so that the second rank's half of the
 IDLE_S = 1.0
 STEPS = 200  # of a run that may not grow
 TEMPERATURE = 0.7
-GAP = "logprob_gap_mean"
+DIFF = "logprob_diff_mean"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def explore(trainer: Any) -> dict[str, Any]:
     from megarl.resharding.shards import verify_params
 
     verify_params(megatron_map.shards(trainer.shape, trainer.layout, trainer.rank), trainer.params())
-    batches = deal(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
+    batches = assign(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     facts: dict[str, Any] = {"logprobs": trainer.token_outputs(batches)}
 
     storages = [buffer.grad_data.untyped_storage() for buffer in _buffers(trainer)]
@@ -168,8 +168,8 @@ def test_steps_write_into_the_published_memory(world: list[dict[str, Any]]) -> N
 def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str, Any]]) -> None:
     """The gap is |old - engine|: current and old policy differ after a step, and the first step saw the old one."""
     first, on_policy, off_policy = (world[0][key] for key in ("first", "on_policy", "off_policy"))
-    assert off_policy[GAP] == pytest.approx(first[GAP], rel=1e-5)
-    assert abs(on_policy[GAP] - first[GAP]) > 1e-2 * first[GAP]
+    assert off_policy[DIFF] == pytest.approx(first[DIFF], rel=1e-5)
+    assert abs(on_policy[DIFF] - first[DIFF]) > 1e-2 * first[DIFF]
     (only,), (_, second) = world[0]["grpo"]
     assert only["old_kl"] == 0.0
     assert second["old_kl"] > 1e-4
@@ -177,7 +177,7 @@ def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str,
 
 def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None:
     assert world[0]["first"] == world[1]["first"]
-    assert {"loss", "grad_norm", "entropy", "tokens", GAP, "logprob_gap_max"} == world[0]["first"].keys()
+    assert {"loss", "grad_norm", "entropy", "tokens", DIFF, "logprob_diff_max"} == world[0]["first"].keys()
 
 
 def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
@@ -192,11 +192,11 @@ def test_what_the_model_did_not_sample_has_no_gradient(world: list[dict[str, Any
     It is a part of the context all the same: another one gives other probabilities.
     """
     whole, rows, other = world[0]["episodes"][name]
-    assert whole.keys() == rows.keys() and whole["logprob_gap_turn_3"] > 0 and "logprob_gap_turn_4" not in whole
+    assert whole.keys() == rows.keys() and whole["logprob_diff_turn_3"] > 0 and "logprob_diff_turn_4" not in whole
     assert rows == pytest.approx(whole, rel=1e-4, abs=1e-6)
     assert whole["grad_norm"] > 1e-3
-    assert other["logprob_gap_turn_1"] == pytest.approx(whole["logprob_gap_turn_1"], rel=1e-4)
-    assert other["logprob_gap_turn_2"] != pytest.approx(whole["logprob_gap_turn_2"], rel=1e-4)
+    assert other["logprob_diff_turn_1"] == pytest.approx(whole["logprob_diff_turn_1"], rel=1e-4)
+    assert other["logprob_diff_turn_2"] != pytest.approx(whole["logprob_diff_turn_2"], rel=1e-4)
 
 
 def test_an_idle_rank_leaves_the_cpu_alone(world: list[dict[str, Any]]) -> None:
@@ -213,7 +213,7 @@ def drift(trainer: Any) -> dict[str, Any]:
 
     plan, _, *rest = _step(1)
     still = {name: numbers(trainer.train(name, plan, 0.0, *rest)[0]) for name in ("grpo", "sft")}
-    batches = deal(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
+    batches = assign(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     before, places = trainer.token_outputs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
     kls = [numbers(update).get("reference_kl") for (update,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
     weights = {name: param.clone() for name, param in trainer.params().items()}
@@ -250,7 +250,7 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     tempered_T, plain_T = (_response_logps(small_vocabulary, one) for one in (TEMPERATURE, 1.0))
     distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()  # the engine's logprob of every token is -4
     tolerance = 1e-5 if dtype == "float32" else 5e-3
-    assert last["still"]["grpo"][GAP] == pytest.approx(distance / update.loss_tokens, rel=tolerance)
+    assert last["still"]["grpo"][DIFF] == pytest.approx(distance / update.loss_tokens, rel=tolerance)
     assert last["still"]["sft"]["loss"] == pytest.approx(nll / update.denominator, rel=tolerance)
     assert abs(np.abs(plain_T + 4.0).sum() - distance) > 0.05 * distance
     assert abs(tempered_T.sum() - plain_T.sum()) > 0.05 * nll
@@ -271,9 +271,9 @@ def _response_logps(path: Path, temperature: float) -> np.ndarray:
     return np.concatenate(found)
 
 
-def hand_over(trainer: Any) -> list[int]:
+def onload_for(trainer: Any) -> list[int]:
     """What the process holds at first, without its gradients, and with them again, written to."""
-    batches = deal(ragged(4, 200, seed=5), 0, 1, micro_batches=1)
+    batches = assign(ragged(4, 200, seed=5), 0, 1, micro_batches=1)
     trainer.train_step(part(batches, 50.0), 1e-3, weighted_loss)
     held = [trainer.held_bytes()]
     trainer.offload()
@@ -286,7 +286,7 @@ def hand_over(trainer: Any) -> list[int]:
 def test_lending_gives_the_gradients_memory_back_to_the_machine(tmp_path: Path) -> None:
     """Of the process's resident memory, on CPU: 4 bytes for each of 16 million weights."""
     path = write_checkpoint(tmp_path, vocab_size=32_000, hidden_size=256, num_hidden_layers=1)
-    ((full, lent, again),) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), hand_over)
+    ((full, lent, again),) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), onload_for)
     gradients = 2 * 32_000 * 256 * 4
     assert full - lent > 0.9 * gradients
     assert again - lent > 0.9 * gradients
@@ -316,7 +316,7 @@ def test_memory_is_flat_over_two_hundred_steps(small_vocabulary: Path) -> None:
 
 
 def learn(trainer: Any) -> dict[str, Any]:
-    batches = deal(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
+    batches = assign(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     start = trainer.token_outputs(batches)
     start_weights = {name: param.clone() for name, param in trainer.params().items()}
     norms = [numbers(trainer.train_step(part(batches, 50.0), 1e-5, weighted_loss)) for _ in range(12)]

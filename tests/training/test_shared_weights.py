@@ -19,7 +19,7 @@ from tests.parallel.adapters import LR, VOCAB_SIZE, digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.test_scorers import conversations
-from tests.parallel.worlds import deal, numbers, ragged, recipe, run_ranks
+from tests.parallel.worlds import assign, numbers, ragged, recipe, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
     before, layout = digest(frozen), critic.layout
     set_b(critic)
     sequences = ragged(14, VOCAB_SIZE, seed=3)
-    micro_batches = deal(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
+    micro_batches = assign(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
     tokens = int(sum(one.loss_mask_T.sum() for one in sequences))
     norms = Norms(float(tokens), sum(len(one.token_ids_T) for one in sequences), tokens)
     found, first = [], critic.values_of(micro_batches)

@@ -48,7 +48,7 @@ from megarl.isolation.child import (
 from megarl.isolation.process import as_line
 from megarl.printable import describe_error
 from megarl.types import UserError
-from megarl.types.reward_result import Failure, verdict_of
+from megarl.types.reward_result import Failure, reward_result_of
 
 _STACK_MB = 2  # of a thread, in place of the usual 8
 _THREADS_OF_RUN = 2  # its own, and one more, in which the event loop looks up addresses
@@ -177,10 +177,10 @@ class _RunThread:
         result = self._loop.run_until_complete(self._task)
         if result is None:
             return None
-        verdict = verdict_of(result)
-        if isinstance(verdict, Failure):
-            raise _BadReturn(verdict.words)
-        return [verdict.reward, verdict.correct, verdict.answer]
+        reward_result = reward_result_of(result)
+        if isinstance(reward_result, Failure):
+            raise _BadReturn(reward_result.words)
+        return [reward_result.reward, reward_result.correct, reward_result.answer]
 
     def _cancel(self) -> None:
         if self._task:

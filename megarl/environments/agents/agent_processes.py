@@ -12,13 +12,13 @@ from megarl.environments.agents.chat_client import AT_ONCE, MOST_BYTES
 from megarl.isolation.child import OUT_OF_MEMORY, too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line
-from megarl.types.reward_result import LARGEST, Failure, Verdict
+from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
 
 _GRACE_S = 2.0  # in which a run ends that was cancelled
 _MOST_BEGINS = 3  # of a run that has not asked the model, in processes that others may have ended
 _LONGEST_LINE_BYTES = MOST_BYTES + 2**20
 
-RunResult = Verdict | Failure | None
+RunResult = RewardResult | Failure | None
 Outcome = Literal["answer", "refused", "over"]
 
 
@@ -192,8 +192,8 @@ class AgentWorkers(WorkerPool[AgentProcess]):
                 [int() | float() as reward, bool(correct), str() | None as answer],
                 bool(spoiled),
             ]:
-                if abs(reward) <= LARGEST:
-                    self._end_run(worker, number, Verdict(float(reward), correct, answer), is_spoiled=spoiled)
+                if abs(reward) <= LARGEST_REWARD:
+                    self._end_run(worker, number, RewardResult(float(reward), correct, answer), is_spoiled=spoiled)
                 else:
                     self._replace(worker, GARBAGE)
             case [int(number), "error", str(words), bool(is_spoiled)]:

@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.environments.agents.agent_processes import AgentRun, AgentSettings, AgentWorkers, Outcome, overdue
 from megarl.environments.agents.chat import Access, ChatHandler, ChatRefused, ChatRequest, EpisodeOver
 from megarl.isolation.loop_thread import LoopThread
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 
 _Reply = Callable[[AgentRun, int, Outcome, object], None]
 
@@ -67,7 +67,7 @@ class AgentThread:
         access: Access | None,
         timeout_s: float,
         on_begin: Callable[[], object] = lambda: None,
-    ) -> Verdict | None:
+    ) -> RewardResult | None:
         """Run the agent on a row, whose prompt are these messages: its verdict, or None where it gives none.
 
         None too where the agent has let EpisodeOver pass. `handler.answer` runs in the caller's loop, several at once,

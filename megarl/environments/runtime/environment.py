@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Environment:
         """
         return None
 
-    def reward(self) -> float | Verdict | None | Awaitable[float | Verdict | None]:
+    def reward(self) -> float | RewardResult | None | Awaitable[float | RewardResult | None]:
         """The episode's reward, asked for once at its end; None: the environment has none."""
         return None
 

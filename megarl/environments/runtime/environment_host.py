@@ -14,7 +14,7 @@ Output: first `["ready", schemas, names of `async def` functions, reserved metho
 
     [number, "text", text, reward, done]
     [number, "none"]
-    [number, "verdict", reward, correct, answer]
+    [number, "reward_result", reward, correct, answer]
     [number, "error", kind, words, is_last]       is_last: the process can do no other job
 
 The main thread runs plain functions, one at a time as the parent sends them; another thread's event loop reads the
@@ -49,7 +49,7 @@ from megarl.isolation.child import (
 from megarl.isolation.process import as_line
 from megarl.printable import describe_error
 from megarl.types import UserError
-from megarl.types.reward_result import Failure, verdict_of
+from megarl.types.reward_result import Failure, reward_result_of
 
 JobMessage = list[Any]
 
@@ -176,10 +176,10 @@ class EnvironmentHost:
         if operation == "close" or (result is None and operation != "call"):
             return [number, "none"]
         if operation == "reward":
-            verdict = verdict_of(result)
-            if isinstance(verdict, Failure):
-                raise BadResult(verdict.words)
-            return [number, "verdict", verdict.reward, verdict.correct, verdict.answer]
+            reward_result = reward_result_of(result)
+            if isinstance(reward_result, Failure):
+                raise BadResult(reward_result.words)
+            return [number, "reward_result", reward_result.reward, reward_result.correct, reward_result.answer]
         if operation == "open":
             if not isinstance(result, str):
                 raise BadResult(f"returned a value of type {type(result).__name__}, which is neither text nor None")

@@ -31,7 +31,7 @@ from megarl.environments.runtime.history import (
 from megarl.environments.runtime.results import CallResult
 from megarl.isolation.process import Lost
 from megarl.types import UserError
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _MADE_ANEW = "its state had to be made anew, and"
 _NOT_REPLAYABLE = "it cannot be replayed"
@@ -186,7 +186,7 @@ class EnvironmentPool:
         (result,) = await self._perform(opened, [("reply", text)])
         return None if result is None else self._text(opened, "reply", result)
 
-    async def finish(self, episode: str) -> Verdict | None:
+    async def finish(self, episode: str) -> RewardResult | None:
         """End an episode: the environment's verdict, if it gives one, then its `close`. None after a failure."""
         try:
             opened = self._episodes[episode]
@@ -195,7 +195,7 @@ class EnvironmentPool:
             (result,) = await self._perform(opened, [("reward",)])
             if isinstance(result, JobFailure):
                 raise self._failure(opened, sentence("reward", result))
-            return result if isinstance(result, Verdict) else None
+            return result if isinstance(result, RewardResult) else None
         finally:
             await self.drop(episode)
 

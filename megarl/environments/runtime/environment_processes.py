@@ -13,7 +13,7 @@ from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
 from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import Job, Lost, ProcessEnd, WorkerProcess, as_line
-from megarl.types.reward_result import LARGEST, Verdict
+from megarl.types.reward_result import LARGEST_REWARD, RewardResult
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process
 _GRACE_S = 1.0  # in which a process cancels a call of such a function that takes too long
@@ -51,7 +51,7 @@ class JobFailure:
     seconds: float = 0.0
 
 
-JobResult = CallResult | Verdict | JobFailure | Lost | None
+JobResult = CallResult | RewardResult | JobFailure | Lost | None
 
 
 def call_result(name: str, result: JobResult) -> CallResult:
@@ -218,12 +218,14 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
                 return
             case [int(number), "none"]:
                 pass
-            case [int(number), "text", str(text), int() | float() as reward, bool(done)] if abs(reward) <= LARGEST:
-                result = CallResult(text, float(reward), done)
-            case [int(number), "verdict", int() | float() as reward, bool(correct), str() | None as answer] if (
-                abs(reward) <= LARGEST
+            case [int(number), "text", str(text), int() | float() as reward, bool(done)] if (
+                abs(reward) <= LARGEST_REWARD
             ):
-                result = Verdict(float(reward), correct, answer)
+                result = CallResult(text, float(reward), done)
+            case [int(number), "reward_result", int() | float() as reward, bool(correct), str() | None as answer] if (
+                abs(reward) <= LARGEST_REWARD
+            ):
+                result = RewardResult(float(reward), correct, answer)
             case [int(number), "error", str(kind), str(words), bool(is_last)] if kind in _ERRORS:
                 result = JobFailure(kind, words)  # type: ignore[arg-type]
             case _:

@@ -10,7 +10,7 @@ from megarl.environments.runtime.environment_pool import EnvironmentPool, PoolCo
 from megarl.environments.runtime.environment_processes import EnvironmentSettings, Offer
 from megarl.environments.runtime.results import CallResult
 from megarl.isolation.loop_thread import LoopThread
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards
 
@@ -97,7 +97,7 @@ class EnvironmentThread:
     async def reply(self, episode: str, text: str) -> CallResult | None:
         return await self._thread.run(self._pool.reply(episode, text))
 
-    async def finish(self, episode: str) -> Verdict | None:
+    async def finish(self, episode: str) -> RewardResult | None:
         return await self._thread.run(self._pool.finish(episode))
 
     def shutdown(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megarl.environments.runtime.environment import Observation
 from megarl.printable import short
-from megarl.types.reward_result import LARGEST
+from megarl.types.reward_result import LARGEST_REWARD
 
 CallError = Literal["unknown", "arguments", "raised", "result", "timeout", "memory", "ended"]
 TOOL_ERRORS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})  # errors to be mended in the tool
@@ -43,7 +43,9 @@ def observation_of(result: Any, most_bytes: int) -> Observation:
         return Observation(cut(_text_of(result), most_bytes))
     if not isinstance(result.text, str):
         raise BadResult(f"returned an observation whose text is {short(result.text)}")
-    if not (isinstance(result.reward, Real) and isfinite(result.reward) and abs(float(result.reward)) <= LARGEST):
+    if not (
+        isinstance(result.reward, Real) and isfinite(result.reward) and abs(float(result.reward)) <= LARGEST_REWARD
+    ):
         raise BadResult(f"returned an observation whose reward is {short(result.reward)}")
     return Observation(cut(result.text, most_bytes), float(result.reward), bool(result.done))
 

@@ -12,7 +12,7 @@ from megarl.isolation.loop_thread import LoopThread
 from megarl.rollout.reward_workers.reward_pool import Episodes, Pool
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import WHERE
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 
 DEFAULT = ""  # stands for all sources without a function of their own
 
@@ -34,7 +34,7 @@ def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
     return name if name in reward.by_source else DEFAULT
 
 
-class Scorers:
+class RewardWorkers:
     """The workers of all functions, and the thread whose loop reads their messages.
 
     The constructor waits until every function is imported; UserError if one cannot be.
@@ -50,20 +50,20 @@ class Scorers:
             self.shutdown()
             raise
 
-    async def verdicts(
+    async def reward_results(
         self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
-    ) -> list[Verdict | Failure]:
+    ) -> list[RewardResult | Failure]:
         """One for each response, in order. episodes: as of `Pool.verdicts`.
 
         Raises UserError when the function can no longer be used.
         """
-        return await asyncio.wrap_future(self._verdicts(answer, row, responses, episodes))
+        return await asyncio.wrap_future(self._reward_results(answer, row, responses, episodes))
 
-    def wait_for_verdicts(
+    def wait_for_rewards(
         self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
-    ) -> list[Verdict | Failure]:
-        """`verdicts` where no loop runs."""
-        return self._verdicts(answer, row, responses, episodes).result()
+    ) -> list[RewardResult | Failure]:
+        """`reward_results` where no loop runs."""
+        return self._reward_results(answer, row, responses, episodes).result()
 
     @property
     def slowest_s(self) -> float:
@@ -78,11 +78,11 @@ class Scorers:
         """End and reap the workers; may be called again."""
         self._thread.end(self._end())
 
-    def _verdicts(
+    def _reward_results(
         self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes
-    ) -> Future[list[Verdict | Failure]]:
+    ) -> Future[list[RewardResult | Failure]]:
         pool = self._pools[source_of(self._reward, row)]
-        return self._thread.submit(pool.verdicts(answer, row, responses, episodes))
+        return self._thread.submit(pool.reward_results(answer, row, responses, episodes))
 
     async def _start(self, start_s: float) -> None:
         for source, spec in reward_specs(self._reward, start_s).items():

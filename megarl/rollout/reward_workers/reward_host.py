@@ -28,7 +28,7 @@ from megarl.isolation.function_loading import is_coroutine_function
 from megarl.printable import describe_error
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
 from megarl.types import UserError
-from megarl.types.reward_result import Failure, Verdict, verdict_of
+from megarl.types.reward_result import Failure, RewardResult, reward_result_of
 
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
@@ -66,7 +66,7 @@ def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
             continue
         number, response, *episode = message
         try:
-            result = verdict_of(reward(response, answer, row, **_keywords(episode)))
+            result = reward_result_of(reward(response, answer, row, **_keywords(episode)))
         except BaseException as error:  # a user's function raises any exception, and must not end this process
             result = _failure(error)
         _reply(parent.write, number, result)
@@ -82,7 +82,7 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
         bound = asyncio.timeout(timeout_s)
         try:
             async with bound:
-                result = verdict_of(await reward(response, answer, row, **_keywords(episode)))
+                result = reward_result_of(await reward(response, answer, row, **_keywords(episode)))
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and bound.expired()
             result = Failure(too_long(timeout_s)) if is_late else _failure(error)
@@ -107,9 +107,9 @@ def _failure(error: BaseException) -> Failure:
     return Failure(f"raised {describe_error(error)}")
 
 
-def _reply(write: Callable[[bytes], object], number: int, result: Verdict | Failure) -> None:
+def _reply(write: Callable[[bytes], object], number: int, result: RewardResult | Failure) -> None:
     """Write a response's result; does not return when the memory is full."""
-    if isinstance(result, Verdict):
+    if isinstance(result, RewardResult):
         write(_line([number, result.reward, result.correct, result.answer]))
     else:
         write(_line([number, result.words, result is _OUT_OF_MEMORY]))

@@ -9,15 +9,15 @@ from typing import Any
 from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import ProcessEnd, as_line
-from megarl.rollout.reward_workers.reward_process import AT_ONCE, Request, RewardSpec, VerdictProcess
-from megarl.types.reward_result import LARGEST, Failure, Verdict
+from megarl.rollout.reward_workers.reward_process import AT_ONCE, Request, RewardProcess, RewardSpec
+from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
 
 _BATCH = 16  # the most responses that wait for one that hangs
 _BATCH_S = 0.01
 Episodes = Sequence[Mapping[str, Any] | None]
 
 
-class Pool(WorkerPool[VerdictProcess]):
+class Pool(WorkerPool[RewardProcess]):
     """The workers of one function. Everything happens in the loop that runs `start`."""
 
     def __init__(self, spec: RewardSpec, num_workers: int) -> None:
@@ -25,9 +25,9 @@ class Pool(WorkerPool[VerdictProcess]):
         self._spec = spec
         self.slowest_s = 0.0  # of all verdicts so far
 
-    async def verdicts(
+    async def reward_results(
         self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
-    ) -> list[Verdict | Failure]:
+    ) -> list[RewardResult | Failure]:
         """In the order of the responses. episodes: of each response, or none where they are no episodes.
 
         Raises UserError when the function can no longer be used.
@@ -46,10 +46,10 @@ class Pool(WorkerPool[VerdictProcess]):
         self._feed()
         return await asyncio.gather(*(request.result for request in requests))
 
-    def _new(self) -> VerdictProcess:
-        return VerdictProcess(self._spec)
+    def _new(self) -> RewardProcess:
+        return RewardProcess(self._spec)
 
-    def _started(self, worker: VerdictProcess, message: Sequence[Any]) -> bool:
+    def _started(self, worker: RewardProcess, message: Sequence[Any]) -> bool:
         match message:
             case [bool(is_async), bool(takes_episode)]:
                 worker.is_async, worker.takes_episode = is_async, takes_episode
@@ -62,15 +62,15 @@ class Pool(WorkerPool[VerdictProcess]):
     def _overdue(self) -> ProcessEnd:
         return ProcessEnd("timeout", too_long(self._spec.timeout_s))
 
-    def _receive(self, worker: VerdictProcess, message: list[Any] | None) -> None:
-        result: Verdict | Failure
+    def _receive(self, worker: RewardProcess, message: list[Any] | None) -> None:
+        result: RewardResult | Failure
         match message:
             case [int(number), str(words), bool(is_last)] if number in worker.in_flight:
                 result = Failure(words)
             case [int(number), int() | float() as reward, bool(correct), str() | None as answer] if (
-                number in worker.in_flight and abs(reward) <= LARGEST
+                number in worker.in_flight and abs(reward) <= LARGEST_REWARD
             ):
-                result, is_last = Verdict(reward, correct, answer), False
+                result, is_last = RewardResult(reward, correct, answer), False
             case _:
                 self._replace(worker, GARBAGE)
                 return
@@ -87,7 +87,7 @@ class Pool(WorkerPool[VerdictProcess]):
             worker.batch = max(1, min(_BATCH, int(_BATCH_S / max(pace_s, 1e-6))))
         self._feed()
 
-    def _fill(self, worker: VerdictProcess) -> None:
+    def _fill(self, worker: RewardProcess) -> None:
         if not worker.has_room():
             return
         now, most = self._loop.time(), AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch
@@ -106,6 +106,6 @@ class Pool(WorkerPool[VerdictProcess]):
                 break
         worker.batch_began, worker.batch_size = now, max(taken, 1)
 
-    def _settle(self, job: Request, result: Verdict | Failure) -> None:
+    def _settle(self, job: Request, result: RewardResult | Failure) -> None:
         self.slowest_s = max(self.slowest_s, self._loop.time() - job.began)
         super()._settle(job, result)

@@ -37,7 +37,7 @@ class Request(Job):
     episode: Mapping[str, Any] | None
 
 
-class VerdictProcess(WorkerProcess):
+class RewardProcess(WorkerProcess):
     """One process of a reward function."""
 
     def __init__(self, spec: RewardSpec) -> None:

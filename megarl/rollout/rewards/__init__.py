@@ -11,7 +11,8 @@ from megarl.isolation.function_loading import load_object
 from megarl.printable import short
 from megarl.types import UserError
 from megarl.types.reward_result import Failure as Failure
-from megarl.types.reward_result import Verdict as Verdict
+from megarl.types.reward_result import RewardResult as RewardResult
+from megarl.types.reward_result import refuse_earlier_name
 
 WHERE = "reward.function"
 _FORM = "write module:function, for example megarl.rollout.rewards.exact:score"
@@ -21,6 +22,10 @@ _FORM = "write module:function, for example megarl.rollout.rewards.exact:score"
 # A function with the parameter `episode` gets that keyword, too: an `episode_dict`, or None where it is no episode.
 Reward = Callable[..., Any]
 EPISODE = "episode"
+
+
+def __getattr__(name: str) -> object:
+    refuse_earlier_name(__name__, name)
 
 
 def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> Reward:

@@ -25,7 +25,7 @@ from megarl.isolation import http_service, sandbox
 from megarl.isolation.sandbox import Outcome, SandboxLimits
 from megarl.rollout.rewards.code_tests import Suite, TestReport, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
 _BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
@@ -46,7 +46,7 @@ def score(
     url: str | None = None,
     partial: bool = False,
     wrong: float = 0.0,
-) -> Verdict:
+) -> RewardResult:
     """1 when the last ```python block of the response passes all tests in row[tests], else wrong; see read_tests.
 
     timeout_s: of one test; total_s: of all, those not reached by then fail. partial: the share of passed
@@ -59,7 +59,7 @@ def score(
     suite = read_tests(row[tests])
     blocks = _BLOCK.findall(response)
     if not blocks:
-        return Verdict(wrong, False)
+        return RewardResult(wrong, False)
     limits = SandboxLimits(
         wall_s=total_s,
         cpu_s=math.ceil(timeout_s) + 1,
@@ -72,8 +72,8 @@ def score(
     passed = _passed(runner, blocks[-1], suite, stop=not partial)
     num_passed = sum(passed)
     if num_passed == len(passed):
-        return Verdict(1.0, True)
-    return Verdict(num_passed / len(passed) if partial and num_passed else wrong, False)
+        return RewardResult(1.0, True)
+    return RewardResult(num_passed / len(passed) if partial and num_passed else wrong, False)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
-from megarl.types.reward_result import Verdict, verdict_of
+from megarl.types.reward_result import RewardResult, reward_result_of
 
 THINK_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?P<answer>(?:(?!</?answer>).)*)</answer>"
 
@@ -24,7 +24,7 @@ def score(
     reward: float = 1.0,
     wrong: float = 0.0,
     episode: Mapping[str, Any] | None = None,
-) -> float | Verdict:
+) -> float | RewardResult:
     """`wrong` unless the whole response, without white space around it, matches the pattern, where . is any character.
 
     Else `reward`. With a function (`module:function`, and arguments for it) `reward` plus the function's reward for the
@@ -34,17 +34,17 @@ def score(
     """
     found = re.fullmatch(pattern, response.strip(), re.DOTALL)
     if found is None:
-        return Verdict(wrong, False, "")
+        return RewardResult(wrong, False, "")
     if function is None:
         return reward
     given = found.groupdict().get("answer", response) or ""  # a group that took no part in the match is None
     inner = _inner(function)
     more = {EPISODE: episode} if takes_episode(inner) else {}
-    verdict = verdict_of(inner(given.strip(), answer, row, **more, **(arguments or {})))
-    if not isinstance(verdict, Verdict):
-        raise ValueError(f"{function} {verdict.words}")
-    own_answer = given.strip() if verdict.answer is None else verdict.answer
-    return Verdict(reward + verdict.reward, verdict.correct, own_answer)
+    reward_result = reward_result_of(inner(given.strip(), answer, row, **more, **(arguments or {})))
+    if not isinstance(reward_result, RewardResult):
+        raise ValueError(f"{function} {reward_result.words}")
+    own_answer = given.strip() if reward_result.answer is None else reward_result.answer
+    return RewardResult(reward + reward_result.reward, reward_result.correct, own_answer)
 
 
 @lru_cache(maxsize=8)

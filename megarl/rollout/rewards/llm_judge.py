@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 PROMPT = """You grade an answer to a question.
 
@@ -76,7 +76,7 @@ async def score(
     max_tokens: int = 1024,
     correct_from: float = 1.0,
     insecure: bool = False,
-) -> Verdict:
+) -> RewardResult:
     """1 or 0 by the judge's last line `VERDICT: CORRECT` or `VERDICT: INCORRECT`, or x of `SCORE: x`, from 0 to 1.
 
     url: up to and without /chat/completions. question: the row's column that has it. retries: further tries after
@@ -100,7 +100,7 @@ async def score(
             value = await _value(post, retries)
     except TimeoutError:
         raise JudgeError(f"no verdict from {parts.hostname} within {timeout_s:g} s") from None
-    return Verdict(value, value >= correct_from)
+    return RewardResult(value, value >= correct_from)
 
 
 @functools.cache

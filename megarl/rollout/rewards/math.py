@@ -10,7 +10,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _TAIL = 1000  # characters in which a final answer is looked for where nothing is boxed
 _LONGEST = 400  # characters of an answer; data sets have no longer ones
@@ -37,7 +37,9 @@ _TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig(
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that there is no timeout; the worker has one
 
 
-def score(response: str, answer: str, row: Mapping[str, Any], *, correct: float = 1.0, wrong: float = 0.0) -> Verdict:
+def score(
+    response: str, answer: str, row: Mapping[str, Any], *, correct: float = 1.0, wrong: float = 0.0
+) -> RewardResult:
     """`correct` if the last \\boxed{...}, or else the final answer in the end of the text, equals the answer.
 
     Expressions that would be costly to compute (towers of exponents, endless numbers), sums, integrals and limits are
@@ -45,16 +47,16 @@ def score(response: str, answer: str, row: Mapping[str, Any], *, correct: float 
     `reward.on_failure: penalise` it counts as wrong too.
     """
     given = final_answer(response)
-    right = Verdict(correct, True, _bare(answer))
+    right = RewardResult(correct, True, _bare(answer))
     if given and _bare(given) == _bare(answer):
         return right
     if not given or is_hostile(given, answer) or (_UNDONE.search(given) and not _UNDONE.search(answer)):
-        return Verdict(wrong, False, _bare(given) if given.startswith("\\boxed") else "")
+        return RewardResult(wrong, False, _bare(given) if given.startswith("\\boxed") else "")
     gold = _gold(answer)
     found = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
     if gold and found and verify(gold, found, timeout_seconds=None):
         return right
-    return Verdict(wrong, False, str(found[-1]) if found else "")
+    return RewardResult(wrong, False, str(found[-1]) if found else "")
 
 
 def final_answer(response: str) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _WRAP = r"(?:[\s*_$({\[`\"'<>]|\\\()*"
 _WRAPS = rf"{_WRAP}(?:\\(?:text|textbf|mathrm|mathbf|boxed)\{{)?{_WRAP}"
@@ -30,12 +30,12 @@ def score(
     options: str = "ABCDEFGHIJ",
     correct: float = 1.0,
     wrong: float = 0.0,
-) -> Verdict:
+) -> RewardResult:
     """`correct` if the response chooses the answer's letter, one of the options, else `wrong`."""
     letter = answer.strip().strip("()[].*").upper()
     given = chosen(response, options)
     is_right = bool(letter) and given == letter
-    return Verdict(correct if is_right else wrong, is_right, given or "")
+    return RewardResult(correct if is_right else wrong, is_right, given or "")
 
 
 def chosen(response: str, options: str) -> str | None:

@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _LONGEST = 1000  # characters of an answer; those of data sets have a few words
@@ -23,7 +23,7 @@ def score(
     answers: str = "golden_answers",
     correct: float = 1.0,
     wrong: float = 0.0,
-) -> Verdict:
+) -> RewardResult:
     """`correct` if the response's last <answer>...</answer> equals a reference, else `wrong`.
 
     References are the texts in the row's column `answers`, or `answer` alone where the row has none. Letter case,
@@ -33,7 +33,7 @@ def score(
     references = row.get(answers) or [answer]
     right = {_plain(one) for one in ([references] if isinstance(references, str) else references)}
     is_correct = bool(given) and given in right
-    return Verdict(correct if is_correct else wrong, is_correct, given)
+    return RewardResult(correct if is_correct else wrong, is_correct, given)
 
 
 def _last(response: str) -> str:

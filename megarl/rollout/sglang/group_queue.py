@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from megarl.rollout.load_balancing import Capacity, CompletedSample, Dealer
+from megarl.rollout.load_balancing import Capacity, CompletedSample, RequestBalancer
 
 
 class GroupQueue:
@@ -21,7 +21,7 @@ class GroupQueue:
 
     def __init__(self, capacity: Capacity, groups: int, longest_response: int) -> None:
         """capacity: of each group."""
-        self._dealer = Dealer([capacity] * groups, longest_response)
+        self._balancer = RequestBalancer([capacity] * groups, longest_response)
         self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()  # with the tokens of the prompt
         self._placed: dict[str, tuple[int, int]] = {}  # group and tokens of the prompt, by request
         self._completed: list[CompletedSample] = []
@@ -34,13 +34,13 @@ class GroupQueue:
             return
         placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((placed, prompt_tokens))
-        self._deal()
+        self._assign()
         try:
             self._placed[request] = await placed, prompt_tokens
         except asyncio.CancelledError:
             if placed.done() and not placed.cancelled():
-                self._dealer.withdraw(placed.result(), prompt_tokens)
-                self._deal()
+                self._balancer.withdraw(placed.result(), prompt_tokens)
+                self._assign()
             raise
 
     def group_of(self, request: str) -> int:
@@ -50,16 +50,16 @@ class GroupQueue:
     def withdraw(self, request: str) -> None:
         """The request was not sent, or was aborted before it ran."""
         if request in self._placed:
-            self._dealer.withdraw(*self._placed.pop(request))
-            self._deal()
+            self._balancer.withdraw(*self._placed.pop(request))
+            self._assign()
 
     def finish(self, request: str, response_tokens: int) -> None:
         """The request has finished, as a response or by an abort; a conversation goes on."""
         if request in self._placed:
             group, prompt_tokens = self._placed.pop(request)
-            self._dealer.finish(group, prompt_tokens, response_tokens)
+            self._balancer.finish(group, prompt_tokens, response_tokens)
             self._report(CompletedSample(group, prompt_tokens, response_tokens))
-            self._deal()
+            self._assign()
 
     def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """The conversation has ended, with so many tokens after its prompt; perhaps without any turn.
@@ -68,9 +68,9 @@ class GroupQueue:
         """
         group, placed_tokens = self._placed.pop(conversation, (0, None))
         if placed_tokens is not None:
-            self._dealer.finish(group, placed_tokens, response_tokens)
+            self._balancer.finish(group, placed_tokens, response_tokens)
         self._report(CompletedSample(group, prompt_tokens, response_tokens))
-        self._deal()
+        self._assign()
 
     async def take_completed(self) -> list[CompletedSample]:
         """What has finished since the last call, as soon as anything has."""
@@ -83,11 +83,11 @@ class GroupQueue:
         self._completed.append(sample)
         self._has_finished.set()
 
-    def _deal(self) -> None:
+    def _assign(self) -> None:
         while self._waiting:
             placed, prompt_tokens = self._waiting[0]
             if not placed.cancelled():
-                group = self._dealer.deal(prompt_tokens)
+                group = self._balancer.assign(prompt_tokens)
                 if group is None:
                     return
                 placed.set_result(group)

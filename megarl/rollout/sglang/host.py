@@ -59,8 +59,8 @@ class Host:
         remove_dead(PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
         self._entry = scheduler.SchedulerEntry(self._folder.path, settings)
-        make_counter_file(self._entry.rounds_path, settings.tp)
-        self._standstill = Standstill(self._entry.rounds_path, settings.timeout_s)
+        make_counter_file(self._entry.loop_counts_path, settings.tp)
+        self._standstill = Standstill(self._entry.loop_counts_path, settings.timeout_s)
         self._relay: Any = None
         if settings.span and settings.dp > 1:
             from megarl.rollout.sglang.relay import Relay

@@ -17,7 +17,7 @@ _EXEMPT = -1  # the current operation has a timeout of its own
 PEERS_S = 5.0  # a process that waits for a hanging one is reported this much later than the hanging one
 
 
-class Rounds:
+class LoopCounter:
     """The counter of one scheduler, 0 before its loop begins; a round is a forward pass, or a check for requests."""
 
     def __init__(self, file: Path, index: int) -> None:

@@ -19,7 +19,7 @@ from megarl.cpu import sglang_attention, sglang_patches
 from megarl.device import DEVICE, use_loopback, use_sglang_nccl_settings
 from megarl.rollout.sglang import adapter_slot, deterministic
 from megarl.rollout.sglang.arguments import EngineSettings
-from megarl.rollout.sglang.loop_counts import Rounds
+from megarl.rollout.sglang.loop_counts import LoopCounter
 
 
 def set_environment(*, whole_shared: bool = False) -> None:
@@ -65,7 +65,7 @@ class SchedulerEntry:
         return self.directory / f"scheduler-{tp_rank}.log"
 
     @property
-    def rounds_path(self) -> Path:
+    def loop_counts_path(self) -> Path:
         """The file in which the schedulers count the rounds of their event loops."""
         return self.directory / "rounds"
 
@@ -107,7 +107,7 @@ class SchedulerEntry:
                 adapter_slot.start_empty(self.settings.adapter)
             from sglang.srt.managers import scheduler
 
-            rounds = Rounds(self.rounds_path, tp_rank - self.settings.first_rank)
+            rounds = LoopCounter(self.loop_counts_path, tp_rank - self.settings.first_rank)
             if DEVICE == "cuda":
                 _reserve_memory(scheduler, gpu_id, self.settings.reserve_bytes)
             _patch_scheduler(scheduler, rounds, has_adapter=self.settings.adapter is not None)
@@ -184,7 +184,7 @@ def _reserve_memory(scheduler: Any, gpu_id: int, num_bytes: int) -> None:
     scheduler.Scheduler = MemoryReservingScheduler
 
 
-def _patch_scheduler(scheduler: Any, rounds: Rounds, *, has_adapter: bool) -> None:
+def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) -> None:
     """Replace SGLang's scheduler class.
 
     Each attention DP group gets its own seed: with SGLang's single one all would draw the same samples of a prompt. The
@@ -217,7 +217,7 @@ def _patch_scheduler(scheduler: Any, rounds: Rounds, *, has_adapter: bool) -> No
     scheduler.Scheduler = PatchedScheduler
 
 
-def _report_failed_loads(rounds: Rounds) -> None:
+def _report_failed_loads(rounds: LoopCounter) -> None:
     """Answer a weight update whose loader raised with the error; SGLang's scheduler would end.
 
     The ranks exchange their errors, because only rank 0 answers.

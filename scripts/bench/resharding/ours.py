@@ -45,7 +45,7 @@ class Megarl:
         )
         num_rounds = torch.tensor(streams.rounds_needed(self._round_bytes))
         dist.all_reduce(num_rounds, dist.ReduceOp.MAX)
-        self._executor = Executor(streams.deal(num_rounds.tolist()), self._sources, self._targets)
+        self._executor = Executor(streams.assign(num_rounds.tolist()), self._sources, self._targets)
 
     def run(self) -> None:
         """Fill the targets."""

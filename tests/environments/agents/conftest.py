@@ -13,7 +13,7 @@ import pytest
 from megarl.environments.agents.agent_processes import AgentSettings
 from megarl.environments.agents.agent_thread import AgentThread
 from megarl.environments.agents.chat import ChatAnswer, ChatRefused, ChatRequest, EpisodeOver
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 
 class Scripted:
@@ -71,12 +71,12 @@ class Agents:
 
     async def run(self, do: str, handler: Scripted | None = None, *, timeout_s: float = 60.0, **row: Any) -> Any:
         """The reward, or None. The row is `do` and the other keywords."""
-        verdict = await self.verdict(do, handler, timeout_s=timeout_s, **row)
-        return verdict and verdict.reward
+        reward_result = await self.reward_result(do, handler, timeout_s=timeout_s, **row)
+        return reward_result and reward_result.reward
 
-    async def verdict(
+    async def reward_result(
         self, do: str, handler: Scripted | None = None, *, timeout_s: float = 60.0, **row: Any
-    ) -> Verdict | None:
+    ) -> RewardResult | None:
         prompt = [{"role": "user", "content": "prompt"}]
         handler = handler or Scripted()
         return await self.thread.run({"do": do, **row}, prompt, 5, handler, row.get("access"), timeout_s)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.environments import Chat, EpisodeOver, Verdict
+from megarl.environments import Chat, EpisodeOver, RewardResult
 
 _kept: list[Any] = []
 prepared: list[Any] = []
@@ -49,7 +49,7 @@ async def run(chat: Chat, row: Mapping[str, Any], worth: float = 1.0) -> Any:
 run.prepare = lambda worth=1.0: prepared.append(worth)  # type: ignore[attr-defined]
 
 
-async def _play(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
+async def _play(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResult:
     messages = [*chat.prompt, *user(row["say"])]
     chat.prompt.clear()
     for _ in range(2):
@@ -57,7 +57,7 @@ async def _play(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
         messages += [message, *user("again")]
     words = [message["content"] for message in messages]
     told = [*words, chat.seed, chat.url, chat.key, chat.socket, len(chat.prompt), prepared]
-    return Verdict(worth, True, repr(told))
+    return RewardResult(worth, True, repr(told))
 
 
 async def _return(chat: Chat, row: Mapping[str, Any], worth: float) -> Any:
@@ -72,13 +72,13 @@ async def _raise(chat: Chat, row: Mapping[str, Any], worth: float) -> None:
     raise {"key": KeyError("x"), "exit": SystemExit(3), "cancelled": asyncio.CancelledError()}[row["error"]]
 
 
-async def _together(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
+async def _together(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResult:
     """Sub-agents that need each other's requests to be open."""
 
     async def sub(name: str) -> str:
         return (await chat(user(name)))["content"]
 
-    return Verdict(0.5, False, " ".join(await asyncio.gather(*map(sub, row["names"]))))
+    return RewardResult(0.5, False, " ".join(await asyncio.gather(*map(sub, row["names"]))))
 
 
 async def _hang(chat: Chat, row: Mapping[str, Any], worth: float) -> None:
@@ -152,7 +152,7 @@ async def _print(chat: Chat, row: Mapping[str, Any], worth: float) -> float:
     return worth
 
 
-async def _refused(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
+async def _refused(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResult:
     """The words of every request that cannot be answered, and that of one that can."""
     circle: list[Any] = []
     circle.append(circle)
@@ -164,10 +164,10 @@ async def _refused(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
         except ValueError as error:
             words.append(str(error))
     words.append((await chat(user("\x00\u2028" * 1000)))["content"][:5])
-    return Verdict(0.0, False, "|".join(words))
+    return RewardResult(0.0, False, "|".join(words))
 
 
-async def _over(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
+async def _over(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResult:
     """Ask again and again after the end."""
     words = []
     for _ in range(3):
@@ -175,7 +175,7 @@ async def _over(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
             await chat(user("over"))
         except EpisodeOver as error:
             words.append(str(error))
-    return Verdict(worth, True, "|".join(words))
+    return RewardResult(worth, True, "|".join(words))
 
 
 async def _let_over_pass(chat: Chat, row: Mapping[str, Any], worth: float) -> float:
@@ -213,13 +213,13 @@ async def _impatient(chat: Chat, row: Mapping[str, Any], worth: float) -> float:
     return worth
 
 
-async def _in_threads(chat: Chat, row: Mapping[str, Any], worth: float) -> Verdict:
+async def _in_threads(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResult:
     """Plain code in a thread that asks in a loop of its own."""
 
     def plain() -> str:
         return asyncio.run(chat(user("deep")))["content"]
 
-    return Verdict(worth, True, await asyncio.to_thread(plain))
+    return RewardResult(worth, True, await asyncio.to_thread(plain))
 
 
 async def _leave(chat: Chat, row: Mapping[str, Any], worth: float) -> int:

@@ -18,7 +18,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "arguments", "fault"),
+    ("agent", "arguments", "error"),
     [
         ("odd_agents", {}, "episode.agent: 'odd_agents' is not module:name; write module:name, for example"),
         ("no_such_module:run", {}, "episode.agent: no_such_module cannot be imported (ModuleNotFoundError"),
@@ -34,7 +34,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("odd_agents:run", {"row": 1}, "episode.arguments: odd_agents:run cannot be called with them: multiple values"),
     ],
 )
-def test_what_cannot_be_used_is_a_error(agent: str, arguments: dict[str, Any], error: str) -> None:
+def test_what_cannot_be_used_is_an_error(agent: str, arguments: dict[str, Any], error: str) -> None:
     with pytest.raises(UserError) as caught:
         load_agent(agent, arguments)
     assert str(caught.value).startswith(error) and "\n" not in str(caught.value)

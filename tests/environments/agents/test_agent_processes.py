@@ -168,13 +168,13 @@ def test_runs_are_dealt_to_the_process_with_the_fewest(build: Build, tmp_path: P
     asyncio.run(scenario())
 
 
-def test_what_cannot_be_used_is_a_error(build: Build) -> None:
+def test_what_cannot_be_used_is_an_error(build: Build) -> None:
     with pytest.raises(UserError) as caught:
         build("odd_agents:plain")
     assert str(caught.value).startswith("episode.agent: odd_agents:plain is not an async def function")
 
 
-def test_an_agent_that_can_no_longer_be_imported_is_a_error(
+def test_an_agent_that_can_no_longer_be_imported_is_an_error(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "once.py").write_text("import os\nasync def run(chat, row):\n    os._exit(1)\n")

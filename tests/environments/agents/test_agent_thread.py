@@ -18,15 +18,15 @@ from megarl.environments.agents.agent_processes import AgentSettings
 from megarl.environments.agents.agent_thread import AgentFailure, agent_settings
 from megarl.environments.agents.chat import Access
 from megarl.environments.agents.chat_client import AT_ONCE
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 from tests.environments.agents.conftest import Agents, Scripted
 
 Build = Callable[..., Agents]
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_an_agent_asks_and_gives_a_verdict(agents: Agents) -> None:
-    async def scenario() -> tuple[Verdict | None, Scripted]:
+def test_an_agent_asks_and_gives_a_reward_result(agents: Agents) -> None:
+    async def scenario() -> tuple[RewardResult | None, Scripted]:
         handler = Scripted()
         access = Access("http://127.0.0.1:1/v1", "secret", "/tmp/socket")
         tools = [{"type": "function", "function": {"name": "add"}}]
@@ -34,21 +34,21 @@ def test_an_agent_asks_and_gives_a_verdict(agents: Agents) -> None:
         prompt = [{"role": "user", "content": "prompt"}]
         return await agents.thread.run(row, prompt, 5, handler, access, 60.0), handler
 
-    verdict, handler = asyncio.run(scenario())
+    reward_result, handler = asyncio.run(scenario())
     words = ["prompt", "hello", "heard hello", "again", "heard again", "again"]
     told = [*words, 5, "http://127.0.0.1:1/v1", "secret", "/tmp/socket", 1, [0.25]]
-    assert verdict == Verdict(0.25, True, repr(told))
+    assert reward_result == RewardResult(0.25, True, repr(told))
     assert [len(request.messages) for request in handler.requests] == [2, 4]
     assert handler.requests[1].messages[2] == {"role": "assistant", "content": "heard hello"}
     assert handler.requests[0].tools == [{"type": "function", "function": {"name": "add"}}]
     assert "secret" not in repr(Access("url", "secret", "socket"))
 
 
-def test_values_that_are_verdicts(agents: Agents) -> None:
+def test_values_that_are_reward_results(agents: Agents) -> None:
     async def scenario() -> list[Any]:
-        return [await agents.verdict("return", value=value) for value in ("none", "int", "true")]
+        return [await agents.reward_result("return", value=value) for value in ("none", "int", "true")]
 
-    assert asyncio.run(scenario()) == [None, Verdict(1.0, True), Verdict(1.0, True)]
+    assert asyncio.run(scenario()) == [None, RewardResult(1.0, True), RewardResult(1.0, True)]
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,17 @@ def test_a_failure_says_what_the_agent_did(agents: Agents, row: dict[str, Any], 
 
 def test_sub_agents_ask_at_once(agents: Agents) -> None:
     found = asyncio.run(_with(agents, Scripted(together=2), "together", names=["a", "b"]))
-    assert found == Verdict(0.5, False, "heard a heard b")
+    assert found == RewardResult(0.5, False, "heard a heard b")
 
 
 def test_plain_code_in_a_thread_asks_too(agents: Agents) -> None:
-    assert asyncio.run(_with(agents, Scripted(), "in_threads")) == Verdict(0.25, True, "heard deep")
+    assert asyncio.run(_with(agents, Scripted(), "in_threads")) == RewardResult(0.25, True, "heard deep")
 
 
 def test_requests_that_cannot_be_answered_are_refused_in_a_sentence(agents: Agents) -> None:
-    verdict = asyncio.run(_with(agents, Scripted(), "refused"))
-    assert verdict and verdict.answer
-    words = verdict.answer.split("|")
+    reward_result = asyncio.run(_with(agents, Scripted(), "refused"))
+    assert reward_result and reward_result.answer
+    words = reward_result.answer.split("|")
     assert words[:2] == ["messages is not a list of dicts"] * 2
     assert words[2] == "the request is no JSON (Circular reference detected)"
     assert "surrogates not allowed" in words[3] and "float values are not JSON" in words[4]
@@ -97,15 +97,15 @@ def test_requests_that_cannot_be_answered_are_refused_in_a_sentence(agents: Agen
 
 def test_an_episode_that_is_over_stays_over(agents: Agents) -> None:
     handler = Scripted()
-    verdict = asyncio.run(_with(agents, handler, "over"))
-    assert verdict == Verdict(0.25, True, "|".join(["max_turns is reached"] * 3))
+    reward_result = asyncio.run(_with(agents, handler, "over"))
+    assert reward_result == RewardResult(0.25, True, "|".join(["max_turns is reached"] * 3))
     assert len(handler.requests) == 1, "the process itself refuses those that follow"
     assert asyncio.run(_with(agents, Scripted(), "let_over_pass")) is None
 
 
 def test_requests_that_nobody_waits_for_are_cancelled(agents: Agents) -> None:
     handler = Scripted()
-    assert asyncio.run(_with(agents, handler, "impatient")) == Verdict(0.25, False)
+    assert asyncio.run(_with(agents, handler, "impatient")) == RewardResult(0.25, False)
     assert handler.cancelled == 2 and handler.open == 0
 
 
@@ -186,5 +186,5 @@ def test_a_worker_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-async def _with(agents: Agents, handler: Scripted, do: str, **row: Any) -> Verdict | None:
-    return await agents.verdict(do, handler, **row)
+async def _with(agents: Agents, handler: Scripted, do: str, **row: Any) -> RewardResult | None:
+    return await agents.reward_result(do, handler, **row)

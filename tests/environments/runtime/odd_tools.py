@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.environments import Environment, Observation, Verdict
+from megarl.environments import Environment, Observation, RewardResult
 
 _kept: list[Any] = []
 
@@ -213,7 +213,7 @@ class Counter(Environment):
     def reward(self) -> Any:
         if "reward" in self._row:
             return misbehave(self._row["reward"])
-        return Verdict(float(self._sum), self._sum > 10)
+        return RewardResult(float(self._sum), self._sum > 10)
 
     def close(self) -> None:
         if self._closed:

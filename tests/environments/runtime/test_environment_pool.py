@@ -237,7 +237,7 @@ def test_an_episode_is_named_once(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "fault"),
+    ("settings", "error"),
     [
         ({"tools": ("odd_tools:nothing_there",)}, "episode.tools: odd_tools has no 'nothing_there'"),
         ({"tools": ("odd_tools:misbehave",), "arguments": {"x": 1}}, "episode.arguments: no tool takes 'x'"),
@@ -246,7 +246,7 @@ def test_an_episode_is_named_once(play: Play) -> None:
         ({"tools": ("late:tool",), "start_s": 1.0}, "episode.tools: late:tool was not imported within 1 s"),
     ],
 )
-def test_what_cannot_be_used_is_a_error(
+def test_what_cannot_be_used_is_an_error(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], error: str
 ) -> None:
     (tmp_path / "dying.py").write_text("import os\nos._exit(5)\n")
@@ -262,7 +262,7 @@ def test_what_cannot_be_used_is_a_error(
 
 
 @pytest.mark.slow
-def test_tools_that_can_no_longer_be_imported_are_a_error(
+def test_tools_that_can_no_longer_be_imported_are_an_error(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "once.py").write_text('import os\ndef tool() -> str:\n    """End."""\n    os._exit(1)\n')

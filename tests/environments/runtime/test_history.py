@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.environments import Verdict
+from megarl.environments import RewardResult
 from megarl.environments.runtime.environment_pool import EnvironmentPool, PoolCounts, ReplayFailure
 from megarl.environments.runtime.environment_processes import JobFailure
 from megarl.environments.runtime.history import from_json, to_json
@@ -48,7 +48,7 @@ def test_an_episode_goes_on_in_another_process_as_if_nothing_had_been(play: Play
         left = await pool.leave("again", 4)
         assert await pool.resume("again", ROW, 5, left) == 4, "the name is free, and what it went on with is in it"
         assert await texts(pool, "again", add(1)) == ["10"]
-        assert await pool.finish("again") == Verdict(10.0, False)
+        assert await pool.finish("again") == RewardResult(10.0, False)
 
     play(scenario, environment=COUNTER, workers=2)
 
@@ -67,7 +67,7 @@ def test_a_call_that_was_cut_leaves_no_trace(play: Play, tmp_path: Path) -> None
         assert await texts(pool, "b", lose) == [LATE]
         assert await texts(pool, "b", add(0)) == ["5"]
         assert await texts(pool, "b", lose) == [LATE]
-        assert await pool.finish("b") == Verdict(5.0, False)
+        assert await pool.finish("b") == RewardResult(5.0, False)
         assert pool.counts == PoolCounts(0, 2, 0)
         assert (tmp_path / "closed").read_text() == "one\n" * 4
 
@@ -84,7 +84,7 @@ def test_a_call_that_was_given_up_leaves_no_trace_in_the_reward(play: Play) -> N
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await pool.call("a", [("lose", {"what": "wait"})])
-        assert await pool.finish("a") == Verdict(2.0, False)
+        assert await pool.finish("a") == RewardResult(2.0, False)
         assert pool.counts == PoolCounts(0, 1, 0)
 
     play(scenario, environment=COUNTER)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.environments import Verdict
+from megarl.environments import RewardResult
 from megarl.environments.runtime.environment_pool import EnvironmentFailure, EnvironmentPool, PoolCounts
 from megarl.environments.runtime.results import CallResult
 
@@ -57,7 +57,7 @@ def test_an_episode_has_an_instance_with_its_seed(play: Play, tmp_path: Path) ->
         answer = await pool.reply("a", "well")
         assert answer and (answer.text, answer.reward, answer.done, answer.error) == ("well", 6.0, False, None)
         assert await pool.reply("b", "end") is None
-        assert await pool.finish("a") == Verdict(6.0, False)
+        assert await pool.finish("a") == RewardResult(6.0, False)
         await pool.drop("b")
         assert (tmp_path / "closed").read_text() == "first\nsecond\n"
         assert pool.counts == PoolCounts(0, 0, 0)
@@ -70,7 +70,7 @@ def test_all_of_an_environment_may_be_async(play: Play) -> None:
         assert await pool.open(name, {}, 0) == "begun"
         answer = await pool.reply(name, name)
         assert answer and answer.text == name
-        assert await pool.finish(name) == Verdict(0.5, False)
+        assert await pool.finish(name) == RewardResult(0.5, False)
 
     async def scenario(pool: EnvironmentPool) -> None:
         assert pool.has_reply
@@ -103,7 +103,7 @@ def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None
             draws = [(str(dice.randrange(10**9)), None) for _ in range(4)]
             assert results[:3] == [(str(number), None), *draws[:2]]
             assert results[3][1] == (error if number == 3 else None)
-            assert results[4:] == [*draws[2:], (str(total), None), Verdict(float(total), False)]
+            assert results[4:] == [*draws[2:], (str(total), None), RewardResult(float(total), False)]
         counts = pool.counts
         assert counts.ended == 1 and counts.lost == 0 and 1 <= counts.replayed <= 8
         assert pool.pids() != before and len(pool.pids()) == 1
@@ -129,7 +129,7 @@ def test_it_is_found_out_which_async_call_is_to_blame(play: Play, what: str) -> 
             error = "ended" if what in ("exit 3", "subtask") else "timeout"
             assert results[:2] == [(str(number), None), draws[0]]
             assert results[2] == ("sleep 0.05", None) if number != 3 else results[2][1] == error
-            assert results[3:] == [draws[1], Verdict(float(number), False)]
+            assert results[3:] == [draws[1], RewardResult(float(number), False)]
         assert pool.counts.lost == 0
 
     play(scenario, environment=COUNTER, call_timeout_s=1.5)
@@ -145,7 +145,7 @@ def test_an_idle_episode_is_replayed_when_it_goes_on(play: Play) -> None:
         await kill_idle(pool)
         assert await one(pool, "a", add(0)) == ("1010", None)
         assert pool.counts == PoolCounts(1, 1, 0)
-        assert await pool.finish("a") == Verdict(1010.0, True)
+        assert await pool.finish("a") == RewardResult(1010.0, True)
 
     play(scenario, environment=COUNTER)
 
@@ -223,7 +223,7 @@ def test_an_episode_that_its_caller_gives_up_still_has_its_reward(play: Play) ->
                 async with asyncio.timeout(0.1):
                     await pool.call(name, [odd("hang")])
         await pool.drop("b")
-        assert await pool.finish("a") == Verdict(2.0, False)
+        assert await pool.finish("a") == RewardResult(2.0, False)
         assert pool.counts == PoolCounts(2, 1, 0)
 
     play(scenario, environment=COUNTER, call_timeout_s=1.0)
@@ -276,12 +276,12 @@ def test_replies_and_rewards_that_fail_are_failures(play: Play, what: str, says:
     play(scenario, environment=COUNTER, call_timeout_s=1.0)
 
 
-def test_a_close_that_fails_leaves_the_verdict(play: Play) -> None:
+def test_a_close_that_fails_leaves_the_reward_result(play: Play) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         for what in ("raise no", "exit 3"):
             await pool.open(what, {"close": what}, 0)
             await pool.call(what, [add(20)])
-            assert await pool.finish(what) == Verdict(20.0, True)
+            assert await pool.finish(what) == RewardResult(20.0, True)
 
     play(scenario, environment=COUNTER)
 

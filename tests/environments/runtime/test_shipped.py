@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.environments import Verdict
+from megarl.environments import RewardResult
 from megarl.environments.runtime.environment_pool import EnvironmentPool
 
 pytestmark = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_a_python_call_that_is_cut_costs_no_state(play: Play) -> None:
 
 
 def test_games_of_guessing(play: Play) -> None:
-    async def episode(pool: EnvironmentPool, number: int) -> Verdict | None:
+    async def episode(pool: EnvironmentPool, number: int) -> RewardResult | None:
         name = str(number)
         text = await pool.open(name, {}, number)
         assert text and "from 1 to 100" in text
@@ -89,6 +89,6 @@ def test_games_of_guessing(play: Play) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         assert pool.has_reply
         found = await asyncio.gather(*(episode(pool, number) for number in range(50)))
-        assert found == [Verdict(1.0, True)] * 50
+        assert found == [RewardResult(1.0, True)] * 50
 
     play(scenario, environment="megarl.environments.guess:Guess", workers=2)

@@ -145,7 +145,7 @@ def test_environments_that_cannot_be_used_are_errors(write: Callable[[str], str]
     assert caught.value.where == "episode.environment" and problem in caught.value.problem
 
 
-def test_arguments_that_the_constructor_does_not_take_are_a_error(write: Callable[[str], str]) -> None:
+def test_arguments_that_the_constructor_does_not_take_are_an_error(write: Callable[[str], str]) -> None:
     with pytest.raises(UserError, match="^episode.arguments: .*unexpected keyword argument 'sise'"):
         load_environment(f"{write(GAME)}:Game", {"sise": 3})
 

@@ -245,12 +245,12 @@ def needs(text: str, *, corpus: str) -> str:
         (needs, "needs 'corpus', which only has a keyword"),
     ],
 )
-def test_what_cannot_be_a_tool_is_a_error(function: Callable[..., Any], problem: str) -> None:
+def test_what_cannot_be_a_tool_is_an_error(function: Callable[..., Any], problem: str) -> None:
     with pytest.raises(UserError) as caught:
         tool(function)
     assert caught.value.where == "episode.tools" and problem in caught.value.problem and caught.value.hint
 
 
-def test_a_name_that_no_model_can_call_is_a_error() -> None:
+def test_a_name_that_no_model_can_call_is_an_error() -> None:
     with pytest.raises(UserError, match="a name that no model can call"):
         make_tool(paint, "größe", "episode.tools", "m:f", arguments={}, is_method=False)

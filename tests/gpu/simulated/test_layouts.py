@@ -140,8 +140,8 @@ def test_bfloat16_stays_near_the_cpus_float32(
     given = {**SETTINGS[family], **axes(layout), "dtype": "bfloat16", "optimizer_offload": is_on_host}
     with world(paths[family], layout.world_size, **given) as ranks:
         for logprobs in ranks.ask("logprobs"):
-            gap = np.abs(np.subtract(logprobs, on_cpu(family, "weights")["logprobs"]))
-            assert gap.mean() < 0.1
+            diff = np.abs(np.subtract(logprobs, on_cpu(family, "weights")["logprobs"]))
+            assert diff.mean() < 0.1
         steps.append(ranks.ask("step"))
         ranks.ask("offload")
         ranks.ask("onload")

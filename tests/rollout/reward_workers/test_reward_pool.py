@@ -17,15 +17,15 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.rollout.reward_workers.by_source import Scorers
+from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.types import UserError
-from megarl.types.reward_result import Failure, Verdict
+from megarl.types.reward_result import Failure, RewardResult
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("odd_rewards")]
 
 ODD = "odd_rewards:score"
 PATIENT = "odd_rewards:patient"
-Build = Callable[..., Scorers]
+Build = Callable[..., RewardWorkers]
 
 
 def is_alive(pid: int) -> bool:
@@ -44,8 +44,8 @@ def gone(pids: list[int], within_s: float = 20.0) -> bool:
     return True
 
 
-def words(found: list[Verdict | Failure]) -> list[str]:
-    return [one.words if isinstance(one, Failure) else "verdict" for one in found]
+def words(found: list[RewardResult | Failure]) -> list[str]:
+    return [one.words if isinstance(one, Failure) else "reward_result" for one in found]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,13 @@ def words(found: list[Verdict | Failure]) -> list[str]:
         ("words", "returned 'good'"),
     ],
 )
-def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(judges: Build, response: str, failure: str) -> None:
+def test_a_failure_is_said_in_words_and_costs_nobody_else_a_reward_result(
+    judges: Build, response: str, failure: str
+) -> None:
     odd = judges(ODD, workers=1, timeout_s=1.0 if "longer" in failure else 60.0, memory_mb=200)
-    found = odd.wait_for_verdicts("7", {}, ["7", response, "8", "7"])
-    assert found[0] == found[3] == Verdict(1.0, True)
-    assert found[2] == Verdict(0.0, False)
+    found = odd.wait_for_rewards("7", {}, ["7", response, "8", "7"])
+    assert found[0] == found[3] == RewardResult(1.0, True)
+    assert found[2] == RewardResult(0.0, False)
     assert isinstance(found[1], Failure) and found[1].words == failure
     assert len(odd.pids()) == 1
     before = odd.pids()
@@ -97,8 +99,8 @@ def test_a_failure_is_said_in_words_and_costs_nobody_else_a_verdict(judges: Buil
 
 def test_what_it_prints_and_reads_is_not_the_protocol(judges: Build, capfd: pytest.CaptureFixture[str]) -> None:
     odd = judges(ODD, workers=1)
-    assert odd.wait_for_verdicts("7", {}, ["flood", "read", "nest 3", "7"]) == [
-        Verdict(0.25, False), Verdict(0.0, False), Verdict(1.0, True), Verdict(1.0, True)
+    assert odd.wait_for_rewards("7", {}, ["flood", "read", "nest 3", "7"]) == [
+        RewardResult(0.25, False), RewardResult(0.0, False), RewardResult(1.0, True), RewardResult(1.0, True)
     ]  # fmt: skip
     odd.shutdown()
     printed = capfd.readouterr()
@@ -109,25 +111,25 @@ def test_what_it_prints_and_reads_is_not_the_protocol(judges: Build, capfd: pyte
 @pytest.mark.parametrize("word", ["fork", "spawn", "daemon"])
 def test_what_it_started_ends_with_it(judges: Build, tmp_path: Path, word: str) -> None:
     odd = judges(ODD, workers=1, timeout_s=2.0)
-    (found,) = odd.wait_for_verdicts("7", {}, [f"{word} {tmp_path / 'pid'}"])
+    (found,) = odd.wait_for_rewards("7", {}, [f"{word} {tmp_path / 'pid'}"])
     assert found == Failure("took longer than 2 s")
     assert gone([int((tmp_path / "pid").read_text())])
 
 
 def test_a_child_of_a_worker_that_ended_by_itself_ends_too(judges: Build, tmp_path: Path) -> None:
     odd = judges(ODD, workers=1, timeout_s=30.0)
-    (found,) = odd.wait_for_verdicts("7", {}, [f"fork_and_leave {tmp_path / 'pid'}"])
+    (found,) = odd.wait_for_rewards("7", {}, [f"fork_and_leave {tmp_path / 'pid'}"])
     assert found == Failure("ended its process (exit code 3)"), "the child does not keep the news from coming"
     assert gone([int((tmp_path / "pid").read_text())])
 
 
-def test_a_slow_verdict_holds_up_no_other_prompt(judges: Build) -> None:
+def test_a_slow_reward_result_holds_up_no_other_prompt(judges: Build) -> None:
     odd = judges(ODD, workers=2, timeout_s=300.0)
 
     async def together() -> None:
-        slow = asyncio.create_task(odd.verdicts("7", {}, ["sleep 200"]))
+        slow = asyncio.create_task(odd.reward_results("7", {}, ["sleep 200"]))
         for _ in range(20):
-            assert await odd.verdicts("7", {}, ["7"] * 8) == [Verdict(1.0, True)] * 8
+            assert await odd.reward_results("7", {}, ["7"] * 8) == [RewardResult(1.0, True)] * 8
         assert not slow.done()
         slow.cancel()
 
@@ -138,20 +140,22 @@ def test_groups_are_judged_in_any_loop_and_in_order(judges: Build) -> None:
     odd = judges(ODD, workers=3)
 
     async def many() -> list[Any]:
-        return await asyncio.gather(*(odd.verdicts(str(n), {}, [str(m) for m in range(9)]) for n in range(9)))
+        return await asyncio.gather(*(odd.reward_results(str(n), {}, [str(m) for m in range(9)]) for n in range(9)))
 
     for _ in range(2):  # a loop each
         for n, found in enumerate(asyncio.run(many())):
             assert [one.correct for one in found] == [m == n for m in range(9)]
 
 
-def test_import_time_is_not_verdict_time(judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_time_is_not_reward_result_time(judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_import.py").write_text(
         "import time\ntime.sleep(1.0)\nkept = bytearray(300 * 2**20)\ndef score(response, answer, row): return 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     slow = judges("slow_import:score", workers=1, timeout_s=0.8, memory_mb=50)
-    assert slow.wait_for_verdicts("7", {}, ["7"]) == [Verdict(1.0, True)], "nor is what it holds its verdict's memory"
+    assert slow.wait_for_rewards("7", {}, ["7"]) == [RewardResult(1.0, True)], (
+        "nor is what it holds its verdict's memory"
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_import_time_is_not_verdict_time(judges: Build, tmp_path: Path, monkeypa
         ("import time; time.sleep(1000)", "was not imported within 1 s"),
     ],
 )
-def test_an_import_that_fails_is_a_error(
+def test_an_import_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, problem: str
 ) -> None:
     from megarl.config import RewardConfig
@@ -179,17 +183,17 @@ def test_an_import_that_fails_is_a_error(
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(psutil.Process().children())
     with pytest.raises(UserError, match=problem) as caught:
-        Scorers(RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
+        RewardWorkers(RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
     assert caught.value.where == "reward.function"
     assert set(psutil.Process().children()) <= before
 
 
 def test_scorers_end_where_a_keeper_is_stopped(judges: Build) -> None:
-    scorers = judges(ODD)
-    workers = scorers.pids()
+    reward_workers = judges(ODD)
+    workers = reward_workers.pids()
     for pid in workers:
         os.kill(psutil.Process(pid).ppid(), signal.SIGSTOP)
-    scorers.shutdown()
+    reward_workers.shutdown()
     assert gone(workers)
 
 
@@ -213,9 +217,9 @@ def test_a_worker_that_is_killed_while_it_imports_is_replaced(
     left.write_text(str(kills))
     if says:
         with pytest.raises(UserError, match=says):
-            killed.wait_for_verdicts("7", {}, ["exit", "7"])
+            killed.wait_for_rewards("7", {}, ["exit", "7"])
     else:
-        assert killed.wait_for_verdicts("7", {}, ["exit", "7"])[1] == Verdict(1.0, True)
+        assert killed.wait_for_rewards("7", {}, ["exit", "7"])[1] == RewardResult(1.0, True)
 
 
 def test_rows_come_as_json_can_say_them(judges: Build) -> None:
@@ -230,8 +234,8 @@ def test_rows_come_as_json_can_say_them(judges: Build) -> None:
     }
     same = '{"day": "2026-01-02", "raw": "a\\\\xff", "array": [0, 1, 2], "number": 0.5,'
     same += ' "nested": [{"text": "\\ud800\\u0000\\u2028\\n"}], "nothing": null, "1": 2}'
-    (found,) = judges("odd_rewards:of_row", workers=1).wait_for_verdicts("7", row, [same])
-    assert found == Verdict(1.0, True)
+    (found,) = judges("odd_rewards:of_row", workers=1).wait_for_rewards("7", row, [same])
+    assert found == RewardResult(1.0, True)
 
 
 def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
@@ -243,8 +247,8 @@ def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
         deep = [deep]
     rows: list[Any] = [{("a", "b"): 1}, looped, {"deep": deep}]
     for row in rows:
-        assert all("the row cannot be sent" in one for one in words(odd.wait_for_verdicts("7", row, ["7", "8"])))
-    assert odd.wait_for_verdicts("7", {"object": object()}, ["7"]) == [Verdict(1.0, True)]
+        assert all("the row cannot be sent" in one for one in words(odd.wait_for_rewards("7", row, ["7", "8"])))
+    assert odd.wait_for_rewards("7", {"object": object()}, ["7"]) == [RewardResult(1.0, True)]
 
 
 def test_an_episode_is_given_to_functions_that_take_it(judges: Build) -> None:
@@ -256,9 +260,9 @@ def test_an_episode_is_given_to_functions_that_take_it(judges: Build) -> None:
     by_source["plain"] = {"function": ODD, "arguments": {}}
     three = judges("odd_rewards:of_episode", workers=1, by_source=by_source)
     for source, rewards in (("", [4.0, -1.0]), ("later", [2.0, -0.5]), ("plain", [1.0, 1.0])):
-        found = three.wait_for_verdicts("7", {"data_source": source}, ["7", "7"], [episode, None])
+        found = three.wait_for_rewards("7", {"data_source": source}, ["7", "7"], [episode, None])
         assert [one.reward for one in found] == rewards  # type: ignore[union-attr]
-        alone = three.wait_for_verdicts("7", {"data_source": source}, ["7"])
+        alone = three.wait_for_rewards("7", {"data_source": source}, ["7"])
         assert [one.reward for one in alone] == rewards[1:]  # type: ignore[union-attr]
 
 
@@ -274,7 +278,7 @@ def test_each_source_has_its_judge(judges: Build) -> None:
         },
     )
     rows = [{"kind": "a"}, {"kind": "b"}, {"kind": "c"}, {}, {"kind": ["a"]}]
-    rewards = [[one.reward for one in both.wait_for_verdicts("7", row, ["7", "8"])] for row in rows]  # type: ignore[union-attr]
+    rewards = [[one.reward for one in both.wait_for_rewards("7", row, ["7", "8"])] for row in rows]  # type: ignore[union-attr]
     assert rewards == [[2.0, 0.0], [3.0, -1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
     assert len(both.pids()) == 3
 
@@ -282,18 +286,18 @@ def test_each_source_has_its_judge(judges: Build) -> None:
 def test_an_async_function_judges_many_at_once(judges: Build) -> None:
     patient = judges(PATIENT, workers=1, timeout_s=60.0)
     began = time.monotonic()
-    found = patient.wait_for_verdicts("7", {}, ["7"] * 256)
-    assert found == [Verdict(1.0, True)] * 256
+    found = patient.wait_for_rewards("7", {}, ["7"] * 256)
+    assert found == [RewardResult(1.0, True)] * 256
     assert time.monotonic() - began < 256 * 0.05, "one after the other they would take longer"
-    assert judges("odd_rewards:judge", workers=1).wait_for_verdicts("7", {}, ["7"]) == [Verdict(1.0, True)]
+    assert judges("odd_rewards:judge", workers=1).wait_for_rewards("7", {}, ["7"]) == [RewardResult(1.0, True)]
 
 
 def test_an_async_function_that_hangs_is_cancelled_in_its_worker(judges: Build) -> None:
     patient = judges(PATIENT, workers=1, timeout_s=1.0)
     before = patient.pids()
-    found = patient.wait_for_verdicts("7", {}, ["7", "hang", "7", "raise x", "hang"])
+    found = patient.wait_for_rewards("7", {}, ["7", "hang", "7", "raise x", "hang"])
     late = "took longer than 1 s"
-    assert words(found) == ["verdict", late, "verdict", "raised KeyError: 'x'", late]
+    assert words(found) == ["reward_result", late, "reward_result", "raised KeyError: 'x'", late]
     assert patient.pids() == before
 
 
@@ -301,7 +305,7 @@ def test_many_that_hang_and_begin_late_cost_no_worker(judges: Build) -> None:
     """The last begins two seconds after it was asked: it is given up in time, not asked for again by itself."""
     patient = judges(PATIENT, workers=1, timeout_s=2.0)
     before = patient.pids()
-    assert set(words(patient.wait_for_verdicts("7", {}, ["work"] * 64))) == {"took longer than 2 s"}
+    assert set(words(patient.wait_for_rewards("7", {}, ["work"] * 64))) == {"took longer than 2 s"}
     assert patient.pids() == before
 
 
@@ -312,8 +316,8 @@ def test_many_that_hang_and_begin_late_cost_no_worker(judges: Build) -> None:
 def test_others_in_flight_at_a_workers_end_are_asked_for_again(judges: Build, word: str, failure: str) -> None:
     patient = judges(PATIENT, workers=2, timeout_s=1.0)
     before = patient.pids()
-    found = patient.wait_for_verdicts("7", {}, [word, "7", "7", "7"])
-    assert words(found) == [failure, "verdict", "verdict", "verdict"]
+    found = patient.wait_for_rewards("7", {}, [word, "7", "7", "7"])
+    assert words(found) == [failure, "reward_result", "reward_result", "reward_result"]
     assert len(patient.pids()) == 2 and patient.pids() != before
 
 
@@ -322,8 +326,8 @@ def test_a_worker_that_others_kill_is_replaced(judges: Build) -> None:
     (first,) = odd.pids()
     os.kill(first, signal.SIGKILL)
     assert gone([first])
-    found = odd.wait_for_verdicts("7", {}, ["7"] * 3)
-    assert found[1:] == [Verdict(1.0, True)] * 2, "one at most was with it"
+    found = odd.wait_for_rewards("7", {}, ["7"] * 3)
+    assert found[1:] == [RewardResult(1.0, True)] * 2, "one at most was with it"
     assert odd.pids() != [first]
 
 
@@ -331,8 +335,8 @@ def test_who_waits_at_the_end_is_not_left_waiting(judges: Build) -> None:
     odd = judges(ODD, workers=1, timeout_s=100.0)
 
     async def wait() -> None:
-        tasks = [asyncio.create_task(odd.verdicts("7", {}, ["deaf"])) for _ in range(3)]
-        assert await odd.verdicts("7", {}, []) == []
+        tasks = [asyncio.create_task(odd.reward_results("7", {}, ["deaf"])) for _ in range(3)]
+        assert await odd.reward_results("7", {}, []) == []
         await asyncio.to_thread(odd.shutdown)
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(one, asyncio.CancelledError) for one in found)
@@ -351,7 +355,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "from megarl.rollout.reward_workers.by_source import Scorers\n"
         f"judges = Scorers(RewardConfig(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
         "print(*judges.pids(), flush=True)\n"
-        f"judges.wait_for_verdicts('7', {{}}, ['daemon {path}'])\n"
+        f"judges.wait_for_rewards('7', {{}}, ['daemon {path}'])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 _kept: list[Any] = []
 
@@ -204,8 +204,8 @@ def of_json(response: str, answer: str, row: Mapping[str, Any]) -> float:
     return float(json.loads(response)["value"] == 42)
 
 
-def worth(response: str, answer: str, row: Mapping[str, Any], *, right: float, wrong: float = 0.0) -> Verdict:
-    return Verdict(right if response == answer else wrong, response == answer)
+def worth(response: str, answer: str, row: Mapping[str, Any], *, right: float, wrong: float = 0.0) -> RewardResult:
+    return RewardResult(right if response == answer else wrong, response == answer)
 
 
 async def patient(response: str, answer: str, row: Mapping[str, Any]) -> float:

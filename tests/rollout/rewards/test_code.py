@@ -16,7 +16,7 @@ import pytest
 from megarl.isolation import http_service
 from megarl.isolation.sandbox import SandboxLimits
 from megarl.rollout.rewards import code, inside_tests
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADDS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
@@ -28,7 +28,7 @@ ADD = "def add(a, b):\n    return a + b\n"
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("isolation")]
 
 
-def judged(program: str, tests: Any, **arguments: Any) -> Verdict:
+def judged(program: str, tests: Any, **arguments: Any) -> RewardResult:
     response = f"I think:\n```python\nraise SystemExit('a draft')\n```\nbetter:\n```python\n{program}\n```\nDone."
     return code.score(response, "", {"tests": tests}, **{"timeout_s": 20.0, "total_s": 60.0, **arguments})
 
@@ -49,7 +49,7 @@ def judged(program: str, tests: Any, **arguments: Any) -> Verdict:
     ],
 )
 def test_a_program_that_reads_and_prints(program: str) -> None:
-    assert judged(program, ADDS_LINES) == Verdict(1.0, True)
+    assert judged(program, ADDS_LINES) == RewardResult(1.0, True)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_program_that_reads_and_prints(program: str) -> None:
     ],
 )
 def test_a_function_of_a_program(program: str) -> None:
-    assert judged(program, ADDS) == Verdict(1.0, True)
+    assert judged(program, ADDS) == RewardResult(1.0, True)
 
 
 ASSERTIONS = [
@@ -81,8 +81,8 @@ ASSERTIONS = [
 
 @pytest.mark.parametrize("tests", ASSERTIONS, ids=lambda tests: tests[-1])
 def test_assertions(tests: list[str]) -> None:
-    assert judged(ADD, tests) == Verdict(1.0, True)
-    assert judged(ADD.replace("a + b", "None"), tests) == Verdict(0.0, False)
+    assert judged(ADD, tests) == RewardResult(1.0, True)
+    assert judged(ADD.replace("a + b", "None"), tests) == RewardResult(0.0, False)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_every_test_starts_afresh() -> None:
 
 def test_a_response_without_a_program_is_wrong() -> None:
     for response in ("", "print(3)", "```\nprint(3)\n```", "```c\nmain(){}\n```", "```python\nprint(3)"):
-        assert code.score(response, "", {"tests": ADDS_LINES}, wrong=-0.5) == Verdict(-0.5, False)
+        assert code.score(response, "", {"tests": ADDS_LINES}, wrong=-0.5) == RewardResult(-0.5, False)
 
 
 def test_partly_right() -> None:
     program = f"{READS}print(3)"
-    assert judged(program, ADDS_LINES) == Verdict(0.0, False)
-    assert judged(program, ADDS_LINES, partial=True, wrong=-1.0) == Verdict(0.5, False)
-    assert judged("print(0)", ADDS_LINES, partial=True, wrong=-1.0) == Verdict(-1.0, False)
+    assert judged(program, ADDS_LINES) == RewardResult(0.0, False)
+    assert judged(program, ADDS_LINES, partial=True, wrong=-1.0) == RewardResult(0.5, False)
+    assert judged("print(0)", ADDS_LINES, partial=True, wrong=-1.0) == RewardResult(-1.0, False)
     assert judged(f"{ADD}\nadd = lambda a, b, f=add: f(a, b) if a == 1 else 1/0", ADDS, partial=True).reward == 0.5
     assert judged(ADD, [*ASSERTS, "assert add(1, 1) == 3"], partial=True).reward == 0.75
 
@@ -136,13 +136,13 @@ def test_partly_right() -> None:
 @pytest.mark.parametrize("tests", [ADDS_LINES, ADDS, ASSERTS, BESIDE], ids=["lines", "calls", "asserts", "beside"])
 @pytest.mark.parametrize("program", ["def add(", "1/0", f"{READS}print(a + b)\n1/0", "x = '\0'", "(" * 10_000, ""])
 def test_a_broken_program_is_wrong(program: str, tests: Any) -> None:
-    assert judged(program, tests) == Verdict(0.0, False)
+    assert judged(program, tests) == RewardResult(0.0, False)
 
 
 def test_time_is_kept_for_each_test_and_for_all() -> None:
     program = f"{READS}\nwhile a == 1: pass\nprint(a + b)"
     assert judged(program, ADDS_LINES, timeout_s=1.0, partial=True).reward == 0.5
-    assert judged("while True: pass", ADDS_LINES, total_s=1.0) == Verdict(0.0, False)
+    assert judged("while True: pass", ADDS_LINES, total_s=1.0) == RewardResult(0.0, False)
 
 
 @pytest.mark.parametrize("memory_mb", [128, 1024])
@@ -201,13 +201,13 @@ CHEATS = {
 @pytest.mark.parametrize("tests", [ADDS_LINES, ADDS, ASSERTS], ids=["lines", "calls", "asserts"])
 @pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
 def test_a_cheat_is_wrong(program: str, tests: Any) -> None:
-    assert judged(program, tests) == Verdict(0.0, False)
+    assert judged(program, tests) == RewardResult(0.0, False)
 
 
 @pytest.mark.parametrize("cheat", [name for name in CHEATS if EQUAL not in CHEATS[name]])
 def test_most_cheats_are_wrong_beside_the_program_too(cheat: str) -> None:
     """Objects of the program's own that equal everything are not: said in the docstring of code.py."""
-    assert judged(CHEATS[cheat], BESIDE) == Verdict(0.0, False)
+    assert judged(CHEATS[cheat], BESIDE) == RewardResult(0.0, False)
 
 
 @pytest.mark.parametrize("tests", [ADDS_LINES, ADDS, ASSERTS], ids=["lines", "calls", "asserts"])
@@ -267,14 +267,14 @@ def find(word, begins):
         (["assert ("], "not Python"),
     ],
 )
-def test_tests_that_cannot_be_read_are_no_verdict(tests: Any, problem: str) -> None:
+def test_tests_that_cannot_be_read_are_no_reward_result(tests: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         judged(ADD, tests)
     with pytest.raises(ValueError, match="no column 'other'"):
         code.score("", "", {"tests": tests}, tests="other")
 
 
-def test_a_sandbox_that_does_not_come_to_the_tests_is_no_verdict() -> None:
+def test_a_sandbox_that_does_not_come_to_the_tests_is_no_reward_result() -> None:
     with pytest.raises(RuntimeError, match="did not start the tests"):
         judged(ADD, ADDS, memory_mb=4)
     with pytest.raises(RuntimeError, match="did not start the tests"):
@@ -336,10 +336,10 @@ def service(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[st
 @pytest.mark.parametrize("tests", [ADDS, ASSERTS])
 def test_a_service_judges_like_this_machine(service: tuple[str, type[Service]], tests: Any) -> None:
     url, handler = service
-    assert judged(ADD, tests, url=url) == Verdict(1.0, True)
+    assert judged(ADD, tests, url=url) == RewardResult(1.0, True)
     assert handler.asked["path"] == "/run_code"
     assert (handler.asked["language"], handler.asked["memory_limit_MB"]) == ("python", 512)
-    assert judged(ADD.replace("+", "-"), tests, url=url) == Verdict(0.0, False)
+    assert judged(ADD.replace("+", "-"), tests, url=url) == RewardResult(0.0, False)
 
 
 def test_a_service_says_how_a_program_ended(service: tuple[str, type[Service]]) -> None:
@@ -352,14 +352,14 @@ def test_a_service_says_how_a_program_ended(service: tuple[str, type[Service]]) 
 
 
 @pytest.mark.parametrize("reply", [{"status": "SandboxError", "message": "no pod"}, {"error": 1}, ["x"]])
-def test_a_service_that_fails_is_no_verdict(service: tuple[str, type[Service]], reply: Any) -> None:
+def test_a_service_that_fails_is_no_reward_result(service: tuple[str, type[Service]], reply: Any) -> None:
     url, handler = service
     handler.reply = reply
     with pytest.raises(ConnectionError, match="could not run a program"):
         judged(ADD, ADDS, url=url)
 
 
-def test_a_service_that_is_not_there_is_no_verdict(service: tuple[str, type[Service]]) -> None:
+def test_a_service_that_is_not_there_is_no_reward_result(service: tuple[str, type[Service]]) -> None:
     with pytest.raises(ConnectionError, match="gave no answer: ConnectError"):
         judged(ADD, ADDS, url="http://127.0.0.1:1")
     assert [error.where for error in http_service.url_errors("sandbox:8080")] == ["reward.function"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megarl.rollout.rewards import format, math, multiple_choice
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 EXACT = "megarl.rollout.rewards.exact:score"
 
@@ -145,20 +145,20 @@ def test_a_letter_is_held_against_the_answer() -> None:
     ],
 )
 def test_a_format_is_kept_or_not(response: str, reward: float) -> None:
-    assert format.score(response, "3", {}) in (reward, Verdict(reward, False, ""))
+    assert format.score(response, "3", {}) in (reward, RewardResult(reward, False, ""))
 
 
 def test_a_format_and_what_is_inside() -> None:
     def judged(response: str, **more: object) -> object:
         return format.score(response, "3", {}, function=EXACT, reward=0.1, wrong=-1.0, **more)  # type: ignore[arg-type]
 
-    assert judged("<think>so</think> <answer> 3 </answer>") == Verdict(1.1, True, "3")
-    assert judged("<think>so</think> <answer>4</answer>") == Verdict(0.1, False, "4")
-    assert judged("3") == Verdict(-1.0, False, "")
-    assert judged("3", pattern=r"\d") == Verdict(1.1, True, "3")
+    assert judged("<think>so</think> <answer> 3 </answer>") == RewardResult(1.1, True, "3")
+    assert judged("<think>so</think> <answer>4</answer>") == RewardResult(0.1, False, "4")
+    assert judged("3") == RewardResult(-1.0, False, "")
+    assert judged("3", pattern=r"\d") == RewardResult(1.1, True, "3")
     calls = {"turns": [{"calls": [{}, {}]}]}
     of_calls = "tests.rollout.rewards.odd_rewards:of_episode"
     inside = format.score("3", "3", {}, pattern=r"\d", function=of_calls, reward=0.0, episode=calls)
-    assert inside == Verdict(2.0, True, "3"), "which gets the episode, too"
+    assert inside == RewardResult(2.0, True, "3"), "which gets the episode, too"
     with pytest.raises(ValueError, match="returned 'good'"):
         format.score("words", "3", {}, pattern=r"\w+", function="tests.rollout.rewards.odd_rewards:score")

@@ -17,7 +17,7 @@ import pytest
 
 from megarl.rollout.rewards import llm_judge
 from megarl.rollout.rewards.llm_judge import JudgeError
-from megarl.types.reward_result import Verdict
+from megarl.types.reward_result import RewardResult
 
 KEY = "sk-not-for-any-log-0123456789"
 Reply = tuple[int, dict[str, str], Any]
@@ -82,7 +82,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
         thread.join()
 
 
-def judged(server: Judge, response: str = "12", **arguments: Any) -> Verdict:
+def judged(server: Judge, response: str = "12", **arguments: Any) -> RewardResult:
     row = {"prompt": "3 * 4?"}
     return asyncio.run(llm_judge.score(response, "twelve", row, **{"url": server.url, "model": "m", **arguments}))
 
@@ -98,7 +98,7 @@ def failure(asked: Callable[[], Any], kind: type[Exception] = JudgeError) -> str
 
 
 def test_it_asks_once_and_plainly(server: Judge) -> None:
-    assert judged(server) == Verdict(1.0, True)
+    assert judged(server) == RewardResult(1.0, True)
     (asked,) = server.asked
     assert (asked["path"], asked["model"], asked["temperature"]) == ("/v1/chat/completions", "m", 0)
     text = asked["messages"][0]["content"]
@@ -107,25 +107,25 @@ def test_it_asks_once_and_plainly(server: Judge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "verdict"),
+    ("reply", "reward_result"),
     [
-        ("Right.\nVERDICT: CORRECT", Verdict(1.0, True)),
-        ("VERDICT: INCORRECT\n", Verdict(0.0, False)),
-        ("**Verdict: incorrect.**", Verdict(0.0, False)),
-        ("It says\nVERDICT: CORRECT\nbut\n- no\nVERDICT: INCORRECT", Verdict(0.0, False)),
-        ("SCORE: 1", Verdict(1.0, True)),
-        ("score: 0.25", Verdict(0.25, False)),
-        ("SCORE: .5\nSCORE: 0", Verdict(0.0, False)),
+        ("Right.\nVERDICT: CORRECT", RewardResult(1.0, True)),
+        ("VERDICT: INCORRECT\n", RewardResult(0.0, False)),
+        ("**Verdict: incorrect.**", RewardResult(0.0, False)),
+        ("It says\nVERDICT: CORRECT\nbut\n- no\nVERDICT: INCORRECT", RewardResult(0.0, False)),
+        ("SCORE: 1", RewardResult(1.0, True)),
+        ("score: 0.25", RewardResult(0.25, False)),
+        ("SCORE: .5\nSCORE: 0", RewardResult(0.0, False)),
     ],
 )
-def test_the_last_verdict_counts(server: Judge, reply: str, verdict: Verdict) -> None:
+def test_the_last_verdict_counts(server: Judge, reply: str, reward_result: RewardResult) -> None:
     server.replies = [said(reply)]
-    assert judged(server) == verdict
+    assert judged(server) == reward_result
 
 
 def test_a_score_is_correct_from_where_the_recipe_says(server: Judge) -> None:
     server.replies = [said("SCORE: 0.6")]
-    assert judged(server, correct_from=0.5) == Verdict(0.6, True)
+    assert judged(server, correct_from=0.5) == RewardResult(0.6, True)
 
 
 def test_a_response_cannot_end_itself(server: Judge) -> None:
@@ -174,12 +174,12 @@ MALFORMED: list[Reply | None] = [
 @pytest.mark.parametrize("reply", MALFORMED)
 def test_what_may_pass_is_tried_again(server: Judge, reply: Reply | None) -> None:
     server.replies = [reply, reply, said("VERDICT: INCORRECT")]
-    assert judged(server) == Verdict(0.0, False)
+    assert judged(server) == RewardResult(0.0, False)
     assert len(server.asked) == 3
 
 
 @pytest.mark.parametrize("reply", MALFORMED)
-def test_what_does_not_pass_is_no_verdict(server: Judge, reply: Reply | None) -> None:
+def test_what_does_not_pass_is_no_reward_result(server: Judge, reply: Reply | None) -> None:
     server.replies = [reply]
     assert "no verdict after 3 tries" in failure(lambda: judged(server, retries=2))
     assert len(server.asked) == 3
@@ -216,7 +216,7 @@ def test_a_judge_that_does_not_answer_meets_the_deadline(server: Judge) -> None:
     server.hold.set()
 
 
-def test_nobody_there_is_no_verdict(server: Judge) -> None:
+def test_nobody_there_is_no_reward_result(server: Judge) -> None:
     assert "ConnectError" in failure(lambda: judged(server, url="http://127.0.0.1:1", retries=1))
 
 
@@ -224,7 +224,7 @@ def test_many_are_asked_at_once(server: Judge) -> None:
     """None waits for another's answer: the judge answers when all have asked."""
     server.hold.clear()
 
-    async def ask_all() -> list[Verdict]:
+    async def ask_all() -> list[RewardResult]:
         row = {"prompt": "?"}
         asks = [asyncio.ensure_future(llm_judge.score("", "", row, url=server.url, model="m")) for _ in range(8)]
         while len(server.asked) < 8:
@@ -232,7 +232,7 @@ def test_many_are_asked_at_once(server: Judge) -> None:
         server.hold.set()
         return await asyncio.gather(*asks)
 
-    assert asyncio.run(ask_all()) == [Verdict(1.0, True)] * 8
+    assert asyncio.run(ask_all()) == [RewardResult(1.0, True)] * 8
 
 
 # --- the key -----------------------------------------------------------------------------------------------------

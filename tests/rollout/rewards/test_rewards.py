@@ -16,7 +16,7 @@ from megarl.printable import describe_error, short
 from megarl.rollout.rewards import load_reward, takes_episode
 from megarl.rollout.rewards.exact import score
 from megarl.types import UserError
-from megarl.types.reward_result import Failure, Verdict, verdict_of
+from megarl.types.reward_result import Failure, RewardResult, reward_result_of
 
 EXACT = "megarl.rollout.rewards.exact:score"
 
@@ -72,29 +72,29 @@ def test_the_shipped_reward_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, "1", None, 1j, Decimal(1), Verdict(math.nan, True), 1e39, 10**400, [1.0], np.nan]
+    "value", [math.nan, math.inf, "1", None, 1j, Decimal(1), RewardResult(math.nan, True), 1e39, 10**400, [1.0], np.nan]
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
-    found = verdict_of(value)
+    found = reward_result_of(value)
     assert isinstance(found, Failure)
     assert "returned" in found.words
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), True, 2, Verdict(0.5, True)])
-def test_numbers_of_all_kinds_are_verdicts(value: Any) -> None:
-    found = verdict_of(value)
-    assert isinstance(found, Verdict)
+@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), True, 2, RewardResult(0.5, True)])
+def test_numbers_of_all_kinds_are_reward_results(value: Any) -> None:
+    found = reward_result_of(value)
+    assert isinstance(found, RewardResult)
     assert type(found.reward) is float and type(found.correct) is bool
 
 
 @given(value=st.floats(min_value=-3e38, max_value=3e38))
 def test_a_number_is_correct_from_one_upwards(value: float) -> None:
-    assert verdict_of(value) == Verdict(value, value >= 1.0)
+    assert reward_result_of(value) == RewardResult(value, value >= 1.0)
 
 
 @given(value=st.floats(min_value=-3e38, max_value=3e38), correct=st.booleans())
-def test_a_verdict_says_itself_what_is_correct(value: float, correct: bool) -> None:
-    assert verdict_of(Verdict(value, correct)) == Verdict(value, correct)
+def test_a_reward_result_says_itself_what_is_correct(value: float, correct: bool) -> None:
+    assert reward_result_of(RewardResult(value, correct)) == RewardResult(value, correct)
 
 
 def test_words_are_one_short_line() -> None:

@@ -33,8 +33,8 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path, build_engine: Callab
     engine = build_engine(2, 2, **PARTS, model_path=str(folder), dtype="bfloat16")
     reference, prompt = Reference(folder), [3, 7, 15, 8, 18, 4]
     samples = asyncio.run(engine.generate(prompt, Sampling(8, 8)))
-    gaps = [
+    diffs = [
         np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy())
         for sample in samples
     ]
-    assert np.concatenate(gaps).mean() < BFLOAT16
+    assert np.concatenate(diffs).mean() < BFLOAT16

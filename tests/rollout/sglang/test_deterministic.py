@@ -20,7 +20,7 @@ from megarl.types import Sample
 from megarl.types.sampling import sample_seed
 from tests.parallel import checkpoints
 from tests.rollout.draws import check_draws
-from tests.rollout.sglang.test_engine import TOLERANCE, worst_gap
+from tests.rollout.sglang.test_engine import TOLERANCE, worst_diff
 from tests.tiny_engines import Reference, write_tokenizer
 
 PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4], [5, 6, 7, *([8, 9] * 40)]]
@@ -197,8 +197,8 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
         check_experts(folder, found)
     with one_thread():
         reference = Reference(folder)
-        assert worst_gap(plain, reference, prompts=PROMPTS) < TOLERANCE
-        assert max(worst_gap(one, reference, 0.7, PROMPTS) for one in cooler) < TOLERANCE
+        assert worst_diff(plain, reference, prompts=PROMPTS) < TOLERANCE
+        assert max(worst_diff(one, reference, 0.7, PROMPTS) for one in cooler) < TOLERANCE
 
 
 def check_continued(groups: Sequence[Sequence[Sample]], whole: Sequence[Sequence[Sample]]) -> None:

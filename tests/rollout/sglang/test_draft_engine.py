@@ -63,14 +63,14 @@ def test_samples_and_logprobs_are_those_of_transformers(
     engine = build_engine(1, 1, draft=draft, model_path=str(folder), dtype="bfloat16")
     reference, temperature = Reference(folder), 1.3
     samples = asyncio.run(engine.generate(PROMPT, Sampling(64, 32, temperature)))
-    gaps, surprises = [], []
+    diffs, surprises = [], []
     for sample in samples:
         response = sample.response_ids_T.tolist()
         logits = reference.logits([*PROMPT, *response])[len(PROMPT) - 1 : -1] / temperature
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-        gaps.append(np.abs(sample.engine_logp_T - wanted.numpy()))
+        diffs.append(np.abs(sample.engine_logp_T - wanted.numpy()))
         surprises.append(surprise(logits, torch.tensor(response)))
-    assert np.concatenate(gaps).mean() < BFLOAT16
+    assert np.concatenate(diffs).mean() < BFLOAT16
     assert abs(deviation(surprises)) < MOST_DEVIATIONS
     check_counts(samples, draft)
 

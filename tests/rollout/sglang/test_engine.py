@@ -37,7 +37,7 @@ def versions(sample: Sample) -> tuple[int, ...]:
     return tuple(part.version for part in sample.parts)
 
 
-def worst_gap(
+def worst_diff(
     groups: list[list[Sample]], reference: Any, temperature: float = 1.0, prompts: Sequence[list[int]] = PROMPTS
 ) -> float:
     """The largest |engine - transformers| over all sampled tokens."""
@@ -62,8 +62,8 @@ def test_logprobs_are_those_of_the_model(engine: Engine, reference: Any, samplin
 
     groups, greedy = asyncio.run(sample_both())
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
-    assert worst_gap(groups, reference, sampling.temperature) < TOLERANCE
-    assert worst_gap(greedy, reference) < TOLERANCE
+    assert worst_diff(groups, reference, sampling.temperature) < TOLERANCE
+    assert worst_diff(greedy, reference) < TOLERANCE
     assert len({sample.response_ids_T.tobytes() for sample in groups[0]}) > 1, "samples of a group must differ"
 
 
@@ -101,7 +101,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
         assert sample.finished == has_end and (has_end or len(response) == 24)
         assert not any(one in tokenizer.decode(response[:-1]) for one in stop)
         assert len(sample.engine_logp_T) == len(response)
-    assert worst_gap([group], reference, prompts=PROMPTS[:1]) < TOLERANCE
+    assert worst_diff([group], reference, prompts=PROMPTS[:1]) < TOLERANCE
 
 
 async def gather_one(engine: Engine, prompt: list[int], sampling: Sampling) -> list[list[Sample]]:
@@ -127,9 +127,9 @@ def test_new_weights_are_sampled_from_and_named(
     groups = asyncio.run(sample_all(engine, Sampling(4, 12)))
     assert engine.version == before + 1
     assert {versions(sample) for group in groups for sample in group} == {(before + 1,)}
-    assert worst_gap(groups, reference) > 100 * TOLERANCE
+    assert worst_diff(groups, reference) > 100 * TOLERANCE
     reference.scale(1.1)
-    assert worst_gap(groups, reference) < TOLERANCE
+    assert worst_diff(groups, reference) < TOLERANCE
     asyncio.run(engine.reshard({"scale": 1 / 1.1}, before + 2))
 
 
@@ -166,14 +166,14 @@ def test_memory_that_training_had_in_between(engine: Engine, monkeypatch: pytest
     """As on a GPU, by SGLang's own bookkeeping: it fails where a part is given back that was not taken."""
     monkeypatch.setattr("megarl.rollout.sglang.engine.DEVICE", "cuda")
 
-    async def hand_over(*taken: list[str]) -> None:
+    async def onload_for(*taken: list[str]) -> None:
         await engine.release_memory()
         for tags in taken:
             await engine.resume_memory(tags)
 
     before = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
-    asyncio.run(hand_over(["weights"], ["kv_cache"]))
-    asyncio.run(hand_over(["weights", "kv_cache"]))
+    asyncio.run(onload_for(["weights"], ["kv_cache"]))
+    asyncio.run(onload_for(["weights", "kv_cache"]))
     after = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
     for (one,), (other,) in zip(before, after, strict=True):
         assert one.response_ids_T.tolist() == other.response_ids_T.tolist()

@@ -51,18 +51,18 @@ class Served:
     def reshard(self, **message: Any) -> None:
         asyncio.run(self.engine.reshard(message, self.engine.version + 1))
 
-    def gap(self, num_samples: int = 4) -> float:
+    def diff(self, num_samples: int = 4) -> float:
         """The largest |engine - transformers| over all sampled tokens of all prompts."""
 
         async def sample_all() -> list[Any]:
             return await asyncio.gather(*(self.engine.generate(one, Sampling(num_samples, 8)) for one in PROMPTS))
 
-        gaps = [
+        diffs = [
             np.abs(sample.engine_logp_T - self.reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max()
             for prompt, group in zip(PROMPTS, asyncio.run(sample_all()), strict=True)
             for sample in group
         ]
-        return float(max(gaps))
+        return float(max(diffs))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -82,8 +82,8 @@ def test_the_layout_is_one_that_is_accepted(served: Served) -> None:
 
 
 def test_logprobs_are_those_of_transformers(served: Served) -> None:
-    assert served.gap() < TOLERANCE
-    assert served.gap(num_samples=1) < TOLERANCE, "with DP attention a group may have nothing to do"
+    assert served.diff() < TOLERANCE
+    assert served.diff(num_samples=1) < TOLERANCE, "with DP attention a group may have nothing to do"
 
 
 def test_the_map_describes_the_parameters(served: Served) -> None:
@@ -101,6 +101,6 @@ def test_written_parameters_are_used_in_every_form(served: Served) -> None:
     else:
         served.reshard(scale=1.05)
     served.reshard()
-    assert served.gap() > 10 * TOLERANCE
+    assert served.diff() > 10 * TOLERANCE
     served.reference.scale(1.05)
-    assert served.gap() < TOLERANCE
+    assert served.diff() < TOLERANCE

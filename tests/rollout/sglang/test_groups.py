@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megarl.rollout.load_balancing import Capacity, CompletedSample, Dealer
+from megarl.rollout.load_balancing import Capacity, CompletedSample, RequestBalancer
 from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
 
@@ -49,25 +49,25 @@ def test_each_sample_is_reported_once_and_no_group_has_more_than_it_can_run(
 ) -> None:
     """20 samples for 8 places."""
     queue = engine._manager.queue
-    most, book = Counter[int](), queue._dealer._book
+    most, book = Counter[int](), queue._balancer._book
 
     def noting(group: int, samples: int, tokens: int) -> None:
         book(group, samples, tokens)
-        most[group] = max(most[group], queue._dealer._loads[group].sequences)
+        most[group] = max(most[group], queue._balancer._loads[group].sequences)
 
-    monkeypatch.setattr(queue._dealer, "_book", noting)
+    monkeypatch.setattr(queue._balancer, "_book", noting)
     lengths, finished = asyncio.run(sampled(engine, *[(SHORT, Sampling(4, 24, stream=(index,))) for index in range(5)]))
     assert Counter(one.response_tokens for one in finished) == Counter(length for group in lengths for length in group)
     assert {one.prompt_tokens for one in finished} == {len(SHORT)}
     assert most == {0: MOST, 1: MOST}
-    assert [queue._dealer.expected_tokens(group) for group in range(2)] == [0, 0]
+    assert [queue._balancer.expected_tokens(group) for group in range(2)] == [0, 0]
 
 
 def test_a_long_prompt_is_alone_while_the_other_group_takes_the_short_ones(engine: Engine) -> None:
     """Responses of one token all count the same; going round, each group would get two of the four."""
     asked = [(LONG, Sampling(1, 1)), *[(SHORT, Sampling(1, 1, stream=(index,))) for index in range(3)]]
-    engine._manager.queue._dealer._before = 1, 1.0
-    engine._manager.queue._dealer._now = 0, 0.0
+    engine._manager.queue._balancer._before = 1, 1.0
+    engine._manager.queue._balancer._now = 0, 0.0
     _, finished = asyncio.run(sampled(engine, *asked))
     groups = {tokens: [one.group for one in finished if one.prompt_tokens == tokens] for tokens in (60, 6)}
     assert len(groups[60]) == 1
@@ -92,7 +92,7 @@ def test_a_cancelled_prompt_leaves_its_places(engine: Engine) -> None:
     queue = engine._manager.queue
     asyncio.run(cancel())
     assert not queue._waiting
-    assert [queue._dealer.expected_tokens(group) for group in range(2)] == [0, 0]
+    assert [queue._balancer.expected_tokens(group) for group in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize("engine", [True], ids=["seeded"], indirect=True)
@@ -104,9 +104,9 @@ def test_seeded_samples_are_the_same_in_whatever_group(engine: Engine, monkeypat
     def bits(groups: list[list[Sample]]) -> list[tuple[bytes, bytes]]:
         return [(one.response_ids_T.tobytes(), one.engine_logp_T.tobytes()) for group in groups for one in group]
 
-    dealt = bits(asyncio.run(draw()))
-    assert len(set(dealt)) > 1
+    assigned = bits(asyncio.run(draw()))
+    assert len(set(assigned)) > 1
     for capacities in ([Capacity(4, 10**6), Capacity(0, 0)], [Capacity(0, 0), Capacity(1, 10**6)]):
         with monkeypatch.context() as patch:
-            patch.setattr(engine._manager.queue, "_dealer", Dealer(capacities, 100))
-            assert bits(asyncio.run(draw())) == dealt, "all in one group"
+            patch.setattr(engine._manager.queue, "_dealer", RequestBalancer(capacities, 100))
+            assert bits(asyncio.run(draw())) == assigned, "all in one group"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout.sglang import loop_counts
-from megarl.rollout.sglang.loop_counts import PEERS_S, Rounds, Standstill, make_counter_file
+from megarl.rollout.sglang.loop_counts import PEERS_S, LoopCounter, Standstill, make_counter_file
 
 BOUND_S = 20.0
 
@@ -53,7 +53,7 @@ def looks(standstill: Standstill, clock: Clock, processes: Any, seconds: float, 
 
 def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
     make_counter_file(tmp_path / "rounds", 2)
-    first, second = (Rounds(tmp_path / "rounds", index) for index in range(2))
+    first, second = (LoopCounter(tmp_path / "rounds", index) for index in range(2))
     standstill = Standstill(tmp_path / "rounds", BOUND_S)
     assert looks(standstill, clock, sleepers, 10 * BOUND_S) == [], "a start may take its time"
     first.count()
@@ -75,7 +75,7 @@ def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(tmp_path: Path, 
 def test_who_is_stopped_is_named_before_its_peers(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
     make_counter_file(tmp_path / "rounds", 2)
     for index in range(2):
-        Rounds(tmp_path / "rounds", index).count()
+        LoopCounter(tmp_path / "rounds", index).count()
     standstill = Standstill(tmp_path / "rounds", BOUND_S)
     looks(standstill, clock, sleepers, 1)
     sleepers[1].send_signal(signal.SIGSTOP)
@@ -87,7 +87,7 @@ def test_who_is_stopped_is_named_before_its_peers(tmp_path: Path, clock: Clock, 
 
 def test_a_machine_that_slept_is_no_standstill(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
     make_counter_file(tmp_path / "rounds", 2)
-    counter = Rounds(tmp_path / "rounds", 0)
+    counter = LoopCounter(tmp_path / "rounds", 0)
     counter.count()
     standstill = Standstill(tmp_path / "rounds", BOUND_S)
     looks(standstill, clock, sleepers, 1)

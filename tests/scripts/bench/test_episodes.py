@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.episodes import Lag, splice_against_rendering
+from scripts.bench.episodes import Lag, tokenising_against_rendering
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "episodes.py"
 
 
-def test_the_splice_does_not_grow_with_the_conversation() -> None:
+def test_the_turn_tokenizer_does_not_grow_with_the_conversation() -> None:
     """Rendering 256 turns takes many times what it takes for 4, on any machine; the splice has the same work."""
-    short, long = (splice_against_rendering(turns, repeats=15) for turns in (4, 256))
+    short, long = (tokenising_against_rendering(turns, repeats=15) for turns in (4, 256))
     assert long["tokens"] > 50 * short["tokens"]
     assert long["ratio"] > 10 * short["ratio"]
 

@@ -18,7 +18,7 @@ LONGEST, PHASE = 16, 4
 def predicted(planted: Planted, length: int, count: int = 12) -> dict[str, list[Any]]:
     """The steps of each arm; every decode step takes a second, and every response `length` of them."""
     arms = overlap.arms_of(LONGEST, PHASE, 2.0)
-    return overlap.predicted_steps(arms, Fit(1.0, 0.0, 0.0), lambda ticket: np.full(4, length), planted, count)
+    return overlap.predicted_steps(arms, Fit(1.0, 0.0, 0.0), lambda prompt_index: np.full(4, length), planted, count)
 
 
 def test_whole_steps_of_equal_responses_by_hand() -> None:
@@ -48,11 +48,11 @@ def test_training_that_is_shorter_than_the_phase_beside_it_costs_nothing() -> No
     assert rows["ahead"]["ratio"] == rows["ahead"]["predicted_ratio"] == (4 + 6 + 3) / 6.5
 
 
-def test_a_phase_waits_for_the_verdicts_on_what_it_ends_alone() -> None:
+def test_a_phase_waits_for_the_reward_results_on_what_it_ends_alone() -> None:
     ends = [(1.0, overlap.SimulatedRequest(12, 2)), (5.0, overlap.SimulatedRequest(12, 4))]
-    assert overlap.with_verdicts_s(ends, {(12, 2)}, 3.0) == 5.0
-    assert overlap.with_verdicts_s(ends, {(12, 2)}, 6.0) == 7.0
-    assert overlap.with_verdicts_s(ends, {(12, 4)}, 6.0) == 11.0
+    assert overlap.with_rewards_s(ends, {(12, 2)}, 3.0) == 5.0
+    assert overlap.with_rewards_s(ends, {(12, 2)}, 6.0) == 7.0
+    assert overlap.with_rewards_s(ends, {(12, 4)}, 6.0) == 11.0
 
 
 def test_more_prompts_in_flight_and_shorter_phases_gain_more() -> None:

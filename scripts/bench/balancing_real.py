@@ -1,4 +1,4 @@
-"""scripts/bench/dealing.py on two real SGLang engines of a small model on CPU, with planted lengths."""
+"""scripts/bench/balancing.py on two real SGLang engines of a small model on CPU, with planted lengths."""
 
 from __future__ import annotations
 
@@ -67,29 +67,29 @@ def planted_prompt(prompt_tokens: int, lengths: Iterable[int]) -> list[Simulated
 
 
 def _figures(engines: Sequence[Engine], kind: type[Any], prompts: Prompts) -> dict[str, float]:
-    ended, tokens = asyncio.run(sampled_round(engines, kind, prompts, 2 * MEDIAN))
+    ended, tokens = asyncio.run(sampled_phase(engines, kind, prompts, 2 * MEDIAN))
     ends = [end_s for end_s, _ in ended]
     tail = ends[-1] - ends[math.ceil(0.9 * len(ends)) - 1]
     return {"seconds": ends[-1], "tail_s": tail, "imbalance": float(tokens.max() / tokens.mean())}
 
 
-async def sampled_round(
+async def sampled_phase(
     engines: Sequence[Engine], kind: type[Any], prompts: Prompts, longest: int
 ) -> tuple[list[tuple[float, CompletedSample]], np.ndarray]:
-    """One round, dealt as megarl/fleet/sampling_round.py deals it, without Ray.
+    """One round, dealt as megarl/fleet/sampling_phase.py deals it, without Ray.
 
     Returns (the seconds at which each sample was done, [engines, groups] tokens of prompts and responses).
     """
     top = kind([engine.capacity for engine in engines], longest)
     groups = engines[0]._groups
     for engine in engines:
-        engine._manager.queue._dealer = kind([engine._host.server.group_capacity] * groups, longest)
+        engine._manager.queue._balancer = kind([engine._host.server.group_capacity] * groups, longest)
     began, waiting, running, ends = time.monotonic(), list(prompts), [], []
     tokens, unfinished = np.zeros((len(engines), groups)), [0] * len(engines)
     reports: dict[asyncio.Future[list[CompletedSample]], int] = {}
 
     def send() -> None:
-        while waiting and (number := top.deal(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
+        while waiting and (number := top.assign(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
             unfinished[number] += len(waiting[0])
             running.append(asyncio.ensure_future(_generate(engines[number], waiting.pop(0))))
         for number in set(range(len(engines))) - {*reports.values()}:
@@ -110,8 +110,8 @@ async def sampled_round(
     return ends, tokens
 
 
-def _take(dealer: Any, engine: int, sample: CompletedSample, tokens: np.ndarray) -> None:
-    dealer.finish(engine, sample.prompt_tokens, sample.response_tokens)
+def _take(balancer: Any, engine: int, sample: CompletedSample, tokens: np.ndarray) -> None:
+    balancer.finish(engine, sample.prompt_tokens, sample.response_tokens)
     tokens[engine, sample.group] += sample.prompt_tokens + sample.response_tokens
 
 

@@ -1,7 +1,7 @@
 """How evenly requests are dealt to engines and attention groups: megarl, round-robin and the power of two choices.
 
 On simulated engines with planted log-normal lengths, and with --real on two SGLang engines of this machine's CPU.
-docs/bench/dealing.md says what the cases and columns are.
+docs/bench/balancing.md says what the cases and columns are.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.plan.engine_simulation import SimulatedRequest, observe_lengths
-from megarl.rollout.load_balancing import Capacity, Dealer
-from scripts.bench.dealing_simulation import Machine, Outcome, least_s, outcome
+from megarl.rollout.load_balancing import Capacity, RequestBalancer
+from scripts.bench.balancing_simulation import Machine, Outcome, least_s, outcome
 
 LONGEST, MEDIAN, SIGMA = 20480, 1800, 0.8
 PROMPT_TOKENS, NUM_PROMPTS, SAMPLES = 512, 128, 16
@@ -42,33 +42,33 @@ CASES: dict[str, tuple[Machine, float]] = {  # with the sigma of the prompts' le
 Prompts = Sequence[Sequence[SimulatedRequest]]
 
 
-class RoundRobin(Dealer):
+class RoundRobin(RequestBalancer):
     """Each receiver in turn, everything at once."""
 
-    def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
+    def assign(self, prompt_tokens: int, samples: int = 1) -> int | None:
         self._last = (self._last + 1) % len(self._capacities)
         self._book(self._last, samples, samples * prompt_tokens)
         return self._last
 
 
-class TwoChoices(Dealer):
+class TwoChoices(RequestBalancer):
     """Of two receivers drawn by chance the one with fewer expected tokens, everything at once (Mitzenmacher 2001)."""
 
     def __init__(self, capacities: Sequence[Capacity], longest_response: int) -> None:
         super().__init__(capacities, longest_response)
         self._random = random.Random(0)
 
-    def deal(self, prompt_tokens: int, samples: int = 1) -> int | None:
+    def assign(self, prompt_tokens: int, samples: int = 1) -> int | None:
         receivers = range(len(self._capacities))
         receiver = min(self._random.sample(receivers, min(2, len(receivers))), key=self.expected_tokens)
         self._book(receiver, samples, samples * prompt_tokens)
         return receiver
 
 
-DEALERS: dict[str, type[Dealer]] = {
+DEALERS: dict[str, type[RequestBalancer]] = {
     "round_robin": RoundRobin,
     "two_choices": TwoChoices,
-    "megarl": Dealer,
+    "megarl": RequestBalancer,
 }
 
 
@@ -80,7 +80,7 @@ def planted(count: int, samples: int, seed: int, prompt_sigma: float) -> list[li
     return [[SimulatedRequest(prompts[index], length) for length in row] for index, row in enumerate(lengths)]
 
 
-def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer], before: Prompts = ()) -> Outcome:
+def assigned(machine: Machine, prompts: Prompts, kind: type[RequestBalancer], before: Prompts = ()) -> Outcome:
     """Both levels as a run has them: prompts to engines, and their samples to attention groups.
 
     before: the samples of a round before, which the dealers have seen finish.
@@ -90,16 +90,16 @@ def dealt(machine: Machine, prompts: Prompts, kind: type[Dealer], before: Prompt
     top = kind([capacity.times(machine.groups)] * machine.engines, LONGEST)
     inner = [kind([capacity] * machine.groups, LONGEST) for _ in engines]
     seen = [sample.response_tokens for samples in before for sample in samples]
-    for dealer, share in [(top, 1), *((dealer, machine.engines) for dealer in inner)] if seen else []:
-        observe_lengths(dealer, seen[::share])
+    for balancer, share in [(top, 1), *((balancer, machine.engines) for balancer in inner)] if seen else []:
+        observe_lengths(balancer, seen[::share])
     waiting = deque(sorted(prompts, key=lambda samples: -samples[0].prompt_tokens))
     queues: list[deque[SimulatedRequest]] = [deque() for _ in engines]
 
     def send() -> None:
-        while waiting and (engine := top.deal(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
+        while waiting and (engine := top.assign(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
             queues[engine].extend(waiting.popleft())
-        for engine, queue, dealer in zip(engines, queues, inner, strict=True):
-            while queue and (group := dealer.deal(queue[0].prompt_tokens)) is not None:
+        for engine, queue, balancer in zip(engines, queues, inner, strict=True):
+            while queue and (group := balancer.assign(queue[0].prompt_tokens)) is not None:
                 engine.submit(queue.popleft(), group)
 
     def finished(engine: int, group: int, sample: SimulatedRequest) -> None:
@@ -157,9 +157,9 @@ def compare(machine: Machine, prompt_sigma: float, seed: int) -> dict[str, dict[
     prompts = planted(NUM_PROMPTS, SAMPLES, seed, prompt_sigma)
     before = planted(NUM_PROMPTS, SAMPLES, seed + 1000, prompt_sigma)
     methods: dict[str, Callable[[], Outcome]] = {
-        name: lambda kind=kind: dealt(machine, prompts, kind, before) for name, kind in DEALERS.items()
+        name: lambda kind=kind: assigned(machine, prompts, kind, before) for name, kind in DEALERS.items()
     }
-    methods["megarl, first step"] = lambda: dealt(machine, prompts, Dealer)
+    methods["megarl, first step"] = lambda: assigned(machine, prompts, RequestBalancer)
     methods["known, same order"] = lambda: known(machine, prompts, longest_first=False)
     methods["known, longest first"] = lambda: known(machine, prompts, longest_first=True)
     least = least_s([sample for samples in prompts for sample in samples], machine)
@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object: case, method, figure")
     args = parser.parse_args()
     if args.real:
-        from scripts.bench.dealing_real import compare_real
+        from scripts.bench.balancing_real import compare_real
 
         found = {"two CPU engines": mean_of(compare_real(DEALERS, args.seeds))}
     else:

@@ -11,15 +11,15 @@ from dataclasses import replace
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.ray_session import Cluster
 from megarl.fleet.step_fit import EngineHistory, EngineWork, seconds_of
-from megarl.rollout.load_balancing import CompletedSample, Dealer
+from megarl.rollout.load_balancing import CompletedSample, RequestBalancer
 from megarl.samples.buffer import Entry, PartialSummary
-from megarl.types import RoundBalance
+from megarl.types import PhaseBalance
 from megarl.types.sampling import Sampling
 
 _TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail
 
 
-class SamplingRound:
+class SamplingPhase:
     """A round of sampling: one phase of the open samples of groups. Each engine has one call `take_completed` open.
 
     The call returns before the verdicts, so that slow ones do not keep work from an engine. After a failed round the
@@ -30,7 +30,7 @@ class SamplingRound:
         self,
         cluster: Cluster,
         workers: Sequence[Worker],
-        dealer: Dealer,
+        balancer: RequestBalancer,
         groups: int,
         entries: Sequence[Entry[Ref]],
         sampling: Sampling,
@@ -40,7 +40,7 @@ class SamplingRound:
 
         history: of the rounds before, which gets this one.
         """
-        self._cluster, self._workers, self._dealer, self._history = cluster, workers, dealer, history
+        self._cluster, self._workers, self._balancer, self._history = cluster, workers, balancer, history
         self._entries, self._sampling = entries, sampling
         self._asked = [_open_summary(entry) for entry in entries]
         self._waiting = deque(sorted(range(len(entries)), key=lambda index: -self._asked[index].context_tokens))
@@ -59,7 +59,7 @@ class SamplingRound:
         self._send()
         self._cluster.background = self
 
-    def result(self) -> tuple[list[Entry[Ref]], RoundBalance | None]:
+    def result(self) -> tuple[list[Entry[Ref]], PhaseBalance | None]:
         """The entries in their order after their open samples have gone on, once all have.
 
         No round without entries has a balance.
@@ -101,13 +101,13 @@ class SamplingRound:
         while self._waiting:
             index = self._waiting[0]
             entry, samples = self._entries[index], self._asked[index].num_open
-            engine = self._dealer.deal(self._asked[index].context_tokens, samples)
+            engine = self._balancer.assign(self._asked[index].context_tokens, samples)
             if engine is None:
                 return
             self._waiting.popleft()
-            worker, own = self._workers[engine], replace(self._sampling, stream=entry.ticket.stream)
+            worker, own = self._workers[engine], replace(self._sampling, stream=entry.drawn.stream)
             begun = [entry.ref] if entry.ref is not None else []
-            summary, group = worker.call_many(2, "sample", entry.ticket.prompt, own, *begun)
+            summary, group = worker.call_many(2, "sample", entry.drawn.prompt, own, *begun)
             self._calls[index], self._unscored[summary] = (summary, group, worker.name), worker.name
             self._unfinished[engine] += samples
             self._listen(engine)
@@ -118,14 +118,14 @@ class SamplingRound:
             self._reports[self._workers[engine].call("take_completed")] = engine
 
     def _take(self, engine: int, sample: CompletedSample, now_s: float) -> None:
-        self._dealer.finish(engine, sample.prompt_tokens, sample.response_tokens)
+        self._balancer.finish(engine, sample.prompt_tokens, sample.response_tokens)
         self._unfinished[engine] -= 1
         self._tokens[engine][sample.group] += sample.prompt_tokens + sample.response_tokens
         self._work[engine] = self._work[engine].with_sample(sample.prompt_tokens, sample.response_tokens)
         self._ends_s.append(now_s)
         self._idle_since_s[engine] = now_s
 
-    def _balance(self) -> RoundBalance:
+    def _balance(self) -> PhaseBalance:
         """Once a round: the history gets its work."""
         tail_s = self._ends_s[-1] - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
         idle_s = sum(self._ends_s[-1] - since_s for since_s in self._idle_since_s) / len(self._idle_since_s)
@@ -134,7 +134,7 @@ class SamplingRound:
         for work, since_s in zip(self._work, self._idle_since_s, strict=True):
             self._history.add(work, since_s - self._began_s)
         tokens = tuple(tokens for groups in self._tokens for tokens in groups)
-        return RoundBalance(tokens, tail_s, idle_s, self.sampled_s, fit, expected_s)
+        return PhaseBalance(tokens, tail_s, idle_s, self.sampled_s, fit, expected_s)
 
 
 def _open_summary(entry: Entry[Ref]) -> PartialSummary:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megarl.fleet import sampling_round
-from megarl.fleet.sampling_round import SamplingRound
+from megarl.fleet import sampling_phase
+from megarl.fleet.sampling_phase import SamplingPhase
 from megarl.fleet.step_fit import EngineHistory
-from megarl.rollout.load_balancing import Capacity, CompletedSample, Dealer
-from megarl.samples.buffer import PartialSummary, Stock
+from megarl.rollout.load_balancing import Capacity, CompletedSample, RequestBalancer
+from megarl.samples.buffer import PartialSummary, RolloutBuffer
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 
@@ -25,7 +25,7 @@ class Cluster:
         self.running: list[list[tuple[str, int]]] = [[] for _ in range(engines)]  # prompt and its tokens, a sample each
         self.sent: list[tuple[int, str, tuple[int, ...]]] = []
         self.most, self.now = 0, 0.0
-        self.background: SamplingRound | None = None
+        self.background: SamplingPhase | None = None
 
     def _worker(self, index: int) -> Any:
         def call_many(count: int, method: str, prompt: Prompt, sampling: Sampling, *begun: Any) -> tuple[Any, str]:
@@ -60,34 +60,34 @@ def prompts(*lengths: int) -> list[Prompt]:
 
 
 def round_of(
-    cluster: Any, capacity: Capacity, stock: Stock[Any], samples: int, history: EngineHistory | None = None
-) -> SamplingRound:
-    how, dealer = Sampling(samples, 400, with_baseline=True), Dealer([capacity] * 2, 400)
-    return SamplingRound(cluster, cluster.workers, dealer, 1, stock.entries, how, history or EngineHistory())
+    cluster: Any, capacity: Capacity, buffer: RolloutBuffer[Any], samples: int, history: EngineHistory | None = None
+) -> SamplingPhase:
+    how, balancer = Sampling(samples, 400, with_baseline=True), RequestBalancer([capacity] * 2, 400)
+    return SamplingPhase(cluster, cluster.workers, balancer, 1, buffer.entries, how, history or EngineHistory())
 
 
 class Played:
     """A round of a stock's groups on two engines."""
 
     def __init__(
-        self, capacity: Capacity, stock: Stock[Any], samples: int = 2, history: EngineHistory | None = None
+        self, capacity: Capacity, buffer: RolloutBuffer[Any], samples: int = 2, history: EngineHistory | None = None
     ) -> None:
         self.cluster = cluster = Cluster(2)
-        one = round_of(cluster, capacity, stock, samples, history)
+        one = round_of(cluster, capacity, buffer, samples, history)
         one.begin()
         self.entries, self.balance = one.result()
         assert cluster.background is None
 
 
 def played(capacity: Capacity, *lengths: int, samples: int = 2) -> Played:
-    return Played(capacity, Stock[Any]().admitted(prompts(*lengths), (7, 3), samples + 1), samples)
+    return Played(capacity, RolloutBuffer[Any]().admitted(prompts(*lengths), (7, 3), samples + 1), samples)
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are calls of `await_any`."""
     seconds = iter(range(10**6))
-    monkeypatch.setattr(sampling_round, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(sampling_phase, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
 
 
 def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
@@ -100,10 +100,10 @@ def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
 
 
 def test_a_group_goes_on_by_its_reference_the_longest_first_on_any_engine() -> None:
-    stock = Stock[Any]().admitted(prompts(50, 5, 20), (7, 3), 3)
+    buffer = RolloutBuffer[Any]().admitted(prompts(50, 5, 20), (7, 3), 3)
     begun = {1: (1, 105), 2: (2, 70)}  # open samples, and the tokens of each
-    new = [replace(stock.entries[place], summary=PartialSummary(*one), ref=one) for place, one in begun.items()]
-    found = Played(Capacity(100, 10**6), stock.updated(new))
+    new = [replace(buffer.entries[place], summary=PartialSummary(*one), ref=one) for place, one in begun.items()]
+    found = Played(Capacity(100, 10**6), buffer.updated(new))
     assert [(engine, name) for engine, name, _ in found.cluster.sent] == [(0, "1"), (1, "2"), (0, "0")]
     assert found.balance is not None
     assert found.balance.group_tokens == (105 + 100 + 3 * (50 + 100), 2 * (70 + 100))
@@ -129,9 +129,9 @@ def test_a_round_is_expected_to_take_what_those_before_took() -> None:
     """The stand-in's engines take turns: of ten samples the first engine takes five seconds, the other ten."""
     history = EngineHistory()
     for _ in range(2):
-        found = Played(Capacity(100, 10**6), Stock[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
+        found = Played(Capacity(100, 10**6), RolloutBuffer[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
         assert found.balance and found.balance.fit is None and found.balance.seconds == 20
-    found = Played(Capacity(100, 10**6), Stock[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
+    found = Played(Capacity(100, 10**6), RolloutBuffer[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
     assert found.balance and found.balance.fit and 10 <= found.balance.expected_s <= 20
 
 
@@ -161,11 +161,11 @@ class Training(Cluster):
         return super().await_any(labels)
 
 
-def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_verdicts_outlast_it() -> None:
+def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_reward_results_outlast_it() -> None:
     """More groups than the engines have room for: what has waited is sent meanwhile."""
     cluster = Training()
-    stock = Stock[Any]().admitted(prompts(*[10] * 6), (7, 3), 3)
-    one = round_of(cluster, Capacity(3, 10**6), stock, 2)
+    buffer = RolloutBuffer[Any]().admitted(prompts(*[10] * 6), (7, 3), 3)
+    one = round_of(cluster, Capacity(3, 10**6), buffer, 2)
     one.begin()
     sent = len(cluster.sent)
     assert cluster.await_any({"update": "training rank 0"}) == ["update"]

@@ -14,7 +14,7 @@ from megarl.algos.targets import Targets
 from megarl.types import Hyperparameters
 
 # Bounds of pi_old / mu: of a token, of a sequence's product, of its geometric mean.
-MISMATCH_BOUNDS: dict[str, tuple[float, float]] = {
+ROLLOUT_CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "tis": (0.0, 2.0),
     "mis_token": (0.0, 2.0),
     "mis_sequence": (0.0, 2.0),
@@ -29,11 +29,11 @@ def _effective_share(weight: float, weight_square: float, tokens: float) -> floa
     return weight**2 / max(tokens * weight_square, 1e-30)
 
 
-KL = Statistic("mismatch_kl")  # w - 1 - log w, whose mean over the engine's samples is KL(mu | pi_old)
-WEIGHT = Statistic("mismatch_weight")
-ESS = Statistic("mismatch_ess", Reduction(_effective_share))
-CLIPPED = Statistic("mismatch_clipped")
-MASKED = Statistic("mismatch_masked")
+KL = Statistic("rollout_correction_kl")  # w - 1 - log w, whose mean over the engine's samples is KL(mu | pi_old)
+WEIGHT = Statistic("rollout_correction_weight")
+ESS = Statistic("rollout_correction_ess", Reduction(_effective_share))
+CLIPPED = Statistic("rollout_correction_clipped")
+MASKED = Statistic("rollout_correction_masked")
 # The same of the tokens that the policy itself sampled, where only rounding differs, and of those of earlier policies.
 _BY_AGE = {
     age: {statistic: Statistic(f"{statistic.name}_{age}") for statistic in (KL, WEIGHT, CLIPPED, MASKED)}
@@ -43,7 +43,7 @@ _BY_AGE = {
 
 def drops(hyperparameters: Hyperparameters) -> bool:
     """Whether the correction drops what is out of bounds, so that the old policy is asked before the update."""
-    return hyperparameters.mismatch not in ("off", "tis")
+    return hyperparameters.rollout_correction not in ("off", "tis")
 
 
 def dropped(
@@ -59,7 +59,7 @@ def dropped(
     sequence (mis_sequence) or its geometric mean (mis_geometric; Liu et al. 2025, "When speed kills stability").
     """
     log_w_T = bounded(torch.where(mask_T, old_logp_T - engine_logp_T, 0.0))
-    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(hyperparameters.mismatch)
+    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(hyperparameters.rollout_correction)
     ratio_T = bounded(log_by(log_w_T, mask_T, sequence_T) if log_by else log_w_T).exp()
     low, high = bounds(hyperparameters)
     return mask_T & ((ratio_T < low) | (ratio_T > high))
@@ -76,11 +76,11 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperpa
     is_clipped_T = torch.zeros_like(sampled_T)
     is_dropped_T = is_clipped_T if targets.dropped_T is None else targets.dropped_T
     weight_T = log_w_T.exp()
-    if hyperparameters.mismatch == "tis":
+    if hyperparameters.rollout_correction == "tis":
         _, high = bounds(hyperparameters)
         is_clipped_T = weight_T > high
         weight_T = weight_T.clamp(max=high)
-    elif hyperparameters.mismatch == "mis_sequence":
+    elif hyperparameters.rollout_correction == "mis_sequence":
         weight_T = bounded(segment_sum(log_w_T, sampled_T, targets.sequence_T)).exp()
     weight_T = torch.where(is_dropped_T, 0.0, weight_T)
     values = {KL: k3(log_w_T), WEIGHT: weight_T, CLIPPED: is_clipped_T, MASKED: is_dropped_T}
@@ -93,7 +93,10 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperpa
 
 
 def bounds(hyperparameters: Hyperparameters) -> tuple[float, float]:
-    """(lowest, highest) ratio that is kept: the hyperparameters', else MISMATCH_BOUNDS; where mismatch is not off."""
-    low, high = MISMATCH_BOUNDS[hyperparameters.mismatch]
-    given = hyperparameters.mismatch_low, hyperparameters.mismatch_high
+    """(lowest, highest) ratio that is kept: the hyperparameters', else ROLLOUT_CORRECTION_BOUNDS.
+
+    Only where the correction is not off.
+    """
+    low, high = ROLLOUT_CORRECTION_BOUNDS[hyperparameters.rollout_correction]
+    given = hyperparameters.rollout_correction_low, hyperparameters.rollout_correction_high
     return low if given[0] is None else given[0], high if given[1] is None else given[1]
