@@ -6,7 +6,8 @@ CORE = [
     "torch==2.13.0",  # tensors, collectives and the optimiser; the version that SGLang is built for
     "megatron-core==0.16.1",  # the model, its parallel axes and the pipeline schedule
     "ray>=2.50",  # places processes on GPUs and calls them
-    "transformers==5.12.1",  # tokenizers and chat templates; with it numpy and safetensors; SGLang's version
+    # tokenizers and chat templates; with it numpy and safetensors; SGLang's version
+    "transformers==5.12.1",
     "psutil>=6",  # finds the processes that a run must not leave behind; Megatron hangs without it
     "pyarrow>=18",  # JSONL and parquet
     "pydantic>=2.10",  # the recipe's types, and errors that name the key
@@ -18,7 +19,8 @@ CORE = [
 ]
 
 EXTRAS = {
-    "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],  # docs/install.md: which, and apex
+    # docs/install.md: which, and apex
+    "gpu": ["sglang==0.5.21", "transformer-engine[core_cu13,pytorch]==2.14.1"],
     "search": ["bm25s>=0.3.16"],  # BM25 in megarl.environments.search; needs numpy alone
     "trackers": ["tensorboard>=2.18", "wandb>=0.28.2", "mlflow-skinny>=3.17"],
     "dev": [

@@ -32,7 +32,8 @@ from megarl.types import EndedEarly, FolderGone, UserError, UserErrors
 
 _RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order.")
+    list[str] | None,
+    typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order."),
 ]
 
 
@@ -55,7 +56,10 @@ def _show_versions(is_wanted: bool) -> None:
 @app.callback()
 def megarl(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_versions, is_eager=True, help="Versions, and nothing else.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_versions, is_eager=True, help="Versions, and nothing else."
+        ),
     ] = False,
 ) -> None:
     """Train MoE language models with reinforcement learning: Megatron-Core, SGLang and Ray on the same GPUs."""
@@ -66,17 +70,29 @@ def megarl(
 def train(
     recipe: _RecipeFile,
     overrides: _Overrides = None,
-    resume: Annotated[bool, typer.Option(help="Go on in run.dir/run.name from its newest good checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option(help="Go on in run.dir/run.name from its newest good checkpoint.")
+    ] = False,
     from_samples: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Train on a file of `megarl rollout`, without engines.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Train on a file of `megarl rollout`, without engines."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything that can be checked here, and launch nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check everything that can be checked here, and launch nothing."
+        ),
     ] = False,
 ) -> None:
     """Run a recipe; everything it makes lies in run.dir/run.name."""
     if dry_run:
-        sys.exit(_outcome(recipe, overrides or [], partial(_dry_run, other="--resume" if resume else from_samples)))
+        sys.exit(
+            _outcome(
+                recipe,
+                overrides or [],
+                partial(_dry_run, other="--resume" if resume else from_samples),
+            )
+        )
     if not from_samples:  # that writes no checkpoints
         note_sigusr1()
     run = partial(_train_from, samples=from_samples) if from_samples else _train
@@ -89,7 +105,9 @@ def rollout(
     overrides: _Overrides = None,
     *,
     out: Annotated[Path, typer.Option(metavar="FILE", help="The parquet file to write.")],
-    steps: Annotated[int | None, typer.Option(help="How many steps' prompts; run.steps unless it is given.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="How many steps' prompts; run.steps unless it is given.")
+    ] = None,
 ) -> None:
     """Sample and score a recipe's prompts into a file, and train nothing."""
     given = [] if steps is None else [f"run.steps={steps}"]
@@ -102,15 +120,24 @@ def plan(
     overrides: _Overrides = None,
     *,
     hardware: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Which GPUs; placement.hardware unless it is given.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Which GPUs; placement.hardware unless it is given."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the report.")] = False,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it, too: a PNG.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object in place of the report.")
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it, too: a PNG.")
+    ] = None,
     response_share: Annotated[
-        float | None, typer.Option(min=0.001, max=1.0, help="The mean response, as a share of the longest; assumed.")
+        float | None,
+        typer.Option(
+            min=0.001, max=1.0, help="The mean response, as a share of the longest; assumed."
+        ),
     ] = None,
     search: Annotated[
-        _Side | None, typer.Option(help="Find faster layouts of engines, training ranks or both, in minutes.")
+        _Side | None,
+        typer.Option(help="Find faster layouts of engines, training ranks or both, in minutes."),
     ] = None,
 ) -> None:
     """Say who sits where, what fills the memory and what a step takes, without a GPU; exit code 2: it does not fit."""
@@ -136,21 +163,41 @@ def plan(
 
 @app.command()
 def convert(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, with its checkpoints.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, with its checkpoints.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")
+    ],
     overrides: _Overrides = None,
     *,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; the newest unless it is given.")] = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="In fp8 tiles with scales, as DeepSeek-V3 is published.")] = False,
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapters (lora) alone, in PEFT's format.")] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Which checkpoint; the newest unless it is given.")
+    ] = None,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="In fp8 tiles with scales, as DeepSeek-V3 is published.")
+    ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapters (lora) alone, in PEFT's format.")
+    ] = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model, adapters merged into it, or as adapters alone."""
     if not (run / "recipe.yaml").is_file():
-        show(UserError(str(run), "has no recipe.yaml", "name the folder of a run, as runs/quickstart"), sys.stderr)
+        show(
+            UserError(
+                str(run), "has no recipe.yaml", "name the folder of a run, as runs/quickstart"
+            ),
+            sys.stderr,
+        )
         sys.exit(2)
 
     def write(recipe: Recipe) -> None:
-        from megarl.commands.convert import check_adapter, convert_adapter, convert_snapshot, find_snapshot
+        from megarl.commands.convert import (
+            check_adapter,
+            convert_adapter,
+            convert_snapshot,
+            find_snapshot,
+        )
 
         if adapter:
             check_adapter(recipe, fp8=fp8)
@@ -167,17 +214,30 @@ def convert(
 
 @app.command()
 def reward_check(
-    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="module:function, as in reward.function.")],
+    function: Annotated[
+        str, typer.Argument(metavar="FUNCTION", help="module:function, as in reward.function.")
+    ],
     *,
-    data: Annotated[Path | None, typer.Option(metavar="FILE", help="JSONL or parquet, as in data.train.")] = None,
-    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Score a file's samples anew.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSONL or parquet, as in data.train.")
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Score a file's samples anew.")
+    ] = None,
     argument: Annotated[
-        list[str] | None, typer.Option(metavar="k=v", help="A keyword argument for it; the value is JSON, or text.")
+        list[str] | None,
+        typer.Option(metavar="k=v", help="A keyword argument for it; the value is JSON, or text."),
     ] = None,
     answer: Annotated[str, typer.Option(help="The column of the answers in --data.")] = "answer",
-    rows: Annotated[int, typer.Option(min=1, help="How many rows, or groups of samples, from the first.")] = 100,
-    timeout_s: Annotated[float, typer.Option(min=0.01, max=604_800, help="As in reward.timeout_s.")] = 5.0,
-    memory_mb: Annotated[int, typer.Option(min=1, max=2**24, help="As in reward.memory_mb.")] = 1024,
+    rows: Annotated[
+        int, typer.Option(min=1, help="How many rows, or groups of samples, from the first.")
+    ] = 100,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.01, max=604_800, help="As in reward.timeout_s.")
+    ] = 5.0,
+    memory_mb: Annotated[
+        int, typer.Option(min=1, max=2**24, help="As in reward.memory_mb.")
+    ] = 1024,
 ) -> None:
     """Try a reward on its data's answers, on others, and on responses made to break it; or on samples of a file."""
 
@@ -195,11 +255,18 @@ def episode_check(
     recipe: _RecipeFile,
     overrides: _Overrides = None,
     *,
-    rows: Annotated[int | None, typer.Option(min=1, help="How many rows (3), or prompts of --samples (all).")] = None,
-    turns: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Turns to play: JSONL, a list of assistants' messages a line.")
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="How many rows (3), or prompts of --samples (all).")
     ] = None,
-    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Play a file's episodes again.")] = None,
+    turns: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Turns to play: JSONL, a list of assistants' messages a line."
+        ),
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Play a file's episodes again.")
+    ] = None,
 ) -> None:
     """Try a recipe's tools or environment without a model; exit code 2: something is to mend, or came out otherwise."""
 
@@ -213,13 +280,23 @@ def episode_check(
 
 @app.command()
 def doctor(
-    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="Also what this recipe needs.")] = None,
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Also what this recipe needs.")
+    ] = None,
     overrides: _Overrides = None,
     *,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure the GPUs and their links, too.")] = False,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where --measure writes.")] = Path("hardware.yaml"),
-    port: Annotated[list[int] | None, typer.Option(min=1, max=65535, help="A port that must be free.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the lines.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure the GPUs and their links, too.")
+    ] = False,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where --measure writes.")] = Path(
+        "hardware.yaml"
+    ),
+    port: Annotated[
+        list[int] | None, typer.Option(min=1, max=65535, help="A port that must be free.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object in place of the lines.")
+    ] = False,
 ) -> None:
     """Say what keeps this machine, or every node of the Ray cluster at RAY_ADDRESS, from training; exit code 0 or 2."""
 
@@ -234,11 +311,20 @@ def doctor(
         try:
             from megarl.doctor.examine import examine
         except (ImportError, OSError) as error:  # without torch nothing can be looked at
-            name, hint = getattr(error, "name", None) or "Python", "install it as requirements/gpu.txt names it"
+            name, hint = (
+                getattr(error, "name", None) or "Python",
+                "install it as requirements/gpu.txt names it",
+            )
             raise UserError(name, f"it cannot be imported ({error})", hint) from error
 
         hardware_file = out if measure else None
-        report = examine(loaded, errors, hardware_file, port or (), lambda line: show(f"megarl: {line}", sys.stderr))
+        report = examine(
+            loaded,
+            errors,
+            hardware_file,
+            port or (),
+            lambda line: show(f"megarl: {line}", sys.stderr),
+        )
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
@@ -252,7 +338,8 @@ def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) ->
 
 def _ended(run: Callable[[], int | None]) -> int:
     """Run, say how it ended on the last lines of stderr, and return the exit code: the result, or 0 without one."""
-    sys.path.append(os.getcwd())  # where a user's reward function lies; the console script does not look there
+    # where a user's reward function lies; the console script does not look there
+    sys.path.append(os.getcwd())
     try:
         return run() or 0
     except FolderGone as error:
@@ -307,7 +394,9 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
 
 def _dry_run(recipe: Recipe, *, other: str | Path | None) -> None:
     if other:
-        raise UserError("--dry-run", f"nothing is launched, and {other} says how", "leave one of them out")
+        raise UserError(
+            "--dry-run", f"nothing is launched, and {other} says how", "leave one of them out"
+        )
     with _collector_paused():
         _advise(recipe)
         from megarl.commands.dry_run import dry_run
@@ -327,7 +416,11 @@ def _collector_paused() -> Iterator[None]:
 
 def _train_from(recipe: Recipe, *, samples: Path, resume: bool) -> None:
     if resume:
-        raise UserError("--resume", "training on a file begins with the weights of model.path", "leave one of them out")
+        raise UserError(
+            "--resume",
+            "training on a file begins with the weights of model.path",
+            "leave one of them out",
+        )
     _advise(recipe)
     from megarl.preflight.checks_by_command import check_samples
 
@@ -357,7 +450,8 @@ def _rollout(recipe: Recipe, *, out: Path) -> None:
 
 def main() -> None:
     """The console script."""
-    atexit.register(gc.freeze)  # at the end Python would traverse all that is there, and the process frees it anyway
+    # at the end Python would traverse all that is there, and the process frees it anyway
+    atexit.register(gc.freeze)
     app()
 
 

@@ -11,7 +11,8 @@ import psutil
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-DEVICE_VARIABLE = "MEGARL_DEVICE"  # cpu: use no GPU; cuda: refuse to run on the CPU (megarl/cluster/visible_gpus.py)
+# cpu: use no GPU; cuda: refuse to run on the CPU (megarl/cluster/visible_gpus.py)
+DEVICE_VARIABLE = "MEGARL_DEVICE"
 DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cpu" else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"
@@ -66,10 +67,13 @@ def use_network(host: str) -> None:
     Variables that are already set stay: the user knows the cluster better.
     """
     own = host if is_loopback(host) else own_address(host)
-    names = (name for name, found in psutil.net_if_addrs().items() if own in {it.address for it in found})
+    names = (
+        name for name, found in psutil.net_if_addrs().items() if own in {it.address for it in found}
+    )
     interface = "lo" if is_loopback(own) else next(names)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without the sign it is a prefix of names
+    # without the sign it is a prefix of names
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def own_address(host: str) -> str:
@@ -117,4 +121,6 @@ def address_of(store: TCPStore) -> Address:
 
 def join_store(address: Address, timeout_s: float) -> TCPStore:
     """Connect to a store that `host_store` serves."""
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(
+        *address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )

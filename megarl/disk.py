@@ -17,8 +17,17 @@ from megarl.types import FolderGone, UserError
 PARTIAL = ".partial-"  # in the hidden name of a folder that is not complete yet
 _FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up"}
 _GONE = (errno.ENOENT, errno.ESTALE)
-_OTHERS = (errno.EACCES, errno.EFBIG, errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.EPERM, errno.EROFS)
-_FULL_BYTES = 2**16  # with less free space, an error without an errno from a library is taken for a full disk
+_OTHERS = (
+    errno.EACCES,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+)
+# with less free space, an error without an errno from a library is taken for a full disk
+_FULL_BYTES = 2**16
 
 
 @contextmanager
@@ -51,7 +60,11 @@ def _error(error: BaseException, folder: Path, what: str, where: str) -> UserErr
         problem = f"{_FULL[number]} in {folder} while writing {what}"
         return UserError(where, problem, "make room there, or name a folder on another disk")
     reason = cause.strerror if cause else ""
-    return UserError(where, f"{what} cannot be written in {folder} ({reason})", "mend that, or name another folder")
+    return UserError(
+        where,
+        f"{what} cannot be written in {folder} ({reason})",
+        "mend that, or name another folder",
+    )
 
 
 def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
@@ -67,7 +80,9 @@ def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
     except OSError as error:
         Path(file.name).unlink(missing_ok=True)
         hint = "mount it with locks (Lustre: -o flock), or name a folder on another disk"
-        raise UserError(where, f"files in {folder} cannot be locked ({error.strerror})", hint) from None
+        raise UserError(
+            where, f"files in {folder} cannot be locked ({error.strerror})", hint
+        ) from None
     return True
 
 
@@ -80,7 +95,9 @@ def is_writable(folder: Path) -> bool:
         return False
 
 
-def output_error(path: Path, where: str, *, kind: str = "file", replaces: bool = False) -> UserError | None:
+def output_error(
+    path: Path, where: str, *, kind: str = "file", replaces: bool = False
+) -> UserError | None:
     """Why a command that works for a while could not write its result to `path` at the end, or None.
 
     where: the option that names the path. kind: file or folder. replaces: a regular file that is there is overwritten.
@@ -93,11 +110,17 @@ def output_error(path: Path, where: str, *, kind: str = "file", replaces: bool =
     except (FileNotFoundError, NotADirectoryError):
         is_there = False
     except (OSError, ValueError) as error:  # a name that is too long; a NUL character
-        return UserError(where, f"no {kind} can have this name ({getattr(error, 'strerror', None) or error})", hint)
+        return UserError(
+            where,
+            f"no {kind} can have this name ({getattr(error, 'strerror', None) or error})",
+            hint,
+        )
     if is_there and not replaces:
         return UserError(where, "it is there already", hint)
     if is_there and not path.is_file():
-        return UserError(where, "it is a folder" if path.is_dir() else "it is not a regular file", hint)
+        return UserError(
+            where, "it is a folder" if path.is_dir() else "it is not a regular file", hint
+        )
     if is_there and not os.access(path, os.W_OK):
         return UserError(where, "it cannot be overwritten", hint)
     if not folder.is_dir():

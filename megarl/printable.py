@@ -58,7 +58,9 @@ def json_line(value: object, default: Callable[[Any], Any] | None = None) -> str
     default: converts a value that JSON has no type for.
     """
     text = json.dumps(value, ensure_ascii=False, default=default)
-    return _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1] if is_hidden(found[0]) else found[0], text)
+    return _BEYOND_ASCII.sub(
+        lambda found: json.dumps(found[0])[1:-1] if is_hidden(found[0]) else found[0], text
+    )
 
 
 def _escaped(character: str, kept: str) -> str:
@@ -77,7 +79,9 @@ def describe_error(error: BaseException) -> str:
     """An exception as one line."""
     try:
         words = " ".join(f"{type(error).__name__}: {error}".split())
-    except BaseException:  # its __str__ raises, perhaps KeyboardInterrupt, which would end a worker process
+    except (
+        BaseException
+    ):  # its __str__ raises, perhaps KeyboardInterrupt, which would end a worker process
         words = type(error).__name__
     return words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 3]}..."
 

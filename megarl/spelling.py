@@ -21,7 +21,11 @@ def near(name: str, known: Iterable[str]) -> list[str]:
         return []
     distances = {other: edit_distance(name, other) for other in known}
     best = min(distances.values(), default=len(name))
-    return [other for other, distance in distances.items() if distance == best] if best <= 1 + len(name) // 4 else []
+    return (
+        [other for other, distance in distances.items() if distance == best]
+        if best <= 1 + len(name) // 4
+        else []
+    )
 
 
 def edit_distance(a: str, b: str) -> int:

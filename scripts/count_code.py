@@ -74,7 +74,11 @@ def _code_lines(source: str) -> set[int]:
 
 
 def _lines_of(docstrings: list[ast.expr]) -> set[int]:
-    return {number for node in docstrings for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return {
+        number
+        for node in docstrings
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
 
 
 def _assigns_several(node: ast.AST) -> bool:
@@ -84,7 +88,9 @@ def _assigns_several(node: ast.AST) -> bool:
     target = node.targets[0]
     if not isinstance(target, ast.Tuple):
         return False
-    return {ast.unparse(each) for each in target.elts} != {ast.unparse(each) for each in node.value.elts}
+    return {ast.unparse(each) for each in target.elts} != {
+        ast.unparse(each) for each in node.value.elts
+    }
 
 
 def count_folder(folder: Path) -> dict[str, Counts]:
@@ -114,8 +120,12 @@ def report(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", type=Path, default=[ROOT / "megarl"], help="folders of Python files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folders", nargs="*", type=Path, default=[ROOT / "megarl"], help="folders of Python files"
+    )
     for folder in parser.parse_args().folders:
         print("\n".join(report(folder.resolve())))
 

@@ -22,9 +22,18 @@ FLOORS: list[dict[str, str]] = [
     {"cli": "the command line"},
     {"commands": "convert, dry run, samples in files", "doctor": "is this machine fit to train?"},
     {"controller": "the training loop", "plan": "memory and time without a GPU"},
-    {"fleet": "engines, ranks, who has the memory", "preflight": "checks before any process starts"},
-    {"rollout": "SGLang engines, reward functions", "training": "one rank: credit, batches, updates"},
-    {"checkpoints": "Hugging Face files, run snapshots", "episodes": "the turns of an episode as tokens"},
+    {
+        "fleet": "engines, ranks, who has the memory",
+        "preflight": "checks before any process starts",
+    },
+    {
+        "rollout": "SGLang engines, reward functions",
+        "training": "one rank: credit, batches, updates",
+    },
+    {
+        "checkpoints": "Hugging Face files, run snapshots",
+        "episodes": "the turns of an episode as tokens",
+    },
     {
         "environments": "tools, games, agents, endpoint",
         "parallel": "Megatron-Core",
@@ -52,7 +61,8 @@ FLOORS: list[dict[str, str]] = [
         "spelling": "did you mean",
     },
 ]
-LIBRARIES = {"megatron": "Megatron-Core", "ray": "Ray", "sglang": "SGLang"}  # told in the rooms that import them
+# told in the rooms that import them
+LIBRARIES = {"megatron": "Megatron-Core", "ray": "Ray", "sglang": "SGLang"}
 BOX_WIDTH, BOX_HEIGHT, FLOOR_HEIGHT, DIFF, MARGIN = 258, 52, 92, 22, 24
 LANE_WIDTH = 12  # of an arrow that passes a floor
 SWEEPS = 12
@@ -91,7 +101,9 @@ def within(name: str, package: str) -> bool:
 def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
     """Dotted names that a file imports (`a.b.c` for `from a.b import c`); lazy: also those inside functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    nodes = ast.walk(tree) if lazy else (node for statement in tree.body for node in _at_top(statement))
+    nodes = (
+        ast.walk(tree) if lazy else (node for statement in tree.body for node in _at_top(statement))
+    )
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -182,8 +194,16 @@ def place(floors: list[list[Node]], pieces: Sequence[Edge]) -> dict[Node, float]
         for nodes in floors if is_down else reversed(floors):
             wanted = {}
             for node in nodes:
-                near = above[node] + below[node] if is_last else above[node] if is_down else below[node]
-                wanted[node] = sum(centre[other] for other in near) / len(near) if near else centre[node]
+                near = (
+                    above[node] + below[node]
+                    if is_last
+                    else above[node]
+                    if is_down
+                    else below[node]
+                )
+                wanted[node] = (
+                    sum(centre[other] for other in near) / len(near) if near else centre[node]
+                )
             if not is_last:
                 nodes.sort(key=lambda node: wanted[node])
             centre |= _apart(nodes, wanted)
@@ -227,7 +247,11 @@ def drawing() -> str:
     centre = place(floors, [piece for path in paths for piece in path])
     left = min(centre[node] - width(node) / 2 for node in centre) - MARGIN
     x = {node: round(centre[node] - left) for node in centre}
-    y = {node: MARGIN + number * FLOOR_HEIGHT for number, nodes in enumerate(floors) for node in nodes}
+    y = {
+        node: MARGIN + number * FLOOR_HEIGHT
+        for number, nodes in enumerate(floors)
+        for node in nodes
+    }
     right = max(x[node] + width(node) // 2 for node in x) + MARGIN
     bottom = 2 * MARGIN + (len(floors) - 1) * FLOOR_HEIGHT + BOX_HEIGHT
     lines = [
@@ -237,7 +261,11 @@ def drawing() -> str:
         '<path d="M0 0 L8 4 L0 8 z"/></marker>',
         f'<rect width="{right}" height="{bottom}" style="fill: #ffffff; stroke: none"/>',
         *(_arrow(path, x, y) for path in paths),
-        *(_box(room, what, x[room] - BOX_WIDTH // 2, y[room]) for floor in FLOORS for room, what in floor.items()),
+        *(
+            _box(room, what, x[room] - BOX_WIDTH // 2, y[room])
+            for floor in FLOORS
+            for room, what in floor.items()
+        ),
         "</svg>\n",
     ]
     return "\n".join(lines)

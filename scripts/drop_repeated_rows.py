@@ -20,10 +20,14 @@ _BATCH_ROWS = 8192
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path, metavar="IN.parquet")
     parser.add_argument("target", type=Path, metavar="OUT.parquet")
-    parser.add_argument("--by", default="prompt", metavar="COLUMN", help="the column that is compared")
+    parser.add_argument(
+        "--by", default="prompt", metavar="COLUMN", help="the column that is compared"
+    )
     arguments = parser.parse_args()
     try:
         num_rows, num_kept = drop_repeated_rows(arguments.source, arguments.target, arguments.by)
@@ -36,7 +40,9 @@ def drop_repeated_rows(source: Path, target: Path, column: str) -> tuple[int, in
     """The numbers of rows in `source`, and of those in `target`, which appears under its name when it is whole."""
     file = pq.ParquetFile(source)
     if column not in file.schema_arrow.names:
-        raise ValueError(f"there is no column {column!r} (columns: {', '.join(file.schema_arrow.names)})")
+        raise ValueError(
+            f"there is no column {column!r} (columns: {', '.join(file.schema_arrow.names)})"
+        )
     seen: set[bytes] = set()
     num_rows = 0
     partial = target.with_name(f".{target.name}.partial")

@@ -32,13 +32,17 @@ def keep_layers(model: Path, out: Path, num_layers: int) -> None:
     config = read_json(model / "config.json")
     if not 0 < num_layers <= config["num_hidden_layers"]:
         problem = f"{num_layers} of {config['num_hidden_layers']} layers"
-        raise UserError("--layers", problem, f"give a number from 1 to {config['num_hidden_layers']}")
+        raise UserError(
+            "--layers", problem, f"give a number from 1 to {config['num_hidden_layers']}"
+        )
     if out.exists():
         raise UserError(str(out), "it is there already", "name another folder")
     has_weights = any((model / name).is_file() for name in (INDEX, "model.safetensors"))
     files = tensor_files(model) if has_weights else {}
     out.mkdir(parents=True)
-    (out / "config.json").write_text(json.dumps(shortened(config, num_layers), indent=2) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(
+        json.dumps(shortened(config, num_layers), indent=2) + "\n", encoding="utf-8"
+    )
     if files:
         _copy_weights(files, out, num_layers)
         _copy_others(model, out)
@@ -61,7 +65,9 @@ def _copy_weights(files: Mapping[str, Path], out: Path, num_layers: int) -> None
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for file in sorted(set(files.values())):
-        names = [name for name, place in files.items() if place == file and _is_kept(name, num_layers)]
+        names = [
+            name for name, place in files.items() if place == file and _is_kept(name, num_layers)
+        ]
         if not names:
             continue
         with safe_open(str(file), framework="pt") as opened:
@@ -88,7 +94,9 @@ def _copy_others(model: Path, out: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("--layers", type=int, required=True, help="how many, from the first")

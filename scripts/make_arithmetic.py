@@ -49,7 +49,11 @@ def _messages(row: Row, *, calls: bool) -> list[dict[str, Any]]:
     if not calls:
         return [answer]
     arguments = json.dumps({"expression": row["prompt"].removesuffix("=")})
-    call = {"id": "call00000", "type": "function", "function": {"name": "calculate", "arguments": arguments}}
+    call = {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "calculate", "arguments": arguments},
+    }
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call00000", "content": row["answer"]},
@@ -68,10 +72,14 @@ def write_jsonl(path: Path, rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("data"), help="folder for train.jsonl and eval.jsonl")
+    parser.add_argument(
+        "--out", type=Path, default=Path("data"), help="folder for train.jsonl and eval.jsonl"
+    )
     parser.add_argument("--eval", type=int, default=256, help="questions held out for evaluation")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tools", action="store_true", help="questions for a model with a calculator")
+    parser.add_argument(
+        "--tools", action="store_true", help="questions for a model with a calculator"
+    )
     args = parser.parse_args()
     make = make_tool_rows if args.tools else make_rows
     train, evaluation = make(args.seed, args.eval)

@@ -37,7 +37,9 @@ def make_rows(path: str, source: str | None) -> Iterator[dict[str, Any]]:
         if answers and source in (None, row["data_source"]):
             question = row["question"].strip()
             yield {
-                "prompt": INSTRUCTION.format(question if question.endswith("?") else f"{question}?"),
+                "prompt": INSTRUCTION.format(
+                    question if question.endswith("?") else f"{question}?"
+                ),
                 "answer": answers[0],
                 "golden_answers": answers,
                 "data_source": row["data_source"],
@@ -47,10 +49,14 @@ def make_rows(path: str, source: str | None) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source_file", metavar="SOURCE", help="a parquet or JSONL file")
     parser.add_argument("--out", type=Path, required=True, help="the JSONL file to write")
-    parser.add_argument("--source", help="only rows whose data_source this is, for example nq or hotpotqa")
+    parser.add_argument(
+        "--source", help="only rows whose data_source this is, for example nq or hotpotqa"
+    )
     arguments = parser.parse_args()
     try:
         rows = list(make_rows(arguments.source_file, arguments.source))

@@ -64,7 +64,9 @@ def make_tokenizer(*, tools: bool = False) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, head_length: float) -> Qwen3MoeForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, head_length: float
+) -> Qwen3MoeForCausalLM:
     """4 layers, 8 experts of which a token takes 2, grouped-query attention, normed queries and keys: 0.5M.
 
     head_length: of the rows of the output layer. Adapters leave it and the final norm as they are, so that hidden
@@ -97,19 +99,27 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, head_length: float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("models/tiny-qwen3-moe"), help="folder of the checkpoint")
+    parser.add_argument(
+        "--out", type=Path, default=Path("models/tiny-qwen3-moe"), help="folder of the checkpoint"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tools", action="store_true", help="with a tokenizer and a chat template that know tools")
+    parser.add_argument(
+        "--tools", action="store_true", help="with a tokenizer and a chat template that know tools"
+    )
     args = parser.parse_args()
     tokenizer = make_tokenizer(tools=args.tools)
-    model = make_model(tokenizer, args.seed, head_length=1.0 if args.tools else 2.0)  # as their recipes' rates want it
-    draft = args.out.with_name(f"{args.out.name}.draft")  # renamed at the end: the folder is whole or absent
+    # as their recipes' rates want it
+    model = make_model(tokenizer, args.seed, head_length=1.0 if args.tools else 2.0)
+    # renamed at the end: the folder is whole or absent
+    draft = args.out.with_name(f"{args.out.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     model.save_pretrained(draft)
     tokenizer.save_pretrained(draft)
     shutil.rmtree(args.out, ignore_errors=True)
     draft.rename(args.out)
-    print(f"{args.out}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
+    print(
+        f"{args.out}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens"
+    )
 
 
 if __name__ == "__main__":

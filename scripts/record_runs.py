@@ -48,23 +48,41 @@ REWARD = "def score(response, answer, row):\n    return sum(map(ord, response)) 
 def megarl(folder: Path, *arguments: str) -> str:
     """What the command prints. Raises RuntimeError with its words where it fails."""
     command = [sys.executable, "-m", "megarl.cli", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(arguments)}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr}"
+        )
     return done.stdout
 
 
 def prepare(folder: Path) -> None:
-    for options, model, data in (([], "tiny-qwen3-moe", "data"), (["--tools"], "tiny-qwen3-moe-tools", "data/tools")):
-        for script, target in (("make_tiny_moe.py", f"models/{model}"), ("make_arithmetic.py", data)):
-            command = [sys.executable, str(ROOT / "scripts" / script), *options, "--out", str(folder / target)]
+    for options, model, data in (
+        ([], "tiny-qwen3-moe", "data"),
+        (["--tools"], "tiny-qwen3-moe-tools", "data/tools"),
+    ):
+        for script, target in (
+            ("make_tiny_moe.py", f"models/{model}"),
+            ("make_arithmetic.py", data),
+        ):
+            command = [
+                sys.executable,
+                str(ROOT / "scripts" / script),
+                *options,
+                "--out",
+                str(folder / target),
+            ]
             subprocess.run(command, check=True, capture_output=True)
     (folder / "odd.py").write_text(REWARD)
 
 
 def run(folder: Path, name: str) -> dict[str, Any]:
     """The records and samples of a run, and its last weights' digests by file."""
-    recipe = str(ROOT / "recipes" / ("quickstart_tools.yaml" if name == "tools" else "quickstart.yaml"))
+    recipe = str(
+        ROOT / "recipes" / ("quickstart_tools.yaml" if name == "tools" else "quickstart.yaml")
+    )
     runs = folder / "runs" / name
     for overrides in RUNS[name]:
         if name == "from_samples":
@@ -74,8 +92,14 @@ def run(folder: Path, name: str) -> dict[str, Any]:
         else:
             megarl(folder, "train", recipe, *overrides, f"run.name={name}", "--resume")
     return {
-        "metrics": [_computed(json.loads(line)) for line in (runs / "metrics.jsonl").read_text().splitlines()],
-        "samples": [_computed(json.loads(line)) for line in (runs / "samples.jsonl").read_text().splitlines()],
+        "metrics": [
+            _computed(json.loads(line))
+            for line in (runs / "metrics.jsonl").read_text().splitlines()
+        ],
+        "samples": [
+            _computed(json.loads(line))
+            for line in (runs / "samples.jsonl").read_text().splitlines()
+        ],
         "weights": {} if name == "from_samples" else _weights(folder, runs),
     }
 
@@ -92,7 +116,10 @@ def _weights(folder: Path, runs: Path) -> dict[str, str]:
     """The digests of a run's last weights by file; training on a file of samples writes none."""
     weights = folder / f"{runs.name}-weights"
     megarl(folder, "convert", str(runs), str(weights))
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in weights.glob("*.safetensors")}
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in weights.glob("*.safetensors")
+    }
 
 
 def plans() -> dict[str, Any]:
@@ -101,7 +128,10 @@ def plans() -> dict[str, Any]:
     for recipe in sorted((ROOT / "recipes").glob("*_*.yaml")):
         command = [sys.executable, "-m", "megarl.cli", "plan", str(recipe), "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        found[recipe.name] = {"exit_code": done.returncode, "plan": json.loads(done.stdout or "null")}
+        found[recipe.name] = {
+            "exit_code": done.returncode,
+            "plan": json.loads(done.stdout or "null"),
+        }
     return found
 
 
@@ -118,10 +148,14 @@ def differences(now: Any, before: Any, where: str) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="a folder for what is recorded")
     parser.add_argument("--against", type=Path, help="a folder that was recorded earlier")
-    parser.add_argument("--only", nargs="*", default=[*RUNS, "plans"], help="some of the runs, or the plans")
+    parser.add_argument(
+        "--only", nargs="*", default=[*RUNS, "plans"], help="some of the runs, or the plans"
+    )
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     room, found = Path(tempfile.mkdtemp(prefix="record-")), 0
@@ -129,8 +163,12 @@ def main() -> int:
         prepare(room)
         for name in given.only:
             now = plans() if name == "plans" else run(room, name)
-            (given.out / f"{name}.json").write_text(json.dumps(now, indent=1, sort_keys=True) + "\n")
-            before = json.loads((given.against / f"{name}.json").read_text()) if given.against else now
+            (given.out / f"{name}.json").write_text(
+                json.dumps(now, indent=1, sort_keys=True) + "\n"
+            )
+            before = (
+                json.loads((given.against / f"{name}.json").read_text()) if given.against else now
+            )
             lines = [*differences(json.loads(json.dumps(now)), before, name)]
             reward_result = f"{len(lines)} differences" if given.against else "recorded"
             print("\n".join([*lines[:20], f"{name}: {reward_result}"]), flush=True)

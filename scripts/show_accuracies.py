@@ -31,7 +31,11 @@ def last_records(folder: Path, name: str, since: float) -> Path | None:
 
 def line(label: str, records: Sequence[Mapping[str, Any]]) -> str:
     """The accuracies of all records that have one, each after the moment that it is of."""
-    found = [f"{_moment(one):>12} {one['eval/accuracy']:6.1%}" for one in records if "eval/accuracy" in one]
+    found = [
+        f"{_moment(one):>12} {one['eval/accuracy']:6.1%}"
+        for one in records
+        if "eval/accuracy" in one
+    ]
     return f"{label:{_LABEL_WIDTH}}{''.join(found)}"
 
 
@@ -45,7 +49,12 @@ def main() -> None:
     label, since, recipe, *others = sys.argv[1:]
     run = load_recipe(Path(recipe), [word for word in others if not word.startswith("-")]).run
     if file := last_records(Path(run.dir), run.name, float(since)):
-        print(line(label, [json.loads(record) for record in file.read_text(encoding="utf-8").splitlines()]))
+        print(
+            line(
+                label,
+                [json.loads(record) for record in file.read_text(encoding="utf-8").splitlines()],
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -72,7 +72,8 @@ OVERRIDES = [
     "algorithm.critic_warmup_steps=2",
     "algorithm.dynamic_sampling=true",  # and samples that wait for the next step
     "algorithm.rollout_correction=tis",
-    "rollout.max_response_tokens=24",  # in eight phases: open samples wait too, also while few prompts are in flight
+    # in eight phases: open samples wait too, also while few prompts are in flight
+    "rollout.max_response_tokens=24",
     "rollout.phase_tokens=3",
     "rollout.prompts_in_flight=16",
     "critic.ranks.gpus=1",
@@ -100,7 +101,13 @@ OVERRIDES = [
 ]
 _POLL_S = 0.02
 _TRY_AGAIN = 75
-_SECONDS = ("rollout/tail_s", "rollout/idle_s", "rollout/waited_s", "episode/tool_s_mean", "episode/tool_s_max")
+_SECONDS = (
+    "rollout/tail_s",
+    "rollout/idle_s",
+    "rollout/waited_s",
+    "episode/tool_s_mean",
+    "episode/tool_s_max",
+)
 _LIMIT_S = 300.0
 
 
@@ -108,11 +115,18 @@ def prepare(folder: Path, overrides: list[str], *, episodes: bool) -> None:
     """The quickstart's model and data, a reward that teaches something from the first step on, and the overrides."""
     model, tools = ("tiny-qwen3-moe-tools", ["--tools"]) if episodes else ("tiny-qwen3-moe", [])
     for script, target in (("make_tiny_moe.py", f"models/{model}"), ("make_arithmetic.py", "data")):
-        command = [sys.executable, str(ROOT / "scripts" / script), *tools, "--out", str(folder / target)]
+        command = [
+            sys.executable,
+            str(ROOT / "scripts" / script),
+            *tools,
+            "--out",
+            str(folder / target),
+        ]
         subprocess.run(command, check=True, capture_output=True)
     file = folder / "models" / model / "generation_config.json"
     config = json.loads(file.read_text())
-    ends = [config["eos_token_id"], *range(40, 40 + NUM_ENDS)]  # an untrained model draws one of them now and then
+    # an untrained model draws one of them now and then
+    ends = [config["eos_token_id"], *range(40, 40 + NUM_ENDS)]
     file.write_text(json.dumps(config | {"eos_token_id": ends}))
     (folder / "odd_reward.py").write_text(REWARD)
     (folder / "odd_talk.py").write_text(TALK)
@@ -139,7 +153,9 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
     file = folder / "runs" / name / "metrics.jsonl"
     try:
         lines = file.read_text().splitlines(keepends=True)
-    except FileNotFoundError:  # a run without a checkpoint begins anew, and removes what the one before it recorded
+    except (
+        FileNotFoundError
+    ):  # a run without a checkpoint begins anew, and removes what the one before it recorded
         lines = []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -219,47 +235,91 @@ def ask(folder: Path, name: str) -> str:
         return f"ended with code {code}, not {_TRY_AGAIN}"
     last = records(folder, name)[-1]["step"]
     saved = (folder / "runs" / name / "checkpoints" / f"step-{last:06d}" / "manifest.json").exists()
-    return f"asked after {EVERY} steps, ended with{'' if saved else 'out'} a checkpoint of step {last}"
+    return (
+        f"asked after {EVERY} steps, ended with{'' if saved else 'out'} a checkpoint of step {last}"
+    )
 
 
-def differences(folder: Path, one: str, other: str, others: tuple[str, ...] = (), *, episodes: bool) -> list[str]:
+def differences(
+    folder: Path, one: str, other: str, others: tuple[str, ...] = (), *, episodes: bool
+) -> list[str]:
     """What is not the same in two runs that ended; others: beginnings of metrics that may differ.
 
     Seconds of tools, which the samples of episodes have, may differ, and the file of the stock with them.
     """
     found = []
     for mine, theirs in zip(records(folder, one), records(folder, other), strict=True):
-        is_time = ("time/", "idle/", "plan/", "memory/", "speed/", "reshard/seconds", "reshard/plan_s", *others)
-        names = [name for name in mine | theirs if not name.startswith(is_time) and name not in _SECONDS]
+        is_time = (
+            "time/",
+            "idle/",
+            "plan/",
+            "memory/",
+            "speed/",
+            "reshard/seconds",
+            "reshard/plan_s",
+            *others,
+        )
+        names = [
+            name for name in mine | theirs if not name.startswith(is_time) and name not in _SECONDS
+        ]
         wrong = [name for name in names if mine.get(name) != theirs.get(name)]
-        found += [f"step {mine['step']}: {name} {mine.get(name)} {theirs.get(name)}" for name in wrong]
+        found += [
+            f"step {mine['step']}: {name} {mine.get(name)} {theirs.get(name)}" for name in wrong
+        ]
     runs = [folder / "runs" / name for name in (one, other)]
-    if len({re.sub(rb'"tool_s": [^,}]*', b"", (run / "samples.jsonl").read_bytes()) for run in runs}) > 1:
+    if (
+        len(
+            {
+                re.sub(rb'"tool_s": [^,}]*', b"", (run / "samples.jsonl").read_bytes())
+                for run in runs
+            }
+        )
+        > 1
+    ):
         found.append("samples.jsonl")
-    ends = [json.loads((run / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").read_text()) for run in runs]
-    mine, theirs = (end["files"] for end in ends)  # .metadata names the folder that it was written to
+    ends = [
+        json.loads((run / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").read_text())
+        for run in runs
+    ]
+    # .metadata names the folder that it was written to
+    mine, theirs = (end["files"] for end in ends)
     apart = {".metadata", BUFFER_FILE} if episodes else {".metadata"}
     names = [name for name in sorted(mine | theirs) if Path(name).name not in apart]
     return found + [name for name in names if mine.get(name) != theirs.get(name)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--points", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="where the runs are written (default: a temporary folder)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the runs are written (default: a temporary folder)"
+    )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--spread", action="store_true", help="also a run on two engines with slow rewards")
+    parser.add_argument(
+        "--spread", action="store_true", help="also a run on two engines with slow rewards"
+    )
     parser.add_argument("--ahead", action="store_true", help="sample a phase while the ranks learn")
-    parser.add_argument("--episodes", action="store_true", help="samples are episodes with an environment")
-    parser.add_argument("--lora", action="store_true", help="learn adapters, merged and rounded stochastically")
+    parser.add_argument(
+        "--episodes", action="store_true", help="samples are episodes with an environment"
+    )
+    parser.add_argument(
+        "--lora", action="store_true", help="learn adapters, merged and rounded stochastically"
+    )
     arguments = parser.parse_args()
     episodes = arguments.episodes
-    overrides, spread = (OVERRIDES + AHEAD, SPREAD + MIXED) if arguments.ahead else (OVERRIDES, SPREAD)
+    overrides, spread = (
+        (OVERRIDES + AHEAD, SPREAD + MIXED) if arguments.ahead else (OVERRIDES, SPREAD)
+    )
     if arguments.lora:
         overrides = overrides + LORA
     if episodes:
-        overrides, spread = overrides + EPISODES, [one for one in spread if not one.startswith("reward.")]
+        overrides, spread = (
+            overrides + EPISODES,
+            [one for one in spread if not one.startswith("reward.")],
+        )
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,20 +328,31 @@ def main() -> int:
         ends, num_open = [], 0
         for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
             is_asked = index == arguments.points // 2
-            ends.append(ask(folder, "disturbed") if is_asked else disturb(folder, "disturbed", after, delay_s))
+            ends.append(
+                ask(folder, "disturbed")
+                if is_asked
+                else disturb(folder, "disturbed", after, delay_s)
+            )
             num_open += has_open(folder, "disturbed")
             if not arguments.json:
                 print(ends[-1], flush=True)
         finish(folder, "disturbed")
         found = differences(folder, "undisturbed", "disturbed", episodes=episodes)
-        found += [] if num_open else ["no run was resumed from a checkpoint with responses that have not ended"]
+        found += (
+            []
+            if num_open
+            else ["no run was resumed from a checkpoint with responses that have not ended"]
+        )
         if arguments.spread:
             finish(folder, "spread", *spread)
             found += differences(folder, "undisturbed", "spread", OF_ENGINES, episodes=episodes)
     if arguments.json:
         print(json.dumps({"ends": ends, "differences": found}))
     else:
-        print("\n".join(found) or f"identical after {len(ends)} ends: weights, optimizer, metrics, samples")
+        print(
+            "\n".join(found)
+            or f"identical after {len(ends)} ends: weights, optimizer, metrics, samples"
+        )
     return 1 if found else 0
 
 

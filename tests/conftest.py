@@ -22,7 +22,8 @@ from tests.tiny_engines import (  # noqa: F401 - fixtures
     tokenizer,
 )
 
-settings.register_profile("any machine", deadline=None)  # an example's default bound of 0.2 s knows how busy it is
+# an example's default bound of 0.2 s knows how busy it is
+settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 ROOT = Path(__file__).parents[1]
@@ -40,7 +41,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the train.jsonl and eval.jsonl that scripts/make_arithmetic.py writes."""
     folder = tmp_path_factory.mktemp("data")
-    subprocess.run([sys.executable, ROOT / "scripts/make_arithmetic.py", "--out", folder], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts/make_arithmetic.py", "--out", folder], check=True
+    )
     return folder
 
 
@@ -59,7 +62,9 @@ def quickstart_tools_inputs(tmp_path_factory: pytest.TempPathFactory) -> list[st
     """Overrides that point the recipe of the quickstart with tools at its model and data."""
     folder = tmp_path_factory.mktemp("tools")
     for script, out in (("make_tiny_moe.py", folder / "model"), ("make_arithmetic.py", folder)):
-        subprocess.run([sys.executable, ROOT / "scripts" / script, "--tools", "--out", out], check=True)
+        subprocess.run(
+            [sys.executable, ROOT / "scripts" / script, "--tools", "--out", out], check=True
+        )
     return [
         f"model.path={folder / 'model'}",
         f"data.train={folder / 'train.jsonl'}",

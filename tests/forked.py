@@ -21,7 +21,9 @@ CONTEXT: Any = multiprocessing.get_context("forkserver" if DEVICE == "cpu" else 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 _server = forkserver.ForkServer()
-_server.set_forkserver_preload(["megarl.training.policy", "tests.parallel.worlds", "tests.resharding.worlds"])
+_server.set_forkserver_preload(
+    ["megarl.training.policy", "tests.parallel.worlds", "tests.resharding.worlds"]
+)
 
 
 def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
@@ -30,7 +32,8 @@ def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
     process = CONTEXT.Process(target=target, args=(theirs, *args), daemon=True)
     # a server of these tests' own: the process-wide one may have imported SGLang
     connect = patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process)
-    with connect, patch.dict(os.environ, _ENVIRONMENT):  # the server keeps the environment of its first request
+    # the server keeps the environment of its first request
+    with connect, patch.dict(os.environ, _ENVIRONMENT):
         process.start()
     theirs.close()
     return process, ours

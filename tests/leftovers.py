@@ -14,7 +14,12 @@ _PATIENCE_S = 10.0  # until files of a test in another process are gone again
 def shared_files() -> set[str]:
     """What a run could forget: in shared memory, and in the folders of temporary files."""
     folders = {"/tmp", tempfile.gettempdir()}
-    temporary = {f"{folder}/{name}" for folder in folders for name in os.listdir(folder) if name.startswith(_OURS)}
+    temporary = {
+        f"{folder}/{name}"
+        for folder in folders
+        for name in os.listdir(folder)
+        if name.startswith(_OURS)
+    }
     return temporary | {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
 
 

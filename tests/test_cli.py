@@ -44,15 +44,31 @@ def test_an_error_in_the_file_names_file_and_line(tmp_path: Path) -> None:
     line = 1 + [line.strip() for line in recipe.read_text().splitlines()].index("top_pp: 1.0")
     result = megarl("train", "mine.yaml", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr == f"mine.yaml:{line}: unknown key rollout.top_pp; did you mean rollout.top_p?\n"
+    assert (
+        result.stderr
+        == f"mine.yaml:{line}: unknown key rollout.top_pp; did you mean rollout.top_p?\n"
+    )
 
 
 @pytest.mark.slow
-def test_what_is_wrong_outside_the_recipe_is_told_at_once_and_leaves_no_folder(tmp_path: Path) -> None:
-    wrong = ["model.path=nowhere", "data.train=gone.jsonl", "reward.function=no.such:thing", "placement.gpus=6"]
+def test_what_is_wrong_outside_the_recipe_is_told_at_once_and_leaves_no_folder(
+    tmp_path: Path,
+) -> None:
+    wrong = [
+        "model.path=nowhere",
+        "data.train=gone.jsonl",
+        "reward.function=no.such:thing",
+        "placement.gpus=6",
+    ]
     result = megarl("train", QUICKSTART, *wrong, cwd=tmp_path)
     assert result.returncode == 2, result.stderr
-    starts = ["placement.gpus: ", "nowhere/config.json: ", "data.train: ", "data.eval.arith: ", "reward.function: "]
+    starts = [
+        "placement.gpus: ",
+        "nowhere/config.json: ",
+        "data.train: ",
+        "data.eval.arith: ",
+        "reward.function: ",
+    ]
     lines = result.stderr.splitlines()
     assert [start for start in starts if not any(line.startswith(start) for line in lines)] == []
     assert len(lines) == len(starts)
@@ -60,29 +76,48 @@ def test_what_is_wrong_outside_the_recipe_is_told_at_once_and_leaves_no_folder(t
 
 
 def test_what_keeps_one_side_of_a_run_from_running_alone_is_told_before_it_starts(
-    tmp_path: Path, quickstart_inputs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    quickstart_inputs: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "path", sys.path[:])
-    keys = [*quickstart_inputs, f"run.dir={tmp_path / 'runs'}", "checkpoint.every=1", "algorithm.name=grop"]
+    keys = [
+        *quickstart_inputs,
+        f"run.dir={tmp_path / 'runs'}",
+        "checkpoint.every=1",
+        "algorithm.name=grop",
+    ]
     keys.append("rollout.phase_tokens=2")
     old = tmp_path / "old.parquet"
     old.write_bytes(b"PAR1")
-    both = ["algorithm.name: 'grop'", "warm_start.steps: ", "checkpoint.every: 1", "rollout.phase_tokens: 2"]
+    both = [
+        "algorithm.name: 'grop'",
+        "warm_start.steps: ",
+        "checkpoint.every: 1",
+        "rollout.phase_tokens: 2",
+    ]
     for run, starts in (
         (partial(cli._rollout, out=old), [*both, f"--out {old}: it is there already"]),
-        (partial(cli._rollout, out=tmp_path / "no" / "f"), [*both, f"--out {tmp_path}/no/f: {tmp_path}/no is not a"]),
+        (
+            partial(cli._rollout, out=tmp_path / "no" / "f"),
+            [*both, f"--out {tmp_path}/no/f: {tmp_path}/no is not a"],
+        ),
         (partial(cli._train_from, samples=old, resume=False), [*both, f"{old}: not a complete"]),
         (partial(cli._train_from, samples=old, resume=True), ["--resume: "]),
     ):
         assert cli._outcome(QUICKSTART, keys, run) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert sorted(start for start in starts for line in lines if line.startswith(start)) == sorted(starts), lines
+        assert sorted(
+            start for start in starts for line in lines if line.startswith(start)
+        ) == sorted(starts), lines
         assert len(lines) == len(starts)
     assert list(tmp_path.iterdir()) == [old]
 
 
 @pytest.mark.parametrize(
-    "arguments", [["train"], ["trian", "x.yaml"], ["train", "--fast", "x.yaml"], ["rollout", str(QUICKSTART)]]
+    "arguments",
+    [["train"], ["trian", "x.yaml"], ["train", "--fast", "x.yaml"], ["rollout", str(QUICKSTART)]],
 )
 def test_a_wrong_command_line_is_code_2(arguments: list[str]) -> None:
     assert megarl(*arguments).returncode == 2
@@ -102,7 +137,9 @@ from megarl import cli
 assert cli._outcome(__import__("pathlib").Path({str(QUICKSTART)!r}), ["train.tpp=2"], print) == 2
 print(*[name for name in {HEAVY!r} if name in sys.modules])
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "\n"
 
@@ -110,13 +147,23 @@ print(*[name for name in {HEAVY!r} if name in sys.modules])
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["plan", str(QUICKSTART), "--picture", "/dev/full"], 2, "--picture /dev/full: it is not a regular file; "),
-        (["plan", str(QUICKSTART), "--picture", "x", "--search", "both"], 2, "--picture: a search has no picture; "),
+        (
+            ["plan", str(QUICKSTART), "--picture", "/dev/full"],
+            2,
+            "--picture /dev/full: it is not a regular file; ",
+        ),
+        (
+            ["plan", str(QUICKSTART), "--picture", "x", "--search", "both"],
+            2,
+            "--picture: a search has no picture; ",
+        ),
         (["--version"], 0, f"megarl {metadata.version('megarl')}\nPython "),
     ],
     ids=["picture", "search", "version"],
 )
-def test_what_needs_nothing_heavy_imports_nothing_heavy(arguments: list[str], code: int, says: str) -> None:
+def test_what_needs_nothing_heavy_imports_nothing_heavy(
+    arguments: list[str], code: int, says: str
+) -> None:
     program = f"""
 import sys
 from megarl import cli
@@ -125,7 +172,9 @@ try:
 except SystemExit as end:
     print(end.code, *[name for name in {HEAVY!r} if name in sys.modules], sep=",")
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.stdout.splitlines()[-1] == str(code)
     assert (result.stderr or result.stdout).startswith(says)
 
@@ -152,7 +201,9 @@ try:
 except SystemExit as end:
     print(end.code, *[name for name in ("megatron", "sglang") if name in sys.modules])
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
     assert result.stdout.splitlines()[-1].split() == ["0", *asked.split()], result.stderr
 
 
@@ -164,13 +215,17 @@ def test_the_version_names_every_package_that_decides_what_a_run_computes() -> N
     assert "transformer-engine " in second
 
 
-@pytest.mark.parametrize("words", ["say_all('a report')", "show('a line')", "cli._show_versions(True)"])
+@pytest.mark.parametrize(
+    "words", ["say_all('a report')", "show('a line')", "cli._show_versions(True)"]
+)
 def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
     """Python itself fails a second time as it ends, unless what is buffered is dropped."""
     program = "import sys; from megarl import cli; from megarl.cli import say_all, show\n"
     program += f"sys.exit(cli._ended(lambda: {words}))"
     with open("/dev/full", "w") as full:
-        result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=-1, text=True)
+        result = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=-1, text=True
+        )
     assert result.returncode == 1
     assert result.stderr == "megarl: the output cannot be written (No space left on device)\n"
 
@@ -179,7 +234,11 @@ def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
     ("raised", "code", "last"),
     [
         (UserError("train.tp", "is 3", "set it to 2"), 2, "train.tp: is 3; set it to 2"),
-        (FolderGone("runs/a", "is not there", "start again"), 1, "megarl: runs/a: is not there; start again"),
+        (
+            FolderGone("runs/a", "is not there", "start again"),
+            1,
+            "megarl: runs/a: is not there; start again",
+        ),
         (UserErrors([UserError("a", "b", "c"), UserError("d", "e", "f")]), 2, "d: e; f"),
         (KeyboardInterrupt(), 130, "megarl: interrupted"),
         (ValueError("rank 2: loss is nan\nand more"), 1, "megarl: ValueError: rank 2: loss is nan"),

@@ -42,12 +42,18 @@ from tests.tracking.test_run_log import plain, recipe_in
         ("/proc/x.png", "/proc is not a folder to write to"),
     ],
 )
-def test_where_a_result_could_not_be_written_is_known_before_the_work(tmp_path: Path, name: str, problem: str) -> None:
+def test_where_a_result_could_not_be_written_is_known_before_the_work(
+    tmp_path: Path, name: str, problem: str
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
     (tmp_path / "hollow").symlink_to(tmp_path / "nowhere")
     error = output_error(tmp_path / name, "--picture", replaces=True)
-    assert error and error.where.startswith("--picture ") and problem in f"{error.problem}; {error.hint}"
+    assert (
+        error
+        and error.where.startswith("--picture ")
+        and problem in f"{error.problem}; {error.hint}"
+    )
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -96,8 +102,12 @@ def big_samples(log: RunLog) -> None:
         record.samples([group("p" * 30_000, [1.0, 0.0], [2, 3])])
 
 
-@pytest.mark.parametrize(("write", "what"), [(big_record, "metrics.jsonl"), (big_samples, "samples.jsonl")])
-def test_a_step_that_the_disk_has_no_room_for(disk: Path, write: Callable[[RunLog], None], what: str) -> None:
+@pytest.mark.parametrize(
+    ("write", "what"), [(big_record, "metrics.jsonl"), (big_samples, "samples.jsonl")]
+)
+def test_a_step_that_the_disk_has_no_room_for(
+    disk: Path, write: Callable[[RunLog], None], what: str
+) -> None:
     with pytest.raises(UserError) as caught, RunLog(recipe_in(disk), plain()[0]) as log:
         fill(disk, left=8192)
         write(log)
@@ -122,13 +132,17 @@ def test_events_that_the_disk_has_no_room_for_cost_no_run(disk: Path) -> None:
         filler.unlink()
         a_step(log, 1)
     (said,) = [line for line in text.getvalue().splitlines() if "tensorboard" in line]
-    problem = "step 1 is not written, and the run goes on (OSError: [Errno 28] No space left on device)"
+    problem = (
+        "step 1 is not written, and the run goes on (OSError: [Errno 28] No space left on device)"
+    )
     assert said == f"tensorboard: {problem}; metrics.jsonl has everything"
     assert (log.folder / "curve.png").exists()
 
 
 @pytest.mark.parametrize("is_set_aside", [True, False], ids=["from None", "with its context"])
-def test_an_error_that_is_raised_from_none_is_not_the_disks(tmp_path: Path, is_set_aside: bool) -> None:
+def test_an_error_that_is_raised_from_none_is_not_the_disks(
+    tmp_path: Path, is_set_aside: bool
+) -> None:
     """Of the process that a rank ran in: what was being handled then is not why it died."""
     with pytest.raises(Exception) as caught, writing(tmp_path, "a checkpoint"):
         try:
@@ -152,7 +166,9 @@ def test_a_curve_that_the_disk_has_no_room_for_costs_no_run(disk: Path) -> None:
     assert "reward/mean" in text.getvalue().split("curve.png is not drawn")[1], "the closing table"
 
 
-def test_a_curve_that_cannot_be_drawn_costs_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_curve_that_cannot_be_drawn_costs_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no font\x1b[2J")
 
@@ -172,7 +188,10 @@ def test_the_first_error_is_told_when_closing_fails_too(disk: Path) -> None:
 
 
 def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
-    with pytest.raises(UserError) as caught, RunLog(recipe_in(disk, "run.trackers=[]"), plain()[0]) as log:
+    with (
+        pytest.raises(UserError) as caught,
+        RunLog(recipe_in(disk, "run.trackers=[]"), plain()[0]) as log,
+    ):
         a_step(log, 1)
         fill(disk)
         log._records_file.write("x" * 5000)
@@ -180,7 +199,10 @@ def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
 
 
 def test_a_run_goes_on_from_the_records_that_a_full_disk_cut(disk: Path) -> None:
-    with pytest.raises(UserError, match="no space left"), RunLog(recipe_in(disk), plain()[0]) as log:
+    with (
+        pytest.raises(UserError, match="no space left"),
+        RunLog(recipe_in(disk), plain()[0]) as log,
+    ):
         a_step(log, 1)
         filler = fill(disk, left=4096)
         big_record(log)
@@ -188,7 +210,9 @@ def test_a_run_goes_on_from_the_records_that_a_full_disk_cut(disk: Path) -> None
     filler.unlink()
     with RunLog(recipe_in(disk), plain()[0], resume=True, step=1) as log:
         a_step(log, 2)
-    assert [json.loads(line)["step"] for line in (log.folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (log.folder / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
 
 
 def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(disk: Path) -> None:
@@ -208,7 +232,9 @@ def a_group(num_tokens: int) -> SampleGroup:
     rng = np.random.default_rng(1)
     ids, logp = rng.integers(0, 90, num_tokens), rng.random(num_tokens, dtype=np.float32)
     sample = Sample(ids, logp, "x", True, (SamplePart(0, len(ids)),))
-    return SampleGroup(Prompt("1", "p", (1, 2), "7"), (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
+    return SampleGroup(
+        Prompt("1", "p", (1, 2), "7"), (sample,), np.ones(1, np.float32), np.ones(1, np.bool_)
+    )
 
 
 def test_samples_that_the_disk_has_no_room_for(disk: Path) -> None:
@@ -220,9 +246,14 @@ def test_samples_that_the_disk_has_no_room_for(disk: Path) -> None:
         writing(disk, out.name, "--out"),
     ):
         file.write([a_group(500_000)])
-    assert str(caught.value).startswith(f"--out: no space left in {disk} while writing samples.parquet; ")
+    assert str(caught.value).startswith(
+        f"--out: no space left in {disk} while writing samples.parquet; "
+    )
     assert [one.name for one in disk.iterdir()] == ["filler"]
-    with pytest.raises(UserError, match="no space left"), writing_samples(out, 90, 1.0, "--out") as file:
+    with (
+        pytest.raises(UserError, match="no space left"),
+        writing_samples(out, 90, 1.0, "--out") as file,
+    ):
         (disk / "filler").unlink()
         for _ in range(30):
             file.write([a_group(3)])
@@ -231,7 +262,10 @@ def test_samples_that_the_disk_has_no_room_for(disk: Path) -> None:
 
 def test_a_library_that_hides_the_systems_error_is_understood(disk: Path) -> None:
     filler = fill(disk)
-    with pytest.raises(UserError, match=f"no space left in {disk} while writing x"), writing(disk, "x"):
+    with (
+        pytest.raises(UserError, match=f"no space left in {disk} while writing x"),
+        writing(disk, "x"),
+    ):
         torch.save(torch.zeros(10_000), disk / "x")
     filler.unlink()
     with pytest.raises(RuntimeError, match="another"), writing(disk, "x"):
@@ -240,7 +274,11 @@ def test_a_library_that_hides_the_systems_error_is_understood(disk: Path) -> Non
 
 @pytest.mark.parametrize(
     ("number", "says"),
-    [(errno.EDQUOT, "the disk quota is used up"), (errno.EROFS, "x cannot be written in"), (errno.EIO, "put error")],
+    [
+        (errno.EDQUOT, "the disk quota is used up"),
+        (errno.EROFS, "x cannot be written in"),
+        (errno.EIO, "put error"),
+    ],
 )
 def test_other_errors_of_a_disk(tmp_path: Path, number: int, says: str) -> None:
     with pytest.raises(UserError, match=says), writing(tmp_path, "x"):
@@ -267,7 +305,9 @@ def replace(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [remove, replace])
 @pytest.mark.parametrize("at_end", [False, True])
-def test_a_folder_that_is_removed_is_told_at_once(tmp_path: Path, change: Callable[[Path], None], at_end: bool) -> None:
+def test_a_folder_that_is_removed_is_told_at_once(
+    tmp_path: Path, change: Callable[[Path], None], at_end: bool
+) -> None:
     console, text = plain()
     with pytest.raises(FolderGone) as caught, RunLog(recipe_in(tmp_path), console) as log:
         a_step(log, 1)
@@ -283,7 +323,10 @@ def test_a_folder_that_is_removed_is_told_at_once(tmp_path: Path, change: Callab
 
 def test_a_checkpoint_is_not_written_where_the_run_was(tmp_path: Path) -> None:
     run = tmp_path / "try"
-    with pytest.raises(FolderGone, match="while the run wrote the checkpoint"), writing(run, "the checkpoint"):
+    with (
+        pytest.raises(FolderGone, match="while the run wrote the checkpoint"),
+        writing(run, "the checkpoint"),
+    ):
         Snapshots(run / "checkpoints", print).begin(1)
     assert not run.exists(), "nobody asked for it again"
 
@@ -321,10 +364,15 @@ def broken(folder: Path, name: str, line: bytes) -> list[str]:
         (b"[1, 2]", "is not a record but list"),
         (b'{"reward/mean": 1.0}', "has no whole number as its step"),
         (b'{"step": "2"}', "has no whole number as its step"),
-        (b'{"step": 2, "reward/mean": "high"}', "has something other than a number as 'reward/mean'"),
+        (
+            b'{"step": 2, "reward/mean": "high"}',
+            "has something other than a number as 'reward/mean'",
+        ),
     ],
 )
-def test_a_broken_record_is_told_by_file_and_line(tmp_path: Path, line: bytes, problem: str) -> None:
+def test_a_broken_record_is_told_by_file_and_line(
+    tmp_path: Path, line: bytes, problem: str
+) -> None:
     (said,) = broken(tmp_path, "metrics.jsonl", line)
     assert said.startswith(f"{tmp_path}/try/metrics.jsonl:2: {problem}")
     assert said.endswith("; remove the line, or choose another run.name")
@@ -333,7 +381,9 @@ def test_a_broken_record_is_told_by_file_and_line(tmp_path: Path, line: bytes, p
 
 def test_a_broken_sample_is_told_by_file_and_line(tmp_path: Path) -> None:
     (said,) = broken(tmp_path, "samples.jsonl", b'{"step": 2, "prompt": "a\x01"}')
-    assert said.startswith(f"{tmp_path}/try/samples.jsonl:2: is not JSON (Invalid control character")
+    assert said.startswith(
+        f"{tmp_path}/try/samples.jsonl:2: is not JSON (Invalid control character"
+    )
 
 
 def test_records_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
@@ -357,6 +407,8 @@ def test_no_character_of_a_failed_reward_result_reaches_the_terminal(tmp_path: P
 
     console, text = plain()
     with RunLog(recipe_in(tmp_path), console) as log, log.step(1) as record:
-        record.failed([changed(group("p", [1.0], [2]), failures=("raised \x1b]0;x\x07\u202e\r\nforged",))])
+        record.failed(
+            [changed(group("p", [1.0], [2]), failures=("raised \x1b]0;x\x07\u202e\r\nforged",))]
+        )
     (line,) = [line for line in text.getvalue().splitlines() if "verdict failed" in line]
     assert line == r"step 1: 1 verdict failed, the first raised \x1b]0;x\x07\u202e\r\nforged"

@@ -38,7 +38,14 @@ from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.traffic import count_traffic
 from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.tracking.metrics import train_metrics
-from megarl.types import EpisodeEnd, EpisodeFacts, Hyperparameters, Transcript, TranscriptCall, episode_dict
+from megarl.types import (
+    EpisodeEnd,
+    EpisodeFacts,
+    Hyperparameters,
+    Transcript,
+    TranscriptCall,
+    episode_dict,
+)
 from megarl.types.episodes import DropReason
 from megarl.types.reward_result import RewardResult
 from scripts.draw_architecture import own_modules
@@ -95,10 +102,18 @@ def is_there(name: str) -> bool:
 def test_what_a_page_names_exists(page: Path) -> None:
     """Modules (`megarl.x.y`), files (`x/y.py`, from the root, from megarl/ or from the page) and links to files."""
     text = page.read_text(encoding="utf-8")
-    names = set(re.findall(r"\bmegarl(?:\.[a-zA-Z_]\w*)+", text)) - {"megarl.sbatch", "megarl.sif", "megarl.sqsh"}
+    names = set(re.findall(r"\bmegarl(?:\.[a-zA-Z_]\w*)+", text)) - {
+        "megarl.sbatch",
+        "megarl.sif",
+        "megarl.sqsh",
+    }
     missing = [name for name in names if not is_there(name)]
     files = [name for name in re.findall(FILE, text) if not name.startswith(PEERS)]
-    missing += [name for name in files if not any((f / name).exists() for f in (ROOT, ROOT / "megarl", page.parent))]
+    missing += [
+        name
+        for name in files
+        if not any((f / name).exists() for f in (ROOT, ROOT / "megarl", page.parent))
+    ]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\(([^)#:]+)\)", prose)
     assert missing + [link for link in links if not (page.parent / link).exists()] == []
@@ -119,7 +134,9 @@ def execute(page: str) -> dict[str, Any]:
 def test_the_example_of_a_new_algorithm() -> None:
     """Its test passes, and a recipe that names it gets its loss."""
     names = execute("algorithms.md")
-    hyperparameters = hyperparameters_of("topr", AlgorithmConfig(name="topr", entropy_coefficient=0.5))
+    hyperparameters = hyperparameters_of(
+        "topr", AlgorithmConfig(name="topr", entropy_coefficient=0.5)
+    )
     assert hyperparameters == Hyperparameters(aggregation="sequence_sum", entropy_coefficient=0.5)
     ones_T = torch.ones(2)
     targets = names["SimpleNamespace"](
@@ -127,17 +144,27 @@ def test_the_example_of_a_new_algorithm() -> None:
         is_stale_T=ones_T < 0, sampled_T=ones_T > 0,
         sequence_T=ones_T.long(), reference_logp_T=None,
     )  # fmt: skip
-    loss, statistics = ALGORITHMS["topr"].loss(hyperparameters)(-ones_T, 4 * ones_T, -ones_T, targets)
+    loss, statistics = ALGORITHMS["topr"].loss(hyperparameters)(
+        -ones_T, 4 * ones_T, -ones_T, targets
+    )
     assert float(loss) == 2 * (1 - 0.5 * 4)
-    update = {statistic: tuple(value.reshape(-1).tolist()) for statistic, value in statistics.items()}
-    assert train_metrics([update])["train/good"] == 1.0, "its own statistic is published without another line"
+    update = {
+        statistic: tuple(value.reshape(-1).tolist()) for statistic, value in statistics.items()
+    }
+    assert train_metrics([update])["train/good"] == 1.0, (
+        "its own statistic is published without another line"
+    )
 
 
 def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
     """Its test passes, its config.json is read, and a reshard from any rank of any layout finds every element."""
     execute("models.md")
     config = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": 64}
-    config |= {"architectures": ["BaichuanForCausalLM"], "intermediate_size": 32, "tie_word_embeddings": False}
+    config |= {
+        "architectures": ["BaichuanForCausalLM"],
+        "intermediate_size": 32,
+        "tie_word_embeddings": False,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = model_shape(tmp_path)
     assert (shape.attention, shape.num_kv_heads, shape.num_dense_layers) == ("w_pack", 4, 2)
@@ -145,23 +172,36 @@ def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
         engine = EngineLayout(count=1, tp=tp, ep=1)
         targets = sglang_map.parts(shape, engine)
         for layout in (TrainLayout(4, tp=4, pp=1, ep=1), TrainLayout(4, tp=1, pp=2, ep=1)):
-            found = count_traffic(megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16")
-            wanted = [2 * sum(shard.area for shard in sglang_map.shards(shape, engine, rank)) for rank in range(tp)]
+            found = count_traffic(
+                megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16"
+            )
+            wanted = [
+                2 * sum(shard.area for shard in sglang_map.shards(shape, engine, rank))
+                for rank in range(tp)
+            ]
             assert found.dest.tolist() == wanted + [0] * (4 - tp)
 
 
 def test_the_recipes_of_the_first_step_are_there_and_load() -> None:
     """Each command of docs/first_step.md that takes a recipe, with its overlays."""
-    commands = re.findall(r"^ +((?:sbatch|megarl|srun) .*)$", (DOCS / "first_step.md").read_text(), re.MULTILINE)
-    recipes = [[word for word in shlex.split(command) if word.endswith(".yaml")] for command in commands]
+    commands = re.findall(
+        r"^ +((?:sbatch|megarl|srun) .*)$", (DOCS / "first_step.md").read_text(), re.MULTILINE
+    )
+    recipes = [
+        [word for word in shlex.split(command) if word.endswith(".yaml")] for command in commands
+    ]
     assert len(recipes) >= 5
     for path, *overlays in recipes:
-        assert load_recipe(str(ROOT / path), [str(ROOT / overlay) for overlay in overlays]).run.steps
+        assert load_recipe(
+            str(ROOT / path), [str(ROOT / overlay) for overlay in overlays]
+        ).run.steps
 
 
 def test_every_algorithm_and_rule_is_described() -> None:
     text = (DOCS / "algorithms.md").read_text(encoding="utf-8")
-    missing = [name for name in (*ALGORITHMS, *AlgorithmConfig.model_fields) if f"`{name}`" not in text]
+    missing = [
+        name for name in (*ALGORITHMS, *AlgorithmConfig.model_fields) if f"`{name}`" not in text
+    ]
     assert missing == ["name"], "algorithm.name itself is the first sentence"
 
 
@@ -172,7 +212,13 @@ def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> Non
         title, _, keys = example.partition("\n")
         overlay = tmp_path / "overlay.yaml"
         overlay.write_text(keys)
-        given = ["train.tp=4", "train.pp=1", "algorithm.name=ppo", "critic.lr=1e-5", "placement.network=nodes"]
+        given = [
+            "train.tp=4",
+            "train.pp=1",
+            "algorithm.name=ppo",
+            "critic.lr=1e-5",
+            "placement.network=nodes",
+        ]
         recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay), *given])
         roles = resolve(recipe, learns=title[0] == "m")
         assert slot_errors(roles) + node_errors(roles) == [], title
@@ -213,15 +259,23 @@ def episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     return found
 
 
-def test_the_example_of_a_reward_of_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_reward_of_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In its process: right if a tool has given the answer, and each call costs something."""
     (block,) = blocks("rewards.md")
     (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
     monkeypatch.syspath_prepend(str(tmp_path))
     facts, no_call = EpisodeFacts(2, 1, 0, 0.1, "answered", 9), list[TranscriptCall]()
-    call: TranscriptCall = {"name": "price", "arguments": {"fruit": "apple"}, "result": "3", "error": None}
+    call: TranscriptCall = {
+        "name": "price",
+        "arguments": {"fruit": "apple"},
+        "result": "3",
+        "error": None,
+    }
     turns: list[Transcript] = [
-        ({"role": "assistant", "text": "", "calls": calls, "reward": 0.0},) for calls in (no_call, [call])
+        ({"role": "assistant", "text": "", "calls": calls, "reward": 0.0},)
+        for calls in (no_call, [call])
     ]
     judges = RewardWorkers(RewardConfig(function="my_rewards:score", workers=1), 60.0)
     try:
@@ -232,13 +286,17 @@ def test_the_example_of_a_reward_of_episodes(tmp_path: Path, monkeypatch: pytest
     assert found == [RewardResult(-0.01, False), RewardResult(0.99, True)]
     text = (DOCS / "rewards.md").read_text(encoding="utf-8")
     names = {*episodes[1], *turns[1][0], *call, *get_args(CallError), "bad_call"} - {"unknown"}
-    assert [name for name in names if f"`{name}`" not in text] == [], "and all that an episode has is described"
+    assert [name for name in names if f"`{name}`" not in text] == [], (
+        "and all that an episode has is described"
+    )
 
 
 Calls = list[tuple[str, object]]
 
 
-def play(recipe: Recipe, row: dict[str, Any], calls: Calls) -> tuple[str | None, list[CallResult], RewardResult | None]:
+def play(
+    recipe: Recipe, row: dict[str, Any], calls: Calls
+) -> tuple[str | None, list[CallResult], RewardResult | None]:
     """What an episode begins with, the results of its calls, one a turn, and its verdict, in a worker process."""
 
     async def episode() -> tuple[str | None, list[CallResult], RewardResult | None]:
@@ -259,7 +317,9 @@ def test_the_example_of_a_tool(episodes: list[Recipe]) -> None:
     calls: Calls = [("price", {"fruit": fruit}) for fruit in ("apple", "plum")]
     opening, (found, failed), reward_result = play(episodes[0], {}, calls)
     assert (opening, found.text, found.error, reward_result) == (None, "3", None, None)
-    assert failed.error == "raised" and f"| `{failed.text}` |" in (DOCS / "environments.md").read_text("utf-8")
+    assert failed.error == "raised" and f"| `{failed.text}` |" in (
+        DOCS / "environments.md"
+    ).read_text("utf-8")
 
 
 def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
@@ -273,19 +333,33 @@ def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
     price = game.price("pear")
     assert 1 <= price <= 5
     buy = ("buy", {"fruit": "pear", "count": 1})
-    calls: Calls = [("price", {"fruit": "pear"}), ("buy", {"fruit": "pear", "count": 3}), ("buy", {"fruit": "pear"})]
+    calls: Calls = [
+        ("price", {"fruit": "pear"}),
+        ("buy", {"fruit": "pear", "count": 3}),
+        ("buy", {"fruit": "pear"}),
+    ]
     opening, results, reward_result = play(recipe, {"money": 2 * price}, [*calls, buy])
     assert opening and opening.startswith(f"You have {2 * price} coins.")
     assert [(one.text, one.reward) for one in results[:2]] == [
         (str(price), 0.0), (f"That costs {3 * price} coins, and you have {2 * price}.", -0.1)
     ]  # fmt: skip
-    assert (results[2].error, results[3].done, reward_result) == ("arguments", False, RewardResult(0.5, False))
+    assert (results[2].error, results[3].done, reward_result) == (
+        "arguments",
+        False,
+        RewardResult(0.5, False),
+    )
     _, results, reward_result = play(recipe, {"money": 2 * price}, [buy, buy])
-    assert ([one.done for one in results], reward_result) == ([False, True], RewardResult(1.0, True))
+    assert ([one.done for one in results], reward_result) == (
+        [False, True],
+        RewardResult(1.0, True),
+    )
 
 
 def test_what_episode_check_says_of_the_environment_is_what_it_says(
-    episodes: list[Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    episodes: list[Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With the turn that the page shows; only seconds differ, and `...` stands for lines that are left out."""
     monkeypatch.chdir(tmp_path)
@@ -295,11 +369,15 @@ def test_what_episode_check_says_of_the_environment_is_what_it_says(
     (turn,) = (block for block in plain if block.startswith("[{"))
     (shown,) = (block for block in plain if block.endswith("verdict: nothing to mend\n"))
     Path("turns.jsonl").write_text(turn)
-    Path("shop.jsonl").write_text(json.dumps({"prompt": "Buy fruit.", "answer": "-", "money": 20}) + "\n")
+    Path("shop.jsonl").write_text(
+        json.dumps({"prompt": "Buy fruit.", "answer": "-", "money": 20}) + "\n"
+    )
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["1.yaml", "data.train=shop.jsonl"])
     assert recipe.episode == episodes[1].episode
     episode_check.check(recipe, 1, Path("turns.jsonl"), None)
-    said, wanted = (re.sub(r"\d+\.\d{3} s", "SECONDS", text) for text in (capsys.readouterr().out, shown))
+    said, wanted = (
+        re.sub(r"\d+\.\d{3} s", "SECONDS", text) for text in (capsys.readouterr().out, shown)
+    )
     for part in wanted.split("...\n"):
         before, found, said = said.partition(part)
         assert found and (not before or before.endswith("\n")), part
@@ -324,7 +402,9 @@ def test_the_example_of_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "my_agent.py").write_text(module)
     (tmp_path / "agent.yaml").write_text(*blocks("agents.md", "yaml"))
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(tmp_path / "agent.yaml")])
-    assert recipe.episode and recipe.episode.agent == "my_agent:run" and recipe.reward.function is None
+    assert (
+        recipe.episode and recipe.episode.agent == "my_agent:run" and recipe.reward.function is None
+    )
     thread, words = AgentThread(agent_settings(recipe, workers=1)), Words("one", "two", "one", "6")
     prompt = [{"role": "user", "content": "What do two apples cost?"}]
     try:
@@ -332,7 +412,9 @@ def test_the_example_of_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     finally:
         thread.shutdown()
     assert reward_result == RewardResult(1.0, True) and words.asked[-1] == "Are you sure?"
-    assert sorted(words.asked[:2]) == ["Write draft 0.", "Write draft 1."] and words.asked[2].endswith("one\ntwo")
+    assert sorted(words.asked[:2]) == ["Write draft 0.", "Write draft 1."] and words.asked[
+        2
+    ].endswith("one\ntwo")
 
 
 def test_the_demonstration_that_is_shown_is_learnt_from(episodes: list[Recipe]) -> None:
@@ -340,9 +422,14 @@ def test_the_demonstration_that_is_shown_is_learnt_from(episodes: list[Recipe]) 
     assert episodes[0].episode
     schemas = [tool.schema for tool in load_tools(episodes[0].episode.tools, {}).tools.values()]
     (example,) = blocks("environments.md", "json")
-    row, turn_tokenizer = json.loads(example), TurnTokenizer(tokenizer_of(HERMES), stop_ids(HERMES), schemas)
+    row, turn_tokenizer = (
+        json.loads(example),
+        TurnTokenizer(tokenizer_of(HERMES), stop_ids(HERMES), schemas),
+    )
     made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
-    learnt = [token for token, sampled in zip(made.response_ids, made.sampled, strict=True) if sampled]
+    learnt = [
+        token for token, sampled in zip(made.response_ids, made.sampled, strict=True) if sampled
+    ]
     text = turn_tokenizer.template.decode(learnt)
     assert made.text == row["answer"] and "apple" in text and "tool_response" not in text
 
@@ -352,11 +439,20 @@ def test_every_key_end_and_metric_of_episodes_is_described() -> None:
     text = (DOCS / "environments.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\w.]+) \|", text, re.MULTILINE))
     for key, field in EpisodeConfig.model_fields.items():
-        default = "required" if field.is_required() else field.get_default(call_default_factory=True)
+        default = (
+            "required" if field.is_required() else field.get_default(call_default_factory=True)
+        )
         known = "none" if not default else default if isinstance(default, str) else f"{default:g}"
         assert rows[key] == known
-    metrics = set(re.findall(r'"(episode/\w+)"', (ROOT / "megarl/tracking/metrics.py").read_text(encoding="utf-8")))
+    metrics = set(
+        re.findall(
+            r'"(episode/\w+)"', (ROOT / "megarl/tracking/metrics.py").read_text(encoding="utf-8")
+        )
+    )
     metrics |= {f"episode/dropped/{reason}" for reason in get_args(DropReason)}
-    assert metrics and [name for name in (*metrics, *get_args(EpisodeEnd)) if f"`{name}`" not in text] == []
+    assert (
+        metrics
+        and [name for name in (*metrics, *get_args(EpisodeEnd)) if f"`{name}`" not in text] == []
+    )
     signature = f"Observation(text, reward={Observation('').reward}, done={Observation('').done})"
     assert f"`{signature}`" in text

@@ -66,7 +66,12 @@ DOORS = {  # library -> the only places that import it
     "megatron": {"megarl.parallel", "megarl.cpu.megatron_patches"},
     "transformer_engine": {"megarl.parallel"},
     "typer": {"megarl.cli"},
-    "rich": {"megarl.plan.search_report", "megarl.tracking.run_log", "megarl.plan.report", "megarl.tracking.progress"},
+    "rich": {
+        "megarl.plan.search_report",
+        "megarl.tracking.run_log",
+        "megarl.plan.report",
+        "megarl.tracking.progress",
+    },
     "tensorboard": {"megarl.tracking.trackers.tensorboard_file"},
     "wandb": {"megarl.tracking.trackers.wandb_run"},
     "mlflow": {"megarl.tracking.trackers.mlflow_run"},
@@ -86,7 +91,9 @@ def floor_of(room: str) -> int:
 
 def test_the_reader_sees_what_it_should(tmp_path: Path) -> None:
     source = tmp_path / "x.py"
-    source.write_text("import a.b\nif True:\n    from c import d\ndef f():\n    import e\nclass G:\n    import h\n")
+    source.write_text(
+        "import a.b\nif True:\n    from c import d\ndef f():\n    import e\nclass G:\n    import h\n"
+    )
     assert set(imports(source)) == {"a.b", "c.d", "e", "h"}
     assert set(imports(source, lazy=False)) == {"a.b", "c.d", "h"}
 
@@ -97,7 +104,9 @@ def test_every_room_is_on_a_floor() -> None:
 
 
 def test_the_picture_is_drawn_from_these_imports() -> None:
-    assert PICTURE.read_text(encoding="utf-8") == drawing(), "run python scripts/draw_architecture.py"
+    assert PICTURE.read_text(encoding="utf-8") == drawing(), (
+        "run python scripts/draw_architecture.py"
+    )
 
 
 def test_few_modules_lie_in_no_room() -> None:
@@ -108,7 +117,9 @@ def test_few_modules_lie_in_no_room() -> None:
 def test_imports_go_down(path: Path) -> None:
     room = room_of(module_name(path))
     if not room:
-        assert not own_imports(path), "megarl/__init__.py imports nothing: importing the package costs nothing"
+        assert not own_imports(path), (
+            "megarl/__init__.py imports nothing: importing the package costs nothing"
+        )
         return
     for name in own_imports(path):
         other = room_of(name)
@@ -132,7 +143,9 @@ def test_every_library_has_its_door(path: Path) -> None:
 def test_algos_is_tensors_and_nouns_alone(path: Path) -> None:
     for name in imports(path):
         own = within(name, "megarl.algos") or within(name, "megarl.types")
-        assert own or name.split(".")[0] in THIRD_PARTY_OF_ALGOS | STANDARD, f"{path.name} imports {name}"
+        assert own or name.split(".")[0] in THIRD_PARTY_OF_ALGOS | STANDARD, (
+            f"{path.name} imports {name}"
+        )
 
 
 def test_there_is_no_import_cycle() -> None:

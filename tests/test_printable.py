@@ -15,7 +15,9 @@ from megarl.printable import is_hidden, json_line, one_line, printable, show
 from megarl.types import UserError, UserErrors
 from tests.test_imports import PACKAGE, SOURCES
 
-HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufeff\u2028\ud800\U000e0041"
+HOSTILE = (
+    "\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufeff\u2028\ud800\U000e0041"
+)
 # Which functions may print: all that they print is printable, or is coloured by rich around printable text.
 DOORS = {
     "printable.py": {"show"},
@@ -30,7 +32,8 @@ DOORS = {
 
 UNESCAPED = {
     "printable.py",
-    "data/files.py",  # these two look for halves of surrogate pairs, and show nothing of what they make
+    # these two look for halves of surrogate pairs, and show nothing of what they make
+    "data/files.py",
     "environments/endpoint/request_fields.py",
     "episodes/messages.py",  # these three write for the model
     "episodes/template.py",
@@ -42,14 +45,19 @@ UNESCAPED = {
 def test_no_character_of_a_hostile_text_is_left() -> None:
     shown = printable(HOSTILE)
     assert shown.isascii() and shown.isprintable()
-    assert shown.startswith(r"\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufeff\u2028\ud800")
+    assert shown.startswith(
+        r"\x1b]0;owned\x07\x1b[2J\r\x00\x7f\x9b31m\u202egpj.exe\u2066\u200b\ufeff\u2028\ud800"
+    )
     shown.encode("utf-8")
 
 
 def test_every_character_that_a_terminal_obeys_or_a_reader_does_not_see_is_escaped() -> None:
     for number in range(sys.maxunicode + 1):
         character = chr(number)
-        hidden = unicodedata.category(character)[0] == "C" or unicodedata.category(character) in ("Zl", "Zp")
+        hidden = unicodedata.category(character)[0] == "C" or unicodedata.category(character) in (
+            "Zl",
+            "Zp",
+        )
         assert is_hidden(character) is hidden
         assert (one_line(character) != character) is hidden, hex(number)
 
@@ -73,7 +81,9 @@ def test_an_error_is_one_printable_line() -> None:
     error = UserError(f"a{HOSTILE}", "b\nforged: line", "c\x1b[31m")
     assert str(error).isprintable() and str(error).count("\\n") == 1
     other = UserError(f"b{HOSTILE}", "b", "c")
-    assert str(UserErrors([error, other, error])).count("\n") == 1, "a line for each, and the same text once"
+    assert str(UserErrors([error, other, error])).count("\n") == 1, (
+        "a line for each, and the same text once"
+    )
 
 
 def test_what_is_shown_is_printable() -> None:
@@ -97,7 +107,9 @@ def _prints(called: ast.expr) -> bool:
     if not isinstance(called, ast.Attribute):
         return False
     stream = ast.unparse(called.value)
-    return called.attr == "print" or (called.attr in ("write", "writelines") and stream.startswith("sys.std"))
+    return called.attr == "print" or (
+        called.attr in ("write", "writelines") and stream.startswith("sys.std")
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

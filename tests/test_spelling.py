@@ -6,7 +6,14 @@ import pytest
 
 from megarl.spelling import did_you_mean, edit_distance, near
 
-MEGATRON = ["fp8", "fp4", "moe_permute_fusion", "recompute_num_layers", "recompute_method", "num_layers"]
+MEGATRON = [
+    "fp8",
+    "fp4",
+    "moe_permute_fusion",
+    "recompute_num_layers",
+    "recompute_method",
+    "num_layers",
+]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +33,9 @@ def test_near_names(name: str, found: list[str]) -> None:
     assert near(name, []) == []
 
 
-@pytest.mark.parametrize(("a", "b", "count"), [("tp", "pt", 1), ("tp", "tpp", 1), ("abc", "axc", 1), ("", "ab", 2)])
+@pytest.mark.parametrize(
+    ("a", "b", "count"), [("tp", "pt", 1), ("tp", "tpp", 1), ("abc", "axc", 1), ("", "ab", 2)]
+)
 def test_edit_distance(a: str, b: str, count: int) -> None:
     assert edit_distance(a, b) == edit_distance(b, a) == count
 

@@ -91,7 +91,9 @@ class Reference:
         with torch.no_grad():
             return self.model(torch.tensor([list(token_ids)])).logits[0]
 
-    def logprobs(self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+    def logprobs(
+        self, prompt: Sequence[int], response: Sequence[int], temperature: float = 1.0
+    ) -> torch.Tensor:
         """Of each response token, given all before it."""
         import torch
 
@@ -101,7 +103,11 @@ class Reference:
     def scale(self, factor: float) -> None:
         import torch
 
-        biases = [buffer for name, buffer in self.model.named_buffers() if name.endswith("e_score_correction_bias")]
+        biases = [
+            buffer
+            for name, buffer in self.model.named_buffers()
+            if name.endswith("e_score_correction_bias")
+        ]
         with torch.no_grad():
             for tensor in (*self.model.parameters(), *biases):
                 tensor.mul_(factor)
@@ -147,8 +153,15 @@ def build_engine(checkpoint: Path, loader_path: str, fork_server: None) -> Itera
     engines: list[Engine] = []
 
     def build(tp: int, ep: int, **changes: Any) -> Engine:
-        settings = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512} | changes
-        engines.append(Engine(EngineSettings(tp=tp, ep=ep, concurrency=256, **settings), loader_path))
+        settings = {
+            "model_path": str(checkpoint),
+            "dtype": "float32",
+            "seed": 3,
+            "context_tokens": 512,
+        } | changes
+        engines.append(
+            Engine(EngineSettings(tp=tp, ep=ep, concurrency=256, **settings), loader_path)
+        )
         return engines[-1]
 
     yield build

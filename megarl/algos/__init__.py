@@ -92,7 +92,11 @@ class Algorithm:
 
     def sample_advantages(self, rewards_G: torch.Tensor) -> list[float] | list[None]:
         """The advantage of each of one prompt's samples; None where the row has none."""
-        return [None] * len(rewards_G) if self.advantage is None else self.advantage(rewards_G).tolist()
+        return (
+            [None] * len(rewards_G)
+            if self.advantage is None
+            else self.advantage(rewards_G).tolist()
+        )
 
     def stages(self, hyperparameters: Hyperparameters) -> tuple[Stage, ...]:
         """What a training step does with these hyperparameters, in order."""
@@ -116,17 +120,24 @@ _NO_RATIO: dict[str, str] = dict.fromkeys(("clip_low", "clip_high", "dual_clip")
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(
-        group_normalised, clipped, Hyperparameters(aggregation="sequence_mean", kl_coefficient=0.001)
+        group_normalised,
+        clipped,
+        Hyperparameters(aggregation="sequence_mean", kl_coefficient=0.001),
     ),  # arXiv 2402.03300
     "dapo": Algorithm(
-        group_normalised, clipped, Hyperparameters(clip_high=0.28, dynamic_sampling=True, overlong_share=0.2)
+        group_normalised,
+        clipped,
+        Hyperparameters(clip_high=0.28, dynamic_sampling=True, overlong_share=0.2),
     ),  # arXiv 2503.14476
-    "dr_grpo": Algorithm(centred, clipped, Hyperparameters(aggregation="constant")),  # arXiv 2503.20783
+    # arXiv 2503.20783
+    "dr_grpo": Algorithm(centred, clipped, Hyperparameters(aggregation="constant")),
     "rloo": Algorithm(
         leave_one_out, reinforce, Hyperparameters(aggregation="sequence_sum"), unread=_NO_RATIO
     ),  # arXiv 2402.14740
     "gspo": Algorithm(
-        group_normalised, sequence_clipped, Hyperparameters(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4)
+        group_normalised,
+        sequence_clipped,
+        Hyperparameters(aggregation="sequence_mean", clip_low=3e-4, clip_high=4e-4),
     ),  # arXiv 2507.18071
     "cispo": Algorithm(
         group_normalised,
@@ -158,18 +169,27 @@ ALGORITHMS: dict[str, Algorithm] = {
         needs_group=False,
         has_teacher=True,
     ),  # reverse KL to the reference of each token by itself: arXiv 2306.13649, section 3
-    "prime": Algorithm(leave_one_out, clipped, Hyperparameters(), critic="process_rewards"),  # arXiv 2502.01456
+    # arXiv 2502.01456
+    "prime": Algorithm(leave_one_out, clipped, Hyperparameters(), critic="process_rewards"),
     "ppo": Algorithm(
         None,
         clipped,
-        Hyperparameters(whiten=True, value_clip=0.2, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward"),
+        Hyperparameters(
+            whiten=True, value_clip=0.2, kl_coefficient=0.001, kl_estimator="k1", kl_place="reward"
+        ),
         critic="values",
         needs_group=False,
     ),  # arXiv 1707.06347, 2203.02155
     "vapo": Algorithm(
         None,
         clipped,
-        Hyperparameters(clip_high=0.28, critic_lambda=1.0, lambda_alpha=0.05, positive_nll=0.1, critic_warmup_steps=50),
+        Hyperparameters(
+            clip_high=0.28,
+            critic_lambda=1.0,
+            lambda_alpha=0.05,
+            positive_nll=0.1,
+            critic_warmup_steps=50,
+        ),
         critic="values",
         needs_group=False,
     ),  # arXiv 2504.05118
@@ -190,7 +210,9 @@ def learns_from_answers(name: str) -> bool:
 def hyperparameters_of(name: str, recipe: AlgorithmOptions) -> Hyperparameters:
     """The hyperparameters of a row, with the recipe's overrides where it is the recipe's own algorithm."""
     row = ALGORITHMS[name]
-    return replace(row.hyperparameters, **recipe.given) if name == recipe.name else row.hyperparameters
+    return (
+        replace(row.hyperparameters, **recipe.given) if name == recipe.name else row.hyperparameters
+    )
 
 
 def needs_old_logprobs(hyperparameters: Hyperparameters, num_updates: int) -> bool:
@@ -204,4 +226,6 @@ def needs_old_logprobs(hyperparameters: Hyperparameters, num_updates: int) -> bo
 
 def has_reference(recipe: AlgorithmOptions, is_wanted: bool) -> bool:
     """Whether the KL to a reference is computed: for the loss or the rewards, or because the recipe wants it."""
-    return is_wanted or (recipe.name in ALGORITHMS and hyperparameters_of(recipe.name, recipe).kl_coefficient > 0)
+    return is_wanted or (
+        recipe.name in ALGORITHMS and hyperparameters_of(recipe.name, recipe).kl_coefficient > 0
+    )

@@ -10,7 +10,8 @@ _WIDTH = 32  # elements of a chunk of `reverse_scan`: its number of sequential s
 
 def group_normalised(rewards_G: torch.Tensor) -> torch.Tensor:
     """(R - mean) / (std + 1e-6) over one group, std unbiased; 0 for a group of one (GRPO, arXiv 2402.03300, 4.1.2)."""
-    rewards_G = rewards_G.double()  # in float32, equal rewards of 0.7 leave a spread that 1e-6 does not drown
+    # in float32, equal rewards of 0.7 leave a spread that 1e-6 does not drown
+    rewards_G = rewards_G.double()
     centred_G = rewards_G - rewards_G.mean()
     if rewards_G.numel() < 2:
         return centred_G
@@ -52,8 +53,11 @@ def gae(
     that stay in a processor's cache are done one after the other, from the last; each hands its first advantage on.
     """
     advantage_T, return_T = (torch.empty_like(value_T, dtype=torch.float64) for _ in range(2))
-    decay_T = gamma * torch.as_tensor(lam, dtype=torch.float64, device=value_T.device).expand(len(value_T))
-    behind = torch.zeros(2, dtype=torch.float64, device=value_T.device)  # the next token's value and advantage
+    decay_T = gamma * torch.as_tensor(lam, dtype=torch.float64, device=value_T.device).expand(
+        len(value_T)
+    )
+    # the next token's value and advantage
+    behind = torch.zeros(2, dtype=torch.float64, device=value_T.device)
     for start in reversed(range(0, len(value_T), _BLOCK)):
         block = slice(start, start + _BLOCK)
         own_B, is_last_B = value_T[block].double(), is_last_T[block]

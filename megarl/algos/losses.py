@@ -15,7 +15,8 @@ from megarl.types import Estimator, Hyperparameters
 
 LossResult = tuple[torch.Tensor, dict[Statistic, torch.Tensor]]
 
-DIFF = Statistic("rollout/logprob_diff_mean")  # |engine - trainer| logprob, of tokens that the policy itself sampled
+# |engine - trainer| logprob, of tokens that the policy itself sampled
+DIFF = Statistic("rollout/logprob_diff_mean")
 DIFF_MAX = Statistic("rollout/logprob_diff_max", MAX)
 OLD_KL = Statistic("old_kl")  # the k3 estimate of KL(old | policy)
 ENTROPY = Statistic("entropy")
@@ -30,14 +31,17 @@ VALUE = Statistic("value_mean")
 RETURN = Statistic("return_mean")
 
 
-def _explained(total: float, square: float, error: float, error_square: float, tokens: float) -> float | None:
+def _explained(
+    total: float, square: float, error: float, error_square: float, tokens: float
+) -> float | None:
     """1 - Var(return - value) / Var(return) from sums over tokens; 0 where all returns are the same."""
     variance = square / tokens - (total / tokens) ** 2
     unexplained = error_square / tokens - (error / tokens) ** 2
     return 1.0 - unexplained / variance if variance > 1e-12 else 0.0
 
 
-EXPLAINED_VARIANCE = Statistic("explained_variance", Reduction(_explained))  # of the returns, by the values before
+# of the returns, by the values before
+EXPLAINED_VARIANCE = Statistic("explained_variance", Reduction(_explained))
 
 
 def policy_loss(
@@ -71,7 +75,9 @@ def policy_loss(
         loss_T = loss_T * weight_T
     coefficient = hyperparameters.kl_coefficient if hyperparameters.kl_place == "loss" else 0.0
     if coefficient and targets.reference_logp_T is not None:
-        loss_T = loss_T + coefficient * kl_T(logp_T, targets.reference_logp_T, hyperparameters.kl_estimator)
+        loss_T = loss_T + coefficient * kl_T(
+            logp_T, targets.reference_logp_T, hyperparameters.kl_estimator
+        )
     if hyperparameters.entropy_coefficient:
         loss_T = loss_T - hyperparameters.entropy_coefficient * entropy_T
     with torch.no_grad():
@@ -86,7 +92,9 @@ def policy_loss(
     return loss, stats
 
 
-def policy_statistics(logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Targets) -> dict[Statistic, torch.Tensor]:
+def policy_statistics(
+    logp_T: torch.Tensor, entropy_T: torch.Tensor, targets: Targets
+) -> dict[Statistic, torch.Tensor]:
     """What every update of a policy reports, whatever its loss."""
     values = {ENTROPY: entropy_T}
     if targets.reference_logp_T is not None:
@@ -101,11 +109,15 @@ def turn_diffs(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, to
         turn_T = torch.ones_like(targets.sequence_T) if targets.turn_T is None else targets.turn_T
         diff_T = torch.where(is_fresh_T, bounded(old_logp_T - targets.engine_logp_T).abs(), 0.0)
         parts_2T = torch.stack([diff_T, is_fresh_T.to(diff_T.dtype)]).double()
-        parts_2N = parts_2T.new_zeros(2, len(TURN_DIFFS)).index_add(1, turn_T.clamp(1, len(TURN_DIFFS)) - 1, parts_2T)
+        parts_2N = parts_2T.new_zeros(2, len(TURN_DIFFS)).index_add(
+            1, turn_T.clamp(1, len(TURN_DIFFS)) - 1, parts_2T
+        )
     return dict(zip(TURN_DIFFS, parts_2N.T, strict=True))
 
 
-def kl_T(logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+def kl_T(
+    logp_T: torch.Tensor, reference_logp_T: torch.Tensor, estimator: Estimator
+) -> torch.Tensor:
     """Of each token, an estimate of KL(policy | reference) (Schulman, "Approximating KL divergence", 2020).
 
     With d = log reference - log policy: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d, at most 10.
@@ -155,5 +167,7 @@ def value_loss(value_T: torch.Tensor, targets: Targets, *, value_clip: float | N
     error_T = return_T - old_value_T
     moments = (return_T, return_T**2, error_T, error_T**2)
     stats = over_tokens(mask_T, {VALUE: value_T, RETURN: return_T, CLIPPED: is_clipped_T})
-    stats[EXPLAINED_VARIANCE] = parts(*(torch.where(mask_T, one_T, 0.0).sum() for one_T in moments), mask_T.sum())
+    stats[EXPLAINED_VARIANCE] = parts(
+        *(torch.where(mask_T, one_T, 0.0).sum() for one_T in moments), mask_T.sum()
+    )
     return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats

@@ -29,14 +29,18 @@ def _effective_share(weight: float, weight_square: float, tokens: float) -> floa
     return weight**2 / max(tokens * weight_square, 1e-30)
 
 
-KL = Statistic("rollout_correction_kl")  # w - 1 - log w, whose mean over the engine's samples is KL(mu | pi_old)
+# w - 1 - log w, whose mean over the engine's samples is KL(mu | pi_old)
+KL = Statistic("rollout_correction_kl")
 WEIGHT = Statistic("rollout_correction_weight")
 ESS = Statistic("rollout_correction_ess", Reduction(_effective_share))
 CLIPPED = Statistic("rollout_correction_clipped")
 MASKED = Statistic("rollout_correction_masked")
 # The same of the tokens that the policy itself sampled, where only rounding differs, and of those of earlier policies.
 _BY_AGE = {
-    age: {statistic: Statistic(f"{statistic.name}_{age}") for statistic in (KL, WEIGHT, CLIPPED, MASKED)}
+    age: {
+        statistic: Statistic(f"{statistic.name}_{age}")
+        for statistic in (KL, WEIGHT, CLIPPED, MASKED)
+    }
     for age in ("fresh", "stale")
 }
 
@@ -59,13 +63,17 @@ def dropped(
     sequence (mis_sequence) or its geometric mean (mis_geometric; Liu et al. 2025, "When speed kills stability").
     """
     log_w_T = bounded(torch.where(mask_T, old_logp_T - engine_logp_T, 0.0))
-    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(hyperparameters.rollout_correction)
+    log_by = {"mis_sequence": segment_sum, "mis_geometric": segment_mean}.get(
+        hyperparameters.rollout_correction
+    )
     ratio_T = bounded(log_by(log_w_T, mask_T, sequence_T) if log_by else log_w_T).exp()
     low, high = bounds(hyperparameters)
     return mask_T & ((ratio_T < low) | (ratio_T > high))
 
 
-def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters) -> Weighted:
+def weights(
+    old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters
+) -> Weighted:
     """(weight_T, without a gradient; statistics over all sampled tokens), where hyperparameters.mismatch is not off.
 
     tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
@@ -85,10 +93,15 @@ def weights(old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperpa
     weight_T = torch.where(is_dropped_T, 0.0, weight_T)
     values = {KL: k3(log_w_T), WEIGHT: weight_T, CLIPPED: is_clipped_T, MASKED: is_dropped_T}
     own_T = torch.where(sampled_T, weight_T, 0.0)
-    stats = {ESS: parts(own_T.sum(), (own_T**2).sum(), sampled_T.sum()), **over_tokens(sampled_T, values)}
+    stats = {
+        ESS: parts(own_T.sum(), (own_T**2).sum(), sampled_T.sum()),
+        **over_tokens(sampled_T, values),
+    }
     of_age = {"fresh": sampled_T & ~targets.is_stale_T, "stale": sampled_T & targets.is_stale_T}
     for age, names in _BY_AGE.items():
-        stats |= over_tokens(of_age[age], {names[statistic]: value_T for statistic, value_T in values.items()})
+        stats |= over_tokens(
+            of_age[age], {names[statistic]: value_T for statistic, value_T in values.items()}
+        )
     return weight_T, stats
 
 

@@ -55,7 +55,8 @@ class Statistic:
         return self.name if "/" in self.name else f"{room}/{self.name}"
 
 
-Statistics = dict[Statistic, tuple[float, ...]]  # the parts of each, reduced over micro-batches and ranks
+# the parts of each, reduced over micro-batches and ranks
+Statistics = dict[Statistic, tuple[float, ...]]
 
 LOSS = Statistic("loss", UPDATE_MEAN, each_update=True)
 GRAD_NORM = Statistic("grad_norm", UPDATE_MEAN, each_update=True)
@@ -63,7 +64,9 @@ TOKENS = Statistic("tokens", SUM, each_update=True)
 CLIPPED = Statistic("clipped")  # share of tokens whose objective is clipped
 
 
-def over_tokens(mask_T: torch.Tensor, values: Mapping[Statistic, torch.Tensor]) -> dict[Statistic, torch.Tensor]:
+def over_tokens(
+    mask_T: torch.Tensor, values: Mapping[Statistic, torch.Tensor]
+) -> dict[Statistic, torch.Tensor]:
     """Each statistic's values [T] over the masked tokens as parts: sum and count, the sum, or the largest and count."""
     found = {}
     with torch.no_grad():

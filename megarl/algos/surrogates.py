@@ -21,7 +21,10 @@ Surrogate = Callable[[torch.Tensor, torch.Tensor, Targets, Hyperparameters], Sur
 
 
 def clipped(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters
+    logp_T: torch.Tensor,
+    log_ratio_T: torch.Tensor,
+    targets: Targets,
+    hyperparameters: Hyperparameters,
 ) -> SurrogateResult:
     """-min(r A, clip(r, 1 - low, 1 + high) A) (PPO, arXiv 1707.06347, eq. 7).
 
@@ -34,22 +37,36 @@ def clipped(
     if hyperparameters.dual_clip is not None:
         floor_T = hyperparameters.dual_clip * advantage_T
         is_held_T = (advantage_T < 0) & (objective_T < floor_T)
-        objective_T, is_clipped_T = torch.where(is_held_T, floor_T, objective_T), is_clipped_T | is_held_T
+        objective_T, is_clipped_T = (
+            torch.where(is_held_T, floor_T, objective_T),
+            is_clipped_T | is_held_T,
+        )
     return -objective_T, {CLIPPED: is_clipped_T}
 
 
 def sequence_clipped(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters
+    logp_T: torch.Tensor,
+    log_ratio_T: torch.Tensor,
+    targets: Targets,
+    hyperparameters: Hyperparameters,
 ) -> SurrogateResult:
     """The same with each sequence's s = exp(mean_t log r) in the place of its tokens' ratios (GSPO, arXiv 2507.18071).
 
     So that tokens' mean is the sequence's objective.
     """
-    return clipped(logp_T, segment_mean(log_ratio_T, targets.loss_mask_T, targets.sequence_T), targets, hyperparameters)
+    return clipped(
+        logp_T,
+        segment_mean(log_ratio_T, targets.loss_mask_T, targets.sequence_T),
+        targets,
+        hyperparameters,
+    )
 
 
 def cispo(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters
+    logp_T: torch.Tensor,
+    log_ratio_T: torch.Tensor,
+    targets: Targets,
+    hyperparameters: Hyperparameters,
 ) -> SurrogateResult:
     """-clip(r, 1 - low, 1 + high) A log pi, the clipped ratio a constant (CISPO, arXiv 2506.13585, eq. 4)."""
     ratio_T = log_ratio_T.detach().exp()
@@ -58,7 +75,10 @@ def cispo(
 
 
 def reinforce(
-    logp_T: torch.Tensor, log_ratio_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters
+    logp_T: torch.Tensor,
+    log_ratio_T: torch.Tensor,
+    targets: Targets,
+    hyperparameters: Hyperparameters,
 ) -> SurrogateResult:
     """-A log pi (Williams, 1992)."""
     return -targets.advantage_T * logp_T, {CLIPPED: torch.zeros_like(targets.loss_mask_T)}

@@ -23,8 +23,10 @@ class Targets:
     engine_logp_T: torch.Tensor
     nll_weight_T: torch.Tensor
     is_stale_T: torch.Tensor
-    sequence_T: torch.Tensor  # int64, the sample of each token, from 0; the number of sequences for padding
-    turn_T: torch.Tensor | None = None  # int64, of episodes: the turn of each token that is trained on, from 1
+    # int64, the sample of each token, from 0; the number of sequences for padding
+    sequence_T: torch.Tensor
+    # int64, of episodes: the turn of each token that is trained on, from 1
+    turn_T: torch.Tensor | None = None
     dropped_T: torch.Tensor | None = None  # sampled tokens that are out of the mask; None: no token
     reference_logp_T: torch.Tensor | None = None
     return_T: torch.Tensor | None = None

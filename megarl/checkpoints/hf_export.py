@@ -71,7 +71,9 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     Raises LayoutError: parameters that the map does not describe; UserError: the folder exists; RuntimeError with the
     message of another rank that failed.
     """
-    agreement = Agreement(PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s)
+    agreement = Agreement(
+        PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s
+    )
     files, folder = plan_files(job.shape, job.dtype, job.file_bytes), Path(job.folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
     waves = [f"wave {index}" for index in range(math.ceil(len(files) / job.layout.world_size))]
@@ -85,7 +87,9 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
                 shutil.rmtree(unfinished)  # left by an export that was interrupted
             unfinished.mkdir(parents=True)
         agreement.reach("begin", {}, lambda votes: {})
-        group = make_group(PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s)
+        group = make_group(
+            PrefixStore("group", store), job.rank, job.layout.world_size, job.timeout_s
+        )
         for wave, stage in enumerate(waves):
             _write_wave(job, params, merge, agreement, stage, group, files, wave, unfinished)
         agreement.reach("written", {}, lambda votes: {})
@@ -102,7 +106,9 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     return folder
 
 
-def _merged(job: Export, params: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Merge | None]:
+def _merged(
+    job: Export, params: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], Merge | None]:
     """This rank's weights, and its adapters. Raises LayoutError where the maps do not describe them."""
     weights = {name: param for name, param in params.items() if not is_factor(name)}
     shards = megatron_map.shards(job.shape, job.layout, job.rank, job.transformer_engine)
@@ -147,7 +153,11 @@ def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
 
 def file_name(index: int, num_files: int) -> str:
     """Hugging Face's name of file `index` of a sharded checkpoint."""
-    return "model.safetensors" if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+    return (
+        "model.safetensors"
+        if num_files == 1
+        else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
+    )
 
 
 def _write_wave(
@@ -170,7 +180,9 @@ def _write_wave(
         Part(tuple(shard for shard in part.shards if shard.name in wanted), part.members)
         for part in megatron_map.parts(job.shape, job.layout, job.transformer_engine)
     ]
-    streams = plan_streams(sources, targets, job.rank, size, gpus_per_node=job.gpus_per_node, dtype=job.dtype)
+    streams = plan_streams(
+        sources, targets, job.rank, size, gpus_per_node=job.gpus_per_node, dtype=job.dtype
+    )
     vote = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
     rounds = agreement.reach(stage, vote, _most_rounds)["rounds"]
     mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
@@ -187,7 +199,11 @@ def _write_wave(
 def _most_rounds(votes: Any) -> dict[str, Any]:
     if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
         raise RuntimeError("export: the ranks' plans do not match: sends differ from receives")
-    return {"rounds": [max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)]}
+    return {
+        "rounds": [
+            max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)
+        ]
+    }
 
 
 def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
@@ -196,7 +212,9 @@ def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
     for shard in file:
         size = shard.size[1:2] if is_vector(shard.name) else shard.size[1:]
         for name, _ in cells(shard):
-            found[name] = torch.empty(size, dtype=getattr(torch, shard.dtype or dtype), device=DEVICE)
+            found[name] = torch.empty(
+                size, dtype=getattr(torch, shard.dtype or dtype), device=DEVICE
+            )
     return found
 
 
@@ -215,21 +233,33 @@ def _bytes_by_name(job: Export, file: File) -> Iterator[tuple[str, int]]:
             num_rows, num_cols = rows[1] - rows[0], cols[1] - cols[0]
             if job.fp8 and is_projection(name):
                 yield name, num_rows * num_cols
-                yield name + fp8.SCALE_SUFFIX, 4 * -(-num_rows // FP8_TILE) * -(-num_cols // FP8_TILE)
+                yield (
+                    name + fp8.SCALE_SUFFIX,
+                    4 * -(-num_rows // FP8_TILE) * -(-num_cols // FP8_TILE),
+                )
             else:
                 yield name, num_rows * num_cols * item_bytes(shard.dtype or job.dtype)
 
 
 def _plain_modules(shape: ModelShape) -> list[str]:
     """The modules with a matrix that stays as it is; the names are those of `modules_to_not_convert`."""
-    matrices = [name for name, size in hf_tensors(shape).items() if len(size) == 2] + list(aliases(shape))
-    return [name.removesuffix(".weight") for name in matrices if not is_projection(name) and "embed_tokens" not in name]
+    matrices = [name for name, size in hf_tensors(shape).items() if len(size) == 2] + list(
+        aliases(shape)
+    )
+    return [
+        name.removesuffix(".weight")
+        for name in matrices
+        if not is_projection(name) and "embed_tokens" not in name
+    ]
 
 
 def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> None:
     """Add the index, the configuration and the tokenizer to the weights, then rename the folder."""
     if len(files) > 1:
-        held = {file_name(index, len(files)): dict(_bytes_by_name(job, file)) for index, file in enumerate(files)}
+        held = {
+            file_name(index, len(files)): dict(_bytes_by_name(job, file))
+            for index, file in enumerate(files)
+        }
         names = {name: file for file, sizes in held.items() for name in sizes}
         total = sum(sum(sizes.values()) for sizes in held.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
@@ -242,6 +272,9 @@ def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> N
     for key in QUANTISATION_KEYS:
         config.pop(key, None)
     if job.fp8:
-        config[QUANTISATION_KEYS[0]] = {**FP8_CONFIG, "modules_to_not_convert": _plain_modules(job.shape)}
+        config[QUANTISATION_KEYS[0]] = {
+            **FP8_CONFIG,
+            "modules_to_not_convert": _plain_modules(job.shape),
+        }
     (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     unfinished.rename(folder)

@@ -22,13 +22,21 @@ def tensor_files(path: str | Path, stem: str = "model") -> dict[str, Path]:
     if index.exists():
         names = read_json(index).get("weight_map", {})
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-            raise UserError(str(index), "weight_map does not map tensors to files", "download the checkpoint again")
+            raise UserError(
+                str(index),
+                "weight_map does not map tensors to files",
+                "download the checkpoint again",
+            )
         missing = sorted({file for file in names.values() if not (folder / file).exists()})
         if missing:
-            raise UserError(str(index), f"names missing files: {', '.join(missing)}", "download them")
+            raise UserError(
+                str(index), f"names missing files: {', '.join(missing)}", "download them"
+            )
         return {name: folder / file for name, file in names.items()}
     if not single.exists():
-        raise UserError(str(single), "no such file", "set model.path to a folder with safetensors weights")
+        raise UserError(
+            str(single), "no such file", "set model.path to a folder with safetensors weights"
+        )
     with _opened(single) as tensors:
         return dict.fromkeys(tensors.keys(), single)
 
@@ -37,7 +45,9 @@ def _opened(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (OSError, SafetensorError) as error:
-        raise UserError(str(file), f"is not a safetensors file ({error})", "download it again") from None
+        raise UserError(
+            str(file), f"is not a safetensors file ({error})", "download it again"
+        ) from None
 
 
 class Slices:
@@ -55,10 +65,14 @@ class Slices:
         """The tensor's slice object; only what is indexed is read. Raises UserError where there is none."""
         file = self.files.get(name)
         if file is None:
-            raise UserError(str(self.path), f"the checkpoint has no tensor {name}", "use a complete checkpoint")
+            raise UserError(
+                str(self.path), f"the checkpoint has no tensor {name}", "use a complete checkpoint"
+            )
         if file not in self.open:
             self.open[file] = self.stack.enter_context(_opened(file))
         try:
             return self.open[file].get_slice(name)
         except SafetensorError:
-            raise UserError(str(file), f"does not hold {name}", "download the checkpoint again") from None
+            raise UserError(
+                str(file), f"does not hold {name}", "download the checkpoint again"
+            ) from None

@@ -57,10 +57,19 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
                 wanted_tensors.pop(SCORE, None)
             for name, wanted in wanted_tensors.items():
                 found += _tensor_errors(slices, name, wanted)
-            if not any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files) and shape.num_mtp_layers:
+            if (
+                not any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files)
+                and shape.num_mtp_layers
+            ):
                 file = str(Path(path) / "config.json")
                 problem = f"num_nextn_predict_layers is {shape.num_mtp_layers}, the files have no such layer"
-                return [UserError(file, problem, "write num_nextn_predict_layers 0, or use a complete checkpoint")]
+                return [
+                    UserError(
+                        file,
+                        problem,
+                        "write num_nextn_predict_layers 0, or use a complete checkpoint",
+                    )
+                ]
     except UserError as error:
         return [error]
     by_hint: dict[str, list[UserError]] = {}
@@ -83,7 +92,12 @@ def _tensor_errors(slices: Slices, name: str, wanted: tuple[int, ...]) -> list[U
     return []
 
 
-def load_hf(path: str | Path, shards: Sequence[Shard], params: Mapping[str, torch.Tensor], stem: str = "model") -> None:
+def load_hf(
+    path: str | Path,
+    shards: Sequence[Shard],
+    params: Mapping[str, torch.Tensor],
+    stem: str = "model",
+) -> None:
     """Fill `params` (name -> parameter, any float dtype) in place with the boxes that `shards` name.
 
     Only the needed slices are read; quantised weights are dequantised, whatever tiles a box cuts. Parameters in
@@ -112,4 +126,6 @@ def _fill(slices: Slices, shard: Shard, params: Mapping[str, torch.Tensor]) -> N
             continue
         tensor = slices.get(name)
         is_vector = len(tensor.get_shape()) == 1
-        plane.copy_(tensor[slice(*rows)].unsqueeze(1) if is_vector else tensor[slice(*rows), slice(*cols)])
+        plane.copy_(
+            tensor[slice(*rows)].unsqueeze(1) if is_vector else tensor[slice(*rows), slice(*cols)]
+        )

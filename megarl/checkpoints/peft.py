@@ -52,8 +52,10 @@ _PLAIN: Mapping[str, Any] = {
     "modules_to_save": None,
     "target_parameters": None,
 }
-HEADS = ("classifier", "score")  # PEFT's names of a classifier's head, of which megarl's models have `score`
-_CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")  # initialisations that change the base
+# PEFT's names of a classifier's head, of which megarl's models have `score`
+HEADS = ("classifier", "score")
+# initialisations that change the base
+_CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def write(factors: Mapping[str, torch.Tensor], size: LoraSize, base: str, out: Path) -> None:
@@ -77,7 +79,8 @@ def _config(factors: Collection[str], size: LoraSize, base: str) -> dict[str, An
     if any(".experts." in name for name in factors) and size.expert_rank != size.rank:
         each = size.expert_rank
         ranks = {OF_EACH_EXPERT: each, r".*\.experts\.gate_up_proj": 2 * each, OF_EXPERTS: each}
-    of_experts = None if size.expert_rank else OF_EXPERTS  # else PEFT would give them some, which are 0
+    # else PEFT would give them some, which are 0
+    of_experts = None if size.expert_rank else OF_EXPERTS
     return {
         **_PLAIN,
         "base_model_name_or_path": base,
@@ -104,7 +107,9 @@ def lost_in_transformers(factors: Collection[str]) -> str | None:
         return of_experts[0]
     if not of_experts and not any(".shared_experts." in weight for weight in weights):
         return None
-    return next((weight for weight in weights if leaf_of(weight) in _MLP and weight not in of_experts), None)
+    return next(
+        (weight for weight in weights if leaf_of(weight) in _MLP and weight not in of_experts), None
+    )
 
 
 def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserError]:
@@ -128,11 +133,20 @@ def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list
     """Factors that are missing or too many, by their layers, or have another extent than the recipe's."""
     wanted = {_PREFIX + name: extent for name, extent in sizes.items()}
     errors = []
-    for names, verb in ((wanted.keys() - slices.files.keys(), "lacks"), (slices.files.keys() - wanted.keys(), "has")):
+    for names, verb in (
+        (wanted.keys() - slices.files.keys(), "lacks"),
+        (slices.files.keys() - wanted.keys(), "has"),
+    ):
         if names:
-            layers = ", ".join(sorted({leaf_of(weight_of(one) if ".lora_" in one else one) for one in names}))
-            problem = f"{slices.path} {verb} weights of {layers} ({min(names)}, {len(names)} in all)"
-            errors.append(UserError("lora.path", problem, "set lora.targets and lora.experts as it has them"))
+            layers = ", ".join(
+                sorted({leaf_of(weight_of(one) if ".lora_" in one else one) for one in names})
+            )
+            problem = (
+                f"{slices.path} {verb} weights of {layers} ({min(names)}, {len(names)} in all)"
+            )
+            errors.append(
+                UserError("lora.path", problem, "set lora.targets and lora.experts as it has them")
+            )
     for name in sorted(wanted.keys() & slices.files.keys()):
         found = tuple(slices.get(name).get_shape())
         if found != wanted[name]:
@@ -148,15 +162,23 @@ def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[U
         config["modules_to_save"] = None
     for key, plain in _PLAIN.items():
         if (config.get(key) or plain) != plain:  # PEFT writes [] for None
-            errors.append(UserError("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _HINT))
+            errors.append(
+                UserError("lora.path", f"{file} has {key} {json.dumps(config[key]):.60}", _HINT)
+            )
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_WEIGHTS):
         problem = f"{file} has init_lora_weights {start}, for which PEFT changes the base's weights"
-        errors.append(UserError("lora.path", problem, "let PEFT convert them to adapters of the unchanged base"))
+        errors.append(
+            UserError(
+                "lora.path", problem, "let PEFT convert them to adapters of the unchanged base"
+            )
+        )
     for key, own, name in (("r", size.rank, "lora.rank"), ("lora_alpha", size.alpha, "lora.alpha")):
         if config.get(key) != own:
             problem = f"{own:g}, and {file} has {key} {config.get(key)}"
-            errors.append(UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out"))
+            errors.append(
+                UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out")
+            )
     return errors
 
 

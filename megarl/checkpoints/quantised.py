@@ -73,7 +73,9 @@ def _has_shape(slices: Slices, name: str, shape: Sequence[int]) -> None:
     real = list(slices.get(name).get_shape())
     if real != list(shape):
         problem = f"{name} is {real}, config.json says {list(shape)}"
-        raise UserError(str(slices.files[name]), problem, "use a checkpoint whose config.json fits its weights")
+        raise UserError(
+            str(slices.files[name]), problem, "use a checkpoint whose config.json fits its weights"
+        )
 
 
 def fill(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> bool:
@@ -96,7 +98,11 @@ def fill(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Rang
 
 def _fill_fp8(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols: Range) -> None:
     codes = slices.get(name)[slice(*rows), slice(*cols)].to(plane.device)
-    scales = _tile_scales(slices, name)[slice(*tiles(rows)), slice(*tiles(cols))].to(plane.device).float()
+    scales = (
+        _tile_scales(slices, name)[slice(*tiles(rows)), slice(*tiles(cols))]
+        .to(plane.device)
+        .float()
+    )
     of_cols = _spread(scales, cols, FP8_TILE)
     first_tile = tiles(rows)[0]
     for tile, (start, stop) in _strips(rows):
@@ -113,7 +119,9 @@ def _fill_int4(plane: torch.Tensor, slices: Slices, name: str, rows: Range, cols
     for _, (start, stop) in _strips(rows):
         bits = (packed[start:stop].unsqueeze(2) >> shifts) & (2**_BITS - 1)
         values = bits.flatten(1)[:, first : first + plane.shape[1]] - _OFFSET
-        plane[start:stop].copy_(values.float().mul_(_spread(scales[start:stop].float(), cols, INT4_GROUP)))
+        plane[start:stop].copy_(
+            values.float().mul_(_spread(scales[start:stop].float(), cols, INT4_GROUP))
+        )
 
 
 def _strips(rows: Range) -> Iterator[tuple[int, Range]]:
@@ -160,7 +168,12 @@ def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
     Where a projection is not published in tiles, engines do not read any: all are quantised anew as the run starts.
     """
     is_frozen = recipe.lora is not None and recipe.lora.sync == "adapters"
-    if not is_frozen or not recipe.rollout.engine.fp8 or model.facts is None or model.facts.quantisation is None:
+    if (
+        not is_frozen
+        or not recipe.rollout.engine.fp8
+        or model.facts is None
+        or model.facts.quantisation is None
+    ):
         return None
     return recipe.model.path if _are_tiles(model.facts.quantisation, model.shape) else None
 
@@ -169,7 +182,9 @@ def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
 def _are_tiles(quantisation: Quantisation, shape: ModelShape) -> bool:
     """Whether the weights that engines have in fp8 are published in tiles: all projections of the decoder."""
     decoder = hf_tensors(replace(shape, num_mtp_layers=0))
-    return quantisation.kind == "fp8" and all(map(quantisation.covers, filter(is_projection, decoder)))
+    return quantisation.kind == "fp8" and all(
+        map(quantisation.covers, filter(is_projection, decoder))
+    )
 
 
 def weights_in_words(shape: ModelShape, facts: HfFacts) -> str:

@@ -70,7 +70,8 @@ class Snapshots:
 
     def begin(self, step: int) -> Path:
         """A new hidden folder for the files of a checkpoint; incomplete ones of earlier processes are removed."""
-        self.folder.mkdir(exist_ok=True)  # without parents: the run's folder is not made again if somebody removed it
+        # without parents: the run's folder is not made again if somebody removed it
+        self.folder.mkdir(exist_ok=True)
         for left in self._partials():
             self._say(f"checkpoint {left} was never completed and is removed")
             _remove(left)
@@ -78,7 +79,9 @@ class Snapshots:
         partial.mkdir()
         return partial
 
-    def commit(self, partial: Path, run: Mapping[str, Any], known: Mapping[str, Digest], keep: int) -> Path:
+    def commit(
+        self, partial: Path, run: Mapping[str, Any], known: Mapping[str, Digest], keep: int
+    ) -> Path:
         """Complete a folder that `begin` made and every rank has filled, and keep at most `keep` - 1 earlier ones.
 
         run: the controller's state. known: digests that the ranks computed of their own files. An existing checkpoint
@@ -131,10 +134,16 @@ class Snapshots:
         paths = self.folder.iterdir() if self.folder.is_dir() else ()
         named = [(_step(path), path) for path in paths if _NAME.fullmatch(path.name)]
         # Of two folders of one step the one that still has its name is the newer one.
-        return sorted(named, key=lambda pair: (pair[0], pair[1].name == _name(pair[0])), reverse=True)
+        return sorted(
+            named, key=lambda pair: (pair[0], pair[1].name == _name(pair[0])), reverse=True
+        )
 
     def _partials(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if path.name.startswith(".step-") and PARTIAL in path.name]
+        return [
+            path
+            for path in self.folder.iterdir()
+            if path.name.startswith(".step-") and PARTIAL in path.name
+        ]
 
 
 def _name(step: int) -> str:
@@ -175,7 +184,9 @@ def _remove(path: Path) -> None:
 
 def _files(folder: Path) -> list[str]:
     paths = sorted(folder.rglob("*"))
-    return [str(path.relative_to(folder)) for path in paths if path.is_file() and path.name != MANIFEST]
+    return [
+        str(path.relative_to(folder)) for path in paths if path.is_file() and path.name != MANIFEST
+    ]
 
 
 def _verified(folder: Path) -> Snapshot:
@@ -200,7 +211,9 @@ def _check_files(folder: Path) -> None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _Damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
     if manifest.get("format") != _FORMAT:
-        raise _Damaged(f"{MANIFEST} has format {manifest.get('format')}, this version reads {_FORMAT}")
+        raise _Damaged(
+            f"{MANIFEST} has format {manifest.get('format')}, this version reads {_FORMAT}"
+        )
     present = set(_files(folder))
     if RUN not in wanted or present != set(wanted):
         odd = sorted(present ^ set(wanted)) or [RUN]

@@ -30,7 +30,8 @@ from megarl.types import UserError
 Ref = ray.ObjectRef
 SHARES = 4  # actors that share a GPU slot
 _ERROR_LETTERS = 20_000
-_CALLS = 2**20  # concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
+# concurrent calls of an actor: a heartbeat must not wait behind the prompts of an evaluation
+_CALLS = 2**20
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,31 @@ class _Shell:
     async def call(self, method: str, *args: Any) -> Any:
         await self._is_made.wait()
         function = getattr(self._target, method)
-        args = tuple(chain.from_iterable(arg.values if isinstance(arg, _Arguments) else (arg,) for arg in args))
+        args = tuple(
+            chain.from_iterable(
+                arg.values if isinstance(arg, _Arguments) else (arg,) for arg in args
+            )
+        )
         with _short_errors():
             if asyncio.iscoroutinefunction(function):
                 return await function(*args)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args))
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: function(*args)
+            )
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         results = await self.call(method, *args)
-        return results if count > 1 else results[0]  # with num_returns=1 Ray returns the sequence itself
+        # with num_returns=1 Ray returns the sequence itself
+        return results if count > 1 else results[0]
 
     async def bundle(self, function: str, *args: Any) -> _Arguments:
         module, _, name = function.partition(":")
         make = getattr(importlib.import_module(module), name)
-        return _Arguments(tuple(await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))))
+        return _Arguments(
+            tuple(
+                await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))
+            )
+        )
 
     async def own_placement(self, gpu: int) -> DevicePlacement:
         return own_placement(gpu, ray.util.get_node_ip_address())
@@ -96,7 +108,9 @@ class _Shell:
 class Worker:
     """The handle to a remote process."""
 
-    def __init__(self, name: str, slot: int, host: str, strategy: object, gpus: float = 1 / SHARES) -> None:
+    def __init__(
+        self, name: str, slot: int, host: str, strategy: object, gpus: float = 1 / SHARES
+    ) -> None:
         """slot: the number of its GPU slot. host: an address of the controller's node. strategy: Ray's scheduling.
 
         gpus: Ray's `num_gpus`; 0 for a process that only inspects its node.
@@ -159,7 +173,9 @@ def ray_nodes(host: str) -> list[RayNode]:
         if node["Alive"]:
             address, gpus = node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            nodes.append(RayNode(address, gpus, Worker(f"node {address}", 0, host, strategy, gpus=0)))
+            nodes.append(
+                RayNode(address, gpus, Worker(f"node {address}", 0, host, strategy, gpus=0))
+            )
     return nodes
 
 
@@ -210,7 +226,8 @@ class Pulses:
         self._looked_at = -math.inf
         self._asked: dict[Worker, Ref] = {}
         self._missed: Counter[Worker] = Counter()
-        self.pids: dict[Worker, int] = {}  # process ids of the workers that have ever answered, dead or alive
+        # process ids of the workers that have ever answered, dead or alive
+        self.pids: dict[Worker, int] = {}
 
     def look(self, workers: Sequence[Worker]) -> None:
         """Once a period, count the missing answers and ask again."""
@@ -235,7 +252,9 @@ class Pulses:
         """The workers that have not answered their last request; a dead process is not among them."""
         if not self._asked:
             return []
-        waiting = {*ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[1]}
+        waiting = {
+            *ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[1]
+        }
         return [worker for worker, ref in self._asked.items() if ref in waiting]
 
     def silence_s(self, worker: Worker) -> float:
@@ -253,7 +272,9 @@ def _short_errors() -> Iterator[None]:
         if len(text) <= _ERROR_LETTERS:
             raise
         half = _ERROR_LETTERS // 2
-        raise RuntimeError(f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}") from None
+        raise RuntimeError(
+            f"{type(error).__name__}: {text[:half]}\n[...]\n{text[-half:]}"
+        ) from None
 
 
 def _check_device() -> None:
@@ -268,7 +289,9 @@ def _imported(module: str) -> Any:
         return importlib.import_module(module)
     except OSError as error:
         problem = f"it cannot be imported on node {ray.util.get_node_ip_address()} ({error})"
-        hint = "install requirements/gpu.txt there (docs/install.md); megarl doctor names the package"
+        hint = (
+            "install requirements/gpu.txt there (docs/install.md); megarl doctor names the package"
+        )
         raise UserError(module, problem, hint) from error
 
 

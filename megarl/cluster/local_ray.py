@@ -15,12 +15,15 @@ from megarl.cluster import processes
 from megarl.cluster.actor import SHARES
 from megarl.device import LOOPBACK
 
-_OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))  # samples of a step, mostly
+# samples of a step, mostly
+_OBJECT_STORE_BYTES = max(2**30, min(2**35, psutil.virtual_memory().total // 10))
 _MOST_STARTS = 3
 _SLOW_START = "timed out during startup"  # Ray raises no class of its own
 
 
-def start_ray(gpus: int, folder: Path, say: Callable[[str], None], not_ours: Collection[int]) -> None:
+def start_ray(
+    gpus: int, folder: Path, say: Callable[[str], None], not_ours: Collection[int]
+) -> None:
     """Start Ray with so many GPUs; again where it has not started within its own 30 s, as on a machine that is busy.
 
     folder: of its files; it is opened to everyone. not_ours: processes that are left alone where a start has failed.

@@ -170,9 +170,16 @@ class RayServers:
 
 def _servers(raylet_socket: str) -> list[psutil.Process]:
     session = Path(raylet_socket).parents[1].name
-    wanted = {"raylet": f"--raylet_socket_name={raylet_socket}", "gcs_server": f"--session-name={session}"}
+    wanted = {
+        "raylet": f"--raylet_socket_name={raylet_socket}",
+        "gcs_server": f"--session-name={session}",
+    }
     running = psutil.process_iter(["name", "cmdline"])
-    return [process for process in running if wanted.get(process.info["name"]) in (process.info["cmdline"] or ())]
+    return [
+        process
+        for process in running
+        if wanted.get(process.info["name"]) in (process.info["cmdline"] or ())
+    ]
 
 
 def _name(process: psutil.Process) -> str:

@@ -26,10 +26,12 @@ from megarl.device import LOOPBACK, is_loopback
 from megarl.printable import first_line
 from megarl.types import Silence, UserError
 
-_GRACE_S = 3.0  # a dead process first breaks its peers' collectives: wait this long for the cause to show
+# a dead process first breaks its peers' collectives: wait this long for the cause to show
+_GRACE_S = 3.0
 _PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
 _LOOK_S = 1.0  # between two checks of Ray's servers and of heartbeats
-_PREFIX, _PARENT = "megarl-", "/tmp"  # of the session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
+# of the session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
+_PREFIX, _PARENT = "megarl-", "/tmp"
 _OTHER = 3
 
 
@@ -70,7 +72,8 @@ class Cluster:
         self._pulses = Pulses(timeout_s)
         self._workers: list[Worker] = []
         self._placement: PlacementGroup
-        self._bundles: list[int] = []  # the placement group's bundle of each node, in the order of the slots
+        # the placement group's bundle of each node, in the order of the slots
+        self._bundles: list[int] = []
         self._servers: processes.RayServers | None = None
         self.background: Background | None = None
         self.host = LOOPBACK
@@ -80,14 +83,18 @@ class Cluster:
         processes.adopt_orphans()
         self._not_ours = {process.pid for process in processes.descendants()}
         if count := remove_dead(_PREFIX, _PARENT):
-            self._say(f"removed {count} temporary folder{'s' * (count > 1)} of sessions that were killed")
+            self._say(
+                f"removed {count} temporary folder{'s' * (count > 1)} of sessions that were killed"
+            )
         self._folder = SessionFolder(_PREFIX, _PARENT)
         self._tmpdir = os.environ.get("TMPDIR")
-        os.environ["TMPDIR"] = str(self._folder.path)  # the files of a killed worker are removed with the session
+        # the files of a killed worker are removed with the session
+        os.environ["TMPDIR"] = str(self._folder.path)
         on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             self._join() if self._joins else self._begin()
-            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own handler would end this process without cleaning up
+            # Ray's own handler would end this process without cleaning up
+            signal.signal(signal.SIGTERM, on_sigterm)
             self._servers = processes.RayServers(_raylet_socket(), self._timeout_s)
             self._take_slots()
         except BaseException:
@@ -130,14 +137,20 @@ class Cluster:
         if not (count := -(-self._gpus // self._node_gpus)):
             return
         nodes = ray.nodes()
-        fit = [node for node in nodes if node["Alive"] and node["Resources"].get("GPU", 0) == self._node_gpus]
+        fit = [
+            node
+            for node in nodes
+            if node["Alive"] and node["Resources"].get("GPU", 0) == self._node_gpus
+        ]
         if len(fit) < count:
             problem = f"{self._gpus} GPUs are {count} nodes of {self._node_gpus}, Ray has {len(fit)} with as many GPUs"
             if len(fit) + sum(not node["Alive"] for node in nodes) >= count:
                 raise WorkerFailed(f"{problem}: other nodes have died", problem)
             hint = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
             raise UserError("placement.gpus", problem, hint)
-        self._placement = placement_group([{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD")
+        self._placement = placement_group(
+            [{"GPU": self._node_gpus}] * count, strategy="STRICT_SPREAD"
+        )
         ready = self._placement.ready()
         if not ray.wait([ready], timeout=_PLACING_S)[0]:
             problem = f"{count} nodes of the Ray cluster were not free for {_PLACING_S:.0f} s: another run has one"
@@ -152,19 +165,27 @@ class Cluster:
     def worker(self, name: str, slot: int) -> Worker:
         """Start a process on GPU slot `slot`; up to four share a slot: policy, engine, critic and reward model."""
         bundle = self._bundles[slot // self._node_gpus]
-        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle)
+        strategy = PlacementGroupSchedulingStrategy(
+            self._placement, placement_group_bundle_index=bundle
+        )
         worker = Worker(name, slot, self.host, strategy)
         self._workers.append(worker)
         return worker
 
-    def placements(self, workers: Sequence[Worker], placement: PlacementConfig) -> list[DevicePlacement]:
+    def placements(
+        self, workers: Sequence[Worker], placement: PlacementConfig
+    ) -> list[DevicePlacement]:
         """The placement of each worker. Raises RuntimeError where a process is not on the node of its slot."""
-        calls = {worker.own_placement(placement.gpu_of(worker.slot)): worker.name for worker in workers}
+        calls = {
+            worker.own_placement(placement.gpu_of(worker.slot)): worker.name for worker in workers
+        }
         placements = self.gather(calls)
         for worker, placed in zip(workers, placements, strict=True):
             wanted = self._node_of(worker)
             if placed.address != wanted:
-                raise RuntimeError(f"{worker.name} of GPU slot {worker.slot} is on {placed.address}, not on {wanted}")
+                raise RuntimeError(
+                    f"{worker.name} of GPU slot {worker.slot} is on {placed.address}, not on {wanted}"
+                )
         return placements
 
     def _node_of(self, worker: Worker) -> str:
@@ -183,8 +204,12 @@ class Cluster:
         try:
             return ray.get(list(labels), timeout=self._timeout_s)
         except ray.exceptions.RayError as error:  # a node has died, with results that it stored
-            failures = [(name, why) for ref, name in labels.items() if (why := failure(ref)) is not None]
-            raise _reported(*min(failures or [("a worker's result", error)], key=_severity)) from None
+            failures = [
+                (name, why) for ref, name in labels.items() if (why := failure(ref)) is not None
+            ]
+            raise _reported(
+                *min(failures or [("a worker's result", error)], key=_severity)
+            ) from None
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching the results."""
@@ -193,7 +218,9 @@ class Cluster:
             for ref in self.await_any(pending, among):
                 del pending[ref]
 
-    def await_any(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> list[Ref]:
+    def await_any(
+        self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None
+    ) -> list[Ref]:
         """Wait until one of the calls, or more, have returned; these. Raises as `gather` does."""
         watched = self._workers if among is None else among
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
@@ -204,11 +231,16 @@ class Cluster:
             failures = [why for ref in done if (why := failure(ref)) is not None]
             if failures:
                 at_fault = [why for why in failures if isinstance(why, UserError)]
-                raise at_fault[0] if at_fault else self._cause([*waiting, *watches], {**waiting, **watches})
+                raise (
+                    at_fault[0]
+                    if at_fault
+                    else self._cause([*waiting, *watches], {**waiting, **watches})
+                )
             if len(done) < len(waiting) and (silence := self._silence(watched)):
                 raise WorkerFailed(silence, silence)
             if background and (ended := [ref for ref in done if ref not in labels]):
-                self.background = None  # while it takes these, what it waits for itself hands it no further ones
+                # while it takes these, what it waits for itself hands it no further ones
+                self.background = None
                 background.take(ended)
                 self.background = background
             if asked := [ref for ref in done if ref in labels]:
@@ -288,9 +320,12 @@ class Cluster:
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""
         with processes.interrupts_ignored():
-            ended = {pid for worker in self._pulses.pids if (pid := self._pid_here(worker)) is not None}
+            ended = {
+                pid for worker in self._pulses.pids if (pid := self._pid_here(worker)) is not None
+            }
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
-            if self._servers and self._servers.error():  # Ray's own shutdown would wait for the dead server
+            # Ray's own shutdown would wait for the dead server
+            if self._servers and self._servers.error():
                 processes.kill_descendants(spare=self._not_ours)
             else:
                 for worker in self._workers:
@@ -320,7 +355,13 @@ def _severity(failed: tuple[str, Exception]) -> int:
     _, error = failed
     if isinstance(getattr(error, "cause", None), Silence):
         return 2
-    return 0 if isinstance(error, UserError) else 1 if isinstance(error, ray.exceptions.RayActorError) else _OTHER
+    return (
+        0
+        if isinstance(error, UserError)
+        else 1
+        if isinstance(error, ray.exceptions.RayActorError)
+        else _OTHER
+    )
 
 
 def _reported(name: str, cause: Exception) -> Exception:

@@ -60,7 +60,11 @@ def _is_private(path: Path) -> bool:
     """Whether the path is a folder, not a link, that belongs to this user and that no other user can enter."""
     with suppress(FileNotFoundError):
         status = path.lstat()
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+        return (
+            stat.S_ISDIR(status.st_mode)
+            and status.st_uid == os.geteuid()
+            and stat.S_IMODE(status.st_mode) == 0o700
+        )
     return False
 
 

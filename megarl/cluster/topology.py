@@ -67,10 +67,14 @@ def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> d
     gpus / cards, rounded up. Pairing the nearest first is optimal: all devices below a bridge are equally near to any
     device elsewhere.
     """
-    cards = {name: _Place.of(root / "class/infiniband" / name / "device") for name in _cards(root, wanted)}
+    cards = {
+        name: _Place.of(root / "class/infiniband" / name / "device")
+        for name in _cards(root, wanted)
+    }
     places = {gpu: _gpu(gpu, root) for gpu in gpus}
     pairs = [(gpu, name) for gpu in gpus for name in cards]
-    pairs.sort(key=lambda pair: places[pair[0]].nearness(cards[pair[1]]), reverse=True)  # stable: ties as they come
+    # stable: ties as they come
+    pairs.sort(key=lambda pair: places[pair[0]].nearness(cards[pair[1]]), reverse=True)
     found: dict[str, str] = {}
     load: Counter[str] = Counter()
     for gpu, name in pairs:
@@ -84,14 +88,21 @@ def own_placement(slot: int, address: str, root: Path = SYSFS) -> DevicePlacemen
     """The placement of the calling process, which uses GPU `slot` of its node and sees all of the node's GPUs."""
     count = torch.cuda.device_count() if device.DEVICE == "cuda" else 0
     found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    gpus = [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
+    gpus = [
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found
+    ]
     return placement_among(slot, gpus, address, root)
 
 
-def placement_among(slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS) -> DevicePlacement:
+def placement_among(
+    slot: int, gpus: Sequence[str], address: str, root: Path = SYSFS
+) -> DevicePlacement:
     """The placement of GPU `slot` of a node. gpus: the PCI addresses of the node's GPUs; may be empty."""
     host = socket.gethostname()
-    gpu, nics = gpus[slot] if gpus else "", nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", ""))
+    gpu, nics = (
+        gpus[slot] if gpus else "",
+        nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", "")),
+    )
     if gpu not in nics:
         return DevicePlacement(host, address, gpu, "")
     card = _Place.of(root / "class/infiniband" / nics[gpu] / "device")
@@ -105,7 +116,10 @@ def placement_lines(placements: Sequence[DevicePlacement]) -> list[str]:
     for rank, placed in enumerate(placements):
         words = (str(rank), placed.gpu, placed.nic and f"through {placed.nic}")
         ranks.setdefault((placed.host, placed.address), []).append(" ".join(filter(None, words)))
-    return [f"{host} ({address}): ranks {', '.join(listed)}" for (host, address), listed in ranks.items()]
+    return [
+        f"{host} ({address}): ranks {', '.join(listed)}"
+        for (host, address), listed in ranks.items()
+    ]
 
 
 def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
@@ -122,7 +136,9 @@ def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
             found.append(UserError("placement", problem, hint))
     for (host, nic), ranks in shared.items():
         problem = f"on {host} ranks {', '.join(ranks)} share the network card {nic}"
-        hint = "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
+        hint = (
+            "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
+        )
         found.append(UserError("placement", problem, hint))
     return found
 
@@ -130,8 +146,14 @@ def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
 def _cards(root: Path, wanted: str) -> list[str]:
     """Names of the RDMA cards with an active port, sorted by number (mlx5_2 before mlx5_10)."""
     folder = root / "class/infiniband"
-    up = {state.parents[2].name for state in folder.glob("*/ports/*/state") if "ACTIVE" in state.read_text()}
-    return sorted((name for name in up if _is_wanted(name, wanted)), key=lambda name: (len(name), name))
+    up = {
+        state.parents[2].name
+        for state in folder.glob("*/ports/*/state")
+        if "ACTIVE" in state.read_text()
+    }
+    return sorted(
+        (name for name in up if _is_wanted(name, wanted)), key=lambda name: (len(name), name)
+    )
 
 
 def _is_wanted(name: str, wanted: str) -> bool:
@@ -155,4 +177,6 @@ def bundles_by_address(addresses: Mapping[int, str]) -> list[int]:
         return sorted(addresses, key=lambda bundle: ipaddress.IPv4Address(addresses[bundle]))
     except ipaddress.AddressValueError as error:
         hint = "start Ray with the node's address: ray start --node-ip-address=10.0.0.2"
-        raise UserError("placement.network", f"Ray has no IPv4 address for a node ({error})", hint) from None
+        raise UserError(
+            "placement.network", f"Ray has no IPv4 address for a node ({error})", hint
+        ) from None

@@ -26,7 +26,11 @@ def device_errors() -> list[UserError]:
     """Faults of this machine and of this process's environment; none where MEGARL_DEVICE asks for the CPU."""
     asked = os.environ.get(DEVICE_VARIABLE, "")
     if asked not in ("", "cpu", "cuda"):
-        return [UserError(DEVICE_VARIABLE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out")]
+        return [
+            UserError(
+                DEVICE_VARIABLE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out"
+            )
+        ]
     if DEVICE == "cuda":
         return _allocator_errors()
     if asked == "cpu":
@@ -42,7 +46,9 @@ def device_errors() -> list[UserError]:
 def _allocator_errors() -> list[UserError]:
     """Allocator settings that forbid CUDA IPC, by which engines map the parameters of training ranks."""
     named = [name for name in _ALLOCATOR if _EXPANDABLE.search(os.environ.get(name, ""))]
-    problem = "it has expandable_segments:True, and mapping such memory over CUDA IPC is not verified yet"
+    problem = (
+        "it has expandable_segments:True, and mapping such memory over CUDA IPC is not verified yet"
+    )
     return [UserError(name, problem, "remove expandable_segments from it") for name in named]
 
 
@@ -67,7 +73,13 @@ def num_listed_gpus() -> int:
     if program is None:
         return 0
     try:
-        listed = subprocess.run([program, "--list-gpus"], capture_output=True, text=True, timeout=_ANSWER_S)
+        listed = subprocess.run(
+            [program, "--list-gpus"], capture_output=True, text=True, timeout=_ANSWER_S
+        )
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) if listed.returncode == 0 else 0
+    return (
+        sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        if listed.returncode == 0
+        else 0
+    )

@@ -20,7 +20,9 @@ from megarl.placement.roles import lora_size, resolve
 from megarl.types import UserError, UserErrors
 
 
-def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: Callable[[str], None]) -> Snapshot:
+def find_snapshot(
+    recipe: Recipe, run: Path, out: Path, step: int | None, say: Callable[[str], None]
+) -> Snapshot:
     """The checkpoint to convert: of `step`, or the newest good one of the run in the folder `run`.
 
     Raises UserErrors: there is none, it is of another model than the recipe's, `out` cannot be written.
@@ -42,13 +44,19 @@ def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: C
 def check_adapter(recipe: Recipe, *, fp8: bool) -> None:
     """Raises UserError where a run has no adapters to write, or they are asked for in fp8."""
     if recipe.lora is None:
-        raise UserError("--adapter", "the run's recipe has no lora", "leave it out to write the whole model")
+        raise UserError(
+            "--adapter", "the run's recipe has no lora", "leave it out to write the whole model"
+        )
     if fp8:
         problem = "adapters are written in model.dtype"
-        raise UserError("--fp8", problem, "leave it out, or --adapter to write the merged model in fp8")
+        raise UserError(
+            "--fp8", problem, "leave it out, or --adapter to write the merged model in fp8"
+        )
 
 
-def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None]) -> None:
+def convert_adapter(
+    recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None]
+) -> None:
     """Write the adapters in PEFT's format, in this process: the model itself is not read."""
     from megarl.parallel.dist_checkpoint import read_factors
 
@@ -58,7 +66,9 @@ def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable
     peft.write(factors, size, recipe.model.path, out)
     say(f"{out} has the adapters of {snapshot.folder}, in PEFT's format")
     if lost := peft.lost_in_transformers(factors):
-        say(f"transformers' own class of this model does not load all of them ({lost}): use the merged model there")
+        say(
+            f"transformers' own class of this model does not load all of them ({lost}): use the merged model there"
+        )
 
 
 def convert_snapshot(
@@ -69,7 +79,9 @@ def convert_snapshot(
     fp8: the weights of linear layers in tiles of 128 x 128 with scales. Raises WorkerFailed when a training rank fails.
     """
     roles = resolve(recipe, learns=False)
-    with Cluster(roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, say) as cluster:
+    with Cluster(
+        roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, say
+    ) as cluster:
         say("starting training ranks")
         trainers = training_fleet(cluster, roles).trainers
         trainers.load_weights(snapshot.folder.absolute())

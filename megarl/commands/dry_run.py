@@ -27,7 +27,8 @@ from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_errors
 from megarl.types import UserError, UserErrors
 
-_LOADER = "megarl.rollout.sglang.scheduler:load"  # any name: it is looked up where the weights arrive
+# any name: it is looked up where the weights arrive
+_LOADER = "megarl.rollout.sglang.scheduler:load"
 
 
 def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
@@ -45,7 +46,13 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
         raise UserErrors(errors)
     not_checked = _not_checked(recipe, device, absent)
     episodes = [*of_episodes, *_assumed_turns(found)]
-    for lines in (_placement(roles), _checkpoint(roles), episodes, _reshard(roles, device), not_checked):
+    for lines in (
+        _placement(roles),
+        _checkpoint(roles),
+        episodes,
+        _reshard(roles, device),
+        not_checked,
+    ):
         for line in lines:
             say(line)
 
@@ -63,7 +70,9 @@ def argument_errors(roles: Roles, device: str, absent: Container[str]) -> list[U
     recipe = roles.recipe
     if _asks_megatron(recipe, device):
         errors += _megatron_errors(roles, device, absent)
-    has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.errors(shape, recipe.placement.gpus)
+    has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.errors(
+        shape, recipe.placement.gpus
+    )
     if has_engines and _asks_sglang(recipe, device):
         errors += _sglang_errors(recipe, device)
     return errors
@@ -102,7 +111,11 @@ def _sglang_errors(recipe: Recipe, device: str) -> list[UserError]:
     from megarl.rollout.sglang.option_check import server_errors
 
     nowhere = Address(LOOPBACK, 1)
-    span = NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b"")) if recipe.engine_nodes > 1 else None
+    span = (
+        NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b""))
+        if recipe.engine_nodes > 1
+        else None
+    )
     arguments = server_arguments(engine_settings(recipe, 0, span), _LOADER, device)
     return server_errors(arguments | {"device": device})
 
@@ -157,32 +170,47 @@ def _reshard(roles: Roles, device: str) -> Iterator[str]:
     policy, engines, on_gpus = roles.policy, roles.engines, device == "cuda"
     weights = weight_maps(policy.shape, policy.layout, engines, transformer_engine=on_gpus)
     yield from _exchange(roles, *weights, "reshard")
-    factors = factor_maps(policy.shape, policy.layout, engines, policy.lora, transformer_engine=on_gpus)
+    factors = factor_maps(
+        policy.shape, policy.layout, engines, policy.lora, transformer_engine=on_gpus
+    )
     if factors:
         yield from _exchange(roles, *factors, "reshard of adapters, in each step")
 
 
-def _exchange(roles: Roles, sources: Sequence[Part], targets: Sequence[Part], name: str) -> Iterator[str]:
+def _exchange(
+    roles: Roles, sources: Sequence[Part], targets: Sequence[Part], name: str
+) -> Iterator[str]:
     """The traffic of an exchange, and the plans of some of its members."""
-    recipe, layout, engines, members = roles.recipe, roles.policy.layout, roles.engines, roles.num_members
+    recipe, layout, engines, members = (
+        roles.recipe,
+        roles.policy.layout,
+        roles.engines,
+        roles.num_members,
+    )
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
     try:
         total = count_traffic(sources, targets, members, **topology)
         sample = _sample(layout, engines, members)
         needed = [
-            plan_streams(sources, targets, member, members, **topology).rounds_needed(recipe.reshard.round_bytes)
+            plan_streams(sources, targets, member, members, **topology).rounds_needed(
+                recipe.reshard.round_bytes
+            )
             for member in sample
         ]
     except LayoutError as error:
-        raise UserErrors([UserError("rollout.engine", str(error), "tell us: the two maps do not fit")]) from error
+        raise UserErrors(
+            [UserError("rollout.engine", str(error), "tell us: the two maps do not fit")]
+        ) from error
     whole, local, nvlink, fabric = (
-        f"{counts.max() / 1e9:.2f}" for counts in (total.dest, total.local, total.node_in, total.fabric_in)
+        f"{counts.max() / 1e9:.2f}"
+        for counts in (total.dest, total.local, total.node_in, total.fabric_in)
     )
     yield (
         f"{name}: {len(sources)} source and {len(targets)} target parts; at most {whole} GB into a GPU "
         f"(up to {local} from its own training rank, {nvlink} inside the node, {fabric} over the fabric)"
     )
-    rounds = sum(map(max, zip(*needed, strict=True)))  # of each send stage all go on with the largest number
+    # of each send stage all go on with the largest number
+    rounds = sum(map(max, zip(*needed, strict=True)))
     numbers = ", ".join(map(str, sample))
     yield f"{name}: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
 
@@ -191,7 +219,15 @@ def _sample(layout: TrainLayout, engines: EngineLayout, members: int) -> list[in
     """The first and the last member, the first of each of a few pipeline stages, and both ends of the first engine."""
     per_stage = layout.world_size // layout.pp
     stages = {0, layout.pp // 2, layout.pp - 1}
-    return sorted({0, members - 1, engines.first, engines.first + engines.tp - 1, *(s * per_stage for s in stages)})
+    return sorted(
+        {
+            0,
+            members - 1,
+            engines.first,
+            engines.first + engines.tp - 1,
+            *(s * per_stage for s in stages),
+        }
+    )
 
 
 def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:

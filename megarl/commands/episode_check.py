@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.episode_player import PlayedEpisode, PlayedStep, difference, play
-from megarl.commands.episode_turns import ScriptedTurn, hostile_turns, made_up, read_turns, turns_of_file
+from megarl.commands.episode_turns import (
+    ScriptedTurn,
+    hostile_turns,
+    made_up,
+    read_turns,
+    turns_of_file,
+)
 from megarl.config import Recipe
 from megarl.data.files import BadRow, RowErrors, answer_of, column, no_rows_error, read_rows
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
@@ -62,7 +68,11 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
         raise UserErrors(errors)
     if recipe.episode.agent:
         hint = "call it in a test with a chat of your own, or name tools or an environment"
-        why = "what an agent has done cannot be repeated" if samples else "an agent cannot be tried without a model"
+        why = (
+            "what an agent has done cannot be repeated"
+            if samples
+            else "an agent cannot be tried without a model"
+        )
         raise UserError("episode.agent", why, hint)
     if samples:
         if turns:
@@ -106,7 +116,9 @@ def _demonstrated(rows: Sequence[_Row], name: str | None) -> list[list[ScriptedT
     found, bad = [], RowErrors("data.messages")
     for row in rows if name else ():
         try:
-            found.append(read_turns(column(row.values, str(name), "set data.messages to one of {columns}")))
+            found.append(
+                read_turns(column(row.values, str(name), "set data.messages to one of {columns}"))
+            )
         except BadRow as error:
             bad.add(row.place, error)
     if errors := bad.errors():
@@ -142,7 +154,11 @@ class _Trial:
         offer = self.thread.offer
         for schema in offer.schemas:
             function = schema["function"]
-            kind = "async, many calls at once" if function["name"] in offer.is_async else "plain, one call at a time"
+            kind = (
+                "async, many calls at once"
+                if function["name"] in offer.is_async
+                else "plain, one call at a time"
+            )
             show(f"tool {function['name']} ({kind}): {function['description']}")
             parameters = function["parameters"]
             for name, argument in parameters["properties"].items():
@@ -152,11 +168,17 @@ class _Trial:
                 show(f"  type {name}: {json.dumps(of_type)}")
         if self._where == ENVIRONMENT:
             for name in ("reset", "reply", "reward", "close"):
-                what = ("async" if name in offer.is_async else "plain") if name in offer.has else "not defined"
+                what = (
+                    ("async" if name in offer.is_async else "plain")
+                    if name in offer.has
+                    else "not defined"
+                )
                 show(f"method {name}: {what}")
             show(f"replayable: {'yes' if offer.is_replayable else 'no'}")
         if self._template is None:
-            show("texts are not cut to episode.max_observation_tokens: model.path has no tokenizer here")
+            show(
+                "texts are not cut to episode.max_observation_tokens: model.path has no tokenizer here"
+            )
 
     def made_up(self, row: _Row) -> list[ScriptedTurn]:
         """Turns for a row that has no others; the last text is its answer, for the reward function."""
@@ -183,7 +205,11 @@ class _Trial:
             self._compare(step, row.place)
         if record.failure:
             show(f"  the environment failed: {record.failure}")
-            self._add(record.failure, "", UserError(self._where, f"{row.place}: {record.failure}", _FAILED))
+            self._add(
+                record.failure,
+                "",
+                UserError(self._where, f"{row.place}: {record.failure}", _FAILED),
+            )
         if record.reward_result:
             right = "correct" if record.reward_result.correct else "not correct"
             show(f"  reward of the environment: {record.reward_result.reward:g}, {right}")
@@ -197,7 +223,10 @@ class _Trial:
             text = self._template.without_special_tokens(text)
             left_out = len(self._template.ids(text)) - self._most_tokens
             cut = f", without {left_out} tokens in its middle" if left_out > 0 else ""
-        facts = [f"{result.seconds:.3f} s", *([f"reward {result.reward:g}"] if result.reward else [])]
+        facts = [
+            f"{result.seconds:.3f} s",
+            *([f"reward {result.reward:g}"] if result.reward else []),
+        ]
         facts += ["done"] if result.done else []
         return f"{_cut(text)} ({', '.join(facts)}{cut})"
 
@@ -206,17 +235,25 @@ class _Trial:
         if step.result is None or step.result.error not in _HINTS:
             return True
         problem = f"{place}: {step.result.text}"
-        self._add(step.name, step.result.error, UserError(self._where, problem, _HINTS[step.result.error]))
+        self._add(
+            step.name, step.result.error, UserError(self._where, problem, _HINTS[step.result.error])
+        )
         return False
 
     def _compare(self, step: PlayedStep, place: str) -> None:
-        if step.recorded is None or step.result is None or step.recorded.strip() == step.result.text.strip():
+        if (
+            step.recorded is None
+            or step.result is None
+            or step.recorded.strip() == step.result.text.strip()
+        ):
             return
         recorded, now = short(step.recorded), short(step.result.text)
         problem = f"{place}: the result of {_asked(step)} is {recorded} in the data, and now {now}"
         self._add(step.name, "recorded", UserError("data.messages", problem, _RECORDED))
 
-    async def _repeat(self, row: _Row, seed: int, script: Sequence[ScriptedTurn], first: PlayedEpisode) -> None:
+    async def _repeat(
+        self, row: _Row, seed: int, script: Sequence[ScriptedTurn], first: PlayedEpisode
+    ) -> None:
         """Play an episode twice more: as before, and with the end of its process in the middle."""
         again = await play(self.thread, row.values, seed, script)
         found, how = difference(first, again), "a second run with the same seed gives other results"
@@ -224,14 +261,21 @@ class _Trial:
         if not found and has_promised:
             middle = first.num_turns // 2
             ended = await play(self.thread, row.values, seed, script, restart_before=middle)
-            found, how = difference(first, ended), "a replay after the end of its process gives other results"
+            found, how = (
+                difference(first, ended),
+                "a replay after the end of its process gives other results",
+            )
         if not found:
             also = ", also after the end of its process" if has_promised else ""
             show(f"  the same results in another run{also}")
             return
         show(f"  {how}: {found[1]}")
         if has_promised:
-            self._add(found[0], "repeated", UserError(ENVIRONMENT, f"{row.place}: {how}: {found[1]}", _SEED))
+            self._add(
+                found[0],
+                "repeated",
+                UserError(ENVIRONMENT, f"{row.place}: {how}: {found[1]}", _SEED),
+            )
 
     async def _try_hostile(self) -> None:
         show(f"hostile turns on {self.rows[0].place}")
@@ -239,13 +283,19 @@ class _Trial:
         for hostile in hostile_turns(self.thread.schemas, replies=self.thread.has_reply):
             if hostile.name in left_out:
                 continue
-            record = await play(self.thread, self.rows[0].values, self.recipe.run.seed, [hostile.turn])
+            record = await play(
+                self.thread, self.rows[0].values, self.recipe.run.seed, [hostile.turn]
+            )
             answers = [step for step in record.steps if step.name != "reset"]
             told = record.failure or (self._read(answers[0].result) if answers else "no answer")
             show(f"  {hostile.name}, {hostile.case}: {told}")
             place = f"{hostile.name}, {hostile.case}"
             if record.failure:
-                self._add(hostile.name, "failure", UserError(self._where, f"{place}: {record.failure}", _FAILED))
+                self._add(
+                    hostile.name,
+                    "failure",
+                    UserError(self._where, f"{place}: {record.failure}", _FAILED),
+                )
             if not all(self._judge(step, place) for step in answers):
                 left_out.add(hostile.name)
         for name in sorted(left_out):
@@ -257,20 +307,26 @@ class _Trial:
         if self.thread.has_reward or not (reward.function or reward.by_source):
             return
         try:
-            reward_workers = RewardWorkers(reward.model_copy(update={"workers": 1}), self.recipe.run.timeout_s)
+            reward_workers = RewardWorkers(
+                reward.model_copy(update={"workers": 1}), self.recipe.run.timeout_s
+            )
         except UserError as error:
             self._add(WHERE, "", error)
             return
         try:
             for row, record in self.played:
                 text = record.text
-                (found,) = reward_workers.wait_for_rewards(row.answer, row.values, [text], [record.episode()])
+                (found,) = reward_workers.wait_for_rewards(
+                    row.answer, row.values, [text], [record.episode()]
+                )
                 if isinstance(found, Failure):
                     problem = describe_failure(found, text, row.answer, row.place)
                     self._add(WHERE, "", UserError(WHERE, problem, REWARD_HINT))
                     continue
                 right = "correct" if found.correct else "not correct"
-                show(f"reward of {row.place} for {short(text)}, answer {short(row.answer)}: {found.reward:g}, {right}")
+                show(
+                    f"reward of {row.place} for {short(text)}, answer {short(row.answer)}: {found.reward:g}, {right}"
+                )
         finally:
             reward_workers.shutdown()
 

@@ -51,7 +51,9 @@ class PlayedEpisode:
         calls = [step.result for step in self.steps if step.is_call and step.result]
         tool_s = sum(step.result.seconds for step in self.steps if step.result)
         end = "environment" if self.failure else self.end
-        facts = EpisodeFacts(self.num_turns, len(calls), sum(one.error is not None for one in calls), tool_s, end, 0)
+        facts = EpisodeFacts(
+            self.num_turns, len(calls), sum(one.error is not None for one in calls), tool_s, end, 0
+        )
         return episode_dict(facts, self.transcript.transcript())
 
 
@@ -71,7 +73,9 @@ async def play(
         began = time.perf_counter()
         opening = await thread.open(name, row, seed)
         if opening is not None:
-            record.steps.append(PlayedStep("reset", "", CallResult(opening, seconds=time.perf_counter() - began)))
+            record.steps.append(
+                PlayedStep("reset", "", CallResult(opening, seconds=time.perf_counter() - began))
+            )
             record.transcript.add_message(opening)
         for number, turn in enumerate(turns):
             if number == restart_before:
@@ -83,7 +87,11 @@ async def play(
             record.num_turns += bool(steps)
             _take_down(record.transcript, turn, [step.result for step in steps if step.result])
             if not steps or any(step.result is None or step.result.done for step in steps):
-                record.end = "done" if any(step.result and step.result.done for step in steps) else "answered"
+                record.end = (
+                    "done"
+                    if any(step.result and step.result.done for step in steps)
+                    else "answered"
+                )
                 break
     except EnvironmentFailure as failure:
         record.failure = str(failure)
@@ -100,14 +108,18 @@ async def _answers(thread: EnvironmentThread, name: str, turn: ScriptedTurn) -> 
         results = await thread.call(name, turn.calls)
         return [
             PlayedStep(call[0], as_json(call[1]), result, told, is_call=True)
-            for call, result, told in zip(turn.calls, results, recorded[: len(results)], strict=True)
+            for call, result, told in zip(
+                turn.calls, results, recorded[: len(results)], strict=True
+            )
         ]
     if not thread.has_reply:
         return []
     return [PlayedStep("reply", turn.content, await thread.reply(name, turn.content), recorded[0])]
 
 
-def _take_down(transcript: TranscriptWriter, turn: ScriptedTurn, results: Sequence[CallResult]) -> None:
+def _take_down(
+    transcript: TranscriptWriter, turn: ScriptedTurn, results: Sequence[CallResult]
+) -> None:
     """What was said to a turn. A call that no model can make counts as one that could not be read."""
     for result in results:
         transcript.add_reward(result.reward)
@@ -119,7 +131,9 @@ def _take_down(transcript: TranscriptWriter, turn: ScriptedTurn, results: Sequen
         else BadCall(name, result.text)
         for (name, arguments), result in zip(turn.calls, results, strict=False)
     ]
-    made = [result for call, result in zip(asked, results, strict=False) if isinstance(call, ToolCall)]
+    made = [
+        result for call, result in zip(asked, results, strict=False) if isinstance(call, ToolCall)
+    ]
     if asked:
         transcript.add_calls(asked, made, [result.text for result in results])
 
@@ -131,7 +145,10 @@ def difference(first: PlayedEpisode, second: PlayedEpisode) -> tuple[str, str] |
     """
     for one, other in zip(first.steps, second.steps, strict=False):
         if _timeless(one.result) != _timeless(other.result):
-            return one.name, f"{one.name} gave {_words(one.result)} first, then {_words(other.result)}"
+            return (
+                one.name,
+                f"{one.name} gave {_words(one.result)} first, then {_words(other.result)}",
+            )
     if first.failure != second.failure:
         failure = second.failure or first.failure
         return failure, failure

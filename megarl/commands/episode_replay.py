@@ -47,7 +47,11 @@ def replay(recipe: Recipe, path: Path, num_groups: int | None) -> None:
     try:
         if not runtime.thread.is_replayable:
             hint = "leave --samples out, or set `replayable` where its calls may be made once more"
-            raise UserError("episode.environment", "it is not replayable: its episodes cannot be played again", hint)
+            raise UserError(
+                "episode.environment",
+                "it is not replayable: its episodes cannot be played again",
+                hint,
+            )
         trial = _Replay(recipe, path, runtime)
         asyncio.run(trial.play(islice(_groups(file), num_groups)))
     finally:
@@ -80,7 +84,9 @@ class _Replay:
         self._turn_tokenizer, self._numbers = self.runtime.prepared.turn_tokenizer, count()
         self._sampler = RecordedSampler(self._turn_tokenizer)
         self._runner = self.runtime.runner(self._sampler)
-        self._has_rewards = self.runtime.thread.has_reward and not (reward_model.path or reward_model.adapters)
+        self._has_rewards = self.runtime.thread.has_reward and not (
+            reward_model.path or reward_model.adapters
+        )
         named = (file.prompt or recipe.data.prompt for file in recipe.data.train_files.values())
         self._columns = list(dict.fromkeys(named))
 
@@ -93,21 +99,36 @@ class _Replay:
             if not chosen:
                 continue
             prompt = self._with_messages(group.prompt)
-            found = await asyncio.gather(*(self._rollout_correction(prompt, group, index) for index in chosen))
-            self.num_played, self.num_same = self.num_played + len(found), self.num_same + found.count(None)
-            told = [f"sample {index} ({prompt.id}): {one}" for index, one in zip(chosen, found, strict=True) if one]
+            found = await asyncio.gather(
+                *(self._rollout_correction(prompt, group, index) for index in chosen)
+            )
+            self.num_played, self.num_same = (
+                self.num_played + len(found),
+                self.num_same + found.count(None),
+            )
+            told = [
+                f"sample {index} ({prompt.id}): {one}"
+                for index, one in zip(chosen, found, strict=True)
+                if one
+            ]
             self.first = self.first or (f"{place}, {told[0]}" if told else "")
 
     def tell(self) -> None:
         """Print what came of all. Raises UserError unless every episode came out the same."""
         reasons = ", ".join(f"{number} {words}" for words, number in self.left_out.items())
         if not self.num_played:
-            problem = f"none of its samples can be played again: {reasons}" if reasons else "it has no samples"
+            problem = (
+                f"none of its samples can be played again: {reasons}"
+                if reasons
+                else "it has no samples"
+            )
             raise UserError(str(self.path), problem, _HINT)
         if reasons:
             show(f"samples left out: {reasons}")
         if not self.runtime.thread.has_reward:
-            show("rewards are not compared: `megarl reward-check --samples` judges those of a function anew")
+            show(
+                "rewards are not compared: `megarl reward-check --samples` judges those of a function anew"
+            )
         elif not self._has_rewards:
             show("rewards are not compared: a reward model has added its scores")
         show(f"{self.num_same} of {self.num_played} episodes came out the same")
@@ -144,19 +165,28 @@ class _Replay:
             if ids == list(prompt.token_ids):
                 return replace(prompt, messages=messages)
             shared = num_shared(ids, prompt.token_ids)
-            file, now = (short(self._turn_tokenizer.template.decode(some[shared:])) for some in (prompt.token_ids, ids))
+            file, now = (
+                short(self._turn_tokenizer.template.decode(some[shared:]))
+                for some in (prompt.token_ids, ids)
+            )
             problem = f"the prompt of {prompt.id} has {file} at token {shared}, and this recipe makes {now} of it"
         raise UserError(str(self.path), problem, _HINT)
 
-    async def _rollout_correction(self, prompt: Prompt, group: Group, index: int) -> ReplayDifference | None:
+    async def _rollout_correction(
+        self, prompt: Prompt, group: Group, index: int
+    ) -> ReplayDifference | None:
         sample, place = group.samples[index], next(self._numbers)
         assert sample.facts
         recorded = RecordedEpisode(recorded_turns(prompt, sample), self._turn_tokenizer)
-        sampling = Sampling(1, self.recipe.rollout.max_response_tokens, recorded_seed=sample.facts.seed)
+        sampling = Sampling(
+            1, self.recipe.rollout.max_response_tokens, recorded_seed=sample.facts.seed
+        )
         self._sampler.episodes[place] = recorded
         now = await self._runner.run(prompt, sampling, place)
         del self._sampler.episodes[place]
-        return first_difference(recorded, prompt, sample, now, self._rewards(group, index, now.reward_result))
+        return first_difference(
+            recorded, prompt, sample, now, self._rewards(group, index, now.reward_result)
+        )
 
     def _rewards(self, group: Group, index: int, now: Judged) -> tuple[Judged, Judged]:
         """The environment's reward of a sample in the file and now; None where they are not compared."""

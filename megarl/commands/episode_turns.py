@@ -22,7 +22,9 @@ _HUGE = "a" * 2**20
 _HALF_PAIR = "\ud800"  # of a surrogate, which UTF-8 cannot hold
 _CONTROLS = "\x00\x1b[31m\u202e <|im_end|><|endoftext|></s></tool_call><tool_response>"
 _MESSAGES = "write a list of messages {role, content, tool_calls} as in OpenAI's chats, beginning with an assistant's"
-_CALL = 'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
+_CALL = (
+    'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
+)
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,18 @@ def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
 
 def made_up(schemas: Sequence[Schema], text: str, *, replies: bool) -> list[ScriptedTurn]:
     """A turn with a call for each tool, two of an only one, then turns of text: two where the environment replies."""
-    turns = [ScriptedTurn("", (valid_call(schema),)) for schema in schemas] * (2 if len(schemas) == 1 else 1)
+    turns = [ScriptedTurn("", (valid_call(schema),)) for schema in schemas] * (
+        2 if len(schemas) == 1 else 1
+    )
     return turns + [ScriptedTurn(text)] * (2 if replies else 1)
 
 
 def valid_call(schema: Schema) -> Call:
     """A call with a value of the right type for every argument."""
     function = schema["function"]
-    return function["name"], example(function["parameters"], function["parameters"].get("$defs", {}))
+    return function["name"], example(
+        function["parameters"], function["parameters"].get("$defs", {})
+    )
 
 
 def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
@@ -121,8 +127,14 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
             return _TEXT * max(len(_TEXT), schema.get("minLength", 0))
         case "integer" | "number" as kind:
             least = schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
-            most = schema.get("maximum", schema.get("exclusiveMaximum", least + _NUMBER) - (kind == "integer"))
-            return min(max(least, _NUMBER), most) if kind == "integer" else float(min(max(least, _NUMBER), most))
+            most = schema.get(
+                "maximum", schema.get("exclusiveMaximum", least + _NUMBER) - (kind == "integer")
+            )
+            return (
+                min(max(least, _NUMBER), most)
+                if kind == "integer"
+                else float(min(max(least, _NUMBER), most))
+            )
         case "boolean":
             return True
         case "null":
@@ -137,8 +149,14 @@ def hostile_turns(schemas: Sequence[Schema], *, replies: bool) -> Iterator[Hosti
         name, valid = valid_call(schema)
         for case, arguments in _hostile_arguments(schema, valid):
             yield HostileTurn(name, case, ScriptedTurn("", ((name, arguments),)))
-        yield HostileTurn(name, f"{MOST_CALLS} calls at once", ScriptedTurn("", ((name, valid),) * MOST_CALLS))
-    texts = {"empty text": "", "1 MB of text": _HUGE, "control characters and special tokens": _CONTROLS}
+        yield HostileTurn(
+            name, f"{MOST_CALLS} calls at once", ScriptedTurn("", ((name, valid),) * MOST_CALLS)
+        )
+    texts = {
+        "empty text": "",
+        "1 MB of text": _HUGE,
+        "control characters and special tokens": _CONTROLS,
+    }
     texts["half of a surrogate pair"] = _HALF_PAIR
     for case, text in texts.items() if replies else ():
         yield HostileTurn("reply", case, ScriptedTurn(text))

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from megarl.plan.layout_search import Side
 
 
-def planned(recipe: Recipe, hardware: Path | str | None, share: float | None, *, as_json: bool) -> tuple[RunPlan, str]:
+def planned(
+    recipe: Recipe, hardware: Path | str | None, share: float | None, *, as_json: bool
+) -> tuple[RunPlan, str]:
     """The plan and its report, to be printed. hardware, share: as of `_inputs`."""
     from megarl.plan.report import page, plan_json
 
@@ -24,7 +26,9 @@ def planned(recipe: Recipe, hardware: Path | str | None, share: float | None, *,
     return run_plan, json.dumps(plan_json(run_plan)) if as_json else page(run_plan)
 
 
-def _inputs(recipe: Recipe, hardware: Path | str | None, share: float | None) -> tuple[Hardware, float]:
+def _inputs(
+    recipe: Recipe, hardware: Path | str | None, share: float | None
+) -> tuple[Hardware, float]:
     """The hardware, and the mean response length as a share of the longest.
 
     hardware: its file; None: placement.hardware. share: None: MEAN_RESPONSE_SHARE.
@@ -40,7 +44,9 @@ def draw_picture(run_plan: RunPlan, path: Path) -> None:
         draw(run_plan, path)
 
 
-def searched(recipe: Recipe, hardware: Path | str | None, side: Side, share: float | None, *, as_json: bool) -> str:
+def searched(
+    recipe: Recipe, hardware: Path | str | None, side: Side, share: float | None, *, as_json: bool
+) -> str:
     """What a search found, to be printed. hardware, share: as of `_inputs`."""
     from megarl.plan.layout_search import search
     from megarl.plan.search_report import search_json, search_page

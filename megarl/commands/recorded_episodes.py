@@ -51,7 +51,9 @@ def recorded_turns(prompt: Prompt, sample: Sample) -> list[RecordedTurn]:
     for row in sample.rows:
         own = list(prompt.token_ids) if row.prompt_ids is None else row.prompt_ids.tolist()
         ids = [*own, *row.response_ids_T.tolist()]
-        trained_T = np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+        trained_T = (
+            np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+        )
         edges = np.flatnonzero(np.diff(np.pad(trained_T.astype(np.int8), 1))).tolist()
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             reward = 0.0 if row.token_rewards_T is None else float(row.token_rewards_T[end - 1])
@@ -79,7 +81,9 @@ class RecordedEpisode:
         self.num_given += 1
         return self.turns[self.num_given - 1].ids
 
-    def _rollout_correction(self, context_ids: Sequence[int], max_tokens: int) -> ReplayDifference | None:
+    def _rollout_correction(
+        self, context_ids: Sequence[int], max_tokens: int
+    ) -> ReplayDifference | None:
         place = f"before turn {self.num_given + 1}"
         if self.num_given == len(self.turns):
             shown = self._text(context_ids, len(context_ids))
@@ -114,13 +118,21 @@ class RecordedSampler:
         """There is always a place."""
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         """The next turn, with 0 as its logprobs; it has finished where its last token is a stop token."""
         ids = self.episodes[place].next_turn(context_ids, sampling.max_tokens)
         finished = bool(ids) and ids[-1] in self._turn_tokenizer.stop_ids
         logp_T = np.zeros(len(ids), np.float32)
-        return Sample(np.asarray(ids, np.int64), logp_T, self.text(ids), finished, (SamplePart(0, len(ids)),))
+        return Sample(
+            np.asarray(ids, np.int64), logp_T, self.text(ids), finished, (SamplePart(0, len(ids)),)
+        )
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """Nobody waits for the place."""
@@ -131,7 +143,11 @@ class RecordedSampler:
 
 
 def first_difference(
-    recorded: RecordedEpisode, prompt: Prompt, sample: Sample, now: EpisodeResult, rewards: tuple[Judged, Judged]
+    recorded: RecordedEpisode,
+    prompt: Prompt,
+    sample: Sample,
+    now: EpisodeResult,
+    rewards: tuple[Judged, Judged],
 ) -> ReplayDifference | None:
     """What first came out otherwise when an episode was played again; None: everything came out the same.
 
@@ -146,9 +162,13 @@ def first_difference(
         return ReplayDifference(f"before turn {number + 1}", "another turn", end)
     if found.end != facts.end:
         return ReplayDifference(f"after turn {number}", f"the end `{facts.end}`", end)
-    for place, (before, after) in enumerate(zip(recorded.turns, recorded_turns(prompt, now.sample), strict=True), 1):
+    for place, (before, after) in enumerate(
+        zip(recorded.turns, recorded_turns(prompt, now.sample), strict=True), 1
+    ):
         if before.reward != after.reward:
-            return ReplayDifference(f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}")
+            return ReplayDifference(
+                f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}"
+            )
     before, after = map(_reward, rewards)
     return None if before == after else ReplayDifference("at the end", before, after)
 

@@ -22,7 +22,12 @@ from megarl.samples.parquet import open_samples
 from megarl.types import UserError
 from megarl.types.reward_result import Failure, RewardResult
 
-_OWN, _OTHER, _EMPTY, _BOMBS = "its own answer", "another row's answer", "an empty response", "bombs"
+_OWN, _OTHER, _EMPTY, _BOMBS = (
+    "its own answer",
+    "another row's answer",
+    "an empty response",
+    "bombs",
+)
 _BEFORE, _ANEW = "in the file", "anew"
 _START_S = 600.0
 
@@ -56,13 +61,19 @@ class Trial(NamedTuple):
     result: RewardResult | Failure
 
 
-def reward_config(function: str, arguments: Sequence[str], timeout_s: float, memory_mb: int) -> RewardConfig:
+def reward_config(
+    function: str, arguments: Sequence[str], timeout_s: float, memory_mb: int
+) -> RewardConfig:
     """arguments: as key=value. Raises UserError for one that is not."""
     given = dict(_argument(text) for text in arguments)
-    return RewardConfig(function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb)
+    return RewardConfig(
+        function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb
+    )
 
 
-def check(config: RewardConfig, data: Path | None, samples: Path | None, answer_column: str, number: int) -> bool:
+def check(
+    config: RewardConfig, data: Path | None, samples: Path | None, answer_column: str, number: int
+) -> bool:
     """Print what was found in the first rows of a file of data, or the first groups of a file of samples.
 
     Whether no verdict failed. Raises UserError for a wrong function or file, and unless one file is given. Responses
@@ -72,7 +83,9 @@ def check(config: RewardConfig, data: Path | None, samples: Path | None, answer_
         return _check_rows(config, data, answer_column, number)
     if samples and not data:
         return _check_samples(config, samples, number)
-    raise UserError("--data", "either it or --samples must be given", "name a file of rows, or one of samples")
+    raise UserError(
+        "--data", "either it or --samples must be given", "name a file of rows, or one of samples"
+    )
 
 
 def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: int) -> bool:
@@ -87,7 +100,9 @@ def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: 
     _show_slowest(slowest_s, config)
     own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
     if own is not None and other is not None and own <= other:
-        show("a row's own answer is worth no more than another's: does the function read it as a response?")
+        show(
+            "a row's own answer is worth no more than another's: does the function read it as a response?"
+        )
     return _show_failures([trial for of_kind in found.values() for trial in of_kind])
 
 
@@ -102,10 +117,15 @@ def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
             responses = [sample.text for sample in group.samples]
             before = map(RewardResult, group.rewards_G.tolist(), group.correct_G.tolist())
             episodes = [sample.episode for sample in group.samples]
-            anew = reward_workers.wait_for_rewards(group.prompt.answer, group.prompt.row, responses, episodes)
+            anew = reward_workers.wait_for_rewards(
+                group.prompt.answer, group.prompt.row, responses, episodes
+            )
             for kind, reward_results in ((_BEFORE, before), (_ANEW, anew)):
                 pairs = zip(responses, reward_results, strict=True)
-                found[kind] += [Trial(group.prompt.id, response, reward_result) for response, reward_result in pairs]
+                found[kind] += [
+                    Trial(group.prompt.id, response, reward_result)
+                    for response, reward_result in pairs
+                ]
         slowest_s = reward_workers.slowest_s
     finally:
         reward_workers.shutdown()
@@ -117,7 +137,11 @@ def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
 
 
 def _show_changes(pairs: Sequence[tuple[RewardResult | Failure, RewardResult | Failure]]) -> None:
-    judged = [(one, other) for one, other in pairs if isinstance(one, RewardResult) and isinstance(other, RewardResult)]
+    judged = [
+        (one, other)
+        for one, other in pairs
+        if isinstance(one, RewardResult) and isinstance(other, RewardResult)
+    ]
     rewards = sum(np.float32(before.reward) != np.float32(after.reward) for before, after in judged)
     gained = sum(after.correct and not before.correct for before, after in judged)
     lost = sum(before.correct and not after.correct for before, after in judged)
@@ -131,18 +155,28 @@ def _show_slowest(slowest_s: float, config: RewardConfig) -> None:
 
 def _show_failures(trials: Sequence[Trial]) -> bool:
     """A line for each kind of failure; whether there is none."""
-    failures = [(trial.result.words, trial) for trial in trials if isinstance(trial.result, Failure)]
+    failures = [
+        (trial.result.words, trial) for trial in trials if isinstance(trial.result, Failure)
+    ]
     first = dict(reversed(failures))
     for words, count in Counter(words for words, _ in failures).most_common():
         trial = first[words]
-        show(one_line(f"failed {count} x: {words}, first on response {short(trial.response)} to {trial.place}"))
+        show(
+            one_line(
+                f"failed {count} x: {words}, first on response {short(trial.response)} to {trial.place}"
+            )
+        )
     return not failures
 
 
 def _argument(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (equals and key.isidentifier()):
-        raise UserError(f"--argument {text}", "is not of the form key=value", "write for example --argument wrong=-1")
+        raise UserError(
+            f"--argument {text}",
+            "is not of the form key=value",
+            "write for example --argument wrong=-1",
+        )
     try:
         return key, json.loads(value)
     except ValueError:
@@ -163,7 +197,8 @@ def _reward_results(
     place, answer, row = rows[0]
     reward_results = reward_workers.wait_for_rewards(answer, row, BOMBS)
     found[_BOMBS] = [
-        Trial(place, bomb, reward_result) for bomb, reward_result in zip(BOMBS, reward_results, strict=True)
+        Trial(place, bomb, reward_result)
+        for bomb, reward_result in zip(BOMBS, reward_results, strict=True)
     ]
     return found
 
@@ -176,9 +211,17 @@ def _mean(trials: Sequence[Trial]) -> float | None:
 def _report(found: Mapping[str, Sequence[Trial]]) -> str:
     lines = [f"{'response':<22}{'verdicts':>10}{'reward':>10}{'correct':>10}{'failed':>10}"]
     for kind, of_kind in found.items():
-        reward_results = [trial.result for trial in of_kind if isinstance(trial.result, RewardResult)]
+        reward_results = [
+            trial.result for trial in of_kind if isinstance(trial.result, RewardResult)
+        ]
         mean = _mean(of_kind)
         reward = "-" if mean is None else f"{mean:.3f}"
-        correct = f"{sum(one.correct for one in reward_results) / len(reward_results):.1%}" if reward_results else "-"
-        lines.append(f"{kind:<22}{len(of_kind):>10}{reward:>10}{correct:>10}{len(of_kind) - len(reward_results):>10}")
+        correct = (
+            f"{sum(one.correct for one in reward_results) / len(reward_results):.1%}"
+            if reward_results
+            else "-"
+        )
+        lines.append(
+            f"{kind:<22}{len(of_kind):>10}{reward:>10}{correct:>10}{len(of_kind) - len(reward_results):>10}"
+        )
     return "\n".join(lines)

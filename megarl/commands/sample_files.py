@@ -27,7 +27,9 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
     Raises as `megarl.controller.loop.train` does.
     """
     vocab_size, temperature = model_shape(recipe.model.path).vocab_size, recipe.rollout.temperature
-    cluster = Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say)
+    cluster = Cluster(
+        recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
+    )
     with cluster, writing(out, vocab_size, temperature, "--out") as file:
         log.say("starting training ranks and engines")
         with log.start() as record:
@@ -44,9 +46,13 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                 with disk.writing(out.parent, out.name, "--out"):
                     file.write(fleet.fetch(groups))
                 if fleet.reward_model:
-                    publish(fleet, record)  # where it had the engines' memory their weights may be lost
+                    # where it had the engines' memory their weights may be lost
+                    publish(fleet, record)
                 record.add(
-                    rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group)
+                    rollout_metrics(
+                        groups.summaries,
+                        compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group,
+                    )
                 )
                 record.samples(groups.summaries)
                 record.failed(groups.summaries)
@@ -60,17 +66,24 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     Raises WorkerFailed when a training rank fails.
     """
     roles = resolve(recipe)
-    with Cluster(roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
+    with Cluster(
+        roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
+    ) as cluster:
         log.say("starting training ranks")
         fleet, name = training_fleet(cluster, roles), recipe.algorithm.name
         log.write_options(fleet.options())
-        run = TrainingRun(recipe=recipe, fleet=fleet, algorithm=name, learning_rate=policy_lr(recipe, fleet))
+        run = TrainingRun(
+            recipe=recipe, fleet=fleet, algorithm=name, learning_rate=policy_lr(recipe, fleet)
+        )
         for number in range(1, recipe.run.steps + 1):
             with log.step(number) as record:
                 given = fleet.put(samples.groups(number))
                 groups = with_overlong_penalty(given, run.hyperparameters, recipe.longest_sample)
                 record.add(
-                    rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group)
+                    rollout_metrics(
+                        groups.summaries,
+                        compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group,
+                    )
                 )
                 record.samples(groups.summaries)
                 step = advantages(run, Step(number, record, groups=groups))

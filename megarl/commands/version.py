@@ -14,7 +14,10 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "sglang", "ray", "tr
 def version_lines() -> list[str]:
     """megarl in the first line, Python and the packages in the second."""
     others = [f"{package} {_version(package)}" for package in PACKAGES]
-    return [f"megarl {_version('megarl')}", ", ".join([f"Python {platform.python_version()}", *others])]
+    return [
+        f"megarl {_version('megarl')}",
+        ", ".join([f"Python {platform.python_version()}", *others]),
+    ]
 
 
 def _version(package: str) -> str:

@@ -33,7 +33,13 @@ from megarl.config.fields import (
     TopP,
     Whole,
 )
-from megarl.config.models import CriticConfig, LoraConfig, ReferenceConfig, RewardModelConfig, TrainConfig
+from megarl.config.models import (
+    CriticConfig,
+    LoraConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TrainConfig,
+)
 from megarl.types import Aggregation, Estimator, KlPlace, RolloutCorrection, WhenShort
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
@@ -53,7 +59,8 @@ class RunConfig(Branch):
     seed: Seed = 1
     steps: Count
     trackers: Annotated[tuple[Tracker, ...], Field(strict=False)] = ()
-    project: FolderName | None = None  # of W&B, experiment of MLflow; the clients' own variable, or megarl, unless set
+    # of W&B, experiment of MLflow; the clients' own variable, or megarl, unless set
+    project: FolderName | None = None
     sample_log_count: Whole = 8  # responses written to samples.jsonl each step
     timeout_s: RunSeconds = 600.0
 
@@ -118,12 +125,17 @@ class EngineConfig(Branch):
     count: ParallelSize = 1
     tp: ParallelSize = 1
     ep: ParallelSize = 1  # groups of tp / ep slots that share the experts out among them
-    dp: ParallelSize = 1  # SGLang's DP attention: groups of tp / dp slots that each hold the whole attention
+    # SGLang's DP attention: groups of tp / dp slots that each hold the whole attention
+    dp: ParallelSize = 1
     fp8: bool = False  # weights in float8 tiles of 128 x 128, quantised before they are sent
-    dense: Literal["whole", "cut"] | None = None  # dense layers on each slot, or over all; unset: whole with dp > 1
-    head: Literal["group", "engine"] | None = None  # the output layer of each dp group, or of all; group with dp > 1
-    experts: Literal["gather", "deepep"] = "gather"  # whether tokens go to all slots, or to those that they chose
-    draft: Annotated[int, Field(ge=0, le=3)] = 0  # speculative decoding: tokens that the MTP layer drafts for each step
+    # dense layers on each slot, or over all; unset: whole with dp > 1
+    dense: Literal["whole", "cut"] | None = None
+    # the output layer of each dp group, or of all; group with dp > 1
+    head: Literal["group", "engine"] | None = None
+    # whether tokens go to all slots, or to those that they chose
+    experts: Literal["gather", "deepep"] = "gather"
+    # speculative decoding: tokens that the MTP layer drafts for each step
+    draft: Annotated[int, Field(ge=0, le=3)] = 0
     sglang: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -210,11 +222,15 @@ class PlacementConfig(Branch):
     """GPU slots of the run; training ranks and engines share them or have separate slots."""
 
     gpus: ParallelSize
-    train_gpus: ParallelSize | None = None  # training ranks, on the first slots; all slots unless it is set
+    # training ranks, on the first slots; all slots unless it is set
+    train_gpus: ParallelSize | None = None
     first_engine_gpu: Slot = 0  # the engines' first slot; at train_gpus they have GPUs of their own
-    gpus_per_node: ParallelSize = 8  # neighbours with fast links: what several of them need enters their node once
-    network: Literal["loopback", "nodes"] = "loopback"  # nodes: of a Ray cluster that runs, by the addresses it has
-    hardware: FilePath | None = None  # a file of recipes/hardware, with whose figures `megarl plan` calculates
+    # neighbours with fast links: what several of them need enters their node once
+    gpus_per_node: ParallelSize = 8
+    # nodes: of a Ray cluster that runs, by the addresses it has
+    network: Literal["loopback", "nodes"] = "loopback"
+    # a file of recipes/hardware, with whose figures `megarl plan` calculates
+    hardware: FilePath | None = None
 
     @property
     def node_gpus(self) -> int | None:

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.config.fields import Branch, Count, FilePath, FolderName, Positive, Seconds, Text, Weight
+from megarl.config.fields import (
+    Branch,
+    Count,
+    FilePath,
+    FolderName,
+    Positive,
+    Seconds,
+    Text,
+    Weight,
+)
 from megarl.types import WhenFailed, WhenOverlong
 
 
@@ -26,7 +35,9 @@ class DataFileConfig(Branch):
             return {"path": value}
         if isinstance(value, dict | DataFileConfig):
             return value
-        raise PydanticCustomError("data_file", "write a path, or a branch with path, prompt and answer")
+        raise PydanticCustomError(
+            "data_file", "write a path, or a branch with path, prompt and answer"
+        )
 
 
 class TrainFileConfig(DataFileConfig):
@@ -59,12 +70,17 @@ class DataConfig(Branch):
             return [value]
         if isinstance(value, list | tuple) and value:
             return value
-        raise PydanticCustomError("data_files", "write a path, or a list of files with path and weight")
+        raise PydanticCustomError(
+            "data_files", "write a path, or a list of files with path and weight"
+        )
 
     @property
     def files(self) -> dict[str, DataFileConfig]:
         """Every file by its recipe key: `data.train` (`data.train.N` where there are several), `data.eval.NAME`."""
-        return {**self.train_files, **{f"data.eval.{name}": file for name, file in self.eval.items()}}
+        return {
+            **self.train_files,
+            **{f"data.eval.{name}": file for name, file in self.eval.items()},
+        }
 
     @property
     def train_files(self) -> dict[str, TrainFileConfig]:
@@ -94,6 +110,7 @@ class RewardConfig(Branch):
     by_source: Mapping[Text, SourceRewardConfig] = Field(default_factory=dict)
     workers: Annotated[int, Field(ge=1, le=1024)] = 2  # processes of each function for every engine
     timeout_s: Seconds = 5.0  # of one verdict
-    memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024  # of a verdict, beyond what loading the function takes
+    # of a verdict, beyond what loading the function takes
+    memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024
     on_failure: WhenFailed = "drop"
     penalty: Weight = 0.0

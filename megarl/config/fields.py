@@ -18,14 +18,20 @@ def _path(text: str) -> str:
     """A path that the operating system can be asked for. Raises ValueError with what to write instead."""
     if "\0" in text:
         raise ValueError("write a path without a NUL character")
-    if len(text.encode()) > _LONGEST_PATH or any(len(name.encode()) > _LONGEST_NAME for name in text.split("/")):
-        raise ValueError(f"write at most {_LONGEST_NAME} bytes between slashes, and {_LONGEST_PATH} in all")
+    if len(text.encode()) > _LONGEST_PATH or any(
+        len(name.encode()) > _LONGEST_NAME for name in text.split("/")
+    ):
+        raise ValueError(
+            f"write at most {_LONGEST_NAME} bytes between slashes, and {_LONGEST_PATH} in all"
+        )
     return text
 
 
 def _start(seconds: float) -> float:
     if seconds < _LEAST_START_S:
-        raise ValueError(f"write {_LEAST_START_S} or more: no engine and no training rank starts within less")
+        raise ValueError(
+            f"write {_LEAST_START_S} or more: no engine and no training rank starts within less"
+        )
     return seconds
 
 
@@ -39,7 +45,8 @@ Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 ParallelSize = Annotated[int, Field(ge=1, le=65_536)]
 Slot = Annotated[int, Field(ge=0, le=65_536)]
-Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]  # NumPy's are below 2**32, and engines and ranks add their numbers
+# NumPy's are below 2**32, and engines and ranks add their numbers
+Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 SampleCount = Annotated[int, Field(ge=1, le=65_536)]  # of one prompt
 LoraRank = Annotated[int, Field(ge=1, le=4096)]
 Bytes = Annotated[int, Field(ge=1, le=2**60)]

@@ -30,7 +30,8 @@ class Hardware(Branch):
     nvlink_bytes_per_s: Speed  # of a GPU to all others of its node, each way
     nic_bytes_per_s: Speed  # of the network card beside each GPU, each way
     pcie_bytes_per_s: Speed  # between a GPU and its host, each way
-    communicator_bytes: Bytes = 192 << 20  # of a GPU for one group of NCCL's, as a run tells when it starts; assumption
+    # of a GPU for one group of NCCL's, as a run tells when it starts; assumption
+    communicator_bytes: Bytes = 192 << 20
     gpus_per_node: ParallelSize = 8
     host_bytes: Bytes  # of a node
     disk_bytes_per_s: Speed  # that a node writes to the file system of checkpoints
@@ -43,7 +44,9 @@ class Hardware(Branch):
     nic_latency_s: Positive  # the same over several nodes
     # DeepEP's dispatch and combine in one layer: in itself, and for each token of a GPU, by expert-parallel size.
     deepep_latency_s: Positive = 60e-6
-    deepep_token_s: dict[int, Positive] = Field(default_factory=lambda: dict(DEEPEP_TOKEN_S), min_length=1)
+    deepep_token_s: dict[int, Positive] = Field(
+        default_factory=lambda: dict(DEEPEP_TOKEN_S), min_length=1
+    )
 
     def is_card(self, device_name: str) -> bool:
         """Whether a driver's name of a GPU is this model, compared by whole words: H20 is not H200."""

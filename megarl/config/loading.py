@@ -62,7 +62,11 @@ def overlaid(recipe: Recipe, overlay: Mapping[str, Any]) -> Recipe:
 
 def overlay_yaml(overlay: Mapping[str, Any]) -> str:
     """The text of an overlay's file; "" for an empty one."""
-    return yaml.safe_dump(dict(overlay), sort_keys=False, default_flow_style=None, width=120) if overlay else ""
+    return (
+        yaml.safe_dump(dict(overlay), sort_keys=False, default_flow_style=None, width=120)
+        if overlay
+        else ""
+    )
 
 
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -89,7 +93,9 @@ def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parse
     name, equals, text = override.partition("=")
     keys = tuple(name.split("."))
     if not equals or not all(keys) or len(keys) > _MOST_KEYS:
-        found.errors.append(UserError(where, "not of the form a.b=c", "write for example train.lr=1e-4"))
+        found.errors.append(
+            UserError(where, "not of the form a.b=c", "write for example train.lr=1e-4")
+        )
         return
     try:
         parsed = parse(text, lambda line: where, lambda path: _is_free(path, kind), keys)
@@ -134,12 +140,18 @@ def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
     if parsed.value is None:
         parsed.value = {}
     if not isinstance(parsed.value, dict):
-        raise UserErrors([UserError(str(path), "the file is not a mapping", "write `key: value` lines")])
+        raise UserErrors(
+            [UserError(str(path), "the file is not a mapping", "write `key: value` lines")]
+        )
     return parsed
 
 
 def _merge(
-    overlay: Mapping[Any, Any], tree: dict[Any, Any], kind: type[Branch], found: Parsed, section: Keys = ()
+    overlay: Mapping[Any, Any],
+    tree: dict[Any, Any],
+    kind: type[Branch],
+    found: Parsed,
+    section: Keys = (),
 ) -> None:
     """Write an overlay's keys over those of a section of the tree, in place. section: the keys that lead to it."""
     for key, value in overlay.items():
@@ -170,7 +182,9 @@ def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Par
         found.errors.append(UserError(_where(path, found.origins, path), problem, hint))
 
 
-def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch]) -> list[UserError]:
+def _explain(
+    error: ValidationError, found: Parsed, file: str, root: type[Branch]
+) -> list[UserError]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
     tree, origins = found.value, found.origins
     errors: list[UserError] = []
@@ -183,11 +197,15 @@ def _explain(error: ValidationError, found: Parsed, file: str, root: type[Branch
         if path in found.keys_at_fault:
             continue
         if item["type"] == "extra_forbidden" and path in RENAMED:
-            errors.append(UserError(where, f"unknown key {path}", f"it is called {RENAMED[path]} now"))
+            errors.append(
+                UserError(where, f"unknown key {path}", f"it is called {RENAMED[path]} now")
+            )
         elif item["type"] == "extra_forbidden":
             guesses = _nearest(keys, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            hint = did_you_mean(guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}")
+            hint = did_you_mean(
+                guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}"
+            )
             errors.append(UserError(where, f"unknown key {path}", hint))
         elif item["type"] == "missing":
             missing.append((where, path))
@@ -238,8 +256,12 @@ def _annotation(keys: Keys, root: type[Branch]) -> Any:
 
 def _fields(section: Keys, root: type[Branch]) -> dict[str, type[Branch] | None]:
     """Keys of a section with their branch, None for a leaf."""
-    kinds = {name: field.annotation for name, field in _annotation(section, root).model_fields.items()}
-    return {n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()}
+    kinds = {
+        name: field.annotation for name, field in _annotation(section, root).model_fields.items()
+    }
+    return {
+        n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()
+    }
 
 
 def _is_free(keys: Keys, root: type[Branch]) -> bool:
@@ -255,7 +277,9 @@ def _leaves(root: type[Branch], section: Keys = ()) -> Iterator[str]:
             yield from _leaves(root, keys)
 
 
-def _nearest(keys: Keys, tree: Mapping[str, Any], in_override: bool, root: type[Branch]) -> list[str]:
+def _nearest(
+    keys: Keys, tree: Mapping[str, Any], in_override: bool, root: type[Branch]
+) -> list[str]:
     """Known paths that are probably meant by an unknown path, at most three, best first.
 
     Spelling first; among equals, in a file, a key that is not written yet; else the same name in another section.

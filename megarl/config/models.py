@@ -39,7 +39,8 @@ class TrainConfig(Branch):
     ep: ParallelSize = 1
     cp: ParallelSize = 1  # ranks that share the tokens of each sequence
     vpp: ParallelSize = 1  # virtual stages of each pipeline rank
-    etp: ParallelSize | None = None  # ranks that split one expert; 1, or tp where ep is 1, unless it is set
+    # ranks that split one expert; 1, or tp where ep is 1, unless it is set
+    etp: ParallelSize | None = None
     layers_per_stage: Annotated[tuple[Whole, ...], Field(strict=False)] = ()  # uneven stages
     lr: LearningRate
     warmup_steps: Whole = 0
@@ -52,8 +53,10 @@ class TrainConfig(Branch):
     aux_loss: NonNegative = 0.0
     z_loss: NonNegative = 0.0
     mtp_loss: NonNegative = 0.0
-    router_bias_rate: NonNegative = 0.0  # of the steps of DeepSeek's router biases towards balance, after each update
-    replay: Literal["off", "r2", "r3"] = "off"  # of routed experts: none, the old policy's, the engine's
+    # of the steps of DeepSeek's router biases towards balance, after each update
+    router_bias_rate: NonNegative = 0.0
+    # of routed experts: none, the old policy's, the engine's
+    replay: Literal["off", "r2", "r3"] = "off"
     optimizer_offload: bool = False  # the optimizer lives and steps in host memory
     local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
     megatron: dict[str, Any] = Field(default_factory=dict)

@@ -28,7 +28,8 @@ _COLLECTIONS = (_TAG + "map", _TAG + "seq")
 _OCTAL = re.compile(r"[-+]?0[0-9_]*[0-9]")
 _PREFIXED = re.compile(r"[-+]?0(?:[bB][01_]+|[oO][0-7_]+)")
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
-_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}  # YAML 1.1's further names of the booleans
+# YAML 1.1's further names of the booleans
+_SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
 class _TooDeep(yaml.MarkedYAMLError):
@@ -39,7 +40,11 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML with the booleans and numbers of YAML 1.2."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, words) for tag, words in resolvers if tag not in (_TAG + "bool", _TAG + "timestamp")]
+        first: [
+            (tag, words)
+            for tag, words in resolvers
+            if tag not in (_TAG + "bool", _TAG + "timestamp")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     depth = 0
@@ -54,7 +59,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(_TAG + "bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    _TAG + "bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 _Loader.add_implicit_resolver(
     _TAG + "float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
@@ -62,7 +69,8 @@ _Loader.add_implicit_resolver(
 _RESOLVER = _Loader("")  # of single words
 
 
-Keys = tuple[Any, ...]  # those that lead to a value, the outermost first: text, and numbers in lists
+# those that lead to a value, the outermost first: text, and numbers in lists
+Keys = tuple[Any, ...]
 
 
 def dotted(keys: Keys) -> str:
@@ -87,7 +95,9 @@ def read_file(path: Path) -> str:
             content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = getattr(error, "strerror", None) or error
-        raise UserErrors([UserError(str(path), f"cannot be read ({reason})", "name a YAML file")]) from None
+        raise UserErrors(
+            [UserError(str(path), f"cannot be read ({reason})", "name a YAML file")]
+        ) from None
     if len(content) > _MOST_BYTES:
         problem = f"it has more than {_MOST_BYTES} bytes, which no recipe has"
         raise UserErrors([UserError(str(path), problem, "name a YAML file of a recipe's keys")])
@@ -99,7 +109,9 @@ def read_file(path: Path) -> str:
         raise UserErrors([UserError(where, problem, "save the file as UTF-8")]) from None
 
 
-def parse(text: str, where: Callable[[int], str], is_free: Callable[[Keys], bool], prefix: Keys = ()) -> Parsed:
+def parse(
+    text: str, where: Callable[[int], str], is_free: Callable[[Keys], bool], prefix: Keys = ()
+) -> Parsed:
     """The value of a YAML text.
 
     where: a line, counted from 1 -> where it is, for faults and origins. is_free: whether the value of a key may be
@@ -121,7 +133,10 @@ def parse(text: str, where: Callable[[int], str], is_free: Callable[[Keys], bool
         raise UserErrors([UserError(where(line), problem, "remove it")]) from None
     except yaml.YAMLError as error:
         line = where(getattr(getattr(error, "problem_mark", None), "line", 0) + 1)
-        problem, hint = f"not valid YAML ({getattr(error, 'problem', None) or error})", "correct the syntax"
+        problem, hint = (
+            f"not valid YAML ({getattr(error, 'problem', None) or error})",
+            "correct the syntax",
+        )
         if isinstance(error, _TooDeep):
             problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
             hint = "take the nesting out"
@@ -139,7 +154,13 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
             known = sizes[id(node)]
             if known is None:
                 line = where(node.start_mark.line + 1)
-                raise UserErrors([UserError(line, "an alias stands inside of what it names", "write the value out")])
+                raise UserErrors(
+                    [
+                        UserError(
+                            line, "an alias stands inside of what it names", "write the value out"
+                        )
+                    ]
+                )
             return known
         sizes[id(node)] = None
         below = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -149,11 +170,21 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
 
     if size(root) > _MOST_VALUES:
         problem = f"it has more than {_MOST_VALUES} values, which no recipe has"
-        raise UserErrors([UserError(where(root.start_mark.line + 1), problem, "take the aliases or the values out")])
+        raise UserErrors(
+            [
+                UserError(
+                    where(root.start_mark.line + 1), problem, "take the aliases or the values out"
+                )
+            ]
+        )
 
 
 def _walk(
-    node: yaml.Node, keys: Keys, where: Callable[[int], str], is_free: Callable[[Keys], bool], found: Parsed
+    node: yaml.Node,
+    keys: Keys,
+    where: Callable[[int], str],
+    is_free: Callable[[Keys], bool],
+    found: Parsed,
 ) -> None:
     """Note every key below `node` with its place, and the faults of its values; keys: those that lead to the node.
 
@@ -175,11 +206,19 @@ def _walk(
         for key, value in node.value:
             line = where(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
-                raise UserErrors([UserError(line, "a key is not printable text on one line", "write a recipe's key")])
+                raise UserErrors(
+                    [
+                        UserError(
+                            line, "a key is not printable text on one line", "write a recipe's key"
+                        )
+                    ]
+                )
             inner = (*keys, key.value)
             name = dotted(inner)
             if name in seen:
-                found.errors.append(UserError(line, f"{name} is written twice", "keep one of the two"))
+                found.errors.append(
+                    UserError(line, f"{name} is written twice", "keep one of the two")
+                )
             seen.add(name)
             found.origins[name] = line
             _walk(value, inner, where, is_free, found)
@@ -193,10 +232,14 @@ def _tag_error(node: yaml.Node, place: str) -> UserErrors:
 
 def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError | None:
     text, is_plain = node.value, node.style is None
-    plain_tag = _TAG + "str" if not is_plain else _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
+    plain_tag = (
+        _TAG + "str" if not is_plain else _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
+    )
     if node.tag not in _SCALARS or (node.tag != plain_tag and node.tag != _TAG + "str"):
         raise _tag_error(node, place)
-    odd = next((letter for letter in text if letter in "\0\ufeff" or "\ud800" <= letter <= "\udfff"), None)
+    odd = next(
+        (letter for letter in text if letter in "\0\ufeff" or "\ud800" <= letter <= "\udfff"), None
+    )
     if odd is not None:
         return UserError(place, f"the text has the character U+{ord(odd):04X}", "remove it")
     if not is_plain:
@@ -209,15 +252,23 @@ def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError
         sign = text[0] if text[0] in "+-" else ""
         value = sign + text.lstrip("+-0_")
     elif _PREFIXED.fullmatch(text) and text.strip("+-0bBoO_"):
-        problem, value = "is a number in one of YAML 1.1 and 1.2, and text in the other", int(text.replace("_", ""), 0)
+        problem, value = (
+            "is a number in one of YAML 1.1 and 1.2, and text in the other",
+            int(text.replace("_", ""), 0),
+        )
     elif _SEXAGESIMAL.fullmatch(text) and node.tag != _TAG + "str":
-        problem, value = "is a number to the base 60 in YAML 1.1, and text in YAML 1.2", "the number out"
+        problem, value = (
+            "is a number to the base 60 in YAML 1.1, and text in YAML 1.2",
+            "the number out",
+        )
     elif is_free and text.lower() in _SWITCHES:
         value = _SWITCHES[text.lower()]
         problem = f"is {value} in YAML 1.1, and text in YAML 1.2"
     else:
         return None
-    return UserError(place, f"{text} {problem}", f"write {value}, or '{text}' in quotes where text is meant")
+    return UserError(
+        place, f"{text} {problem}", f"write {value}, or '{text}' in quotes where text is meant"
+    )
 
 
 def options_comment(in_force: Mapping[str, Any]) -> str:

@@ -10,7 +10,8 @@ from megarl.types import UserError
 from megarl.types.reward_result import REWARD_HINT
 from megarl.types.sampling import Sampling
 
-_STREAMS = 1_000_000  # beyond the rounds of a training step, whose samples have random streams of their own
+# beyond the rounds of a training step, whose samples have random streams of their own
+_STREAMS = 1_000_000
 
 
 def evaluate(run: Run, record: Record) -> None:
@@ -20,16 +21,22 @@ def evaluate(run: Run, record: Record) -> None:
     """
     with record.phase("eval"):
         answered = {
-            name: run.fleet.engines.sample(prompts, eval_sampling(run.recipe, name, record.step, number)).summaries
+            name: run.fleet.engines.sample(
+                prompts, eval_sampling(run.recipe, name, record.step, number)
+            ).summaries
             for number, (name, prompts) in enumerate(run.inputs.eval_sets.items())
         }
     for name, groups in answered.items():
         record.failed(groups)
         if not any(len(group.rewards_G) for group in groups):
-            problem = f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
+            problem = (
+                f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
+            )
             reward = run.recipe.reward
             raise UserError(
-                "reward.function" if reward.function or reward.by_source else "episode", problem, REWARD_HINT
+                "reward.function" if reward.function or reward.by_source else "episode",
+                problem,
+                REWARD_HINT,
             )
     record.add(eval_metrics(answered))
 
@@ -39,4 +46,6 @@ def eval_sampling(recipe: Recipe, name: str, step: int, number: int) -> Sampling
     own = recipe.evaluation.of(name)
     longest = own.max_response_tokens or recipe.rollout.max_response_tokens
     stream = (recipe.run.seed, step, _STREAMS + number)
-    return Sampling(own.samples, longest, own.temperature, own.top_p, stream=stream, may_lose_all=True)
+    return Sampling(
+        own.samples, longest, own.temperature, own.top_p, stream=stream, may_lose_all=True
+    )

@@ -46,7 +46,9 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 
     Raises WorkerFailed when a process of the run fails, UserError when the reward does, EndedEarly after a SIGUSR1.
     """
-    with Cluster(recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say) as cluster:
+    with Cluster(
+        recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
+    ) as cluster:
         log.say("starting training ranks and engines")
         run, buffer = begin(recipe, inputs, cluster, log, start)
         try:
@@ -106,7 +108,8 @@ def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
 
 def train_step(run: Run, step: Step) -> GroupBuffer:
     """Rollout -> reward -> advantage -> train -> reshard; the stock for the next step."""
-    step = learn(run, step)  # rollout, reward, advantage and train: the stages of the algorithm's row
+    # rollout, reward, advantage and train: the stages of the algorithm's row
+    step = learn(run, step)
     step = finish_rollout(step)
     step.record.add(step.update_metrics)
     with step.record.phase("save"):

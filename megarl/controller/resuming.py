@@ -25,7 +25,8 @@ from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
 
 FOLDER = "checkpoints"
-_EARLIER_NAMES = {"stock": "buffer"}  # of fields of `Progress`, in checkpoints of before 26 November 2026
+# of fields of `Progress`, in checkpoints of before 26 November 2026
+_EARLIER_NAMES = {"stock": "buffer"}
 State = TypeVar("State", "Progress", "BufferState")
 # Of `sampling_keys`, those that also bind complete groups.
 _COMPLETE_GROUP_KEYS = (
@@ -94,15 +95,23 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
         return None
     then, errors = progress_of(found), model_errors(found, recipe)
     if then.data != prompts.fingerprint:
-        problem = f"its rows, or the weights of its files, have changed since {found.folder} was written"
-        hint = "use the files, weights and data.overlong that the run began with, or another run.name"
+        problem = (
+            f"its rows, or the weights of its files, have changed since {found.folder} was written"
+        )
+        hint = (
+            "use the files, weights and data.overlong that the run began with, or another run.name"
+        )
         errors.append(UserError("data.train", problem, hint))
     if then.seed != recipe.run.seed:
         problem = f"{recipe.run.seed} shuffles the data differently from {then.seed}, the seed of {found.folder}"
-        errors.append(UserError("run.seed", problem, f"set it to {then.seed}, or choose another run.name"))
+        errors.append(
+            UserError("run.seed", problem, f"set it to {then.seed}, or choose another run.name")
+        )
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
-        errors.append(UserError("train.mtp_loss", problem, "set it to 0, or choose another run.name"))
+        errors.append(
+            UserError("train.mtp_loss", problem, "set it to 0, or choose another run.name")
+        )
     errors += _critic_errors(found, then, recipe) + _buffer_errors(found, then, recipe)
     if errors:
         raise UserErrors(errors)
@@ -119,16 +128,23 @@ def progress_of(snapshot: Snapshot) -> Progress:
     if progress.prompts_taken < 0:
         raise _unfit(snapshot, f"has {progress.prompts_taken} as prompts_taken in its state")
     if progress.step != snapshot.step:
-        raise _unfit(snapshot, f"is of step {snapshot.step} by its manifest, and of step {progress.step} by its state")
+        raise _unfit(
+            snapshot,
+            f"is of step {snapshot.step} by its manifest, and of step {progress.step} by its state",
+        )
     return progress
 
 
 def _buffer_of(snapshot: Snapshot, stored: dict[str, Any]) -> BufferState:
     """The stock's counters and tickets. Raises UserErrors as `progress_of` does."""
     state = _stored(snapshot, BufferState, stored)
-    are_hexadecimal = all(re.fullmatch("[0-9a-f]+", digits) for digits in (state.trained, state.dropped))
+    are_hexadecimal = all(
+        re.fullmatch("[0-9a-f]+", digits) for digits in (state.trained, state.dropped)
+    )
     are_drawn_prompts = all(
-        re.fullmatch("[0-9]{1,18}", number) and isinstance(stream, list) and all(type(part) is int for part in stream)
+        re.fullmatch("[0-9]{1,18}", number)
+        and isinstance(stream, list)
+        and all(type(part) is int for part in stream)
         for number, stream in state.streams.items()
     )
     if not (are_hexadecimal and are_drawn_prompts):
@@ -178,8 +194,12 @@ def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
             errors.append(UserError(error.where, error.problem, hint))
     now = sampling_keys(recipe)
     fixed = now if buffer.has_open else _COMPLETE_GROUP_KEYS
-    waiting = "responses that have not ended" if buffer.has_open else "groups that were not trained on"
-    for key in (key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))):
+    waiting = (
+        "responses that have not ended" if buffer.has_open else "groups that were not trained on"
+    )
+    for key in (
+        key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))
+    ):
         before, value = _written(then.sampling.get(key)), _written(now.get(key))
         problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
         errors.append(UserError(key, problem, f"set it to {before}, or choose another run.name"))
@@ -192,7 +212,13 @@ def sampling_keys(recipe: Recipe) -> dict[str, Any]:
     How old those of complete groups become is computed from the groups (`RolloutBuffer.after_loading`).
     """
     rollout, algorithm = recipe.rollout, recipe.algorithm
-    of_rollout = ("samples_per_prompt", "temperature", "top_p", "max_response_tokens", "phase_tokens")
+    of_rollout = (
+        "samples_per_prompt",
+        "temperature",
+        "top_p",
+        "max_response_tokens",
+        "phase_tokens",
+    )
     hyperparameters, episode = hyperparameters_of(algorithm.name, algorithm), recipe.episode
     return {
         **{f"rollout.{key}": getattr(rollout, key) for key in of_rollout},
@@ -201,7 +227,9 @@ def sampling_keys(recipe: Recipe) -> dict[str, Any]:
         "rollout.ahead": rollout.ahead,
         "algorithm.name": algorithm.name,
         "algorithm.dynamic_sampling": hyperparameters.dynamic_sampling,
-        "algorithm.oversample": hyperparameters.oversample if hyperparameters.dynamic_sampling else None,
+        "algorithm.oversample": hyperparameters.oversample
+        if hyperparameters.dynamic_sampling
+        else None,
         "train.replay": recipe.train.replay,
         "episode.tools": list(episode.tools) if episode else None,
         "episode.environment": episode.environment if episode else None,
@@ -235,14 +263,24 @@ def _critic_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
     if now is None:
         return []
     if then.critic is None:
-        problem = f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
+        problem = (
+            f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
+        )
         return [UserError("algorithm.name", problem, "choose another run.name")]
     if _with_defaults(then.critic.get("shape") or {}) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
-        return [UserError("critic.path", problem, "use the model that the run began with, or another run.name")]
+        return [
+            UserError(
+                "critic.path", problem, "use the model that the run began with, or another run.name"
+            )
+        ]
     if (before := then.critic.get("shares_weights", False)) != now["shares_weights"]:
         problem = f"{found.folder} was written with {str(before).lower()}"
-        return [UserError("critic.shares_weights", problem, "set it as it was, or choose another run.name")]
+        return [
+            UserError(
+                "critic.shares_weights", problem, "set it as it was, or choose another run.name"
+            )
+        ]
     return []
 
 
@@ -257,8 +295,14 @@ def model_errors(snapshot: Snapshot, recipe: Recipe) -> list[UserError]:
     if known == shape:
         return _adapter_errors(snapshot, then, recipe)
     key = next(name for name in shape if known.get(name) != shape[name])
-    problem = f"{snapshot.folder} is of a model with {key} {known.get(key)}, this one has {shape[key]}"
-    return [UserError("model.path", problem, "use the model that the run began with, or another run.name")]
+    problem = (
+        f"{snapshot.folder} is of a model with {key} {known.get(key)}, this one has {shape[key]}"
+    )
+    return [
+        UserError(
+            "model.path", problem, "use the model that the run began with, or another run.name"
+        )
+    ]
 
 
 def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
@@ -272,22 +316,31 @@ def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
     assert size
     keys = recipe.lora.model_dump(mode="json", exclude={"path", "rounding", "sync"})
     keys |= {"targets": sorted(size.targets), "experts": size.expert_rank}
-    return {**{f"lora.{key}": value for key, value in keys.items()}, "base": fingerprint(recipe.model.path)}
+    return {
+        **{f"lora.{key}": value for key, value in keys.items()},
+        "base": fingerprint(recipe.model.path),
+    }
 
 
 def _adapter_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     now, other_run = adapter_identity(recipe), "or choose another run.name"
     if (now is None) != (then.lora is None):
-        what, hint = ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
+        what, hint = (
+            ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
+        )
         return [UserError("lora", f"{snapshot.folder} has {what}", f"{hint}, {other_run}")]
-    changed = {key: value for key, value in (now or {}).items() if value != (then.lora or {}).get(key)}
+    changed = {
+        key: value for key, value in (now or {}).items() if value != (then.lora or {}).get(key)
+    }
     if recipe.lora and recipe.lora.experts is None and "lora.rank" in changed:
         changed.pop("lora.experts", None)  # it follows from the rank
     errors = []
     for key, value in changed.items():
         if key == "base":
             problem = f"its weights are not those to which the adapters of {snapshot.folder} belong"
-            errors.append(UserError("model.path", problem, "use the checkpoint that the run began with"))
+            errors.append(
+                UserError("model.path", problem, "use the checkpoint that the run began with")
+            )
             continue
         before = _written((then.lora or {}).get(key))
         problem = f"{_written(value)}, and {snapshot.folder} was written with {before}"
@@ -297,7 +350,9 @@ def _adapter_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[
 
 def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
     """A checkpoint's shape, with the defaults of fields that are newer than the checkpoint."""
-    return {one.name: one.default for one in fields(ModelShape) if one.default is not MISSING} | stored
+    return {
+        one.name: one.default for one in fields(ModelShape) if one.default is not MISSING
+    } | stored
 
 
 def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupBuffer:
@@ -312,12 +367,19 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
     lowest = min(numbers, default=own.next_number)
     prompts.skip_to(then.prompts_taken - (own.next_number - lowest))
     prompts_drawn = prompts.take(own.next_number - lowest)
-    drawn_prompts = [DrawnPrompt(n, prompts_drawn[n - lowest], tuple(own.streams[str(n)])) for n in numbers]
+    drawn_prompts = [
+        DrawnPrompt(n, prompts_drawn[n - lowest], tuple(own.streams[str(n)])) for n in numbers
+    ]
     for drawn, (prompt_id, _, _) in zip(drawn_prompts, groups, strict=True):
         if drawn.prompt.id != prompt_id:
             problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {drawn.prompt.id} in its place"
-            raise UserError("data.train", problem, "use the files that the run began with, or another run.name")
-    entries = tuple(Entry(drawn, about, ref) for drawn, (_, about, ref) in zip(drawn_prompts, groups, strict=True))
+            raise UserError(
+                "data.train", problem, "use the files that the run began with, or another run.name"
+            )
+    entries = tuple(
+        Entry(drawn, about, ref)
+        for drawn, (_, about, ref) in zip(drawn_prompts, groups, strict=True)
+    )
     buffer = GroupBuffer(
         entries=entries,
         next_number=own.next_number,

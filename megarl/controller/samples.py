@@ -79,7 +79,11 @@ class Limits:
 
     def of_next_step(self) -> Limits:
         """Those of the step after this one; the last step's are followed by those of a run that goes on from it."""
-        return replace(self, steps_left=max(0, self.steps_left - 1)) if self.steps_left is not None else self
+        return (
+            replace(self, steps_left=max(0, self.steps_left - 1))
+            if self.steps_left is not None
+            else self
+        )
 
     def num_admitted(self, buffer: GroupBuffer, rounds: int, drawn: int) -> int:
         """How many prompts to draw before the next phase; rounds, drawn: of drawing in this step, and their prompts.
@@ -106,7 +110,9 @@ class Limits:
         """
         return bool(buffer.open) or self.is_short(buffer)
 
-    def completed(self, before: GroupBuffer, after: GroupBuffer) -> tuple[GroupBuffer, list[GroupSummary]]:
+    def completed(
+        self, before: GroupBuffer, after: GroupBuffer
+    ) -> tuple[GroupBuffer, list[GroupSummary]]:
         """The stock after a phase, without what dynamic sampling drops, and the groups that the phase has completed."""
         was_open = {entry.drawn.number for entry in before.open}
         new = [entry for entry in after.finished if entry.drawn.number in was_open]
@@ -188,10 +194,16 @@ def collect(limits: Limits, buffer: GroupBuffer, admit: Admit, advance: Advance)
     is_wanted = limits.is_short(buffer) if limits.ahead else limits.begins_with_phase(buffer)
     while is_wanted:
         if count := limits.num_admitted(buffer, rounds, drawn):
-            buffer, rounds, drawn = admit(buffer, count, rounds + limits.ahead), rounds + 1, drawn + count
+            buffer, rounds, drawn = (
+                admit(buffer, count, rounds + limits.ahead),
+                rounds + 1,
+                drawn + count,
+            )
         buffer, new = limits.completed(buffer, advance(buffer))
         complete += new
-        is_wanted = limits.is_short(buffer) and bool(buffer.open or limits.num_admitted(buffer, rounds, drawn))
+        is_wanted = limits.is_short(buffer) and bool(
+            buffer.open or limits.num_admitted(buffer, rounds, drawn)
+        )
     chosen = buffer.ready(limits.wanted)
     hyperparameters = limits.hyperparameters
     if limits.is_short(buffer) and (hyperparameters.when_short == "stop" or not chosen):
@@ -210,12 +222,20 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
     `share_k`: of the tokens, those that are k versions old. parts_mean: of a sample, each of one version. Raises
     RuntimeError where a token is older than the bound.
     """
-    drawn = [group.parts_G[sample] for group in groups for sample in np.flatnonzero(group.drawn_G).tolist()]
+    drawn = [
+        group.parts_G[sample]
+        for group in groups
+        for sample in np.flatnonzero(group.drawn_G).tolist()
+    ]
     ages = np.array([version - part.version for parts in drawn for part in parts], np.int64)
-    tokens_by_age = np.bincount(ages, weights=[part.num_tokens for parts in drawn for part in parts])
+    tokens_by_age = np.bincount(
+        ages, weights=[part.num_tokens for parts in drawn for part in parts]
+    )
     oldest = len(tokens_by_age) - 1
     if oldest > bound:
-        raise RuntimeError(f"a step has tokens that are {oldest} versions old, and the bound is {bound}")
+        raise RuntimeError(
+            f"a step has tokens that are {oldest} versions old, and the bound is {bound}"
+        )
     if not bound:
         return {}
     shares = tokens_by_age / tokens_by_age.sum()
@@ -227,7 +247,9 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
     }
 
 
-def _too_few(found: int, wanted: int, drawn: int, rounds: int, hyperparameters: Hyperparameters) -> UserError:
+def _too_few(
+    found: int, wanted: int, drawn: int, rounds: int, hyperparameters: Hyperparameters
+) -> UserError:
     drawn_in = f"{drawn} prompts in {rounds} rounds, and the groups of the stock,"
     problem = f"{drawn_in} gave {found} groups with right and wrong answers, not {wanted}"
     hint = "raise it or algorithm.oversample, or use data of other difficulty"
@@ -236,7 +258,9 @@ def _too_few(found: int, wanted: int, drawn: int, rounds: int, hyperparameters: 
     return UserError("algorithm.max_rounds", problem, hint)
 
 
-def with_overlong_penalty(rollout: RolloutBatch, hyperparameters: Hyperparameters, longest: int) -> RolloutBatch:
+def with_overlong_penalty(
+    rollout: RolloutBatch, hyperparameters: Hyperparameters, longest: int
+) -> RolloutBatch:
     """The groups with the soft overlong penalty added to each reward, where the hyperparameters set one.
 
     An episode without room for a further turn has the whole penalty: the observation that did not fit is not among its
@@ -267,7 +291,9 @@ def truncated_G(group: GroupSummary) -> BoolArray:
     if not group.facts:
         return ~group.finished_G
     pairs = zip(group.facts, group.finished_G.tolist(), strict=True)
-    return np.array([not finished if facts is None else facts.end in TRUNCATED for facts, finished in pairs])
+    return np.array(
+        [not finished if facts is None else facts.end in TRUNCATED for facts, finished in pairs]
+    )
 
 
 def _ended_full_G(group: GroupSummary) -> BoolArray:
@@ -283,7 +309,11 @@ def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatAr
 
 
 def samples_of(
-    groups: Sequence[GroupSummary], algorithm: str, *, only_finished: bool = False, version: int = -1
+    groups: Sequence[GroupSummary],
+    algorithm: str,
+    *,
+    only_finished: bool = False,
+    version: int = -1,
 ) -> list[SampleRef]:
     """The rows of every drawn sample with its advantage. version: of the policy; tokens of earlier versions are stale.
 
@@ -301,7 +331,9 @@ def samples_of(
             rewards_G = rewards_G - rewards_G[group.baseline]
         drawn = np.flatnonzero(group.drawn_G)
         is_truncated_G = truncated_G(group)
-        for sample, advantage in zip(drawn.tolist(), row.sample_advantages(rewards_G[drawn]), strict=True):
+        for sample, advantage in zip(
+            drawn.tolist(), row.sample_advantages(rewards_G[drawn]), strict=True
+        ):
             if only_finished and is_truncated_G[sample]:
                 continue
             of_sample = {"reward": float(given_G[sample]), "advantage": advantage}
@@ -311,7 +343,11 @@ def samples_of(
                 marked = None if trained == one.response_length else trained
                 place = index, sample, one.length, one.response_length
                 if trained:
-                    samples.append(SampleRef(*place, row=number, num_trained=marked, num_stale=stale, **of_sample))
+                    samples.append(
+                        SampleRef(
+                            *place, row=number, num_trained=marked, num_stale=stale, **of_sample
+                        )
+                    )
     return samples
 
 
@@ -322,4 +358,6 @@ def refuse_empty(samples: Sequence[SampleRef], groups: Sequence[GroupSummary]) -
     if all(truncated_G(group).all() for group in groups):
         hint = "raise it, or set algorithm.overlong_filter to false"
         raise UserError("rollout.max_response_tokens", "every response of the step was cut", hint)
-    raise UserError("reward.function", "the verdict on every greedy sample of the step failed", REWARD_HINT)
+    raise UserError(
+        "reward.function", "the verdict on every greedy sample of the step failed", REWARD_HINT
+    )

@@ -10,7 +10,14 @@ from pathlib import Path
 from megarl.checkpoints.snapshots import Digest, Snapshots
 from megarl.cluster import processes
 from megarl.config import Recipe
-from megarl.controller.resuming import FOLDER, BufferState, Progress, adapter_identity, critic_of, sampling_keys
+from megarl.controller.resuming import (
+    FOLDER,
+    BufferState,
+    Progress,
+    adapter_identity,
+    critic_of,
+    sampling_keys,
+)
 from megarl.data.streams import PromptStream
 from megarl.disk import writing
 from megarl.fleet.fleet import Fleet
@@ -38,7 +45,14 @@ class _OpenCheckpoint:
 class Saver:
     """Writes checkpoints as the recipe wants them, at most one at a time."""
 
-    def __init__(self, recipe: Recipe, fleet: Fleet, prompts: PromptStream, folder: Path, say: Callable[[str], None]):
+    def __init__(
+        self,
+        recipe: Recipe,
+        fleet: Fleet,
+        prompts: PromptStream,
+        folder: Path,
+        say: Callable[[str], None],
+    ):
         self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
         self._snapshots = Snapshots(folder / FOLDER, say)
         self._now: _RunState | None = None
@@ -100,7 +114,9 @@ class Saver:
 
     def settle(self, step: int) -> None:
         """After the step's record is written: complete the checkpoint, an asynchronous checkpoint a step later."""
-        is_young = self._begun is not None and self._begun.progress.step == step < self._recipe.run.steps
+        is_young = (
+            self._begun is not None and self._begun.progress.step == step < self._recipe.run.steps
+        )
         self._is_recorded = True
         if not (self._recipe.checkpoint.asynchronous and is_young):
             self._complete()
@@ -128,5 +144,7 @@ class Saver:
         begun = self._begun
         with self._writing(begun.progress.step):
             digests = self._fleet.finish_save(begun.digests)
-            self._snapshots.commit(begun.folder, asdict(begun.progress), digests, self._recipe.checkpoint.keep)
+            self._snapshots.commit(
+                begun.folder, asdict(begun.progress), digests, self._recipe.checkpoint.keep
+            )
         self._begun = None

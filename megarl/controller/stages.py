@@ -11,7 +11,13 @@ from dataclasses import asdict, replace
 from megarl.algos import ALGORITHMS, Stage
 from megarl.controller.learning_rate import learning_rate
 from megarl.controller.run import Run, Step, TrainingRun
-from megarl.controller.samples import Limits, refuse_empty, samples_of, staleness, with_overlong_penalty
+from megarl.controller.samples import (
+    Limits,
+    refuse_empty,
+    samples_of,
+    staleness,
+    with_overlong_penalty,
+)
 from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.rank_groups import RolloutBatch
@@ -36,13 +42,16 @@ def sample(run: Run, step: Step) -> Step:
     rollout = StepRollout(recipe, limits, engines, run.inputs.prompts, step.number, leave_if_wanted)
     with record.phase("rollout"):
         groups = rollout.collect(step.buffer)
-        if step.number < recipe.run.steps or run.saver.is_due(step.number):  # else nothing has its samples
+        # else nothing has its samples
+        if step.number < recipe.run.steps or run.saver.is_due(step.number):
             rollout.begin_next()
     bound = max(staleness_bound(recipe, hyperparameters), step.buffer.loaded_bound)
     record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
-    record.add(rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[run.algorithm].needs_group))
+    record.add(
+        rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[run.algorithm].needs_group)
+    )
     record.samples(groups.summaries)
     return replace(step, groups=groups, rollout=rollout)
 
@@ -74,7 +83,9 @@ def advantages(run: TrainingRun, step: Step) -> Step:
     Their order is random, so that none of several updates has the oldest and longest samples.
     """
     only_finished, groups = run.hyperparameters.overlong_filter, step.groups.summaries
-    samples = samples_of(groups, run.algorithm, only_finished=only_finished, version=run.fleet.version)
+    samples = samples_of(
+        groups, run.algorithm, only_finished=only_finished, version=run.fleet.version
+    )
     refuse_empty(samples, groups)
     step.record.learnt_from({(sample.group, sample.sample): sample.advantage for sample in samples})
     return replace(step, samples=shuffled(samples, run.recipe.run.seed, step.number))
@@ -117,7 +128,12 @@ def update(run: TrainingRun, step: Step) -> Step:
     with step.record.phase("train"):
         step.record.add(run.fleet.onload_for("train"))
         trained = run.fleet.trainers.train(
-            run.algorithm, step.samples, step.groups.refs, lr, token_values=values, observation=observation
+            run.algorithm,
+            step.samples,
+            step.groups.refs,
+            lr,
+            token_values=values,
+            observation=observation,
         )
     return replace(step, lr=lr, trained=trained)
 
@@ -135,7 +151,9 @@ def publish(fleet: Fleet, record: Record) -> None:
     """Reshard: the trained weights into the engines, which then hold the GPUs' memory again."""
     with record.phase("reshard"):
         stats, readings = fleet.publish()
-    record.add({f"reshard/{name}": value for name, value in asdict(stats).items() if value is not None})
+    record.add(
+        {f"reshard/{name}": value for name, value in asdict(stats).items() if value is not None}
+    )
     record.add({"reshard/version": fleet.version, "reshard/attempts": fleet.attempts, **readings})
 
 
@@ -144,4 +162,8 @@ LEARNING_STAGES: dict[Stage, Callable[[TrainingRun, Step], Step]] = {
     "value": value,
     "update": update,
 }
-STAGES: dict[Stage, Callable[[Run, Step], Step]] = {"sample": sample, "demonstrate": demonstrate, **LEARNING_STAGES}
+STAGES: dict[Stage, Callable[[Run, Step], Step]] = {
+    "sample": sample,
+    "demonstrate": demonstrate,
+    **LEARNING_STAGES,
+}

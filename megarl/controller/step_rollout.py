@@ -38,7 +38,8 @@ class StepRollout:
         self._number, self._before_phase = number, before_phase
         self._balances: list[PhaseBalance] = []
         self._found: Collected
-        self._beside: tuple[GroupBuffer, SamplingPhase, float] | None = None  # its stock, the round, when it began
+        # its stock, the round, when it began
+        self._beside: tuple[GroupBuffer, SamplingPhase, float] | None = None
 
     def collect(self, buffer: GroupBuffer) -> RolloutBatch:
         """The groups that the step trains on; stock: of the step before."""
@@ -52,7 +53,9 @@ class StepRollout:
             return
         if count := self._limits.of_next_step().num_admitted(buffer, 0, 0):
             buffer = self._admitted(buffer, count, following, 0)
-        began = self._engines.begin(buffer.open, sampling_of(self._recipe, following), beside_training=True)
+        began = self._engines.begin(
+            buffer.open, sampling_of(self._recipe, following), beside_training=True
+        )
         self._beside = buffer, began, time.monotonic()
 
     def finish(self, record: Record) -> GroupBuffer:
@@ -64,7 +67,8 @@ class StepRollout:
             record.add(waiting_metrics(self._found.chosen.summaries, self._found.buffer))
         record.add(balance_metrics(self._balances))
         record.sampled(sum(balance.seconds for balance in self._balances))
-        record.add({"reward/failed": failed_share(self._found.complete)})  # also of groups that no step trains on
+        # also of groups that no step trains on
+        record.add({"reward/failed": failed_share(self._found.complete)})
         record.failed(self._found.complete)
         return self._found.buffer
 
@@ -83,11 +87,15 @@ class StepRollout:
     def _admitted(self, buffer: GroupBuffer, count: int, number: int, round_: int) -> GroupBuffer:
         """With so many prompts more; number, round_: the step and its round of drawing, which name random streams."""
         how = sampling_of(self._recipe, number, round_)
-        return buffer.admitted(self._prompts.take(count), how.stream, how.num_samples + how.with_baseline)
+        return buffer.admitted(
+            self._prompts.take(count), how.stream, how.num_samples + how.with_baseline
+        )
 
     def _advance(self, buffer: GroupBuffer) -> GroupBuffer:
         self._before_phase()
-        return self._after(buffer, self._engines.begin(buffer.open, sampling_of(self._recipe, self._number)))
+        return self._after(
+            buffer, self._engines.begin(buffer.open, sampling_of(self._recipe, self._number))
+        )
 
     def _after(self, buffer: GroupBuffer, round_: SamplingPhase) -> GroupBuffer:
         """The stock after this round of its open groups."""

@@ -62,11 +62,15 @@ def _torch_without_cuda(device: torch.device) -> ModuleType:
     )
     namespace = ModuleType("torch")
     namespace.__dict__.update(torch.__dict__)
-    namespace.__dict__.update({name: _on_device(device, getattr(torch, name)) for name in _FACTORIES}, cuda=cuda)
+    namespace.__dict__.update(
+        {name: _on_device(device, getattr(torch, name)) for name in _FACTORIES}, cuda=cuda
+    )
     return namespace
 
 
-def _on_device(device: torch.device, factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_device(
+    device: torch.device, factory: Callable[..., torch.Tensor]
+) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
     def on_device(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
@@ -123,9 +127,14 @@ def split_by_numbers() -> None:
 
 def exchange_uneven_lists() -> None:
     """Gather and reduce lists of tensors of different sizes, as expert tensor parallelism does and gloo does not."""
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    gather, reduce_scatter = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
 
-    def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def gather_any(
+        input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, *args, **kwargs)
         parts = [input_.new_empty(size, *input_.shape[1:]) for size in output_split_sizes]
@@ -134,14 +143,19 @@ def exchange_uneven_lists() -> None:
             torch.distributed.broadcast(part, group_src=rank, group=group)
         return torch.cat(parts)
 
-    def reduce_any(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def reduce_any(
+        input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
         total = input_.contiguous().clone()
         torch.distributed.all_reduce(total, group=group)
         return total.split(list(input_split_sizes))[group.rank()].clone()
 
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_any, reduce_any
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = (
+        gather_any,
+        reduce_any,
+    )
 
 
 def step_without_engine() -> None:
@@ -151,7 +165,11 @@ def step_without_engine() -> None:
     optimizers and kernels, which need a GPU, as soon as it can import them.
     """
     chosen: Any = optimizer
-    chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, torch.optim.SGD, True
+    chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER = (
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        True,
+    )
     distributed: Any = distrib_optimizer
     distributed.Adam, distributed.HAVE_APEX_OR_TE = torch.optim.Adam, False
     distributed.USING_TE_OPTIMIZER = distributed.USING_APEX_OPTIMIZER = False

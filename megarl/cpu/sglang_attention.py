@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-_CALL_NUMBERS = 2**18  # numbers in the keys of one call: more do not fit the processor's caches with their values
+# numbers in the keys of one call: more do not fit the processor's caches with their values
+_CALL_NUMBERS = 2**18
 _FREE_KEYS = 1024  # padding of so many keys costs no more than another call
 
 
@@ -27,23 +28,31 @@ def batch_attention() -> None:
     backend: Any = TorchNativeAttnBackend
     decode_each, extend_each = backend._run_sdpa_forward_decode, backend._run_sdpa_forward_extend
 
-    def decode(self: Any, query: torch.Tensor, output: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
+    def decode(
+        self: Any, query: torch.Tensor, output: torch.Tensor, *where: Any, **options: Any
+    ) -> torch.Tensor:
         k_cache, v_cache, slots, requests, num_keys, encoder_lens = where
         if encoder_lens is not None or len(num_keys) < 2:
             return decode_each(self, query, output, *where, **options)
         return _attend(_Batch(query, output, k_cache, v_cache, slots, requests, num_keys), options)
 
-    def extend(self: Any, query: torch.Tensor, output: torch.Tensor, *where: Any, **options: Any) -> torch.Tensor:
+    def extend(
+        self: Any, query: torch.Tensor, output: torch.Tensor, *where: Any, **options: Any
+    ) -> torch.Tensor:
         k_cache, v_cache, slots, requests, num_keys, prefixes, num_queries, encoder_lens = where
         short = num_queries == 1
         if encoder_lens is not None or not options["causal"] or int(short.sum()) < 2:
             return extend_each(self, query, output, *where, **options)
         rows = _rows(short, num_queries)
         caches = (k_cache, v_cache, slots)
-        output[rows] = _attend(_Batch(query[rows], output[rows], *caches, requests[short], num_keys[short]), options)
+        output[rows] = _attend(
+            _Batch(query[rows], output[rows], *caches, requests[short], num_keys[short]), options
+        )
         long, rows = ~short, _rows(~short, num_queries)
         lengths = (requests[long], num_keys[long], prefixes[long], num_queries[long])
-        output[rows] = extend_each(self, query[rows], output[rows], *caches, *lengths, None, **options)
+        output[rows] = extend_each(
+            self, query[rows], output[rows], *caches, *lengths, None, **options
+        )
         return output
 
     backend._run_sdpa_forward_decode, backend._run_sdpa_forward_extend = decode, extend
@@ -102,7 +111,9 @@ def shared_calls(num_keys: Sequence[int], most_keys: int) -> Iterator[tuple[int,
         yield start, len(num_keys)
 
 
-def _keys_and_values(batch: _Batch, requests: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys_and_values(
+    batch: _Batch, requests: torch.Tensor, ends: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [sequences, KV heads, keys, head size]; ends [sequences, 1]: numbers of keys, ascending.
 
     A sequence is padded with its own last token, so that no value of another sequence reaches it, not even a NaN.
@@ -118,7 +129,11 @@ def _keys_and_values(batch: _Batch, requests: torch.Tensor, ends: torch.Tensor) 
 
 
 def _attention(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, options: dict[str, Any]
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    options: dict[str, Any],
 ) -> torch.Tensor:
     """Attention of query [sequences, heads, head size]; the result has the values' head size.
 
@@ -130,5 +145,7 @@ def _attention(
     if window is not None and window > -1:
         seen &= position >= ends - 1 - window
     grouped = query.unflatten(1, (keys.shape[1], -1))
-    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=seen[:, None, None], scale=options["scaling"])
+    out = scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=seen[:, None, None], scale=options["scaling"]
+    )
     return out.flatten(1, 2)

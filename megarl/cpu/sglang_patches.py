@@ -86,7 +86,8 @@ def stop_fork_server() -> None:
     _FORK_SERVER_USERS.pop()
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if not _FORK_SERVER_USERS:
-        os.kill(server._forkserver_pid, signal.SIGKILL)  # a regular exit takes seconds to unload its imports
+        # a regular exit takes seconds to unload its imports
+        os.kill(server._forkserver_pid, signal.SIGKILL)
         server._stop()
 
 
@@ -129,7 +130,8 @@ def declare_torchvision_operators() -> None:
     _KEPT_LIBRARIES.append(library)
 
 
-_KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is garbage collected removes its definitions
+# a Library that is garbage collected removes its definitions
+_KEPT_LIBRARIES: list[torch.library.Library] = []
 
 
 class _MissingName:
@@ -145,7 +147,9 @@ class _MissingName:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         package = self._name.split(".")[0]
-        raise RuntimeError(f"{self._name} was called on a machine without {package}, which SGLang imports")
+        raise RuntimeError(
+            f"{self._name} was called on a machine without {package}, which SGLang imports"
+        )
 
 
 class _MissingPackage(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -222,9 +226,13 @@ def use_latent_cache() -> None:
     that were never written.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler
-    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import (
+        AttnForwardMethod,
+    )
 
-    attention_backend_handler.AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+    attention_backend_handler.AttentionBackendRegistry.register(
+        "torch_native", lambda *_: AttnForwardMethod.MLA
+    )
 
 
 def pad_idle_groups() -> None:

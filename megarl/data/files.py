@@ -13,9 +13,12 @@ from typing import Any
 from megarl.printable import first_line, short
 from megarl.types import UserError, UserErrors
 
-DataRow = tuple[str, Mapping[str, Any]]  # (`file:line`, or `file row N` from 0 of a parquet file; the columns)
-_MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON and pickle fail near 1000
-_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # a surrogate, which JSON can escape and UTF-8 cannot encode
+# (`file:line`, or `file row N` from 0 of a parquet file; the columns)
+DataRow = tuple[str, Mapping[str, Any]]
+# of lists and objects inside each other: Python's own JSON and pickle fail near 1000
+_MAX_DEPTH = 100
+# a surrogate, which JSON can escape and UTF-8 cannot encode
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _ONE_OBJECT = "write one JSON object on each line"
 _PARQUET_ROWS = 1024  # converted to Python objects at once
 
@@ -58,13 +61,27 @@ def read_rows(path: str, where: str, bad: RowErrors) -> Iterator[DataRow]:
     """
     source = Path(path)
     if not source.is_file():
-        problem = f"{path} is not a file" if source.exists() else f"{path} is not a file: it does not exist"
+        problem = (
+            f"{path} is not a file"
+            if source.exists()
+            else f"{path} is not a file: it does not exist"
+        )
         hint = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
         raise UserErrors([UserError(where, problem, hint)])
     if source.suffix not in (".parquet", ".jsonl", ".json"):
-        raise UserErrors([UserError(where, f"{path} is neither .jsonl nor .parquet", "convert it to one of them")])
+        raise UserErrors(
+            [
+                UserError(
+                    where, f"{path} is neither .jsonl nor .parquet", "convert it to one of them"
+                )
+            ]
+        )
     try:
-        yield from _read_parquet(source, where, bad) if source.suffix == ".parquet" else _read_jsonl(source, bad)
+        yield from (
+            _read_parquet(source, where, bad)
+            if source.suffix == ".parquet"
+            else _read_jsonl(source, bad)
+        )
     except OSError as error:
         hint = "write it again, or name a file that this user may read"
         raise UserErrors([UserError(where, f"{path} cannot be read ({error})", hint)]) from error
@@ -86,13 +103,19 @@ def column(row: Mapping[str, Any], name: str, hint: str) -> Any:
 
 def answer_of(value: Any, name: str) -> str:
     """The value of the answer's column `name` as text. Raises BadRow where it is empty or no text or number."""
-    is_missing = value is None or value != value or isinstance(value, list | dict | bytes)  # NaN differs from itself
+    # NaN differs from itself
+    is_missing = value is None or value != value or isinstance(value, list | dict | bytes)
     if is_missing or str(value) == "":
-        raise BadRow(f"{name!r} is {short(value, 60)}", f"write a text or a number into {name!r} of every row")
+        raise BadRow(
+            f"{name!r} is {short(value, 60)}",
+            f"write a text or a number into {name!r} of every row",
+        )
     return str(value)
 
 
-def answered_rows(path: str, where: str, answer_column: str, most: int) -> list[tuple[str, str, Mapping[str, Any]]]:
+def answered_rows(
+    path: str, where: str, answer_column: str, most: int
+) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(place, answer, row) of the first `most` rows of a file that needs no prompts. Raises UserErrors."""
     found, bad, hint = [], RowErrors(where), "set --answer to one of {columns}"
     for place, row in islice(read_rows(path, where, bad), most):
@@ -114,7 +137,8 @@ def _read_jsonl(source: Path, bad: RowErrors) -> Iterator[DataRow]:
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             place = f"{source}:{number}"
-            line = line.removeprefix(codecs.BOM_UTF8).rstrip()  # also inside: files with one are joined by `cat`
+            # also inside: files with one are joined by `cat`
+            line = line.removeprefix(codecs.BOM_UTF8).rstrip()
             if not line:
                 continue
             try:
@@ -127,18 +151,26 @@ def _read_jsonl(source: Path, bad: RowErrors) -> Iterator[DataRow]:
 
 def _parsed(line: bytes) -> Mapping[str, Any]:
     """One line of JSONL. Raises BadRow."""
-    too_deep = BadRow(f"the row is nested more than {_MAX_DEPTH} deep", "write it with fewer levels, or as text")
+    too_deep = BadRow(
+        f"the row is nested more than {_MAX_DEPTH} deep", "write it with fewer levels, or as text"
+    )
     try:
         text = line.decode("utf-8")
         row = json.loads(text)
     except UnicodeDecodeError as error:
-        raise BadRow(f"byte {error.start + 1} of the line is not UTF-8", "save the file as UTF-8") from None
+        raise BadRow(
+            f"byte {error.start + 1} of the line is not UTF-8", "save the file as UTF-8"
+        ) from None
     except RecursionError:
         raise too_deep from None
     except json.JSONDecodeError as error:
-        raise BadRow(f"the line is not JSON ({error.msg}, column {error.colno})", _ONE_OBJECT) from None
+        raise BadRow(
+            f"the line is not JSON ({error.msg}, column {error.colno})", _ONE_OBJECT
+        ) from None
     except ValueError:
-        raise BadRow("the row has a whole number of more than 4300 digits", "write such numbers in quotes") from None
+        raise BadRow(
+            "the row has a whole number of more than 4300 digits", "write such numbers in quotes"
+        ) from None
     if not isinstance(row, dict):
         raise BadRow("the line is not a JSON object", _ONE_OBJECT)
     if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(row) > _MAX_DEPTH:
@@ -179,8 +211,14 @@ def _read_parquet(source: Path, where: str, bad: RowErrors) -> Iterator[DataRow]
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 problem = f"{source} has several columns named {', '.join(map(repr, twice))}"
-                raise UserErrors([UserError(where, problem, "write it again with one of each name")])
-            values = (row for batch in file.iter_batches(_PARQUET_ROWS) for row in _row_values(_in_microseconds(batch)))
+                raise UserErrors(
+                    [UserError(where, problem, "write it again with one of each name")]
+                )
+            values = (
+                row
+                for batch in file.iter_batches(_PARQUET_ROWS)
+                for row in _row_values(_in_microseconds(batch))
+            )
             for number, row in enumerate(values):
                 if isinstance(row, BadRow):
                     bad.add(f"{source} row {number}", row)

@@ -55,7 +55,9 @@ class DataRead:
     def metrics(self) -> Metrics:
         """For the record of step 0: the numbers of prompts kept and dropped, of training and of each evaluation set."""
         found: Metrics = {}
-        sets = {"train": list(self.train.values())} | {f"eval/{name}": [file] for name, file in self.eval_sets.items()}
+        sets = {"train": list(self.train.values())} | {
+            f"eval/{name}": [file] for name, file in self.eval_sets.items()
+        }
         for name, files in sets.items():
             found[f"data/{name}/prompts"] = float(sum(len(file.prompts) for file in files))
             found[f"data/{name}/dropped"] = float(sum(file.num_dropped for file in files))
@@ -102,10 +104,13 @@ def read_data(
             )
         except UserErrors as several:
             errors += several.errors
-            if any(error.where == "model.path" for error in several.errors):  # the template: no file can be rendered
+            # the template: no file can be rendered
+            if any(error.where == "model.path" for error in several.errors):
                 break
     train = {where: read[where] for where in data.train_files if where in read}
-    eval_sets = {name: read[f"data.eval.{name}"] for name in data.eval if f"data.eval.{name}" in read}
+    eval_sets = {
+        name: read[f"data.eval.{name}"] for name in data.eval if f"data.eval.{name}" in read
+    }
     return DataRead(train, eval_sets, errors)
 
 
@@ -118,7 +123,9 @@ def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
         if name:
             hints[key] = f"set {key} of {where} to one of {{columns}}"
         elif where != "data.train":
-            hints[key] += f", or for this file alone write {where} as {{path: {file.path}, {key}: COLUMN}}"
+            hints[key] += (
+                f", or for this file alone write {where} as {{path: {file.path}, {key}: COLUMN}}"
+            )
     prompt, answer = file.prompt or data.prompt, file.answer or data.answer
     return PromptSource(where, file.path, prompt, answer, hints["prompt"], hints["answer"])
 

@@ -16,7 +16,9 @@ from megarl.model.tokenizer import OWN_TOKENIZER, chat_messages, token_outside_v
 from megarl.printable import short
 from megarl.types import Prompt, UserError, UserErrors, WhenOverlong
 
-_MESSAGES = "write a non-empty string, or a list of messages {role, content} whose contents are strings"
+_MESSAGES = (
+    "write a non-empty string, or a list of messages {role, content} whose contents are strings"
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,10 @@ def load_prompts(
         raise UserErrors(errors)
     if not rows and not errors:
         raise UserErrors([no_rows_error(source.path, source.where)])
-    prompts = [replace(row, text=tokens.texts[number], token_ids=tokens.of(number)) for number, row in enumerate(rows)]
+    prompts = [
+        replace(row, text=tokens.texts[number], token_ids=tokens.of(number))
+        for number, row in enumerate(rows)
+    ]
     empty = next((prompt.id for prompt in prompts if not prompt.token_ids), None)
     if empty:
         hint = "write a prompt of at least one token, or mend the chat template"
@@ -105,7 +110,12 @@ def load_prompts(
 
 
 def vocabulary_errors(
-    where: str, tokenizer: Any, prompts: Sequence[Prompt], tokens: Tokens, part: str, vocab_size: int
+    where: str,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    tokens: Tokens,
+    part: str,
+    vocab_size: int,
 ) -> list[UserError]:
     """One fault for all rows with token ids outside a vocabulary of vocab_size.
 
@@ -119,7 +129,9 @@ def vocabulary_errors(
     return bad.errors()
 
 
-def _overlong_error(source: PromptSource, prompts: Sequence[Prompt], num_kept: int, limit: int) -> UserError:
+def _overlong_error(
+    source: PromptSource, prompts: Sequence[Prompt], num_kept: int, limit: int
+) -> UserError:
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     many = f"{len(prompts) - num_kept} of the {len(prompts)} prompts of {source.path}"
     problem = f"data.max_prompt_tokens ({limit}) is exceeded by {many}, the longest is {longest.id}"
@@ -162,10 +174,15 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
                 value = short(message[key], 60) if key in message else "missing"
                 raise BadRow(f"the {key} of message {number} of the prompt is {value}", _MESSAGES)
     if not has_template:
-        raise BadRow("the prompt is chat messages, and the tokenizer has no chat template", "write prompts as strings")
+        raise BadRow(
+            "the prompt is chat messages, and the tokenizer has no chat template",
+            "write prompts as strings",
+        )
 
 
-def _texts(tokenizer: Any, rows: Sequence[Prompt], bad: RowErrors, tools: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _texts(
+    tokenizer: Any, rows: Sequence[Prompt], bad: RowErrors, tools: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     """The prompts' texts by the chat template, if there is one; it also writes the special tokens.
 
     Rows that the template refuses are added to `bad`.

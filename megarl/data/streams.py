@@ -62,23 +62,32 @@ class MixedStream(PromptStream):
     The file of the n-th prompt depends only on n, the seed and the weights, so that `taken` is the whole state.
     """
 
-    def __init__(self, files: Sequence[Sequence[Prompt]], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, files: Sequence[Sequence[Prompt]], weights: Sequence[float], seed: int
+    ) -> None:
         """files: at least one prompt each; weights: above 0."""
         super().__init__([prompt for file in files for prompt in file], seed)
-        self._streams = [PromptStream(file, f"{seed} {number}") for number, file in enumerate(files)]
+        self._streams = [
+            PromptStream(file, f"{seed} {number}") for number, file in enumerate(files)
+        ]
         self._offset = random.Random(f"{seed} mix").getrandbits(64)
         self._bounds = _bounds(weights)
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of the prompts, their order and the weights."""
-        parts = [*(stream.fingerprint for stream in self._streams), *map(str, self._bounds.tolist())]
+        parts = [
+            *(stream.fingerprint for stream in self._streams),
+            *map(str, self._bounds.tolist()),
+        ]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def take(self, n: int) -> list[Prompt]:
         files = self._files(self.taken, n)
         counts = np.bincount(files, minlength=len(self._streams)).tolist()
-        drawn = [iter(stream.take(count)) for stream, count in zip(self._streams, counts, strict=True)]
+        drawn = [
+            iter(stream.take(count)) for stream, count in zip(self._streams, counts, strict=True)
+        ]
         self.taken += n
         return [next(drawn[file]) for file in files.tolist()]
 
@@ -93,7 +102,9 @@ class MixedStream(PromptStream):
 
     def _files(self, first: int, n: int) -> IntArray:
         """The file of each of n prompts, from number `first` on; computed in integers, so equal on every machine."""
-        places = np.arange(first, first + n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(self._offset)
+        places = np.arange(first, first + n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(
+            self._offset
+        )
         return np.searchsorted(self._bounds, places, side="right").astype(np.int64)
 
 

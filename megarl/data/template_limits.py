@@ -37,7 +37,10 @@ class Bounds:
 
 
 def template_error(
-    tokenizer: Any, prompts: Iterable[tuple[str, Any]], response: str | None = None, bounds: Bounds | None = None
+    tokenizer: Any,
+    prompts: Iterable[tuple[str, Any]],
+    response: str | None = None,
+    bounds: Bounds | None = None,
 ) -> UserError | None:
     """The fault of a template that does not end, or whose text is not bounded; rows that it refuses are no fault here.
 
@@ -46,16 +49,26 @@ def template_error(
     if not tokenizer.chat_template:
         return None
     end = [] if response is None else [{"role": "assistant", "content": response}]
-    chats = [(place, [*chat_messages(prompt), *end]) for place, prompt in prompts if isinstance(prompt, str | list)]
+    chats = [
+        (place, [*chat_messages(prompt), *end])
+        for place, prompt in prompts
+        if isinstance(prompt, str | list)
+    ]
     chosen = _chosen([chat for _, chat in chats])
-    number, problem = _try([chats[index][1] for index in chosen], tokenizer, response is None, bounds or Bounds())
+    number, problem = _try(
+        [chats[index][1] for index in chosen], tokenizer, response is None, bounds or Bounds()
+    )
     if not problem:
         return None
-    return UserError("model.path", f"the chat template {problem} for {chats[chosen[number]][0]}", _HINT)
+    return UserError(
+        "model.path", f"the chat template {problem} for {chats[chosen[number]][0]}", _HINT
+    )
 
 
 def _size(chat: Chat) -> int:
-    return sum(len(value) for message in chat for value in message.values() if isinstance(value, str))
+    return sum(
+        len(value) for message in chat for value in message.values() if isinstance(value, str)
+    )
 
 
 def _chosen(chats: Sequence[Chat]) -> list[int]:
@@ -65,7 +78,9 @@ def _chosen(chats: Sequence[Chat]) -> list[int]:
     longest = sorted(range(len(chats)), key=lambda index: -_size(chats[index]))[: _MOST_ROWS // 2]
     kinds: dict[object, int] = {}
     for index, chat in enumerate(chats):
-        kinds.setdefault(tuple((str(message.get("role")), *map(str, message)) for message in chat), index)
+        kinds.setdefault(
+            tuple((str(message.get("role")), *map(str, message)) for message in chat), index
+        )
     first = list(kinds.values())[: _MOST_ROWS // 4]
     between = range(0, len(chats), -(-len(chats) // (_MOST_ROWS // 4)))
     return list(dict.fromkeys([*longest, *first, *between]))
@@ -75,7 +90,8 @@ def _try(chats: Sequence[Chat], tokenizer: Any, asks: bool, bounds: Bounds) -> t
     """(number of the first chat with a problem, the problem); "" where there is none."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork with threads, whose locks the child ignores
+        # about a fork with threads, whose locks the child ignores
+        warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
         _render_all(chats, tokenizer, asks, writing, bounds)
@@ -105,13 +121,16 @@ def _watch(reading: int, count: int, bounds: Bounds) -> tuple[int, str]:
     return done, ""
 
 
-def _render_all(chats: Sequence[Chat], tokenizer: Any, asks: bool, writing: int, bounds: Bounds) -> None:
+def _render_all(
+    chats: Sequence[Chat], tokenizer: Any, asks: bool, writing: int, bounds: Bounds
+) -> None:
     """Run in the child, which ends here."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
         limit(resource.RLIMIT_AS, _used_bytes() + _MORE_BYTES)
-        limit(resource.RLIMIT_CPU, int(bounds.total_s + bounds.row_s) + 1)  # should the parent be gone
+        # should the parent be gone
+        limit(resource.RLIMIT_CPU, int(bounds.total_s + bounds.row_s) + 1)
         limit(resource.RLIMIT_CORE, 0)
         for chat in chats:
             problem = _problem(chat, tokenizer, asks)

@@ -21,7 +21,8 @@ import numpy.typing as npt
 # (title, total) -> a context whose value is called with the number of texts done since the last call
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 _BATCH = 512  # texts: enough for every core of the tokenizer's own threads
-_WORTH_KEEPING = 10_000  # texts; fewer are cached only if they have many tokens, which take about a second
+# texts; fewer are cached only if they have many tokens, which take about a second
+_WORTH_KEEPING = 10_000
 _WORTH_KEEPING_TOKENS = 2_000_000
 _UNUSED_S = 30 * 24 * 3600.0  # after which an entry is removed
 _KEY = b"megarl.tokens"
@@ -46,17 +47,23 @@ class Tokens:
     def of(self, number: int) -> array[int]:
         """The token ids of text `number`."""
         found = array("i")
-        found.frombytes(self.ids[self.ends[number - 1] if number else 0 : self.ends[number]].tobytes())
+        found.frombytes(
+            self.ids[self.ends[number - 1] if number else 0 : self.ends[number]].tobytes()
+        )
         return found
 
 
-def tokenise(tokenizer: Any, texts: Iterable[str], *, special: bool, done: Callable[[int], object]) -> Tokens:
+def tokenise(
+    tokenizer: Any, texts: Iterable[str], *, special: bool, done: Callable[[int], object]
+) -> Tokens:
     """Tokenise texts. special: add the tokenizer's special tokens. done: called with the size of each batch."""
     kept: list[str] = []
     ids, ends, batch = array("i"), array("q"), []
 
     def flush() -> None:
-        for found in tokenizer(batch, add_special_tokens=special, return_attention_mask=False)["input_ids"]:
+        for found in tokenizer(batch, add_special_tokens=special, return_attention_mask=False)[
+            "input_ids"
+        ]:
             ids.extend(found)
             ends.append(len(ids))
         kept.extend(batch)
@@ -73,7 +80,11 @@ def tokenise(tokenizer: Any, texts: Iterable[str], *, special: bool, done: Calla
 
 
 def cached_tokens(
-    cache: TokenCache | None, tokenizer: Any, kind: str, sources: Sequence[Any], make: Callable[[], Tokens | None]
+    cache: TokenCache | None,
+    tokenizer: Any,
+    kind: str,
+    sources: Sequence[Any],
+    make: Callable[[], Tokens | None],
 ) -> Tokens | None:
     """The tokens of the sources, from the cache or else from `make`.
 
@@ -103,7 +114,8 @@ def _digest(tokenizer: Any, kind: str, sources: Sequence[Any]) -> str:
         "special": tokenizer.special_tokens_map,
         "split_special": tokenizer.split_special_tokens,
         "template": template,
-        "day": str(date.today()) if "strftime_now" in template else None,  # such a template writes the date
+        # such a template writes the date
+        "day": str(date.today()) if "strftime_now" in template else None,
     }
     sha = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     sha.update(tokenizer.backend_tokenizer.to_str().encode())
@@ -143,7 +155,9 @@ class TokenCache:
         try:
             with _opened(self._folder) as folder:
                 table = _read(folder, name)
-                if (table.schema.metadata or {}).get(_KEY) != key.encode() or table.num_rows != count:
+                if (table.schema.metadata or {}).get(
+                    _KEY
+                ) != key.encode() or table.num_rows != count:
                     return None
                 ids, ends = _flat(table.column("token_ids").combine_chunks())
                 if len(ids) and ids.min() < 0:
@@ -161,7 +175,9 @@ class TokenCache:
         if not self._writes:
             return
         starts = np.concatenate([[0], tokens.ends]).astype(np.int64)
-        token_ids = pa.LargeListArray.from_arrays(pa.array(starts), pa.array(tokens.ids, pa.int32()))
+        token_ids = pa.LargeListArray.from_arrays(
+            pa.array(starts), pa.array(tokens.ids, pa.int32())
+        )
         try:
             columns = {"text": pa.array(tokens.texts, pa.large_string()), "token_ids": token_ids}
             table = pa.table(columns).replace_schema_metadata({_KEY: key.encode()})

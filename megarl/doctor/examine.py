@@ -31,7 +31,8 @@ from megarl.types import UserError, UserErrors
 
 _RAY_PORT = 6379  # the default of `ray start --head`
 _TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
-_BYTES_OF_PARAMETER = 2 + 12  # in a checkpoint: the bfloat16 weight and three float32 of the optimizer
+# in a checkpoint: the bfloat16 weight and three float32 of the optimizer
+_BYTES_OF_PARAMETER = 2 + 12
 _NODE = "megarl.doctor.examine:Node"
 _START_S = 120.0  # of a process: imports from a cold shared disk
 _LOOK_S = 900.0
@@ -61,7 +62,9 @@ def examine(
     else:  # without a cluster the recipe's own check reports that it needs one
         nodes = survey_here(wanted)
     for node in nodes:
-        findings += node_findings(node) + gpu_findings(node, recipe is not None and recipe.train.local_layers)
+        findings += node_findings(node) + gpu_findings(
+            node, recipe is not None and recipe.train.local_layers
+        )
     if nodes:
         findings += cluster_findings(nodes)
     if recipe and nodes:
@@ -120,7 +123,11 @@ def _hardware(recipe: Recipe) -> Hardware | None:
 
 
 def _measured(
-    recipe: Recipe | None, file: Path, nodes: Sequence[NodeFacts], findings: list[Finding], say: Callable[[str], None]
+    recipe: Recipe | None,
+    file: Path,
+    nodes: Sequence[NodeFacts],
+    findings: list[Finding],
+    say: Callable[[str], None],
 ) -> list[RankRates]:
     """Measure and write the hardware file; adds the findings about the rates to `findings`."""
     from megarl.doctor.measure import base_of, hardware_text, measure
@@ -166,7 +173,9 @@ class Node:
         for path, purpose in wanted.written:
             name = "" if folders else wanted.shared_name
             folders.append(machine.folder(Path(path), purpose, is_written=True, shared_name=name))
-        folders += [machine.folder(Path(path), purpose, is_written=False) for path, purpose in wanted.read]
+        folders += [
+            machine.folder(Path(path), purpose, is_written=False) for path, purpose in wanted.read
+        ]
         return NodeFacts(
             **vars(found),
             host=socket.gethostname(),
@@ -189,7 +198,9 @@ class Node:
             source=machine.source_digest(Path(megarl.__file__).parent),
             environment=machine.environment(os.environ.items()),
             folders=tuple(folders),
-            ports=tuple(machine.port(number, is_needed=needed) for number, needed in wanted.ports.items()),
+            ports=tuple(
+                machine.port(number, is_needed=needed) for number, needed in wanted.ports.items()
+            ),
         )
 
 
@@ -198,7 +209,9 @@ def survey_here(wanted: Wanted) -> list[NodeFacts]:
     return [Node().look(LOOPBACK, wanted)]
 
 
-def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[NodeFacts], list[Finding]]:
+def survey_cluster(
+    wanted: Wanted, say: Callable[[str], None]
+) -> tuple[list[NodeFacts], list[Finding]]:
     """(facts of the nodes that answered, this machine's first; findings: why other nodes did not).
 
     Where the cluster cannot be joined, the facts of this machine and the reason.
@@ -212,7 +225,9 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[Nod
             started = answers({node.worker.start(_NODE): node.address for node in nodes}, _START_S)
             up = [node for node in nodes if not isinstance(started[node.address], Exception)]
             offsets = {
-                node.address: _offset(lambda node=node: answers({node.worker.call("clock"): ""}, _START_S)[""])
+                node.address: _offset(
+                    lambda node=node: answers({node.worker.call("clock"): ""}, _START_S)[""]
+                )
                 for node in up
             }
             with _probe(wanted) as shared_name:
@@ -222,12 +237,16 @@ def survey_cluster(wanted: Wanted, say: Callable[[str], None]) -> tuple[list[Nod
     except UserError as error:
         return survey_here(wanted), of_errors([error])
     failed = {**started, **seen}
-    findings = [_silent(address, why) for address, why in failed.items() if isinstance(why, Exception)]
+    findings = [
+        _silent(address, why) for address, why in failed.items() if isinstance(why, Exception)
+    ]
     found = []
     for node in up:
         offset_s, error_s = offsets[node.address]
         if isinstance(facts := seen[node.address], NodeFacts):
-            found.append(replace(facts, ray_gpus=node.gpus, clock_offset_s=offset_s, clock_error_s=error_s))
+            found.append(
+                replace(facts, ray_gpus=node.gpus, clock_offset_s=offset_s, clock_error_s=error_s)
+            )
     return found, findings
 
 
@@ -255,7 +274,9 @@ def _probe(wanted: Wanted) -> Iterator[str]:
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     with ExitStack() as stack:
         with suppress(OSError):
-            name = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".megarl-doctor-", dir=existing)).name
+            name = stack.enter_context(
+                tempfile.NamedTemporaryFile(prefix=".megarl-doctor-", dir=existing)
+            ).name
         yield Path(name).name
 
 

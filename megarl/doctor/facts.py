@@ -31,7 +31,8 @@ class Gpu:
 class Topology:
     """`nvidia-smi topo -m`: the kind of connection (NV8, PIX, SYS...) of each pair of devices, and the NICs' names."""
 
-    links: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # "GPU0" -> "GPU1" -> "NV8"
+    # "GPU0" -> "GPU1" -> "NV8"
+    links: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     nics: Mapping[str, str] = field(default_factory=dict)  # "NIC0" -> "mlx5_0"
 
 
@@ -60,7 +61,8 @@ class Folder:
     file_system: str = ""
     error: str = ""  # why nothing can be written there
     write_bytes_per_s: float | None = None
-    is_shared: bool | None = None  # whether this node sees a file that the first node wrote; None: not checked
+    # whether this node sees a file that the first node wrote; None: not checked
+    is_shared: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,15 @@ class NodeFacts(GpuFacts):
     nic_errors: tuple[str, ...] = ()
     torch: Torch = Torch()
     versions: Mapping[str, str] = field(default_factory=dict)  # of the installed distributions
-    import_errors: Mapping[str, str] = field(default_factory=dict)  # "" where the module can be imported
-    foreign_cudnn: str = ""  # a cuDNN of the machine that is loaded in place of the package's; "" where there is none
-    pins: Mapping[str, str] = field(default_factory=dict)  # exact versions that the installed SGLang requires
+    # "" where the module can be imported
+    import_errors: Mapping[str, str] = field(default_factory=dict)
+    # a cuDNN of the machine that is loaded in place of the package's; "" where there is none
+    foreign_cudnn: str = ""
+    # exact versions that the installed SGLang requires
+    pins: Mapping[str, str] = field(default_factory=dict)
     source: str = ""  # a digest of megarl's source files
-    environment: Mapping[str, str] = field(default_factory=dict)  # NCCL_*, GLOO_*, ... that processes inherit
+    # NCCL_*, GLOO_*, ... that processes inherit
+    environment: Mapping[str, str] = field(default_factory=dict)
     folders: tuple[Folder, ...] = ()
     ports: tuple[Port, ...] = ()
     ray_gpus: int | None = None  # as Ray counts them; None without a Ray cluster

@@ -13,7 +13,8 @@ from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.printable import one_line
 from megarl.types import UserError
 
-Severity = Literal["fault", "warning", "note"]  # a fault must be mended; a warning costs time; a note informs
+# a fault must be mended; a warning costs time; a note informs
+Severity = Literal["fault", "warning", "note"]
 Problem = tuple[Severity, str, str, str]  # of a node: severity, where, problem, mend, as in Finding
 _ORDER: tuple[Severity, ...] = ("fault", "warning", "note")
 _MOST_NAMED = 4  # nodes in one line
@@ -57,13 +58,22 @@ class Report:
         """A line for each finding, then a summary."""
         found = [finding.line(len(self.nodes)) for finding in self.findings]
         if self.hardware_file:
-            found.append(f"measured: {self.hardware_file}, for megarl plan RECIPE --hardware {self.hardware_file}")
+            found.append(
+                f"measured: {self.hardware_file}, for megarl plan RECIPE --hardware {self.hardware_file}"
+            )
         kinds = Counter(gpu.name for node in self.nodes for gpu in node.gpus)
         gpus = " and ".join(f"{count} x {name}" for name, count in kinds.items()) or "no GPU"
         counts = Counter(finding.severity for finding in self.findings)
-        reward_result = f"{_counted(counts['fault'], 'fault')} to mend" if counts["fault"] else "nothing must be mended"
+        reward_result = (
+            f"{_counted(counts['fault'], 'fault')} to mend"
+            if counts["fault"]
+            else "nothing must be mended"
+        )
         seen = f"{_counted(len(self.nodes), 'node')}, {gpus}"
-        return [*found, f"megarl doctor: {seen}: {reward_result}, {_counted(counts['warning'], 'warning')}"]
+        return [
+            *found,
+            f"megarl doctor: {seen}: {reward_result}, {_counted(counts['warning'], 'warning')}",
+        ]
 
     def to_json(self) -> str:
         """The report as a JSON object; `facts` has all facts of the nodes."""
@@ -91,10 +101,13 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Merge equal findings of several nodes, and sort them by severity."""
     nodes: dict[Problem, dict[str, None]] = {}
     for finding in findings:
-        seen = nodes.setdefault((finding.severity, finding.where, finding.problem, finding.hint), {})
+        seen = nodes.setdefault(
+            (finding.severity, finding.where, finding.problem, finding.hint), {}
+        )
         seen |= dict.fromkeys(finding.nodes)
     found = [Finding(*key, tuple(addresses)) for key, addresses in nodes.items()]
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))  # stable within a severity
+    # stable within a severity
+    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def gb(num_bytes: float) -> str:

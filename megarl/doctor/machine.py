@@ -19,11 +19,21 @@ import psutil
 from megarl.cluster.topology import SYSFS, placement_among, placement_errors
 from megarl.doctor.facts import UNLIMITED, Folder, Nic, Port, ProcessLimits
 
-_WRITTEN_BYTES = 64 * 2**20  # to measure a disk's speed: enough to hide its latency, little enough for any disk
+# to measure a disk's speed: enough to hide its latency, little enough for any disk
+_WRITTEN_BYTES = 64 * 2**20
 _CHUNK_BYTES = 2**22
 _SPARE_BYTES = 4 * _WRITTEN_BYTES  # a disk with less free space is not measured
 _CGROUP = Path("/sys/fs/cgroup")
-_INHERITED = ("NCCL_", "GLOO_", "CUDA_", "SGLANG_", "RAY_EXPERIMENTAL_", "RAY_AUTH_MODE", "OMP_NUM_THREADS", "HF_HOME")
+_INHERITED = (
+    "NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "SGLANG_",
+    "RAY_EXPERIMENTAL_",
+    "RAY_AUTH_MODE",
+    "OMP_NUM_THREADS",
+    "HF_HOME",
+)
 # Ray sets the first for each process; megarl sets the others by the node's own network.
 _OWN = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
@@ -93,14 +103,19 @@ def _write(path: Path, free: int) -> tuple[str, float | None]:
             os.fsync(file.fileno())
             seconds = time.monotonic() - start
     except OSError as error:
-        return ("no space left" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or str(error)), None
+        return (
+            "no space left"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else error.strerror or str(error)
+        ), None
     return "", size / max(seconds, 1e-9) if size > 1 else None
 
 
 def port(number: int, *, is_needed: bool = True) -> Port:
     """Whether a process listens on a port, and which, as far as this user may see."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections do not count
+        # closed connections do not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("0.0.0.0", number))  # without listening
             return Port(number, is_needed=is_needed)
@@ -112,7 +127,11 @@ def _listener(number: int) -> str:
     """The process that listens on a port; "" where this user may not see it."""
     with suppress(psutil.Error, PermissionError):
         for socket_ in psutil.net_connections(kind="tcp"):
-            listens = socket_.status == psutil.CONN_LISTEN and socket_.laddr and socket_.laddr.port == number
+            listens = (
+                socket_.status == psutil.CONN_LISTEN
+                and socket_.laddr
+                and socket_.laddr.port == number
+            )
             if listens and socket_.pid:
                 return f"{psutil.Process(socket_.pid).name()} (pid {socket_.pid})"
     return ""
@@ -121,11 +140,19 @@ def _listener(number: int) -> str:
 def nics(root: Path = SYSFS) -> list[Nic]:
     """Every port of every card, by name."""
     folder = root / "class/infiniband"
-    cards = sorted(folder.iterdir(), key=lambda card: (len(card.name), card.name)) if folder.exists() else []
-    return [_nic(card.name, port) for card in cards for port in sorted((card / "ports").glob("[0-9]*"))]
+    cards = (
+        sorted(folder.iterdir(), key=lambda card: (len(card.name), card.name))
+        if folder.exists()
+        else []
+    )
+    return [
+        _nic(card.name, port) for card in cards for port in sorted((card / "ports").glob("[0-9]*"))
+    ]
 
 
-def gpu_nics(gpus: Sequence[str], address: str, root: Path = SYSFS) -> tuple[dict[str, str], tuple[str, ...]]:
+def gpu_nics(
+    gpus: Sequence[str], address: str, root: Path = SYSFS
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """(the card that each GPU of the node sends through, problems that a run's own check reports).
 
     The problems are cards that several GPUs share, or that are on another socket. gpus: PCI addresses, of which some
@@ -158,7 +185,11 @@ def text_of(file: Path) -> str:
 
 def environment(variables: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The variables that libraries of a GPU cluster read, without secrets."""
-    read = [(name, value) for name, value in sorted(variables) if name.startswith(_INHERITED) and name not in _OWN]
+    read = [
+        (name, value)
+        for name, value in sorted(variables)
+        if name.startswith(_INHERITED) and name not in _OWN
+    ]
     return {name: value for name, value in read if not any(word in name for word in _SECRET)}
 
 
@@ -197,6 +228,9 @@ def _cgroup_number(name: str, root: Path = _CGROUP) -> int:
 
 def _file_system(path: Path) -> str:
     """The type of the file system: that of the deepest mount point above `path`."""
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
-    deepest = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)  # the first of equal ones
+    mounts = [
+        mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)
+    ]
+    # the first of equal ones
+    deepest = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
     return deepest.fstype if deepest else ""

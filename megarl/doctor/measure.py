@@ -38,7 +38,9 @@ _LEAST_S = 1e-9  # the lower bound of latencies in the file
 _Line = tuple[float | int | str, str]  # a key's value, where it comes from
 
 
-def measure(nodes: Sequence[NodeFacts], say: Callable[[str], None]) -> tuple[list[RankRates], list[Finding]]:
+def measure(
+    nodes: Sequence[NodeFacts], say: Callable[[str], None]
+) -> tuple[list[RankRates], list[Finding]]:
     """(rates of all ranks, in the order of their nodes' addresses; findings).
 
     Measures the nodes of the Ray cluster with the most common number of GPUs; without a cluster this machine.
@@ -68,7 +70,10 @@ def _run(num_ranks: int, per_node: int, joins: bool, say: Callable[[str], None])
         store = device.host_store(_TIMEOUT_S, cluster.host)
         workers = [cluster.worker(f"measuring rank {rank}", rank) for rank in range(num_ranks)]
         arguments = (num_ranks, per_node, device.address_of(store), _TIMEOUT_S)
-        calls = {worker.start(_RANK, rank, *arguments): worker.name for rank, worker in enumerate(workers)}
+        calls = {
+            worker.start(_RANK, rank, *arguments): worker.name
+            for rank, worker in enumerate(workers)
+        }
         cluster.gather(calls)
         rates = cluster.call_all(workers, "measure")
         cluster.call_all(workers, "close")
@@ -82,7 +87,10 @@ def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Findi
         values = [getattr(measured, name) for measured in rates]
         if None in values or len(values) < 3:  # two values do not tell which is slow
             continue
-        usual, per_node = median(values), len(rates) // max(1, len({measured.node for measured in rates}))
+        usual, per_node = (
+            median(values),
+            len(rates) // max(1, len({measured.node for measured in rates})),
+        )
         for rank, (measured, value) in enumerate(zip(rates, values, strict=True)):
             if value < _SLOW * usual:
                 problem = f"{what} at {value / usual:.0%} of the median GPU's rate"
@@ -99,7 +107,9 @@ def base_of(device_name: str, folder: Path = FOLDER) -> Hardware | None:
     return max(named, key=lambda card: len(card.name), default=None)
 
 
-def hardware_text(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> str:
+def hardware_text(
+    rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None
+) -> str:
     """The text of the file. Raises ValueError without measurements.
 
     Links have their measured speed and a share of 1. The peaks of products and copies, and the shares that a run
@@ -109,10 +119,14 @@ def hardware_text(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: 
     lines = _lines(rates, nodes, base)
     card = f", completed from {base.name}'s own file" if base else ""
     head = f"# Measured by megarl doctor --measure on {len({rank.node for rank in rates})} node(s){card}.\n"
-    return head + "".join(f"{key}: {_yaml(value)}   # {source}\n" for key, (value, source) in lines.items())
+    return head + "".join(
+        f"{key}: {_yaml(value)}   # {source}\n" for key, (value, source) in lines.items()
+    )
 
 
-def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None) -> dict[str, _Line]:
+def _lines(
+    rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardware | None
+) -> dict[str, _Line]:
     flops = min(rank.matmul_flops for rank in rates)
     copied = min(rank.copy_bytes_per_s for rank in rates)
     device = rates[0].device_name
@@ -120,7 +134,9 @@ def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardwar
         "name": (base.name if base else device or "CPU", "as torch names it"),
         "memory_bytes": (min(rank.memory_bytes for rank in rates), "measured: as torch reports it"),
         "bf16_flops": _peak(base, "bf16_flops", flops, "large matrix products, slowest GPU"),
-        "hbm_bytes_per_s": _peak(base, "hbm_bytes_per_s", copied, "copies, read and written, slowest GPU"),
+        "hbm_bytes_per_s": _peak(
+            base, "hbm_bytes_per_s", copied, "copies, read and written, slowest GPU"
+        ),
         "compute_share": _share(base, "compute_share", flops, "bf16_flops"),
         "prefill_share": _share(base, "prefill_share", flops, "bf16_flops"),
         "hbm_share": _share(base, "hbm_share", copied, "hbm_bytes_per_s"),
@@ -133,25 +149,39 @@ def _lines(rates: Sequence[RankRates], nodes: Sequence[NodeFacts], base: Hardwar
     inside, between, from_host = (min(_values(rates, name), default=None) for name in names)
     found |= _link(base, "nvlink", inside, copied / 2)
     found |= _link(base, "nic", between, float(found["nvlink_bytes_per_s"][0]))
-    found["pcie_bytes_per_s"] = _known(base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory")
-    small, usual = "a small all-reduce, outside CUDA graphs", Hardware.model_fields["communicator_bytes"].default
+    found["pcie_bytes_per_s"] = _known(
+        base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory"
+    )
+    small, usual = (
+        "a small all-reduce, outside CUDA graphs",
+        Hardware.model_fields["communicator_bytes"].default,
+    )
     for key, name, otherwise, what in (
         ("nvlink_latency_s", "inside_latency_s", _ASSUMED["nvlink_latency_s"], small),
         ("nic_latency_s", "between_latency_s", _ASSUMED["nic_latency_s"], small),
-        ("communicator_bytes", "communicator_bytes", usual, "a group's first message, largest of all GPUs"),
+        (
+            "communicator_bytes",
+            "communicator_bytes",
+            usual,
+            "a group's first message, largest of all GPUs",
+        ),
     ):
         found[key] = _known(base, key, max(_values(rates, name), default=None), otherwise, what)
     speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
     known = [speed for speed in speeds if speed]
     what = "files in the run's folder, all nodes at once"
-    found["disk_bytes_per_s"] = _known(base, "disk_bytes_per_s", min(known, default=None), 1e9, what)
+    found["disk_bytes_per_s"] = _known(
+        base, "disk_bytes_per_s", min(known, default=None), 1e9, what
+    )
     return {key: found[key] for key in Hardware.model_fields if key in found}
 
 
 def _peak(base: Hardware | None, key: str, measured: float, what: str) -> _Line:
     """The peak of the card's file, or the measured rate if that is higher."""
     if base:
-        return max(getattr(base, key), measured), f"{base.name}'s own file; measured: {measured:.3g}, {what}"
+        return max(
+            getattr(base, key), measured
+        ), f"{base.name}'s own file; measured: {measured:.3g}, {what}"
     return measured, f"measured: {what}"
 
 
@@ -160,19 +190,31 @@ def _share(base: Hardware | None, key: str, measured: float, peak: str) -> _Line
         return _ASSUMED[key], "assumption, of what was measured"
     reached, usual = measured / max(getattr(base, peak), measured), getattr(base, key)
     if reached < usual:
-        return round(reached, 4), f"measured: {base.name}'s own file has {usual:g}, which nothing reached here"
+        return round(
+            reached, 4
+        ), f"measured: {base.name}'s own file has {usual:g}, which nothing reached here"
     return usual, f"{base.name}'s own file; measured here at most {reached:.2f}"
 
 
-def _link(base: Hardware | None, name: str, measured: float | None, otherwise: float) -> dict[str, _Line]:
+def _link(
+    base: Hardware | None, name: str, measured: float | None, otherwise: float
+) -> dict[str, _Line]:
     """A link's speed and the share that large messages reach: 1 where the speed was measured with large messages."""
     speed, share = f"{name}_bytes_per_s", f"{name}_share"
     if measured:
-        return {speed: (measured, f"measured: {_LARGEST}"), share: (1.0, "the speed is what was reached")}
-    return {speed: _known(base, speed, None, otherwise, ""), share: _known(base, share, None, _ASSUMED[share], "")}
+        return {
+            speed: (measured, f"measured: {_LARGEST}"),
+            share: (1.0, "the speed is what was reached"),
+        }
+    return {
+        speed: _known(base, speed, None, otherwise, ""),
+        share: _known(base, share, None, _ASSUMED[share], ""),
+    }
 
 
-def _known(base: Hardware | None, key: str, measured: float | None, otherwise: float, what: str) -> _Line:
+def _known(
+    base: Hardware | None, key: str, measured: float | None, otherwise: float, what: str
+) -> _Line:
     if measured:
         return max(measured, _LEAST_S), f"measured: {what}"
     if base:
@@ -186,5 +228,13 @@ def _values(rates: Sequence[RankRates], name: str) -> list[float]:
 
 def _yaml(value: float | int | str) -> str:
     if isinstance(value, str):
-        return f'"{value}"' if value.isascii() and '"' not in value and "\\" not in value else '"GPU"'
-    return str(value) if isinstance(value, int) else f"{value:.6e}" if value >= 1e4 or value < 1e-2 else f"{value:g}"
+        return (
+            f'"{value}"' if value.isascii() and '"' not in value and "\\" not in value else '"GPU"'
+        )
+    return (
+        str(value)
+        if isinstance(value, int)
+        else f"{value:.6e}"
+        if value >= 1e4 or value < 1e-2
+        else f"{value:g}"
+    )

@@ -44,7 +44,9 @@ def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
     """The GPUs' facts; empty without nvidia-smi, for then megarl cannot use a GPU."""
     if shutil.which("nvidia-smi") is None:
         return GpuFacts()
-    has_peermem = any(line.startswith("nvidia_peermem ") for line in text_of(proc / "modules").splitlines())
+    has_peermem = any(
+        line.startswith("nvidia_peermem ") for line in text_of(proc / "modules").splitlines()
+    )
     has_open_driver = "Open Kernel Module" in text_of(proc / "driver/nvidia/version")
     try:
         found, driver = _asked_gpus()
@@ -53,7 +55,9 @@ def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
     head = matrix = ""
     with suppress(OSError, subprocess.SubprocessError):  # containers hide the topology from some
         head, matrix = _ask(), _ask("topo", "-m")
-    return GpuFacts("", driver, driver_cuda(head), tuple(found), topology(matrix), has_peermem, has_open_driver)
+    return GpuFacts(
+        "", driver, driver_cuda(head), tuple(found), topology(matrix), has_peermem, has_open_driver
+    )
 
 
 def _asked_gpus() -> tuple[list[Gpu], str]:
@@ -66,14 +70,17 @@ def _asked_gpus() -> tuple[list[Gpu], str]:
 
 def _ask(*arguments: str) -> str:
     command = ["nvidia-smi", *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_ANSWER_S).stdout
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=_ANSWER_S
+    ).stdout
 
 
 def _words(error: Exception) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"no answer within {_ANSWER_S:.0f} s"
     if isinstance(error, subprocess.CalledProcessError):
-        lines = (error.stdout + error.stderr).strip().splitlines()  # nvidia-smi writes errors to standard output
+        # nvidia-smi writes errors to standard output
+        lines = (error.stdout + error.stderr).strip().splitlines()
         return lines[0] if lines else f"exit code {error.returncode}"
     return str(error)
 

@@ -23,7 +23,13 @@ DISTRIBUTIONS = (
     "apex", "psutil",
 )  # fmt: skip
 # Modules that a run on GPUs loads: only their import shows that a kernel was built for another torch or CUDA.
-MODULES = ("transformer_engine.pytorch", "sgl_kernel", "flashinfer", "flash_attn", "torch_memory_saver")
+MODULES = (
+    "transformer_engine.pytorch",
+    "sgl_kernel",
+    "flashinfer",
+    "flash_attn",
+    "torch_memory_saver",
+)
 _PINNED_BY_SGLANG = ("torch", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python", "transformers")
 _IMPORT_S = 180.0  # from a cold shared disk
 _CUDNN_FOLDERS = ("CUDNN_HOME", "CUDNN_PATH", "CUDA_HOME", "CUDA_PATH")
@@ -68,7 +74,10 @@ def pins(demands: list[str]) -> dict[str, str]:
             demand = Requirement(text)
         except InvalidRequirement:
             continue
-        name, exact = canonicalize_name(demand.name), [it.version for it in demand.specifier if it.operator == "=="]
+        name, exact = (
+            canonicalize_name(demand.name),
+            [it.version for it in demand.specifier if it.operator == "=="],
+        )
         if name in _PINNED_BY_SGLANG and exact and not demand.marker:
             found[name] = exact[0]
     return found
@@ -82,7 +91,9 @@ def foreign_cudnn(environment: Mapping[str, str], packages: Path, toolkit: Path 
     packages: the folder of the environment's own packages.
     """
     named = [Path(environment[name]) for name in _CUDNN_FOLDERS if environment.get(name)]
-    searched = [path for folder in (*named, toolkit) for path in sorted(folder.glob("**/libcudnn.so*"))]
+    searched = [
+        path for folder in (*named, toolkit) for path in sorted(folder.glob("**/libcudnn.so*"))
+    ]
     paths = filter(None, environment.get("LD_LIBRARY_PATH", "").split(":"))
     searched += [path for folder in paths for path in sorted(Path(folder).glob("libcudnn.so*"))]
     cached = _cached("libcudnn.so")
@@ -94,7 +105,9 @@ def foreign_cudnn(environment: Mapping[str, str], packages: Path, toolkit: Path 
 def _cached(name: str) -> Path | None:
     """Where the loader's cache has a library; None where it lacks it."""
     with suppress(OSError, subprocess.SubprocessError):
-        listed = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, timeout=_IMPORT_S).stdout
+        listed = subprocess.run(
+            [_LDCONFIG, "-p"], capture_output=True, text=True, timeout=_IMPORT_S
+        ).stdout
         rows = (line.strip().rpartition(" => ") for line in listed.splitlines())
         return next((Path(path) for named, _, path in rows if named.split(" ")[0] == name), None)
     return None
@@ -124,10 +137,16 @@ def _python(program: str) -> tuple[str, str]:
     """(output of a Python program, last line of its error or "")."""
     command = [sys.executable, "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_IMPORT_S
+        )
     except subprocess.TimeoutExpired:
         return "", f"no end after {_IMPORT_S:.0f} s"
     if done.returncode == 0:
         return done.stdout, ""
-    ended = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    ended = (
+        f"killed by signal {-done.returncode}"
+        if done.returncode < 0
+        else f"exit code {done.returncode}"
+    )
     return "", next(reversed(done.stderr.strip().splitlines()), ended)

@@ -40,7 +40,9 @@ CPU_SIZES = Sizes(8 * 2**20, 32 * 2**20, 16 * 2**10, 512, 3)
 class RateRank:
     """Rank `rank` of `num_ranks`, with `node_ranks` on each node, on GPU rank % node_ranks of its node."""
 
-    def __init__(self, rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float
+    ) -> None:
         """Blocks until all ranks have joined."""
         self._rank, self._num_ranks, self._node_ranks = rank, num_ranks, node_ranks
         if device.DEVICE == "cuda":
@@ -49,7 +51,9 @@ class RateRank:
         device.use_loopback()
         limit = timedelta(seconds=timeout_s)
         store = PrefixStore("doctor", device.join_store(address, timeout_s))
-        dist.init_process_group(device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit)
+        dist.init_process_group(
+            device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit
+        )
         nodes = [[*range(first, first + node_ranks)] for first in range(0, num_ranks, node_ranks)]
         groups: list[Any] = [dist.new_group(ranks, timeout=limit) for ranks in nodes]
         self._node_group: dist.ProcessGroup = groups[rank // node_ranks]
@@ -58,7 +62,11 @@ class RateRank:
     def measure(self) -> RankRates:
         """All rates; collective."""
         sizes, node = self._sizes, self._rank // self._node_ranks
-        first, has_peers, has_nodes = node * self._node_ranks, self._node_ranks > 1, self._num_ranks > self._node_ranks
+        first, has_peers, has_nodes = (
+            node * self._node_ranks,
+            self._node_ranks > 1,
+            self._num_ranks > self._node_ranks,
+        )
         communicator_bytes = self._communicator_bytes(has_peers)  # before any other message
         ring = [first + slot for slot in range(self._node_ranks)]
         column = [*range(self._rank % self._node_ranks, self._num_ranks, self._node_ranks)]
@@ -69,9 +77,15 @@ class RateRank:
             matmul_flops=2 * sizes.width**3 / self._seconds(self._matmul()),
             copy_bytes_per_s=2 * sizes.copy_bytes / self._seconds(self._copy()),
             host_bytes_per_s=self._from_host(),
-            inside_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(ring)) if has_peers else None,
-            between_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(column)) if has_nodes else None,
-            inside_latency_s=self._seconds(self._all_reduce(self._node_group)) if has_peers else None,
+            inside_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(ring))
+            if has_peers
+            else None,
+            between_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(column))
+            if has_nodes
+            else None,
+            inside_latency_s=self._seconds(self._all_reduce(self._node_group))
+            if has_peers
+            else None,
             between_latency_s=self._seconds(self._all_reduce(None)) if has_nodes else None,
             communicator_bytes=communicator_bytes,
         )
@@ -110,13 +124,18 @@ class RateRank:
             return None
         target = self._empty(self._sizes.copy_bytes)
         source = torch.empty(self._sizes.copy_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._sizes.copy_bytes / self._seconds(lambda: target.copy_(source, non_blocking=True))
+        return self._sizes.copy_bytes / self._seconds(
+            lambda: target.copy_(source, non_blocking=True)
+        )
 
     def _shift(self, ring: Sequence[int]) -> Callable[[], object]:
         """Send to the next rank of the ring and receive from the one before, at once."""
         place = ring.index(self._rank)
         after, before = ring[(place + 1) % len(ring)], ring[place - 1]
-        source, target = self._empty(self._sizes.message_bytes), self._empty(self._sizes.message_bytes)
+        source, target = (
+            self._empty(self._sizes.message_bytes),
+            self._empty(self._sizes.message_bytes),
+        )
 
         def shift() -> None:
             both = [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, target, before)]

@@ -15,9 +15,11 @@ from megarl.doctor.findings import Finding, Problem, Severity, gb, of_node
 
 _SKEW_S, _SMALL_SKEW_S = 5.0, 0.5
 _ABSENT = "nothing"
-_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"  # 1: every process sees all GPUs and selects one by slot
+# 1: every process sees all GPUs and selects one by slot
+_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
-_HOST_SHARE, _DEVICE_SHARE = 0.9, 0.97  # of the memory in the hardware file: a node may have less, by its firmware
+# of the memory in the hardware file: a node may have less, by its firmware
+_HOST_SHARE, _DEVICE_SHARE = 0.9, 0.97
 
 
 def cluster_findings(nodes: Sequence[NodeFacts]) -> list[Finding]:
@@ -60,7 +62,12 @@ def _ray_gpus(node: NodeFacts) -> Iterator[Problem]:
         yield "fault", "Ray", problem, "restart Ray there with --num-gpus, or mend the GPUs"
     if node.environment.get(_ALL_GPUS) != "1":
         problem = "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process"
-        yield "fault", _ALL_GPUS, problem, "export it before Ray is started there, or start Ray by scripts/ray_node.sh"
+        yield (
+            "fault",
+            _ALL_GPUS,
+            problem,
+            "export it before Ray is started there, or start Ray by scripts/ray_node.sh",
+        )
 
 
 def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Problem]:
@@ -84,7 +91,9 @@ def _no_fabric(node: NodeFacts) -> Iterator[Problem]:
 def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     """What should be the same on all nodes: versions, the kind of GPUs, exported variables."""
 
-    def unequal(severity: Severity, where: str, hint: str, value: Callable[[NodeFacts], str]) -> Iterator[Finding]:
+    def unequal(
+        severity: Severity, where: str, hint: str, value: Callable[[NodeFacts], str]
+    ) -> Iterator[Finding]:
         """A finding for each value but the most common one; in a tie the first node's counts as the most common."""
         values = {node.address: value(node) for node in nodes}
         (usual, count), *others = Counter(values.values()).most_common()
@@ -99,15 +108,25 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
     install = "install the same environment on all nodes"
     for name in sorted({name for node in nodes for name in node.versions}):
-        yield from unequal("fault", name, install, lambda node, name=name: node.versions.get(name, _ABSENT))
+        yield from unequal(
+            "fault", name, install, lambda node, name=name: node.versions.get(name, _ABSENT)
+        )
     yield from unequal("fault", "Python", install, lambda node: node.python)
     yield from unequal("fault", "NCCL", install, lambda node: node.torch.nccl or _ABSENT)
-    yield from unequal("fault", "megarl", "copy one commit to all nodes", lambda node: f"source {node.source}")
-    yield from unequal("warning", "driver", "install the same one", lambda node: node.driver or _ABSENT)
-    yield from unequal("warning", "GPUs", "book nodes of one kind: a run wants as many GPUs of each", gpus)
+    yield from unequal(
+        "fault", "megarl", "copy one commit to all nodes", lambda node: f"source {node.source}"
+    )
+    yield from unequal(
+        "warning", "driver", "install the same one", lambda node: node.driver or _ABSENT
+    )
+    yield from unequal(
+        "warning", "GPUs", "book nodes of one kind: a run wants as many GPUs of each", gpus
+    )
     hint = "export the same on every node before Ray is started there (scripts/launch_env.sh)"
     for name in sorted({name for node in nodes for name in node.environment}):
-        yield from unequal("warning", name, hint, lambda node, name=name: node.environment.get(name, _ABSENT))
+        yield from unequal(
+            "warning", name, hint, lambda node, name=name: node.environment.get(name, _ABSENT)
+        )
 
 
 def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
@@ -116,16 +135,28 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
     if placement.network == "loopback":
         if 0 < here < placement.gpus:
             problem = f"{placement.gpus} GPUs, and this machine has {here}"
-            yield "fault", "placement.gpus", problem, "set it to those there are, or placement.network to nodes"
+            yield (
+                "fault",
+                "placement.gpus",
+                problem,
+                "set it to those there are, or placement.network to nodes",
+            )
         return
     wanted, each = -(-placement.gpus // placement.gpus_per_node), placement.gpus_per_node
     fit = [node for node in nodes if node.ray_gpus == each]
     if nodes[0].ray_gpus is not None and len(fit) < wanted:
         problem = f"{placement.gpus} GPUs are {wanted} nodes of {each}, Ray has {len(fit)} with as many GPUs"
-        yield "fault", "placement.gpus", problem, "start Ray on more nodes, or correct placement.gpus_per_node"
+        yield (
+            "fault",
+            "placement.gpus",
+            problem,
+            "start Ray on more nodes, or correct placement.gpus_per_node",
+        )
 
 
-def _checkpoints(recipe: Recipe, nodes: Sequence[NodeFacts], checkpoint_bytes: int) -> Iterator[Problem]:
+def _checkpoints(
+    recipe: Recipe, nodes: Sequence[NodeFacts], checkpoint_bytes: int
+) -> Iterator[Problem]:
     """A disk of run.dir that has no space for all kept checkpoints and the one that is being written."""
     if not recipe.checkpoint.every or not checkpoint_bytes:
         return
@@ -143,7 +174,9 @@ def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
         return
     name, memory = node.gpus[0].name, min((gpu.memory_bytes or 0) for gpu in node.gpus)
     if not hardware.is_card(name):
-        problem = f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"
+        problem = (
+            f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"
+        )
         hint = "name the file of this card, or write one with megarl doctor --measure"
         yield "warning", "placement.hardware", problem, hint
     elif memory and memory < _DEVICE_SHARE * hardware.memory_bytes:

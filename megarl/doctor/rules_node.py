@@ -10,20 +10,28 @@ from megarl.doctor.findings import Finding, Problem, gb, of_node
 from megarl.doctor.nvidia import slowdowns
 
 _INSTALL = "install what requirements/gpu.txt names"
-_LEAST_SHM_BYTES = 2**30  # NCCL's and gloo's buffers of eight ranks, and Ray's smallest object store
+# NCCL's and gloo's buffers of eight ranks, and Ray's smallest object store
+_LEAST_SHM_BYTES = 2**30
 _MOST_STORE_BYTES = 2**35  # the bound of Ray's object store in megarl and scripts/ray_node.sh
 _LEAST = 4096  # open files, and processes with their threads
 _GOOD_FILES = 65_536  # descriptors: each rank has a socket to each other rank, Ray several
 _GOOD_PROCESSES = 32_768  # including threads: some hundreds for each rank and engine
-_FULL_BYTES, _LOW_BYTES = 10**9, 20 * 10**9  # for logs and sockets; for a run's logs and a compiler's caches
+# for logs and sockets; for a run's logs and a compiler's caches
+_FULL_BYTES, _LOW_BYTES = 10**9, 20 * 10**9
 _FEW_FILES = 1000
 _SLOW_BYTES_PER_S = 200e6  # a single old disk; a checkpoint of a 30B model takes half an hour
 _HELD_BYTES = 2 * 2**30  # used memory of a GPU before a run: more than the driver and a display use
 _NEEDED = ("torch", "megatron-core", "ray", "transformers", "sglang")
 _NEEDED_ON_GPUS = {  # distribution -> (its module, the module's use in a run)
-    "transformer-engine": ("transformer_engine.pytorch", "TransformerEngine computes the training ranks' layers"),
+    "transformer-engine": (
+        "transformer_engine.pytorch",
+        "TransformerEngine computes the training ranks' layers",
+    ),
     "sglang-kernel": ("sgl_kernel", "SGLang's engines compute with its kernels"),
-    "torch-memory-saver": ("torch_memory_saver", "engines give their memory to the training ranks by it"),
+    "torch-memory-saver": (
+        "torch_memory_saver",
+        "engines give their memory to the training ranks by it",
+    ),
 }
 _WHY = {  # a word of CUDA's error -> what to look at
     "driver": "install a driver for this CUDA, or torch's build for the driver's",
@@ -34,7 +42,10 @@ _WHY = {  # a word of CUDA's error -> what to look at
 
 def node_findings(node: NodeFacts) -> list[Finding]:
     """The findings about everything but GPUs; for a node without GPUs a note on what was not checked."""
-    return of_node(node, *(rule(node) for rule in (_shm, _memlock, _counts, _disks, _ports, _packages, _no_gpu)))
+    return of_node(
+        node,
+        *(rule(node) for rule in (_shm, _memlock, _counts, _disks, _ports, _packages, _no_gpu)),
+    )
 
 
 def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
@@ -91,12 +102,24 @@ def _disks(node: NodeFacts) -> Iterator[Problem]:
         has_few_files = folder.free_files is not None and folder.free_files < _FEW_FILES
         if folder.free_bytes < _FULL_BYTES or has_few_files:
             files = "" if folder.free_files is None else f", {folder.free_files} files"
-            problem = f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}"
+            problem = (
+                f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}"
+            )
             yield "fault", where, problem, "make room there, or name a folder on another disk"
         elif folder.error:
-            yield "fault", where, f"nothing can be written ({folder.error})", "mend that, or name another folder"
+            yield (
+                "fault",
+                where,
+                f"nothing can be written ({folder.error})",
+                "mend that, or name another folder",
+            )
         elif folder.free_bytes < _LOW_BYTES:
-            yield "warning", where, f"{gb(folder.free_bytes)} free", "make room there before a long run"
+            yield (
+                "warning",
+                where,
+                f"{gb(folder.free_bytes)} free",
+                "make room there before a long run",
+            )
         if speed is not None and speed < _SLOW_BYTES_PER_S:
             problem = f"{speed / 1e6:.0f} MB/s are written ({folder.file_system or 'unknown file system'})"
             yield "warning", where, problem, "name a faster disk: a step waits for its checkpoint"
@@ -128,7 +151,12 @@ def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
     lacks = [] if node.torch.cuda else ["torch is a CPU build"]
     lacks += [f"{name} is not installed" for name in _NEEDED_ON_GPUS if name not in node.versions]
     hint = "nothing for a run on CPU" + (f"; for one on GPUs: {', '.join(lacks)}" if lacks else "")
-    yield "note", "GPUs", "nvidia-smi lists none: driver, CUDA, NCCL, NVLink, clocks and kernels were not checked", hint
+    yield (
+        "note",
+        "GPUs",
+        "nvidia-smi lists none: driver, CUDA, NCCL, NVLink, clocks and kernels were not checked",
+        hint,
+    )
 
 
 def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
@@ -136,7 +164,10 @@ def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
         if error := node.import_errors.get(module, ""):
             severity, effect = "fault", f", and {purpose}"
             if local_layers and distribution == "transformer-engine":
-                severity, effect = "warning", ": training uses Megatron's own layers, which are slower"
+                severity, effect = (
+                    "warning",
+                    ": training uses Megatron's own layers, which are slower",
+                )
             problem = f"it cannot be imported ({error}){effect}"
             yield severity, distribution, problem, f"{_INSTALL}, for this torch and this CUDA"
 
@@ -162,7 +193,10 @@ def _torch(node: NodeFacts) -> Iterator[Problem]:
         problem = f"{node.driver} runs CUDA {node.driver_cuda}, and torch {torch.version} is built for {torch.cuda}"
         yield "fault", "driver", problem, "install a newer driver"
     elif torch.error:
-        hint = next((hint for word, hint in _WHY.items() if word in torch.error), "look at nvidia-smi -q and dmesg")
+        hint = next(
+            (hint for word, hint in _WHY.items() if word in torch.error),
+            "look at nvidia-smi -q and dmesg",
+        )
         yield "fault", "torch", f"CUDA does not start ({torch.error})", hint
     elif torch.num_devices != count:
         hint = "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs"
@@ -183,17 +217,31 @@ def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
     for gpu in node.gpus:
         where = f"GPU {gpu.index} ({gpu.pci})"
         if gpu.mig:
-            yield "fault", where, "it is cut into MIG instances", f"nvidia-smi -i {gpu.index} -mig 0"
+            yield (
+                "fault",
+                where,
+                "it is cut into MIG instances",
+                f"nvidia-smi -i {gpu.index} -mig 0",
+            )
         if gpu.ecc_errors:
             problem = f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded"
             yield "fault", where, problem, "drain the node and have the GPU reset or replaced"
         if reasons := slowdowns(gpu.clock_reasons or 0):
-            clocks = f"{gpu.sm_mhz:g} of {gpu.max_sm_mhz:g} MHz" if gpu.sm_mhz and gpu.max_sm_mhz else "clocks are down"
+            clocks = (
+                f"{gpu.sm_mhz:g} of {gpu.max_sm_mhz:g} MHz"
+                if gpu.sm_mhz and gpu.max_sm_mhz
+                else "clocks are down"
+            )
             problem = f"{clocks} ({', '.join(reasons)}): all ranks wait for the slowest"
             yield "warning", where, problem, "mend its cooling or power, or leave the node out"
         if gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width:
             problem = f"{gpu.pcie_width} of {gpu.max_pcie_width} PCIe lanes"
-            yield "warning", where, problem, "have the GPU reseated: offloading is slower in proportion"
+            yield (
+                "warning",
+                where,
+                problem,
+                "have the GPU reseated: offloading is slower in proportion",
+            )
         if gpu.used_bytes and gpu.used_bytes > _HELD_BYTES:
             hint = "end the processes that use it (see nvidia-smi), unless it is a run"
             yield "warning", where, f"{gb(gpu.used_bytes)} are used already", hint
@@ -203,20 +251,39 @@ def _alike(node: NodeFacts) -> Iterator[Problem]:
     kinds = Counter(gpu.name for gpu in node.gpus)
     if len(kinds) > 1:
         unlike = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        yield "warning", "GPUs", f"different models: {unlike}", "book nodes of one kind: all wait for the slowest"
+        yield (
+            "warning",
+            "GPUs",
+            f"different models: {unlike}",
+            "book nodes of one kind: all wait for the slowest",
+        )
 
 
 def _nvlink(node: NodeFacts) -> Iterator[Problem]:
     """All pairs should have equally many NVLinks; PCIe between GPUs is slow for tensor and expert parallelism."""
     rows = {name: row for name, row in node.topology.links.items() if name.startswith("GPU")}
-    links = {(first, other): kind for first, row in rows.items() for other, kind in row.items() if other[:3] == "GPU"}
+    links = {
+        (first, other): kind
+        for first, row in rows.items()
+        for other, kind in row.items()
+        if other[:3] == "GPU"
+    }
     kinds = Counter(links.values())
     if kinds and not any(kind.startswith("NV") for kind in kinds):
         problem = f"no NVLink between its {len(node.gpus)} GPUs ({', '.join(sorted(kinds))})"
-        yield "warning", "NVLink", problem, "keep train.tp and train.ep small, or book nodes with NVLink"
+        yield (
+            "warning",
+            "NVLink",
+            problem,
+            "keep train.tp and train.ep small, or book nodes with NVLink",
+        )
     elif len(kinds) > 1:
         usual = kinds.most_common(1)[0][0]
-        unlike = [pair for pair, kind in links.items() if kind != usual and int(pair[0][3:]) < int(pair[1][3:])]
+        unlike = [
+            pair
+            for pair, kind in links.items()
+            if kind != usual and int(pair[0][3:]) < int(pair[1][3:])
+        ]
         odd = [f"{first}-{other} {links[first, other]}" for first, other in unlike]
         problem = f"pairs of GPUs are joined unequally: most by {usual}, but {', '.join(odd[:8])}"
         yield "warning", "NVLink", problem, "look at nvidia-smi nvlink -s: is a link down?"
@@ -225,19 +292,41 @@ def _nvlink(node: NodeFacts) -> Iterator[Problem]:
 def _nics(node: NodeFacts) -> Iterator[Problem]:
     down = [f"{nic.name}:{nic.port}" for nic in node.nics if not nic.is_up]
     if down:
-        yield "warning", "network", f"links are down: {', '.join(down)}", "look at ibstat and the cables"
-    rates = Counter(nic.gbit_per_s for nic in node.nics if nic.is_up and nic.name in node.gpu_nics.values())
+        yield (
+            "warning",
+            "network",
+            f"links are down: {', '.join(down)}",
+            "look at ibstat and the cables",
+        )
+    rates = Counter(
+        nic.gbit_per_s for nic in node.nics if nic.is_up and nic.name in node.gpu_nics.values()
+    )
     if len(rates) > 1:
         speeds = ", ".join(f"{count} of {rate or 0:g} Gb/s" for rate, count in rates.items())
-        yield "warning", "network", f"the GPUs' cards are of unequal speed: {speeds}", "look at ibstat and the cables"
+        yield (
+            "warning",
+            "network",
+            f"the GPUs' cards are of unequal speed: {speeds}",
+            "look at ibstat and the cables",
+        )
     for problem in node.nic_errors:
-        yield "warning", "network", problem, "name the GPUs' cards in NCCL_IB_HCA, or mend the node's cards"
+        yield (
+            "warning",
+            "network",
+            problem,
+            "name the GPUs' cards in NCCL_IB_HCA, or mend the node's cards",
+        )
 
 
 def _peer_memory(node: NodeFacts) -> Iterator[Problem]:
     if node.gpu_nics and not node.has_peermem and not node.has_open_driver:
         problem = "neither nvidia_peermem nor open kernel modules (dmabuf): messages go through the host's memory"
-        yield "warning", "GPUDirect", problem, "modprobe nvidia_peermem, or install the driver's open modules"
+        yield (
+            "warning",
+            "GPUDirect",
+            problem,
+            "modprobe nvidia_peermem, or install the driver's open modules",
+        )
 
 
 def _major(version: str) -> int:

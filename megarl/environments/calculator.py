@@ -50,9 +50,13 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             found = _power(_value(left, text, depth - 1), _value(right, text, depth - 1))
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
-            found = _OPERATIONS[type(operator)](_value(left, text, depth - 1), _value(right, text, depth - 1))
+            found = _OPERATIONS[type(operator)](
+                _value(left, text, depth - 1), _value(right, text, depth - 1)
+            )
         case _:
-            raise ValueError(f"{ast.unparse(node)[:60]!r} is not a number or one of + - * / // % **")
+            raise ValueError(
+                f"{ast.unparse(node)[:60]!r} is not a number or one of + - * / // % **"
+            )
     if _bits(found) > _MOST_BITS:
         raise ValueError(f"a number has more than {_MOST_BITS} bits")
     return found
@@ -91,7 +95,10 @@ def _written(value: Fraction) -> str:
         rest, fives = rest // 5, fives + 1
     digits = max(twos, fives)
     if rest == 1 and digits <= _DIGITS:
-        sign, whole = "-" if value < 0 else "", abs(value.numerator) * 10**digits // value.denominator
+        sign, whole = (
+            "-" if value < 0 else "",
+            abs(value.numerator) * 10**digits // value.denominator,
+        )
         return f"{sign}{whole // 10**digits}.{whole % 10**digits:0{digits}d}"
     try:
         return f"{value} = {float(value):.{_DIGITS}g} (rounded)"

@@ -15,20 +15,26 @@ _ERROR_LINES = 20
 _SESSION_CPU_S = 300.0  # of all calls of an interpreter together
 
 
-async def python(code: str, *, timeout_s: float = 4.0, memory_mb: int = 512, unsafe: bool = False) -> str:
+async def python(
+    code: str, *, timeout_s: float = 4.0, memory_mb: int = 512, unsafe: bool = False
+) -> str:
     """Run a Python program and return what it prints. It has the standard library, no network and no other files.
 
     Args:
         code: the whole program; print what you want to see
     """
     limits = SandboxLimits(wall_s=timeout_s, memory_mb=memory_mb, stdout_bytes=_OUTPUT_BYTES)
-    return _told(await asyncio.to_thread(sandbox.run, code, limits=limits, unsafe=unsafe), timeout_s)
+    return _told(
+        await asyncio.to_thread(sandbox.run, code, limits=limits, unsafe=unsafe), timeout_s
+    )
 
 
 def _prepare(*, unsafe: bool = False, where: str = "episode.tools", **_: object) -> None:
     """Refuse a machine on which programs cannot be isolated."""
     for error in sandbox.sandbox_errors(unsafe=unsafe):
-        raise UserError(where, error.problem, "install bubblewrap, or run without isolation: `unsafe: true`")
+        raise UserError(
+            where, error.problem, "install bubblewrap, or run without isolation: `unsafe: true`"
+        )
 
 
 python.prepare = _prepare  # type: ignore[attr-defined]
@@ -67,7 +73,9 @@ class PythonSession(Environment):
         async with self._turn:
             if self._is_closed:  # while the call waited
                 raise RuntimeError("the episode has ended")
-            self._session = self._session or SandboxSession(self._limits, self.seed, unsafe=self._unsafe)
+            self._session = self._session or SandboxSession(
+                self._limits, self.seed, unsafe=self._unsafe
+            )
             try:
                 outcome = await self._session.run(code)
             except BaseException:  # cancelled: the interpreter has been ended
@@ -91,7 +99,9 @@ def _told(outcome: Outcome, timeout_s: float) -> str:
     elif outcome.too_much_output:
         parts.append(f"The program printed more than {_OUTPUT_BYTES} bytes and was ended.")
     elif outcome.status != 0:
-        parts += outcome.stderr.strip().splitlines()[-_ERROR_LINES:] or [f"Exit status {outcome.status}."]
+        parts += outcome.stderr.strip().splitlines()[-_ERROR_LINES:] or [
+            f"Exit status {outcome.status}."
+        ]
     elif not outcome.stdout:
         parts.append("The program printed nothing.")
     return "\n".join(part.rstrip("\n") for part in parts if part)
@@ -103,6 +113,10 @@ def _told_cell(outcome: CellOutcome, timeout_s: float) -> str:
     if outcome.num_bytes > _OUTPUT_BYTES:
         parts.append(f"Only the first {_OUTPUT_BYTES} of {outcome.num_bytes} bytes are shown.")
     if not outcome.is_alive:
-        how = f"The code took longer than {timeout_s:g} s and was ended." if outcome.timed_out else "Python has ended."
+        how = (
+            f"The code took longer than {timeout_s:g} s and was ended."
+            if outcome.timed_out
+            else "Python has ended."
+        )
         parts.append(f"{how} The next call begins anew: what earlier ones defined is lost.")
     return "\n".join(part for part in parts if part) or "The code printed nothing."

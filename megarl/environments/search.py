@@ -25,7 +25,8 @@ def search(query: str, *, corpus: str, num_results: int = 3) -> str:
         query: a few words that the documents contain
     """
     retriever, offsets = _index(corpus)
-    tokens: Any = bm25s.tokenize([query], show_progress=False, return_ids=False)  # lists of words, one a query
+    # lists of words, one a query
+    tokens: Any = bm25s.tokenize([query], show_progress=False, return_ids=False)
     found = _best(retriever.get_scores(tokens[0]), num_results) if tokens[0] else []
     with open(corpus, "rb") as file:
         texts = [_document(file, int(offsets[place])) for place in found]
@@ -50,7 +51,11 @@ def _best(scores: Any, count: int) -> list[int]:
 def _prepare(*, corpus: str, **_: object) -> None:
     """Make the index if it is not there, and map it."""
     if not Path(corpus).is_file():
-        raise UserError("episode.arguments", f"corpus: there is no file {corpus}", "name a JSONL file of documents")
+        raise UserError(
+            "episode.arguments",
+            f"corpus: there is no file {corpus}",
+            "name a JSONL file of documents",
+        )
     _index(corpus)
 
 
@@ -94,8 +99,12 @@ def _make(corpus: str, folder: Path) -> None:
 def _text(document: Any) -> str:
     """A document's text: its `contents`, or its `title` and `text`."""
     if not isinstance(document, dict) or not ("contents" in document or "text" in document):
-        raise ValueError(f"a line of the corpus has neither `contents` nor `text`: {str(document)[:80]}")
-    return str(document.get("contents") or f"{document.get('title', '')}\n{document['text']}".strip())
+        raise ValueError(
+            f"a line of the corpus has neither `contents` nor `text`: {str(document)[:80]}"
+        )
+    return str(
+        document.get("contents") or f"{document.get('title', '')}\n{document['text']}".strip()
+    )
 
 
 def _document(file: Any, offset: int) -> str:

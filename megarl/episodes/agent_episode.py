@@ -63,12 +63,14 @@ class AgentEpisode:
         self._rows, self._tool_sets, self._config = rows, tool_sets, config
         self._policy = policy or PolicySampling()
         self._threads: list[_Thread] = []
-        self._num_asked, self._in_flight = 0, 0  # open requests; of these, the ones that already count as a turn
+        # open requests; of these, the ones that already count as a turn
+        self._num_asked, self._in_flight = 0, 0
         self._idle_since: float | None = None  # None: the agent has not begun
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.refused_fields: Mapping[str, int] = {}  # how often the endpoint has refused each; set when it has closed
+        # how often the endpoint has refused each; set when it has closed
+        self.refused_fields: Mapping[str, int] = {}
 
     @property
     def error(self) -> BaseException | None:
@@ -121,8 +123,11 @@ class AgentEpisode:
         except (ChatRefused, EpisodeOver):
             raise
         except Exception as error:
-            if not self.error:  # messages and schemas are anybody's, and libraries raise anything for them
-                raise ChatRefused(f"the request cannot be answered ({describe_error(error)})") from error
+            # messages and schemas are anybody's, and libraries raise anything for them
+            if not self.error:
+                raise ChatRefused(
+                    f"the request cannot be answered ({describe_error(error)})"
+                ) from error
             self.stop("agent", "the engine has failed")
             raise EpisodeOver("the engine has failed") from error
 
@@ -157,7 +162,10 @@ class AgentEpisode:
         most = self._config.max_turns
         turns = self._rows.tally.turns + self._in_flight + self._rows.num_abandoned
         if self._over is None and turns >= most:
-            self.stop("max_turns", f"the episode has had {most} turns, as many as episode.max_turns allows")
+            self.stop(
+                "max_turns",
+                f"the episode has had {most} turns, as many as episode.max_turns allows",
+            )
         self._check_over()
 
     def _check_over(self) -> None:
@@ -168,7 +176,10 @@ class AgentEpisode:
         """Raises EpisodeOver where a conversation of so many tokens has no room for a turn."""
         if not await self._rows.wait_for_room(prompt_tokens, response_tokens):
             tokens, most = prompt_tokens + response_tokens, self._config.max_tokens
-            self.stop("max_tokens", f"a conversation of {tokens} tokens has no room: episode.max_tokens is {most}")
+            self.stop(
+                "max_tokens",
+                f"a conversation of {tokens} tokens has no room: episode.max_tokens is {most}",
+            )
             self._check_over()
 
     async def _thread(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
@@ -182,7 +193,9 @@ class AgentEpisode:
             new = messages[len(thread.messages) :]
             thread.is_busy = True
             try:
-                ids = await asyncio.to_thread(said, new, thread.messages[-1], tools.turn_tokenizer, thread.stop)
+                ids = await asyncio.to_thread(
+                    said, new, thread.messages[-1], tools.turn_tokenizer, thread.stop
+                )
                 if ids is not None:
                     return await self._continued(thread, ids, new)
             finally:
@@ -203,7 +216,9 @@ class AgentEpisode:
         thread = max(known, key=lambda one: len(one.conversation.ids))
         thread.is_busy = True
         try:
-            found = await self._continued(thread, ids[len(thread.conversation.ids) :], _last_heard(messages))
+            found = await self._continued(
+                thread, ids[len(thread.conversation.ids) :], _last_heard(messages)
+            )
         finally:
             thread.is_busy = not thread.can_go_on
         found.tools = tools
@@ -235,7 +250,11 @@ class AgentEpisode:
 
         heard = [message["content"] for message in thread.heard]
         turn = await self._rows.turn(
-            conversation, heard=heard, read=read, requested_tokens=request.max_tokens, stop=request.stop
+            conversation,
+            heard=heard,
+            read=read,
+            requested_tokens=request.max_tokens,
+            stop=request.stop,
         )
         message, num_calls, num_bad = found[0]
         tally = self._rows.tally
@@ -259,16 +278,24 @@ _Read = tuple[dict[str, Any], int, int]  # a turn as a message, its calls, and t
 def _read(thread: _Thread, ids: Sequence[int], stop: Sequence[str]) -> _Read:
     """A turn's tokens as a message. Where a call cannot be read at all, the whole is a text."""
     text = thread.tools.turn_tokenizer.turn_text(ids, stop)
-    read = thread.tools.read(text, after_tools=bool(thread.heard) and thread.heard[-1]["role"] == "tool")
+    read = thread.tools.read(
+        text, after_tools=bool(thread.heard) and thread.heard[-1]["role"] == "tool"
+    )
     bad = [call for call in read.calls if isinstance(call, BadCall)]
     number = len(read.calls)
     if any(call.arguments is None for call in bad):
         read = Turn(text)
     message = assistant_message(read, text, thread.tools.turn_tokenizer.template, thread.num_calls)
-    return {key: value for key, value in message.items() if key != "reasoning_content"}, number, len(bad)
+    return (
+        {key: value for key, value in message.items() if key != "reasoning_content"},
+        number,
+        len(bad),
+    )
 
 
 def _last_heard(messages: Messages) -> Messages:
     """The messages after the last of the assistant, but for the system's."""
-    last = max((place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
+    last = max(
+        (place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1
+    )
     return [message for message in messages[last + 1 :] if message["role"] != "system"]

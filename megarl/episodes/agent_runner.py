@@ -74,7 +74,13 @@ class AgentRunner:
         name = f"episode-{next(self._numbers)}"
         await self._sampler.begin(name, len(prompt.token_ids))
         rows = EpisodeRows(
-            self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, self._config.max_tokens
+            self._sampler,
+            name,
+            prompt.token_ids,
+            sampling,
+            place,
+            self._max_prompt_tokens,
+            self._config.max_tokens,
         )
         episode = AgentEpisode(rows, self._tool_sets, self._config, self._policy)
         try:
@@ -87,13 +93,17 @@ class AgentRunner:
             reward_result = Failure("no turn of the model has reached the agent")
         return EpisodeResult(rows.sample(episode.end), reward_result, episode.refused_fields)
 
-    async def _ended(self, episode: AgentEpisode, prompt: Prompt, seed: int) -> RewardResult | Failure | None:
+    async def _ended(
+        self, episode: AgentEpisode, prompt: Prompt, seed: int
+    ) -> RewardResult | Failure | None:
         """Run the agent to its end; what it gave, or why it failed."""
         messages = chat_messages(prompt.messages)
         access = self._endpoint.open(episode) if self._endpoint else None
         try:
             timeout_s = self._config.timeout_s
-            return await self._agents.run(prompt.row, messages, seed, episode, access, timeout_s, episode.begin)
+            return await self._agents.run(
+                prompt.row, messages, seed, episode, access, timeout_s, episode.begin
+            )
         except AgentTimeout as late:
             episode.stop("timeout", str(late))
         except AgentFailure as failure:

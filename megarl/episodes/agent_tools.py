@@ -19,7 +19,10 @@ from megarl.types import UserError
 
 _KEPT = 64  # sets of tools
 _MOST_CHARACTERS = 2**18  # of the tools of a request as JSON
-_PROBE = {"type": "function", "function": {"name": "probe", "description": "A probe.", "parameters": {}}}
+_PROBE = {
+    "type": "function",
+    "function": {"name": "probe", "description": "A probe.", "parameters": {}},
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,9 @@ class ToolSets:
         """Raises ChatRefused where the schemas are wrong, or the model's template writes no calls."""
         key = json.dumps(schemas, sort_keys=True)
         if len(key) > _MOST_CHARACTERS:
-            raise ChatRefused(f"the tools have {len(key)} characters of JSON, and {_MOST_CHARACTERS} are allowed")
+            raise ChatRefused(
+                f"the tools have {len(key)} characters of JSON, and {_MOST_CHARACTERS} are allowed"
+            )
         if has_half_pair(schemas):
             raise ChatRefused("the tools have half a surrogate pair, which is no character")
         with self._lock:
@@ -71,7 +76,11 @@ class ToolSets:
             turn_tokenizer = TurnTokenizer(self._tokenizer, self._stop_ids, schemas)
             if not schemas:
                 return ToolSet(key, turn_tokenizer, None)
-            return ToolSet(key, turn_tokenizer, CallFormat.of(self._format, self._tokenizer, schemas, are_users=False))
+            return ToolSet(
+                key,
+                turn_tokenizer,
+                CallFormat.of(self._format, self._tokenizer, schemas, are_users=False),
+            )
         except UserError as error:
             raise ChatRefused(f"the tools cannot be used: {error.problem}") from error
 

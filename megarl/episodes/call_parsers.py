@@ -23,7 +23,8 @@ with sglang_patches.quiet_import():
 
 # A broken call is told to the model and counted; SGLang would write a line for each to the log.
 logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)
-os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"  # calls of unknown tools would be left out without a word
+# calls of unknown tools would be left out without a word
+os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "true"
 
 
 def _formats() -> tuple[str, ...]:
@@ -56,11 +57,15 @@ class CallParser:
     def __init__(self, name: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
         self.name, self._tokenizer = name, tokenizer
         functions = [schema["function"] for schema in schemas]
-        self._tools = [Tool.model_validate({"function": {key: one.get(key) for key in _READ}}) for one in functions]
+        self._tools = [
+            Tool.model_validate({"function": {key: one.get(key) for key in _READ}})
+            for one in functions
+        ]
 
     def read(self, text: str) -> ParsedCalls:
         """Read a turn's text; a reader that raises has read nothing."""
-        parser = FunctionCallParser(self._tools, self.name, self._tokenizer)  # readers keep a stream's state
+        # readers keep a stream's state
+        parser = FunctionCallParser(self._tools, self.name, self._tokenizer)
         try:
             tries = parser.has_tool_call(text)
             rest, calls = parser.parse_non_stream(text)

@@ -12,13 +12,21 @@ from typing import Any
 from megarl.episodes.template import TOOLS, ChatTemplate, TemplateRefusal, user
 from megarl.types import UserError
 
-_HINT = "use a checkpoint whose calls SGLang reads, or an episode.environment that answers with reply"
+_HINT = (
+    "use a checkpoint whose calls SGLang reads, or an episode.environment that answers with reply"
+)
 _FIRST, _SECOND = "probe_first", "probe_second"
 _WORDS = "probe words"
 _TAG = r"<[^<>\s]+>"
 _KEYS = "keyone", "keytwo"
 _PLAIN = (_FIRST, ("valueone", "valuetwo")), (_SECOND, ("valuethree", "valuefour"))
-_KINDS = {"text": "string", "empty": "string", "count": "integer", "ratio": "number", "nested": "object"}
+_KINDS = {
+    "text": "string",
+    "empty": "string",
+    "count": "integer",
+    "ratio": "number",
+    "nested": "object",
+}
 _PROBES: tuple[Mapping[str, Any], ...] = tuple(
     {
         "type": "function",
@@ -27,7 +35,9 @@ _PROBES: tuple[Mapping[str, Any], ...] = tuple(
             "description": "A probe.",
             "parameters": {
                 "type": "object",
-                "properties": {key: {"type": kind, "description": "A value."} for key, kind in _KINDS.items()},
+                "properties": {
+                    key: {"type": kind, "description": "A value."} for key, kind in _KINDS.items()
+                },
                 "required": [],
             },
         },
@@ -106,16 +116,16 @@ def find_format(tokenizer: Any, stop_ids: Collection[int]) -> FoundFormat:
             text = _turn(template, stop_ids, calls)
         except TemplateRefusal:
             continue
-        if tags.closing in text:  # DeepSeek's template opens reasoning in the prompt, and writes turns without any
+        # DeepSeek's template opens reasoning in the prompt, and writes turns without any
+        if tags.closing in text:
             text = tags.split(text, opened=tags.opened)[1] or text
         readers = [CallParser(name, _PROBES, tokenizer) for name in FORMATS]
         passed = [reader.name for reader in readers if _same(reader.read(text).calls, calls)]
         if passed:
             marks = _marks(template, stop_ids) if number == 2 else CallMarks()
             return FoundFormat(passed[0], number == 2, tuple(passed[1:]), marks)
-    problem = (
-        f"none of SGLang's {len(FORMATS)} readers of tool calls gives back the calls that the chat template writes"
-    )
+    readers = f"none of SGLang's {len(FORMATS)} readers of tool calls"
+    problem = f"{readers} gives back the calls that the chat template writes"
     raise UserError(TOOLS, problem, _HINT)
 
 
@@ -123,7 +133,12 @@ def reasoning_tags(template: ChatTemplate) -> ReasoningTags:
     """The tags in which the template writes a message's reasoning; <think> and </think> where it writes none."""
     thought, tags = "probe thoughts", ReasoningTags()
     call = template.call_style.call(template.tool_name, {"value": "b"}, 0)
-    result = {"role": "tool", "tool_call_id": call["id"], "name": template.tool_name, "content": "c"}
+    result = {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "name": template.tool_name,
+        "content": "c",
+    }
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     answer = {"role": "assistant", "content": _WORDS, "reasoning_content": thought}
     try:
@@ -138,7 +153,9 @@ def reasoning_tags(template: ChatTemplate) -> ReasoningTags:
     def is_opened(prompt: str) -> bool:
         return prompt.rfind(tags.opening) > prompt.rfind(tags.closing)
 
-    return ReasoningTags(tags.opening, tags.closing, is_opened(prompt), is_opened(prompt_after_tools))
+    return ReasoningTags(
+        tags.opening, tags.closing, is_opened(prompt), is_opened(prompt_after_tools)
+    )
 
 
 def _odd_calls(template: ChatTemplate) -> list[Call]:
@@ -152,8 +169,13 @@ def _odd_calls(template: ChatTemplate) -> list[Call]:
 
 def _turn(template: ChatTemplate, stop_ids: Collection[int], calls: Sequence[Call]) -> str:
     """A turn with these calls as the model would write it. Raises TemplateRefusal."""
-    written = [template.call_style.call(name, arguments, index) for index, (name, arguments) in enumerate(calls)]
-    ids = template.turn_ids([user("a")], {"role": "assistant", "content": "", "tool_calls": written})
+    written = [
+        template.call_style.call(name, arguments, index)
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    ids = template.turn_ids(
+        [user("a")], {"role": "assistant", "content": "", "tool_calls": written}
+    )
     end = next((place for place, token in enumerate(ids) if token in stop_ids), len(ids))
     return template.decode(ids[:end])
 
@@ -167,7 +189,11 @@ def _same(read: Sequence[tuple[str | None, str]], calls: Sequence[Call]) -> bool
 
 def _marks(template: ChatTemplate, stop_ids: Collection[int]) -> CallMarks:
     """Learn the text around two calls, each with two arguments."""
-    text = _turn(template, stop_ids, [(name, dict(zip(_KEYS, values, strict=True))) for name, values in _PLAIN])
+    text = _turn(
+        template,
+        stop_ids,
+        [(name, dict(zip(_KEYS, values, strict=True))) for name, values in _PLAIN],
+    )
     before_first, _, rest = text.partition(_FIRST)
     before_key, _, rest = rest.partition(_KEYS[0])
     between_arguments = rest.partition(_PLAIN[0][1][0])[2].partition(_KEYS[1])[0]
@@ -187,7 +213,10 @@ def _marks(template: ChatTemplate, stop_ids: Collection[int]) -> CallMarks:
 
 def _around_ids(template: ChatTemplate, text: str) -> tuple[str | None, str | None]:
     """The text before and after the ids of the two calls, where they are written."""
-    ids = [template.call_style.id_form.format(name=name, index=index) for index, (name, _) in enumerate(_PLAIN)]
+    ids = [
+        template.call_style.id_form.format(name=name, index=index)
+        for index, (name, _) in enumerate(_PLAIN)
+    ]
     if not all(id in text for id in ids):
         return None, None
     (before, after), (before_second, after_second) = (text.split(id, 1) for id in ids)

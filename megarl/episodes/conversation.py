@@ -39,13 +39,17 @@ class Conversation:
         The row is proven by it as by the hash of a turn.
         """
         found = cls(prompt_ids)
-        trained_T = np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+        trained_T = (
+            np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+        )
         found._ids += row.response_ids_T.tolist()
         found._hash.update(_bytes(found._ids[found.prompt_length :]))
         found._logp, found._trained, found._parts = [row.engine_logp_T], [trained_T], row.parts
         if row.token_rewards_T is not None:
             places = np.flatnonzero(row.token_rewards_T).tolist()
-            found._rewards = {found.prompt_length + place: float(row.token_rewards_T[place]) for place in places}
+            found._rewards = {
+                found.prompt_length + place: float(row.token_rewards_T[place]) for place in places
+            }
         found._experts = [] if row.routed_experts is None else [row.routed_experts]
         found._asked = [(len(found._ids), digest)]
         return found
@@ -67,7 +71,9 @@ class Conversation:
     @property
     def prompt_key(self) -> int:
         """A number of 64 bits that the prompt decides."""
-        return int.from_bytes(hashlib.blake2b(_bytes(self.prompt_ids), digest_size=8).digest(), "big")
+        return int.from_bytes(
+            hashlib.blake2b(_bytes(self.prompt_ids), digest_size=8).digest(), "big"
+        )
 
     def is_start_of(self, ids: Sequence[int]) -> bool:
         """Whether these tokens begin with all of the conversation's."""
@@ -154,9 +160,13 @@ class Conversation:
             found.update(_bytes(self._ids[start:place]))
             start = place
             if found.digest() != asked:
-                raise RuntimeError(f"token {place} of a conversation was sampled after other tokens than are before it")
+                raise RuntimeError(
+                    f"token {place} of a conversation was sampled after other tokens than are before it"
+                )
         if self._experts and (have := sum(map(len, self._experts))) != length - 1:
-            raise RuntimeError(f"a conversation of {length} tokens has the routed experts of {have}")
+            raise RuntimeError(
+                f"a conversation of {length} tokens has the routed experts of {have}"
+            )
 
 
 def _bytes(ids: Sequence[int]) -> bytes:

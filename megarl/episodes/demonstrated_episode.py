@@ -22,7 +22,9 @@ from megarl.printable import short
 
 _FORM = "write a list of messages {role, content} as in OpenAI's chats, from the first message after the prompt on"
 _ORDER = "let assistants' messages alternate with a user's message or with one result for each call, and be the last"
-_CALL = 'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
+_CALL = (
+    'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
+)
 _TOOLS = "demonstrate the recipe's own tools only, or add the tool to episode.tools"
 _TEMPLATE = "leave the row out, write its messages in a form that the chat template takes, or use another template"
 _TAG = re.compile(r"<[^<>\s]+>")
@@ -66,15 +68,24 @@ def demonstrate(turn_tokenizer: TurnTokenizer, prompt: Any, messages: Any) -> De
 
 def _checked(messages: Any) -> Sequence[Message]:
     """The messages with contents that are texts, without keys that are null."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(one, dict) for one in messages)
+    ):
         raise BadRow(f"the demonstration is {short(messages, 60)}", _FORM)
     chat = [{"content": "", **message} for message in chat_messages(messages)]
     for number, message in enumerate(chat, start=1):
         if not isinstance(message["content"], str):
             content = short(message["content"], 60)
-            raise BadRow(f"the content of message {number} of the demonstration is {content}", _FORM)
+            raise BadRow(
+                f"the content of message {number} of the demonstration is {content}", _FORM
+            )
     if chat[-1].get("role") != "assistant":
-        raise BadRow(f"the demonstration ends with a message of role {short(chat[-1].get('role'), 60)}", _ORDER)
+        raise BadRow(
+            f"the demonstration ends with a message of role {short(chat[-1].get('role'), 60)}",
+            _ORDER,
+        )
     return chat
 
 
@@ -107,11 +118,15 @@ def _next(rest: deque[Message], role: str) -> Message:
     message = rest.popleft()
     if message.get("role") != role:
         found = short(message.get("role"), 60)
-        raise BadRow(f"a message of the demonstration has role {found} where {role!r} must follow", _ORDER)
+        raise BadRow(
+            f"a message of the demonstration has role {found} where {role!r} must follow", _ORDER
+        )
     return message
 
 
-def _turn(turn_tokenizer: TurnTokenizer, message: Message, numbers: Iterator[int]) -> tuple[list[_Call], Message]:
+def _turn(
+    turn_tokenizer: TurnTokenizer, message: Message, numbers: Iterator[int]
+) -> tuple[list[_Call], Message]:
     """The calls of an assistant's message, and the message in the template's style. numbers: of the calls so far."""
     given = message.get("tool_calls") or []
     if not isinstance(given, list):
@@ -129,12 +144,16 @@ def _call(turn_tokenizer: TurnTokenizer, given: Any, number: int) -> _Call:
     except (KeyError, TypeError, ValueError, RecursionError):
         raise BadRow(f"a call of the demonstration is {short(given, 60)}", _CALL) from None
     if not isinstance(arguments, dict):
-        raise BadRow(f"the arguments of a call of {short(name, 60)} are {short(arguments, 60)}", _CALL)
+        raise BadRow(
+            f"the arguments of a call of {short(name, 60)} are {short(arguments, 60)}", _CALL
+        )
     names = [schema["function"]["name"] for schema in turn_tokenizer.template.schemas]
     if name not in names:
         known = f"the tools are {', '.join(names)}" if names else "there are no tools"
         raise BadRow(f"the demonstration calls {short(name, 60)}, and {known}", _TOOLS)
-    return _Call(name, given.get("id"), turn_tokenizer.template.call_style.call(name, arguments, number))
+    return _Call(
+        name, given.get("id"), turn_tokenizer.template.call_style.call(name, arguments, number)
+    )
 
 
 def _result(call: _Call, message: Message) -> Message:
@@ -143,11 +162,19 @@ def _result(call: _Call, message: Message) -> Message:
     if answered and call.id and answered != call.id:
         problem = f"the demonstration has a result of {short(answered, 60)} where that of {call.id!r} must follow"
         raise BadRow(problem, _ORDER)
-    return {"role": "tool", "tool_call_id": call.shown["id"], "name": call.name, "content": message["content"]}
+    return {
+        "role": "tool",
+        "tool_call_id": call.shown["id"],
+        "name": call.name,
+        "content": message["content"],
+    }
 
 
 def _whole_turn(
-    turn_tokenizer: TurnTokenizer, before: Sequence[Message], answer: Message, calls: Sequence[_Call]
+    turn_tokenizer: TurnTokenizer,
+    before: Sequence[Message],
+    answer: Message,
+    calls: Sequence[_Call],
 ) -> list[int]:
     """The tokens that a model samples for the message: up to and with the stop token.
 
@@ -158,7 +185,9 @@ def _whole_turn(
     if left_out.strip():
         problem = f"the chat template writes no {left_out.strip()!r} in a turn, and the generation prompt ends with it"
         raise BadRow(problem, _TEMPLATE)
-    end = next((place for place, token in enumerate(ids) if token in turn_tokenizer.stop_ids), len(ids))
+    end = next(
+        (place for place, token in enumerate(ids) if token in turn_tokenizer.stop_ids), len(ids)
+    )
     words = _solid(template.decode(ids[:end]))
     for part in [*_TAG.split(answer["content"]), *(call.name for call in calls)]:
         if _solid(part) not in words:
@@ -167,17 +196,24 @@ def _whole_turn(
     if end < len(ids):
         return ids[: end + 1]
     empty = [ToolResult("", call.name) for call in calls]
-    following = turn_tokenizer.following_results(empty) if calls else turn_tokenizer.following_user("a")
+    following = (
+        turn_tokenizer.following_results(empty) if calls else turn_tokenizer.following_user("a")
+    )
     return [*ids, following.stop]
 
 
 def _results(
-    turn_tokenizer: TurnTokenizer, calls: Sequence[_Call], told: Sequence[Message], turn: Sequence[int]
+    turn_tokenizer: TurnTokenizer,
+    calls: Sequence[_Call],
+    told: Sequence[Message],
+    turn: Sequence[int],
 ) -> list[int]:
     """The tokens of the results; an id is known to an episode where the model wrote it."""
     written = turn_tokenizer.turn_text(turn)
     results = [
-        ToolResult(message["content"], call.name, call.shown["id"] if call.shown["id"] in written else None)
+        ToolResult(
+            message["content"], call.name, call.shown["id"] if call.shown["id"] in written else None
+        )
         for call, message in zip(calls, told, strict=True)
     ]
     return turn_tokenizer.tool_results(results, after=turn[-1])

@@ -30,17 +30,24 @@ def demonstrated_episode(prompt: Prompt, turn_tokenizer: TurnTokenizer, name: st
     """The episode in the row's column `name` as a group of one sample. Raises UserError(data.messages)."""
     try:
         found = demonstrate(
-            turn_tokenizer, prompt.messages, column(prompt.row, name, "set data.messages to one of {columns}")
+            turn_tokenizer,
+            prompt.messages,
+            column(prompt.row, name, "set data.messages to one of {columns}"),
         )
     except BadRow as bad:
         raise UserError("data.messages", f"{prompt.id}: {bad.problem}", bad.hint) from bad
     marks = [False] * len(found.prompt_ids) + found.sampled
-    return demonstrated_conversation(prompt, [*found.prompt_ids, *found.response_ids], marks, found.text)
+    return demonstrated_conversation(
+        prompt, [*found.prompt_ids, *found.response_ids], marks, found.text
+    )
 
 
 def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:
     """The data's answer as a group of one sample, for supervised steps; the engine's logprobs are 0."""
-    token_ids = [*tokenizer(prompt.answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    token_ids = [
+        *tokenizer(prompt.answer, add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
     return _demonstrated(prompt, np.asarray(token_ids, dtype=np.int64), prompt.answer)
 
 
@@ -57,7 +64,9 @@ def demonstrated_conversation(
     places = np.flatnonzero(trained_T)
     if len(ids_T) != len(trained_T) or not len(places) or not places[0]:
         problem = f"{len(ids_T)} tokens with {len(trained_T)} marks, of which {len(places)} are of tokens to train on"
-        raise ValueError(f"a conversation begins with a prompt and has tokens to train on; this has {problem}")
+        raise ValueError(
+            f"a conversation begins with a prompt and has tokens to train on; this has {problem}"
+        )
     cut, end = places[0], places[-1] + 1
     own: dict[str, Any] = {}
     if not np.array_equal(ids_T[:cut], prompt.token_ids):

@@ -16,7 +16,14 @@ from megarl.config.episode import EpisodeConfig
 from megarl.environments.runtime.environment_pool import EnvironmentFailure, ReplayFailure
 from megarl.environments.runtime.results import CallResult
 from megarl.episodes.messages import BadMessages, assistant_message, rendered, results_of
-from megarl.episodes.open_episode import EpisodeOverdue, EpisodeState, PhaseOver, ToolTime, left_open, resumed
+from megarl.episodes.open_episode import (
+    EpisodeOverdue,
+    EpisodeState,
+    PhaseOver,
+    ToolTime,
+    left_open,
+    resumed,
+)
 from megarl.episodes.paced import PacedSampler
 from megarl.episodes.rows import EpisodeResult, EpisodeRows, SampledTurn, TurnSampler
 from megarl.episodes.tally import Tally
@@ -41,7 +48,9 @@ class EnvironmentClient(Protocol):
     @property
     def has_reply(self) -> bool: ...
     async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None: ...
-    async def resume(self, episode: str, row: Mapping[str, Any], seed: int, history: str | None) -> int: ...
+    async def resume(
+        self, episode: str, row: Mapping[str, Any], seed: int, history: str | None
+    ) -> int: ...
     async def leave(self, episode: str, operations: int) -> str | None: ...
     async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]: ...
     async def reply(self, episode: str, text: str) -> CallResult | None: ...
@@ -78,7 +87,12 @@ class EpisodeRunner:
         self._renders = config.history == "render"
 
     async def run(
-        self, prompt: Prompt, sampling: Sampling, place: int, begun: Sample | None = None, assigned_tokens: int = 0
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        place: int,
+        begun: Sample | None = None,
+        assigned_tokens: int = 0,
     ) -> EpisodeResult:
         """One episode, sample number `place` of its prompt, or a phase of it. sampling.max_tokens: of a turn.
 
@@ -90,9 +104,17 @@ class EpisodeRunner:
         own_tokens = longest_row(prompt, begun) if begun else len(prompt.token_ids)
         await self._sampler.begin(name, own_tokens)
         rows = EpisodeRows(
-            self._sampler, name, prompt.token_ids, sampling, place, self._max_prompt_tokens, config.max_tokens
+            self._sampler,
+            name,
+            prompt.token_ids,
+            sampling,
+            place,
+            self._max_prompt_tokens,
+            config.max_tokens,
         )
-        rows.tally = Tally(**opened.account, transcript=TranscriptWriter(begun.transcript if begun else ()))
+        rows.tally = Tally(
+            **opened.account, transcript=TranscriptWriter(begun.transcript if begun else ())
+        )
         phase_s = config.phase_tool_s if sampling.phase_tokens else None
         tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
         try:
@@ -102,12 +124,16 @@ class EpisodeRunner:
         phases = opened.phases + 1
         if end is None and phases < phases_of(config.max_tokens, sampling.phase_tokens):
             history = await self._environment.leave(name, tools.operations)
-            return EpisodeResult(left_open(rows, tools, state, prompt, phases, history, renders=self._renders), None)
+            return EpisodeResult(
+                left_open(rows, tools, state, prompt, phases, history, renders=self._renders), None
+            )
         if state is None and failure is None:
             await self._environment.leave(name, 0)
             words = f"reset took longer than episode.phase_tool_s ({config.phase_tool_s:g} s) in {phases} phases"
             if end == "timeout":
-                words = f"episode.timeout_s ({config.timeout_s:g} s) had passed before the end of reset"
+                words = (
+                    f"episode.timeout_s ({config.timeout_s:g} s) had passed before the end of reset"
+                )
             return EpisodeResult(rows.sample("environment"), Failure(words))
         reward_result = None
         try:
@@ -118,7 +144,12 @@ class EpisodeRunner:
         return EpisodeResult(sample, Failure(str(failure)) if failure else reward_result)
 
     async def _phase(
-        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
+        self,
+        rows: EpisodeRows,
+        tools: ToolTime,
+        prompt: Prompt,
+        sampling: Sampling,
+        begun: Sample | None,
     ) -> tuple[EpisodeState | None, EpisodeEnd | None, EnvironmentFailure | None]:
         """(the state, None where the environment has not begun; the end, None where the phase leaves the episode open;
         the failure that has ended it)."""
@@ -134,12 +165,19 @@ class EpisodeRunner:
             return state, None, None
 
     async def _state(
-        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling, begun: Sample | None
+        self,
+        rows: EpisodeRows,
+        tools: ToolTime,
+        prompt: Prompt,
+        sampling: Sampling,
+        begun: Sample | None,
     ) -> EpisodeState:
         """The state that the phase before has left, or a new one where there is none, or it cannot be made again."""
         opened = begun.open_episode if begun else None
         if begun and opened and opened.following != "begin":
-            again = self._environment.resume(rows.name, prompt.row, sampling.group_seed, opened.history)
+            again = self._environment.resume(
+                rows.name, prompt.row, sampling.group_seed, opened.history
+            )
             try:
                 tools.operations = await tools.unlimited(again)
             except ReplayFailure:
@@ -148,10 +186,14 @@ class EpisodeRunner:
                 return resumed(rows, tools, prompt, begun, opened)
         return await self._begun(rows, tools, prompt, sampling)
 
-    async def _begun(self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling) -> EpisodeState:
+    async def _begun(
+        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling
+    ) -> EpisodeState:
         """The environment's first words are appended to the prompt as one more message of the user."""
         messages = chat_messages(prompt.messages)
-        opening = await tools.wait(self._environment.open(rows.name, prompt.row, sampling.group_seed))
+        opening = await tools.wait(
+            self._environment.open(rows.name, prompt.row, sampling.group_seed)
+        )
         if opening is None:
             return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages)
         rows.tally.transcript.add_message(opening)
@@ -159,7 +201,9 @@ class EpisodeRunner:
         ids = await self._said(self._turn_tokenizer.first, messages)
         if len(ids) > self._max_prompt_tokens:
             limit = f"data.max_prompt_tokens is {self._max_prompt_tokens}"
-            raise EnvironmentFailure(f"with the text of reset the prompt has {len(ids)} tokens, and {limit}")
+            raise EnvironmentFailure(
+                f"with the text of reset the prompt has {len(ids)} tokens, and {limit}"
+            )
         return EpisodeState(rows, tools, rows.open(ids), messages)
 
     async def _take_turns(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd:
@@ -210,7 +254,10 @@ class EpisodeRunner:
                 state.conversation = rows.open(whole)
                 return True
             ids = whole[len(conversation.ids) :]
-        if rows.room(conversation.prompt_length, conversation.response_length + len(ids)) < _FIRST_TOKEN:
+        if (
+            rows.room(conversation.prompt_length, conversation.response_length + len(ids))
+            < _FIRST_TOKEN
+        ):
             return False
         conversation.add_message(ids)
         return True
@@ -218,7 +265,11 @@ class EpisodeRunner:
     async def _answer(self, state: EpisodeState, turn: SampledTurn) -> _Answer:
         """What tools or the environment say to a turn; its reward goes to the turn. PhaseOver changes nothing."""
         ids = turn.ids
-        read = await asyncio.to_thread(self._read, ids, state.after_tools) if self._calls else Turn(turn.text)
+        read = (
+            await asyncio.to_thread(self._read, ids, state.after_tools)
+            if self._calls
+            else Turn(turn.text)
+        )
         if read.calls:
             return await self._called(state, read, ids)
         if not self._environment.has_reply:
@@ -245,7 +296,9 @@ class EpisodeRunner:
         made, is_overdue = await self._made(state, good)
         message = self._message(state, read, ids)
         results = iter(made)
-        texts = [next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls]
+        texts = [
+            next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls
+        ]
         shown = await asyncio.to_thread(lambda: [self._cut(text) for text in texts])
         tally.calls, state.after_tools = tally.calls + len(read.calls), True
         tally.call_errors += len(read.calls) - sum(result.error is None for result in made)
@@ -263,10 +316,15 @@ class EpisodeRunner:
         if self._renders:
             state.messages += [message, *results_of(message, shown)]
             return _Answer(None)
-        told = [ToolResult(text, call.name, call.id) for text, call in zip(shown, read.calls, strict=True)]
+        told = [
+            ToolResult(text, call.name, call.id)
+            for text, call in zip(shown, read.calls, strict=True)
+        ]
         return _Answer(await self._said(self._turn_tokenizer.tool_results, told, after=ids[-1]))
 
-    async def _made(self, state: EpisodeState, calls: Sequence[ToolCall]) -> tuple[list[CallResult], bool]:
+    async def _made(
+        self, state: EpisodeState, calls: Sequence[ToolCall]
+    ) -> tuple[list[CallResult], bool]:
         """The results of calls, and whether they were given up because the episode had no seconds left."""
         asked = [(call.name, call.arguments) for call in calls]
         try:
@@ -278,10 +336,15 @@ class EpisodeRunner:
     def _message(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> Message:
         """A turn as the message that is rendered, before its calls are counted."""
         return assistant_message(
-            read, self._turn_tokenizer.turn_text(ids), self._turn_tokenizer.template, state.tally.calls
+            read,
+            self._turn_tokenizer.turn_text(ids),
+            self._turn_tokenizer.template,
+            state.tally.calls,
         )
 
-    async def _said(self, turn_tokenizer: Callable[..., list[int]], *words: Any, **how: Any) -> list[int]:
+    async def _said(
+        self, turn_tokenizer: Callable[..., list[int]], *words: Any, **how: Any
+    ) -> list[int]:
         """The tokens of what is said to the model. Raises EnvironmentFailure where the template refuses the words."""
         try:
             return await asyncio.to_thread(turn_tokenizer, *words, **how)
@@ -294,7 +357,10 @@ class EpisodeRunner:
 
     def _cut(self, text: str) -> str:
         """The text without markup, of whose tokens the middle is left out where it has too many."""
-        most, text = self._config.max_observation_tokens, self._turn_tokenizer.template.without_special_tokens(text)
+        most, text = (
+            self._config.max_observation_tokens,
+            self._turn_tokenizer.template.without_special_tokens(text),
+        )
         ids = self._turn_tokenizer.template.ids(text)
         if len(ids) <= most:
             return text

@@ -27,8 +27,12 @@ def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> li
     Keys with a null value, and those that the chat of an agent has no use for, are left out. Raises BadMessages.
     """
     if not messages or len(messages) > _MOST_MESSAGES:
-        raise BadMessages(f"there are {len(messages)} messages, and 1 to {_MOST_MESSAGES} are allowed")
-    found = [_checked(number, message, template) for number, message in enumerate(messages, start=1)]
+        raise BadMessages(
+            f"there are {len(messages)} messages, and 1 to {_MOST_MESSAGES} are allowed"
+        )
+    found = [
+        _checked(number, message, template) for number, message in enumerate(messages, start=1)
+    ]
     if found[-1]["role"] == "assistant":
         raise BadMessages("the last message is the assistant's")
     return found
@@ -65,7 +69,11 @@ def _text(value: Any, what: str) -> str:
 
 
 def _part(number: int, part: Any) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ):
         return part["text"]
     raise BadMessages(f"a part of message {number} is no text")
 
@@ -75,10 +83,14 @@ def _call(number: int, call: Any) -> dict[str, Any]:
     try:
         id, name, arguments = call["id"], call["function"]["name"], call["function"]["arguments"]
     except (KeyError, TypeError):
-        raise BadMessages(f"a call of message {number} has no id, or no function with name and arguments") from None
+        raise BadMessages(
+            f"a call of message {number} has no id, or no function with name and arguments"
+        ) from None
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    id, name, arguments = (_text(value, f"a value of a call of message {number}") for value in (id, name, arguments))
+    id, name, arguments = (
+        _text(value, f"a value of a call of message {number}") for value in (id, name, arguments)
+    )
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -91,7 +103,10 @@ def rendered(messages: Sequence[Mapping[str, Any]], turn_tokenizer: TurnTokenize
 
 
 def said(
-    messages: Sequence[Mapping[str, Any]], turn: Mapping[str, Any], turn_tokenizer: TurnTokenizer, stop: int | None
+    messages: Sequence[Mapping[str, Any]],
+    turn: Mapping[str, Any],
+    turn_tokenizer: TurnTokenizer,
+    stop: int | None,
 ) -> list[int] | None:
     """The tokens of checked messages after a turn; None where they cannot be spliced.
 
@@ -103,10 +118,16 @@ def said(
     try:
         if roles == ["user"] and not calls:
             return turn_tokenizer.user(messages[0]["content"], after=stop)
-        ids, answered = [call["id"] for call in calls], [message.get("tool_call_id", "") for message in messages]
+        ids, answered = (
+            [call["id"] for call in calls],
+            [message.get("tool_call_id", "") for message in messages],
+        )
         if set(roles) == {"tool"} and sorted(ids) == sorted(answered):
             texts = _by_id(answered, [message["content"] for message in messages])
-            results = [ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"]) for call in calls]
+            results = [
+                ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"])
+                for call in calls
+            ]
             return turn_tokenizer.tool_results(results, after=stop)
     except (UserError, TemplateRefusal):  # it may take the whole conversation
         return None
@@ -130,12 +151,19 @@ def results_of(turn: Mapping[str, Any], texts: Sequence[str]) -> list[dict[str, 
     """The messages that answer the calls of an assistant's message, in their order."""
     calls = turn["tool_calls"]
     return [
-        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": text}
+        {
+            "role": "tool",
+            "tool_call_id": call["id"],
+            "name": call["function"]["name"],
+            "content": text,
+        }
         for call, text in zip(calls, texts, strict=True)
     ]
 
 
-def _distinct_ids(calls: Sequence[ToolCall | BadCall], template: ChatTemplate, number: int) -> list[str]:
+def _distinct_ids(
+    calls: Sequence[ToolCall | BadCall], template: ChatTemplate, number: int
+) -> list[str]:
     """The calls' ids: as the model wrote them, but of equal ones the first alone; otherwise made, from `number` on."""
     taken, found = {call.id for call in calls}, list[str]()
     for place, call in enumerate(calls):
@@ -148,7 +176,11 @@ def _distinct_ids(calls: Sequence[ToolCall | BadCall], template: ChatTemplate, n
 
 
 def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False) if isinstance(call, ToolCall) else call.arguments
+    arguments = (
+        json.dumps(call.arguments, ensure_ascii=False)
+        if isinstance(call, ToolCall)
+        else call.arguments
+    )
     function = {"name": call.name or template.tool_name, "arguments": arguments or "{}"}
     return {"id": id, "type": "function", "function": function}
 
@@ -160,7 +192,9 @@ def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate)
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            names |= _by_id([call["id"] for call in calls], [call["function"]["name"] for call in calls])
+            names |= _by_id(
+                [call["id"] for call in calls], [call["function"]["name"] for call in calls]
+            )
             message["tool_calls"] = [_styled(call, template) for call in calls]
         if message["role"] == "tool":
             own = names.get(message["tool_call_id"], [template.tool_name])

@@ -37,7 +37,9 @@ class ToolTime:
     of the phases before. operations: results, those of the phases before among them.
     """
 
-    def __init__(self, tally: Tally, phase_s: float | None, timeout_s: float, seconds: float = 0.0) -> None:
+    def __init__(
+        self, tally: Tally, phase_s: float | None, timeout_s: float, seconds: float = 0.0
+    ) -> None:
         self._tally, self._timeout_s, self._began_s = tally, timeout_s, time.monotonic() - seconds
         self._phase_left_s = math.inf if phase_s is None else phase_s
         self.operations = 0
@@ -141,7 +143,9 @@ def left_open(
     return rows.open_sample(opened)
 
 
-def resumed(rows: EpisodeRows, tools: ToolTime, prompt: Prompt, begun: Sample, opened: EpisodeProgress) -> EpisodeState:
+def resumed(
+    rows: EpisodeRows, tools: ToolTime, prompt: Prompt, begun: Sample, opened: EpisodeProgress
+) -> EpisodeState:
     """The state of an episode that a phase has left open, with its rows."""
     conversation, turn = rows.restore(begun, opened)
     return EpisodeState(

@@ -27,7 +27,13 @@ class PacedSampler:
         await self._wait()
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         sample = await self._sampler.turn(conversation, number, context_ids, sampling, place, rows)
         await self._wait()

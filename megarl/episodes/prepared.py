@@ -51,7 +51,9 @@ def prepare(
     if not schemas:
         return Prepared(turn_tokenizer, None, facts)
     calls = CallFormat.find(tokenizer, stop_ids, schemas)
-    return Prepared(turn_tokenizer, replace(calls, parallel=calls.parallel and facts.parallel), facts)
+    return Prepared(
+        turn_tokenizer, replace(calls, parallel=calls.parallel and facts.parallel), facts
+    )
 
 
 def prepare_agents(
@@ -59,7 +61,9 @@ def prepare_agents(
 ) -> tuple[ToolSets, TemplateFacts]:
     """For agents, which name their tools when they ask. Imports SGLang (seconds). Raises UserError(episode)."""
     tool_sets = ToolSets(tokenizer, stop_ids)
-    facts = _RENDERED if renders else check(TurnTokenizer(tokenizer, stop_ids), users=True, tools=False)
+    facts = (
+        _RENDERED if renders else check(TurnTokenizer(tokenizer, stop_ids), users=True, tools=False)
+    )
     if refusal := tool_sets.refusal():
         note = f"requests of the agent with tools are refused: {refusal}"
         facts = replace(facts, notes=(*facts.notes, note))

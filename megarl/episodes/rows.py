@@ -24,9 +24,17 @@ class TurnSampler(Protocol):
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None: ...
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample: ...
-    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None: ...
+    async def complete(
+        self, conversation: str, prompt_tokens: int, response_tokens: int
+    ) -> None: ...
     def text(self, ids: Sequence[int]) -> str: ...
 
 
@@ -106,7 +114,9 @@ class EpisodeRows:
 
     def _room(self, prompt_tokens: int, response_tokens: int, reserved: int) -> int:
         in_context = self._context_tokens - prompt_tokens - response_tokens
-        return min(in_context, self._max_tokens - max(response_tokens, self.tally.kept_tokens + reserved))
+        return min(
+            in_context, self._max_tokens - max(response_tokens, self.tally.kept_tokens + reserved)
+        )
 
     async def wait_for_room(self, prompt_tokens: int, response_tokens: int) -> bool:
         """Whether a turn has room, once it does not depend on turns in flight, of other conversations."""
@@ -127,7 +137,9 @@ class EpisodeRows:
         """How the turns are sampled. max_tokens: of a turn."""
         return self._sampling
 
-    def is_whole_turn(self, conversation: Conversation, requested_tokens: int | None = None) -> bool:
+    def is_whole_turn(
+        self, conversation: Conversation, requested_tokens: int | None = None
+    ) -> bool:
         """Whether the next turn may have as many tokens as any.
 
         requested_tokens: the most tokens that the agent asks for; None: no request.
@@ -138,7 +150,10 @@ class EpisodeRows:
         return self.turn_tokens(conversation, requested_tokens=requested_tokens) == any_turn
 
     def turn_tokens(
-        self, conversation: Conversation, begun: SampledTurn | None = None, requested_tokens: int | None = None
+        self,
+        conversation: Conversation,
+        begun: SampledTurn | None = None,
+        requested_tokens: int | None = None,
     ) -> int:
         """How many tokens the next turn may have, or the open turn that a phase before has begun.
 
@@ -188,7 +203,9 @@ class EpisodeRows:
             sample = await asyncio.shield(asked_for)
             ids = [*given, *sample.response_ids_T.tolist()]
             is_open = not sample.finished and len(sample.response_ids_T) == limits.max_tokens < left
-            turn = SampledTurn(ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open)
+            turn = SampledTurn(
+                ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open
+            )
             if read:
                 await read(turn)
         except BaseException:
@@ -201,14 +218,17 @@ class EpisodeRows:
             self._last_number, self.last = number, turn
         self.tally.turns += not begun
         self.tally.reusable_tokens += reusable
-        self.tally.cached_tokens += min(sample.cached_tokens, reusable)  # more may be another episode's
+        # more may be another episode's
+        self.tally.cached_tokens += min(sample.cached_tokens, reusable)
         for text in heard:
             self.tally.transcript.add_message(text)
         if not is_open:
             self.tally.transcript.add_turn(turn.text)
         return turn
 
-    def _turn_sampling(self, conversation: Conversation, left: int, stop: tuple[str, ...]) -> Sampling:
+    def _turn_sampling(
+        self, conversation: Conversation, left: int, stop: tuple[str, ...]
+    ) -> Sampling:
         """How a turn that has `left` tokens at most is sampled in this phase."""
         return replace(
             self._sampling,
@@ -258,7 +278,9 @@ class EpisodeRows:
                 self.tally.turns += 1
                 self.tally.dropped_unawaited += len(sample.response_ids_T)
         finally:
-            await self._sampler.complete(self.name, prompt_tokens, max(0, self._longest - self._restored_length))
+            await self._sampler.complete(
+                self.name, prompt_tokens, max(0, self._longest - self._restored_length)
+            )
 
     @property
     def _longest(self) -> int:
@@ -284,14 +306,18 @@ class EpisodeRows:
             self._sampling.group_seed,
         )
         transcript = tally.transcript.transcript()
-        return self._sample(text=text, finished=end in ENDS_BY_ITSELF, facts=facts, transcript=transcript)
+        return self._sample(
+            text=text, finished=end in ENDS_BY_ITSELF, facts=facts, transcript=transcript
+        )
 
     def open_sample(self, opened: EpisodeProgress) -> Sample:
         """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
         digests = tuple(one.digest.hex() for one in self._asked())
         opened = replace(opened, account=self.tally.account, digests=digests)
         entries = self.tally.transcript.entries
-        return self._sample(text="", finished=False, is_open=True, open_episode=opened, transcript=entries)
+        return self._sample(
+            text="", finished=False, is_open=True, open_episode=opened, transcript=entries
+        )
 
     def _asked(self) -> list[Conversation]:
         """The conversations that have turns; the first or an empty one where none has."""
@@ -300,7 +326,9 @@ class EpisodeRows:
 
     def _sample(self, **fields: Any) -> Sample:
         first, *more = [one.row() for one in self._asked()]
-        is_groups_prompt = np.array_equal(first.prompt_ids if first.prompt_ids is not None else [], self._prompt_ids)
+        is_groups_prompt = np.array_equal(
+            first.prompt_ids if first.prompt_ids is not None else [], self._prompt_ids
+        )
         return Sample(
             response_ids_T=first.response_ids_T,
             engine_logp_T=first.engine_logp_T.astype(np.float32),

@@ -39,7 +39,11 @@ class EnvironmentRuntime:
         assert episode
         has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
         return prepare(
-            load_tokenizer(path), end_token_ids(path), thread.schemas, **has, renders=episode.history == "render"
+            load_tokenizer(path),
+            end_token_ids(path),
+            thread.schemas,
+            **has,
+            renders=episode.history == "render",
         )
 
     def runner(self, sampler: TurnSampler) -> Runner:
@@ -47,7 +51,12 @@ class EnvironmentRuntime:
         assert recipe.episode
         limit = recipe.data.max_prompt_tokens
         return EpisodeRunner(
-            recipe.episode, sampler, self.thread, own.turn_tokenizer, own.calls, max_prompt_tokens=limit
+            recipe.episode,
+            sampler,
+            self.thread,
+            own.turn_tokenizer,
+            own.calls,
+            max_prompt_tokens=limit,
         )
 
     def shutdown(self) -> None:
@@ -80,7 +89,9 @@ class AgentRuntime:
             self._endpoint,
             tool_sets,
             max_prompt_tokens=limit,
-            policy=PolicySampling(temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p),
+            policy=PolicySampling(
+                temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p
+            ),
         )
 
     def shutdown(self) -> None:

@@ -31,7 +31,9 @@ class CallStyle:
     as_text: bool
     id_form: str
 
-    def call(self, name: str, arguments: Mapping[str, Any], index: int, id: str | None = None) -> dict[str, Any]:
+    def call(
+        self, name: str, arguments: Mapping[str, Any], index: int, id: str | None = None
+    ) -> dict[str, Any]:
         """A call as OpenAI's message has it. id: as the model wrote it; None: by id_form."""
         value = json.dumps(arguments, ensure_ascii=False) if self.as_text else dict(arguments)
         return {
@@ -65,7 +67,11 @@ class ChatTemplate:
     def __post_init__(self) -> None:
         if not self.tokenizer.chat_template:
             hint = "use an instruct checkpoint, or add its chat_template.jinja"
-            raise UserError(WHERE, "the tokenizer has no chat template, which every turn after the first needs", hint)
+            raise UserError(
+                WHERE,
+                "the tokenizer has no chat template, which every turn after the first needs",
+                hint,
+            )
 
     def text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         """The conversation as text; prompt: with the generation prompt. Raises TemplateRefusal."""
@@ -83,7 +89,9 @@ class ChatTemplate:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of tokens, special tokens kept."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def without_special_tokens(self, text: str) -> str:
         """The text of a tool or an environment with a space inside each special token, which would be markup else.
@@ -91,13 +99,20 @@ class ChatTemplate:
         As UTF-8 can hold it.
         """
         text = as_utf8(text)
-        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
+        return (
+            self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            if self._special
+            else text
+        )
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
         """Any special token, which ends a turn or begins a message."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {}).values()
-        tokens = {*self.tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
+        tokens = {
+            *self.tokenizer.all_special_tokens,
+            *(str(token) for token in added if token.special),
+        }
         long = {token for token in tokens if len(token) > 1}
         return re.compile(_longest_of(long)) if long else None
 
@@ -129,11 +144,14 @@ class ChatTemplate:
         for style in STYLES:
             call = style.call(self.tool_name, {"value": MARKER}, 0)
             try:
-                text = self.text([user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+                text = self.text(
+                    [user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+                )
             except TemplateRefusal as refusal:
                 reasons.append(f"refuses tool calls ({refusal})")
                 continue
-            escaped, as_python = f'\\"{MARKER}', f"'value': '{MARKER}'"  # JSON inside JSON, and a dict's repr
+            # JSON inside JSON, and a dict's repr
+            escaped, as_python = f'\\"{MARKER}', f"'value': '{MARKER}'"
             if MARKER in text and escaped not in text and as_python not in text:
                 return style
             reasons.append("leaves tool calls out of the text without an error")

@@ -9,14 +9,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megarl.episodes.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, num_shared, user
+from megarl.episodes.template import (
+    MARKER,
+    WHERE,
+    ChatTemplate,
+    Message,
+    TemplateRefusal,
+    num_shared,
+    user,
+)
 from megarl.episodes.turn_tokenizer import HINT, Following, ToolResult, TurnTokenizer
 from megarl.types import UserError
 
 _WORDS = "probeone", "probetwo"  # in small letters, which the vocabularies of tiny models have too
 _MARKERS = (MARKER, "marked in words", MARKER * 9)
 _REASONING = "thoughtful"
-_THOUGHTS: tuple[dict[str, str], ...] = ({"reasoning_content": _REASONING}, {"thinking": _REASONING})
+_THOUGHTS: tuple[dict[str, str], ...] = (
+    {"reasoning_content": _REASONING},
+    {"thinking": _REASONING},
+)
 _EARLIER: tuple[Message, ...] = (
     user("a"), {"role": "assistant", "content": "b"}, user("c"), {"role": "assistant", "content": "d"}
 )  # fmt: skip
@@ -42,7 +53,12 @@ def check(turn_tokenizer: TurnTokenizer, *, users: bool, tools: bool) -> Templat
     """
     notes: list[str] = []
     if users:
-        _prove(turn_tokenizer, "a user's message", _WORDS[:1], partial(turn_tokenizer.following_user, _WORDS[0]))
+        _prove(
+            turn_tokenizer,
+            "a user's message",
+            _WORDS[:1],
+            partial(turn_tokenizer.following_user, _WORDS[0]),
+        )
         if _repeats_tools(turn_tokenizer):
             notes.append("the chat template writes the tools again before each message of a user")
     parallel = False
@@ -54,25 +70,41 @@ def check(turn_tokenizer: TurnTokenizer, *, users: bool, tools: bool) -> Templat
         except UserError as error:
             notes.append(f"a turn can have one call only: {error.problem}")
     kept: list[str] = []
-    for wanted, what, answers in ((users, "a user's message", False), (tools, "a tool's result", True)):
+    for wanted, what, answers in (
+        (users, "a user's message", False),
+        (tools, "a tool's result", True),
+    ):
         if wanted:
             kept += [f"{part} after {what}" for part in _kept(turn_tokenizer.template, answers)]
     return TemplateFacts(parallel, tuple(kept), tuple(notes))
 
 
 def _prove_results(turn_tokenizer: TurnTokenizer, number: int) -> None:
-    template, what = turn_tokenizer.template, "a tool's result" if number == 1 else "the results of two calls"
+    template, what = (
+        turn_tokenizer.template,
+        "a tool's result" if number == 1 else "the results of two calls",
+    )
     texts = _WORDS[:number]
     results = [ToolResult(text, template.tool_name) for text in texts]
     _prove(turn_tokenizer, what, texts, partial(turn_tokenizer.following_results, results))
     values = [f"{MARKER}{text}" for text in texts]
-    calls = [template.call_style.call(template.tool_name, {"value": value}, i) for i, value in enumerate(values)]
+    calls = [
+        template.call_style.call(template.tool_name, {"value": value}, i)
+        for i, value in enumerate(values)
+    ]
     shown = template.text([user("a"), {"role": "assistant", "content": "", "tool_calls": calls}])
     if missing := sum(value not in shown for value in values):
-        raise UserError(WHERE, f"the chat template leaves out {missing} of {number} calls in one turn", HINT)
+        raise UserError(
+            WHERE, f"the chat template leaves out {missing} of {number} calls in one turn", HINT
+        )
 
 
-def _prove(turn_tokenizer: TurnTokenizer, what: str, texts: Sequence[str], following: Callable[..., Following]) -> None:
+def _prove(
+    turn_tokenizer: TurnTokenizer,
+    what: str,
+    texts: Sequence[str],
+    following: Callable[..., Following],
+) -> None:
     """Prove the splice for one kind of message, whose texts are given; following: the splice's own function for it."""
     template, plain = turn_tokenizer.template, following()
 
@@ -120,19 +152,29 @@ def _repeats_tools(turn_tokenizer: TurnTokenizer) -> bool:
 
 def _kept(template: ChatTemplate, answers_call: bool) -> list[str]:
     """What the template drops from a turn once a user's message, or a tool's result, follows it."""
-    calls = [template.call_style.call(template.tool_name, {"value": "a"}, 0)] if answers_call else []
+    calls = (
+        [template.call_style.call(template.tool_name, {"value": "a"}, 0)] if answers_call else []
+    )
 
     def turn(content: str, **keys: str) -> Message:
-        return {"role": "assistant", "content": content, **keys} | ({"tool_calls": calls} if calls else {})
+        return {"role": "assistant", "content": content, **keys} | (
+            {"tool_calls": calls} if calls else {}
+        )
 
     def texts(answer: Message) -> tuple[str, str]:
         """The conversation that ends with the turn, and with what follows the turn; empty where it is refused."""
-        result = {"role": "tool", "tool_call_id": calls[0]["id"], "name": template.tool_name} if calls else {}
+        result = (
+            {"role": "tool", "tool_call_id": calls[0]["id"], "name": template.tool_name}
+            if calls
+            else {}
+        )
         chat = [user("a"), answer]
         follows = {**user(_WORDS[0]), **result}
         return _text_or_nothing(template, chat), _text_or_nothing(template, [*chat, follows])
 
-    thoughts = [turn("words", **thought) for thought in _THOUGHTS] + [turn(f"<think>\n{_REASONING}\n</think>\n\nwords")]
+    thoughts = [turn("words", **thought) for thought in _THOUGHTS] + [
+        turn(f"<think>\n{_REASONING}\n</think>\n\nwords")
+    ]
     shown = [followed for last, followed in map(texts, thoughts) if _REASONING in last]
     kept = []
     if not shown or _REASONING not in shown[0]:
@@ -155,7 +197,8 @@ def _changed_prompt(template: ChatTemplate, followed: str) -> list[str]:
     if shared == len(prompt):
         return []
     if shared < len(template.ids(_text_or_nothing(template, question))):
-        return ["the beginning of the conversation"]  # Mistral's tools go on to the last message of a user
+        # Mistral's tools go on to the last message of a user
+        return ["the beginning of the conversation"]
     return [f"the generation prompt's {template.decode(prompt[shared:])!r}"]
 
 

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from jsonschema import Draft202012Validator  # a requirement of Ray
 
-from megarl.episodes.call_probe import CallMarks, FoundFormat, ReasoningTags, find_format, reasoning_tags
+from megarl.episodes.call_probe import (
+    CallMarks,
+    FoundFormat,
+    ReasoningTags,
+    find_format,
+    reasoning_tags,
+)
 from megarl.episodes.template import TOOLS, ChatTemplate, as_utf8, has_half_pair
 from megarl.episodes.tool_schemas import comparable_schema, make_validator, misfit
 from megarl.types import UserError
@@ -77,7 +83,9 @@ class CallFormat:
     validators: Mapping[str, Draft202012Validator]
 
     @classmethod
-    def find(cls, tokenizer: Any, stop_ids: Collection[int], schemas: Sequence[Mapping[str, Any]]) -> CallFormat:
+    def find(
+        cls, tokenizer: Any, stop_ids: Collection[int], schemas: Sequence[Mapping[str, Any]]
+    ) -> CallFormat:
         """Choose the format by reading back calls that the chat template writes. Imports SGLang (seconds).
 
         stop_ids: the tokens at which the engine ends a response. schemas: the tools in OpenAI's form. Raises
@@ -87,7 +95,12 @@ class CallFormat:
 
     @classmethod
     def of(
-        cls, found: FoundFormat, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], *, are_users: bool
+        cls,
+        found: FoundFormat,
+        tokenizer: Any,
+        schemas: Sequence[Mapping[str, Any]],
+        *,
+        are_users: bool,
     ) -> CallFormat:
         """The format for other tools of the same tokenizer; are_users: they are the user's own, not an agent's.
 
@@ -115,7 +128,9 @@ class CallFormat:
         opened = self.reasoning.opened_after_tools if after_tools else self.reasoning.opened
         reasoning, rest = self.reasoning.split(text, opened=opened)
         if rest is None:
-            unclosed = _bad(None, f"it stands in reasoning that is not closed by {self.reasoning.closing}")
+            unclosed = _bad(
+                None, f"it stands in reasoning that is not closed by {self.reasoning.closing}"
+            )
             tries = self._starts(reasoning) or self.reader.read(reasoning).tries_calls
             return Turn("", (unclosed,) if tries else (), reasoning)
         starts = self._starts(rest)
@@ -124,7 +139,9 @@ class CallFormat:
         reading = self.reader.read(rest)
         if not starts and not reading.calls and not reading.tries_calls:
             return Turn(rest.strip(), (), reasoning)
-        words = self._words(rest, starts) if starts else reading.text.strip() if reading.calls else ""
+        words = (
+            self._words(rest, starts) if starts else reading.text.strip() if reading.calls else ""
+        )
         calls = self._calls(rest, starts, reading)
         most = MOST_CALLS if self.parallel else 1
         if len(calls) > most:
@@ -140,18 +157,26 @@ class CallFormat:
         """The words before the first call."""
         return text[: starts[0]].strip().removesuffix(self.marks.section or "").strip()
 
-    def _calls(self, text: str, starts: Sequence[int], reading: ParsedCalls) -> list[ToolCall | BadCall]:
+    def _calls(
+        self, text: str, starts: Sequence[int], reading: ParsedCalls
+    ) -> list[ToolCall | BadCall]:
         """All calls of the text in their order; starts: the places of the opening tags, or none."""
         if not reading.calls and not starts:
             return [self._unread(text)]
         calls = [self._checked(name, arguments) for name, arguments in reading.calls]
-        inside = sum(_count(self.marks.opening, call.arguments) for call in calls if isinstance(call, ToolCall))
+        inside = sum(
+            _count(self.marks.opening, call.arguments)
+            for call in calls
+            if isinstance(call, ToolCall)
+        )
         if len(calls) + inside < len(starts):
             return list(self._one_by_one(text, starts))
         if len(calls) != len(starts):  # without tags, or a tag stands in an argument
             return calls
         pieces = [text[begin:end] for begin, end in pairwise([*starts, len(text)])]
-        return [self._checked(*call, piece) for call, piece in zip(reading.calls, pieces, strict=True)]
+        return [
+            self._checked(*call, piece) for call, piece in zip(reading.calls, pieces, strict=True)
+        ]
 
     def _one_by_one(self, text: str, starts: Sequence[int]) -> Iterator[ToolCall | BadCall]:
         """The calls where the reader lost some: each is read alone, behind the words before the first."""
@@ -160,14 +185,20 @@ class CallFormat:
             calls = self.reader.read(text[: starts[0]] + piece).calls
             yield self._checked(*calls[0], piece) if len(calls) == 1 else self._unread(piece)
 
-    def _checked(self, name: str | None, arguments: str, piece: str | None = None) -> ToolCall | BadCall:
+    def _checked(
+        self, name: str | None, arguments: str, piece: str | None = None
+    ) -> ToolCall | BadCall:
         """A call that was read, if the tool exists and the arguments fit its schema.
 
         arguments: JSON. piece: the call's text from its opening tag on, where it is known.
         """
         validator = self.validators.get(name or "")
         if validator is None:
-            return _bad(name, f"there is no such tool; the tools are {', '.join(self.validators)}", arguments)
+            return _bad(
+                name,
+                f"there is no such tool; the tools are {', '.join(self.validators)}",
+                arguments,
+            )
         try:
             values = json.loads(arguments)
         except (ValueError, RecursionError) as error:
@@ -185,16 +216,23 @@ class CallFormat:
         """What the reader passed over in a call's text: a tag that is missing or there twice."""
         if self.marks.closing and self.marks.closing not in piece:
             return f"the call is not closed by {self.marks.closing}"
-        if any(piece.count(tag) != len(arguments) + _count(tag, arguments) for tag in self.marks.argument):
+        if any(
+            piece.count(tag) != len(arguments) + _count(tag, arguments)
+            for tag in self.marks.argument
+        ):
             return "an argument is not closed, or is written twice"
         return None
 
     def _unread(self, piece: str) -> BadCall:
         """A call that the reader left out, with the likely reason."""
-        name = re.search("|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in self.validators), piece)
+        name = re.search(
+            "|".join(rf"(?<!\w){re.escape(name)}(?!\w)" for name in self.validators), piece
+        )
         return _bad(name[0] if name else None, _json_error(piece) or _UNREAD)
 
-    def _with_ids(self, calls: Sequence[ToolCall | BadCall], text: str) -> tuple[ToolCall | BadCall, ...]:
+    def _with_ids(
+        self, calls: Sequence[ToolCall | BadCall], text: str
+    ) -> tuple[ToolCall | BadCall, ...]:
         before, after = self.marks.before_id, self.marks.after_id
         if not before or not after:
             return tuple(calls)
@@ -214,7 +252,11 @@ def _bad(name: str | None, reason: str, arguments: str | None = None) -> BadCall
 def _half_pair(arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with texts in the arguments that JSON can escape and UTF-8 cannot hold."""
     try:
-        return "an argument has half a surrogate pair, which is no character" if has_half_pair(arguments) else None
+        return (
+            "an argument has half a surrogate pair, which is no character"
+            if has_half_pair(arguments)
+            else None
+        )
     except RecursionError:
         return "the arguments are nested too deep"
 
@@ -232,7 +274,10 @@ def _json_error(piece: str) -> str | None:
 
 
 def _too_many(number: int, most: int = MOST_CALLS) -> BadCall:
-    return _bad(None, f"the turn has {number} calls, and at most {most} can be made; then wait for the results")
+    return _bad(
+        None,
+        f"the turn has {number} calls, and at most {most} can be made; then wait for the results",
+    )
 
 
 def _count(tag: str | None, value: Any) -> int:

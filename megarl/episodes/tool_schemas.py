@@ -35,15 +35,25 @@ def _is_size(value: Any) -> bool:
 
 
 _BOUNDS: Mapping[str, _Rule] = {  # keywords without schemas in them, and which values they may have
-    "type": lambda value: all(one in _KINDS for one in (value if isinstance(value, list) else [value])),
+    "type": lambda value: all(
+        one in _KINDS for one in (value if isinstance(value, list) else [value])
+    ),
     "enum": lambda value: isinstance(value, list),
     "const": lambda value: True,
-    "required": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    "required": lambda value: (
+        isinstance(value, list) and all(isinstance(one, str) for one in value)
+    ),
     "multipleOf": lambda value: _is_number(value) and value > 0,
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
-    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_size),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        _is_size,
+    ),
 }
-_WITH_ONE, _WITH_SEVERAL = ("additionalProperties", "items"), ("allOf", "anyOf", "oneOf", "prefixItems")
+_WITH_ONE, _WITH_SEVERAL = (
+    ("additionalProperties", "items"),
+    ("allOf", "anyOf", "oneOf", "prefixItems"),
+)
 _KEPT = {*_BOUNDS, *_WITH_ONE, *_WITH_SEVERAL, "properties"}
 
 
@@ -55,7 +65,9 @@ def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str,
     name, description, parameters = _parts(schema)
     if reference := _bad_reference(parameters):
         problem = f"the parameters of {name} refer to {reference!r:.80}, which is no place in them"
-        raise UserError(TOOLS, problem, "define the type in their $defs, and refer to it as #/$defs/NAME")
+        raise UserError(
+            TOOLS, problem, "define the type in their $defs, and refer to it as #/$defs/NAME"
+        )
     try:
         if is_users:
             Draft202012Validator.check_schema(parameters)
@@ -67,7 +79,10 @@ def comparable_schema(schema: Mapping[str, Any], *, is_users: bool) -> dict[str,
     parameters.setdefault("type", "object")
     if "properties" in parameters:
         parameters.setdefault("additionalProperties", False)
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 def make_validator(schema: Mapping[str, Any]) -> Draft202012Validator:
@@ -91,7 +106,11 @@ def _parts(schema: Any) -> tuple[str, str | None, dict[str, Any]]:
     """The name, the description and the parameters of a tool."""
     try:
         function = schema["function"]
-        name, description, parameters = function["name"], function.get("description"), function.get("parameters")
+        name, description, parameters = (
+            function["name"],
+            function.get("description"),
+            function.get("parameters"),
+        )
         if isinstance(name, str) and isinstance(description, str | None):
             return name, description, dict(parameters or {})
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -124,7 +143,9 @@ class _BoundedSchemas:
         if not isinstance(schema, dict):
             raise _BadSchema(f"{short(schema)} is none")
         self._parts += 1
-        kept = {key: self._kept(key, value, followed) for key, value in schema.items() if key in _KEPT}
+        kept = {
+            key: self._kept(key, value, followed) for key, value in schema.items() if key in _KEPT
+        }
         if "oneOf" in kept:
             kept.setdefault("anyOf", kept.pop("oneOf"))
         if "patternProperties" in schema:  # the names that it allows are not unlisted
@@ -177,5 +198,7 @@ def _target(schema: Mapping[str, Any], reference: str) -> Any:
         raise ValueError(f"{reference} is no pointer into the schema")
     found: Any = schema
     for name in names:
-        found = found[int(name) if isinstance(found, list) else name.replace("~1", "/").replace("~0", "~")]
+        found = found[
+            int(name) if isinstance(found, list) else name.replace("~1", "/").replace("~0", "~")
+        ]
     return found

@@ -14,7 +14,8 @@ from megarl.printable import json_line
 from megarl.types import Sample, Transcript, TranscriptCall, TranscriptEntry
 
 MOST_BYTES = 2**16  # of a transcript as JSON
-LONGEST_TEXTS = 4000, 1000, 250, 50  # bytes of each text: the first limit with which all entries fit
+# bytes of each text: the first limit with which all entries fit
+LONGEST_TEXTS = 4000, 1000, 250, 50
 _LONGEST_NAME = 100
 _DEEPEST = 16  # levels of arguments that are kept as values
 
@@ -33,13 +34,21 @@ class TranscriptWriter:
         """All that the model wrote in a turn."""
         self._entries.append(_entry("assistant", text))
 
-    def add_calls(self, calls: Sequence[ToolCall | BadCall], made: Sequence[CallResult], told: Sequence[str]) -> None:
+    def add_calls(
+        self, calls: Sequence[ToolCall | BadCall], made: Sequence[CallResult], told: Sequence[str]
+    ) -> None:
         """The last turn's calls. made: the results of those that could be made; told: what the model reads of each."""
         results, found = iter(made), self._entries[-1]["calls"]
         for call, text in zip(calls, told, strict=True):
             is_made = isinstance(call, ToolCall)
-            arguments, error = (_json_value(call.arguments), next(results).error) if is_made else (None, "bad_call")
-            found.append({"name": call.name, "arguments": arguments, "result": text, "error": error})
+            arguments, error = (
+                (_json_value(call.arguments), next(results).error)
+                if is_made
+                else (None, "bad_call")
+            )
+            found.append(
+                {"name": call.name, "arguments": arguments, "result": text, "error": error}
+            )
 
     def add_reward(self, reward: float) -> None:
         """The reward of the last turn."""
@@ -59,7 +68,10 @@ class TranscriptWriter:
             sizes = [len(json.dumps(entry)) for entry in kept]
             if sum(sizes) <= MOST_BYTES:
                 return tuple(kept)
-        first, last = (sum(total <= MOST_BYTES // 2 for total in accumulate(way)) for way in (sizes, sizes[::-1]))
+        first, last = (
+            sum(total <= MOST_BYTES // 2 for total in accumulate(way))
+            for way in (sizes, sizes[::-1])
+        )
         diff = _entry("left_out", f"[... {len(kept) - first - last} entries left out ...]")
         return (*kept[:first], diff, *kept[len(kept) - last :])
 
@@ -78,12 +90,18 @@ def _shortened(entry: TranscriptEntry, longest: int) -> TranscriptEntry:
         }
         for call in entry["calls"]
     ]
-    return {"role": entry["role"], "text": cut(entry["text"], longest), "calls": calls, "reward": entry["reward"]}
+    return {
+        "role": entry["role"],
+        "text": cut(entry["text"], longest),
+        "calls": calls,
+        "reward": entry["reward"],
+    }
 
 
 def _json_value(arguments: Mapping[str, Any]) -> Any:
     """The arguments of a call; a text where they are deeply nested, or have numbers that JSON has not."""
-    if (depth := _depth(arguments)) > _DEEPEST:  # whoever writes it again may have less room on the stack
+    # whoever writes it again may have less room on the stack
+    if (depth := _depth(arguments)) > _DEEPEST:
         return f"[arguments nested in {depth} levels]"
     try:
         json.dumps(arguments, allow_nan=False)
@@ -96,14 +114,18 @@ def _short_arguments(arguments: Any, longest: int) -> Any:
     """The value; its text, shortened, where it is long."""
     if isinstance(arguments, str):
         return cut(arguments, longest)
-    return arguments if len(json.dumps(arguments)) <= longest else cut(json_line(arguments), longest)
+    return (
+        arguments if len(json.dumps(arguments)) <= longest else cut(json_line(arguments), longest)
+    )
 
 
 def _depth(value: Any) -> int:
     """How many lists and objects lie in each other."""
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
-        level = [inside for one in level for inside in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inside for one in level for inside in (one.values() if isinstance(one, dict) else one)
+        ]
         depth += 1
     return depth
 

@@ -30,7 +30,11 @@ _OPENING_WORDS = "a"  # of the user in a short conversation
 _NAME, _ID = re.compile(r"[\w.\-]{1,128}"), re.compile(r"[\w.:\-]{1,160}")
 Kind = Literal["user", "tool"]
 Place = Literal["argument", "content"]
-_ATTEMPTS: tuple[tuple[Place, bool], ...] = ("argument", True), ("argument", False), ("content", True)
+_ATTEMPTS: tuple[tuple[Place, bool], ...] = (
+    ("argument", True),
+    ("argument", False),
+    ("content", True),
+)
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,18 @@ class TurnTokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, stop_ids: Collection[int], schemas: Sequence[Mapping[str, Any]] | None = None
+        self,
+        tokenizer: Any,
+        stop_ids: Collection[int],
+        schemas: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self.template = ChatTemplate(tokenizer, tuple(schemas or ()))
         self.stop_ids = frozenset(stop_ids)
         if not self.stop_ids:
             problem = "the model has no stop token, at which a turn would end"
-            raise UserError(WHERE, problem, "give eos_token_id in its config.json or generation_config.json")
+            raise UserError(
+                WHERE, problem, "give eos_token_id in its config.json or generation_config.json"
+            )
         self._opens: dict[Kind, bool] = {}
 
     def first(self, prompt: Any) -> list[int]:
@@ -106,7 +115,12 @@ class TurnTokenizer:
         return self.template.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def following_user(
-        self, text: str, *, before: Sequence[Message] = (), shown: Message | None = None, marker: str = MARKER
+        self,
+        text: str,
+        *,
+        before: Sequence[Message] = (),
+        shown: Message | None = None,
+        marker: str = MARKER,
     ) -> Following:
         """What follows an assistant's message when a user's message answers it.
 
@@ -133,7 +147,11 @@ class TurnTokenizer:
         """
         if not results:
             raise ValueError("a turn without calls has no results")
-        what = "a tool's result" if len(results) == 1 else f"the results of {len(results)} calls in one turn"
+        what = (
+            "a tool's result"
+            if len(results) == 1
+            else f"the results of {len(results)} calls in one turn"
+        )
         marker = _unused(marker, *(result.text for result in results))
         errors = []
         for place, with_ids in _ATTEMPTS:
@@ -145,7 +163,12 @@ class TurnTokenizer:
         raise errors[0]
 
     def _called(
-        self, results: Sequence[ToolResult], marker: str, place: Place, with_ids: bool, shown: Message
+        self,
+        results: Sequence[ToolResult],
+        marker: str,
+        place: Place,
+        with_ids: bool,
+        shown: Message,
     ) -> list[Message]:
         """A short conversation in which each result answers its own call."""
         style = self.template.call_style
@@ -154,7 +177,11 @@ class TurnTokenizer:
         calls = []
         for index, (name, result) in enumerate(zip(names, results, strict=True)):
             value = marker if place == "argument" and index == last else "b"
-            calls.append(style.call(name, {"value": value}, index, _safe(_ID, result.id) if with_ids else None))
+            calls.append(
+                style.call(
+                    name, {"value": value}, index, _safe(_ID, result.id) if with_ids else None
+                )
+            )
         content = marker if place == "content" else ""
         answers = [
             {"role": "tool", "tool_call_id": call["id"], "name": name, "content": result.text}
@@ -167,14 +194,22 @@ class TurnTokenizer:
         try:
             text = self.template.text(chat, prompt=True)
         except TemplateRefusal as refusal:
-            raise UserError(WHERE, f"the chat template refuses {what} ({refusal})", HINT) from refusal
+            raise UserError(
+                WHERE, f"the chat template refuses {what} ({refusal})", HINT
+            ) from refusal
         if text.count(marker) != 1:
-            times = "leaves the assistant's words out" if marker not in text else "writes the assistant's words twice"
+            times = (
+                "leaves the assistant's words out"
+                if marker not in text
+                else "writes the assistant's words twice"
+            )
             raise UserError(WHERE, f"the chat template {times} before {what}", HINT)
         ids = self.template.ids(text.partition(marker)[2])
         place = next((place for place, token in enumerate(ids) if token in self.stop_ids), None)
         if place is None:
-            names = ", ".join(map(str, self.template.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))))
+            names = ", ".join(
+                map(str, self.template.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)))
+            )
             problem = f"the chat template writes none of the model's stop tokens ({names}) between a turn and {what}"
             raise UserError(WHERE, problem, HINT)
         return Following(ids[place], ids[place + 1 :], text)
@@ -183,7 +218,9 @@ class TurnTokenizer:
         if after is None:
             return [following.stop, *following.ids]
         if after not in self.stop_ids:
-            raise ValueError(f"token {after} ends no turn: the stop tokens are {sorted(self.stop_ids)}")
+            raise ValueError(
+                f"token {after} ends no turn: the stop tokens are {sorted(self.stop_ids)}"
+            )
         if after == following.stop or not self._stop_opens(kind):
             return following.ids
         return [following.stop, *following.ids]

@@ -25,11 +25,16 @@ from megarl.types.sampling import Sampling
 class Engines:
     """Engine e is on GPU slots from layout.first + e * tp. Engines on shared slots release memory."""
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: frozenset[int]) -> None:
+    def __init__(
+        self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: frozenset[int]
+    ) -> None:
         self._cluster, self._recipe = cluster, recipe
         self._slots = [layout.first + index * layout.tp for index in range(layout.count)]
-        self.workers = [cluster.worker(f"engine {index}", slot) for index, slot in enumerate(self._slots)]
-        self._stores: list[Any] = []  # rendezvous of engines on several nodes, served by this process
+        self.workers = [
+            cluster.worker(f"engine {index}", slot) for index, slot in enumerate(self._slots)
+        ]
+        # rendezvous of engines on several nodes, served by this process
+        self._stores: list[Any] = []
         self._further_nodes: list[Worker] = []
         self._started: dict[Ref, str] = {}
         # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
@@ -56,12 +61,17 @@ class Engines:
         """Start an engine, with a process on each further node that it spans."""
         recipe = self._recipe
         span = self._span(recipe) if recipe.engine_nodes > 1 else None
-        self._started[worker.start("megarl.rollout.worker:RolloutWorker", recipe, index, span)] = worker.name
+        self._started[worker.start("megarl.rollout.worker:RolloutWorker", recipe, index, span)] = (
+            worker.name
+        )
         if span is None:
             return
         for node in range(1, span.nodes):
             name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
-            part, own = self._cluster.worker(name, at), replace(span, node=node, endpoint=span.endpoint.without_secret)
+            part, own = (
+                self._cluster.worker(name, at),
+                replace(span, node=node, endpoint=span.endpoint.without_secret),
+            )
             self._started[part.start("megarl.rollout.worker:EnginePart", recipe, index, own)] = name
             part.watch("fail")
             self._further_nodes.append(part)
@@ -92,7 +102,9 @@ class Engines:
             capacities = self._cluster.call_all(workers, "capacity")
             self._dealers[len(workers)] = RequestBalancer(capacities, sampling.new_tokens(0))
         balancer, groups = self._dealers[len(workers)], self._recipe.rollout.engine.dp
-        begun = SamplingPhase(self._cluster, workers, balancer, groups, entries, sampling, self._history)
+        begun = SamplingPhase(
+            self._cluster, workers, balancer, groups, entries, sampling, self._history
+        )
         begun.begin()
         return begun
 

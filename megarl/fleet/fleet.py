@@ -17,7 +17,13 @@ from megarl.config import Recipe
 from megarl.device import address_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, GroupBuffer, PolicyRanks, RewardModelRanks, RolloutBatch
+from megarl.fleet.rank_groups import (
+    AuxiliaryRanks,
+    GroupBuffer,
+    PolicyRanks,
+    RewardModelRanks,
+    RolloutBatch,
+)
 from megarl.placement.roles import Phase, Roles, resolve, sent_lora, trains_merged
 from megarl.resharding.member import Stats, collect_stats
 from megarl.resharding.payloads import ReshardStep, exchanged, reshard_steps
@@ -37,8 +43,16 @@ class TrainingFleet:
     `version` counts the publications of the weights, from 0; -1 before the first.
     """
 
-    def __init__(self, cluster: Cluster, roles: Roles, trainers: PolicyRanks, critic: AuxiliaryRanks | None) -> None:
-        self._cluster, self.roles, self.trainers, self.critic, self.version = cluster, roles, trainers, critic, -1
+    def __init__(
+        self, cluster: Cluster, roles: Roles, trainers: PolicyRanks, critic: AuxiliaryRanks | None
+    ) -> None:
+        self._cluster, self.roles, self.trainers, self.critic, self.version = (
+            cluster,
+            roles,
+            trainers,
+            critic,
+            -1,
+        )
 
     def onload_for(self, phase: Phase) -> Metrics:
         """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
@@ -51,7 +65,9 @@ class TrainingFleet:
 
     def put(self, groups: Sequence[SampleGroup]) -> RolloutBatch:
         """Groups that no engine made, placed where the training ranks can fetch them."""
-        return RolloutBatch([summary(group) for group in groups], [self._cluster.put(group) for group in groups])
+        return RolloutBatch(
+            [summary(group) for group in groups], [self._cluster.put(group) for group in groups]
+        )
 
 
 def training_fleet(cluster: Cluster, roles: Roles) -> TrainingFleet:
@@ -69,7 +85,9 @@ class Fleet(TrainingFleet):
     Engines start at the same time as the ranks, or after them where engines measure the memory that ranks leave free.
     """
 
-    def __init__(self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True) -> None:
+    def __init__(
+        self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True
+    ) -> None:
         """say: prints a line for the user. learns: False where the run only samples: then there is no critic."""
         self._recipe, self._say = recipe, say
         roles = resolve(recipe, learns=learns)
@@ -79,23 +97,31 @@ class Fleet(TrainingFleet):
         self.engines = Engines(cluster, recipe, roles.engines, shared)
         critic = AuxiliaryRanks(cluster, roles.critic, shared) if roles.critic else None
         super().__init__(cluster, roles, trainers, critic)
-        self.reward_model = RewardModelRanks(cluster, roles.reward_model, shared) if roles.reward_model else None
+        self.reward_model = (
+            RewardModelRanks(cluster, roles.reward_model, shared) if roles.reward_model else None
+        )
         self._start()
         if recipe.placement.node_gpus:
             self._say_device_placements()
         if taken := max(cluster.call_all(self.trainers.workers, "communicator_bytes"), default=0):
-            say(f"each of NCCL's groups takes {taken} bytes of a training GPU: communicator_bytes of a hardware file")
+            say(
+                f"each of NCCL's groups takes {taken} bytes of a training GPU: communicator_bytes of a hardware file"
+            )
         self.memory = MemoryScheduler(self.trainers, self.engines, self.critic, self.reward_model)
         self._sessions = self._open_sessions()
-        self.attempts = 0  # to publish; more than there are versions once an exchange had to be repeated
-        self._have_sessions = False  # whether the engines keep the session of an earlier publication
+        # to publish; more than there are versions once an exchange had to be repeated
+        self.attempts = 0
+        # whether the engines keep the session of an earlier publication
+        self._have_sessions = False
 
     def _start(self) -> None:
         """Wait until all processes are built; then the memory is as in the `rollout` phase."""
         groups = [ranks for ranks in (self.trainers, self.critic, self.reward_model) if ranks]
         engines_last = self.engines.measures_shared_memory
         starting = {} if engines_last else self.engines.start()
-        self._cluster.gather(starting | {ref: name for ranks in groups for ref, name in ranks.started.items()})
+        self._cluster.gather(
+            starting | {ref: name for ranks in groups for ref, name in ranks.started.items()}
+        )
         _share_weights(self.trainers, self.critic, self.reward_model)
         for ranks in groups:
             ranks.offload()  # ranks are built onloaded: from here on the memory scheduler decides
@@ -115,7 +141,10 @@ class Fleet(TrainingFleet):
     def fetch(self, rollout: RolloutBatch) -> list[SampleGroup]:
         """The groups themselves, copied to this process, with the rewards of their summaries."""
         groups = self._cluster.gather(dict.fromkeys(rollout.refs, "samples"))
-        return [replace(one, rewards_G=of.rewards_G) for one, of in zip(groups, rollout.summaries, strict=True)]
+        return [
+            replace(one, rewards_G=of.rewards_G)
+            for one, of in zip(groups, rollout.summaries, strict=True)
+        ]
 
     def publish(self) -> tuple[Stats, Metrics]:
         """Move the trained weights, or adapters, into the engines, in place, and leave the GPUs' memory to them.
@@ -142,10 +171,14 @@ class Fleet(TrainingFleet):
             self._cluster.gather(self._exchange(version, steps))
         versions = self.engines.versions()
         if any(one != version for one in versions):
-            raise RuntimeError(f"the engines are at versions {versions}, the trainer is at {version}")
+            raise RuntimeError(
+                f"the engines are at versions {versions}, the trainer is at {version}"
+            )
         self.version, self._have_sessions = version, True
         readings |= self.onload_for("rollout")
-        stats = collect_stats(self._store, self._run_id, self.attempts, self.roles.num_members, exchanged(steps))
+        stats = collect_stats(
+            self._store, self._run_id, self.attempts, self.roles.num_members, exchanged(steps)
+        )
         return stats if kept_share is None else replace(stats, kept_share=kept_share), readings
 
     def _exchange(self, version: int, steps: Sequence[ReshardStep]) -> dict[Ref, str]:
@@ -153,7 +186,9 @@ class Fleet(TrainingFleet):
         self.attempts += 1
         calls: dict[Ref, str] = {}
         for index, worker in enumerate(self.engines.workers):
-            message = self._sessions.engine_message(index, version, self.attempts, not self._have_sessions, steps)
+            message = self._sessions.engine_message(
+                index, version, self.attempts, not self._have_sessions, steps
+            )
             calls[worker.call("reshard", message, version)] = worker.name
         for rank, session in self._sessions.trainers.items():
             worker = self.trainers.workers[rank]
@@ -186,7 +221,10 @@ class Fleet(TrainingFleet):
         digests, readings = {}, self.onload_for("train")
         self.trainers.save(folder)
         if buffer.entries:
-            vocab_size, temperature = self.roles.policy.shape.vocab_size, self._recipe.rollout.temperature
+            vocab_size, temperature = (
+                self.roles.policy.shape.vocab_size,
+                self._recipe.rollout.temperature,
+            )
             with writing(folder / BUFFER_FILE, vocab_size, temperature) as file:
                 for ref in (entry.ref for entry in buffer.entries if entry.ref is not None):
                     file.write(self._cluster.gather({ref: "samples"}))
@@ -228,7 +266,9 @@ class Fleet(TrainingFleet):
         return sessions(common, [one.source for one in published])
 
 
-def _share_weights(trainers: PolicyRanks, *others: AuxiliaryRanks | RewardModelRanks | None) -> None:
+def _share_weights(
+    trainers: PolicyRanks, *others: AuxiliaryRanks | RewardModelRanks | None
+) -> None:
     """Have models without frozen weights of their own compute with the policy's."""
     for ranks in others:
         if ranks and ranks.shares_weights:

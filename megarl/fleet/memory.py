@@ -87,4 +87,7 @@ class MemoryScheduler:
         else:
             raise RuntimeError(f"GPU memory cannot pass from the {self.phase} phase to {phase}")
         self.phase = phase
-        return {f"memory/before_{phase}_bytes": before, f"memory/after_{phase}_bytes": observed.held_bytes()}
+        return {
+            f"memory/before_{phase}_bytes": before,
+            f"memory/after_{phase}_bytes": observed.held_bytes(),
+        }

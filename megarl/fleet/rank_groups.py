@@ -38,8 +38,12 @@ class RolloutBatch:
     @staticmethod
     def of(entries: Sequence[Entry[Ref]]) -> RolloutBatch:
         """The complete groups of a stock's entries."""
-        complete = [(one.summary, one.ref) for one in entries if isinstance(one.summary, GroupSummary)]
-        return RolloutBatch([summary for summary, _ in complete], [ref for _, ref in complete if ref is not None])
+        complete = [
+            (one.summary, one.ref) for one in entries if isinstance(one.summary, GroupSummary)
+        ]
+        return RolloutBatch(
+            [summary for summary, _ in complete], [ref for _, ref in complete if ref is not None]
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,12 @@ class RankGroup:
     ) -> None:
         """name: of a rank, for people. target: its class; more: its last arguments."""
         recipe, slots, self.shares_weights = role.recipe, role.slots, role.shares_weights
-        self._cluster, self._recipe, self._shape, self._layout = cluster, recipe, role.shape, role.layout
+        self._cluster, self._recipe, self._shape, self._layout = (
+            cluster,
+            recipe,
+            role.shape,
+            role.layout,
+        )
         # Where the ranks meet: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
@@ -97,7 +106,9 @@ class RankGroup:
             worker.start(target, rank, recipe, device.address_of(self.store), *more): worker.name
             for rank, worker in enumerate(self.workers)
         }
-        self._sharing = [worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared]
+        self._sharing = [
+            worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared
+        ]
 
     def onload(self) -> None:
         self._cluster.call_all(self._sharing, "onload")
@@ -112,7 +123,9 @@ class RankGroup:
     def share(self, published: Sequence[PublishedRank]) -> None:
         """Have each rank compute with the frozen weights of the policy's rank on its slot."""
         pairs = zip(self.workers, published, strict=True)
-        self._cluster.gather({worker.call("share", one.source): worker.name for worker, one in pairs})
+        self._cluster.gather(
+            {worker.call("share", one.source): worker.name for worker, one in pairs}
+        )
 
     def save(self, folder: Path) -> None:
         """Begin a checkpoint: what is to be written is copied when this returns."""
@@ -132,7 +145,12 @@ class RankGroup:
         self._call("load", folder)
 
     def _per_token(
-        self, method: str, updates: Sequence[Update], refs: Sequence[Ref], readers: Sequence[Update], *first: object
+        self,
+        method: str,
+        updates: Sequence[Update],
+        refs: Sequence[Ref],
+        readers: Sequence[Update],
+        *first: object,
     ) -> PerTokenResults:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
         of_readers = [refs_of(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))]
@@ -143,7 +161,9 @@ class RankGroup:
             # Ranks that hold the same return their own state alone: each reference costs the controller time.
             reports = is_reporting_rank(self._layout, rank)
             parts, asked = (len(of_readers), wanted) if reports else (0, ())
-            *token_values, state = worker.call_many(parts + 1, method, *first, share, asked, samples)
+            *token_values, state = worker.call_many(
+                parts + 1, method, *first, share, asked, samples
+            )
             found.states.append(state)
             if reports:
                 found.token_values.append(token_values)
@@ -156,12 +176,20 @@ class RankGroup:
 
         The first of these ranks fetches the groups, and passes them on without the samples of other shares.
         """
-        found, first = [], self._layout.tp * self._layout.cp  # Megatron's order: data-parallel ranks are so far apart
+        # Megatron's order: data-parallel ranks are so far apart
+        found, first = [], self._layout.tp * self._layout.cp
         for dp, worker in enumerate(self.workers[: self._layout.dp * first : first]):
             share = _share(updates, dp)
             needed, shared = _groups(share), self._cluster.put(share)
             of_groups = [refs[group] for group in needed]
-            found.append((shared, worker.bundle("megarl.training.batching:own_samples", shared, needed, *of_groups)))
+            found.append(
+                (
+                    shared,
+                    worker.bundle(
+                        "megarl.training.batching:own_samples", shared, needed, *of_groups
+                    ),
+                )
+            )
         return found
 
     def plan(self, samples: Sequence[SampleRef], hyperparameters: Hyperparameters) -> list[Update]:
@@ -169,7 +197,11 @@ class RankGroup:
 
         Where an algorithm leaves samples out, there are fewer updates in proportion.
         """
-        train, rollout, updates = self._recipe.train, self._recipe.rollout, self._recipe.train.updates_per_step
+        train, rollout, updates = (
+            self._recipe.train,
+            self._recipe.rollout,
+            self._recipe.train.updates_per_step,
+        )
         num_samples = len(by_sample(samples))
         if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
             share = num_samples / (rollout.prompts_per_step * rollout.samples_per_prompt)
@@ -224,7 +256,9 @@ class PolicyRanks(RankGroup):
     """The ranks of the policy."""
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
-        super().__init__(cluster, role, shared, name="training rank", target="megarl.training.policy:PolicyRank")
+        super().__init__(
+            cluster, role, shared, name="training rank", target="megarl.training.policy:PolicyRank"
+        )
 
     def load_weights(self, folder: Path) -> None:
         """The weights alone of a checkpoint, from any layout."""
@@ -249,10 +283,16 @@ class PolicyRanks(RankGroup):
         return self.plan(samples, hyperparameters_of(algorithm, self._recipe.algorithm))
 
     def observe(
-        self, algorithm: str, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
+        self,
+        algorithm: str,
+        samples: Sequence[SampleRef],
+        refs: Sequence[Ref],
+        readers: Sequence[Update],
     ) -> PerTokenResults:
         """KL penalties of the samples' tokens, for the critic and for `train`; readers: the critic's plan."""
-        return self._per_token("observe", self.plan_of(algorithm, samples), refs, readers, algorithm)
+        return self._per_token(
+            "observe", self.plan_of(algorithm, samples), refs, readers, algorithm
+        )
 
     def train(
         self,
@@ -274,7 +314,10 @@ class PolicyRanks(RankGroup):
         states = observation.states if observation else [None] * len(self.workers)
         metrics = self._train(shares, lr, states, token_values, algorithm)
         lengths, seconds = [one.length for one in samples], time.perf_counter() - began
-        return Trained(metrics, speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name()))
+        return Trained(
+            metrics,
+            speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name()),
+        )
 
 
 class AuxiliaryRanks(RankGroup):
@@ -284,7 +327,9 @@ class AuxiliaryRanks(RankGroup):
         kind = ALGORITHMS[role.recipe.algorithm.name].critic
         self._model = AUXILIARY_MODELS[kind]
         name, target = f"{self._model.name} rank", "megarl.training.auxiliary:AuxiliaryRank"
-        super().__init__(cluster, role, shared, name=name, target=target, more=[kind, role.first_slot])
+        super().__init__(
+            cluster, role, shared, name=name, target=target, more=[kind, role.first_slot]
+        )
 
     @property
     def recipe(self) -> Recipe:
@@ -296,7 +341,9 @@ class AuxiliaryRanks(RankGroup):
         hyperparameters = hyperparameters_of(self._recipe.algorithm.name, self._recipe.algorithm)
         return self.plan(samples, replace(hyperparameters, aggregation=self._model.aggregation))
 
-    def values(self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]) -> PerTokenResults:
+    def values(
+        self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
+    ) -> PerTokenResults:
         """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
         return self._per_token("values", self.plan_of(samples), refs, readers)
 
@@ -315,7 +362,9 @@ class RewardModelRanks(RankGroup):
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         target = "megarl.training.reward_model:RewardModelRank"
-        super().__init__(cluster, role, shared, name="reward model rank", target=target, more=[role.first_slot])
+        super().__init__(
+            cluster, role, shared, name="reward model rank", target=target, more=[role.first_slot]
+        )
 
     def score(self, rollout: RolloutBatch) -> RolloutBatch:
         """The rollout with `reward_model.weight` times each response's score added to its reward.
@@ -328,14 +377,22 @@ class RewardModelRanks(RankGroup):
             calls[worker.call("score", *(rollout.refs[index] for index in own))] = worker.name
         summaries = list(rollout.summaries)
         for rank, scores in enumerate(self._cluster.gather(calls)):
-            own = range(self._layout.coords(rank).dp, count, dp) if scores is not None else ()  # not on this stage
+            # not on this stage
+            own = range(self._layout.coords(rank).dp, count, dp) if scores is not None else ()
             for index, scores_G in zip(own, scores or (), strict=True):
                 if not np.isfinite(scores_G).all():
                     asked = rollout.summaries[index].prompt_text
-                    problem, hint = f"scores {scores_G} in answer to {asked!r}", "use another model, or model.dtype"
+                    problem, hint = (
+                        f"scores {scores_G} in answer to {asked!r}",
+                        "use another model, or model.dtype",
+                    )
                     raise UserError("reward_model.path", problem, hint)
-                rewards_G = rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
-                summaries[index] = replace(rollout.summaries[index], rewards_G=rewards_G.astype(np.float32))
+                rewards_G = (
+                    rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
+                )
+                summaries[index] = replace(
+                    rollout.summaries[index], rewards_G=rewards_G.astype(np.float32)
+                )
         return RolloutBatch(summaries, rollout.refs)
 
 

@@ -40,11 +40,19 @@ class SamplingPhase:
 
         history: of the rounds before, which gets this one.
         """
-        self._cluster, self._workers, self._balancer, self._history = cluster, workers, balancer, history
+        self._cluster, self._workers, self._balancer, self._history = (
+            cluster,
+            workers,
+            balancer,
+            history,
+        )
         self._entries, self._sampling = entries, sampling
         self._asked = [_open_summary(entry) for entry in entries]
-        self._waiting = deque(sorted(range(len(entries)), key=lambda index: -self._asked[index].context_tokens))
-        self._calls: dict[int, tuple[Ref, Ref, str]] = {}  # of each group that was sent: summary, group, engine
+        self._waiting = deque(
+            sorted(range(len(entries)), key=lambda index: -self._asked[index].context_tokens)
+        )
+        # of each group that was sent: summary, group, engine
+        self._calls: dict[int, tuple[Ref, Ref, str]] = {}
         self._unscored: dict[Ref, str] = {}  # the summaries that have not come yet
         self._reports: dict[Ref, int] = {}  # the open calls, with their engines
         self._unfinished = [0] * len(workers)  # samples of each engine
@@ -52,7 +60,8 @@ class SamplingPhase:
         self._work = [EngineWork() for _ in workers]
         self._ends_s: list[float] = []  # of each sample, by the controller's clock
         self._began_s = time.monotonic()
-        self._idle_since_s = [self._began_s] * len(workers)  # of each engine, once all of its samples have finished
+        # of each engine, once all of its samples have finished
+        self._idle_since_s = [self._began_s] * len(workers)
 
     def begin(self) -> None:
         """Send what engines have room for. From here on the round goes on whenever the cluster waits for any call."""
@@ -72,7 +81,9 @@ class SamplingPhase:
         sent = [self._calls[index] for index in range(len(self._entries))]
         summaries = self._cluster.gather({summary: engine for summary, _, engine in sent})
         found = zip(self._entries, summaries, sent, strict=True)
-        return [replace(entry, summary=new, ref=group) for entry, new, (_, group, _) in found], self._balance()
+        return [
+            replace(entry, summary=new, ref=group) for entry, new, (_, group, _) in found
+        ], self._balance()
 
     @property
     def sampled_s(self) -> float:
@@ -81,14 +92,19 @@ class SamplingPhase:
 
     def labels(self) -> dict[Ref, str]:
         """The open calls with their engines' names: for what engines finish next, and for summaries, after verdicts."""
-        return {**self._unscored, **{ref: self._workers[engine].name for ref, engine in self._reports.items()}}
+        return {
+            **self._unscored,
+            **{ref: self._workers[engine].name for ref, engine in self._reports.items()},
+        }
 
     def take(self, ended: Sequence[Ref]) -> None:
         """Count what has finished, and send what there is room for then."""
         now_s = time.monotonic()
         for ref in ended:
             self._unscored.pop(ref, None)
-        come = {ref: self._workers[self._reports[ref]].name for ref in ended if ref in self._reports}
+        come = {
+            ref: self._workers[self._reports[ref]].name for ref in ended if ref in self._reports
+        }
         for ref, finished in zip(come, self._cluster.gather(come), strict=True):
             engine = self._reports.pop(ref)
             for sample in finished:
@@ -121,14 +137,18 @@ class SamplingPhase:
         self._balancer.finish(engine, sample.prompt_tokens, sample.response_tokens)
         self._unfinished[engine] -= 1
         self._tokens[engine][sample.group] += sample.prompt_tokens + sample.response_tokens
-        self._work[engine] = self._work[engine].with_sample(sample.prompt_tokens, sample.response_tokens)
+        self._work[engine] = self._work[engine].with_sample(
+            sample.prompt_tokens, sample.response_tokens
+        )
         self._ends_s.append(now_s)
         self._idle_since_s[engine] = now_s
 
     def _balance(self) -> PhaseBalance:
         """Once a round: the history gets its work."""
         tail_s = self._ends_s[-1] - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
-        idle_s = sum(self._ends_s[-1] - since_s for since_s in self._idle_since_s) / len(self._idle_since_s)
+        idle_s = sum(self._ends_s[-1] - since_s for since_s in self._idle_since_s) / len(
+            self._idle_since_s
+        )
         fit = self._history.fitted()
         expected_s = max(seconds_of(fit, work) for work in self._work) if fit else 0.0
         for work, since_s in zip(self._work, self._idle_since_s, strict=True):

@@ -47,7 +47,9 @@ class EngineHistory:
 
 
 def seconds_of(fit: StepSeconds, work: EngineWork) -> float:
-    return fit.step_s * work.steps + fit.sequence_s * work.new_tokens + fit.read_s * work.read_tokens
+    return (
+        fit.step_s * work.steps + fit.sequence_s * work.new_tokens + fit.read_s * work.read_tokens
+    )
 
 
 def fitted(seen: Sequence[tuple[EngineWork, float]]) -> StepSeconds:
@@ -55,7 +57,9 @@ def fitted(seen: Sequence[tuple[EngineWork, float]]) -> StepSeconds:
 
     With three figures every choice of those that are not 0 is solved, so that the least of all is found.
     """
-    rows = np.array([[work.steps, work.new_tokens, work.read_tokens] for work, _ in seen], np.float64)
+    rows = np.array(
+        [[work.steps, work.new_tokens, work.read_tokens] for work, _ in seen], np.float64
+    )
     relative = rows / np.array([[seconds] for _, seconds in seen])
     best, least = np.zeros(3), float(len(seen))
     for count in (1, 2, 3):

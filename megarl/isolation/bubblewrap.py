@@ -17,7 +17,8 @@ ENVIRONMENT = {
     "HOME": "/tmp",
     "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
-    "OMP_NUM_THREADS": "1",  # one thread for each core would exceed the limits on memory and processes
+    # one thread for each core would exceed the limits on memory and processes
+    "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
@@ -52,12 +53,20 @@ def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> lis
     """
     line = [
         *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"),
-        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+        *(
+            "--unshare-ipc",
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+        ),
         *("--hostname", "sandbox", "--info-fd", str(info), "--cap-drop", "ALL"),
-        "--as-pid-1",  # bwrap's own process 1 outlives bwrap for a moment, an orphan that not every container collects
+        # bwrap's own process 1 outlives bwrap for a moment, an orphan that not every container collects
+        "--as-pid-1",
     ]
     if has_own_user():
-        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]  # gone once the launcher has used them
+        # gone once the launcher has used them
+        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         line += ["--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
     if seccomp is not None:

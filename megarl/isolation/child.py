@@ -23,7 +23,8 @@ HELLO = "worker"  # the first message of a worker: this and its process id
 SOCKET_CLOSED = 117  # exit code
 MEMORY_FULL = 118  # exit code
 OUT_OF_MEMORY = "ran out of memory"
-_spare = [bytes(4 * 2**20)]  # freed when the memory is full, so that the process can still report it
+# freed when the memory is full, so that the process can still report it
+_spare = [bytes(4 * 2**20)]
 
 
 class ParentSocket:

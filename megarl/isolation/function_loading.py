@@ -10,10 +10,13 @@ from typing import Any
 from megarl.printable import describe_error
 from megarl.types import UserError
 
-PREPARE = "prepare"  # a user's function that is called once in each process, before its first episode
+# a user's function that is called once in each process, before its first episode
+PREPARE = "prepare"
 
 
-def prepare(function: Callable[..., object] | None, arguments: Mapping[str, Any], where: str, path: str) -> None:
+def prepare(
+    function: Callable[..., object] | None, arguments: Mapping[str, Any], where: str, path: str
+) -> None:
     """Let what `path` names get ready once in its process; None: it need not. It may raise UserError itself."""
     if function is None:
         return
@@ -47,7 +50,9 @@ def load_object(path: str, where: str, form: str, hint: str) -> Any:
         module = importlib.import_module(module_name)
     except BaseException as error:  # a user's module may raise any exception while it is imported
         reason = describe_error(error)
-        raise UserError(where, f"{module_name} cannot be imported ({reason})", "correct or install it") from error
+        raise UserError(
+            where, f"{module_name} cannot be imported ({reason})", "correct or install it"
+        ) from error
     found = getattr(module, name, None)
     if found is None:
         raise UserError(where, f"{module_name} has no {name!r}", hint)

@@ -18,7 +18,13 @@ def url_errors(url: str) -> list[UserError]:
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname:
         return []
-    return [UserError(WHERE, f"url {url!r} is not the address of a service", "write https://host or http://host:port")]
+    return [
+        UserError(
+            WHERE,
+            f"url {url!r} is not the address of a service",
+            "write https://host or http://host:port",
+        )
+    ]
 
 
 def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
@@ -31,11 +37,15 @@ def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
         "memory_limit_MB": limits.memory_mb,
     }
     try:
-        reply = httpx.post(f"{url.rstrip('/')}/run_code", json=request, timeout=limits.wall_s + _ANSWER_S)
+        reply = httpx.post(
+            f"{url.rstrip('/')}/run_code", json=request, timeout=limits.wall_s + _ANSWER_S
+        )
         reply.raise_for_status()
         answer = reply.json()
     except (httpx.HTTPError, ValueError) as error:
-        raise ConnectionError(f"the sandbox at {url} gave no answer: {type(error).__name__}: {error}") from error
+        raise ConnectionError(
+            f"the sandbox at {url} gave no answer: {type(error).__name__}: {error}"
+        ) from error
     answer = answer if isinstance(answer, dict) else {}
     result = answer.get("run_result")
     if not isinstance(result, dict) or answer.get("status") not in ("Success", "Failed"):
@@ -43,4 +53,6 @@ def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
         raise ConnectionError(f"the sandbox at {url} could not run a program: {message}")
     timed_out = result.get("status") == _TIMED_OUT
     status = None if timed_out else result.get("return_code")
-    return Outcome(status, result.get("stdout") or "", result.get("stderr") or "", timed_out=timed_out)
+    return Outcome(
+        status, result.get("stdout") or "", result.get("stderr") or "", timed_out=timed_out
+    )

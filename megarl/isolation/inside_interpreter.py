@@ -39,7 +39,8 @@ def main() -> None:
 
 def run(code: str, name: str, space: dict[str, Any]) -> None:
     """Run a cell; as in an interactive session the value of its last line is printed, and so is an exception."""
-    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)  # for tracebacks
+    # for tracebacks
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         tree = ast.parse(code, name)
         last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []

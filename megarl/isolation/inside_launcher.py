@@ -12,7 +12,8 @@ import sys
 from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_FORKS_COUNTED_BY_NAMESPACE = (5, 14)  # before it, Linux counts a user's processes over the whole machine
+# before it, Linux counts a user's processes over the whole machine
+_FORKS_COUNTED_BY_NAMESPACE = (5, 14)
 
 
 def become_init() -> None:
@@ -69,7 +70,8 @@ if __name__ == "__main__":
         become_init()
     set_limits(given)
     isolation = ["-I"]
-    if given["hash_seed"] >= 0:  # -I would ignore it with all other variables; there are no others of Python
+    # -I would ignore it with all other variables; there are no others of Python
+    if given["hash_seed"] >= 0:
         os.environ["PYTHONHASHSEED"] = str(given["hash_seed"])
         isolation = ["-P", "-s"]
     os.execv(sys.executable, [sys.executable, *isolation, "-B", "-X", "utf8", sys.argv[2]])

@@ -60,13 +60,16 @@ class SandboxSession:
         self._socket, theirs = socket.socketpair()
         with theirs:
             process, first = self._started(theirs.fileno())
-        self._end = weakref.finalize(self, end_program, process, first)  # also where nobody closes it
+        # also where nobody closes it
+        self._end = weakref.finalize(self, end_program, process, first)
         self._end.atexit = False  # a copy of this process that ends must not end it
 
     def _started(self, end: int) -> tuple[subprocess.Popen[bytes], int | None]:
         """The process, and the first of its namespace."""
         if self._folder:
-            return start_unsafe(_PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED), None
+            return start_unsafe(
+                _PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED
+            ), None
         # Not by thread: many interpreters are started by one.
         uid = bubblewrap.uid(secrets.randbits(32))
         process, info = start_isolated(_PROGRAM, self._limits, uid, end, end, _HASH_SEED)
@@ -125,7 +128,8 @@ class _Output:
         """Whether the mark has come, now or in part before."""
         window = self._rest + chunk
         place = window.find(mark)
-        before = max(0, len(window) - len(mark) + 1) if place < 0 else place  # the mark may begin behind it
+        # the mark may begin behind it
+        before = max(0, len(window) - len(mark) + 1) if place < 0 else place
         self._rest = window[before:] if place < 0 else b""
         self._keep(window[:before])
         return place >= 0

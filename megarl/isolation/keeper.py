@@ -94,7 +94,8 @@ def _kill_descendants() -> None:
     until = time.monotonic() + KILLS_FOR_S
     while (children := _children()) and time.monotonic() < until:
         for pid in children:
-            with suppress(ProcessLookupError, PermissionError):  # of a program with another user's rights
+            # of a program with another user's rights
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for _ in _reaped():
             pass
@@ -108,7 +109,10 @@ def _children() -> list[int]:
     for name in os.listdir("/proc"):
         if not name.isdecimal():
             continue
-        with suppress(OSError), open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
+        with (
+            suppress(OSError),
+            open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file,
+        ):
             if file.read().rpartition(")")[2].split()[1] == own:
                 children.append(int(name))
     return children

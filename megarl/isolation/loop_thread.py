@@ -19,7 +19,8 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.SelectorEventLoop()  # not the policy's own: SGLang's knows no subprocesses
+        # not the policy's own: SGLang's knows no subprocesses
+        self._loop = asyncio.SelectorEventLoop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

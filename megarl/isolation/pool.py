@@ -28,7 +28,12 @@ class WorkerPool(Generic[Process]):
 
     def __init__(self, where: str, name: str, num_workers: int, start_s: float) -> None:
         """where: the recipe key that names what the processes import; name: its value; start_s: the import's limit."""
-        self._where, self._name, self._num_workers, self._start_s = where, name, num_workers, start_s
+        self._where, self._name, self._num_workers, self._start_s = (
+            where,
+            name,
+            num_workers,
+            start_s,
+        )
         self._loop = asyncio.get_running_loop()
         self._workers: list[Process] = []
         self._waiting: deque[Any] = deque()
@@ -86,7 +91,9 @@ class WorkerPool(Generic[Process]):
             worker = self._new()
         except OSError as error:
             where = f"{self._where.partition('.')[0]}.workers"
-            self._fail(UserError(where, f"a process cannot be started ({error})", "give it more room"))
+            self._fail(
+                UserError(where, f"a process cannot be started ({error})", "give it more room")
+            )
             return
         self._workers.append(worker)
         self._spawn(self._serve(worker))
@@ -111,7 +118,11 @@ class WorkerPool(Generic[Process]):
                 worker.is_ready = True
             case _:
                 problem = f"{self._name} {GARBAGE.words} while it was imported"
-                self._fail(UserError(self._where, problem, "let it write only to files that it opened itself"))
+                self._fail(
+                    UserError(
+                        self._where, problem, "let it write only to files that it opened itself"
+                    )
+                )
                 return
         self._failed_starts = 0
         if all(one.is_ready for one in self._workers) and not self._ready.done():
@@ -121,7 +132,9 @@ class WorkerPool(Generic[Process]):
     def _give_up_start(self, worker: Process) -> None:
         if worker in self._workers and not worker.is_ready:
             problem = f"{self._name} was not imported within {self._start_s:g} s"
-            self._fail(UserError(self._where, problem, "make its import faster, or raise run.timeout_s"))
+            self._fail(
+                UserError(self._where, problem, "make its import faster, or raise run.timeout_s")
+            )
 
     def _fail(self, error: UserError) -> None:
         """The function cannot be used: all callers that wait get the fault."""
@@ -184,7 +197,8 @@ class WorkerPool(Generic[Process]):
             self._replace(worker, end)
             return
         self._failed_starts += 1
-        if self._ready.done() and self._failed_starts <= _MOST_FAILED_STARTS:  # it was imported before
+        # it was imported before
+        if self._ready.done() and self._failed_starts <= _MOST_FAILED_STARTS:
             self._replace(worker)
             return
         problem = f"{self._name} {end.words} while it was imported"

@@ -20,9 +20,11 @@ from megarl.isolation.child import HELLO
 from megarl.isolation.keeper import KILLS_FOR_S
 from megarl.printable import plain_value
 
-_KEEPER_ENDS_S = KILLS_FOR_S + 5.0  # so long it may take to end what the worker has started, and itself
+# so long it may take to end what the worker has started, and itself
+_KEEPER_ENDS_S = KILLS_FOR_S + 5.0
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
-_SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01  # how long to wait for an exit that has not begun, and that has
+# how long to wait for an exit that has not begun, and that has
+_SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01
 # Of the run alone: whoever has Ray's token can run code in its processes, and the others are its trackers'.
 _SECRETS_OF_RUN = (
     "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
@@ -76,7 +78,9 @@ class WorkerProcess:
         try:
             with theirs:
                 end = theirs.fileno()
-                self.process = subprocess.Popen(command, stdin=end, stdout=end, env=environment, start_new_session=True)
+                self.process = subprocess.Popen(
+                    command, stdin=end, stdout=end, env=environment, start_new_session=True
+                )
         except OSError:
             self._socket.close()
             raise
@@ -97,7 +101,9 @@ class WorkerProcess:
 
         None: a line that is not a message.
         """
-        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=self._longest_line_bytes)
+        reader, self._writer = await asyncio.open_connection(
+            sock=self._socket, limit=self._longest_line_bytes
+        )
         if self.is_gone:
             self._writer.transport.abort()
             return
@@ -151,7 +157,8 @@ class WorkerProcess:
         self.is_gone = True
         if self.process.poll() is None:
             self.process.terminate()
-            self.process.send_signal(signal.SIGCONT)  # the worker may have stopped its keeper, which then hears nothing
+            # the worker may have stopped its keeper, which then hears nothing
+            self.process.send_signal(signal.SIGCONT)
         if self._writer:
             self._writer.transport.abort()
 
@@ -165,7 +172,8 @@ class WorkerProcess:
             self.process.wait(_KEEPER_ENDS_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            with suppress(subprocess.TimeoutExpired):  # the kernel cannot end it: nobody can wait for that
+            # the kernel cannot end it: nobody can wait for that
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_KEEPER_ENDS_S)
 
 
@@ -187,7 +195,11 @@ def describe_exit(code: int) -> str:
 def _environment(spec: bytes) -> dict[str, str]:
     """This process's, without the secrets of the run, but for those that an argument in the spec names (`key_env`)."""
     kept = [name for name in _SECRETS_OF_RUN if as_line(name).strip() in spec]
-    return {name: value for name, value in os.environ.items() if name not in _SECRETS_OF_RUN or name in kept}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _SECRETS_OF_RUN or name in kept
+    }
 
 
 def _is_exiting(pid: int) -> bool:

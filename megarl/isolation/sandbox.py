@@ -90,7 +90,9 @@ def find_problem() -> str:
     return f"bubblewrap does not work on this machine ({reason})"
 
 
-def run(program: str, stdin: str = "", limits: SandboxLimits | None = None, *, unsafe: bool = False) -> Outcome:
+def run(
+    program: str, stdin: str = "", limits: SandboxLimits | None = None, *, unsafe: bool = False
+) -> Outcome:
     """Run a program's text to its end or its limits; none of its processes and files remain.
 
     unsafe: with limits and a process group only, in a folder of its own. It has this user's rights, and a daemon that
@@ -112,7 +114,12 @@ def _run_isolated(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
 
 
 def start_isolated(
-    program: str, limits: SandboxLimits, uid: int | None, stdin: int, output: int = subprocess.PIPE, hash_seed: int = -1
+    program: str,
+    limits: SandboxLimits,
+    uid: int | None,
+    stdin: int,
+    output: int = subprocess.PIPE,
+    hash_seed: int = -1,
 ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """bwrap's process, and the pipe to which it writes its child's process id (`first_of_namespace`).
 
@@ -121,7 +128,9 @@ def start_isolated(
     with _sealed(program) as source, _sealed(filter_program() or b"") as seccomp:
         info_read, info_write = os.pipe()
         tmp_bytes = limits.tmp_mb << 20
-        line = bubblewrap.command(source, seccomp if filter_program() else None, info_write, tmp_bytes)
+        line = bubblewrap.command(
+            source, seccomp if filter_program() else None, info_write, tmp_bytes
+        )
         line += _launch(limits, uid, "/tmp/main.py", die_with_parent=False, hash_seed=hash_seed)
         try:
             # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
@@ -140,20 +149,32 @@ def _run_unsafe(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
 
 
 def start_unsafe(
-    program: str, limits: SandboxLimits, folder: str, stdin: int, output: int = subprocess.PIPE, hash_seed: int = -1
+    program: str,
+    limits: SandboxLimits,
+    folder: str,
+    stdin: int,
+    output: int = subprocess.PIPE,
+    hash_seed: int = -1,
 ) -> subprocess.Popen[bytes]:
     """The process of a program that is not isolated, in a folder of its own. Arguments as of `start_isolated`."""
     path = Path(folder, "main.py")
     path.write_text(program, encoding="utf-8", errors="replace")
     line = _launch(limits, None, str(path), die_with_parent=True, hash_seed=hash_seed)
-    return _start(line, stdin, output, env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, cwd=folder)
+    return _start(
+        line, stdin, output, env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, cwd=folder
+    )
 
 
 def _launch(
     limits: SandboxLimits, uid: int | None, path: str, *, die_with_parent: bool, hash_seed: int = -1
 ) -> list[str]:
     """hash_seed: of the hashes of texts, which order sets; -1: another in every process."""
-    settings = {**asdict(limits), "uid": uid, "die_with_parent": die_with_parent, "hash_seed": hash_seed}
+    settings = {
+        **asdict(limits),
+        "uid": uid,
+        "die_with_parent": die_with_parent,
+        "hash_seed": hash_seed,
+    }
     return [bubblewrap.interpreter(), "-I", "-S", "-c", _LAUNCHER, json.dumps(settings), path]
 
 
@@ -166,7 +187,14 @@ def _start(
     cwd: str | None = None,
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        line, stdin=stdin, stdout=output, stderr=output, env=env, pass_fds=pass_fds, cwd=cwd, start_new_session=True
+        line,
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+        env=env,
+        pass_fds=pass_fds,
+        cwd=cwd,
+        start_new_session=True,
     )
 
 
@@ -177,7 +205,11 @@ def _sealed(content: str | bytes) -> Iterator[int]:
     with os.fdopen(descriptor, "wb") as file:
         file.write(content if isinstance(content, bytes) else content.encode("utf-8", "replace"))
         file.flush()
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        fcntl.fcntl(
+            descriptor,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK,
+        )
         file.seek(0)
         yield descriptor
 
@@ -211,7 +243,10 @@ def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | 
     assert process.stdout and process.stderr
     deadline = time.monotonic() + limits.wall_s
     with process.stdout, process.stderr:
-        out, error = _Bounded(process.stdout, limits.stdout_bytes), _Bounded(process.stderr, limits.stderr_bytes)
+        out, error = (
+            _Bounded(process.stdout, limits.stdout_bytes),
+            _Bounded(process.stderr, limits.stderr_bytes),
+        )
         outer = os.pidfd_open(process.pid)
         first = None if info is None else first_of_namespace(process.pid, info, limits.wall_s)
         try:
@@ -221,7 +256,12 @@ def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | 
             status = end_program(process, first)
         texts = out.text(), error.text()
     status = 128 - status if status < 0 else status
-    return Outcome(status if ended else None, *texts, timed_out=not ended and not out.full, too_much_output=out.full)
+    return Outcome(
+        status if ended else None,
+        *texts,
+        timed_out=not ended and not out.full,
+        too_much_output=out.full,
+    )
 
 
 def end_program(process: subprocess.Popen[bytes], first: int | None) -> int:

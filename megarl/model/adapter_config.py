@@ -9,7 +9,8 @@ from megarl.model.hf_config import read_json
 from megarl.types import UserError
 
 CONFIG = "adapter_config.json"
-OF_EXPERTS = r".*\.experts\..*"  # the layers of routed experts, and a pattern that PEFT tries before it:
+# the layers of routed experts, and a pattern that PEFT tries before it:
+OF_EXPERTS = r".*\.experts\..*"
 OF_EACH_EXPERT = r".*\.experts\.\d+\..*"
 
 
@@ -24,10 +25,16 @@ def adapter_keys(folder: str) -> dict[str, Any]:
         return {}
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     patterns = config.get("rank_pattern") or {}
-    experts = 0 if config.get("exclude_modules") == OF_EXPERTS else patterns.get(OF_EACH_EXPERT, rank)
+    experts = (
+        0 if config.get("exclude_modules") == OF_EXPERTS else patterns.get(OF_EACH_EXPERT, rank)
+    )
     if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
         return {}
-    if not isinstance(rank, int) or not isinstance(experts, int) or not isinstance(alpha, int | float):
+    if (
+        not isinstance(rank, int)
+        or not isinstance(experts, int)
+        or not isinstance(alpha, int | float)
+    ):
         return {}
     if rank < 1 or experts < 0 or alpha <= 0:
         return {}

@@ -13,7 +13,8 @@ from typing import Any
 from megarl.model.hf_values import integer, optional_integer
 from megarl.model.shape import MlaShape
 
-_EXPERT_INTEGERS = {  # ModelShape's field -> the keys of config.json, of which transformers has several
+# ModelShape's field -> the keys of config.json, of which transformers has several
+_EXPERT_INTEGERS = {
     "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
     "experts_per_token": ("num_experts_per_tok",),
     "moe_ffn_size": ("moe_intermediate_size",),
@@ -58,7 +59,9 @@ def mixture(file: Path, config: Mapping[str, Any], common: Mapping[str, Any]) ->
     return _grouped_query(file, config, common) | experts
 
 
-def latent_mixture(file: Path, config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def latent_mixture(
+    file: Path, config: Mapping[str, Any], common: Mapping[str, Any]
+) -> dict[str, Any]:
     """Multi-head latent attention, dense layers first, then routed and shared experts, then multi-token prediction."""
     mla = {name: integer(file, config, keys) for name, keys in _MLA_INTEGERS.items()}
     q_lora_rank = optional_integer(file, config, "q_lora_rank")
@@ -74,7 +77,9 @@ def latent_mixture(file: Path, config: Mapping[str, Any], common: Mapping[str, A
     }
 
 
-def _grouped_query(file: Path, config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def _grouped_query(
+    file: Path, config: Mapping[str, Any], common: Mapping[str, Any]
+) -> dict[str, Any]:
     width, rest = divmod(common["hidden_size"], common["num_heads"])
     return {
         "num_kv_heads": integer(file, config, ("num_key_value_heads",), common["num_heads"]),

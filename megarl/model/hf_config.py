@@ -13,12 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from megarl.model.families import FAMILIES
-from megarl.model.hf_values import integer, mapping, number, optional_integer, refuse_contradictions, texts, truth
+from megarl.model.hf_values import (
+    integer,
+    mapping,
+    number,
+    optional_integer,
+    refuse_contradictions,
+    texts,
+    truth,
+)
 from megarl.model.quantisation import Quantisation, quantisation
 from megarl.model.shape import ModelShape
 from megarl.types import UserError
 
-_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # how transformers ends a family's class names
+# how transformers ends a family's class names
+_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 _COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -37,7 +46,8 @@ _SUPPORTED: dict[str, Any] = {  # variants of any family that no weight map or m
     "topk_method": "noaux_tc",
     "rope_interleave": True,
 }
-_WIDER = {name: name for name in ("float16", "float32", "float64")}  # data types of files besides bfloat16
+# data types of files besides bfloat16
+_WIDER = {name: name for name in ("float16", "float32", "float64")}
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,17 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(str(file), "no such file", "set model.path to a Hugging Face checkpoint folder") from None
+        raise UserError(
+            str(file), "no such file", "set model.path to a Hugging Face checkpoint folder"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(str(file), f"cannot be read ({error})", "download or export the checkpoint again") from None
+        raise UserError(
+            str(file), f"cannot be read ({error})", "download or export the checkpoint again"
+        ) from None
     if not isinstance(content, dict):
-        raise UserError(str(file), "is not a JSON object", "download or export the checkpoint again")
+        raise UserError(
+            str(file), "is not a JSON object", "download or export the checkpoint again"
+        )
     return content
 
 
@@ -151,14 +167,18 @@ def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
     is_classifier = str(name).endswith(_CLASSIFIER)
     family = str(name).removesuffix(_CLASSIFIER) + _MODEL if is_classifier else name
     if family not in FAMILIES:
-        raise UserError(str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}")
+        raise UserError(
+            str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}"
+        )
     return file, config, family, is_classifier
 
 
 def _shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
     _refuse_variants(file, config)
     quantisation(file, config)
-    integers: dict[str, Any] = {field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()}
+    integers: dict[str, Any] = {
+        field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()
+    }
     row, tied = FAMILIES[family], truth(file, config, "tie_word_embeddings")
     shape = ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
     is_grouped = row.has_grouped_router
@@ -209,20 +229,32 @@ def _refuse_routing(file: Path, config: Mapping[str, Any], family: str) -> None:
     groups, top_groups, chosen = (optional_integer(file, config, key) or 1 for key in keys)
     if groups > 1 and chosen // top_groups != 2:
         problem = f"num_experts_per_tok / topk_group is {chosen} / {top_groups}"
-        raise UserError(str(file), problem, "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1")
+        raise UserError(
+            str(file),
+            problem,
+            "use a checkpoint where it is 2, as in DeepSeek-V3, or where n_group is 1",
+        )
     if FAMILIES[family].has_experts and chosen == 1:
-        raise UserError(str(file), "num_experts_per_tok is 1", "use a checkpoint where it is 2 or more")
+        raise UserError(
+            str(file), "num_experts_per_tok is 1", "use a checkpoint where it is 2 or more"
+        )
     if FAMILIES[family].has_grouped_router and not config.get("norm_topk_prob", True):
         raise UserError(str(file), "norm_topk_prob is false", "use a checkpoint where it is true")
 
 
 def _refuse_yarn(file: Path, rope: Mapping[str, Any]) -> None:
     """Raises UserError for variants of YaRN that Megatron does not have."""
-    wrong = [key for key, usual in (("attention_factor", None), ("truncate", True)) if rope.get(key, usual) != usual]
+    wrong = [
+        key
+        for key, usual in (("attention_factor", None), ("truncate", True))
+        if rope.get(key, usual) != usual
+    ]
     if rope.get("mscale_all_dim") is None and rope.get("mscale", 1) != 1:
         wrong.append("mscale without mscale_all_dim")
     if wrong:
-        raise UserError(str(file), f"the rope parameters set {' and '.join(wrong)}", "use a checkpoint without")
+        raise UserError(
+            str(file), f"the rope parameters set {' and '.join(wrong)}", "use a checkpoint without"
+        )
 
 
 def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
@@ -235,10 +267,14 @@ def _yarn(file: Path, rope: Mapping[str, Any], family: str) -> Yarn | None:
             beta_fast=number(file, rope, "beta_fast", 32.0, most=1e6),
             beta_slow=number(file, rope, "beta_slow", 1.0, most=1e6),
             mscale=number(file, rope, "mscale", 1.0, most=1e6),
-            mscale_all_dim=number(file, rope, "mscale_all_dim", 1.0, most=1e6) if rope.get("mscale_all_dim") else 0.0,
+            mscale_all_dim=number(file, rope, "mscale_all_dim", 1.0, most=1e6)
+            if rope.get("mscale_all_dim")
+            else 0.0,
         )
     if rope_type != "default":
-        raise UserError(str(file), f"rope_type is {rope_type!r}", "use a checkpoint where it is 'default'")
+        raise UserError(
+            str(file), f"rope_type is {rope_type!r}", "use a checkpoint where it is 'default'"
+        )
     return None
 
 
@@ -257,7 +293,11 @@ def end_token_ids(path: str | Path) -> frozenset[int]:
         ids = value if isinstance(value, list) else [] if value is None else [value]
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
-                raise UserError(str(where), problem, "write the number of the token that ends a response")
+                problem = (
+                    f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
+                )
+                raise UserError(
+                    str(where), problem, "write the number of the token that ends a response"
+                )
         found.update(ids)
     return frozenset(found)

@@ -17,7 +17,8 @@ from megarl.model.hf_values import mapping, texts
 from megarl.types import UserError
 
 FP8_TILE = 128  # rows and columns of a weight that share one scale
-QUANTISATION_KEYS = "quantization_config", "compression_config"  # of which config.json has at most one
+# of which config.json has at most one
+QUANTISATION_KEYS = "quantization_config", "compression_config"
 KEY = QUANTISATION_KEYS[0]
 INT4_GROUP = 32  # columns of a row that share one scale
 FP8_CONFIG: Mapping[str, Any] = {  # as DeepSeek publishes it
@@ -94,12 +95,19 @@ def quantisation(file: Path, config: Mapping[str, Any]) -> Quantisation | None:
         groups = mapping(file, found, "config_groups")
         for name in groups:
             group = mapping(file, groups, name)
-            _check(file, f"{KEY}.config_groups.{name}.weights", mapping(file, group, "weights"), _INT4_WEIGHTS)
+            _check(
+                file,
+                f"{KEY}.config_groups.{name}.weights",
+                mapping(file, group, "weights"),
+                _INT4_WEIGHTS,
+            )
         return Quantisation("int4", excluded=_excluded(file, found, "ignore"))
     raise _error(file, f"{KEY}.quant_method", method)
 
 
-def _check(file: Path, where: str, values: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
+def _check(
+    file: Path, where: str, values: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]
+) -> None:
     for key, allowed in known.items():
         if values.get(key) not in allowed:
             raise _error(file, f"{where}.{key}", values.get(key))

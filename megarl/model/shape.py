@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SCORE = "score.weight"  # the head of a model for sequence classification, in Hugging Face checkpoints
+# the head of a model for sequence classification, in Hugging Face checkpoints
+SCORE = "score.weight"
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,12 @@ class ModelShape:
     qk_norm: bool = True
     qkv_bias: bool = False
     tied: bool = False  # lm_head is embed_tokens
-    num_mtp_layers: int = 0  # multi-token prediction layers, numbered after the decoder's in the checkpoint
+    # multi-token prediction layers, numbered after the decoder's in the checkpoint
+    num_mtp_layers: int = 0
     mla: MlaShape | None = None
     num_labels: int = 0  # scores of each token in place of the vocabulary's logits
-    attention: str = "grouped_query"  # a row of ATTENTION in the weight maps; with `mla` it is "latent"
+    # a row of ATTENTION in the weight maps; with `mla` it is "latent"
+    attention: str = "grouped_query"
 
     @property
     def attention_map(self) -> str:

@@ -19,7 +19,10 @@ Named = Iterator[tuple[str, Size]]
 
 def tensors(shape: ModelShape) -> dict[str, Size]:
     """Every logical tensor: name -> (items, rows, columns); a layer's experts of one kind are one stack."""
-    found = {EMBEDDING: (1, shape.vocab_size, shape.hidden_size), FINAL_NORM: _vector(shape.hidden_size)}
+    found = {
+        EMBEDDING: (1, shape.vocab_size, shape.hidden_size),
+        FINAL_NORM: _vector(shape.hidden_size),
+    }
     if shape.num_labels:
         found[SCORE] = (1, shape.num_labels, shape.hidden_size)
     elif not shape.tied:
@@ -60,7 +63,9 @@ def is_projection(name: str) -> bool:
 
     Those of attention, MLPs and experts, not the router, the embedding, the output layer and MTP's eh_proj.
     """
-    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith(".eh_proj.weight")
+    return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and not name.endswith(
+        ".eh_proj.weight"
+    )
 
 
 def layer_prefix(layer: int) -> str:
@@ -95,7 +100,9 @@ def _layer(shape: ModelShape, layer: int) -> Named:
     if shape.router_bias:
         yield prefix + "mlp.gate.e_score_correction_bias", _vector(shape.num_experts)
     if shape.num_shared_experts:
-        yield from _mlp(prefix + "mlp.shared_experts.", hidden, shape.num_shared_experts * shape.moe_ffn_size)
+        yield from _mlp(
+            prefix + "mlp.shared_experts.", hidden, shape.num_shared_experts * shape.moe_ffn_size
+        )
     for kind in ("gate_proj", "up_proj"):
         yield expert_stack(layer, kind), (shape.num_experts, shape.moe_ffn_size, hidden)
     yield expert_stack(layer, "down_proj"), (shape.num_experts, hidden, shape.moe_ffn_size)

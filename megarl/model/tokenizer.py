@@ -53,18 +53,23 @@ def _without_mixin() -> Iterator[None]:
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a checkpoint folder. Raises UserError(model.path) when it cannot be loaded."""
     if not Path(path).is_dir():
-        raise UserError("model.path", f"{path} is not a folder", "give the folder of a HF checkpoint")
+        raise UserError(
+            "model.path", f"{path} is not a folder", "give the folder of a HF checkpoint"
+        )
     try:
         found = load_auto_tokenizer(path)
         if not found("a")["input_ids"]:
-            raise ValueError("no tokenizer files")  # transformers makes an empty tokenizer from config.json alone
+            # transformers makes an empty tokenizer from config.json alone
+            raise ValueError("no tokenizer files")
         return found
     except Exception as error:  # a broken file raises whatever its parser raises
         problem = f"{path} has no usable tokenizer ({first_line(error)})"
         raise UserError("model.path", problem, "add its tokenizer files") from error
 
 
-def token_outside_vocabulary(tokenizer: Any, token_ids: Iterable[int], vocab_size: int) -> str | None:
+def token_outside_vocabulary(
+    tokenizer: Any, token_ids: Iterable[int], vocab_size: int
+) -> str | None:
     """A description of the largest of token_ids where it is outside a vocabulary of vocab_size; else None."""
     largest = max(token_ids, default=0)
     if largest < vocab_size:
@@ -97,4 +102,6 @@ def chat_messages(prompt: Any) -> list[Mapping[str, Any]]:
     """The prompt as chat messages. Keys with a null value are left out: parquet adds them to messages without them."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return [{key: value for key, value in message.items() if value is not None} for message in prompt]
+    return [
+        {key: value for key, value in message.items() if value is not None} for message in prompt
+    ]

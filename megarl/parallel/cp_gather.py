@@ -49,7 +49,9 @@ def gather_whole(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return share if group.size() == 1 else _GatherWhole.apply(share, group)  # type: ignore[return-value]
 
 
-def gather_row(share_L: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_row(
+    share_L: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
     """One value a token, gathered in the order of the row [T], for a loss that every rank computes in full."""
     return share_L if group.size() == 1 else gather_whole(share_L, group).index_select(0, order_T)
 
@@ -59,6 +61,8 @@ def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     return share if group.size() == 1 else _GatherShared.apply(share, group)  # type: ignore[return-value]
 
 
-def gather_keys(share: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def gather_keys(
+    share: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
     """Keys or values [L, heads, d], gathered in the order of the row [T, heads, d]."""
     return share if group.size() == 1 else gather_shared(share, group).index_select(0, order_T)

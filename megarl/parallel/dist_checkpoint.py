@@ -19,7 +19,9 @@ from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver  # noqa: F401
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # noqa: F401 - else loaded too late
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -54,17 +56,25 @@ class Pending:
         try:
             for step in self._finalize:
                 step()
-        except CheckpointException as error:  # it is no Exception, and does not have the system's error
-            raise RuntimeError(f"a rank could not write its part of the checkpoint: {error}") from self._unwritten
+        except (
+            CheckpointException
+        ) as error:  # it is no Exception, and does not have the system's error
+            raise RuntimeError(
+                f"a rank could not write its part of the checkpoint: {error}"
+            ) from self._unwritten
 
 
-def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> Pending:
+def save(
+    folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer
+) -> Pending:
     """Begin to write weights, optimizer and random states into an empty folder; collective.
 
     All tensors are copied before this returns, so that training can continue.
     """
     _write_in_threads()
-    shared_out = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), groups.dp_cp_group())
+    shared_out = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy(), groups.dp_cp_group()
+    )
     request = dist_checkpointing.save(
         _state(chunks, optimizer, is_loading=False),
         str(folder),
@@ -77,9 +87,13 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     # A rank whose data-parallel peers write all of its tensors has no files and no async_fn.
     _, buckets, results = request.async_fn_args if request.async_fn else (None, [], None)
     live = _storages(chunks)
-    copies = [(file, key, (values, _copied(tensors, live))) for file, key, (values, tensors) in buckets]
+    copies = [
+        (file, key, (values, _copied(tensors, live))) for file, key, (values, tensors) in buckets
+    ]
     pending = Pending(
-        (rank_file.name, *(os.path.relpath(file, folder) for file, _, _ in copies)), threading.Thread(), []
+        (rank_file.name, *(os.path.relpath(file, folder) for file, _, _ in copies)),
+        threading.Thread(),
+        [],
     )
 
     def write() -> None:
@@ -91,12 +105,17 @@ def save(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
         except BaseException as error:
             pending._errors.append(error)
 
-    pending._thread, pending._finalize = threading.Thread(target=write, name="checkpoint"), request.finalize_fns
+    pending._thread, pending._finalize = (
+        threading.Thread(target=write, name="checkpoint"),
+        request.finalize_fns,
+    )
     pending._thread.start()
     return pending
 
 
-def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer) -> None:
+def load(
+    folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer
+) -> None:
     """Read what `save` wrote, in this layout or another; collective.
 
     The state of weights that were frozen cannot be created. The optimizer's settings stay those of the recipe. Random
@@ -107,11 +126,15 @@ def load(folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: Cha
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
     has_random_states = len(list(folder.glob("rank-*.pt"))) == dist.get_world_size()
     with reading(folder):
-        state: Any = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
+        state: Any = dist_checkpointing.load(
+            _state(chunks, optimizer, is_loading=True), str(folder)
+        )
         random_states = torch.load(rank_file, weights_only=True) if has_random_states else None
     _take_weights(chunks, state)
     for index, chained in enumerate(stepping(optimizer)):
-        chained.load_parameter_state_from_fully_reshardable(state.get("optimizer", {}).get(index, {}))
+        chained.load_parameter_state_from_fully_reshardable(
+            state.get("optimizer", {}).get(index, {})
+        )
     _set_steps(optimizer, state["step"])
     if random_states is not None:
         _set_random_state(random_states)
@@ -144,7 +167,9 @@ def _chunk_key(chunks: Sequence[object], index: int) -> str:
     return "model" if len(chunks) == 1 else f"model{index}"
 
 
-def _state(chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool) -> dict[str, Any]:
+def _state(
+    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
+) -> dict[str, Any]:
     """Weights, master weights and moments by the weights' names, and the number of the optimizer's steps.
 
     Megatron's own state of an optimizer also has the parameter groups, which differ between EP 1, where experts are
@@ -163,21 +188,26 @@ def _step(optimizer: ChainedOptimizer) -> int:
     """How many steps were taken, which a rank without trained weights does not count; collective."""
     inner = [chained.optimizer for chained in stepping(optimizer)]
     counts = [state["step"] for one in inner for state in one.state.values() if "step" in state]
-    counts += [group["step"] for one in inner for group in one.param_groups if "step" in group]  # a fused optimizer's
+    # a fused optimizer's
+    counts += [group["step"] for one in inner for group in one.param_groups if "step" in group]
     most = torch.tensor(max(map(int, counts), default=0), device=DEVICE)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
 
 
 def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    return {_chunk_key(chunks, index): _of_chunk(cast(Chunk, chunk.module)) for index, chunk in enumerate(chunks)}
+    return {
+        _chunk_key(chunks, index): _of_chunk(cast(Chunk, chunk.module))
+        for index, chunk in enumerate(chunks)
+    }
 
 
 def _of_chunk(chunk: Chunk) -> dict[str, Any]:
     """The weights of a chunk that are trained: adapters and a head where it has adapters, and else all."""
     if lora_checkpoint.has_adapters(chunk):
         return lora_checkpoint.sharded_weights(chunk)
-    return chunk.sharded_state_dict(metadata={})  # which Megatron fills, and reads for multi-token prediction
+    # which Megatron fills, and reads for multi-token prediction
+    return chunk.sharded_state_dict(metadata={})
 
 
 def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:
@@ -199,7 +229,9 @@ def _start_states(optimizer: ChainedOptimizer) -> None:
             inner._sync_sub_optimizers_state_to_hdo()
         elif isinstance(inner, torch.optim.AdamW):
             _start_adamw(inner)
-        elif not inner.state and chained.init_state_fn is not None:  # a fused optimizer before its first step
+        elif (
+            not inner.state and chained.init_state_fn is not None
+        ):  # a fused optimizer before its first step
             chained.init_state_fn(inner, chained.config)
 
 
@@ -228,7 +260,8 @@ def _set_steps(optimizer: ChainedOptimizer, step: int) -> None:
             for group in inner.param_groups:
                 group["step"] = step
         if is_on_host:
-            inner._sync_sub_optimizers_state_to_hdo()  # the master weights, which were copied from the file
+            # the master weights, which were copied from the file
+            inner._sync_sub_optimizers_state_to_hdo()
 
 
 @cache
@@ -236,24 +269,39 @@ def _keep_steps() -> None:
     """Give Megatron the `step` of torch's AdamW, which it expects, in vain, among a parameter's loaded tensors."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
-    def set_states(self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    def set_states(
+        self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
         group_index, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
-        original(self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors)
+        original(
+            self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors
+        )
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
 def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
     """Addresses of the storages that training will write."""
-    held = (tensor for chunk in chunks for tensor in (*chunk.module.parameters(), *chunk.module.buffers()))
+    held = (
+        tensor
+        for chunk in chunks
+        for tensor in (*chunk.module.parameters(), *chunk.module.buffers())
+    )
     return {tensor.untyped_storage().data_ptr() for tensor in held}
 
 
-def _copied(tensors: Sequence[tuple[Any, torch.Tensor]], live: set[int]) -> list[tuple[Any, torch.Tensor]]:
+def _copied(
+    tensors: Sequence[tuple[Any, torch.Tensor]], live: set[int]
+) -> list[tuple[Any, torch.Tensor]]:
     """Copies on the host; on CPU only tensors in `live` storages are copied: others were gathered for this save."""
     return [
-        (item, tensor.clone() if tensor.is_cpu and tensor.untyped_storage().data_ptr() in live else tensor.cpu())
+        (
+            item,
+            tensor.clone()
+            if tensor.is_cpu and tensor.untyped_storage().data_ptr() in live
+            else tensor.cpu(),
+        )
         for item, tensor in tensors
     ]
 
@@ -270,11 +318,15 @@ def _write_in_threads() -> None:
     """Write files in the calling thread: Megatron would fork processes, although torch, gRPC and CUDA have threads."""
     writer: Any = filesystem_async.FileSystemWriterAsync
 
-    def write(transforms: list[Any], _: bool, rank: int, buckets: Sequence[Any], results: Any) -> None:
+    def write(
+        transforms: list[Any], _: bool, rank: int, buckets: Sequence[Any], results: Any
+    ) -> None:
         found: dict[int, Any] = {}
         for index, bucket in enumerate(buckets):
             outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
-            writer.write_preloaded_data(transforms, index, bucket, outcome, _NoCount(), use_fsync=True)
+            writer.write_preloaded_data(
+                transforms, index, bucket, outcome, _NoCount(), use_fsync=True
+            )
             _, found[index] = outcome.get()
         failed = next((result for result in found.values() if isinstance(result, Exception)), None)
         results.put(failed or found)
@@ -285,11 +337,18 @@ def _write_in_threads() -> None:
 
 def _random_state() -> dict[str, Any]:
     """The state of every generator of this process, in types that torch loads with weights_only."""
-    tracker: Any = tensor_parallel.get_cuda_rng_tracker()  # Megatron's, one for each kind of parallel region
+    # Megatron's, one for each kind of parallel region
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
     return {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            position,
+            has_gauss,
+            gauss,
+        ),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "megatron": tracker.get_states(),

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the "fake" backend
+
+# also registers the "fake" backend
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl import device
 from megarl.algos.statistics import Statistic, Statistics
@@ -49,7 +51,9 @@ def open_communicators() -> int:
     in the order in which all ranks made them. Point-to-point messages of virtual stages have one for each pair.
     """
     used_bytes = device.used_gpu_bytes()
-    opened: list[Any] = [group for group in parallel_state._global_process_group_list or [] if _size(group) > 1]
+    opened: list[Any] = [
+        group for group in parallel_state._global_process_group_list or [] if _size(group) > 1
+    ]
     for group in opened:
         dist.all_reduce(torch.zeros(1, device=device.DEVICE), group=group)
     if parallel_state.get_virtual_pipeline_model_parallel_world_size():
@@ -100,7 +104,9 @@ def _initialize_groups(layout: TrainLayout, rank: int, timeout_s: float) -> None
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
     )
     if _megatron_coords() != layout.coords(rank):
-        raise RuntimeError(f"rank {rank}: Megatron placed it at {_megatron_coords()}, not {layout.coords(rank)}")
+        raise RuntimeError(
+            f"rank {rank}: Megatron placed it at {_megatron_coords()}, not {layout.coords(rank)}"
+        )
 
 
 def _megatron_coords() -> RankCoords:
@@ -129,7 +135,12 @@ def pp_group() -> dist.ProcessGroup:
 def pipeline_groups() -> ProcessGroupCollection:
     """The groups that Megatron's schedules need where they are given a communicator."""
     groups: Any = ProcessGroupCollection()
-    groups.tp, groups.cp, groups.pp, groups.dp_cp = tp_group(), cp_group(), pp_group(), dp_cp_group()
+    groups.tp, groups.cp, groups.pp, groups.dp_cp = (
+        tp_group(),
+        cp_group(),
+        pp_group(),
+        dp_cp_group(),
+    )
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     return groups
@@ -167,12 +178,16 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
         own = [statistic for statistic in stats[0] if statistic.reduction.is_max == is_max]
         if not own:
             continue
-        rows = [[batch[statistic].detach().double().reshape(-1) for statistic in own] for batch in stats]
+        rows = [
+            [batch[statistic].detach().double().reshape(-1) for statistic in own] for batch in stats
+        ]
         table = torch.stack([torch.cat(row) for row in rows])
         totals = table.amax(0) if is_max else table.sum(0)
         dist.all_reduce(totals, op=op, group=dp_group())
         values = totals.split([len(value) for value in rows[0]])
-        found |= {statistic: tuple(value.tolist()) for statistic, value in zip(own, values, strict=True)}
+        found |= {
+            statistic: tuple(value.tolist()) for statistic, value in zip(own, values, strict=True)
+        }
     return found
 
 

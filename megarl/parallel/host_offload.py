@@ -13,7 +13,8 @@ Params = Mapping[str, torch.Tensor]
 def host_buffers_like(params: Params) -> dict[str, torch.Tensor]:
     """Uninitialised host tensors of the parameters' shapes; pinned where the parameters are on a GPU."""
     return {
-        name: torch.empty(param.shape, dtype=param.dtype, pin_memory=param.is_cuda) for name, param in params.items()
+        name: torch.empty(param.shape, dtype=param.dtype, pin_memory=param.is_cuda)
+        for name, param in params.items()
     }
 
 
@@ -41,7 +42,9 @@ Offloaded = list[tuple[torch.UntypedStorage, torch.Tensor]]
 def offload_params(params: Params) -> Offloaded:
     """Copy the parameters to the host and free their memory; views of their storages stay valid views."""
     offloaded: Offloaded = []
-    for storage in {param.untyped_storage().data_ptr(): param.untyped_storage() for param in params.values()}.values():
+    for storage in {
+        param.untyped_storage().data_ptr(): param.untyped_storage() for param in params.values()
+    }.values():
         content = _bytes(storage)
         on_host = torch.empty(content.numel(), dtype=torch.uint8, pin_memory=content.is_cuda)
         offloaded.append((storage, on_host.copy_(content)))

@@ -19,7 +19,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -57,7 +60,9 @@ class _Bucket:
 
 
 @functools.lru_cache(maxsize=8)
-def _buckets(bounds: tuple[int, ...], cp: int, rank: int) -> tuple[list[_Bucket], torch.Tensor, torch.Tensor]:
+def _buckets(
+    bounds: tuple[int, ...], cp: int, rank: int
+) -> tuple[list[_Bucket], torch.Tensor, torch.Tensor]:
     """(buckets of a rank, order that restores its queries, order of the gathered keys in the row).
 
     Without context parallelism a block is a segment; otherwise it is one of the rank's two chunks of a segment, which
@@ -122,10 +127,16 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         bounds = tuple(packed_seq_params.cu_seqlens_q.tolist())
         buckets, back, order_T = _buckets(bounds, self.group.size(), self.group.rank())
-        key, value = (gather_keys(tensor, order_T.to(query.device), self.group) for tensor in (key, value))
+        key, value = (
+            gather_keys(tensor, order_T.to(query.device), self.group) for tensor in (key, value)
+        )
         outputs = []
         for bucket in buckets:
-            q, k, v = _rows(query, bucket.queries), _rows(key, bucket.keys), _rows(value, bucket.keys)
+            q, k, v = (
+                _rows(query, bucket.queries),
+                _rows(key, bucket.keys),
+                _rows(value, bucket.keys),
+            )
             mask = None if bucket.is_seen is None else bucket.is_seen.to(query.device)
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
@@ -147,9 +158,13 @@ class DuplicatedLinear(torch.nn.Module):
     interface of TransformerEngine's linear layer; returns (output, no bias).
     """
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **_: Any
+    ) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         assert config.init_method is not None
         config.init_method(self.weight)
@@ -192,7 +207,9 @@ def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> Modu
     return spec
 
 
-def block_spec(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, is_dense: Sequence[bool], routing: Routing
+) -> TransformerBlockSubmodules:
     """The specs of a model chunk's layers; is_dense: whether each layer has an MLP in place of experts."""
     kinds = {dense: layer_spec(config, dense, routing) for dense in set(is_dense)}
     layers = [kinds[dense] for dense in is_dense]

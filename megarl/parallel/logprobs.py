@@ -13,7 +13,8 @@ from megarl.parallel.cp_gather import gather_shared
 
 # Of one chunk's float32 logits on a rank: a CPU wants them in its cache, a GPU few passes over the weight.
 CHUNK_BYTES = (256 if DEVICE == "cuda" else 16) * 2**20
-KEPT_BYTES = 256 * 2**20  # all chunks' logits stay for the backward pass if they are no more than this
+# all chunks' logits stay for the backward pass if they are no more than this
+KEPT_BYTES = 256 * 2**20
 
 
 class _HiddenLogprobs(torch.autograd.Function):
@@ -36,12 +37,16 @@ class _HiddenLogprobs(torch.autograd.Function):
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks, kept = [], []
-        for hidden, labels in zip(hidden_TH.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True):
+        for hidden, labels in zip(
+            hidden_TH.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True
+        ):
             logits_CV = _logits(hidden, weight_VH, temperature)
             chunks.append(_chunk_statistics(logits_CV, labels, first))
             kept += [logits_CV] if keep else []
             del logits_CV
-        peak_T, exp_T, weighted_T, label_T = (torch.cat(column) for column in zip(*chunks, strict=True))
+        peak_T, exp_T, weighted_T, label_T = (
+            torch.cat(column) for column in zip(*chunks, strict=True)
+        )
         whole_peak_T = peak_T.clone()
         dist.all_reduce(whole_peak_T, op=dist.ReduceOp.MAX, group=group)
         # sum exp(z - P) and sum (z - P) exp(z - P), from the sums about the rank's own peak p.
@@ -59,8 +64,15 @@ class _HiddenLogprobs(torch.autograd.Function):
         dist.all_reduce(sums_3T, group=group)
         total_T, weighted_T, label_T = sums_3T
         entropy_T = total_T.log() - weighted_T / total_T
-        ctx.save_for_backward(hidden_TH, weight_VH, labels_T, whole_peak_T + total_T.log(), entropy_T, peak_T)
-        ctx.first, ctx.chunk_tokens, ctx.kept, ctx.temperature = first, chunk_tokens, kept, temperature
+        ctx.save_for_backward(
+            hidden_TH, weight_VH, labels_T, whole_peak_T + total_T.log(), entropy_T, peak_T
+        )
+        ctx.first, ctx.chunk_tokens, ctx.kept, ctx.temperature = (
+            first,
+            chunk_tokens,
+            kept,
+            temperature,
+        )
         ctx.set_materialize_grads(False)  # most losses do not look at the entropy
         return label_T - total_T.log(), entropy_T
 
@@ -70,18 +82,28 @@ class _HiddenLogprobs(torch.autograd.Function):
         hidden_grad_TH = torch.empty_like(hidden_TH)
         is_frozen = not ctx.needs_input_grad[1]
         weight_grad_VH = None if is_frozen else torch.zeros_like(weight_VH, dtype=torch.float32)
-        logp_grad_T, entropy_grad_T = (None if one is None else one / ctx.temperature for one in gradients)
+        logp_grad_T, entropy_grad_T = (
+            None if one is None else one / ctx.temperature for one in gradients
+        )
         if logp_grad_T is None:
             logp_grad_T = torch.zeros_like(log_sum_T)
         columns = (hidden_TH, labels_T, log_sum_T, entropy_T, peak_T, logp_grad_T, hidden_grad_TH)
         parts = zip(*(one.split(ctx.chunk_tokens) for one in columns), strict=True)
-        for index, (hidden, labels, log_sum, entropy, peak, logp_grad, hidden_grad) in enumerate(parts):
-            of_entropy = None if entropy_grad_T is None else (entropy, entropy_grad_T.split(ctx.chunk_tokens)[index])
+        for index, (hidden, labels, log_sum, entropy, peak, logp_grad, hidden_grad) in enumerate(
+            parts
+        ):
+            of_entropy = (
+                None
+                if entropy_grad_T is None
+                else (entropy, entropy_grad_T.split(ctx.chunk_tokens)[index])
+            )
             if ctx.kept:
                 logp_CV = ctx.kept[index] - (log_sum - peak)[:, None]
             else:
                 logp_CV = _logits(hidden, weight_VH, ctx.temperature).sub_(log_sum[:, None])
-            grad_CV = _logits_grad(logp_CV, labels - ctx.first, logp_grad, of_entropy).to(hidden.dtype)
+            grad_CV = _logits_grad(logp_CV, labels - ctx.first, logp_grad, of_entropy).to(
+                hidden.dtype
+            )
             del logp_CV
             torch.mm(grad_CV, weight_VH, out=hidden_grad)
             if weight_grad_VH is not None:
@@ -106,7 +128,11 @@ def _logits_grad(
     else:
         entropy_C, entropy_grad_C = of_entropy
         p_CV = logp_CV.exp()
-        grad_CV = logp_CV.add_(entropy_C[:, None]).mul_(entropy_grad_C[:, None]).add_(logp_grad_C[:, None])
+        grad_CV = (
+            logp_CV.add_(entropy_C[:, None])
+            .mul_(entropy_grad_C[:, None])
+            .add_(logp_grad_C[:, None])
+        )
         grad_CV.mul_(p_CV).neg_()
     num_local = grad_CV.shape[1]
     if num_local:
@@ -122,7 +148,9 @@ def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
-def _chunk_statistics(logits_CV: torch.Tensor, labels_C: torch.Tensor, first: int) -> tuple[torch.Tensor, ...]:
+def _chunk_statistics(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, first: int
+) -> tuple[torch.Tensor, ...]:
     """(peak, sum exp, sum of (logit - peak) exp, the label's logit), about this rank's own columns.
 
     The logits become differences to the peak.

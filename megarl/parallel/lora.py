@@ -46,7 +46,8 @@ from megarl.parallel.local_spec import DuplicatedLinear
 from megarl.parallel.shared_weights import heads
 from megarl.types import UserError
 
-_ALIGNED = 64  # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
+# elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
+_ALIGNED = 64
 Cut = Literal["columns", "rows", "nothing"]
 TE_CUTS: dict[str, Cut] = {  # by the names of Megatron's classes, which need TransformerEngine
     "TELayerNormColumnParallelLinear": "columns",
@@ -104,9 +105,13 @@ class FactorPair(torch.nn.Module):
 
         Uniform between +-1 / sqrt(fan-in), as PEFT's.
         """
-        key = int.from_bytes(hashlib.sha256(f"{seed} {self.held.name}".encode()).digest()[:16], "big")
+        key = int.from_bytes(
+            hashlib.sha256(f"{seed} {self.held.name}".encode()).digest()[:16], "big"
+        )
         fan_in = self.held.size[1]
-        uniform = np.random.Generator(np.random.Philox(key=key)).random((len(self.A), fan_in), dtype=np.float32)
+        uniform = np.random.Generator(np.random.Philox(key=key)).random(
+            (len(self.A), fan_in), dtype=np.float32
+        )
         whole = (2 * uniform - 1) / np.float32(math.sqrt(fan_in))
         self.A.copy_(torch.from_numpy(whole[:, slice(*self.held.cols)].copy()))
         self.B.zero_()
@@ -121,7 +126,9 @@ class Adapter(torch.nn.Module):
         self._rank, self._scale = size.rank_of(self._is_expert), size.scale_of(self._is_expert)
         self._is_parallel = not self._is_expert and groups.tp_group().size() > 1
         self._num_rows = len(weight)
-        self._places = sorted((place, index) for index, pair in enumerate(pairs) for place in pair.places)
+        self._places = sorted(
+            (place, index) for index, pair in enumerate(pairs) for place in pair.places
+        )
         for pair in pairs:
             made = FactorPair(pair, self._rank, weight.dtype)
             self._mark(made, getattr(weight, "allreduce", True))
@@ -139,9 +146,11 @@ class Adapter(torch.nn.Module):
             marked.allreduce = is_in_dense_group
             if self._is_expert:
                 etp = groups.etp_group()
-                marked.tensor_model_parallel = True  # else the norm counts it on the first rank of TP alone
+                # else the norm counts it on the first rank of TP alone
+                marked.tensor_model_parallel = True
                 marked.sum_over_etp = not is_cut and etp.size() > 1
-                marked.shared = marked.sum_over_etp and etp.rank() > 0  # the norm counts it once over ETP
+                # the norm counts it once over ETP
+                marked.shared = marked.sum_over_etp and etp.rank() > 0
             else:
                 marked.tensor_model_parallel = is_cut
                 marked.sequence_parallel = not is_cut and self._is_parallel
@@ -156,14 +165,18 @@ class Adapter(torch.nn.Module):
         elif self._is_parallel and self._cut == "rows":
             narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=groups.tp_group())
         narrow = narrow * self._scale
-        deltas = [F.linear(one, pair.B) for one, pair in zip(narrow.split(self._rank, -1), pairs, strict=True)]
+        deltas = [
+            F.linear(one, pair.B)
+            for one, pair in zip(narrow.split(self._rank, -1), pairs, strict=True)
+        ]
         return self._assembled(deltas)
 
     def _assembled(self, deltas: Sequence[torch.Tensor]) -> torch.Tensor:
         """The deltas of the tensors in the order of the layer's output, and 0 in rows without an adapter."""
         if len(deltas) == 1 and deltas[0].shape[-1] == self._num_rows:
             return deltas[0]
-        parts, end = [one[..., :0] for one in deltas], 0  # also of tensors without rows here, for the backward pass
+        # also of tensors without rows here, for the backward pass
+        parts, end = [one[..., :0] for one in deltas], 0
         for (row, start, number), index in self._places:
             if row > end:
                 parts.append(deltas[0].new_zeros(*deltas[0].shape[:-1], row - end))
@@ -185,10 +198,14 @@ class GroupedAdapter(torch.nn.Module):
     def forward(self, hidden: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
         """[tokens, the layer's output]: each expert's delta of its own tokens."""
         parts = hidden.split([*tokens_per_expert])
-        return torch.cat([adapter(part) for adapter, part in zip(self.children(), parts, strict=True)])
+        return torch.cat(
+            [adapter(part) for adapter, part in zip(self.children(), parts, strict=True)]
+        )
 
 
-def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: LoraSize, seed: int) -> Adapters:
+def attach(
+    chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: LoraSize, seed: int
+) -> Adapters:
     """Freeze this rank's model chunks and give their linear layers adapters; call it before DDP wraps the chunks.
 
     pairs: of this rank, in the order of the layers. The weights may still be undefined. Raises UserError, with its
@@ -202,7 +219,8 @@ def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: L
         _join_storages(chunk)
         if hasattr(chunk, "embedding"):
             chunk.embedding.register_forward_hook(_require_gradient)
-    layers: dict[str, dict[str, list[LoraPair]]] = {}  # by the layer's path, then by the name of its weight
+    # by the layer's path, then by the name of its weight
+    layers: dict[str, dict[str, list[LoraPair]]] = {}
     for pair in pairs:
         path, _, weight = pair.param.rpartition(".")
         layers.setdefault(path, {}).setdefault(weight, []).append(pair)
@@ -212,7 +230,9 @@ def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: L
         if cut is None:
             problem = f"{path} is a {type(linear).__name__}, and adapters are for {', '.join(map(_name, CUTS))}"
             raise UserError("lora", problem, "leave lora out, or its layer out of lora.targets")
-        made = [Adapter(getattr(linear, weight), held, size, cut) for weight, held in of_weights.items()]
+        made = [
+            Adapter(getattr(linear, weight), held, size, cut) for weight, held in of_weights.items()
+        ]
         for adapter in made:
             for pair in adapter.pairs:
                 pair.draw(seed)
@@ -224,7 +244,9 @@ def attach(chunks: Sequence[torch.nn.Module], pairs: Sequence[LoraPair], size: L
 
 def sum_over_etp(chunks: Sequence[torch.nn.Module]) -> None:
     """Sum the gradients of factors that the ranks of one expert hold alike; after those over data-parallel ranks."""
-    marked: Any = [one for chunk in chunks for one in chunk.parameters() if getattr(one, "sum_over_etp", False)]
+    marked: Any = [
+        one for chunk in chunks for one in chunk.parameters() if getattr(one, "sum_over_etp", False)
+    ]
     if not marked:
         return
     flat = torch.cat([one.main_grad.flatten() for one in marked])
@@ -243,7 +265,9 @@ def _linear(chunks: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
         return chunks[index].get_submodule(path)
     except AttributeError:
         problem = f"the model has no layer {path}"
-        raise UserError("lora", problem, "leave lora out, or its layer out of lora.targets") from None
+        raise UserError(
+            "lora", problem, "leave lora out, or its layer out of lora.targets"
+        ) from None
 
 
 def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
@@ -261,12 +285,16 @@ def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
     return add
 
 
-def _require_gradient(embedding: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _require_gradient(
+    embedding: torch.nn.Module, inputs: Any, output: torch.Tensor
+) -> torch.Tensor:
     """Let the gradient reach the first layers.
 
     The embedding is frozen, and Megatron's recomputation runs no backward pass for an input without a gradient.
     """
-    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+    return (
+        output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+    )
 
 
 def _join_storages(chunk: torch.nn.Module) -> None:
@@ -276,7 +304,9 @@ def _join_storages(chunk: torch.nn.Module) -> None:
     frozen, stays where it is.
     """
     layers = [*chunk.decoder.layers] if hasattr(chunk, "decoder") else []  # type: ignore[arg-type]
-    inside = {id(param) for layer in layers for param in layer.parameters()} | {id(head) for head in heads([chunk])}
+    inside = {id(param) for layer in layers for param in layer.parameters()} | {
+        id(head) for head in heads([chunk])
+    }
     for params in ([*layer.parameters()] for layer in layers):
         _join(params)
     _join([param for param in chunk.parameters() if id(param) not in inside])

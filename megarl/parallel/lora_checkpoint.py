@@ -71,4 +71,8 @@ def _replica(factor: Any, is_expert: bool) -> tuple[int, int, int]:
     """(0, number among the ranks that split the layer, among its data-parallel ranks): all 0 on one of its ranks."""
     if is_expert:
         return 0, groups.etp_group().rank() if factor.sum_over_etp else 0, groups.edp_group().rank()
-    return 0, groups.tp_group().rank() if not factor.tensor_model_parallel else 0, groups.dp_cp_group().rank()
+    return (
+        0,
+        groups.tp_group().rank() if not factor.tensor_model_parallel else 0,
+        groups.dp_cp_group().rank(),
+    )

@@ -37,13 +37,18 @@ def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
     of_mtp = {id(param) for param in chunk.mtp.parameters()} if chunk.mtp_process else set()
     moe_layers: list[Any] = [module for module in chunk.modules() if isinstance(module, MoELayer)]
     one_of_each = {id(param) for layer in moe_layers for param in layer.experts.parameters()}
-    sizes = {id(param): param.numel() * (ranks if id(param) in one_of_each else 1) for param in chunk.parameters()}
+    sizes = {
+        id(param): param.numel() * (ranks if id(param) in one_of_each else 1)
+        for param in chunk.parameters()
+    }
     main = sum(size for key, size in sizes.items() if key not in of_mtp) - _padding(chunk, shape)
     routed = sum(sizes[key] for key in one_of_each - of_mtp)
     return Whole(main, routed, sum(sizes[key] for key in of_mtp))
 
 
-def stages(path: str, shape: ModelShape, layout: TrainLayout, recipe: Recipe) -> list[list[ChunkSize]]:
+def stages(
+    path: str, shape: ModelShape, layout: TrainLayout, recipe: Recipe
+) -> list[list[ChunkSize]]:
     """The model chunks of every pipeline rank; all ranks of a stage are of equal size.
 
     Stages with the same kinds of layers are built once.
@@ -52,10 +57,16 @@ def stages(path: str, shape: ModelShape, layout: TrainLayout, recipe: Recipe) ->
     known: dict[Any, list[ChunkSize]] = {}
     for stage in range(layout.pp):
         layers = [layout.layers(stage, shape.num_layers, chunk) for chunk in range(layout.vpp)]
-        kind = (*(tuple(map(shape.is_dense, chunk)) for chunk in layers), stage == 0, stage == layout.pp - 1)
+        kind = (
+            *(tuple(map(shape.is_dense, chunk)) for chunk in layers),
+            stage == 0,
+            stage == layout.pp - 1,
+        )
         if kind not in known:
             rank = stage * (layout.world_size // layout.pp)
-            known[kind] = [size_of(chunk, shape) for chunk in _chunks(path, shape, layout, rank, recipe)]
+            known[kind] = [
+                size_of(chunk, shape) for chunk in _chunks(path, shape, layout, rank, recipe)
+            ]
         found.append(known[kind])
     return found
 
@@ -76,12 +87,18 @@ def size_of(chunk: model.Chunk, shape: ModelShape) -> ChunkSize:
     )
 
 
-def _chunks(path: str, shape: ModelShape, layout: TrainLayout, rank: int, recipe: Recipe) -> list[model.Chunk]:
+def _chunks(
+    path: str, shape: ModelShape, layout: TrainLayout, rank: int, recipe: Recipe
+) -> list[model.Chunk]:
     """Build a rank's chunks without `train.megatron`, whose kernels may need a GPU and do not change the weights."""
     train = recipe.train.model_copy(update={"megatron": {}})
     with groups.simulated(rank, layout), torch.device("meta"):
-        config = model.transformer_config(path, shape, layout, model.DTYPES[recipe.model.dtype], train)
-        config.init_method = config.output_layer_init_method = config.embedding_init_method = lambda weight: weight
+        config = model.transformer_config(
+            path, shape, layout, model.DTYPES[recipe.model.dtype], train
+        )
+        config.init_method = config.output_layer_init_method = config.embedding_init_method = (
+            lambda weight: weight
+        )
         chunks = model.build_chunks(config, path, shape, layout, rank, Routing(), device="meta")
     if not train.mtp_loss:
         model.freeze_mtp(chunks)
@@ -93,7 +110,8 @@ def _padding(chunk: model.Chunk, shape: ModelShape) -> int:
     tables = []
     if hasattr(chunk, "embedding"):
         tables.append(chunk.embedding.word_embeddings.weight)
-    if chunk.post_process and not shape.num_labels and chunk.output_layer.weight is not None:  # None: the embedding's
+    # None: the embedding's
+    if chunk.post_process and not shape.num_labels and chunk.output_layer.weight is not None:
         tables.append(chunk.output_layer.weight)
     tp = chunk.config.tensor_model_parallel_size
     return sum((len(table) * tp - shape.vocab_size) * table.shape[1] // tp for table in tables)
@@ -109,7 +127,9 @@ def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         try:
             shape = scorer_shape(path) if request["scores"] else model_shape(path)
             sizes = stages(path, shape, train_layout(recipe), recipe)
-            answer: dict[str, Any] = {"stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]}
+            answer: dict[str, Any] = {
+                "stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]
+            }
             if request["whole"]:
                 answer["whole"] = asdict(whole(path, shape, recipe))
         except UserError as error:

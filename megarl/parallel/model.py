@@ -15,7 +15,10 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.extensions.transformer_engine import HAVE_TE, TENorm, fused_permute
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules, get_mtp_layer_spec
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -35,13 +38,17 @@ if TYPE_CHECKING:
     from megarl.config import TrainConfig
 
 TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
-HAS_WEIGHT_GRADIENT_KERNEL = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None  # apex has it
+# apex has it
+HAS_WEIGHT_GRADIENT_KERNEL = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
 
 
 def select_layers(
-    train: TrainConfig, dtype: torch.dtype, is_gpu: bool = DEVICE == "cuda", has_engine: bool = HAVE_TE
+    train: TrainConfig,
+    dtype: torch.dtype,
+    is_gpu: bool = DEVICE == "cuda",
+    has_engine: bool = HAVE_TE,
 ) -> None:
     """Prepare Megatron's own layers where TransformerEngine is missing; call it before the first chunk is built.
 
@@ -50,8 +57,12 @@ def select_layers(
     """
     if not is_gpu:
         return
-    problem = "" if has_engine else transformer_engine_problem() or "Megatron does not find its layers"
-    error = layers_error(problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch."))
+    problem = (
+        "" if has_engine else transformer_engine_problem() or "Megatron does not find its layers"
+    )
+    error = layers_error(
+        problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch.")
+    )
     if error:
         raise error
     if not has_engine:
@@ -59,7 +70,11 @@ def select_layers(
 
 
 def _fixed_fields(
-    shape: ModelShape, layout: TrainLayout, facts: HfFacts, dtype: torch.dtype, router_bias_rate: float
+    shape: ModelShape,
+    layout: TrainLayout,
+    facts: HfFacts,
+    dtype: torch.dtype,
+    router_bias_rate: float,
 ) -> dict[str, Any]:
     """The fields that the checkpoint, the layout and the loss's normalisation decide."""
     return {
@@ -78,7 +93,8 @@ def _fixed_fields(
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "calculate_per_token_loss": True,  # gradients are summed over DP; pipeline.py divides them once
+        # gradients are summed over DP; pipeline.py divides them once
+        "calculate_per_token_loss": True,
         **_expert_fields(shape, facts),
         "moe_router_bias_update_rate": router_bias_rate,
         **(latent_fields(shape.mla, facts) if shape.mla else {}),
@@ -100,7 +116,8 @@ def _expert_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.moe_ffn_size,
         "moe_layer_freq": [int(not shape.is_dense(layer)) for layer in range(shape.num_layers)],
-        "moe_shared_expert_intermediate_size": shape.num_shared_experts * shape.moe_ffn_size or None,
+        "moe_shared_expert_intermediate_size": shape.num_shared_experts * shape.moe_ffn_size
+        or None,
         "moe_router_topk": shape.experts_per_token,
         "moe_router_score_function": "sigmoid" if shape.router_bias else "softmax",
         "moe_router_enable_expert_bias": shape.router_bias,
@@ -113,7 +130,11 @@ def _expert_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
         "mtp_num_layers": shape.num_mtp_layers or None,
     }
     return {
-        **(sparse if shape.num_experts else dict.fromkeys(sparse.keys() & {"num_moe_experts", "mtp_num_layers"})),
+        **(
+            sparse
+            if shape.num_experts
+            else dict.fromkeys(sparse.keys() & {"num_moe_experts", "mtp_num_layers"})
+        ),
         # routing.py has its own auxiliary losses; train.aux_loss and train.z_loss weigh them.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -131,9 +152,12 @@ def _layout_fields(shape: ModelShape, layout: TrainLayout) -> dict[str, Any]:
         "context_parallel_size": layout.cp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "microbatch_group_size_per_vp_stage": layout.pp,
-        "overlap_p2p_comm": layout.vpp > 1,  # batched messages of different lengths would reach the wrong buffers
+        # batched messages of different lengths would reach the wrong buffers
+        "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
-        "pipeline_model_parallel_layout": _uneven_stages(shape, layout) if layout.stage_layers else None,
+        "pipeline_model_parallel_layout": _uneven_stages(shape, layout)
+        if layout.stage_layers
+        else None,
         "sequence_parallel": layout.tp > 1,
     }
 
@@ -152,7 +176,8 @@ def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
     return {
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_dtype": "fp32",
-        "deallocate_pipeline_outputs": DEVICE == "cuda",  # gloo may still be sending from this memory
+        # gloo may still be sending from this memory
+        "deallocate_pipeline_outputs": DEVICE == "cuda",
         "batch_p2p_sync": False,  # a wait of the host after each message, for old versions of torch
         "apply_rope_fusion": is_rope_fused,
         "bias_activation_fusion": TRANSFORMER_ENGINE,
@@ -171,7 +196,9 @@ def transformer_config(
     facts = hf_facts(path)
     fields = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
     made = MLATransformerConfig if shape.mla else TransformerConfig
-    return make_config("train.megatron", made, _default_fields(shape, facts) | train.megatron | fields)
+    return make_config(
+        "train.megatron", made, _default_fields(shape, facts) | train.megatron | fields
+    )
 
 
 def fixed_field_names() -> set[str]:
@@ -191,7 +218,9 @@ class Score(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = torch.nn.Parameter(
+            torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
+        )
         # Each TP rank scores a part of the tokens: finalize_model_grads sums the gradients of weights with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -208,7 +237,9 @@ class Chunk(GPTModel):
 
     runs_mtp = False
 
-    def _postprocess(self, *, hidden_states: torch.Tensor, mtp_in_postprocess: bool, **inputs: Any) -> torch.Tensor:
+    def _postprocess(
+        self, *, hidden_states: torch.Tensor, mtp_in_postprocess: bool, **inputs: Any
+    ) -> torch.Tensor:
         if not (mtp_in_postprocess and self.runs_mtp):
             return hidden_states
         wanted = inspect.signature(self.mtp.forward).parameters
@@ -239,7 +270,9 @@ def build_chunks(
     found = []
     for chunk in range(layout.vpp):
         last = stage == layout.pp - 1 and chunk == layout.vpp - 1
-        is_dense = [shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, chunk)]
+        is_dense = [
+            shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, chunk)
+        ]
         block, mtp = _specs(config, is_dense, routing, with_mtp=last and shape.num_mtp_layers > 0)
         model = Chunk(
             config=config,
@@ -270,10 +303,14 @@ def _keep_mtp_activations(chunk: Chunk) -> None:
         layer.config = kept  # type: ignore[assignment]
 
 
-def _specs(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing, with_mtp: bool) -> tuple[Any, Any]:
+def _specs(
+    config: TransformerConfig, is_dense: Sequence[bool], routing: Routing, with_mtp: bool
+) -> tuple[Any, Any]:
     """The layer specs of a chunk, and of its multi-token prediction layers."""
     if not TRANSFORMER_ENGINE:
-        return block_spec(config, is_dense, routing), mtp_spec(config, routing) if with_mtp else None
+        return block_spec(config, is_dense, routing), mtp_spec(
+            config, routing
+        ) if with_mtp else None
 
     def layer(dense: bool) -> Any:
         spec: Any = get_gpt_layer_with_transformer_engine_spec(
@@ -288,7 +325,9 @@ def _specs(config: TransformerConfig, is_dense: Sequence[bool], routing: Routing
 
     specs: list[Any] = [layer(dense) for dense in is_dense]
     # Built anew, because the chunk may have no decoder layer that could be copied.
-    mtp: Any = get_mtp_layer_spec(layer(dense=False), use_transformer_engine=True) if with_mtp else None
+    mtp: Any = (
+        get_mtp_layer_spec(layer(dense=False), use_transformer_engine=True) if with_mtp else None
+    )
     layers = [mtp] * (config.mtp_num_layers or 0)
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=TENorm)  # type: ignore[arg-type]
     return block, MultiTokenPredictionBlockSubmodules(layer_specs=layers) if with_mtp else None
@@ -301,12 +340,15 @@ def freeze_mtp(chunks: Sequence[Chunk]) -> None:
             chunk.mtp.requires_grad_(False)
 
 
-def wrap(config: TransformerConfig, chunks: Sequence[Chunk], train: TrainConfig) -> list[DistributedDataParallel]:
+def wrap(
+    config: TransformerConfig, chunks: Sequence[Chunk], train: TrainConfig
+) -> list[DistributedDataParallel]:
     """Wrap the chunks in Megatron's DistributedDataParallel, whose buffers hold parameters and gradients."""
     ddp_config = buffers_config(train)
     wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     if ddp_config.overlap_grad_reduce:
-        no_sync: list[Any] = [chunk.no_sync for chunk in wrapped]  # for all micro-batches but the last
+        # for all micro-batches but the last
+        no_sync: list[Any] = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # type: ignore[assignment]
     return wrapped
 
@@ -323,8 +365,14 @@ def params(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
     Without the factors of adapters.
     """
-    weights = {name: param.detach() for name, param in named_parameters(chunks) if not is_factor(name)}
-    biases = {name: buffer.detach() for name, buffer in named_buffers(chunks) if name.endswith(ROUTER_BIAS)}
+    weights = {
+        name: param.detach() for name, param in named_parameters(chunks) if not is_factor(name)
+    }
+    biases = {
+        name: buffer.detach()
+        for name, buffer in named_buffers(chunks)
+        if name.endswith(ROUTER_BIAS)
+    }
     return weights | biases
 
 

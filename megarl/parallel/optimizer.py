@@ -35,7 +35,8 @@ def build_optimizer(
     config = optimizer_config(train, dtype, offloads(train))
     optimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
     if config.optimizer_cpu_offload:
-        gc.collect()  # Megatron first builds an optimizer of all weights, and leaves it in a cycle: 4 B an element
+        # Megatron first builds an optimizer of all weights, and leaves it in a cycle: 4 B an element
+        gc.collect()
     for group in optimizer.param_groups:
         group["weight_decay"] = train.weight_decay * group["wd_mult"]
     assert isinstance(optimizer, ChainedOptimizer)  # one for the dense weights, one for the experts
@@ -49,7 +50,9 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
     """
     if offloaded and dtype is torch.float32:
         problem = "Megatron's optimizer on the host steps on copies in float32, and model.dtype is float32 itself"
-        raise UserError("train.optimizer_offload", problem, "set it to false, or model.dtype to bfloat16")
+        raise UserError(
+            "train.optimizer_offload", problem, "set it to false, or model.dtype to bfloat16"
+        )
     fixed = {
         "optimizer": "adam",
         "lr": train.lr,
@@ -62,17 +65,27 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
         "optimizer_offload_fraction": 1.0 if offloaded else 0.0,
         "overlap_cpu_optimizer_d2h_h2d": offloaded,
     }
-    named = {key: state_dtype(key, it) if key.endswith("_dtype") else it for key, it in train.optimizer.items()}
+    named = {
+        key: state_dtype(key, it) if key.endswith("_dtype") else it
+        for key, it in train.optimizer.items()
+    }
     late: dict[str, Any] = {}
-    if named.get(PRECISION_AWARE) and not HAVE_TE:  # the constructor fails without TransformerEngine's version
-        late = {key: named.pop(key) for key in [*named] if key == PRECISION_AWARE or key.endswith("_dtype")}
+    # the constructor fails without TransformerEngine's version
+    if named.get(PRECISION_AWARE) and not HAVE_TE:
+        late = {
+            key: named.pop(key)
+            for key in [*named]
+            if key == PRECISION_AWARE or key.endswith("_dtype")
+        }
     config = make_config("train.optimizer", OptimizerConfig, named | fixed)
     for key, value in late.items():
         setattr(config, key, value)
     if offloaded or late:
         # Otherwise DistributedOptimizer would make float32 master weights on the GPU for an optimizer on the host. Set
         # after construction, because the constructor asks for TransformerEngine, whose optimizer is not used here.
-        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.use_precision_aware_optimizer = (
+            config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        ) = True
     return config
 
 
@@ -81,7 +94,11 @@ def transformer_engine_error(train: TrainConfig, offloaded: bool) -> UserError |
     if (HAVE_TE and DEVICE == "cuda") or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
     problem = "true, but this optimizer comes with TransformerEngine, which cannot be used here"
-    return UserError(f"train.optimizer.{PRECISION_AWARE}", problem, "install transformer-engine[pytorch], or remove it")
+    return UserError(
+        f"train.optimizer.{PRECISION_AWARE}",
+        problem,
+        "install transformer-engine[pytorch], or remove it",
+    )
 
 
 def stepping(optimizer: ChainedOptimizer) -> list[Any]:
@@ -95,19 +112,25 @@ def offloads(train: TrainConfig) -> bool:
     return train.optimizer_offload and DEVICE == "cuda"
 
 
-def move_optimizer(optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str) -> None:
+def move_optimizer(
+    optimizer: ChainedOptimizer, chunks: Sequence[torch.nn.Module], device: str
+) -> None:
     """Move the optimizer's state and master weights to a device; shards that are views of parameters stay.
 
     Host memory is pinned, for fast copies. Step counts stay on the host, where torch's AdamW reads them.
     """
-    in_model = {param.untyped_storage().data_ptr() for chunk in chunks for param in chunk.parameters()}
+    in_model = {
+        param.untyped_storage().data_ptr() for chunk in chunks for param in chunk.parameters()
+    }
     for group in optimizer.param_groups:
         for shard in group["params"]:
             if shard.untyped_storage().data_ptr() not in in_model:
                 shard.data = _moved(shard.data, device)
     for chained in stepping(optimizer):
         for state in chained.optimizer.state.values():
-            arrays = {key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()}
+            arrays = {
+                key: value for key, value in state.items() if torch.is_tensor(value) and value.dim()
+            }
             state.update({key: _moved(value, device) for key, value in arrays.items()})
 
 

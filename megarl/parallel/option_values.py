@@ -12,8 +12,19 @@ import torch
 
 from megarl.types import UserError
 
-STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8}
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+STATE_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "uint8": torch.uint8,
+}
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +78,15 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is list or hint is list:
         return isinstance(value, list) and all(_fits(item, inner[0]) for item in value if inner)
     if origin is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(inner)
+            and all(map(_fits, value, inner))
+        )
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
     if hint is torch.dtype:
         return isinstance(value, str) and value in STATE_DTYPES
     return hint in _TYPE_NAMES and type(value) is hint

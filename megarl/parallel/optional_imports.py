@@ -41,7 +41,9 @@ class TransformerEngineFinder(MetaPathFinder):
     def __init__(self, device: str = DEVICE) -> None:
         self.error = "" if device == "cuda" else _UNUSED
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: object = None
+    ) -> ModuleSpec | None:
         spec = PathFinder.find_spec(fullname, path) if fullname == _PACKAGE else None
         if spec is not None and spec.loader is not None:
             spec.loader = _WholePackageLoader(spec.loader, self)
@@ -95,9 +97,13 @@ def layers_error(problem: str, *, local_layers: bool, dtype: str) -> UserError |
     if problem and not local_layers:
         hint = "install what requirements/gpu.txt names (docs/install.md), or set it to true: Megatron's own layers, "
         hint += "which are slower"
-        return UserError("train.local_layers", f"TransformerEngine cannot be used ({problem})", hint)
+        return UserError(
+            "train.local_layers", f"TransformerEngine cannot be used ({problem})", hint
+        )
     if not problem and dtype == "float32":
-        problem = "float32, and TransformerEngine's attention takes packed rows in 16-bit types alone"
+        problem = (
+            "float32, and TransformerEngine's attention takes packed rows in 16-bit types alone"
+        )
         return UserError("model.dtype", problem, "set it to bfloat16")
     return None
 

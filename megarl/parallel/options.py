@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from megarl.config import TrainConfig
 
 Made = TypeVar("Made")
-PRECISION_AWARE = "use_precision_aware_optimizer"  # TransformerEngine's, or Megatron's own on the host
+# TransformerEngine's, or Megatron's own on the host
+PRECISION_AWARE = "use_precision_aware_optimizer"
 LOW_PRECISION = ("fp8", "fp8_param", "fp4", "fp4_param")
-_NOT_PADDED = "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
+_NOT_PADDED = (
+    "megarl does not pad packed rows to the multiples of 16 or 128 tokens that these kernels need"
+)
 _DECIDED = "other keys of the recipe decide it, or megarl relies on its value"
 # Not allowed: overlapping the gather of parameters, because the reshard would send old ones; other ways to shard
 # parameters and gradients, which the weight maps, the checkpoints and the plan do not know.
@@ -76,11 +79,17 @@ def effective_options(
     names: fields of the model to list in addition to those that the recipe sets. Leaves out the option that megarl
     itself sets for an optimizer on the host: in a recipe it would ask for TransformerEngine's optimizer.
     """
-    hidden = {PRECISION_AWARE} - train.optimizer.keys() if optimizer.optimizer_cpu_offload else set()
+    hidden = (
+        {PRECISION_AWARE} - train.optimizer.keys() if optimizer.optimizer_cpu_offload else set()
+    )
     return {
-        "megatron": {name: _written(getattr(config, name)) for name in sorted({*names, *train.megatron})},
+        "megatron": {
+            name: _written(getattr(config, name)) for name in sorted({*names, *train.megatron})
+        },
         "ddp": {name: _written(getattr(buffers, name)) for name in OF_BUFFERS},
-        "optimizer": {name: _written(getattr(optimizer, name)) for name in OF_OPTIMIZER if name not in hidden},
+        "optimizer": {
+            name: _written(getattr(optimizer, name)) for name in OF_OPTIMIZER if name not in hidden
+        },
     }
 
 
@@ -88,7 +97,9 @@ def _written(value: Any) -> Any:
     """A value as YAML can write it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
+    return (
+        value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
+    )
 
 
 def _errors(

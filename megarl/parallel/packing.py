@@ -17,7 +17,9 @@ LENGTH_STEP = 1024
 _TARGETS = {  # fields of a TrainSequence that losses read
     "loss_mask_T": np.bool_,
     "is_stale_T": np.bool_,
-    **dict.fromkeys(("loss_weight_T", "advantage_T", "outcome", "engine_logp_T", "nll_weight_T"), np.float32),
+    **dict.fromkeys(
+        ("loss_weight_T", "advantage_T", "outcome", "engine_logp_T", "nll_weight_T"), np.float32
+    ),
 }
 
 
@@ -60,7 +62,8 @@ class PackedRow:
     max_length: int
     targets: Targets
     old_logp_T: torch.Tensor | None
-    experts_LMK: torch.Tensor | None = None  # of each token in each layer M with experts: K of them, -1 if not known
+    # of each token in each layer M with experts: K of them, -1 if not known
+    experts_LMK: torch.Tensor | None = None
 
 
 def zigzag(bounds: IntArray, cp: int, rank: int) -> IntArray:
@@ -101,12 +104,19 @@ def pack(
         return torch.from_numpy(values).to(device)
 
     def row(arrays: Sequence[np.ndarray] | None, dtype: type) -> Any:
-        return None if arrays is None else on_device(_about_next(arrays, starts, int(bounds[-1]), dtype))
+        return (
+            None
+            if arrays is None
+            else on_device(_about_next(arrays, starts, int(bounds[-1]), dtype))
+        )
 
     def targets(name: str, dtype: type) -> torch.Tensor:
         return row([_per_token(one, name, dtype) for one in sequences], dtype)
 
-    token_ids_T, sequence_T = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], len(lengths), np.int64)
+    token_ids_T, sequence_T = (
+        np.zeros(bounds[-1], np.int64),
+        np.full(bounds[-1], len(lengths), np.int64),
+    )
     for index, (start, one) in enumerate(zip(starts, sequences, strict=True)):
         token_ids_T[start : start + lengths[index]] = one.token_ids_T
         sequence_T[start : start + lengths[index]] = index
@@ -125,9 +135,14 @@ def pack(
         lengths_S=on_device(np.array([*lengths, 1], np.float32)),
         max_length=rounded_length(int(np.diff(bounds).max())),
         targets=Targets(
-            **{f"{name.removesuffix('_T')}_T": targets(name, dtype) for name, dtype in _TARGETS.items()},
+            **{
+                f"{name.removesuffix('_T')}_T": targets(name, dtype)
+                for name, dtype in _TARGETS.items()
+            },
             sequence_T=on_device(sequence_T if samples is None else samples[sequence_T]),
-            dropped_T=targets("dropped_T", np.bool_) if any(one.dropped_T is not None for one in sequences) else None,
+            dropped_T=targets("dropped_T", np.bool_)
+            if any(one.dropped_T is not None for one in sequences)
+            else None,
             turn_T=targets("turn_T", np.int64) if has_turns else None,
             reference_logp_T=row(reference_logp, np.float32),
             return_T=row(returns, np.float32),
@@ -148,7 +163,9 @@ def _samples(sequences: Sequence[TrainSequence]) -> IntArray | None:
 def _per_token(one: TrainSequence, name: str, dtype: type) -> np.ndarray:
     """[T]: a field of the tokens as it is, of the whole sequence at each of its tokens; 0 where it is None."""
     value = getattr(one, name)
-    return value if isinstance(value, np.ndarray) else np.full(len(one.token_ids_T), value or 0, dtype)
+    return (
+        value if isinstance(value, np.ndarray) else np.full(len(one.token_ids_T), value or 0, dtype)
+    )
 
 
 def rounded_length(length: int) -> int:
@@ -172,7 +189,9 @@ def _bounds(lengths: Sequence[int], split: Split) -> IntArray:
     return np.concatenate([[0], np.cumsum(segments + ([padding] if padding else []))])
 
 
-def _about_next(arrays: Sequence[np.ndarray], starts: Sequence[int], num_tokens: int, dtype: type) -> np.ndarray:
+def _about_next(
+    arrays: Sequence[np.ndarray], starts: Sequence[int], num_tokens: int, dtype: type
+) -> np.ndarray:
     """[T], in which what is about a token stands before it, where it is predicted."""
     values_T = np.zeros(num_tokens, dtype=dtype)
     for start, values in zip(starts, arrays, strict=True):
@@ -180,7 +199,9 @@ def _about_next(arrays: Sequence[np.ndarray], starts: Sequence[int], num_tokens:
     return values_T
 
 
-def _experts(sequences: Sequence[TrainSequence], starts: Sequence[int], num_tokens: int) -> np.ndarray | None:
+def _experts(
+    sequences: Sequence[TrainSequence], starts: Sequence[int], num_tokens: int
+) -> np.ndarray | None:
     """The engine's choices, where every sequence brings them; its last token was never an input of the engine's."""
     given = [one.experts_TMK for one in sequences]
     if not given or any(one is None for one in given):

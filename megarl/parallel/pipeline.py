@@ -69,9 +69,13 @@ class Pipeline:
         """
         self._start(norms)
         config = self.chunks[0].config
-        config.finalize_model_grads_func = partial(_sum_then_divide, norms.denominator if norms else None)
+        config.finalize_model_grads_func = partial(
+            _sum_then_divide, norms.denominator if norms else None
+        )
         step = partial(self._forward, on_outputs, norms, temperature)
-        feeds: list[Iterator[Any]] = [zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks]
+        feeds: list[Iterator[Any]] = [
+            zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks
+        ]
         is_interleaved = len(self.chunks) > 1
         with torch.set_grad_enabled(norms is not None):
             return get_forward_backward_func()(
@@ -147,7 +151,9 @@ class Pipeline:
             outputs = self._logprobs(chunk, hidden, row, row.labels_L, temperature)
         loss_sum, result = on_outputs(row, *outputs)
         if ahead and norms:
-            loss_sum = loss_sum + self._mtp_loss(chunk, row, ahead) * (norms.denominator / norms.loss_tokens)
+            loss_sum = loss_sum + self._mtp_loss(chunk, row, ahead) * (
+                norms.denominator / norms.loss_tokens
+            )
         return loss_sum, torch.zeros((), dtype=torch.int, device=loss_sum.device), result
 
     def _scores(self, head: Score, hidden: torch.Tensor, row: PackedRow) -> torch.Tensor:
@@ -156,22 +162,35 @@ class Pipeline:
         return gather_row(score_L, row.order_T, groups.cp_group())
 
     def _logprobs(
-        self, chunk: Chunk, hidden: torch.Tensor, row: PackedRow, labels_L: torch.Tensor, temperature: float = 1.0
+        self,
+        chunk: Chunk,
+        hidden: torch.Tensor,
+        row: PackedRow,
+        labels_L: torch.Tensor,
+        temperature: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logp_T, entropy_T) of the whole row, on every context-parallel rank."""
         weight, size, tp = chunk.output_weight(), self.vocab_size, groups.tp_group()
-        shares = hidden_logprobs(hidden, weight, labels_L, vocab_size=size, group=tp, temperature=temperature)
-        logp_T, entropy_T = (gather_row(share_L, row.order_T, groups.cp_group()) for share_L in shares)
+        shares = hidden_logprobs(
+            hidden, weight, labels_L, vocab_size=size, group=tp, temperature=temperature
+        )
+        logp_T, entropy_T = (
+            gather_row(share_L, row.order_T, groups.cp_group()) for share_L in shares
+        )
         return logp_T, entropy_T
 
-    def _mtp_loss(self, chunk: Chunk, row: PackedRow, ahead: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _mtp_loss(
+        self, chunk: Chunk, row: PackedRow, ahead: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """The multi-token prediction loss: the mean over depths k of -log p of the token k + 1 positions ahead.
 
         Summed over the tokens of the loss mask, at temperature 1 (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
         """
         group = groups.cp_group()
         labels_T, mask_T = gather_row(row.labels_L, row.order_T, group), row.targets.loss_mask_T
-        segment_T = torch.bucketize(torch.arange(len(mask_T), device=mask_T.device), row.bounds[1:], right=True)
+        segment_T = torch.bucketize(
+            torch.arange(len(mask_T), device=mask_T.device), row.bounds[1:], right=True
+        )
         places_L = torch.from_numpy(row.places).to(labels_T.device)
         total = labels_T.new_zeros((), dtype=torch.float32)
         for depth, hidden in enumerate(ahead, start=1):
@@ -180,7 +199,8 @@ class Pipeline:
             is_target_T = mask_T.roll(-depth) & (segment_T == segment_T.roll(-depth))
             logp_T, _ = self._logprobs(chunk, hidden, row, labels_L)
             total = total - torch.where(is_target_T, logp_T, 0.0).sum() / len(ahead)
-        self.routing.count("mtp_loss", total / (group.size() * groups.tp_group().size()))  # every such rank has it all
+        # every such rank has it all
+        self.routing.count("mtp_loss", total / (group.size() * groups.tp_group().size()))
         return total * self.mtp_loss
 
 
@@ -188,7 +208,9 @@ def _module(model: torch.nn.Module) -> Chunk:
     return model.module if isinstance(model, DistributedDataParallel) else model  # type: ignore[return-value]
 
 
-def _sum_then_divide(denominator: float | None, chunks: list[Any], num_tokens: object, **kwargs: Any) -> None:
+def _sum_then_divide(
+    denominator: float | None, chunks: list[Any], num_tokens: object, **kwargs: Any
+) -> None:
     """Megatron's finalize_model_grads with the caller's denominator in place of Megatron's token count."""
     finalize_model_grads(chunks, None, **kwargs)
     lora.sum_over_etp(chunks)
@@ -209,9 +231,17 @@ class KnownShapes(P2PCommunicator):
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shapes = [[length // split, 1, config.hidden_size] for length in lengths]
         stage, last = self.pp_group.rank(), self.pp_group.size() - 1
-        chunks, group = config.virtual_pipeline_model_parallel_size or 1, config.microbatch_group_size_per_vp_stage
-        orders = (receive_order(len(shapes), chunks, group, leads) for leads in (stage == 0, stage == last))
-        self._from_prev, self._from_next = (iter([shapes[row] for row in order]) for order in orders)
+        chunks, group = (
+            config.virtual_pipeline_model_parallel_size or 1,
+            config.microbatch_group_size_per_vp_stage,
+        )
+        orders = (
+            receive_order(len(shapes), chunks, group, leads)
+            for leads in (stage == 0, stage == last)
+        )
+        self._from_prev, self._from_next = (
+            iter([shapes[row] for row in order]) for order in orders
+        )
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool

@@ -14,7 +14,15 @@ from megarl import device
 from megarl.cpu import megatron_patches
 from megarl.model.lora_pairs import LoraPair
 from megarl.model.shape import ModelShape
-from megarl.parallel import dist_checkpoint, groups, host_offload, lora, model, optimizer, shared_weights
+from megarl.parallel import (
+    dist_checkpoint,
+    groups,
+    host_offload,
+    lora,
+    model,
+    optimizer,
+    shared_weights,
+)
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
 from megarl.parallel.packing import Split
@@ -80,7 +88,9 @@ class RankModel:
         self._offloaded: host_offload.Offloaded = []
         self._shared: frozenset[str] = frozenset()  # weights that are in another process's memory
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
-        self.pipeline = Pipeline(self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss)
+        self.pipeline = Pipeline(
+            self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss
+        )
 
     def make_optimizer(self) -> None:
         """Make AdamW's state from this rank's weights as they are now."""
@@ -90,7 +100,9 @@ class RankModel:
         """Megatron's options that this rank runs with, as a recipe writes them under `train`."""
         names = model.default_field_names(self.shape)
         own = optimizer.optimizer_config(self._train, self._dtype, optimizer.offloads(self._train))
-        return effective_options(self._train, self.chunks[0].config, self.chunks[0].ddp_config, own, names)
+        return effective_options(
+            self._train, self.chunks[0].config, self.chunks[0].ddp_config, own, names
+        )
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
@@ -145,7 +157,11 @@ class RankModel:
             if not optimizer.offloads(self._train):
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
-            own = {name: one for name, one in (self.params() | self.factors()).items() if name not in self._shared}
+            own = {
+                name: one
+                for name, one in (self.params() | self.factors()).items()
+                if name not in self._shared
+            }
             self._offloaded = host_offload.offload_params(own)
         device.empty_cache()  # after all of it has moved: the engine resumes in the free memory
 

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -75,7 +78,8 @@ class Routing:
 class _Tokens:
     """The N tokens of a micro-batch that a router sees on this rank."""
 
-    sequence_N: torch.Tensor  # the number of each token's sequence; the last number is the padding's
+    # the number of each token's sequence; the last number is the padding's
+    sequence_N: torch.Tensor
     lengths_S: torch.Tensor  # of every sequence, and 1 for the padding
     replayed_NK: torch.Tensor | None  # experts to replay, -1 where they are unknown
 
@@ -92,7 +96,11 @@ class Router(TopKRouter):
     """
 
     def __init__(
-        self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None, *, routing: Routing
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        routing: Routing,
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self._shared = routing
@@ -108,12 +116,21 @@ class Router(TopKRouter):
         self._tokens = self._see(len(logits))
         probs, choice = super().routing(logits)
         shared = self._shared
-        if shared.is_training and torch.is_grad_enabled() and (shared.balance_scale or shared.z_scale):
+        if (
+            shared.is_training
+            and torch.is_grad_enabled()
+            and (shared.balance_scale or shared.z_scale)
+        ):
             probs = MoEAuxLossAutoScaler.apply(probs, self._cost(logits.flatten(0, 1)))
         return probs, choice
 
     def _choose(
-        self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Choose
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Choose,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores, indices) [n, topk] of the experts, replayed where they are known."""
         values_NK, own_NK = choose(scores, topk, num_groups, group_topk)
@@ -125,7 +142,9 @@ class Router(TopKRouter):
         is_known_N1 = replayed_NK[:, :1] >= 0
         chosen_NK = torch.where(is_known_N1, replayed_NK, own_NK)
         if shared.row is not None:
-            differs_N = (chosen_NK.sort(-1)[0] != own_NK.sort(-1)[0]).any(-1) & self._tokens.is_real_N
+            differs_N = (chosen_NK.sort(-1)[0] != own_NK.sort(-1)[0]).any(
+                -1
+            ) & self._tokens.is_real_N
             shared.count("differing_choices", differs_N.sum())
             shared.count("replayed_choices", (is_known_N1[:, 0] & self._tokens.is_real_N).sum())
         return scores.gather(1, chosen_NK), chosen_NK
@@ -139,9 +158,14 @@ class Router(TopKRouter):
         row = self._shared.row
         if row is None:
             return self._to_recompute.popleft()
-        start = self.tp_group.rank() * num_tokens  # sequence parallelism: each TP rank has its part of the share
+        # sequence parallelism: each TP rank has its part of the share
+        start = self.tp_group.rank() * num_tokens
         choices = self._shared.choices
-        replayed = choices.experts.get(self._layer) if choices is not None and not choices.is_recording else None
+        replayed = (
+            choices.experts.get(self._layer)
+            if choices is not None and not choices.is_recording
+            else None
+        )
         tokens = _Tokens(row.sequence_L[start : start + num_tokens], row.lengths_S, replayed)
         if self._shared.is_training and not torch.is_grad_enabled():
             self._to_recompute.append(tokens)
@@ -153,32 +177,43 @@ class Router(TopKRouter):
         The balance loss of a sequence is (E / K) sum_e f_e P_e, where f_e is the fraction of its choices and P_e the
         mean of its normalised scores of expert e. f has no gradient, so that each rank adds its own tokens' terms.
         """
-        chosen_NE, scores_NE = compute_routing_scores_for_aux_loss(logits_NE, self.topk, self.score_function)
+        chosen_NE, scores_NE = compute_routing_scores_for_aux_loss(
+            logits_NE, self.topk, self.score_function
+        )
         tokens = self._tokens
-        counts_SE = logits_NE.new_zeros(len(tokens.lengths_S), logits_NE.shape[1], dtype=torch.float32)
+        counts_SE = logits_NE.new_zeros(
+            len(tokens.lengths_S), logits_NE.shape[1], dtype=torch.float32
+        )
         counts_SE.index_add_(0, tokens.sequence_N, chosen_NE.float())
         if self.tp_cp_group.size() > 1:  # the ranks among which a sequence is split
             dist.all_reduce(counts_SE, group=self.tp_cp_group)
         share_SE = counts_SE * (logits_NE.shape[1] / self.topk) / tokens.lengths_S[:, None]
         balance_N = (scores_NE * share_SE[tokens.sequence_N]).sum(-1)
         z_N = torch.logsumexp(logits_NE.float(), -1) ** 2
-        balance, z = (torch.where(tokens.is_real_N, loss_N, 0.0).sum() for loss_N in (balance_N, z_N))
+        balance, z = (
+            torch.where(tokens.is_real_N, loss_N, 0.0).sum() for loss_N in (balance_N, z_N)
+        )
         self._shared.count("aux_loss", balance)
         self._shared.count("z_loss", z)
         return balance * self._shared.balance_scale + z * self._shared.z_scale
 
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+    def _apply_expert_bias(
+        self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> None:
         """Count the tokens of each expert, for the update of router biases; recomputation does not count again."""
         if self.enable_expert_bias and self._shared.is_training and torch.is_grad_enabled():
             with torch.no_grad():
-                real_NE = routing_map & self._tokens.is_real_N[:, None]  # indexing would wait for the device
+                # indexing would wait for the device
+                real_NE = routing_map & self._tokens.is_real_N[:, None]
                 self.local_tokens_per_expert += real_NE.sum(dim=0)  # type: ignore[operator]
 
 
 def router_class(routing: Routing) -> Callable[..., Any]:
     """A factory that takes the place of Megatron's router class in a layer spec."""
 
-    def build(config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> Router:
+    def build(
+        config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
+    ) -> Router:
         return Router(config, pg_collection, routing=routing)
 
     return build

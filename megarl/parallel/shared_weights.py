@@ -30,14 +30,18 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
     for number, chunk in enumerate(chunks):
         prefix = f"vpp{number}." if len(chunks) > 1 else ""
         frozen = [(name, param) for name, param in chunk.named_parameters() if id(param) not in own]
-        frozen += [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)]
+        frozen += [
+            (name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)
+        ]
         for name, weight in frozen:
             if is_factor(name):
                 continue
             found = weights.get(prefix + name)
             if found is None or found.shape != weight.shape or found.dtype != weight.dtype:
                 has = "no such weight" if found is None else f"{list(found.shape)} {found.dtype}"
-                raise ValueError(f"{prefix}{name} is {list(weight.shape)} {weight.dtype}, the other model has {has}")
+                raise ValueError(
+                    f"{prefix}{name} is {list(weight.shape)} {weight.dtype}, the other model has {has}"
+                )
             weight.data = found
             replaced.add(prefix + name)
     return frozenset(replaced)

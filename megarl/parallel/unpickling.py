@@ -30,9 +30,14 @@ from megarl.printable import first_line
 from megarl.types import UserError
 
 _HINT = "remove this checkpoint, or take one that nobody has changed"
-_UNPICKLED = (  # what the writers of torch and Megatron pickle into an index, besides numbers, text and containers
+# what the writers of torch and Megatron pickle into an index, besides numbers, text and containers
+_UNPICKLED = (
     *(index_types.Metadata, index_types.MetadataIndex, index_types.StorageMeta),
-    *(index_types.TensorStorageMetadata, index_types.ChunkStorageMetadata, index_types.BytesStorageMetadata),
+    *(
+        index_types.TensorStorageMetadata,
+        index_types.ChunkStorageMetadata,
+        index_types.BytesStorageMetadata,
+    ),
     *(index_types.TensorProperties, index_types._MEM_FORMAT_ENCODING),
     *(filesystem._StorageInfo, filesystem._StoragePrefix),
     *(planner.SavePlan, planner.WriteItem, planner.WriteItemType),
@@ -61,13 +66,19 @@ class _Sealed(type):
 
 def _stand_in(known: Any) -> _Sealed:
     """For a class or a function. Pickles call it, or its `__new__`."""
-    return _Sealed(known.__name__, (), {"__new__": lambda _, *given: known.__new__(known, *given), "_make": known})
+    return _Sealed(
+        known.__name__,
+        (),
+        {"__new__": lambda _, *given: known.__new__(known, *given), "_make": known},
+    )
 
 
 def _by_name() -> dict[tuple[str, str], Any]:
     """(module, name) as a pickle has them -> what it gets for them."""
     named = {(one.__module__, one.__name__): _stand_in(one) for one in _UNPICKLED}
-    return named | {("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)}
+    return named | {
+        ("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)
+    }
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -89,7 +100,9 @@ def read_index(file: IO[bytes]) -> index_types.Metadata:
             index = _IndexUnpickler(file).load()
     except Exception as error:  # what a forged pickle raises is its author's choice
         raise _unreadable(Path(file.name), error) from None
-    if not isinstance(index, index_types.Metadata) or not isinstance(index.state_dict_metadata, dict):
+    if not isinstance(index, index_types.Metadata) or not isinstance(
+        index.state_dict_metadata, dict
+    ):
         raise UserError(file.name, "is not a checkpoint's index", _HINT)
     places = index.storage_data.values() if isinstance(index.storage_data, dict) else [None]
     for place in places:
@@ -98,7 +111,9 @@ def read_index(file: IO[bytes]) -> index_types.Metadata:
         if not isinstance(path, str) or path in ("", ".", "..") or "/" in path or "\0" in path:
             raise UserError(file.name, f"names {path!r:.80} as a file of the checkpoint", _HINT)
         if not _is_count(offset) or not _is_count(length) or offset + length >= _MOST_BYTES:
-            raise UserError(file.name, f"names {length!r:.80} bytes from {offset!r:.80} of {path:.80}", _HINT)
+            raise UserError(
+                file.name, f"names {length!r:.80} bytes from {offset!r:.80} of {path:.80}", _HINT
+            )
     return index
 
 
@@ -113,7 +128,11 @@ def _members_unchanged() -> Iterator[None]:
     try:
         yield
     finally:
-        changed = [(member, its) for member, its in zip(_MEMBERS, before, strict=True) if vars(member) != its]
+        changed = [
+            (member, its)
+            for member, its in zip(_MEMBERS, before, strict=True)
+            if vars(member) != its
+        ]
         for member, its in changed:
             vars(member).clear()
             vars(member).update(its)
@@ -131,7 +150,9 @@ def load_no_code() -> None:
     torch.serialization.clear_safe_globals()
     namespace = ModuleType("torch")
     namespace.__dict__.update(torch.__dict__)
-    namespace.__dict__["load"] = lambda *args, **options: torch.load(*args, **{**options, "weights_only": True})
+    namespace.__dict__["load"] = lambda *args, **options: torch.load(
+        *args, **{**options, "weights_only": True}
+    )
     default_planner.torch = namespace  # type: ignore[assignment]
     common.torch = namespace  # type: ignore[assignment]
 
@@ -147,22 +168,29 @@ def reading(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:  # it is no Exception, and has those of all ranks
         with (folder / ".metadata").open("rb") as file:
-            read_index(file)  # torch puts an assertion of its own in the place of a fault in the index
+            # torch puts an assertion of its own in the place of a fault in the index
+            read_index(file)
         causes = [cause for cause, _ in error.failures.values()]
-        raise next((cause for cause in causes if isinstance(cause, UserError)), _failed(folder, causes[0])) from error
+        raise next(
+            (cause for cause in causes if isinstance(cause, UserError)), _failed(folder, causes[0])
+        ) from error
     except (pickle.UnpicklingError, EOFError, CheckpointingException) as error:
         raise _unreadable(folder, error) from error
 
 
 def _failed(folder: Path, cause: BaseException) -> Exception:
     is_disk = isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOENT)
-    if isinstance(cause, pickle.UnpicklingError | EOFError | ValueError | TypeError | OSError) and not is_disk:
+    if (
+        isinstance(cause, pickle.UnpicklingError | EOFError | ValueError | TypeError | OSError)
+        and not is_disk
+    ):
         return _unreadable(folder, cause)
     return RuntimeError(f"{folder} cannot be loaded: {type(cause).__name__}: {first_line(cause)}")
 
 
 def _unreadable(path: Path, error: BaseException) -> UserError:
-    refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))  # on a later line of torch's text
+    # on a later line of torch's text
+    refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
     reason = _named(refused[1]) if refused else f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, pickle.UnpicklingError) and not refused:
         reason = first_line(error)

@@ -11,7 +11,8 @@ from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import divisors, nearest
 from megarl.types import UserError
 
-CPU_FFN_MULTIPLE = 32  # on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
+# on CPU SGLang needs a multiple of it for each rank's slice of an MLP's or expert's width
+CPU_FFN_MULTIPLE = 32
 VOCAB_MULTIPLE = 64  # rows that SGLang pads the vocabulary to
 
 
@@ -74,15 +75,25 @@ class EngineLayout:
     def engines_without(self, slots: Container[int]) -> list[int]:
         """The engines that have none of these slots."""
         sizes = enumerate(range(self.first, self.end, self.tp))
-        return [engine for engine, first in sizes if not any(slot in slots for slot in range(first, first + self.tp))]
+        return [
+            engine
+            for engine, first in sizes
+            if not any(slot in slots for slot in range(first, first + self.tp))
+        ]
 
     def errors(self, shape: ModelShape, gpus: int) -> list[UserError]:
         """Faults of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""
         found = []
         if self.end > gpus:
-            problem = f"{self.count} engines of {self.tp} ranks end at GPU {self.end}, there are {gpus}"
+            problem = (
+                f"{self.count} engines of {self.tp} ranks end at GPU {self.end}, there are {gpus}"
+            )
             fits = (gpus - self.first) // self.tp
-            hint = f"set it to {fits}" if fits > 0 else f"set rollout.engine.tp to at most {gpus - self.first}"
+            hint = (
+                f"set it to {fits}"
+                if fits > 0
+                else f"set rollout.engine.tp to at most {gpus - self.first}"
+            )
             found.append(UserError("rollout.engine.count", problem, hint))
         for key, size in (("ep", self.ep), ("dp", self.dp)):
             if self.tp % size:
@@ -105,7 +116,10 @@ class EngineLayout:
     def _dp_errors(self) -> list[UserError]:
         """Faults of what SGLang has for DP attention alone, and of DeepEP."""
         found = []
-        keys = (("dense", "whole", "cut", self.whole_dense), ("head", "group", "engine", self.group_head))
+        keys = (
+            ("dense", "whole", "cut", self.whole_dense),
+            ("head", "group", "engine", self.group_head),
+        )
         for key, value, other, is_set in keys:
             if is_set and self.dp == 1:
                 problem = f"{value} needs DP attention, and rollout.engine.dp is 1"
@@ -123,7 +137,13 @@ class EngineLayout:
             return []
         number = shape.num_mtp_layers or "no"
         problem = f"{self.draft}, but the model has {number} multi-token prediction layers, and SGLang drafts with one"
-        return [UserError("rollout.engine.draft", problem, "set it to 0, or use a checkpoint with one such layer")]
+        return [
+            UserError(
+                "rollout.engine.draft",
+                problem,
+                "set it to 0, or use a checkpoint with one such layer",
+            )
+        ]
 
     def _model_errors(self, shape: ModelShape) -> list[UserError]:
         """Faults of the model's sizes; requires that `ep` and `dp` divide the ranks."""
@@ -131,8 +151,14 @@ class EngineLayout:
         if not problems:
             return []
         sizes = range(1, max(shape.num_heads, self.tp) * self.dp + 1)
-        layouts = [replace(self, tp=tp, ep=math.gcd(self.ep, tp), dp=math.gcd(self.dp, tp)) for tp in sizes]
-        fits = [new for new in layouts if not new._cut_problems(shape) and not (new.fp8 and new._tile_problems(shape))]
+        layouts = [
+            replace(self, tp=tp, ep=math.gcd(self.ep, tp), dp=math.gcd(self.dp, tp)) for tp in sizes
+        ]
+        fits = [
+            new
+            for new in layouts
+            if not new._cut_problems(shape) and not (new.fp8 and new._tile_problems(shape))
+        ]
         same_axes = [new.tp for new in fits if (new.ep, new.dp) == (self.ep, self.dp)]
         hint = f"set rollout.engine.tp to {nearest(self.tp, same_axes or [new.tp for new in fits])}"
         if not same_axes:
@@ -147,13 +173,18 @@ class EngineLayout:
         if shape.num_heads % ranks:
             found.append(f"{ranks} does not divide the attention heads ({shape.num_heads})")
         if not shape.mla and kv_heads % ranks and ranks % kv_heads:
-            found.append(f"{ranks} neither divides nor is a multiple of the key/value heads ({kv_heads})")
+            found.append(
+                f"{ranks} neither divides nor is a multiple of the key/value heads ({kv_heads})"
+            )
         for width, parts, what in self._widths(shape):
             if width % parts:
                 found.append(f"{parts} does not divide the width of {what} ({width})")
-        of_an_expert = self.tp if shape.mla else self.moe_tp  # as models/deepseek_v2.py and models/qwen3_moe.py count
+        # as models/deepseek_v2.py and models/qwen3_moe.py count
+        of_an_expert = self.tp if shape.mla else self.moe_tp
         if shape.num_experts and of_an_expert > shape.num_experts:
-            found.append(f"{of_an_expert} ranks are more than the experts ({shape.num_experts}), which SGLang refuses")
+            found.append(
+                f"{of_an_expert} ranks are more than the experts ({shape.num_experts}), which SGLang refuses"
+            )
         return found
 
     def _widths(self, shape: ModelShape) -> list[tuple[int, int, str]]:
@@ -171,12 +202,19 @@ class EngineLayout:
         mla, heads = shape.mla, shape.num_heads // self.attention_tp
         if mla:
             rows = {"q_b_proj": heads * (mla.nope_dim + mla.rope_dim), "o_proj": heads * mla.v_dim}
-            rows |= {"kv_b_proj": heads * (mla.nope_dim + mla.v_dim), "q_a_proj": mla.q_lora_rank or 0}
+            rows |= {
+                "kv_b_proj": heads * (mla.nope_dim + mla.v_dim),
+                "q_a_proj": mla.q_lora_rank or 0,
+            }
         else:
             kv_heads = max(1, shape.num_kv_heads // self.attention_tp)
             rows = {"q_proj": heads * shape.head_dim, "k_proj": kv_heads * shape.head_dim}
         rows |= {what: width // parts for width, parts, what in self._widths(shape)}
-        return [f"a rank's {size} of {what} cut a tile of {FP8_TILE}" for what, size in rows.items() if size % FP8_TILE]
+        return [
+            f"a rank's {size} of {what} cut a tile of {FP8_TILE}"
+            for what, size in rows.items()
+            if size % FP8_TILE
+        ]
 
     def gpu_errors(self, shape: ModelShape) -> list[UserError]:
         """Faults on a GPU, where SGLang pads the vocabulary regardless of the number of ranks."""
@@ -184,7 +222,9 @@ class EngineLayout:
         if rows % self.head_ranks == 0:
             return []
         problem = f"{self.head_ranks} does not divide the padded vocabulary ({rows})"
-        return [UserError("rollout.engine.tp", problem, f"set it to {nearest(self.tp, divisors(rows))}")]
+        return [
+            UserError("rollout.engine.tp", problem, f"set it to {nearest(self.tp, divisors(rows))}")
+        ]
 
     def cpu_errors(self, shape: ModelShape) -> list[UserError]:
         """Faults on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
@@ -192,17 +232,25 @@ class EngineLayout:
         kv_heads = shape.num_heads if shape.mla else shape.num_kv_heads
         if self.fp8:
             problem = "SGLang's kernels for fp8 weights need a GPU"
-            found.append(UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false"))
+            found.append(
+                UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false")
+            )
         if self.deepep:
-            found.append(UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather"))
+            found.append(
+                UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather")
+            )
         if self.draft:
-            problem = f"{self.draft}, but on CPU SGLang verifies drafts greedily whatever the temperature"
+            problem = (
+                f"{self.draft}, but on CPU SGLang verifies drafts greedily whatever the temperature"
+            )
             found.append(UserError("rollout.engine.draft", problem, "set it to 0"))
         if kv_heads % self.tp:
             problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
             hint = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"
             found.append(UserError("rollout.engine.tp", problem, hint))
-        widths = {width: what for width, _, what in self._widths(shape) if what != "the shared experts"}
+        widths = {
+            width: what for width, _, what in self._widths(shape) if what != "the shared experts"
+        }
         for width, what in widths.items():
             if width % (self.tp * CPU_FFN_MULTIPLE):
                 valid = [d for d in divisors(width) if width % (d * CPU_FFN_MULTIPLE) == 0]

@@ -48,7 +48,9 @@ def lora_size(recipe: Recipe, shape: ModelShape | None) -> LoraSize | None:
     lora = recipe.lora
     if lora is None:
         return None
-    return LoraSize(lora.rank, _expert_rank(lora, shape), lora.alpha, lora.targets, lora.rounding, lora.sync)
+    return LoraSize(
+        lora.rank, _expert_rank(lora, shape), lora.alpha, lora.targets, lora.rounding, lora.sync
+    )
 
 
 def _expert_rank(lora: LoraConfig, shape: ModelShape | None) -> int:
@@ -67,7 +69,9 @@ def trains_merged(recipe: Recipe) -> bool:
 
     In float32 rounding loses nothing that matters, and the sums are made as they are sent.
     """
-    return recipe.lora is not None and recipe.lora.sync == "merged" and recipe.model.dtype != "float32"
+    return (
+        recipe.lora is not None and recipe.lora.sync == "merged" and recipe.model.dtype != "float32"
+    )
 
 
 def sent_lora(recipe: Recipe, shape: ModelShape) -> LoraSize | None:
@@ -170,9 +174,17 @@ class Role:
         """A fault of the policy's keys with the keys that this role has instead."""
         if self.name == "policy":
             of_its_own = error.where == "placement.gpus" and self.recipe.placement.train_gpus
-            return UserError("placement.train_gpus", error.problem, error.hint) if of_its_own else error
+            return (
+                UserError("placement.train_gpus", error.problem, error.hint)
+                if of_its_own
+                else error
+            )
         texts = [error.where, error.problem, error.hint]
-        keys = {"placement.gpus": f"{self.branch}.gpus", "train.": f"{self.branch}.", "model.path": f"{self.name}.path"}
+        keys = {
+            "placement.gpus": f"{self.branch}.gpus",
+            "train.": f"{self.branch}.",
+            "model.path": f"{self.name}.path",
+        }
         for policy_key, own_key in keys.items():
             texts = [text.replace(policy_key, own_key) for text in texts]
         return UserError(*texts)
@@ -243,12 +255,16 @@ def _only_loading(recipe: Recipe) -> Recipe:
     """The recipe of ranks that get a checkpoint's weights: without a reference, and adapters to begin with."""
     algorithm = recipe.algorithm.model_copy(update={"kl_coefficient": 0.0})
     lora = recipe.lora and recipe.lora.model_copy(update={"path": None})
-    return recipe.model_copy(update={"reference": type(recipe.reference)(), "algorithm": algorithm, "lora": lora})
+    return recipe.model_copy(
+        update={"reference": type(recipe.reference)(), "algorithm": algorithm, "lora": lora}
+    )
 
 
 def _critic(recipe: Recipe) -> Role:
     critic = recipe.critic
-    given = critic.model_dump(include={"lr", "warmup_steps", "lr_schedule", "lr_end"}, exclude_none=True)
+    given = critic.model_dump(
+        include={"lr", "warmup_steps", "lr_schedule", "lr_end"}, exclude_none=True
+    )
     own = _auxiliary_recipe(recipe, critic.path or recipe.model.path, critic.ranks, given)
     if critic.shares_weights and recipe.lora:
         own = own.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})})
@@ -271,12 +287,22 @@ def _role(name: RoleName, own: Recipe, first_slot: int, *, has_scores: bool) -> 
     return Role(name, own, train_layout(own), first_slot, has_scores, model)
 
 
-def _auxiliary_recipe(recipe: Recipe, path: str, ranks: RanksConfig, train_keys: dict[str, Any]) -> Recipe:
+def _auxiliary_recipe(
+    recipe: Recipe, path: str, ranks: RanksConfig, train_keys: dict[str, Any]
+) -> Recipe:
     """The recipe as the ranks of an auxiliary model read it: its own values in the policy's keys."""
-    sizes = {key: value for key, value in ranks if value is not None and key in type(recipe.train).model_fields}
-    train = recipe.train.model_copy(update={**sizes, **train_keys, "mtp_loss": 0.0, "replay": "off"})
+    sizes = {
+        key: value
+        for key, value in ranks
+        if value is not None and key in type(recipe.train).model_fields
+    }
+    train = recipe.train.model_copy(
+        update={**sizes, **train_keys, "mtp_loss": 0.0, "replay": "off"}
+    )
     gpus = ranks.gpus or train_layout(recipe).world_size
-    placement = recipe.placement.model_copy(update={"gpus": gpus, "train_gpus": None, "first_engine_gpu": 0})
+    placement = recipe.placement.model_copy(
+        update={"gpus": gpus, "train_gpus": None, "first_engine_gpu": 0}
+    )
     model = recipe.model.model_copy(update={"path": path, "config": None})
     return recipe.model_copy(
         update={

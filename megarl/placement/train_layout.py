@@ -118,12 +118,19 @@ class TrainLayout:
             product = " x ".join(f"train.{axis}" for axis in axes)
             problem = f"{self.world_size} GPUs are not a multiple of {product} = {dense}"
             found.append(UserError("placement.gpus", problem, hint))
-        return found + (self._expert_errors(shape) if shape.num_experts else self._no_expert_errors())
+        return found + (
+            self._expert_errors(shape) if shape.num_experts else self._no_expert_errors()
+        )
 
     def _tp_errors(self, shape: ModelShape) -> list[UserError]:
-        valid = [tp for tp in divisors(shape.num_heads) if not replace(self, tp=tp)._tp_problems(shape)]
+        valid = [
+            tp for tp in divisors(shape.num_heads) if not replace(self, tp=tp)._tp_problems(shape)
+        ]
         hint = f"set train.tp to {nearest(self.tp, valid)}"
-        return [UserError("train.tp", f"{self.tp} {problem}", hint) for problem in self._tp_problems(shape)]
+        return [
+            UserError("train.tp", f"{self.tp} {problem}", hint)
+            for problem in self._tp_problems(shape)
+        ]
 
     def _tp_problems(self, shape: ModelShape) -> list[str]:
         """Descriptions of the sizes that the TP ranks do not divide."""
@@ -131,16 +138,21 @@ class TrainLayout:
         if shape.num_dense_layers:
             sizes["the width of a dense layer"] = shape.ffn_size
         if shape.num_mtp_layers:
-            sizes["the hidden size, which multi-token prediction's projection cuts"] = shape.hidden_size
+            sizes["the hidden size, which multi-token prediction's projection cuts"] = (
+                shape.hidden_size
+            )
         if shape.num_shared_experts:
             sizes["the shared experts' width"] = shape.num_shared_experts * shape.moe_ffn_size
         if shape.num_experts and self.ep == 1:
             sizes["the experts' width"] = shape.moe_ffn_size
-        found = [f"does not divide {what} ({size})" for what, size in sizes.items() if size % self.tp]
+        found = [
+            f"does not divide {what} ({size})" for what, size in sizes.items() if size % self.tp
+        ]
         kv_heads = shape.num_kv_heads
         if shape.mla or kv_heads % self.tp == 0:
             return found
-        fused = (shape.num_heads + 2 * kv_heads) * shape.head_dim  # cut inside a group of heads (attention.py)
+        # cut inside a group of heads (attention.py)
+        fused = (shape.num_heads + 2 * kv_heads) * shape.head_dim
         if self.tp % kv_heads:
             found.append(f"neither divides nor is a multiple of the key/value heads ({kv_heads})")
         elif shape.num_heads % self.tp == 0 and fused % self.tp:
@@ -149,7 +161,13 @@ class TrainLayout:
 
     def _stage_errors(self, shape: ModelShape) -> list[UserError]:
         if self.vpp > 1 and self.pp == 1:
-            return [UserError("train.vpp", f"{self.vpp} needs a pipeline", "set train.vpp to 1 or raise train.pp")]
+            return [
+                UserError(
+                    "train.vpp",
+                    f"{self.vpp} needs a pipeline",
+                    "set train.vpp to 1 or raise train.pp",
+                )
+            ]
         stages, layers = self.pp * self.vpp, shape.num_layers
         if self.stage_layers:
             good = len(self.stage_layers) == stages and sum(self.stage_layers) == layers
@@ -206,7 +224,9 @@ class TrainLayout:
     def _no_expert_errors(self) -> list[UserError]:
         sizes = {"ep": self.ep, "etp": self.expert_tp}
         return [
-            UserError(f"train.{axis}", f"{size}, but the model has no experts", f"set train.{axis} to 1")
+            UserError(
+                f"train.{axis}", f"{size}, but the model has no experts", f"set train.{axis} to 1"
+            )
             for axis, size in sizes.items()
             if size > 1
         ]

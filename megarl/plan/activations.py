@@ -20,10 +20,12 @@ from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.model_size import ModelSize
 
-EXPERT_IMBALANCE = 1.3  # assumption: tokens of the fullest rank's experts over the mean; nothing balances RL's choices
+# assumption: tokens of the fullest rank's experts over the mean; nothing balances RL's choices
+EXPERT_IMBALANCE = 1.3
 LOGITS_CHUNK_BYTES = 256 << 20  # parallel/logprobs.py: CHUNK_BYTES and KEPT_BYTES on a GPU
 LOGITS_CHUNKS = 2.5  # parallel/logprobs.py: a chunk's logits twice, in bfloat16 half once more
-DROPPED_BY = {  # Megatron's recompute_modules -> parts that are then not kept (transformer_config.py)
+# Megatron's recompute_modules -> parts that are then not kept (transformer_config.py)
+DROPPED_BY = {
     "core_attn": {"lse"},
     "mla_up_proj": {"up_projections"},
     "layernorm": {"norm_outputs"},
@@ -76,7 +78,8 @@ class Row:
         """
         shape, per_rank = self.shape, self.tokens / self.layout.tp
         width = shape.head_dim * self.item
-        kv_heads = max(shape.num_kv_heads, self.layout.tp)  # fewer than ranks: the group is gathered
+        # fewer than ranks: the group is gathered
+        kv_heads = max(shape.num_kv_heads, self.layout.tp)
         times = 2 if shape.qk_norm else 1
         return {
             "qkv": per_rank * (times * (shape.num_heads + kv_heads) + kv_heads) * width,
@@ -92,7 +95,10 @@ class Row:
         """
         mla = self.shape.mla
         assert mla is not None
-        key, heads = mla.nope_dim + mla.rope_dim, self.tokens * self.shape.num_heads / self.layout.tp
+        key, heads = (
+            mla.nope_dim + mla.rope_dim,
+            self.tokens * self.shape.num_heads / self.layout.tp,
+        )
         compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.rope_dim
         return {
             "compressed": self.share * compressed * self.item,
@@ -116,7 +122,9 @@ class Row:
             "experts_in": self.routed * shape.hidden_size * self.item,
             "experts_fc1": self.routed * 2 * width * self.item,
             "experts_act": self.routed * 3 * width * self.item,
-            "shared": self._gated(self.tokens, shape.num_shared_experts * shape.moe_ffn_size / self.layout.tp),
+            "shared": self._gated(
+                self.tokens, shape.num_shared_experts * shape.moe_ffn_size / self.layout.tp
+            ),
         }
 
     def working_bytes(self, dense: bool) -> float:
@@ -124,10 +132,17 @@ class Row:
         shape, gathered = self.shape, self.tokens * self.shape.hidden_size * self.item
         if dense:
             return gathered + self.tokens * 3 * shape.ffn_size / self.layout.tp * self.item
-        return gathered + self.routed * (2 * shape.hidden_size + 3 * shape.moe_ffn_size / self.layout.etp) * self.item
+        return (
+            gathered
+            + self.routed
+            * (2 * shape.hidden_size + 3 * shape.moe_ffn_size / self.layout.etp)
+            * self.item
+        )
 
 
-def kept_and_recomputed(row: Row, layers: Sequence[bool], options: dict[str, Any]) -> tuple[float, float]:
+def kept_and_recomputed(
+    row: Row, layers: Sequence[bool], options: dict[str, Any]
+) -> tuple[float, float]:
     """Bytes that a chunk of these layers keeps of each micro-batch, and of one more at a time in the backward pass.
 
     The latter are what is recomputed, and the gradients on their way through the layer (`Row.working_bytes`).
@@ -146,8 +161,14 @@ def kept_and_recomputed(row: Row, layers: Sequence[bool], options: dict[str, Any
         kept = len(runs) * row.boundary_bytes + sum(whole[end:])
         return kept, max(map(sum, runs), default=0.0) + working
     names = options.get("recompute_modules") or ["core_attn"]
-    dropped = set().union(*(DROPPED_BY.get(name, set()) for name in names)) if mode == "selective" else set()
-    again = max((sum(size for part, size in one.items() if part in dropped) for one in saved), default=0.0)
+    dropped = (
+        set().union(*(DROPPED_BY.get(name, set()) for name in names))
+        if mode == "selective"
+        else set()
+    )
+    again = max(
+        (sum(size for part, size in one.items() if part in dropped) for one in saved), default=0.0
+    )
     kept = sum(size for one in saved for part, size in one.items() if part not in dropped)
     return kept, again + working
 
@@ -161,7 +182,9 @@ def in_flight(layout: TrainLayout, stage: int, micro_batches: int) -> list[int]:
     """
     if layout.vpp == 1:
         return [min(layout.pp - stage, micro_batches)]
-    units = min(2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp)
+    units = min(
+        2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1, micro_batches * layout.vpp
+    )
     counts = Counter(unit // layout.pp % layout.vpp for unit in range(units))
     return [counts[chunk] for chunk in range(layout.vpp)]
 
@@ -171,12 +194,15 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     row, train, layout = row_of(size), size.recipe.train, size.layout
     waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0
     for chunk, number in enumerate(waiting):
-        layers = [size.shape.is_dense(one) for one in layout.layers(stage, size.shape.num_layers, chunk)]
+        layers = [
+            size.shape.is_dense(one) for one in layout.layers(stage, size.shape.num_layers, chunk)
+        ]
         kept, once = kept_and_recomputed(row, layers, train.megatron)
         total, again = total + number * kept, max(again, once)
     if stage == layout.pp - 1:
         total += waiting[-1] * 2 * row.boundary_bytes  # the last norm's input and output
-        if train.mtp_loss:  # their activations are kept (parallel/model.py); two hidden states go in side by side
+        # their activations are kept (parallel/model.py); two hidden states go in side by side
+        if train.mtp_loss:
             ahead = sum(row.layer(dense=False).values()) + 3 * row.boundary_bytes
             total += waiting[-1] * size.shape.num_mtp_layers * ahead
     return total + again

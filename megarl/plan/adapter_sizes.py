@@ -36,7 +36,10 @@ def with_adapters(stages: Stages, shape: ModelShape, layout: TrainLayout, lora: 
 def adapter_parameters(shape: ModelShape, lora: LoraSize) -> int:
     """Elements of the adapters of a whole model."""
     sizes = lora_map.adapted_weights(shape, lora)
-    return sum(items * lora.rank_of(STACK in name) * (rows + cols) for name, (items, rows, cols) in sizes.items())
+    return sum(
+        items * lora.rank_of(STACK in name) * (rows + cols)
+        for name, (items, rows, cols) in sizes.items()
+    )
 
 
 def adapters_in_words(shape: ModelShape, lora: LoraSize) -> str:
@@ -46,10 +49,14 @@ def adapters_in_words(shape: ModelShape, lora: LoraSize) -> str:
         ranks.append(f"{lora.expert_rank} in each routed expert")
         scales.append(f"{lora.scale_of(True):g}")
     elements = f"{adapter_parameters(shape, lora):,} parameters"
-    return f"adapters of rank {', '.join(ranks)}; alpha / rank is {' and '.join(scales)}; {elements}"
+    return (
+        f"adapters of rank {', '.join(ranks)}; alpha / rank is {' and '.join(scales)}; {elements}"
+    )
 
 
-def adapter_slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize | None, dtype: str) -> list[int]:
+def adapter_slot_bytes(
+    shape: ModelShape, engine: EngineLayout, lora: LoraSize | None, dtype: str
+) -> list[int]:
     """Bytes of SGLang's adapter slots on each rank of an engine; they stay while its weights are released.
 
     0 where engines have none.
@@ -60,11 +67,17 @@ def adapter_slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize |
 
 
 @cache
-def _slot_bytes(shape: ModelShape, engine: EngineLayout, lora: LoraSize, dtype: str) -> tuple[int, ...]:
-    if {*lora_slots.MLP} & {*lora_slots.modules(shape, lora)}:  # SGLang makes those of all layers and experts
+def _slot_bytes(
+    shape: ModelShape, engine: EngineLayout, lora: LoraSize, dtype: str
+) -> tuple[int, ...]:
+    # SGLang makes those of all layers and experts
+    if {*lora_slots.MLP} & {*lora_slots.modules(shape, lora)}:
         lora = replace(lora, expert_rank=lora.expert_rank or 1, targets=_with_mlp(lora))
     sizes = lora_slots.slot_sizes_of_ranks(shape, engine, lora)
-    return tuple(ADAPTER_SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values())) for of_rank in sizes)
+    return tuple(
+        ADAPTER_SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values()))
+        for of_rank in sizes
+    )
 
 
 def _with_mlp(lora: LoraSize) -> tuple[str, ...]:
@@ -78,7 +91,9 @@ def _adapted(chunk: ChunkSize, factors: tuple[int, int]) -> ChunkSize:
 
 
 @cache
-def _factors(shape: ModelShape, layout: TrainLayout, rank: int, lora: LoraSize) -> tuple[tuple[int, int], ...]:
+def _factors(
+    shape: ModelShape, layout: TrainLayout, rank: int, lora: LoraSize
+) -> tuple[tuple[int, int], ...]:
     """(elements whose optimizer state is split as of dense weights, as of experts) of each chunk of a rank."""
     dense, expert = Counter[int](), Counter[int]()
     for shard in lora_map.shards(shape, layout, rank, lora):

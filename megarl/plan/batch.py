@@ -86,7 +86,10 @@ class RankWork:
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
     """The assumed samples of a step; mean_share: the mean response over the longest."""
     rollout, name = recipe.rollout, recipe.algorithm.name
-    prompt, longest = max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens)), recipe.longest_sample
+    prompt, longest = (
+        max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens)),
+        recipe.longest_sample,
+    )
     prompts = drawn_prompts = rollout.prompts_per_step
     if learns_from_answers(name):
         trained = drawn = prompts
@@ -115,8 +118,14 @@ def samples_bytes(
     of_sample = mean_tokens * (8 + 4 + chosen * (recipe.train.replay != "off"))
     found = [0.0] * -(-recipe.placement.gpus // size)
     for index in range(engine.count):
-        found[(engine.first + index * engine.tp) // size] += counts.num_drawn * of_sample / engine.count
-    ranks = {(rank // size, at.dp, at.pp == 0) for rank in range(layout.world_size) for at in [layout.coords(rank)]}
+        found[(engine.first + index * engine.tp) // size] += (
+            counts.num_drawn * of_sample / engine.count
+        )
+    ranks = {
+        (rank // size, at.dp, at.pp == 0)
+        for rank in range(layout.world_size)
+        for at in [layout.coords(rank)]
+    }
     for node, _, is_first in ranks:
         found[node] += (1 + is_first) * counts.num_trained * of_sample / layout.dp
     return [math.ceil(num_bytes) for num_bytes in found]
@@ -147,11 +156,17 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
     updates = _updates(recipe, layout, samples.lengths, shape)
     full = _updates(recipe, layout, np.full(samples.num_trained, samples.longest), shape)
     micro_batches, micro_batches_full = (
-        float(np.mean([len(update.micro_batches[0]) for update in some])) for some in (updates, full)
+        float(np.mean([len(update.micro_batches[0]) for update in some]))
+        for some in (updates, full)
     )
     slowest = total = bubble = 0.0
     for update in updates:
-        works = np.array([[sum(work(ref.length) for ref in row) for row in rank] for rank in update.micro_batches])
+        works = np.array(
+            [
+                [sum(work(ref.length) for ref in row) for row in rank]
+                for rank in update.micro_batches
+            ]
+        )
         slowest, total = slowest + works.max(0).sum(), total + works.sum() / layout.dp
         bubble += layout.bubble_micro_batches / np.count_nonzero(works.max(0))
     per_rank = len(updates) * layout.dp
@@ -168,7 +183,9 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
     )
 
 
-def _updates(recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape) -> list[Update]:
+def _updates(
+    recipe: Recipe, layout: TrainLayout, lengths: IntArray, shape: ModelShape
+) -> list[Update]:
     """The updates of a step, split as `RankGroup.plan` splits them."""
     refs = [SampleRef(0, place, int(length), int(length)) for place, length in enumerate(lengths)]
     return plan_updates(
@@ -189,7 +206,10 @@ def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) 
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
     per_prompt = samples.num_trained // samples.prompts
     uneven = {
-        f"train.updates_per_step x data-parallel ranks = {updates} x {layout.dp}": (per_prompt, updates * layout.dp),
+        f"train.updates_per_step x data-parallel ranks = {updates} x {layout.dp}": (
+            per_prompt,
+            updates * layout.dp,
+        ),
     }
     if samples.drawn_prompts == samples.prompts:  # all samples of a prompt are one engine's
         uneven[f"rollout.engine.count = {engines}"] = 1, engines
@@ -197,8 +217,17 @@ def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) 
     for of, (each, parts) in uneven.items():
         if rollout.prompts_per_step * each % parts:
             step = parts // math.gcd(parts, each)
-            valid = [step * (rollout.prompts_per_step // step), step * (rollout.prompts_per_step // step + 1)]
+            valid = [
+                step * (rollout.prompts_per_step // step),
+                step * (rollout.prompts_per_step // step + 1),
+            ]
             wanted = nearest(rollout.prompts_per_step, [value for value in valid if value])
-            given = f"{rollout.prompts_per_step} x {each}" if each > 1 else f"{rollout.prompts_per_step}"
-            found.append(f"rollout.prompts_per_step: {given} over {of} leaves a rest; {wanted} would divide")
+            given = (
+                f"{rollout.prompts_per_step} x {each}"
+                if each > 1
+                else f"{rollout.prompts_per_step}"
+            )
+            found.append(
+                f"rollout.prompts_per_step: {given} over {of} leaves a rest; {wanted} would divide"
+            )
     return found

@@ -22,11 +22,14 @@ from megarl.preflight.phase_checks import phase_errors
 from megarl.rollout.sglang.drafts import draft_errors
 
 Overlay = dict[str, Any]
-FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)  # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
+# of rollout.engine.sglang.mem_fraction_static, and the recipe's own
+FRACTIONS = (0.7, 0.75, 0.8, 0.85, 0.9)
 MOST_DRAFTS = 1  # a second one changes the estimate by less than its error, and takes memory
-MOST_RANKS = 128  # of an engine: larger ones wait longer for one another, and nobody has published one
+# of an engine: larger ones wait longer for one another, and nobody has published one
+MOST_RANKS = 128
 MOST_EXPERT_RANKS = 64  # of training's ep: more would exchange more over the network
-MOST_CHUNKS = 4  # virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
+# virtual stages of a pipeline rank: each more sends every micro-batch round the pipeline once more
+MOST_CHUNKS = 4
 MOST_UNEVEN = 1.1  # layers of the fullest pipeline rank over those of the mean one
 _KEEP_ACTIVATIONS = dict.fromkeys((*RECOMPUTE, "recompute_modules"))
 
@@ -46,7 +49,14 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
             continue
         for dp, fp8, draft in product(divisors(tp) if shape.num_experts else [1], types, drafts):
             for experts in ("gather", "deepep") if dp > 1 else ("gather",):
-                sizes = {"count": total // tp, "tp": tp, "dp": dp, "fp8": fp8, "experts": experts, "draft": draft}
+                sizes = {
+                    "count": total // tp,
+                    "tp": tp,
+                    "dp": dp,
+                    "fp8": fp8,
+                    "experts": experts,
+                    "draft": draft,
+                }
                 yield from _with_largest_ep(recipe, shape, sizes)
 
 
@@ -65,11 +75,22 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     own, shape = train_layout(recipe), resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
     for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(own.cp)):
-        for pp, vpp, ep in product(divisors(own.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts):
+        for pp, vpp, ep in product(
+            divisors(own.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts
+        ):
             stages = None if pp == 1 < vpp else _stage_layers(own, shape, pp, vpp)
             if stages is None:
                 continue
-            overlay = {"train": {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "cp": cp, "layers_per_stage": list(stages)}}
+            overlay = {
+                "train": {
+                    "tp": tp,
+                    "pp": pp,
+                    "vpp": vpp,
+                    "ep": ep,
+                    "cp": cp,
+                    "layers_per_stage": list(stages),
+                }
+            }
             if _is_valid(resolve(overlaid(recipe, overlay))):
                 yield overlay
 
@@ -83,13 +104,18 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     align = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
     least = -(-recipe.longest_sequence // align) * align
     budgets = sorted({least, train.tokens_per_micro_batch, 2 * train.tokens_per_micro_batch})
-    recomputes: list[dict[str, Any]] = [{}, _KEEP_ACTIVATIONS] if train.megatron.get("recompute_granularity") else [{}]
+    recomputes: list[dict[str, Any]] = (
+        [{}, _KEEP_ACTIVATIONS] if train.megatron.get("recompute_granularity") else [{}]
+    )
     if train.megatron.get("recompute_granularity") != "full":
         recomputes.append({**RECOMPUTE, "recompute_modules": None})
     for budget in [budget for budget in budgets if budget >= least]:
         for recompute in recomputes:
             for offload in (False,) if recipe.lora else (False, True):
-                values: dict[str, Any] = {"tokens_per_micro_batch": budget, "optimizer_offload": offload}
+                values: dict[str, Any] = {
+                    "tokens_per_micro_batch": budget,
+                    "optimizer_offload": offload,
+                }
                 values |= {"megatron": recompute} if recompute else {}
                 yield {**overlay, "train": {**sizes, **values}}
 
@@ -125,7 +151,9 @@ def _is_valid(roles: Roles) -> bool:
         return False
     if phase_errors(roles) or lora_errors(roles):
         return False
-    return not (engine_errors(roles, roles.policy.shape, "cuda") or slot_errors(roles) or node_errors(roles))
+    return not (
+        engine_errors(roles, roles.policy.shape, "cuda") or slot_errors(roles) or node_errors(roles)
+    )
 
 
 def _stage_layers(own: TrainLayout, shape: ModelShape, pp: int, vpp: int) -> tuple[int, ...] | None:
@@ -142,5 +170,7 @@ def _stage_layers(own: TrainLayout, shape: ModelShape, pp: int, vpp: int) -> tup
     shorter = most * stages - layers
     found = (most,) * (stages - shorter) + (most - 1,) * shorter if shorter else ()
     layout = TrainLayout(stages, 1, pp, 1, vpp=vpp, stage_layers=found)
-    fullest = max(sum(len(layout.layers(rank, layers, chunk)) for chunk in range(vpp)) for rank in range(pp))
+    fullest = max(
+        sum(len(layout.layers(rank, layers, chunk)) for chunk in range(vpp)) for rank in range(pp)
+    )
     return found if min(found, default=1) and fullest * pp <= MOST_UNEVEN * layers else None

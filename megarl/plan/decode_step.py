@@ -36,7 +36,9 @@ class DecodeStep:
 
     @property
     def total(self) -> float:
-        of_model = self.attention + self.experts + self.other_weights + self.exchanges + self.kernels
+        of_model = (
+            self.attention + self.experts + self.other_weights + self.exchanges + self.kernels
+        )
         return of_model + self.drafts
 
 
@@ -65,7 +67,9 @@ class EngineSpeed:
     def expert_bytes(self) -> float:
         """Bytes of the routed experts' weights on a GPU."""
         item = 1 if self.layout.fp8 else item_bytes(self.dtype)
-        return self._sparse_layers * self.shape.num_experts * self._expert_size * item / self.layout.tp
+        return (
+            self._sparse_layers * self.shape.num_experts * self._expert_size * item / self.layout.tp
+        )
 
     @property
     def other_bytes(self) -> float:
@@ -88,7 +92,11 @@ class EngineSpeed:
     def step(self, running: int, context: float) -> DecodeStep:
         """A step by part, each the longer of its reads and its products (Williams et al. 2009, the roofline)."""
         of_model = self._forward(running, context, 1 + self.layout.draft)
-        return replace(of_model, drafts=self._drafts_s(running, context)) if self.layout.draft else of_model
+        return (
+            replace(of_model, drafts=self._drafts_s(running, context))
+            if self.layout.draft
+            else of_model
+        )
 
     def _forward(self, running: int, context: float, tokens: int) -> DecodeStep:
         """One forward pass over so many new tokens of each sequence; the cache is read once."""
@@ -116,13 +124,21 @@ class EngineSpeed:
         copies = 1 / layout.attention_tp + (not shape.tied) / layout.head_ranks
         shared = shape.vocab_size * shape.hidden_size * item_bytes(self.dtype) * copies
         kv_bytes = self.kv_bytes / layers_of(self.shape, self.layout)
-        return replace(self, shape=shape, layout=layout, weight_bytes=self._draft_bytes + shared, kv_bytes=kv_bytes)
+        return replace(
+            self,
+            shape=shape,
+            layout=layout,
+            weight_bytes=self._draft_bytes + shared,
+            kv_bytes=kv_bytes,
+        )
 
     @cached_property
     def _draft_bytes(self) -> int:
         """Bytes of the draft model's own weights on a GPU."""
         layouts = (replace(self.layout, draft=draft) for draft in (1, 0))
-        both, without = (max(weight_bytes(self._draft_shape, layout, self.dtype)) for layout in layouts)
+        both, without = (
+            max(weight_bytes(self._draft_shape, layout, self.dtype)) for layout in layouts
+        )
         return both - without
 
     @property
@@ -136,7 +152,9 @@ class EngineSpeed:
         """
         shape, layout = self.shape, self.layout
         experts = 2.0 * length * self._sparse_layers * shape.experts_per_token * self._expert_size
-        of_group = (forward_flops(shape, length) - experts) / (layout.attention_tp * self._flops_per_s)
+        of_group = (forward_flops(shape, length) - experts) / (
+            layout.attention_tp * self._flops_per_s
+        )
         return of_group, experts / (layout.tp * self._flops_per_s)
 
     @property
@@ -162,7 +180,16 @@ class EngineSpeed:
         """Of a group's sequences, whose heads its ranks split; latent attention multiplies with the compressed keys."""
         shape, mla = self.shape, self.shape.mla
         width = 2 * mla.kv_lora_rank + mla.rope_dim if mla else 2 * shape.head_dim
-        flops = 2 * rows * tokens * context * shape.num_layers * shape.num_heads * width / self.layout.attention_tp
+        flops = (
+            2
+            * rows
+            * tokens
+            * context
+            * shape.num_layers
+            * shape.num_heads
+            * width
+            / self.layout.attention_tp
+        )
         in_products = flops / (self.hardware.bf16_flops * ATTENTION_SHARE)
         return max(self.kv_bytes * rows * context / self._read_per_s, in_products)
 
@@ -171,7 +198,9 @@ class EngineSpeed:
         shape = self.shape
         if not shape.num_experts:
             return 0.0
-        read = self.expert_bytes * (1 - (1 - shape.experts_per_token / shape.num_experts) ** running)
+        read = self.expert_bytes * (
+            1 - (1 - shape.experts_per_token / shape.num_experts) ** running
+        )
         chosen = 2 * running * shape.experts_per_token * self._expert_size * self._sparse_layers
         return max(read / self._read_per_s, chosen / (self.layout.tp * self._flops_per_s))
 
@@ -179,9 +208,14 @@ class EngineSpeed:
         """Of projections, dense layers, shared experts and output layer."""
         shape, layout = self.shape, self.layout
         shared = 2 * self._sparse_layers * shape.num_shared_experts * self._expert_size
-        chosen = 2 * self._sparse_layers * shape.experts_per_token * self._expert_size if shape.num_experts else 0
+        chosen = (
+            2 * self._sparse_layers * shape.experts_per_token * self._expert_size
+            if shape.num_experts
+            else 0
+        )
         flops = running * (forward_flops(shape, 1) - chosen) / layout.tp
-        if layout.whole_shared and not layout.deepep:  # each rank computes them for all gathered tokens
+        # each rank computes them for all gathered tokens
+        if layout.whole_shared and not layout.deepep:
             flops += running * shared * (1 - 1 / layout.tp)
         return max(self.other_bytes / self._read_per_s, flops / self._flops_per_s)
 
@@ -193,7 +227,8 @@ class EngineSpeed:
         if not layout.whole_dense:
             seconds += dense * self._ring_s(running, layout.tp)
         if layout.deepep:
-            tokens = running / layout.tp * shape.hidden_size / 7168 * shape.experts_per_token / 8  # as in the table
+            # as in the table
+            tokens = running / layout.tp * shape.hidden_size / 7168 * shape.experts_per_token / 8
             return seconds + self._sparse_layers * all_to_all_s(self.hardware, layout.ep, tokens)
         return seconds + self._sparse_layers * self._ring_s(running, layout.tp)
 
@@ -207,9 +242,13 @@ class EngineSpeed:
             return 0.0
         message = tokens * self.shape.hidden_size * _ACTIVATION_BYTES
         inside = min(ranks, self.gpus_per_node)
-        seconds = 2 * (inside - 1) / inside * message / (card.nvlink_bytes_per_s * card.nvlink_share)
+        seconds = (
+            2 * (inside - 1) / inside * message / (card.nvlink_bytes_per_s * card.nvlink_share)
+        )
         if ranks == inside:
             return card.nvlink_latency_s + seconds
         nodes = ranks // inside
-        seconds += 2 * (nodes - 1) / nodes * message / inside / (card.nic_bytes_per_s * card.nic_share)
+        seconds += (
+            2 * (nodes - 1) / nodes * message / inside / (card.nic_bytes_per_s * card.nic_share)
+        )
         return card.nic_latency_s + seconds

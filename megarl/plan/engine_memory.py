@@ -32,15 +32,19 @@ CARDS = (
     (math.inf, 16384, 512, 512),
 )
 GRAPH_MIB = 2.0  # memory_hook.py: of CUDA graphs, for each sequence that they are made for
-PREFILL_GRAPHS_MIB = 1536  # the same: of graphs of prompts, with latent attention; less with other attention
+# the same: of graphs of prompts, with latent attention; less with other attention
+PREFILL_GRAPHS_MIB = 1536
 PREFILL_GRAPHS_DEEPEP_MIB = 1024  # the same: of graphs of prompts, with DeepEP
-GROUP_GRAPH_MIB = (3.0, 4.5)  # the same with DP attention, for each of its groups; from 300 sequences on
+# the same with DP attention, for each of its groups; from 300 sequences on
+GROUP_GRAPH_MIB = (3.0, 4.5)
 CHUNK_MIB = 1.5  # the same: reserved for each token of a chunk
 RESERVED_MIB = 512  # the same: for everything else
 LEAST_RESERVED_MIB = 10 << 10  # the same: on cards of more than 60 GiB
-DEEPEP_MIB = 2 << 10  # the same: for DeepEP's buffers; 1.8 GiB of DeepSeek-V3 by its get_low_latency_rdma_size_hint
+# the same: for DeepEP's buffers; 1.8 GiB of DeepSeek-V3 by its get_low_latency_rdma_size_hint
+DEEPEP_MIB = 2 << 10
 LOGIT_BYTES = 6.0
-VERIFIED_BYTES = 12.0  # of a verified token's scaled logits, probabilities and drafts' probabilities (eagle_utils.py)
+# of a verified token's scaled logits, probabilities and drafts' probabilities (eagle_utils.py)
+VERIFIED_BYTES = 12.0
 EXPERT_COPIES = 2.0  # assumption: of the chosen experts' inputs and outputs there are both at once
 
 
@@ -79,19 +83,33 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
     graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
-    graphs = 0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
+    graphs = (
+        0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
+    )
     prefill = 0
     if _has_prefill_graphs(given):
         prefill = PREFILL_GRAPHS_MIB + PREFILL_GRAPHS_DEEPEP_MIB * deepep
     fraction = given.get("mem_fraction_static")
     if fraction is None:
         of_graph = GRAPH_MIB + (GROUP_GRAPH_MIB[graphs > 300] * engine.dp if engine.dp > 1 else 0.0)
-        reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024 + graphs * of_graph + prefill
+        reserved = (
+            RESERVED_MIB
+            + max(chunk, 2048) * CHUNK_MIB
+            + engine.tp / 8 * 1024
+            + graphs * of_graph
+            + prefill
+        )
         reserved = max(reserved, LEAST_RESERVED_MIB) if card > 60 << 10 else reserved
         reserved += DEEPEP_MIB * deepep
         fraction = round((card - reserved) / card, 3)
     cached = str(given.get("kv_cache_dtype", "auto"))
-    item = 1 if cached.startswith("fp8") else 2 if recipe.model.dtype == "bfloat16" or cached == "bfloat16" else 4
+    item = (
+        1
+        if cached.startswith("fp8")
+        else 2
+        if recipe.model.dtype == "bfloat16" or cached == "bfloat16"
+        else 4
+    )
     return Settings(fraction, chunk, graphs, given.get("max_total_tokens"), item, prefill)
 
 
@@ -166,7 +184,9 @@ def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv
     return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, wanted)
 
 
-def running_bytes(shape: ModelShape, engine: EngineLayout, settings: Settings, sequences: int) -> tuple[float, float]:
+def running_bytes(
+    shape: ModelShape, engine: EngineLayout, settings: Settings, sequences: int
+) -> tuple[float, float]:
     """(activations, logits) while it samples: a chunk of prompts in its widest layer; logits of the sequences.
 
     A layer holds four times its group's tokens. Without experts there are gate, up and their product; with them the

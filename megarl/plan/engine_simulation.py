@@ -23,7 +23,8 @@ from megarl.rollout.load_balancing import RequestBalancer
 CLIPPED = 4096  # the most tokens of a response that are reserved (CLIP_MAX_NEW_TOKENS)
 INITIAL_RATIO = 0.7  # share of them that is reserved for a running sequence; decays with each step
 RATIO_IN_GROUPS = 0.3  # factor of that share with DP attention (parallel_hook.py)
-LEAST_OF_INITIAL, DECAY_STEPS = 0.14, 600  # what the share decays to, over the initial one, and in how many steps
+# what the share decays to, over the initial one, and in how many steps
+LEAST_OF_INITIAL, DECAY_STEPS = 0.14, 600
 STEPS_AFTER_RETRACTION = 20  # further steps that a retraction makes room for
 
 OfGroups = npt.NDArray[np.float64]  # [groups]
@@ -173,8 +174,10 @@ class SimulatedEngine:
         self._groups = [_Group(limits.initial_ratio) for _ in range(limits.groups)]
         self._num_running = np.zeros(limits.groups)
         self._base = np.zeros(limits.groups)  # held tokens are base + running x step
-        self._full_at = np.full(limits.groups, math.inf)  # the step that has no room for another token of each
-        self._ends: list[tuple[float, int, int, _Sequence]] = []  # heap: step, number, group; with retracted ones
+        # the step that has no room for another token of each
+        self._full_at = np.full(limits.groups, math.inf)
+        # heap: step, number, group; with retracted ones
+        self._ends: list[tuple[float, int, int, _Sequence]] = []
         self._to_admit: set[int] = set()
         self._admissions = 0
         self._stall_s = self._step_s = 0.0
@@ -233,7 +236,9 @@ class SimulatedEngine:
     def admit(self) -> None:
         """Start what may start. All groups wait for the one that reads most, and share the work of the experts."""
         longest_s = 0.0
-        ready = [index for index in sorted(self._to_admit) if self._groups[index].is_ready(self.step)]
+        ready = [
+            index for index in sorted(self._to_admit) if self._groups[index].is_ready(self.step)
+        ]
         self._to_admit.difference_update(ready)
         for index in ready:
             group_s = 0.0
@@ -252,13 +257,17 @@ class SimulatedEngine:
         while group.waiting and not group.is_full:
             was_empty = not group.running
             yield self._pass(index)
-            group.is_full = group.is_full and not was_empty  # SGLang keeps no such mark of an empty batch
+            # SGLang keeps no such mark of an empty batch
+            group.is_full = group.is_full and not was_empty
 
     def _pass(self, index: int) -> list[Reading]:
         """What of a group's queue starts together: new ones reserve all that they may, running ones their ratio."""
         limits, group, found = self.limits, self._groups[index], list[Reading]()
         longest_left = limits.longest - self.step
-        reserved = sum(min(longest_left + sequence.origin, limits.most_new) for sequence in group.running.values())
+        reserved = sum(
+            min(longest_left + sequence.origin, limits.most_new)
+            for sequence in group.running.values()
+        )
         room = limits.cache - self.held[index] - self._ratio(group) * reserved
         chunk = limits.chunk
         while group.waiting and chunk > 0:
@@ -277,7 +286,9 @@ class SimulatedEngine:
     def _ratio(self, group: _Group) -> float:
         initial = self.limits.initial_ratio
         least = LEAST_OF_INITIAL * initial
-        return max(least, group.ratio - (initial - least) / DECAY_STEPS * (self.step - group.ratio_at))
+        return max(
+            least, group.ratio - (initial - least) / DECAY_STEPS * (self.step - group.ratio_at)
+        )
 
     def _start(self, index: int, sequence: _Sequence) -> None:
         self._admissions += 1
@@ -300,13 +311,16 @@ class SimulatedEngine:
         self._num_running[index] += sequences
         self._base[index] += base
         running, free = self._num_running[index], self.limits.cache - self._base[index]
-        self._full_at[index] = math.floor(free / running) if running > 1 else math.inf  # a single one is taken to fit
+        # a single one is taken to fit
+        self._full_at[index] = math.floor(free / running) if running > 1 else math.inf
 
     def _retract(self, index: int) -> None:
         """Put the sequences with the fewest tokens back, at least one, until each of the others has room for one."""
         group = self._groups[index]
         while len(group.running) > 1 and self._full_at[index] <= self.step:
-            sequence = max(group.running.values(), key=lambda running: (running.origin, running.number))
+            sequence = max(
+                group.running.values(), key=lambda running: (running.origin, running.number)
+            )
             sequence.age = self.step - sequence.origin
             self._remove(index, sequence)
             group.waiting.append(sequence)
@@ -317,7 +331,9 @@ class SimulatedEngine:
         group.ratio, group.ratio_at, group.not_before = min(1.0, expected), self.step, self.step + 1
 
 
-def simulate(engines: Sequence[SimulatedEngine], finished: Callable[[int, int, SimulatedRequest], None]) -> list[float]:
+def simulate(
+    engines: Sequence[SimulatedEngine], finished: Callable[[int, int, SimulatedRequest], None]
+) -> list[float]:
     """Run until all submitted requests are done; the seconds at which each was.
 
     finished: called with engine, group and request of each; what it submits then starts at once.

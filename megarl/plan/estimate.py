@@ -26,7 +26,8 @@ from megarl.plan.rollout_time import RolloutTime, rough_rollout_s
 from megarl.plan.run_plan import engine_speed, group_limits, rollout_of
 from megarl.plan.step_time import step_times
 
-SPARE = 0.05  # of a GPU's and a host's memory that a candidate leaves free: nothing of the plan's memory was measured
+# of a GPU's and a host's memory that a candidate leaves free: nothing of the plan's memory was measured
+SPARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Estimate:
     def step_s(self) -> float:
         """All seconds of a step but the reshard's."""
         of = self.estimator
-        _, step = step_times(self.roles, of.hardware, self.sizes, self.shares, of.samples, reshard_s=0.0)
+        _, step = step_times(
+            self.roles, of.hardware, self.sizes, self.shares, of.samples, reshard_s=0.0
+        )
         return step.with_rollout(of.rollout(self.roles, self.memory)).total_s
 
     @property
@@ -71,7 +74,9 @@ class Estimate:
         if HOST in wanted and memory.host_bytes > (1 - SPARE) * memory.host_capacity_bytes:
             return False
         most = (1 - SPARE) * memory.capacity_bytes
-        return all(memory.device[phase].total_bytes <= most for phase in wanted & memory.device.keys())
+        return all(
+            memory.device[phase].total_bytes <= most for phase in wanted & memory.device.keys()
+        )
 
 
 @dataclass
@@ -90,18 +95,30 @@ class Estimator:
         """The layouts must have no fault."""
         roles = resolve(overlaid(self.recipe, overlay))
         sizes = self.sizes_of(roles)
-        shares: dict[RoleName, RankWork] = {name: self._share(role) for name, role in roles.models.items()}
-        mean_tokens, micro_batches = math.ceil(self.samples.lengths.mean()), math.ceil(shares["policy"].micro_batches)
+        shares: dict[RoleName, RankWork] = {
+            name: self._share(role) for name, role in roles.models.items()
+        }
+        mean_tokens, micro_batches = (
+            math.ceil(self.samples.lengths.mean()),
+            math.ceil(shares["policy"].micro_batches),
+        )
         running = self.samples.running_tokens
-        memory = plan_memory(roles.recipe, self.hardware, sizes, mean_tokens, running, micro_batches)
+        memory = plan_memory(
+            roles.recipe, self.hardware, sizes, mean_tokens, running, micro_batches
+        )
         return Estimate(overlay, roles, sizes, shares, memory, self)
 
     def rough_train_s(self, overlay: Overlay) -> float | None:
         """About the seconds of a step without its rollout, by one update's samples; None: its training cannot fit."""
         roles = resolve(overlaid(self.recipe, overlay))
         sizes = self.sizes_of(roles)
-        shares: dict[RoleName, RankWork] = {name: self._share(role, whole=False) for name, role in roles.models.items()}
-        if least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches)) > self.hardware.memory_bytes:
+        shares: dict[RoleName, RankWork] = {
+            name: self._share(role, whole=False) for name, role in roles.models.items()
+        }
+        if (
+            least_training_bytes(sizes, math.ceil(shares["policy"].micro_batches))
+            > self.hardware.memory_bytes
+        ):
             return None
         _, step = step_times(roles, self.hardware, sizes, shares, self.samples, reshard_s=0.0)
         return step.total_s
@@ -120,7 +137,9 @@ class Estimator:
             if not whole:
                 samples = replace(samples, num_trained=max(1, samples.num_trained // updates))
                 recipe = overlaid(recipe, {"train": {"updates_per_step": 1}})
-            self._shares[key] = replace(share_of(recipe, role.shape, layout, samples), updates=updates)
+            self._shares[key] = replace(
+                share_of(recipe, role.shape, layout, samples), updates=updates
+            )
         return self._shares[key]
 
     def rollout(self, roles: Roles, memory: MemoryPlan) -> RolloutTime:

@@ -24,8 +24,17 @@ from megarl.types import UserError
 
 GB = 1e9
 HOST = "host"
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_BRANCHES = {"train": "train", SAVE: "train", "critic": "critic.ranks", "score": "reward_model.ranks"}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+_BRANCHES = {
+    "train": "train",
+    SAVE: "train",
+    "critic": "critic.ranks",
+    "score": "reward_model.ranks",
+}
 _LEAST_FRACTION, _FRACTION_STEP = 0.3, 0.05
 
 _NUM_TRIED = 3  # numbers of attention groups: each costs a count of the memory and a rollout
@@ -48,14 +57,18 @@ class _Change:
         return resolve(self.recipe)
 
 
-def with_errors(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count) -> MemoryPlan:
+def with_errors(
+    recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count
+) -> MemoryPlan:
     """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe.
 
     Changes are tried by counting the memory again. Those that need models to be built again are tried only where no
     other change is enough.
     """
     plan = count(recipe, sizes)
-    by_phase = {phase: list(filter(_is_valid, _changes(recipe, phase))) for phase in lacking(recipe, plan)}
+    by_phase = {
+        phase: list(filter(_is_valid, _changes(recipe, phase))) for phase in lacking(recipe, plan)
+    }
     plans: dict[str, MemoryPlan] = {}
     for change in chain.from_iterable(by_phase.values()):
         same = resized(sizes, change.roles.models)
@@ -63,11 +76,25 @@ def with_errors(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, Mod
             plans[change.words] = count(change.recipe, same)
     for phase, tried in by_phase.items():
         counted = [change for change in tried if change.words in plans]
-        fits = [change for change in counted if not _lacks(change.recipe, plans[change.words], phase)]
+        fits = [
+            change for change in counted if not _lacks(change.recipe, plans[change.words], phase)
+        ]
         by_phase[phase] = fits or tried
-    to_build = {change.words: change for tried in by_phase.values() for change in tried if change.words not in plans}
-    built = sizes_of([change.roles.models for change in to_build.values()], whole=False) if to_build else []
-    plans |= {words: count(to_build[words].recipe, found) for words, found in zip(to_build, built, strict=True)}
+    to_build = {
+        change.words: change
+        for tried in by_phase.values()
+        for change in tried
+        if change.words not in plans
+    }
+    built = (
+        sizes_of([change.roles.models for change in to_build.values()], whole=False)
+        if to_build
+        else []
+    )
+    plans |= {
+        words: count(to_build[words].recipe, found)
+        for words, found in zip(to_build, built, strict=True)
+    }
     errors = [
         _error(recipe, hardware, plan, phase, [(change, plans[change.words]) for change in tried])
         for phase, tried in by_phase.items()
@@ -76,26 +103,42 @@ def with_errors(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, Mod
 
 
 def _error(
-    recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str, tried: Sequence[tuple[_Change, MemoryPlan]]
+    recipe: Recipe,
+    hardware: Hardware,
+    plan: MemoryPlan,
+    phase: str,
+    tried: Sequence[tuple[_Change, MemoryPlan]],
 ) -> UserError:
     """Names the cheapest change that makes the phase fit, and most other phases; if none does, that which helps most.
 
     A change that leaves the KV cache less than half of the room that another change leaves it is passed over.
     """
     problem = _problem(recipe, hardware, plan, phase)
-    fitting = [(change, found) for change, found in tried if not _lacks(change.recipe, found, phase)]
+    fitting = [
+        (change, found) for change, found in tried if not _lacks(change.recipe, found, phase)
+    ]
     if fitting:
         fewest = min(len(lacking(change.recipe, found)) for change, found in fitting)
-        best = [(change, found) for change, found in fitting if len(lacking(change.recipe, found)) == fewest]
+        best = [
+            (change, found)
+            for change, found in fitting
+            if len(lacking(change.recipe, found)) == fewest
+        ]
         most_room = max(_room(found) for _, found in best)
-        change, found = next((change, found) for change, found in best if _room(found) >= most_room / 2)
+        change, found = next(
+            (change, found) for change, found in best if _room(found) >= most_room / 2
+        )
         left = f"{_bytes(found, phase) / GB:.1f} GB, and an engine has room for {found.kv.concurrency_mean} sequences"
-        return UserError(change.key, problem, f"set {change.words}: then it is {left} of {found.kv.wanted}")
+        return UserError(
+            change.key, problem, f"set {change.words}: then it is {left} of {found.kv.wanted}"
+        )
     if not tried:
         return UserError("placement.gpus", problem, "use more GPUs, or cards with more memory")
     change, found = min(tried, key=lambda pair: _bytes(pair[1], phase))
     most = f"{_bytes(found, phase) / GB:.1f} GB"
-    return UserError(change.key, problem, f"nothing alone is enough; most helps to set {change.words}: {most}")
+    return UserError(
+        change.key, problem, f"nothing alone is enough; most helps to set {change.words}: {most}"
+    )
 
 
 def _room(plan: MemoryPlan) -> float:
@@ -158,12 +201,17 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
 
 def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
     branch, models = _BRANCHES[phase], resolve(recipe).models
-    train, align = models[COMPUTES.get(phase, "policy")].recipe.train, models["policy"].layout.tokens_align
+    train, align = (
+        models[COMPUTES.get(phase, "policy")].recipe.train,
+        models["policy"].layout.tokens_align,
+    )
     least = -(-recipe.longest_sequence // align) * align
     if phase != SAVE and least < train.tokens_per_micro_batch:
         yield _set(recipe, f"{branch}.tokens_per_micro_batch", least)
     if phase in ("train", "critic") and train.megatron.get("recompute_granularity") != "full":
-        yield _set(recipe, "train.megatron", {**train.megatron, **RECOMPUTE, "recompute_modules": None})
+        yield _set(
+            recipe, "train.megatron", {**train.megatron, **RECOMPUTE, "recompute_modules": None}
+        )
     if phase != "score" and not train.optimizer_offload:
         yield _set(recipe, "train.optimizer_offload", True)
     for axis in ("ep", "pp", "tp", "cp"):
@@ -190,7 +238,9 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
         ep = engine.ep * times if engine.ep > 1 else 1
         update = {"tp": engine.tp * times, "count": engine.count // times, "ep": ep}
         if engine.count % times == 0:
-            words = f"rollout.engine.tp to {update['tp']}, count to {update['count']} and ep to {ep}"
+            words = (
+                f"rollout.engine.tp to {update['tp']}, count to {update['count']} and ep to {ep}"
+            )
             yield _Change(f"{where}.tp", words, _updated(recipe, where, update))
     for axis in ("ep", "pp"):
         yield _set(recipe, f"train.{axis}", 2 * getattr(recipe.train, axis))
@@ -202,7 +252,11 @@ def _in_fp8(recipe: Recipe) -> _Change:
     if recipe.algorithm.rollout_correction not in (None, "off"):
         return change
     words = f"{change.words} and algorithm.rollout_correction to tis"
-    return replace(change, words=words, recipe=_updated(change.recipe, "algorithm", {"rollout_correction": "tis"}))
+    return replace(
+        change,
+        words=words,
+        recipe=_updated(change.recipe, "algorithm", {"rollout_correction": "tis"}),
+    )
 
 
 def _host_changes(recipe: Recipe) -> Iterator[_Change]:
@@ -239,7 +293,11 @@ def _set(recipe: Recipe, key: str, value: Any) -> _Change:
 
 def _yaml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items() if item is not None) + "}"
+        return (
+            "{"
+            + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items() if item is not None)
+            + "}"
+        )
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -251,23 +309,37 @@ def _updated(branch: Any, path: str, values: Mapping[str, Any]) -> Any:
     return branch.model_copy(update={first: _updated(getattr(branch, first), rest, values)})
 
 
-def cache_advice(recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engines: TryEngines) -> list[str]:
+def cache_advice(
+    recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engines: TryEngines
+) -> list[str]:
     """What gives the KV cache more room, if most of a step's sequences wait for it.
 
     shape: of the policy. try_engines: the memory and the step of a recipe that has other engines.
     """
     cache, engine = memory.kv, recipe.rollout.engine
-    if memory.errors or cache.concurrency_mean >= cache.wanted / 2 or learns_from_answers(recipe.algorithm.name):
+    if (
+        memory.errors
+        or cache.concurrency_mean >= cache.wanted / 2
+        or learns_from_answers(recipe.algorithm.name)
+    ):
         return []
-    knobs = [] if engine.fp8 or recipe.lora else ["rollout.engine.fp8 true halves the weights beside it"]
+    knobs = (
+        []
+        if engine.fp8 or recipe.lora
+        else ["rollout.engine.fp8 true halves the weights beside it"]
+    )
     groups = _best_groups(recipe, shape, memory, try_engines)
     if groups:
         dp, step_s = groups
         knobs.insert(0, f"rollout.engine.dp {dp} would make it {step_s:,.0f} s a step")
     elif not shape.mla and shape.num_kv_heads < engine.tp // engine.dp:
-        knobs.insert(0, f"rollout.engine.tp {shape.num_kv_heads} at most: more ranks hold the same heads")
+        knobs.insert(
+            0, f"rollout.engine.tp {shape.num_kv_heads} at most: more ranks hold the same heads"
+        )
     now = f"{cache.concurrency_mean} of {cache.wanted} sequences at once"
-    return [f"rollout.engine: the KV cache has room for {now}; {'; '.join(knobs) or 'more engines would have more'}"]
+    return [
+        f"rollout.engine: the KV cache has room for {now}; {'; '.join(knobs) or 'more engines would have more'}"
+    ]
 
 
 def _best_groups(
@@ -282,7 +354,11 @@ def _best_groups(
             continue
         room, step = try_engines(changed)
         fits = room.device[room.peak_phase].total_bytes <= room.capacity_bytes
-        if fits and room.kv.concurrency_longest and room.kv.concurrency_mean > memory.kv.concurrency_mean:
+        if (
+            fits
+            and room.kv.concurrency_longest
+            and room.kv.concurrency_mean > memory.kv.concurrency_mean
+        ):
             found[dp] = step.total_s
     best = min(found, key=lambda dp: found[dp], default=None)
     if best is None or found[best] > _WORTH_IT * try_engines(recipe)[1].total_s:

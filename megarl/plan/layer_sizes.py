@@ -37,7 +37,8 @@ class LayerSizes:
     def stages(self, shape: ModelShape, layout: TrainLayout) -> tuple[tuple[ChunkSize, ...], ...]:
         """The chunks of every pipeline rank, as `ModelSize.stages`; the layout must have no fault."""
         return tuple(
-            tuple(self._chunk(shape, layout, stage, chunk) for chunk in range(layout.vpp)) for stage in range(layout.pp)
+            tuple(self._chunk(shape, layout, stage, chunk) for chunk in range(layout.vpp))
+            for stage in range(layout.pp)
         )
 
     def _chunk(self, shape: ModelShape, layout: TrainLayout, stage: int, chunk: int) -> ChunkSize:
@@ -57,7 +58,9 @@ class LayerSizes:
             return found
         return _sum([found, self._sparse(self.last, shape.num_mtp_layers, shape, layout)])
 
-    def _sparse(self, part: ChunkSize, layers: int, shape: ModelShape, layout: TrainLayout) -> ChunkSize:
+    def _sparse(
+        self, part: ChunkSize, layers: int, shape: ModelShape, layout: TrainLayout
+    ) -> ChunkSize:
         """A part with so many layers of experts, with as many experts as a rank of the layout holds of each."""
         one = self.sparse_layer.expert
         if not one or not layers:
@@ -70,10 +73,14 @@ class LayerSizes:
         return replace(part, expert=experts)
 
 
-def layer_sizes(models: Mapping[RoleName, Role], tps: Iterable[int]) -> dict[tuple[RoleName, int], LayerSizes]:
+def layer_sizes(
+    models: Mapping[RoleName, Role], tps: Iterable[int]
+) -> dict[tuple[RoleName, int], LayerSizes]:
     """Of every role for every tensor-parallel size, all built in one subprocess."""
     wanted: list[tuple[RoleName, int]] = [(name, tp) for tp in tps for name in models]
-    in_parts: list[dict[RoleName, Role]] = [{name: _in_parts(models[name], tp)} for name, tp in wanted]
+    in_parts: list[dict[RoleName, Role]] = [
+        {name: _in_parts(models[name], tp)} for name, tp in wanted
+    ]
     built = sizes_of(in_parts, whole=False)
     return {key: _parts_of(found[key[0]]) for key, found in zip(wanted, built, strict=True)}
 
@@ -85,7 +92,9 @@ def composed(
 ) -> dict[RoleName, ModelSize]:
     """The sizes of models in other layouts. known: the sizes in any layout, for the whole models' totals."""
     return {
-        name: ModelSize.of(role, parts[name, role.layout.tp].stages(role.shape, role.layout), **known[name].totals)
+        name: ModelSize.of(
+            role, parts[name, role.layout.tp].stages(role.shape, role.layout), **known[name].totals
+        )
         for name, role in models.items()
     }
 
@@ -97,7 +106,15 @@ def _in_parts(role: Role, tp: int) -> Role:
     """
     ep = role.shape.num_experts or 1
     stages = _part_stages(role.shape)
-    train = {"tp": tp, "pp": len(stages), "vpp": 1, "ep": ep, "etp": None, "cp": 1, "layers_per_stage": stages}
+    train = {
+        "tp": tp,
+        "pp": len(stages),
+        "vpp": 1,
+        "ep": ep,
+        "etp": None,
+        "cp": 1,
+        "layers_per_stage": stages,
+    }
     gpus = len(stages) * math.lcm(tp, ep)
     placement = {"gpus": gpus, "train_gpus": None}
     recipe: Recipe = overlaid(role.recipe, {"train": train, "placement": placement, "lora": None})
@@ -118,7 +135,8 @@ def _kinds(shape: ModelShape) -> list[int]:
 def _parts_of(size: ModelSize) -> LayerSizes:
     shape, stages = size.shape, [chunks[0] for chunks in size.stages]
     dense, sparse = shape.num_dense_layers, shape.num_layers - shape.num_dense_layers
-    if shape.num_mtp_layers:  # then the last norm is where the last layer is (transformer_block.py): move it behind
+    # then the last norm is where the last layer is (transformer_block.py): move it behind
+    if shape.num_mtp_layers:
         norm = ChunkSize(shape.hidden_size, 0, 0, 0, 0)
         stages[-2:] = [_sum([stages[-2], _times(norm, -1)]), _sum([stages[-1], norm])]
     first_sparse = 1 + min(dense, 2)  # behind the embedding, one dense layer, and the rest of them

@@ -15,8 +15,10 @@ from megarl.placement.train_layout import TrainLayout
 
 _ACTIVATION_BYTES = 2  # of a number between layers
 # Assumptions, which bring the published figures in tests/plan/test_layer_time.py within a quarter.
-LAYER_S = 1e-3  # of a layer's kernels in one forward pass of a micro-batch, however small; backward is twice that
-COUNTS_S = 1.5e-3  # of a layer with experts: the host waits before a forward all-to-all for the number of tokens
+# of a layer's kernels in one forward pass of a micro-batch, however small; backward is twice that
+LAYER_S = 1e-3
+# of a layer with experts: the host waits before a forward all-to-all for the number of tokens
+COUNTS_S = 1.5e-3
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class ExchangeTime:
 
         A pass that is recomputed has kept its input, so the stage before sends nothing.
         """
-        layers = (forwards + backwards) * (self.tensor + self.experts) + (forwards + 2 * backwards) * self.context
+        layers = (forwards + backwards) * (self.tensor + self.experts) + (
+            forwards + 2 * backwards
+        ) * self.context
         return layers + (1 + backwards) * self.pipeline
 
 
@@ -56,7 +60,10 @@ class RankLayers:
         """Layers of the fullest pipeline rank over those of the mean one: the others wait for it."""
         layout, layers = self.layout, self.shape.num_layers
         chunks = range(layout.vpp)
-        fullest = max(sum(len(layout.layers(rank, layers, chunk)) for chunk in chunks) for rank in range(layout.pp))
+        fullest = max(
+            sum(len(layout.layers(rank, layers, chunk)) for chunk in chunks)
+            for rank in range(layout.pp)
+        )
         return fullest * layout.pp / layers
 
     def exchanges(self, tokens: float) -> ExchangeTime:
@@ -72,13 +79,18 @@ class RankLayers:
             pipeline=self._pipeline_s(row / layout.tp),
         )
 
-    def micro_batch_s(self, weights_bytes: float, grads_bytes: float, forwards: int, backwards: int) -> float:
+    def micro_batch_s(
+        self, weights_bytes: float, grads_bytes: float, forwards: int, backwards: int
+    ) -> float:
         """Seconds of each micro-batch, however few tokens it has. Both bytes are of the whole rank.
 
         Each pass reads the weights, backward also reads and writes their gradients; the host launches the kernels.
         """
         moved = (forwards + backwards) * weights_bytes + 2 * backwards * grads_bytes
-        layers, sparse = self.shape.num_layers / self.layout.pp, self._sparse_layers / self.layout.pp
+        layers, sparse = (
+            self.shape.num_layers / self.layout.pp,
+            self._sparse_layers / self.layout.pp,
+        )
         launched = layers * (forwards + 2 * backwards) * LAYER_S
         waited = sparse * forwards * COUNTS_S * (not self.deepep)
         return moved / (self.hardware.hbm_bytes_per_s * self.hardware.hbm_share) + launched + waited

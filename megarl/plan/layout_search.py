@@ -18,7 +18,14 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.placement.roles import resolve
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, step_samples
-from megarl.plan.candidates import Overlay, changes, engine_overlays, train_overlays, train_variants, with_fraction
+from megarl.plan.candidates import (
+    Overlay,
+    changes,
+    engine_overlays,
+    train_overlays,
+    train_variants,
+    with_fraction,
+)
 from megarl.plan.estimate import Estimate, Estimator
 from megarl.plan.fit import HOST
 from megarl.plan.layer_sizes import layer_sizes
@@ -35,7 +42,8 @@ _COMBINED = 3  # candidates of each kind that are combined with those of the oth
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
 _SIMULATED = 10  # engine layouts of each kind whose rollout is simulated, the fastest by a formula
 _SHOWN = 2  # of each kind
-_LESS, _SLOWER = 0.95, 1.3  # a slower candidate is shown for so much less memory, and if it is not slower than so
+# a slower candidate is shown for so much less memory, and if it is not slower than so
+_LESS, _SLOWER = 0.95, 1.3
 
 
 @dataclass(frozen=True)
@@ -77,12 +85,18 @@ def needs_of(recipe: Recipe) -> Needs:
     fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer; offload: host memory.
     """
     engine = recipe.rollout.engine
-    found: dict[Need, bool] = {"fp8": engine.fp8, "deepep": engine.experts == "deepep", "draft": engine.draft > 0}
+    found: dict[Need, bool] = {
+        "fp8": engine.fp8,
+        "deepep": engine.experts == "deepep",
+        "draft": engine.draft > 0,
+    }
     found["offload"] = recipe.train.optimizer_offload
     return frozenset(need for need, is_needed in found.items() if is_needed)
 
 
-def search(recipe: Recipe, hardware: Hardware, side: Side, response_share: float = MEAN_RESPONSE_SHARE) -> SearchResult:
+def search(
+    recipe: Recipe, hardware: Hardware, side: Side, response_share: float = MEAN_RESPONSE_SHARE
+) -> SearchResult:
     """The best layouts of a recipe. Raises UserErrors as `make_plan`, and UserError where nothing can be found."""
     sampled = not learns_from_answers(recipe.algorithm.name)
     if side == "engine" and not sampled:
@@ -104,12 +118,15 @@ def search(recipe: Recipe, hardware: Hardware, side: Side, response_share: float
     return SearchResult(side, own, tuple(found), (len(engines), len(trains)))
 
 
-def _best_engines(estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None) -> list[Overlay]:
+def _best_engines(
+    estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None
+) -> list[Overlay]:
     """The best of each kind next to the recipe's training ranks, with their share of memory; phases: that must fit."""
     best = []
     for layout in layouts:
         fitting = [found for found in _with_shares(estimator, layout) if found.fits(phases)]
-        if fitting:  # of those with the most room the one that takes least memory: room decides the seconds
+        # of those with the most room the one that takes least memory: room decides the seconds
+        if fitting:
             best.append(max(fitting, key=lambda found: found.memory.kv.concurrency_mean))
     return [found.overlay for found in _few_of_each_kind(_promising(best), _COMBINED)]
 
@@ -119,7 +136,10 @@ def _promising(engines: Sequence[Estimate]) -> list[Estimate]:
     kinds: dict[Needs, list[Estimate]] = {}
     for found in engines:
         kinds.setdefault(needs_of(found.recipe), []).append(found)
-    fastest = [sorted(kind, key=lambda found: found.rough_rollout_s)[:_SIMULATED] for kind in kinds.values()]
+    fastest = [
+        sorted(kind, key=lambda found: found.rough_rollout_s)[:_SIMULATED]
+        for kind in kinds.values()
+    ]
     return [found for kind in fastest for found in kind]
 
 
@@ -132,7 +152,9 @@ def _with_shares(estimator: Estimator, layout: Overlay) -> Iterator[Estimate]:
             return
 
 
-def _best_trains(estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None) -> list[Overlay]:
+def _best_trains(
+    estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None
+) -> list[Overlay]:
     """The best of each kind next to the recipe's engines; phases: that must fit. Their parts become the estimator's.
 
     All are ordered by about what they take; memory is counted in full for the fastest, until enough of them fit.
@@ -140,9 +162,13 @@ def _best_trains(estimator: Estimator, layouts: Sequence[Overlay], phases: froze
     if not layouts:
         return []
     models = resolve(estimator.recipe).models
-    tps = {layout["train"]["tp"] for layout in layouts} | {role.layout.tp for role in models.values()}
+    tps = {layout["train"]["tp"] for layout in layouts} | {
+        role.layout.tp for role in models.values()
+    }
     estimator.parts = layer_sizes(models, sorted(tps))
-    variants = [overlay for layout in layouts for overlay in train_variants(estimator.recipe, layout)]
+    variants = [
+        overlay for layout in layouts for overlay in train_variants(estimator.recipe, layout)
+    ]
     by_offload: dict[bool, list[tuple[float, Overlay]]] = {False: [], True: []}
     for overlay in variants:
         rough_s = estimator.rough_train_s(overlay)
@@ -198,7 +224,9 @@ def _planned(own: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
     built = iter(sizes_of(to_build, whole=False) if to_build else [])
     found, tree = [], own.recipe.model_dump(mode="json")
     for estimate, known in zip(estimates, sizes, strict=True):
-        exact = known or {name: _with_totals(own.sizes[name], size) for name, size in next(built).items()}
+        exact = known or {
+            name: _with_totals(own.sizes[name], size) for name, size in next(built).items()
+        }
         plan = make_plan(estimate.recipe, own.hardware, own.response_share, exact)
         found.append(Found(changes(estimate.overlay, tree), plan))
     return sorted(found, key=lambda row: row.plan.step.total_s)

@@ -68,7 +68,11 @@ class ModelSize(Role):
         """Parameters that a token uses: the whole embedding, and of the routed experts the chosen ones."""
         if not self.shape.num_experts:
             return self.parameters
-        return self.parameters - self.routed + self.routed * self.shape.experts_per_token // self.shape.num_experts
+        return (
+            self.parameters
+            - self.routed
+            + self.routed * self.shape.experts_per_token // self.shape.num_experts
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -86,14 +90,19 @@ class ModelSize(Role):
 
     def layers(self, stage: int) -> tuple[int, ...]:
         """The decoder layers of all chunks of a stage."""
-        chunks = [self.layout.layers(stage, self.shape.num_layers, chunk) for chunk in range(self.layout.vpp)]
+        chunks = [
+            self.layout.layers(stage, self.shape.num_layers, chunk)
+            for chunk in range(self.layout.vpp)
+        ]
         return tuple(chain.from_iterable(chunks))
 
     def pipeline_stages(self) -> list[PipelineStage]:
         """In order; the ranks of a stage are neighbours, because pp is the slowest axis."""
         width = self.layout.world_size // self.layout.pp
         slots = [self.slots[stage * width : (stage + 1) * width] for stage in range(self.layout.pp)]
-        return [PipelineStage(stage, found, self.layers(stage)) for stage, found in enumerate(slots)]
+        return [
+            PipelineStage(stage, found, self.layers(stage)) for stage, found in enumerate(slots)
+        ]
 
 
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
@@ -101,20 +110,33 @@ def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
     return sizes_of([resolve(recipe).models], whole=True)[0]
 
 
-def sizes_of(recipes: Sequence[Mapping[RoleName, Role]], *, whole: bool) -> list[dict[RoleName, ModelSize]]:
+def sizes_of(
+    recipes: Sequence[Mapping[RoleName, Role]], *, whole: bool
+) -> list[dict[RoleName, ModelSize]]:
     """The models of several recipes, all built in one subprocess; whole: with the whole models' totals."""
     requests = {
-        _kind(role): {"recipe": role.recipe.model_dump_json(), "scores": role.has_scores, "whole": whole}
+        _kind(role): {
+            "recipe": role.recipe.model_dump_json(),
+            "scores": role.has_scores,
+            "whole": whole,
+        }
         for models in recipes
         for role in models.values()
     }
     answers = dict(zip(requests, _built(list(requests.values())), strict=True))
-    return [{name: _size(role, answers[_kind(role)]) for name, role in models.items()} for models in recipes]
+    return [
+        {name: _size(role, answers[_kind(role)]) for name, role in models.items()}
+        for models in recipes
+    ]
 
 
-def resized(sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]) -> dict[RoleName, ModelSize] | None:
+def resized(
+    sizes: Mapping[RoleName, ModelSize], changed: Mapping[RoleName, Role]
+) -> dict[RoleName, ModelSize] | None:
     """The sizes for changed ranks that hold the same amount as those of `sizes`; None: a model has to be built."""
-    if any(name not in sizes or _kind(role) != _kind(sizes[name]) for name, role in changed.items()):
+    if any(
+        name not in sizes or _kind(role) != _kind(sizes[name]) for name, role in changed.items()
+    ):
         return None
     return {name: replace(sizes[name], **vars(role)) for name, role in changed.items()}
 
@@ -142,8 +164,14 @@ def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _asked(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`megarl.parallel.meta` runs as a subprocess because Megatron keeps global state."""
-    path = os.pathsep.join(filter(None, [str(Path(megarl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(
+        filter(None, [str(Path(megarl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    )
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "megarl.parallel.meta"],
         input=json.dumps(requests),
@@ -153,5 +181,7 @@ def _asked(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         timeout=_TIMEOUT_S,
     )
     if done.returncode:
-        raise RuntimeError(f"the models could not be built on the meta device:\n{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"the models could not be built on the meta device:\n{done.stderr[-4000:]}"
+        )
     return json.loads(done.stdout)

@@ -7,7 +7,8 @@ from megarl.parallel.option_values import STATE_DTYPES
 
 GRADIENT_BYTES = 4  # DistributedDataParallelConfig(grad_reduce_in_fp32=True)
 MOMENTS_BYTES = 8  # AdamW's two, float32
-MASTER_BYTES = 4  # float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
+# float32 copies of weights in another type; with optimizer_offload on the host alone, and not pinned
+MASTER_BYTES = 4
 
 
 def state_bytes(train: TrainConfig, item: int) -> int:
@@ -19,5 +20,6 @@ def state_bytes(train: TrainConfig, item: int) -> int:
         STATE_DTYPES.get(str(options.get(key)), STATE_DTYPES["float32"]).itemsize
         for key in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     )
-    keeps_remainders = item == 2 and master == 4 and options.get("store_param_remainders", True)  # lower halves alone
+    # lower halves alone
+    keeps_remainders = item == 2 and master == 4 and options.get("store_param_remainders", True)
     return (2 if keeps_remainders else master) + sum(moments)

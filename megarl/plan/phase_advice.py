@@ -15,7 +15,8 @@ _PHASES = (4, 2, 8)  # of the longest response, in the order in which they are t
 _IN_FLIGHT = (1.5, 2, 4)  # prompts, over those of a step
 _WHOLE = {"phase_tokens": None, "prompts_in_flight": None}
 _WORTH_IT = 1.1  # times fewer seconds
-_ABOUT_AS_FAST = 1.05  # the size with the lowest bound on staleness is chosen among those within this of the fastest
+# the size with the lowest bound on staleness is chosen among those within this of the fastest
+_ABOUT_AS_FAST = 1.05
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
     The recipe's own memory must fit. may_be_ahead: engines have GPUs of their own, as `rollout.ahead` needs.
     """
     name, rollout = recipe.algorithm.name, recipe.rollout
-    is_refused = learns_from_answers(name) or ALGORITHMS[name].greedy_baseline or recipe.episode is not None
+    is_refused = (
+        learns_from_answers(name) or ALGORITHMS[name].greedy_baseline or recipe.episode is not None
+    )
     if is_refused or rollout.max_response_tokens < max(_PHASES):
         return []
     now = try_phases(recipe)
@@ -56,8 +59,12 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
 def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
     old, new, found = recipe.rollout, best.recipe.rollout, best.rollout
     names = ("phase_tokens", "prompts_in_flight", "ahead")
-    values = {name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)}
-    first, *others = [f"{name} {'null' if value is None else value}" for name, value in values.items()]
+    values = {
+        name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)
+    }
+    first, *others = [
+        f"{name} {'null' if value is None else value}" for name, value in values.items()
+    ]
     is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).rollout_correction == "off"
     if is_off and (new.phase_tokens or new.ahead):
         others.append("algorithm.rollout_correction tis")

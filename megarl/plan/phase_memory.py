@@ -16,7 +16,14 @@ from functools import cached_property
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.placement.roles import Phase, RoleName, engine_layout, reference_copy, shared_slots, trains_merged
+from megarl.placement.roles import (
+    Phase,
+    RoleName,
+    engine_layout,
+    reference_copy,
+    shared_slots,
+    trains_merged,
+)
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.adapter_sizes import adapter_slot_bytes
@@ -40,15 +47,21 @@ from megarl.plan.turns import tools_bytes
 from megarl.rollout.sglang.batch_sizes import step_sequences
 from megarl.types import UserError
 
-CONTEXT_BYTES = 600 * MIB  # assumption: of a process's CUDA context with its kernels, on recent cards
-FRAGMENTED_SHARE = 0.06  # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
+# assumption: of a process's CUDA context with its kernels, on recent cards
+CONTEXT_BYTES = 600 * MIB
+# assumption: of activations and logits, blocks that torch's allocator holds and cannot use
+FRAGMENTED_SHARE = 0.06
 # fully_reshardable (parallel/dist_checkpoint.py): every rank gathers a buffer's state, one of three kinds at a time.
 GATHER_BYTES = 4
-GATHER_COPIES = 2  # on the GPU, next to the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
-GATHERED_BYTES = 12  # and has all three on its host until filesystem_async.py has cloned what it writes itself
+# on the GPU, next to the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
+GATHER_COPIES = 2
+# and has all three on its host until filesystem_async.py has cloned what it writes itself
+GATHERED_BYTES = 12
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
-PINNED_SHARE = 1.4  # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
-PROCESS_BYTES = 6 << 30  # assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
+# torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
+PINNED_SHARE = 1.4
+# assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
+PROCESS_BYTES = 6 << 30
 PHASES: tuple[Phase, ...] = ("rollout", "score", "critic", "train", "reshard")
 SAVE = "save"  # after `train`, in its memory, where checkpoints are written
 COMPUTES: Mapping[str, RoleName] = {"train": "policy", "critic": "critic", "score": "reward_model"}
@@ -94,12 +107,18 @@ def plan_memory(
     """
     count = _SlotMemory(recipe, hardware, sizes, micro_batches)
     tables = {phase: count.slots(phase) for phase in count.phases}
-    fullest = {phase: max(table, key=lambda slot: table[slot].total_bytes) for phase, table in tables.items()}
+    fullest = {
+        phase: max(table, key=lambda slot: table[slot].total_bytes)
+        for phase, table in tables.items()
+    }
     return MemoryPlan(
         capacity_bytes=hardware.memory_bytes,
         device={phase: tables[phase][slot] for phase, slot in fullest.items()},
         fullest_slot=fullest,
-        slot_bytes={phase: [parts.total_bytes for parts in table.values()] for phase, table in tables.items()},
+        slot_bytes={
+            phase: [parts.total_bytes for parts in table.values()]
+            for phase, table in tables.items()
+        },
         host=count.host(mean_tokens),
         host_capacity_bytes=hardware.host_bytes,
         kv=kv_of(recipe, count.tokens, count.token_bytes, running_tokens),
@@ -109,7 +128,11 @@ def plan_memory(
 def least_training_bytes(sizes: Mapping[RoleName, ModelSize], micro_batches: int) -> int:
     """A lower bound of what the fullest GPU holds while a model learns: that model's rank alone."""
     trained = [size for size in sizes.values() if size.trains]
-    ranks = [_StageRank(size, stage, micro_batches) for size in trained for stage in range(size.layout.pp)]
+    ranks = [
+        _StageRank(size, stage, micro_batches)
+        for size in trained
+        for stage in range(size.layout.pp)
+    ]
     return max((rank.parts + rank.at_work).total_bytes for rank in ranks)
 
 
@@ -117,7 +140,11 @@ class _SlotMemory:
     """The memory of every slot, counted once for all slots of a kind: of the same stages and a like engine rank."""
 
     def __init__(
-        self, recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], micro_batches: int
+        self,
+        recipe: Recipe,
+        hardware: Hardware,
+        sizes: Mapping[RoleName, ModelSize],
+        micro_batches: int,
     ) -> None:
         self.recipe, self.hardware, self.sizes = recipe, hardware, sizes
         self.engine, self.policy = engine_layout(recipe), sizes["policy"]
@@ -125,8 +152,12 @@ class _SlotMemory:
         self.shared = shared_slots([self.engine_slots, *(size.slots for size in sizes.values())])
         self.settings: Settings = settings_of(recipe, hardware)
         self.engine_weights = weight_bytes(self.policy.shape, self.engine, recipe.model.dtype)
-        self.adapter_bytes = adapter_slot_bytes(self.policy.shape, self.engine, self.policy.lora, recipe.model.dtype)
-        self.token_bytes = token_bytes(self.policy.shape, self.engine, self.settings.cache_item_bytes)
+        self.adapter_bytes = adapter_slot_bytes(
+            self.policy.shape, self.engine, self.policy.lora, recipe.model.dtype
+        )
+        self.token_bytes = token_bytes(
+            self.policy.shape, self.engine, self.settings.cache_item_bytes
+        )
         wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
         self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
         if recipe.checkpoint.every:
@@ -140,7 +171,9 @@ class _SlotMemory:
         first_of: dict[tuple[object, ...], int] = {}
         for slot in range(recipe.placement.gpus):
             self._first_like[slot] = first_of.setdefault(self._kind(slot), slot)
-        self.tokens = min(self._tokens(slot) for slot in first_of.values() if slot in self.engine_slots)
+        self.tokens = min(
+            self._tokens(slot) for slot in first_of.values() if slot in self.engine_slots
+        )
 
     def slots(self, phase: str) -> dict[int, Parts]:
         """Every slot's parts in a phase; `save` is of the role that needs more for it."""
@@ -148,7 +181,10 @@ class _SlotMemory:
         if phase == SAVE:
             roles = [size.name for size in self.sizes.values() if size.trains]
         found = {
-            slot: max((self._slot(slot, phase, role) for role in roles), key=lambda parts: parts.total_bytes)
+            slot: max(
+                (self._slot(slot, phase, role) for role in roles),
+                key=lambda parts: parts.total_bytes,
+            )
             for slot in set(self._first_like.values())
         }
         return {slot: found[first] for slot, first in self._first_like.items()}
@@ -183,7 +219,9 @@ class _SlotMemory:
             return Parts(weights_bytes=rank.parts.weights_bytes) if role == "policy" else Parts()
         if role != computes:
             return rank.parts
-        return rank.parts + (Parts(other_bytes=rank.gathering_bytes) if phase == SAVE else rank.at_work)
+        return rank.parts + (
+            Parts(other_bytes=rank.gathering_bytes) if phase == SAVE else rank.at_work
+        )
 
     def _engine(self, slot: int, phase: str) -> Parts:
         """Weights and cache unless they are released."""
@@ -194,22 +232,36 @@ class _SlotMemory:
             wanted = step_sequences(self.recipe)
             most = min(wanted, (self.settings.graph_sequences or wanted) * self.engine.dp)
             running, logits = running_bytes(self.policy.shape, self.engine, self.settings, most)
-            return weights + cache + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
+            return (
+                weights
+                + cache
+                + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
+            )
         if not self._releases(slot):
             return weights + cache
         return weights if phase == "reshard" else Parts()
 
     def _tokens(self, slot: int) -> int:
         """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
-        taken = sum(self._rank(rank, slot, "rollout", None).total_bytes for rank in self._ranks[slot])
-        free = self.hardware.memory_bytes - self._standing(slot) - taken + kept_bytes(self.settings, self.engine)
+        taken = sum(
+            self._rank(rank, slot, "rollout", None).total_bytes for rank in self._ranks[slot]
+        )
+        free = (
+            self.hardware.memory_bytes
+            - self._standing(slot)
+            - taken
+            + kept_bytes(self.settings, self.engine)
+        )
         weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
         return cache_tokens(self.settings, free, weights, self.token_bytes)
 
     def _standing(self, slot: int) -> int:
         """Bytes of a slot in every phase: contexts, communicators, the engine's CUDA graphs and DeepEP's buffers."""
         layouts = [rank.size.layout for rank in self._ranks[slot]]
-        groups, found = sum(map(communicators, layouts)) + self._exchanges(slot), CONTEXT_BYTES * len(layouts)
+        groups, found = (
+            sum(map(communicators, layouts)) + self._exchanges(slot),
+            CONTEXT_BYTES * len(layouts),
+        )
         if slot in self.engine_slots:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
             found += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
@@ -222,16 +274,22 @@ class _SlotMemory:
     def _reshard_bytes(self) -> int:
         """Buffers of two rounds, one packed while the other is sent, and the scratch memory of quantising."""
         shape, engine = self.policy.shape, self.engine
-        widest = max(shape.hidden_size, shape.ffn_size, shape.moe_ffn_size, shape.num_heads * shape.head_dim)
+        widest = max(
+            shape.hidden_size, shape.ffn_size, shape.moe_ffn_size, shape.num_heads * shape.head_dim
+        )
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
     def host(self, mean_tokens: float) -> dict[str, int]:
         """Host bytes of the fullest node by purpose; see the constants."""
-        samples = samples_bytes(self.recipe, self.policy.shape, self.policy.layout, self.engine, mean_tokens)
+        samples = samples_bytes(
+            self.recipe, self.policy.shape, self.policy.layout, self.engine, mean_tokens
+        )
         per_node = [Counter(samples=num_bytes) for num_bytes in samples]
         for index, num_bytes in enumerate([tools_bytes(self.recipe)] * self.engine.count):
-            node = (self.engine.first + index * self.engine.tp) // self.recipe.placement.gpus_per_node
+            node = (
+                self.engine.first + index * self.engine.tp
+            ) // self.recipe.placement.gpus_per_node
             per_node[node].update({"tools": num_bytes} if num_bytes else {})
         of_kind = {slot: self._slot_host(slot) for slot in set(self._first_like.values())}
         for slot, first in self._first_like.items():
@@ -241,7 +299,8 @@ class _SlotMemory:
     def _slot_host(self, slot: int) -> Counter[str]:
         ranks = self._ranks[slot]
         found = Counter(processes=PROCESS_BYTES * (len(ranks) + (slot in self.engine_slots)))
-        most = begun = 0  # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
+        # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
+        most = begun = 0
         for rank in ranks:
             found.update(rank.host(slot in self.shared, self.recipe))
             if rank.size.trains and self.recipe.checkpoint.every:
@@ -251,7 +310,9 @@ class _SlotMemory:
         if most:
             found["checkpoint"] = most
         if slot in self.engine_slots and any(self.adapter_bytes) and self._releases(slot):
-            found["engine_weights"] = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
+            found["engine_weights"] = self.engine_weights[
+                (slot - self.engine.first) % self.engine.tp
+            ]
         return found
 
 
@@ -272,7 +333,11 @@ class _StageRank:
             weights = size.trained(self.stage) * size.weight_bytes
         if not size.trains:
             return Parts(weights_bytes=weights)
-        state = 0 if size.recipe.train.optimizer_offload else state_bytes(size.recipe.train, size.weight_bytes)
+        state = (
+            0
+            if size.recipe.train.optimizer_offload
+            else state_bytes(size.recipe.train, size.weight_bytes)
+        )
         return Parts(weights, size.trained(self.stage) * GRADIENT_BYTES, self._share * state)
 
     @cached_property
@@ -283,7 +348,11 @@ class _StageRank:
             activations = activation_bytes(self.size, self.stage, self.micro_batches)
             logits = logits_bytes(self.size, self.stage)
         fragmented = math.ceil(FRAGMENTED_SHARE * (activations + logits))
-        return Parts(activations_bytes=math.ceil(activations), logits_bytes=math.ceil(logits), other_bytes=fragmented)
+        return Parts(
+            activations_bytes=math.ceil(activations),
+            logits_bytes=math.ceil(logits),
+            other_bytes=fragmented,
+        )
 
     @cached_property
     def _share(self) -> int:
@@ -300,7 +369,9 @@ class _StageRank:
     @cached_property
     def gathering_bytes(self) -> int:
         """GPU bytes while a checkpoint is gathered: copies of the largest buffer's state of one kind."""
-        copies = max(GATHER_COPIES * elements + elements / replicas for elements, replicas in self._buffers)
+        copies = max(
+            GATHER_COPIES * elements + elements / replicas for elements, replicas in self._buffers
+        )
         return math.ceil(GATHER_BYTES * copies)
 
     def host(self, is_shared: bool, recipe: Recipe) -> dict[str, int]:
@@ -338,5 +409,18 @@ def communicators(layout: TrainLayout) -> int:
 
     Tensor, context, data with and without context, pipeline, expert, expert tensor, expert data; and the world.
     """
-    groups = (layout.tp, layout.cp, layout.dp, layout.dp * layout.cp, layout.pp, layout.ep, layout.etp, layout.edp)
-    return sum(size > 1 for size in groups) - (layout.cp == 1 and layout.dp > 1) + (layout.world_size > 1)
+    groups = (
+        layout.tp,
+        layout.cp,
+        layout.dp,
+        layout.dp * layout.cp,
+        layout.pp,
+        layout.ep,
+        layout.etp,
+        layout.edp,
+    )
+    return (
+        sum(size > 1 for size in groups)
+        - (layout.cp == 1 and layout.dp > 1)
+        + (layout.world_size > 1)
+    )

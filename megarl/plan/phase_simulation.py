@@ -20,7 +20,9 @@ LengthsOf = Callable[[int], IntArray]  # ticket -> [samples], tokens of its resp
 
 _PROMPT = Prompt("", "", (), "")
 _NONE = np.zeros(0, np.bool_)
-_COMPLETE = GroupSummary("", "", (), 0, np.zeros(0, np.int64), _NONE, np.zeros(0, np.float32), _NONE, ())
+_COMPLETE = GroupSummary(
+    "", "", (), 0, np.zeros(0, np.int64), _NONE, np.zeros(0, np.float32), _NONE, ()
+)
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,22 @@ class PhasedStep(Generic[Result]):
 
 
 def phased_steps(
-    sizes: PhaseSizes, lengths_of: LengthsOf, run_phase: RunPhase[Result], *, steps: int | None = None
+    sizes: PhaseSizes,
+    lengths_of: LengthsOf,
+    run_phase: RunPhase[Result],
+    *,
+    steps: int | None = None,
 ) -> Iterator[PhasedStep[Result]]:
     """The steps of a run from its first on; steps: of the whole run.
 
     None: a run without end, for its steady state: the first step begins with `in_flight` prompts.
     The order of events is that of `controller.samples.collect` and `controller.phases.StepRollout`.
     """
-    initial_buffer = RolloutBuffer[None]() if steps else RolloutBuffer[None](surplus=sizes.buffer_sizes.most_surplus)
+    initial_buffer = (
+        RolloutBuffer[None]()
+        if steps
+        else RolloutBuffer[None](surplus=sizes.buffer_sizes.most_surplus)
+    )
     run = _Run(sizes, lengths_of, run_phase, steps, initial_buffer)
     for version in range(steps) if steps else count():
         results: list[Result] = []
@@ -127,7 +137,9 @@ class _Run(Generic[Result]):
     def phase(self, version: int, *, beside_training: bool) -> Result:
         """Draw as many prompts as may be in flight, and continue all open groups."""
         sizes, lengths_of = self.sizes, self.lengths_of
-        missing = sizes.buffer_sizes.num_missing(self.buffer, self.steps_left(version + beside_training))
+        missing = sizes.buffer_sizes.num_missing(
+            self.buffer, self.steps_left(version + beside_training)
+        )
         buffer = self.buffer.admitted([_PROMPT] * missing, (version,), sizes.samples)
         groups = [_open_group(entry, lengths_of, sizes) for entry in buffer.open]
         for group in groups:
@@ -138,7 +150,9 @@ class _Run(Generic[Result]):
     def train(self, version: int) -> tuple[tuple[int, ...], IntArray]:
         """(the tickets that this version of the policy is trained on, their tokens by age)."""
         chosen = self.buffer.ready(self.sizes.wanted)
-        self.buffer = self.buffer.without_trained(chosen).after_step(self.sizes.buffer_sizes, self.steps_left(version))
+        self.buffer = self.buffer.without_trained(chosen).after_step(
+            self.sizes.buffer_sizes, self.steps_left(version)
+        )
         prompt_indices = tuple(entry.drawn.number for entry in chosen)
         ages = {
             prompt_index: [version - one for one in self.sampled_by.pop(prompt_index)]
@@ -154,7 +168,9 @@ def _done(summary: Summary) -> int:
 
 def _open_group(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> OpenGroup:
     done, lengths = _done(entry.summary), lengths_of(entry.drawn.number)
-    return OpenGroup(entry.drawn.number, done, np.minimum(lengths[lengths > done] - done, sizes.phase_tokens))
+    return OpenGroup(
+        entry.drawn.number, done, np.minimum(lengths[lengths > done] - done, sizes.phase_tokens)
+    )
 
 
 def _advanced(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> Entry[None]:
@@ -164,10 +180,14 @@ def _advanced(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> E
     return Entry(entry.drawn, PartialSummary(num_open, done) if num_open else _COMPLETE)
 
 
-def _tokens_by_age(ages: dict[int, list[int]], lengths_of: LengthsOf, sizes: PhaseSizes) -> IntArray:
+def _tokens_by_age(
+    ages: dict[int, list[int]], lengths_of: LengthsOf, sizes: PhaseSizes
+) -> IntArray:
     """Trained tokens by versions of age; ages: of each phase of each ticket."""
     found = np.zeros(1 + max(max(of_phases) for of_phases in ages.values()), np.int64)
     for prompt_index, of_phases in ages.items():
         for phase, age in enumerate(of_phases):
-            found[age] += np.clip(lengths_of(prompt_index) - phase * sizes.phase_tokens, 0, sizes.phase_tokens).sum()
+            found[age] += np.clip(
+                lengths_of(prompt_index) - phase * sizes.phase_tokens, 0, sizes.phase_tokens
+            ).sum()
     return found

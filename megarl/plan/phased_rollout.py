@@ -25,7 +25,8 @@ from megarl.samples.buffer import num_phases, staleness_bound
 from megarl.types import IntArray
 
 _SEQUENCES = 256  # of a step that are simulated: of an engine with more, a part
-_LEAST_PROMPTS, _LEAST_LONGEST = 16, 8  # prompts of a step of a part, and longest responses that its cache holds
+# prompts of a step of a part, and longest responses that its cache holds
+_LEAST_PROMPTS, _LEAST_LONGEST = 16, 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ class _PartSpeed:
 
     def step_s(self, running: OfGroups, held: OfGroups) -> float:
         groups, of_group = self.part.groups, self.part.of_group
-        return self.whole.step_s(np.tile(of_group * running, groups), np.tile(of_group * held, groups))
+        return self.whole.step_s(
+            np.tile(of_group * running, groups), np.tile(of_group * held, groups)
+        )
 
     def prefill_s(self, tokens: int) -> tuple[float, float]:
         of_group, of_all = self.whole.prefill_s(tokens)
@@ -157,7 +160,9 @@ class _Engine:
         """Each attention group reads a prompt once; what earlier phases have sampled differs from sample to sample."""
         return [
             SimulatedRequest(
-                self.prompt_tokens + group.done, int(new), shares_prompt=not group.done and place >= self.limits.groups
+                self.prompt_tokens + group.done,
+                int(new),
+                shares_prompt=not group.done and place >= self.limits.groups,
             )
             for place, new in enumerate(group.new)
         ]
@@ -181,13 +186,20 @@ def phased_rollout(
     beside: engines that sample while the ranks learn; None: all of them.
     """
     rollout, engines = recipe.rollout, speed.layout.count
-    per_prompt, prompts = samples.num_drawn // samples.drawn_prompts, -(-samples.drawn_prompts // engines)
+    per_prompt, prompts = (
+        samples.num_drawn // samples.drawn_prompts,
+        -(-samples.drawn_prompts // engines),
+    )
     part = _Part() if whole else _part(prompts, per_prompt, limits)
     phase_tokens = min(rollout.phase_tokens or limits.longest, limits.longest)
-    in_flight = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).num_drawn(rollout.in_flight)
+    in_flight = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).num_drawn(
+        rollout.in_flight
+    )
     wanted, in_flight = (-(-count // part.divisor) for count in (prompts, -(-in_flight // engines)))
     sizes = PhaseSizes(wanted, in_flight, per_prompt, phase_tokens, rollout.ahead)
-    lengths = np.array([one.response_tokens for one in whole_requests(samples, engines, limits.groups)], np.int64)
+    lengths = np.array(
+        [one.response_tokens for one in whole_requests(samples, engines, limits.groups)], np.int64
+    )
     of_part = replace(part.limits(limits), longest=phase_tokens)
     own = _PartSpeed(SimulatedSpeed(speed), part)
     engine = _Engine(own, of_part, samples.prompt_tokens, per_prompt, engines, beside or engines)
@@ -201,7 +213,9 @@ def _part(prompts: int, per_prompt: int, limits: GroupLimits) -> _Part:
     """The smallest part with `_SEQUENCES`, of whole groups as far as possible."""
     most = max(1, min(prompts * per_prompt // _SEQUENCES, prompts // _LEAST_PROMPTS))
     groups = max(divisor for divisor in divisors(limits.groups) if divisor <= most)
-    return _Part(groups, max(1, min(most // groups, limits.cache // (_LEAST_LONGEST * limits.longest))))
+    return _Part(
+        groups, max(1, min(most // groups, limits.cache // (_LEAST_LONGEST * limits.longest)))
+    )
 
 
 def _lengths_of(lengths: IntArray, part: _Part, per_prompt: int) -> LengthsOf:
@@ -210,7 +224,9 @@ def _lengths_of(lengths: IntArray, part: _Part, per_prompt: int) -> LengthsOf:
     A part has as many short and as many long ones as the engine.
     """
     if part.divisor > 1:
-        lengths = np.random.default_rng(0).permutation(np.sort(lengths)[part.divisor // 2 :: part.divisor])
+        lengths = np.random.default_rng(0).permutation(
+            np.sort(lengths)[part.divisor // 2 :: part.divisor]
+        )
 
     @cache
     def turn(number: int) -> IntArray:
@@ -219,13 +235,19 @@ def _lengths_of(lengths: IntArray, part: _Part, per_prompt: int) -> LengthsOf:
     @cache
     def of_drawn(prompt_index: int) -> IntArray:
         places = range(prompt_index * per_prompt, (prompt_index + 1) * per_prompt)
-        return np.array([turn(place // len(lengths))[place % len(lengths)] for place in places], np.int64)
+        return np.array(
+            [turn(place // len(lengths))[place % len(lengths)] for place in places], np.int64
+        )
 
     return of_drawn
 
 
 def _figures(
-    recipe: Recipe, speed: EngineSpeed, samples: Samples, steps: Sequence[PhasedStep[_Phase]], part: _Part
+    recipe: Recipe,
+    speed: EngineSpeed,
+    samples: Samples,
+    steps: Sequence[PhasedStep[_Phase]],
+    part: _Part,
 ) -> PhasedRollout:
     phases = [phase for step in steps for phase in step.all_results]
     tokens_by_age = np.zeros(1 + max(step.oldest for step in steps))
@@ -236,9 +258,14 @@ def _figures(
     def of_step(value: Callable[[_Phase], float]) -> float:
         return fmean(sum(map(value, step.all_results)) for step in steps)
 
-    prefill_s, total_s = of_step(lambda phase: phase.prefill_s), of_step(lambda phase: phase.total_s)
+    prefill_s, total_s = (
+        of_step(lambda phase: phase.prefill_s),
+        of_step(lambda phase: phase.total_s),
+    )
     longest = max(phase.longest for phase in phases)
-    alone = speed.step_s(1, samples.prompt_tokens + max(phase.most for phase in phases) - longest / 2)
+    alone = speed.step_s(
+        1, samples.prompt_tokens + max(phase.most for phase in phases) - longest / 2
+    )
     time = RolloutTime(
         prefill_s=prefill_s,
         decode_s=total_s - prefill_s,
@@ -249,7 +276,9 @@ def _figures(
         again_share=of_step(lambda phase: phase.retracted_tokens) / tokens,
         longest=longest,
         alone_s=longest * alone,
-        beside_s=tuple(step.beside.total_s if step.beside else 0.0 for step in steps) if recipe.rollout.ahead else (),
+        beside_s=tuple(step.beside.total_s if step.beside else 0.0 for step in steps)
+        if recipe.rollout.ahead
+        else (),
     )
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     return PhasedRollout(
@@ -258,7 +287,8 @@ def _figures(
         phases=fmean(len(step.all_results) for step in steps),
         again_s=of_step(lambda phase: phase.again_s),
         again_share=of_step(lambda phase: phase.again_tokens) / tokens,
-        token_mean=float(tokens_by_age @ np.arange(len(tokens_by_age))) / float(tokens_by_age.sum()),
+        token_mean=float(tokens_by_age @ np.arange(len(tokens_by_age)))
+        / float(tokens_by_age.sum()),
         token_max=len(tokens_by_age) - 1,
         bound=staleness_bound(recipe, hyperparameters),
         open_sequences=part.divisor * max(phase.sequences for phase in phases),

@@ -64,8 +64,15 @@ class _Grid:
         parts: list[list[int]] = []  # [first node, last node, first GPU, last GPU]
         for node in range(slots.start // self.per_node, (slots.stop - 1) // self.per_node + 1):
             start = node * self.per_node
-            low, high = max(slots.start, start) - start, min(slots.stop, start + self.per_node) - 1 - start
-            joins = bool(parts) and parts[-1][1:] == [node - 1, low, high] and (self.down or node % _MOST_COLUMNS)
+            low, high = (
+                max(slots.start, start) - start,
+                min(slots.stop, start + self.per_node) - 1 - start,
+            )
+            joins = (
+                bool(parts)
+                and parts[-1][1:] == [node - 1, low, high]
+                and (self.down or node % _MOST_COLUMNS)
+            )
             if joins:
                 parts[-1][1] = node
             else:
@@ -94,7 +101,9 @@ def draw(plan: RunPlan, path: Path) -> None:
     right = below[1].subgridspec(2, 1)
     _draw_step(figure.add_subplot(right[0]), plan)
     _draw_reshard(figure.add_subplot(right[1]), plan)
-    figure.suptitle(f"{title(plan)}\n{reward_result(plan)}", fontsize=13, color="black" if plan.fits else _RED)
+    figure.suptitle(
+        f"{title(plan)}\n{reward_result(plan)}", fontsize=13, color="black" if plan.fits else _RED
+    )
     FigureCanvasAgg(figure).print_png(path)
 
 
@@ -104,15 +113,32 @@ def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]
     colours = _stage_colours(size.layout.pp)
     for slot in plan.slots:
         at = slot.ranks.get(model)
-        colour = colours[at.pp] if at else _OTHERS if slot.ranks or slot.engine is not None else _IDLE
+        colour = (
+            colours[at.pp] if at else _OTHERS if slot.ranks or slot.engine is not None else _IDLE
+        )
         ((left, top, *_),) = grid.boxes(range(slot.slot, slot.slot + 1))
-        axes.add_patch(Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5))
+        axes.add_patch(
+            Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5)
+        )
         if grid.down:
-            axes.text(left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8)
+            axes.text(
+                left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8
+            )
     for stage in size.pipeline_stages() if not grid.down else ():
         left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
-        behind = {"facecolor": colours[stage.stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
-        words = {"ha": "center", "va": "center", "fontsize": 11, "fontweight": "bold", "bbox": behind, "zorder": 3}
+        behind = {
+            "facecolor": colours[stage.stage],
+            "edgecolor": "none",
+            "boxstyle": "round,pad=0.15",
+        }
+        words = {
+            "ha": "center",
+            "va": "center",
+            "fontsize": 11,
+            "fontweight": "bold",
+            "bbox": behind,
+            "zorder": 3,
+        }
         axes.text(left + width / 2, top + height / 2, str(stage.stage), **words)
     for engine in range(plan.engine.count):
         first = plan.engine.first + engine * plan.engine.tp
@@ -145,7 +171,9 @@ def _stage_colours(count: int) -> list[Any]:
     """Light enough for black words, and neighbours apart."""
     from matplotlib import colormaps
 
-    shades = [colormaps[_STAGE_COLOURS](0.08 + 0.84 * place / max(1, count - 1)) for place in range(count)]
+    shades = [
+        colormaps[_STAGE_COLOURS](0.08 + 0.84 * place / max(1, count - 1)) for place in range(count)
+    ]
     return [tuple(0.45 * part + 0.55 for part in shade[:3]) for shade in shades]
 
 
@@ -167,17 +195,37 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
         heights = [parts.by_name()[part] / 1e9 for parts in plan.memory.device.values()]
         if any(heights):
             label = part.replace("_", " ")
-            axes.bar(phases, heights, 0.62, bottoms, color=colour, label=label, edgecolor="#555555", linewidth=0.4)
+            axes.bar(
+                phases,
+                heights,
+                0.62,
+                bottoms,
+                color=colour,
+                label=label,
+                edgecolor="#555555",
+                linewidth=0.4,
+            )
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
     capacity = plan.hardware.memory_bytes / 1e9
     for place, total in enumerate(bottoms):
         too_much = total > capacity
         words = amount(total)
-        axes.text(place, total + capacity * 0.012, words, ha="center", color=_RED if too_much else "black")
+        axes.text(
+            place, total + capacity * 0.012, words, ha="center", color=_RED if too_much else "black"
+        )
     axes.axhline(capacity, color=_RED, linestyle="--", linewidth=1.3)
     words = f"{plan.hardware.name}: {capacity:.1f} GB"
     behind = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0}
-    axes.text(len(phases) - 0.45, capacity * 1.01, words, color=_RED, va="bottom", ha="right", fontsize=9, bbox=behind)
+    axes.text(
+        len(phases) - 0.45,
+        capacity * 1.01,
+        words,
+        color=_RED,
+        va="bottom",
+        ha="right",
+        fontsize=9,
+        bbox=behind,
+    )
     axes.set_ylim(0, max(capacity, *bottoms) * 1.12)
     axes.set_xlim(-0.6, len(phases) - 0.4)
     axes.set_ylabel("GB on the fullest GPU")
@@ -201,7 +249,9 @@ def _draw_reshard(axes: Any, plan: RunPlan) -> None:
     }
     colours = dict.fromkeys(values, _PHASE_COLOURS["reshard"]) | {"gather everything": "#bbbbbb"}
     _bars(axes, values, colours, "GB")
-    words = f"reshard, GB into a GPU: {amount(found.expected_s)} s, at least {amount(found.bound_s)} s"
+    words = (
+        f"reshard, GB into a GPU: {amount(found.expected_s)} s, at least {amount(found.bound_s)} s"
+    )
     axes.set_title(words, loc="left", fontsize=10)
 
 

@@ -49,7 +49,11 @@ def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
     layout = size.layout
     dense = f"tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
     virtual = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
-    experts = f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}" if size.shape.num_experts else ""
+    experts = (
+        f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}"
+        if size.shape.num_experts
+        else ""
+    )
     return f"{_joined(models)}: {dense}{virtual}{experts}"
 
 
@@ -85,7 +89,14 @@ def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
     console.print(text(title(plan), style="bold"))
     console.print(text(reward_result(plan), style="green" if plan.fits else "bold red"))
-    for part in (_placement(plan), _memory(plan), _batch(plan), _rollout(plan), _reshard(plan), _step(plan)):
+    for part in (
+        _placement(plan),
+        _memory(plan),
+        _batch(plan),
+        _rollout(plan),
+        _reshard(plan),
+        _step(plan),
+    ):
         console.print()
         console.print(part)
 
@@ -98,7 +109,13 @@ def _placement(plan: RunPlan) -> RenderableType:
         size = plan.sizes[models[0]]
         for stage in size.pipeline_stages():
             nodes = sorted({slot // per_node for slot in stage.slots})
-            table.add_row(_joined(models), str(stage.stage), spans(nodes), spans(stage.slots), spans(stage.layers))
+            table.add_row(
+                _joined(models),
+                str(stage.stage),
+                spans(nodes),
+                spans(stage.slots),
+                spans(stage.layers),
+            )
         lines.append(text(parallel_sizes(models, size)))
     policy = plan.sizes["policy"]
     if policy.model.facts:
@@ -121,7 +138,9 @@ def _memory(plan: RunPlan) -> RenderableType:
         table.add_row(phase, *row, amount(parts.total_bytes / 1e9), f"{share:.0%}", style=style)
     slot = found.fullest_slot[found.peak_phase]
     words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {found.peak_phase} takes most, on slot {slot}"
-    purposes = ", ".join(f"{name.replace('_', ' ')} {amount(value / 1e9)}" for name, value in found.host.items())
+    purposes = ", ".join(
+        f"{name.replace('_', ' ')} {amount(value / 1e9)}" for name, value in found.host.items()
+    )
     host = f"{amount(found.host_bytes / 1e9)} of {amount(found.host_capacity_bytes / 1e9)} GB: {purposes}"
     return Group(table, text(words), text(f"the fullest node's host holds {host}"))
 
@@ -136,10 +155,19 @@ def _batch(plan: RunPlan) -> RenderableType:
             amount(share.micro_batches), f"{amount(share.tokens_full)} in {amount(share.micro_batches_full)}",
             f"{share.bubble:.0%}", f"{share.balance:.0%}",
         )  # fmt: skip
-    drawn = f"{samples.drawn_prompts:,} prompts drawn" if samples.drawn_prompts != samples.prompts else ""
+    drawn = (
+        f"{samples.drawn_prompts:,} prompts drawn"
+        if samples.drawn_prompts != samples.prompts
+        else ""
+    )
     words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples{f', {drawn}' if drawn else ''}; "
-    mean = f"{samples.lengths.mean():,.0f} tokens in the mean (assumed), {samples.longest:,} at most"
-    lines = [text(words + mean), text("sequences, tokens and micro-batches are of one rank and one update")]
+    mean = (
+        f"{samples.lengths.mean():,.0f} tokens in the mean (assumed), {samples.longest:,} at most"
+    )
+    lines = [
+        text(words + mean),
+        text("sequences, tokens and micro-batches are of one rank and one update"),
+    ]
     return Group(table, *lines, *(text(line, style="yellow") for line in plan.advice))
 
 
@@ -162,21 +190,30 @@ def _rollout(plan: RunPlan) -> RenderableType:
         _add_episodes(table, plan, plan.recipe.episode)
     whole = "the longest episode" if plan.recipe.episode else "the longest response"
     longest = "the most tokens that a phase adds" if plan.phases else whole
-    alone = f"{longest} alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
+    alone = (
+        f"{longest} alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
+    )
     return Group(table, text(f"{alone} of the rollout's {amount(found.total_s)} s"))
 
 
 def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
     turns, count = plan.samples.turns, plan.engine.count
-    table.add_row("turns of an episode, mean (assumed) and maximum", f"{amount(turns.mean)}, {turns.most}")
+    table.add_row(
+        "turns of an episode, mean (assumed) and maximum", f"{amount(turns.mean)}, {turns.most}"
+    )
     table.add_row("observation tokens of an episode, mean (assumed)", amount(turns.observed_tokens))
     table.add_row("seconds between its turns, without the tools' own", amount(plan.rollout.turns_s))
-    table.add_row("seconds of the longest, at most, without the tools' own", amount(plan.rollout.longest_s(count)))
+    table.add_row(
+        "seconds of the longest, at most, without the tools' own",
+        amount(plan.rollout.longest_s(count)),
+    )
     table.add_row("worker processes of tools, all engines", f"{count * episode.workers:,}")
     load, rollout_s = plan.tool_load, plan.rollout.total_s
     if load:
         per_s = amount(load.calls_per_s(rollout_s))
-        table.add_row("turns of a step that call tools (assumed), and a second", f"{load.calls:,.0f}, {per_s}")
+        table.add_row(
+            "turns of a step that call tools (assumed), and a second", f"{load.calls:,.0f}, {per_s}"
+        )
         every = f"cores of tools, if every call used its whole {load.call_s:g} s ({load.limit})"
         table.add_row(every, amount(load.cores(rollout_s)))
 
@@ -186,7 +223,9 @@ def _add_phases(table: Table, found: PhasedRollout) -> None:
     table.add_row("phases of a step", amount(found.phases))
     table.add_row("open sequences in a phase", f"{found.open_sequences:,}")
     table.add_row("their tokens at its end", f"{found.open_tokens:,}")
-    table.add_row("earlier phases' tokens read again, over the responses'", f"{found.again_share:.1%}")
+    table.add_row(
+        "earlier phases' tokens read again, over the responses'", f"{found.again_share:.1%}"
+    )
     table.add_row("seconds to read them again", amount(found.again_s))
     table.add_row("versions by which tokens are stale, mean and maximum", ages)
 
@@ -207,7 +246,9 @@ def _reshard(plan: RunPlan) -> RenderableType:
         table.add_row(name, amount(spread.mean / 1e9), amount(spread.max / 1e9))
     rounds = f"in {found.rounds} rounds of {plan.recipe.reshard.round_bytes / 1e6:,.0f} MB"
     words = f"{amount(found.expected_s)} s expected, {amount(found.bound_s)} s at least, {rounds}"
-    return Group(table, text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best"))
+    return Group(
+        table, text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best")
+    )
 
 
 def _step(plan: RunPlan) -> RenderableType:
@@ -221,17 +262,29 @@ def _step(plan: RunPlan) -> RenderableType:
         }
     for role, times in plan.learning.items():
         phase = "train" if role == "policy" else role
-        details[phase] = {key.removesuffix("_s").replace("_", " "): spent for key, spent in asdict(times).items()}
+        details[phase] = {
+            key.removesuffix("_s").replace("_", " "): spent for key, spent in asdict(times).items()
+        }
     for phase, seconds in plan.step.by_phase().items():
-        parts = ", ".join(f"{name} {amount(value)}" for name, value in details.get(phase, {}).items() if value)
+        parts = ", ".join(
+            f"{name} {amount(value)}" for name, value in details.get(phase, {}).items() if value
+        )
         table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
     table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
     lines = []
     if rollout.beside_s:
         beside, learning = amount(rollout.mean_beside_s), amount(plan.step.learning_s)
-        lines.append(text(f"beside {learning} s of training a phase of {beside} s is sampled by the weights before"))
+        lines.append(
+            text(
+                f"beside {learning} s of training a phase of {beside} s is sampled by the weights before"
+            )
+        )
     waits = {"sample": plan.engines_wait_s, "train": plan.ranks_wait_s}
-    lines += [text(f"GPUs that only {what} wait {amount(spent)} s of a step") for what, spent in waits.items() if spent]
+    lines += [
+        text(f"GPUs that only {what} wait {amount(spent)} s of a step")
+        for what, spent in waits.items()
+        if spent
+    ]
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
     if not plan.fits:
         words += " It means little before the recipe fits."
@@ -245,11 +298,18 @@ def _joined(models: Iterable[str]) -> str:
 def empty_table(title: str, *columns: str) -> Table:
     """Heads have their line ends, so that a page of 80 columns need not cut figures; columns of words may be folded."""
     table = Table(
-        title=title, title_justify="left", title_style="bold cyan", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+        title=title,
+        title_justify="left",
+        title_style="bold cyan",
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
     )
     for place, column in enumerate(columns):
         folds = column == "of what"
-        table.add_column(column, justify="right" if place and not folds else "left", no_wrap=not folds)
+        table.add_column(
+            column, justify="right" if place and not folds else "left", no_wrap=not folds
+        )
     return table
 
 
@@ -277,18 +337,26 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     return {
         "name": plan.recipe.run.name,
         "fits": plan.fits,
-        "faults": [{"where": error.where, "problem": error.problem, "mend": error.hint} for error in plan.errors],
+        "faults": [
+            {"where": error.where, "problem": error.problem, "mend": error.hint}
+            for error in plan.errors
+        ],
         "hardware": plan.hardware.model_dump(),
         "model": {
             "parameters": policy.parameters,
             "active_parameters": policy.active_parameters,
-            "file_bytes": file_bytes(policy.shape, policy.model.facts) if policy.model.facts else None,
+            "file_bytes": file_bytes(policy.shape, policy.model.facts)
+            if policy.model.facts
+            else None,
         },
         "ranks": [_slot_json(slot) for slot in plan.slots],
         "memory": {
             "capacity_bytes": memory.capacity_bytes,
             "peak_phase": memory.peak_phase,
-            "device": {phase: asdict(of) | {"total_bytes": of.total_bytes} for phase, of in memory.device.items()},
+            "device": {
+                phase: asdict(of) | {"total_bytes": of.total_bytes}
+                for phase, of in memory.device.items()
+            },
             "fullest_slot": memory.fullest_slot,
             "slot_bytes": memory.slot_bytes,
             "host": memory.host,
@@ -319,7 +387,10 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
 def _episodes_json(plan: RunPlan) -> dict[str, Any]:
     load, rollout_s, tools = plan.tool_load, plan.rollout.total_s, None
     if load and rollout_s:
-        tools = asdict(load) | {"calls_per_s": load.calls_per_s(rollout_s), "cores": load.cores(rollout_s)}
+        tools = asdict(load) | {
+            "calls_per_s": load.calls_per_s(rollout_s),
+            "cores": load.cores(rollout_s),
+        }
     return asdict(plan.samples.turns) | {"tools": tools}
 
 

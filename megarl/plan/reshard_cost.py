@@ -62,9 +62,17 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
     Where engines get adapters on their own it has these alone; the frozen weights travel once, as the run starts.
     """
     policy, engines = roles.policy, roles.engines
-    factors = factor_maps(policy.shape, policy.layout, engines, policy.lora, transformer_engine=True)
-    sources, targets = factors or weight_maps(policy.shape, policy.layout, engines, transformer_engine=True)
-    members, node, dtype = roles.num_members, roles.recipe.placement.gpus_per_node, roles.recipe.model.dtype
+    factors = factor_maps(
+        policy.shape, policy.layout, engines, policy.lora, transformer_engine=True
+    )
+    sources, targets = factors or weight_maps(
+        policy.shape, policy.layout, engines, transformer_engine=True
+    )
+    members, node, dtype = (
+        roles.num_members,
+        roles.recipe.placement.gpus_per_node,
+        roles.recipe.model.dtype,
+    )
     found = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
     gathered = gathered_bytes(sources, targets, members, dtype)
     wanting = found.dest > 0
@@ -82,7 +90,9 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
     )
 
 
-def gathered_bytes(sources: Sequence[Part], targets: Sequence[Part], members: int, dtype: str) -> IntArray:
+def gathered_bytes(
+    sources: Sequence[Part], targets: Sequence[Part], members: int, dtype: str
+) -> IntArray:
     """[members] the model's bytes that each does not hold itself, of the tensors that the engines want.
 
     In the model's type: quantising comes behind a gather. The distinct boxes of all parts are the model, for parts
@@ -109,7 +119,9 @@ def bound_s(found: Traffic, gpus_per_node: int, hardware: Hardware) -> float:
     """
     cards = gpus_per_node * hardware.nic_bytes_per_s
     of_nodes = float(found.minimum_fabric.max()) / cards
-    of_gpus = float(found.minimum_wire.max()) / (hardware.nic_bytes_per_s + hardware.nvlink_bytes_per_s)
+    of_gpus = float(found.minimum_wire.max()) / (
+        hardware.nic_bytes_per_s + hardware.nvlink_bytes_per_s
+    )
     return max(of_nodes, of_gpus)
 
 
@@ -119,8 +131,12 @@ def expected_s(found: Traffic, hardware: Hardware) -> float:
     What one send stage brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but
     for one send stage (docs/resharding.md). Everything is written once more, out of buffers into parameters.
     """
-    fabric = max(found.fabric_in.max(), found.fabric_out.max()) / (hardware.nic_bytes_per_s * hardware.nic_share)
-    inside = max(found.node_in.max(), found.node_out.max()) / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
+    fabric = max(found.fabric_in.max(), found.fabric_out.max()) / (
+        hardware.nic_bytes_per_s * hardware.nic_share
+    )
+    inside = max(found.node_in.max(), found.node_out.max()) / (
+        hardware.nvlink_bytes_per_s * hardware.nvlink_share
+    )
     copied = 2 * found.dest.max() / (hardware.hbm_bytes_per_s * hardware.hbm_share)
     return float(max(fabric, inside) + min(fabric, inside) / SEND_STAGES + copied)
 
@@ -133,20 +149,27 @@ def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware:
     per_node = min(gpus_per_node, members)
     cards = per_node * hardware.nic_bytes_per_s * hardware.nic_share
     fabric = num_bytes / cards if members > gpus_per_node else 0.0
-    inside = num_bytes * (per_node - 1) / per_node / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
+    inside = (
+        num_bytes
+        * (per_node - 1)
+        / per_node
+        / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
+    )
     return max(fabric, inside)
 
 
-def _num_rounds(sources: Sequence[Part], targets: Sequence[Part], found: Traffic, roles: Roles) -> int:
+def _num_rounds(
+    sources: Sequence[Part], targets: Sequence[Part], found: Traffic, roles: Roles
+) -> int:
     """All members go on with the largest number that anyone needs of each send stage (`Streams.rounds_needed`)."""
     busiest = np.argsort(-(found.wire_in + found.wire_out), kind="stable")[: _WATCHED // 2]
     recipe, members = roles.recipe, roles.num_members
     watched = {*busiest.tolist(), *range(0, members, max(1, members * 2 // _WATCHED))}
     node, dtype = recipe.placement.gpus_per_node, recipe.model.dtype
     needed = [
-        plan_streams(sources, targets, member, members, gpus_per_node=node, dtype=dtype).rounds_needed(
-            recipe.reshard.round_bytes
-        )
+        plan_streams(
+            sources, targets, member, members, gpus_per_node=node, dtype=dtype
+        ).rounds_needed(recipe.reshard.round_bytes)
         for member in sorted(watched)
     ]
     return sum(map(max, zip(*needed, strict=True)))

@@ -132,7 +132,9 @@ def rough_rollout_s(speed: EngineSpeed, samples: Samples, room: int) -> float:
     """
     responses, engines = samples.responses, speed.layout.count
     running = max(1, min(room, math.ceil(len(responses) / engines)))
-    full_s = samples.sampled_tokens / engines / running * speed.step_s(running, samples.running_tokens)
+    full_s = (
+        samples.sampled_tokens / engines / running * speed.step_s(running, samples.running_tokens)
+    )
     longest, sampled_share = int(responses.max()), 1 - samples.turns.observed_share
     left = sampled_share * (longest - float(responses.mean()))
     turns_s = TURN_S * (samples.turns.turns_of(longest) - 1)
@@ -144,7 +146,9 @@ def sampled(
 ) -> tuple[SimulatedEngine, list[float]]:
     """(an engine that has sampled all of the requests, the seconds at which each was done)."""
     engine = SimulatedEngine(limits, speed)
-    balancer = RequestBalancer([Capacity(limits.slots, limits.cache)] * limits.groups, limits.longest)
+    balancer = RequestBalancer(
+        [Capacity(limits.slots, limits.cache)] * limits.groups, limits.longest
+    )
     observe_lengths(balancer, [request.added_tokens for request in requests])
     waiting = deque(requests)
 
@@ -162,7 +166,10 @@ def sampled(
 
 def whole_requests(samples: Samples, engines: int, groups: int) -> list[SimulatedRequest]:
     """Of the engine with the most prompts; each group reads a prompt once, and its samples are spread evenly."""
-    per_prompt, prompts = samples.num_drawn // samples.drawn_prompts, -(-samples.drawn_prompts // engines)
+    per_prompt, prompts = (
+        samples.num_drawn // samples.drawn_prompts,
+        -(-samples.drawn_prompts // engines),
+    )
     count = prompts * per_prompt
     lengths = samples.responses[:: max(1, len(samples.responses) // count)][:count]
     return [
@@ -173,4 +180,6 @@ def whole_requests(samples: Samples, engines: int, groups: int) -> list[Simulate
 
 def _request(samples: Samples, length: int, *, shares_prompt: bool) -> SimulatedRequest:
     observed, turns = samples.turns.observed_of(length), samples.turns.turns_of(length)
-    return SimulatedRequest(samples.prompt_tokens, length - observed, shares_prompt, observed, turns)
+    return SimulatedRequest(
+        samples.prompt_tokens, length - observed, shares_prompt, observed, turns
+    )

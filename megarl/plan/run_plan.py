@@ -37,7 +37,8 @@ from megarl.preflight.phase_checks import phase_errors
 from megarl.rollout.sglang.batch_sizes import limit_of
 from megarl.types import UserError, UserErrors
 
-MOST_SAMPLES = 2**16  # samples of a step; dealing them takes seconds, and four times as many a minute or more
+# samples of a step; dealing them takes seconds, and four times as many a minute or more
+MOST_SAMPLES = 2**16
 MOST_GPUS = 4096
 
 
@@ -92,7 +93,11 @@ class RunPlan:
     @property
     def ranks_wait_s(self) -> float:
         """Seconds of a step in which GPUs that only train have nothing to do; 0: there are none."""
-        return self.step.rollout_s + self.step.ahead_s if any(slot.engine is None for slot in self.slots) else 0.0
+        return (
+            self.step.rollout_s + self.step.ahead_s
+            if any(slot.engine is None for slot in self.slots)
+            else 0.0
+        )
 
     @property
     def tool_load(self) -> ToolLoad | None:
@@ -134,7 +139,8 @@ def make_plan(
     samples = step_samples(recipe, response_share)
     reshard = plan_reshard(roles, hardware)
     shares: dict[RoleName, RankWork] = {
-        role: share_of(size.recipe, size.shape, size.layout, samples) for role, size in sizes.items()
+        role: share_of(size.recipe, size.shape, size.layout, samples)
+        for role, size in sizes.items()
     }
     learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
     tries = _Tries(hardware, sizes, samples, math.ceil(shares["policy"].micro_batches), others)
@@ -156,7 +162,11 @@ def make_plan(
             *advice(recipe, policy.layout, roles.engines.count, samples),
             *cache_advice(recipe, policy.shape, memory, tries.engines),
             *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
-            *([] if memory.errors else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)),
+            *(
+                []
+                if memory.errors
+                else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)
+            ),
         ),
         reshard=reshard,
         rollout=rollout,
@@ -189,7 +199,9 @@ class _Tries:
 
     def engines(self, changed: Recipe) -> tuple[MemoryPlan, StepTime]:
         room = self.memory(changed, self.sizes)
-        return room, self.others.with_rollout(rollout_of(resolve(changed), self.hardware, room, self.samples))
+        return room, self.others.with_rollout(
+            rollout_of(resolve(changed), self.hardware, room, self.samples)
+        )
 
 
 def size_errors(recipe: Recipe) -> list[UserError]:
@@ -214,7 +226,12 @@ def plan_errors(roles: Roles) -> list[UserError]:
     Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
     """
     recipe, shape = roles.recipe, roles.policy.model.known_shape
-    errors = hyperparameter_errors(recipe) + sampling_errors(recipe) + phase_errors(roles) + lora_errors(roles)
+    errors = (
+        hyperparameter_errors(recipe)
+        + sampling_errors(recipe)
+        + phase_errors(roles)
+        + lora_errors(roles)
+    )
     if recipe.algorithm.name not in ALGORITHMS:
         return errors
     errors += key_errors(recipe)
@@ -229,12 +246,16 @@ def plan_errors(roles: Roles) -> list[UserError]:
     return errors + batch_errors(recipe) + loss_errors(recipe, shape)
 
 
-def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout) -> tuple[Slot, ...]:
+def slot_map(
+    recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout
+) -> tuple[Slot, ...]:
     """Every slot in order."""
     found = []
     for slot in range(recipe.placement.gpus):
         ranks: dict[RoleName, RankCoords] = {
-            role: size.layout.coords(slot - size.first_slot) for role, size in sizes.items() if slot in size.slots
+            role: size.layout.coords(slot - size.first_slot)
+            for role, size in sizes.items()
+            if slot in size.slots
         }
         node, gpu = divmod(slot, recipe.placement.gpus_per_node)
         found.append(Slot(slot, node, gpu, ranks, *(engine.member(slot) or (None, None))))
@@ -244,10 +265,14 @@ def slot_map(recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: Engine
 def is_phased(recipe: Recipe) -> bool:
     """Whether a step's samples may be older than its policy."""
     rollout = recipe.rollout
-    return bool(rollout.phase_tokens or rollout.ahead) and not learns_from_answers(recipe.algorithm.name)
+    return bool(rollout.phase_tokens or rollout.ahead) and not learns_from_answers(
+        recipe.algorithm.name
+    )
 
 
-def rollout_of(roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples) -> RolloutTime:
+def rollout_of(
+    roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples
+) -> RolloutTime:
     """The seconds of a recipe's rollout."""
     recipe = roles.recipe
     if learns_from_answers(recipe.algorithm.name):  # nothing is sampled
@@ -258,14 +283,20 @@ def rollout_of(roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Sa
     return rollout_time(speed, samples, group_limits(recipe, hardware, memory))
 
 
-def phased_of(roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples) -> PhasedRollout:
+def phased_of(
+    roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples
+) -> PhasedRollout:
     """A recipe's rollout in phases, of which there is one where responses are sampled whole."""
     recipe, beside = roles.recipe, len(roles.unshared_engines)
     speed = engine_speed(recipe, roles.policy.shape, hardware, memory)
-    return phased_rollout(recipe, speed, samples, group_limits(recipe, hardware, memory), beside=beside)
+    return phased_rollout(
+        recipe, speed, samples, group_limits(recipe, hardware, memory), beside=beside
+    )
 
 
-def engine_speed(recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan) -> EngineSpeed:
+def engine_speed(
+    recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan
+) -> EngineSpeed:
     """The decoding of the recipe's engines; shape: of the policy."""
     engine, dtype = engine_layout(recipe), recipe.model.dtype
     weights = fmean(weight_bytes(shape, engine, dtype))

@@ -12,7 +12,12 @@ from megarl.plan.layout_search import Need, SearchResult, needs_of
 from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
 from megarl.plan.run_plan import RunPlan
 
-_NEEDS: Mapping[Need, str] = {"fp8": "fp8, TIS", "deepep": "DeepEP", "draft": "drafts", "offload": "AdamW on the host"}
+_NEEDS: Mapping[Need, str] = {
+    "fp8": "fp8, TIS",
+    "deepep": "DeepEP",
+    "draft": "drafts",
+    "offload": "AdamW on the host",
+}
 _NOT_TRIED = {
     "engine": "engines of other dense, head or sglang keys, or on other GPUs",
     "train": "cp above the recipe's, etp, selective recomputation, ranks of their own for a critic",
@@ -32,7 +37,11 @@ def _show(result: SearchResult, console: Console) -> None:
         console.print(text(line))
     for row in result.best.values():
         console.print()
-        where = "the recipe's layout" if not row.overlay else f"{amount(row.plan.step.total_s)} s a step"
+        where = (
+            "the recipe's layout"
+            if not row.overlay
+            else f"{amount(row.plan.step.total_s)} s a step"
+        )
         console.print(text(f"# {where}, {_needed(row.plan)}", style="bold cyan"))
         console.print(text(overlay_yaml(row.overlay).rstrip() or "# no overlay is needed"))
 
@@ -81,7 +90,10 @@ def _remarks(result: SearchResult) -> list[str]:
 
 
 def _needed(plan: RunPlan) -> str:
-    return ", ".join(words for need, words in _NEEDS.items() if need in needs_of(plan.recipe)) or "nothing else"
+    return (
+        ", ".join(words for need, words in _NEEDS.items() if need in needs_of(plan.recipe))
+        or "nothing else"
+    )
 
 
 def _engine_words(plan: RunPlan) -> str:

@@ -23,7 +23,8 @@ from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_B
 from megarl.plan.rollout_time import RolloutTime
 from megarl.training.flops import TRAIN_OVER_FORWARD, total_forward_flops
 
-HOST_ADAM_BYTES_PER_S = 40e9  # assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
+# assumption: a GPU's eighth of a host's memory bandwidth, for an optimizer there
+HOST_ADAM_BYTES_PER_S = 40e9
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ def step_times(
     models: dict[RoleName, ComputingModel] = {
         role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()
     }
-    learning: dict[RoleName, TrainTime] = {"policy": policy_time(recipe, models["policy"], samples, hardware, node)}
+    learning: dict[RoleName, TrainTime] = {
+        "policy": policy_time(recipe, models["policy"], samples, hardware, node)
+    }
     score_s = critic_s = 0.0
     if "critic" in models:
         learning["critic"] = critic_time(models["critic"], samples, hardware, node)
@@ -164,7 +167,9 @@ def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> Comp
         optimizer_bytes=max(map(size.optimizer_share, stages)) * each,
         parameters=size.adapter_parameters or size.parameters,
         deepep=options.megatron.get("moe_token_dispatcher_type") == "flex",
-        frozen_bytes=(weights - size.trained(fullest)) * size.weight_bytes if size.adapter_parameters else 0.0,
+        frozen_bytes=(weights - size.trained(fullest)) * size.weight_bytes
+        if size.adapter_parameters
+        else 0.0,
     )
 
 
@@ -174,7 +179,13 @@ def forward_s(model: ComputingModel, samples: Samples, hardware: Hardware, node:
 
 
 def passes_s(
-    model: ComputingModel, samples: Samples, hardware: Hardware, node: int, *, forwards: int, backwards: int
+    model: ComputingModel,
+    samples: Samples,
+    hardware: Hardware,
+    node: int,
+    *,
+    forwards: int,
+    backwards: int,
 ) -> float:
     """So many passes over the step's samples, stretched by bubble, imbalance and the fullest stage's layers.
 
@@ -186,13 +197,17 @@ def passes_s(
     passes = forwards + backwards * model.backward_passes
     flops = passes * total_forward_flops(model.shape, samples.lengths)
     products = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
-    exchanges = layers.exchanges(float(samples.lengths.sum()) / model.layout.dp).total(forwards, backwards)
+    exchanges = layers.exchanges(float(samples.lengths.sum()) / model.layout.dp).total(
+        forwards, backwards
+    )
     each = layers.micro_batch_s(model.weights_bytes, model.grads_bytes, forwards, backwards)
     seconds = (products + exchanges) / share.balance + share.updates * share.micro_batches * each
     return seconds * (1 + share.bubble) * layers.unevenness
 
 
-def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+def policy_time(
+    recipe: Recipe, model: ComputingModel, samples: Samples, hardware: Hardware, node: int
+) -> TrainTime:
     """`PolicyRank`: old log-probabilities if it `needs_old_logprobs`, those of a reference, then the updates."""
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     once = forward_s(model, samples, hardware, node)
@@ -200,7 +215,8 @@ def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardwar
     if has_reference(recipe.algorithm, recipe.reference.use):
         reference = once
     merged, crossing_s = trains_merged(recipe), model.weights_bytes / hardware.pcie_bytes_per_s
-    if reference_copy(recipe) or (reference and merged):  # its weights and the policy's change places, and back
+    # its weights and the policy's change places, and back
+    if reference_copy(recipe) or (reference and merged):
         reference += 4 * crossing_s
     learnt = learning_time(model, samples, hardware, node)
     if merged:  # the frozen weights come from the host for each update's sums
@@ -209,12 +225,19 @@ def policy_time(recipe: Recipe, model: ComputingModel, samples: Samples, hardwar
     return replace(learnt, old_logprobs_s=old_logprobs, reference_s=reference)
 
 
-def critic_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+def critic_time(
+    model: ComputingModel, samples: Samples, hardware: Hardware, node: int
+) -> TrainTime:
     """A forward pass for the values, then its updates."""
-    return replace(learning_time(model, samples, hardware, node), values_s=forward_s(model, samples, hardware, node))
+    return replace(
+        learning_time(model, samples, hardware, node),
+        values_s=forward_s(model, samples, hardware, node),
+    )
 
 
-def learning_time(model: ComputingModel, samples: Samples, hardware: Hardware, node: int) -> TrainTime:
+def learning_time(
+    model: ComputingModel, samples: Samples, hardware: Hardware, node: int
+) -> TrainTime:
     """The updates of a step: forward, again where it is recomputed, and backward."""
     forwards = 1 + model.recomputes
     return TrainTime(
@@ -231,11 +254,17 @@ def gradients_s(model: ComputingModel, hardware: Hardware, node: int) -> float:
     A ring of n ranks moves (n - 1) / n of each (Rabenseifner 2004); experts have replicas of their own.
     """
     layout, of_experts = model.layout, model.expert_grads_bytes
-    both = 1 + model.trained_bytes / max(1.0, model.grads_bytes)  # there as gradients, back as weights
+    # there as gradients, back as weights
+    both = 1 + model.trained_bytes / max(1.0, model.grads_bytes)
     replicas = layout.dp * layout.cp
-    volume = of_experts * (1 - 1 / layout.edp) + (model.grads_bytes - of_experts) * (1 - 1 / replicas)
+    volume = of_experts * (1 - 1 / layout.edp) + (model.grads_bytes - of_experts) * (
+        1 - 1 / replicas
+    )
     inside = layout.world_size <= node
-    nvlink, fabric = hardware.nvlink_bytes_per_s * hardware.nvlink_share, hardware.nic_bytes_per_s * hardware.nic_share
+    nvlink, fabric = (
+        hardware.nvlink_bytes_per_s * hardware.nvlink_share,
+        hardware.nic_bytes_per_s * hardware.nic_share,
+    )
     return both * volume / (nvlink if inside else fabric)
 
 
@@ -244,7 +273,10 @@ def optimizer_s(model: ComputingModel, hardware: Hardware) -> float:
     if not model.offloads:
         return 2 * model.optimizer_bytes / (hardware.hbm_bytes_per_s * hardware.hbm_share)
     shard = model.optimizer_bytes / 12  # weights: 12 bytes of state each
-    return 2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S + (GRADIENT_BYTES + 2) * shard / hardware.pcie_bytes_per_s
+    return (
+        2 * model.optimizer_bytes / HOST_ADAM_BYTES_PER_S
+        + (GRADIENT_BYTES + 2) * shard / hardware.pcie_bytes_per_s
+    )
 
 
 def memory_s(model: ComputingModel, hardware: Hardware) -> float:

@@ -11,8 +11,10 @@ from megarl.config import Recipe
 
 MEAN_TURNS_SHARE = 0.5  # assumption: of episode.max_turns, the mean number of turns
 MEAN_OBSERVATION_SHARE = 0.5  # assumption: of episode.max_observation_tokens, the mean observation
-MOST_OBSERVED_SHARE = 0.8  # assumption: of an episode's tokens, observations at most, where they would be more
-TURN_S = 0.02  # assumption: between two turns, beside the tool's own time: the splice, a request, and its admission
+# assumption: of an episode's tokens, observations at most, where they would be more
+MOST_OBSERVED_SHARE = 0.8
+# assumption: between two turns, beside the tool's own time: the splice, a request, and its admission
+TURN_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ def tool_load(recipe: Recipe, turns: Turns, num_drawn: int) -> ToolLoad | None:
     episode = recipe.episode
     if episode is None or episode.agent:
         return None
-    limits, own = {"episode.call_timeout_s": episode.call_timeout_s}, episode.arguments.get("timeout_s")
+    limits, own = (
+        {"episode.call_timeout_s": episode.call_timeout_s},
+        episode.arguments.get("timeout_s"),
+    )
     if isinstance(own, int | float) and own > 0:
         limits["episode.arguments.timeout_s"] = float(own)
     limit = min(limits, key=limits.__getitem__)
@@ -99,7 +104,9 @@ def timeout_advice(recipe: Recipe, longest_s: float) -> list[str]:
     if episode is None or longest_s <= episode.timeout_s:
         return []
     after = f"{episode.timeout_s:g} s after its first turn an episode gets no further one"
-    return [f"episode.timeout_s: {after}, and the longest takes up to {longest_s:,.0f} s beside the others; raise it"]
+    return [
+        f"episode.timeout_s: {after}, and the longest takes up to {longest_s:,.0f} s beside the others; raise it"
+    ]
 
 
 def tools_bytes(recipe: Recipe) -> int:

@@ -25,7 +25,11 @@ from megarl.parallel.optional_imports import layers_error, transformer_engine_pr
 from megarl.placement.roles import Roles, resolve
 from megarl.preflight.data_checks import length_errors, sample_file_errors
 from megarl.preflight.episode_checks import demonstration_errors, read_episode
-from megarl.preflight.hyperparameter_checks import eval_errors, hyperparameter_errors, sampling_errors
+from megarl.preflight.hyperparameter_checks import (
+    eval_errors,
+    hyperparameter_errors,
+    sampling_errors,
+)
 from megarl.preflight.layout_checks import layout_errors, shape_or_stand_in
 from megarl.preflight.limit_checks import limit_errors, secret_errors
 from megarl.preflight.lora_checks import adapter_errors, cpu_errors, lora_errors, sharing_errors
@@ -105,7 +109,9 @@ def check_convert(recipe: Recipe) -> None:
     _refuse(_errors(_Case("convert", resolve(recipe, learns=False))))
 
 
-def errors_elsewhere(roles: Roles, device: str, absent: Container[str]) -> tuple[Errors, Sequence[str]]:
+def errors_elsewhere(
+    roles: Roles, device: str, absent: Container[str]
+) -> tuple[Errors, Sequence[str]]:
     """(every fault that can be known on another machine than the run's, notes on its episodes).
 
     device: of the run. absent: keys that name files which are not here; model.path must be a folder with
@@ -216,27 +222,44 @@ def _only_sampling(case: _Case) -> Errors:
 
 
 def _only_training(case: _Case) -> Errors:
-    errors, name = _unused(case.recipe, "a file's samples are trained on as they are"), case.recipe.algorithm.name
+    errors, name = (
+        _unused(case.recipe, "a file's samples are trained on as they are"),
+        case.recipe.algorithm.name,
+    )
     if learns_from_answers(name):
         problem = f"{name} learns from the data's answers, not from samples"
-        errors.append(UserError("algorithm.name", problem, "leave --from-samples out, or name another"))
+        errors.append(
+            UserError("algorithm.name", problem, "leave --from-samples out, or name another")
+        )
     return errors
 
 
 def _unused(recipe: Recipe, reason: str) -> Errors:
     """Keys that ask for what a command leaves out which samples alone or trains alone."""
-    unused = {"warm_start.steps": (recipe.warm_start.steps, "0"), "checkpoint.every": (recipe.checkpoint.every, "null")}
+    unused = {
+        "warm_start.steps": (recipe.warm_start.steps, "0"),
+        "checkpoint.every": (recipe.checkpoint.every, "null"),
+    }
     unused["rollout.phase_tokens"] = (recipe.rollout.phase_tokens, "null")
     unused["rollout.ahead"] = (recipe.rollout.ahead, "0")
     if recipe.algorithm.name in ALGORITHMS:
         hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         unused["algorithm.dynamic_sampling"] = (hyperparameters.dynamic_sampling, "false")
     told = [(key, value, none) for key, (value, none) in unused.items() if value]
-    return [UserError(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told]
+    return [
+        UserError(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told
+    ]
 
 
 # The checks of each command, in the order in which their faults are told. Those of the data follow (`_read`).
-_BOTH_SIDES = (_keys, lambda case: layout_errors(case.roles, case.device), _checkpoints, _sglang, _megatron, _lora)
+_BOTH_SIDES = (
+    _keys,
+    lambda case: layout_errors(case.roles, case.device),
+    _checkpoints,
+    _sglang,
+    _megatron,
+    _lora,
+)
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Errors], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
     "dry run": (_layers, *_BOTH_SIDES),
@@ -280,8 +303,12 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors,
     )
     errors += data.errors
     is_whole = all(where in data.train or where in absent for where in recipe.data.train_files)
-    train = data.train_prompts if is_whole else []  # what is wrong with a file says nothing about the others' rows
-    eval_sets = {name: file.prompts[: recipe.evaluation.of(name).max_prompts] for name, file in data.eval_sets.items()}
+    # what is wrong with a file says nothing about the others' rows
+    train = data.train_prompts if is_whole else []
+    eval_sets = {
+        name: file.prompts[: recipe.evaluation.of(name).max_prompts]
+        for name, file in data.eval_sets.items()
+    }
     if is_whole:
         is_here = len(data.train) == len(recipe.data.train)
         unknown = [] if is_here else [Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")]

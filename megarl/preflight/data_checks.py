@@ -30,11 +30,17 @@ def budget_errors(role: Role, longest: int, what: str) -> list[UserError]:
     if needed <= budget:
         return []
     problem = f"{budget} is less than {what} ({needed} tokens)"
-    return [UserError(f"{role.branch}.tokens_per_micro_batch", problem, f"set it to at least {needed}")]
+    return [
+        UserError(f"{role.branch}.tokens_per_micro_batch", problem, f"set it to at least {needed}")
+    ]
 
 
 def length_errors(
-    roles: Roles, tokenizer: Any, train: Sequence[Prompt], cache: TokenCache | None, vocab_size: int | None
+    roles: Roles,
+    tokenizer: Any,
+    train: Sequence[Prompt],
+    cache: TokenCache | None,
+    vocab_size: int | None,
 ) -> list[UserError]:
     """Micro-batches too small for the longest prompt and response; answers too long for a response, where taught.
 
@@ -43,7 +49,11 @@ def length_errors(
     recipe, errors = roles.recipe, []
     limit = recipe.longest_sample
     has_openings = recipe.episode is not None and recipe.episode.environment is not None
-    prompt_tokens = recipe.data.max_prompt_tokens if has_openings else max(len(prompt.token_ids) for prompt in train)
+    prompt_tokens = (
+        recipe.data.max_prompt_tokens
+        if has_openings
+        else max(len(prompt.token_ids) for prompt in train)
+    )
     longest = prompt_tokens + limit
     for role in roles.models.values():
         if role.trains:  # a reward model cuts what is too long
@@ -58,11 +68,15 @@ def length_errors(
             key = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
             errors.append(UserError(key, problem, f"set it to at least {needed}"))
         if vocab_size:
-            errors += vocabulary_errors("data.train", tokenizer, train, tokens, "answer", vocab_size)
+            errors += vocabulary_errors(
+                "data.train", tokenizer, train, tokens, "answer", vocab_size
+            )
     return errors
 
 
-def _tokens_of_answers(tokenizer: object, prompts: Sequence[Prompt], cache: TokenCache | None) -> Tokens:
+def _tokens_of_answers(
+    tokenizer: object, prompts: Sequence[Prompt], cache: TokenCache | None
+) -> Tokens:
     """The answers as supervised steps learn them, without the end-of-sequence token."""
     answers = [prompt.answer for prompt in prompts]
 
@@ -83,10 +97,18 @@ def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
         return [error]
     if recipe.run.steps > samples.num_steps:
         problem = f"{recipe.run.steps} is more than the {samples.num_steps} steps in {where}"
-        errors.append(UserError("run.steps", problem, f"set it to at most {samples.num_steps}, or sample more"))
+        errors.append(
+            UserError(
+                "run.steps", problem, f"set it to at most {samples.num_steps}, or sample more"
+            )
+        )
     if recipe.rollout.temperature != samples.temperature:
         problem = f"{recipe.rollout.temperature}, and {where} was sampled at {samples.temperature}"
-        errors.append(UserError("rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"))
+        errors.append(
+            UserError(
+                "rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"
+            )
+        )
     highest = max((step.highest_id for step in seen), default=0)
     if highest >= shape.vocab_size or samples.vocab_size != shape.vocab_size:
         problem = f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})"
@@ -98,7 +120,9 @@ def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
             errors += budget_errors(role, longest, f"the longest sequence in {where}")
     if context is not None and longest > context:
         problem = f"its longest sequence has {longest} tokens, the model's context is {context}"
-        errors.append(UserError(where, problem, "sample shorter ones, or name the model that made the file"))
+        errors.append(
+            UserError(where, problem, "sample shorter ones, or name the model that made the file")
+        )
     fewest = min(samples.num_samples, default=0)
     if fewest < train.updates_per_step:
         problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
@@ -114,7 +138,11 @@ def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
         errors.append(UserError("algorithm.name", problem, hint))
     if train.replay == "r3" and not all(step.has_experts for step in seen):
         problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
-        errors.append(UserError("train.replay", problem, "set it to off or r2, or sample with train.replay=r3"))
+        errors.append(
+            UserError(
+                "train.replay", problem, "set it to off or r2, or sample with train.replay=r3"
+            )
+        )
     return errors
 
 
@@ -134,18 +162,27 @@ class _Seen:
 
 
 def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
-    rows = [(group.prompt, row) for group in groups for sample in group.samples for row in sample.rows]
+    rows = [
+        (group.prompt, row) for group in groups for sample in group.samples for row in sample.rows
+    ]
     lengths = [row_length(prompt, row) for prompt, row in rows]
     layers, chosen = shape.num_layers - shape.num_dense_layers, shape.experts_per_token
     experts = [row.routed_experts for _, row in rows]
-    ids = ((prompt.token_ids if row.prompt_ids is None else row.prompt_ids, row.response_ids_T) for prompt, row in rows)
+    ids = (
+        (prompt.token_ids if row.prompt_ids is None else row.prompt_ids, row.response_ids_T)
+        for prompt, row in rows
+    )
     return _Seen(
-        highest_id=max((int(np.max(one)) for of_row in ids for one in of_row if len(one)), default=0),
+        highest_id=max(
+            (int(np.max(one)) for of_row in ids for one in of_row if len(one)), default=0
+        ),
         longest=max(lengths, default=0),
         has_experts=all(
             of is not None and of.shape == (length - 1, layers, chosen)
             for of, length in zip(experts, lengths, strict=True)
         ),
         has_baselines=any(sample.is_baseline for group in groups for sample in group.samples),
-        has_groups=any(sum(not sample.is_baseline for sample in group.samples) > 1 for group in groups),
+        has_groups=any(
+            sum(not sample.is_baseline for sample in group.samples) > 1 for group in groups
+        ),
     )

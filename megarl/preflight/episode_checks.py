@@ -56,13 +56,20 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
     thread.shutdown()
     tools, notes, turn_tokenizer = thread.schemas, [_found(recipe, thread.schemas)], None
     if recipe.rollout.phase_tokens and not thread.is_replayable:
-        notes.append("episode: the environment is not replayable: an episode that a phase leaves open begins anew")
+        notes.append(
+            "episode: the environment is not replayable: an episode that a phase leaves open begins anew"
+        )
     try:
         if tokenizer is not None:
             stop_ids = end_token_ids(recipe.model.path)
             has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
-            prepared = prepare(tokenizer, stop_ids, tools, **has, renders=recipe.episode.history == "render")
-            turn_tokenizer, notes = prepared.turn_tokenizer, notes + _notes(prepared.facts, prepared.calls)
+            prepared = prepare(
+                tokenizer, stop_ids, tools, **has, renders=recipe.episode.history == "render"
+            )
+            turn_tokenizer, notes = (
+                prepared.turn_tokenizer,
+                notes + _notes(prepared.facts, prepared.calls),
+            )
     except UserError as error:
         return EpisodeRead(tools, thread.has_reward, errors=[error])
     return EpisodeRead(tools, thread.has_reward, notes, turn_tokenizer=turn_tokenizer)
@@ -88,16 +95,23 @@ def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> Epi
 
 def demonstration_errors(recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]) -> Errors:
     """Demonstrated episodes that supervised steps could not learn from."""
-    from megarl.algos import learns_from_answers  # imports torch, which `megarl episode-check` does without
+    # imports torch, which `megarl episode-check` does without
+    from megarl.algos import learns_from_answers
 
     name, turn_tokenizer = recipe.data.messages, episode.turn_tokenizer
-    if not (name and turn_tokenizer and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))):
+    if not (
+        name
+        and turn_tokenizer
+        and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))
+    ):
         return []
     bad, longest = RowErrors("data.messages"), 0
     for prompt in prompts:
         try:
             messages = column(prompt.row, name, "set data.messages to one of {columns}")
-            longest = max(longest, len(demonstrate(turn_tokenizer, prompt.messages, messages).response_ids))
+            longest = max(
+                longest, len(demonstrate(turn_tokenizer, prompt.messages, messages).response_ids)
+            )
         except BadRow as error:
             bad.add(prompt.id, error)
     errors = bad.errors()
@@ -111,7 +125,9 @@ def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
     """What answers the model, and how far an episode goes."""
     episode = recipe.episode
     assert episode
-    tools = f"tools {', '.join(schema['function']['name'] for schema in schemas)}" if schemas else ""
+    tools = (
+        f"tools {', '.join(schema['function']['name'] for schema in schemas)}" if schemas else ""
+    )
     answers = " with ".join(filter(None, (episode.agent, episode.environment, tools)))
     turns = f"at most {episode.max_turns} turns, {recipe.rollout.max_response_tokens} sampled tokens in a turn"
     return f"episode: {answers}; {turns}, {episode.max_tokens} tokens after the prompt"
@@ -121,7 +137,9 @@ def _notes(facts: TemplateFacts, calls: CallFormat | None = None) -> list[str]:
     """What a user should know of the model's template."""
     notes = [*facts.notes, *([calls.why] if calls else [])]
     if facts.kept:
-        notes.append(f"episodes keep what the chat template would leave out later: {', '.join(facts.kept)}")
+        notes.append(
+            f"episodes keep what the chat template would leave out later: {', '.join(facts.kept)}"
+        )
     return [f"episode: {note}" for note in notes]
 
 
@@ -134,17 +152,29 @@ def _key_errors(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserError]:
     rollout = recipe.rollout
     named = [key for key in ("tools", "environment", "agent") if getattr(episode, key)]
     if len(named) != 1:
-        problem = f"it names {' and '.join(named)}" if named else "it names no tools, environment or agent"
+        problem = (
+            f"it names {' and '.join(named)}"
+            if named
+            else "it names no tools, environment or agent"
+        )
         yield UserError("episode", problem, "name one of the three")
     if episode.endpoint != "off" and not episode.agent:
-        yield UserError("episode.endpoint", f"{episode.endpoint}, but only an agent asks there", "leave it out")
+        yield UserError(
+            "episode.endpoint", f"{episode.endpoint}, but only an agent asks there", "leave it out"
+        )
     if episode.max_tokens < rollout.max_response_tokens:
         problem = f"{episode.max_tokens} is less than a turn may have: rollout.max_response_tokens"
         hint = f"set it to at least {rollout.max_response_tokens}"
         yield UserError("episode.max_tokens", f"{problem} is {rollout.max_response_tokens}", hint)
     for key, value in (("phase_tokens", rollout.phase_tokens), ("ahead", rollout.ahead)):
         if value and episode.agent:
-            yield UserError(f"rollout.{key}", f"{value}, but an agent's episode is sampled whole", "leave it out")
+            yield UserError(
+                f"rollout.{key}",
+                f"{value}, but an agent's episode is sampled whole",
+                "leave it out",
+            )
     if rollout.phase_tokens and episode.phase_tool_s < episode.call_timeout_s and not episode.agent:
         problem = f"{episode.phase_tool_s:g}, and a longer call, which may take episode.call_timeout_s, would never end"
-        yield UserError("episode.phase_tool_s", problem, f"set it to at least {episode.call_timeout_s:g}")
+        yield UserError(
+            "episode.phase_tool_s", problem, f"set it to at least {episode.call_timeout_s:g}"
+        )

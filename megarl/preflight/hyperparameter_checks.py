@@ -28,7 +28,9 @@ def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> list[UserEr
         if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key)
     ]
     errors += _bounds_errors(hyperparameters)
-    return errors + (_start_errors(recipe, hyperparameters) + _idle_errors(recipe) if learns else [])
+    return errors + (
+        _start_errors(recipe, hyperparameters) + _idle_errors(recipe) if learns else []
+    )
 
 
 def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> dict[str, str]:
@@ -54,10 +56,13 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
     if not hyperparameters.dynamic_sampling:
         found |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
     if hyperparameters.lambda_alpha:
-        found["gae_lambda"] = "algorithm.lambda_alpha decides for the policy (0: not), critic_lambda for the critic"
+        found["gae_lambda"] = (
+            "algorithm.lambda_alpha decides for the policy (0: not), critic_lambda for the critic"
+        )
     if hyperparameters.rollout_correction == "off":
         found |= dict.fromkeys(
-            ("rollout_correction_low", "rollout_correction_high"), "algorithm.rollout_correction is off"
+            ("rollout_correction_low", "rollout_correction_high"),
+            "algorithm.rollout_correction is off",
         )
     if hyperparameters.rollout_correction == "tis":
         found["rollout_correction_low"] = "tis has an upper bound alone"
@@ -71,15 +76,25 @@ def _bounds_errors(hyperparameters: Hyperparameters) -> list[UserError]:
     if low < high:
         return []
     problem = f"the bounds of {hyperparameters.rollout_correction} are {low} and {high}, between which nothing is kept"
-    return [UserError("algorithm.rollout_correction_low", problem, "set it below algorithm.rollout_correction_high")]
+    return [
+        UserError(
+            "algorithm.rollout_correction_low",
+            problem,
+            "set it below algorithm.rollout_correction_high",
+        )
+    ]
 
 
 def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserError]:
     """Faults of the critic's warm-up and of the reference that a run starts with."""
     errors, warmup = [], hyperparameters.critic_warmup_steps
     if has_critic(recipe.algorithm.name) and warmup >= recipe.run.steps:
-        problem = f"{warmup} are all of run.steps ({recipe.run.steps}): the policy would never learn"
-        errors.append(UserError("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}"))
+        problem = (
+            f"{warmup} are all of run.steps ({recipe.run.steps}): the policy would never learn"
+        )
+        errors.append(
+            UserError("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}")
+        )
     name = recipe.algorithm.name
     has_teacher = ALGORITHMS[name].has_teacher
     if has_teacher and not hyperparameters.kl_coefficient:
@@ -88,7 +103,9 @@ def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> list[User
     if has_teacher and not recipe.reference.path:
         problem = f"{name} learns from the reference, and model.path has nothing to teach itself"
         errors.append(UserError("reference.path", problem, "name the teacher's checkpoint"))
-    elif hyperparameters.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None:
+    elif (
+        hyperparameters.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None
+    ):
         problem = f"{hyperparameters.kl_coefficient}, but the reference is model.path as it is before the warm start"
         hint = "set it to 0, warm_start.steps to 0, or name reference.path"
         errors.append(UserError("algorithm.kl_coefficient", problem, hint))
@@ -105,7 +122,10 @@ def _idle_errors(recipe: Recipe) -> list[UserError]:
         "reward_model.adapters": recipe.reward_model.adapters is not None,
         "train.replay": recipe.train.replay != "off",
     }
-    problem, hint = f"is set, and {recipe.algorithm.name} learns from the data's answers", "leave it out"
+    problem, hint = (
+        f"is set, and {recipe.algorithm.name} learns from the data's answers",
+        "leave it out",
+    )
     return [UserError(key, problem, hint) for key, is_set in idle.items() if is_set]
 
 
@@ -122,12 +142,16 @@ def sampling_errors(recipe: Recipe) -> list[UserError]:
     if rollout.samples_per_prompt > 1:
         return errors
     if ALGORITHMS[name].needs_group:
-        others = ", ".join(other for other, row in ALGORITHMS.items() if row.surrogate and not row.needs_group)
+        others = ", ".join(
+            other for other, row in ALGORITHMS.items() if row.surrogate and not row.needs_group
+        )
         problem = f"1, and {name} compares the samples of a prompt with each other"
         hint = f"set it to at least 2, or choose an algorithm.name that does not ({others})"
         errors.append(UserError("rollout.samples_per_prompt", problem, hint))
     elif hyperparameters_of(name, recipe.algorithm).dynamic_sampling:
-        problem = "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1"
+        problem = (
+            "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1"
+        )
         hint = "set it to false, or rollout.samples_per_prompt to at least 2"
         errors.append(UserError("algorithm.dynamic_sampling", problem, hint))
     return errors
@@ -138,13 +162,19 @@ def eval_errors(recipe: Recipe) -> list[UserError]:
     errors, names = [], list(recipe.data.eval)
     for name in recipe.evaluation.sets:
         if name not in names:
-            hint = did_you_mean(near(name, names), f"name one of {', '.join(names)}" if names else "leave it out")
+            hint = did_you_mean(
+                near(name, names), f"name one of {', '.join(names)}" if names else "leave it out"
+            )
             errors.append(UserError(f"evaluation.sets.{name}", "data.eval has no such set", hint))
     for name in names:
         own = recipe.evaluation.of(name)
         if own.samples > 1 and own.temperature == 0:
             given = recipe.evaluation.sets.get(name)
-            where = f"evaluation.sets.{name}.samples" if given and given.samples else "evaluation.samples"
+            where = (
+                f"evaluation.sets.{name}.samples"
+                if given and given.samples
+                else "evaluation.samples"
+            )
             problem = f"{own.samples} greedy answers to a prompt of {name} are the same {own.samples} times"
             errors.append(UserError(where, problem, "set a temperature, or samples to 1"))
     return errors

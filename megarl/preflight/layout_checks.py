@@ -27,8 +27,11 @@ def layout_errors(roles: Roles, device: str) -> Errors:
     The layouts of the critic and the reward model are checked with their checkpoints (models.py).
     """
     shape, placement = shape_or_stand_in(roles), roles.recipe.placement
-    errors = roles.policy.layout_errors(shape) + engine_errors(roles, shape, device) + slot_errors(roles)
-    if placement.network == "nodes" or device != "cpu":  # on CPU with loopback all slots are on this machine
+    errors = (
+        roles.policy.layout_errors(shape) + engine_errors(roles, shape, device) + slot_errors(roles)
+    )
+    # on CPU with loopback all slots are on this machine
+    if placement.network == "nodes" or device != "cpu":
         errors += node_errors(roles)
     if not errors and roles.policy.model.known_shape:
         errors = reshard_errors(roles)
@@ -47,30 +50,51 @@ def shape_or_stand_in(roles: Roles) -> ModelShape:
 def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
     """What the engines do not divide in the model and on the GPUs, and what SGLang refuses on the device."""
     if device != "cpu":
-        return roles.engines.errors(shape, roles.recipe.placement.gpus) or roles.engines.gpu_errors(shape)
-    without_tiles = replace(roles.engines, fp8=False)  # on CPU fp8 itself is the fault, not the tiles that it cuts
-    return without_tiles.errors(shape, roles.recipe.placement.gpus) or roles.engines.cpu_errors(shape)
+        return roles.engines.errors(shape, roles.recipe.placement.gpus) or roles.engines.gpu_errors(
+            shape
+        )
+    # on CPU fp8 itself is the fault, not the tiles that it cuts
+    without_tiles = replace(roles.engines, fp8=False)
+    return without_tiles.errors(shape, roles.recipe.placement.gpus) or roles.engines.cpu_errors(
+        shape
+    )
 
 
 def slot_errors(roles: Roles) -> Errors:
     """Slots that do not exist or that nothing uses. Engines beyond the last slot are in EngineLayout.faults."""
-    gpus, num_training, engines, found = roles.recipe.placement.gpus, len(roles.policy.slots), roles.engines, []
+    gpus, num_training, engines, found = (
+        roles.recipe.placement.gpus,
+        len(roles.policy.slots),
+        roles.engines,
+        [],
+    )
     for role in roles.models.values():
         if role.name != "policy" and role.slots.stop > gpus:
             first, last = role.first_slot, role.slots.stop - 1
             problem = f"its ranks are on the slots {first} to {last}, placement.gpus is {gpus}"
-            found.append(UserError(f"{role.branch}.gpus", problem, f"lower it or {role.branch}.first_gpu"))
+            found.append(
+                UserError(f"{role.branch}.gpus", problem, f"lower it or {role.branch}.first_gpu")
+            )
     if num_training > gpus:
         problem = f"{num_training} is more than placement.gpus ({gpus})"
         found.append(UserError("placement.train_gpus", problem, f"set it to at most {gpus}"))
     if engines.first > num_training:  # the members of a reshard are numbered without a gap
         problem = f"{engines.first} leaves a gap behind the {num_training} GPUs that train"
-        found.append(UserError("placement.first_engine_gpu", problem, f"set it to at most {num_training}"))
-    used = {slot for slots in (roles.engine_slots, *(role.slots for role in roles.models.values())) for slot in slots}
+        found.append(
+            UserError("placement.first_engine_gpu", problem, f"set it to at most {num_training}")
+        )
+    used = {
+        slot
+        for slots in (roles.engine_slots, *(role.slots for role in roles.models.values()))
+        for slot in slots
+    }
     if len(used) < gpus and not found:
         idle = min(set(range(gpus)) - used)
         if idle == len(used):
-            problem, hint = f"{gpus} GPUs, of which training and engines use the first {idle}", f"set it to {idle}"
+            problem, hint = (
+                f"{gpus} GPUs, of which training and engines use the first {idle}",
+                f"set it to {idle}",
+            )
         else:
             problem, hint = f"{gpus} GPUs, of which nothing uses number {idle}", "leave no gap"
         found.append(UserError("placement.gpus", problem, hint))
@@ -102,7 +126,11 @@ def _engine_node_errors(roles: Roles) -> Errors:
         return [UserError("rollout.engine.tp", problem, hint)]
     if whole and engines.tp > node and roles.recipe.placement.network == "loopback":
         problem = f"an engine of {engines.tp} ranks is on several nodes of {node} GPUs, which meet on no loopback"
-        return [UserError("placement.network", problem, "set it to nodes, or correct placement.gpus_per_node")]
+        return [
+            UserError(
+                "placement.network", problem, "set it to nodes, or correct placement.gpus_per_node"
+            )
+        ]
     return []
 
 
@@ -113,7 +141,9 @@ def reshard_errors(roles: Roles) -> Errors:
         maps = [weight_maps(policy.shape, policy.layout, roles.engines, transformer_engine=False)]
     except UserError as error:
         return [error]
-    factors = factor_maps(policy.shape, policy.layout, roles.engines, policy.lora, transformer_engine=False)
+    factors = factor_maps(
+        policy.shape, policy.layout, roles.engines, policy.lora, transformer_engine=False
+    )
     if factors:
         maps.append(factors)
     found = [error for each in maps for error in _round_errors(roles, *each)]
@@ -121,8 +151,13 @@ def reshard_errors(roles: Roles) -> Errors:
 
 
 def _round_errors(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Errors:
-    members, round_bytes, dtype = roles.num_members, roles.recipe.reshard.round_bytes, roles.recipe.model.dtype
-    if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:  # a stream each way with each peer, twice
+    members, round_bytes, dtype = (
+        roles.num_members,
+        roles.recipe.reshard.round_bytes,
+        roles.recipe.model.dtype,
+    )
+    # a stream each way with each peer, twice
+    if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:
         return []
     node = roles.recipe.placement.gpus_per_node
     least = least_round_bytes(sources, targets, members, gpus_per_node=node, dtype=dtype)
@@ -134,18 +169,31 @@ def _round_errors(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]
 
 def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
     """Bytes of the longest row, or row of tiles, that a round cannot cut."""
-    sizes = ((shard.dtype or dtype, shard.cols[1] - shard.cols[0]) for part in targets for shard in part.shards)
-    return max((FP8_TILE if kind.startswith("float8") else 1) * cols * item_bytes(kind) for kind, cols in sizes)
+    sizes = (
+        (shard.dtype or dtype, shard.cols[1] - shard.cols[0])
+        for part in targets
+        for shard in part.shards
+    )
+    return max(
+        (FP8_TILE if kind.startswith("float8") else 1) * cols * item_bytes(kind)
+        for kind, cols in sizes
+    )
 
 
 def batch_errors(recipe: Recipe) -> Errors:
     """More optimizer updates than a step has samples."""
     rollout, updates = recipe.rollout, recipe.train.updates_per_step
-    given = {"rollout.prompts_per_step x samples_per_prompt": rollout.prompts_per_step * rollout.samples_per_prompt}
+    given = {
+        "rollout.prompts_per_step x samples_per_prompt": rollout.prompts_per_step
+        * rollout.samples_per_prompt
+    }
     if learns_from_answers(recipe.algorithm.name):
         given = {"rollout.prompts_per_step": rollout.prompts_per_step}
     if recipe.warm_start.steps:
         given["warm_start.sequences_per_step"] = recipe.warm_start.sequences_per_step
     few = {name: count for name, count in given.items() if count < updates}
     hint = f"set it to at most {min(given.values())}"
-    return [UserError("train.updates_per_step", f"{updates} is more than {n} = {c}", hint) for n, c in few.items()]
+    return [
+        UserError("train.updates_per_step", f"{updates} is more than {n} = {c}", hint)
+        for n, c in few.items()
+    ]

@@ -61,7 +61,10 @@ def _hardware_errors(recipe: Recipe) -> Errors:
     try:
         load_hardware(path)
     except UserErrors as raised:
-        told = [(f"{error.where}: {error.problem}", f"{error.hint}, or leave the key out") for error in raised.errors]
+        told = [
+            (f"{error.where}: {error.problem}", f"{error.hint}, or leave the key out")
+            for error in raised.errors
+        ]
         return [UserError("placement.hardware", problem, hint) for problem, hint in told]
     return []
 
@@ -77,7 +80,11 @@ def _folder_errors(recipe: Recipe) -> Errors:
         folder = folder.parent
     if is_writable(folder):
         return []
-    return [UserError("run.dir", f"{folder} is not a folder that can be written to", "name another folder")]
+    return [
+        UserError(
+            "run.dir", f"{folder} is not a folder that can be written to", "name another folder"
+        )
+    ]
 
 
 def secret_errors(recipe: Recipe) -> Errors:
@@ -88,7 +95,9 @@ def secret_errors(recipe: Recipe) -> Errors:
     free = [("reward.arguments", recipe.reward.arguments, _NO_SECRET)]
     for source, judge in recipe.reward.by_source.items():
         free.append((f"reward.by_source.{source}.arguments", judge.arguments, _NO_SECRET))
-    free.append(("rollout.engine.sglang", recipe.rollout.engine.sglang, "remove it from the recipe"))
+    free.append(
+        ("rollout.engine.sglang", recipe.rollout.engine.sglang, "remove it from the recipe")
+    )
     return [
         UserError(place, f"{what}, and the run saves its recipe", hint)
         for where, arguments, hint in free

@@ -18,10 +18,18 @@ Errors = list[UserError]
 _LEAVE_OUT = "leave lora out"
 # Of train.megatron: options under which a layer's input or output has another parallel state, or that were not tried.
 _MEGATRON = (
-    *("moe_shared_expert_overlap", "fp8", "fp4", "cpu_offloading", "delay_wgrad_compute", "tp_comm_overlap"),
+    *(
+        "moe_shared_expert_overlap",
+        "fp8",
+        "fp4",
+        "cpu_offloading",
+        "delay_wgrad_compute",
+        "tp_comm_overlap",
+    ),
     "fine_grained_activation_offloading",  # frees what the adapters of experts have saved
 )
-_OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")  # of batches that SGLang cuts in two
+# of batches that SGLang cuts in two
+_OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")
 
 
 def lora_errors(roles: Roles) -> Errors:
@@ -58,10 +66,18 @@ def sharing_errors(roles: Roles) -> Errors:
 def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator[UserError]:
     recipe, policy, where = roles.recipe, roles.policy, f"{branch}.{key}"
     if recipe.lora is None:
-        yield UserError(where, "set, but without lora the policy's weights are not frozen", "set lora, or leave it out")
+        yield UserError(
+            where,
+            "set, but without lora the policy's weights are not frozen",
+            "set lora, or leave it out",
+        )
         return
     if getattr(recipe, branch).path:
-        yield UserError(f"{branch}.path", f"set, and {where} asks for the policy's weights", "leave one of them out")
+        yield UserError(
+            f"{branch}.path",
+            f"set, and {where} asks for the policy's weights",
+            "leave one of them out",
+        )
     if trains_merged(recipe):
         problem = f"merged, but then 16-bit weights of the policy change in each step, and {where} shares them"
         yield UserError("lora.sync", problem, f"set it to adapters, or leave {where} out")
@@ -72,7 +88,11 @@ def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator
 
 def cpu_errors(roles: Roles) -> Errors:
     """Adapters that SGLang's engines have on GPUs alone."""
-    size, shape, engine = roles.policy.lora, roles.policy.model.known_shape, roles.recipe.rollout.engine
+    size, shape, engine = (
+        roles.policy.lora,
+        roles.policy.model.known_shape,
+        roles.recipe.rollout.engine,
+    )
     if size is None or not size.in_slots:
         return []
     found, hint = [], "set it to merged, or lora.targets to layers of the attention"
@@ -81,7 +101,11 @@ def cpu_errors(roles: Roles) -> Errors:
         found.append(UserError("lora.sync", problem, hint))
     if shape and "kv_b_proj" in modules(shape, size):
         problem = "adapters, but SGLang on CPU has no adapters for kv_b_proj"
-        found.append(UserError("lora.sync", problem, "set it to merged, or leave kv_b_proj out of lora.targets"))
+        found.append(
+            UserError(
+                "lora.sync", problem, "set it to merged, or leave kv_b_proj out of lora.targets"
+            )
+        )
     if engine.dp > 1:
         problem = f"{engine.dp}, but SGLang on CPU has no adapters with DP attention"
         found.append(UserError("rollout.engine.dp", problem, "set it to 1, or lora.sync to merged"))
@@ -97,28 +121,61 @@ def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> 
     known = targets_of(shape) if shape else TARGETS
     for target in size.targets:
         if target not in known:
-            yield UserError("lora.targets", f"the model has no layer {target}", f"choose from {', '.join(known)}")
+            yield UserError(
+                "lora.targets",
+                f"the model has no layer {target}",
+                f"choose from {', '.join(known)}",
+            )
     if recipe.lora and recipe.lora.experts and shape and not shape.num_experts:
         yield UserError("lora.experts", "the model has no experts", "leave lora.experts out")
     only_experts = {"gate_proj", "up_proj", "down_proj"}
-    has_dense = shape is None or not shape.num_experts or shape.num_dense_layers or shape.num_shared_experts
-    if size.targets and not size.expert_rank and not has_dense and set(size.targets) <= only_experts:
-        yield UserError("lora.experts", "0, and lora.targets has no other layers: nothing is trained", "set it to 1")
+    has_dense = (
+        shape is None or not shape.num_experts or shape.num_dense_layers or shape.num_shared_experts
+    )
+    if (
+        size.targets
+        and not size.expert_rank
+        and not has_dense
+        and set(size.targets) <= only_experts
+    ):
+        yield UserError(
+            "lora.experts",
+            "0, and lora.targets has no other layers: nothing is trained",
+            "set it to 1",
+        )
 
 
 def _combination_errors(recipe: Recipe, size: LoraSize) -> Iterator[UserError]:
     train, engine = recipe.train, recipe.rollout.engine
     refused: dict[str, tuple[Any, str, str]] = {
-        "train.router_bias_rate": (train.router_bias_rate, "with lora the routers stay as they are", "set it to 0"),
-        "train.mtp_loss": (train.mtp_loss, "with lora the MTP layers stay as they are", "set it to 0"),
-        "train.optimizer_offload": (train.optimizer_offload, "not tried with lora", "set it to false"),
+        "train.router_bias_rate": (
+            train.router_bias_rate,
+            "with lora the routers stay as they are",
+            "set it to 0",
+        ),
+        "train.mtp_loss": (
+            train.mtp_loss,
+            "with lora the MTP layers stay as they are",
+            "set it to 0",
+        ),
+        "train.optimizer_offload": (
+            train.optimizer_offload,
+            "not tried with lora",
+            "set it to false",
+        ),
     }
     if not size.in_slots:
         why = "its tiles would round most of an adapter's update away"
-        hint = "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
+        hint = (
+            "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
+        )
         refused["rollout.engine.fp8"] = engine.fp8, why, hint
     for key in _MEGATRON:
-        refused[f"train.megatron.{key}"] = train.megatron.get(key), "not tried with lora", "remove it"
+        refused[f"train.megatron.{key}"] = (
+            train.megatron.get(key),
+            "not tried with lora",
+            "remove it",
+        )
     for key, (value, why, hint) in refused.items():
         if value:
             yield UserError(key, f"{value}, but {why}", f"{hint}, or {_LEAVE_OUT}")
@@ -131,10 +188,26 @@ def _slot_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> It
     backend = engine.sglang.get("moe_runner_backend", "triton")
     whole = f"set it to 1 or {engine.tp}"
     refused: dict[str, tuple[Any, str, str]] = {
-        "rollout.engine.draft": (engine.draft, "drafts were not tried with SGLang's adapters", "set it to 0"),
-        "rollout.engine.dp": (uneven and engine.dp, "SGLang's adapters need the attention whole on each GPU", whole),
-        "rollout.seeded": (recipe.rollout.seeded, "SGLang's adapters depend on the batch", "set it to false"),
-        "lora.rounding": (size.rounding != "nearest" and size.rounding, "nothing is merged", "leave it out"),
+        "rollout.engine.draft": (
+            engine.draft,
+            "drafts were not tried with SGLang's adapters",
+            "set it to 0",
+        ),
+        "rollout.engine.dp": (
+            uneven and engine.dp,
+            "SGLang's adapters need the attention whole on each GPU",
+            whole,
+        ),
+        "rollout.seeded": (
+            recipe.rollout.seeded,
+            "SGLang's adapters depend on the batch",
+            "set it to false",
+        ),
+        "lora.rounding": (
+            size.rounding != "nearest" and size.rounding,
+            "nothing is merged",
+            "leave it out",
+        ),
     }
     for key in _OVERLAPS:
         why = "SGLang prepares adapters for whole batches"
@@ -165,7 +238,11 @@ def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> Iterator[
     for name in unknown_modules(shape, size):
         yield UserError("lora.targets", f"SGLang has no adapters for {name}", f"leave it {hint}")
     if fp8 and "kv_b_proj" in modules(shape, size):
-        yield UserError("lora.targets", "SGLang's adapters hide the scales of kv_b_proj in fp8", f"leave it {hint}")
+        yield UserError(
+            "lora.targets",
+            "SGLang's adapters hide the scales of kv_b_proj in fp8",
+            f"leave it {hint}",
+        )
     if _wraps_experts(size, shape) and shape.num_dense_layers and not shape.num_shared_experts:
         problem = "SGLang has no adapters for dense layers beside experts without shared ones"
         yield UserError("lora.targets", problem, f"leave the layers of the MLP {hint}")

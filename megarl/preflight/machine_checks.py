@@ -47,7 +47,9 @@ def _address_errors(address: str) -> list[UserError]:
         return [UserError(_ADDRESS, f"{address!r} is no address of a Ray cluster", hint)]
     except OSError as error:
         hint = "start Ray's head there, or correct it"
-        return [UserError(_ADDRESS, f"nobody answers at {address} ({error.strerror or error})", hint)]
+        return [
+            UserError(_ADDRESS, f"nobody answers at {address} ({error.strerror or error})", hint)
+        ]
     return []
 
 

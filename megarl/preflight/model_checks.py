@@ -12,12 +12,18 @@ from megarl.config import Recipe
 from megarl.data.template_limits import template_error
 from megarl.model.hf_config import end_token_ids
 from megarl.model.shape import ModelShape
-from megarl.model.tokenizer import OWN_TOKENIZER, chat_text, load_tokenizer, token_outside_vocabulary
+from megarl.model.tokenizer import (
+    OWN_TOKENIZER,
+    chat_text,
+    load_tokenizer,
+    token_outside_vocabulary,
+)
 from megarl.placement.roles import Role, Roles
 from megarl.types import Prompt, UserError
 
 Errors = list[UserError]
-_SPARE_CONTEXT = 2  # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
+# positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
+_SPARE_CONTEXT = 2
 _SPARE_AFTER_INPUT = 6  # positions that SGLang keeps free after the tokens of a request
 
 
@@ -29,8 +35,12 @@ def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     absent = {}
     model = recipe.model
     if model.config and not _has_config(model.path):
-        absent["model.path"] = f"{model.path}: weights and tokenizer (its shape is from {model.config})"
-        recipe = recipe.model_copy(update={"model": model.model_copy(update={"path": model.config})})
+        absent["model.path"] = (
+            f"{model.path}: weights and tokenizer (its shape is from {model.config})"
+        )
+        recipe = recipe.model_copy(
+            update={"model": model.model_copy(update={"path": model.config})}
+        )
     data = {key: file.path for key, file in recipe.data.files.items()}
     absent |= {key: f"{path}: the data" for key, path in data.items() if not Path(path).is_file()}
     if recipe.lora and recipe.lora.path and not Path(recipe.lora.path).is_dir():
@@ -41,7 +51,8 @@ def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         own = getattr(recipe, branch)
         if own.path and not _has_config(own.path):
             absent[f"{branch}.path"] = f"{own.path}: another model's folder"
-            stands_in = recipe.model.path if branch == "reward_model" else None  # without a path there is none
+            # without a path there is none
+            stands_in = recipe.model.path if branch == "reward_model" else None
             recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": stands_in})})
     return recipe, absent
 
@@ -67,11 +78,17 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> Errors:
     teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
     if teaches and own is None:
         hint = "give it an eos_token, or learn from rewards alone"
-        return [UserError("model.path", "the tokenizer has no end-of-sequence token to teach", hint)]
+        return [
+            UserError("model.path", "the tokenizer has no end-of-sequence token to teach", hint)
+        ]
     where = f"{recipe.model.path}/generation_config.json"
     if not ends:
         problem = "neither it nor config.json has an eos_token_id: no response would end before its longest"
-        example = f"{own}, the tokenizer's" if own is not None else "the number of the token that ends a response"
+        example = (
+            f"{own}, the tokenizer's"
+            if own is not None
+            else "the number of the token that ends a response"
+        )
         return [UserError(where, problem, f"write eos_token_id there: {example}")]
     if teaches and own not in ends:
         known = ", ".join(map(str, sorted(ends)))
@@ -83,7 +100,11 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> Errors:
 def loss_errors(recipe: Recipe, shape: ModelShape) -> Errors:
     """Keys of `train` for parts that the model does not have."""
     train, errors = recipe.train, []
-    of_experts = {"aux_loss": train.aux_loss, "z_loss": train.z_loss, "replay": train.replay != "off"}
+    of_experts = {
+        "aux_loss": train.aux_loss,
+        "z_loss": train.z_loss,
+        "replay": train.replay != "off",
+    }
     for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
         problem, hint = "the model has no experts", f"leave train.{key} out"
         errors.append(UserError(f"train.{key}", problem, hint))
@@ -117,7 +138,9 @@ def _context_errors(roles: Roles) -> Errors:
         spare = max(spare, _SPARE_AFTER_INPUT)  # a request holds what was said so far
     if context is None or longest <= context - spare:
         return []
-    problem = f"with the longest response it makes {longest} tokens, the model's context is {context}"
+    problem = (
+        f"with the longest response it makes {longest} tokens, the model's context is {context}"
+    )
     hint = f"bring the sum to at most {context - spare}"
     return [UserError("data.max_prompt_tokens", problem, hint)]
 
@@ -148,7 +171,9 @@ def critic_errors(roles: Roles) -> Errors:
     if errors or is_policys or policy.known_shape is None or critic.model.facts is None:
         return errors
     if (vocab_size := critic.shape.vocab_size) < policy.shape.vocab_size:
-        problem = f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}"
+        problem = (
+            f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}"
+        )
         errors.append(UserError("critic.path", problem, "use a model with the policy's tokenizer"))
     longest = recipe.data.max_prompt_tokens + recipe.longest_sample
     if critic.model.facts.max_positions < longest:
@@ -174,7 +199,9 @@ def _reward_checkpoint_errors(role: Role, prompts: Sequence[Prompt]) -> Errors:
     """Faults of a reward model that is a checkpoint of its own."""
     if hf_import.without_head(role.model.path):
         problem = f"{role.model.path} has no score.weight: it is a language model"
-        return [UserError("reward_model.path", problem, "name a sequence classifier with one score")]
+        return [
+            UserError("reward_model.path", problem, "name a sequence classifier with one score")
+        ]
     return _judging_errors("reward_model.path", role, prompts)
 
 
@@ -184,10 +211,14 @@ def _judging_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Errors
         tokenizer = load_tokenizer(role.model.path)
     except UserError as error:
         return [UserError(where, error.problem, error.hint)]
-    if beyond := token_outside_vocabulary(tokenizer, tokenizer.get_vocab().values(), role.shape.vocab_size):
+    if beyond := token_outside_vocabulary(
+        tokenizer, tokenizer.get_vocab().values(), role.shape.vocab_size
+    ):
         hint = OWN_TOKENIZER.replace("model.path", where)
         return [UserError(where, f"it reads any text, and its tokenizer has {beyond}", hint)]
-    unbounded = template_error(tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response="")
+    unbounded = template_error(
+        tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response=""
+    )
     if unbounded:
         return [UserError(where, unbounded.problem, unbounded.hint)]
     for prompt in prompts:
@@ -195,7 +226,9 @@ def _judging_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Errors
             chat_text(tokenizer, prompt.messages, "")
         except Exception as raised:  # a template raises whatever its author wrote
             hint = "mend the messages or the template"
-            return [UserError(where, f"{prompt.id}: its tokenizer refuses the prompt: {raised}", hint)]
+            return [
+                UserError(where, f"{prompt.id}: its tokenizer refuses the prompt: {raised}", hint)
+            ]
     return []
 
 
@@ -204,7 +237,10 @@ def _reward_adapter_errors(folder: str, role: Role) -> Errors:
     if not role.lora or role.model.known_shape is None:
         return []
     hint = "name a folder that PEFT has written of a sequence classifier on the policy's model"
-    return [UserError("reward_model.adapters", one.problem, hint) for one in peft.check(folder, role.shape, role.lora)]
+    return [
+        UserError("reward_model.adapters", one.problem, hint)
+        for one in peft.check(folder, role.shape, role.lora)
+    ]
 
 
 def _auxiliary_errors(role: Role, *, is_known: bool) -> Errors:

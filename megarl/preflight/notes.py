@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megarl.algos import ALGORITHMS, has_critic, has_reference, hyperparameters_of, learns_from_answers
+from megarl.algos import (
+    ALGORITHMS,
+    has_critic,
+    has_reference,
+    hyperparameters_of,
+    learns_from_answers,
+)
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.placement.roles import train_layout
@@ -24,7 +30,12 @@ def unread(recipe: Recipe) -> dict[str, str]:
     Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
     keys that it governs. Other checks tell of `algorithm` (hyperparameter_errors) and `evaluation.sets` (eval_errors).
     """
-    name, data, warm, checkpoint = recipe.algorithm.name, recipe.data, recipe.warm_start, recipe.checkpoint
+    name, data, warm, checkpoint = (
+        recipe.algorithm.name,
+        recipe.data,
+        recipe.warm_start,
+        recipe.checkpoint,
+    )
     has_project = bool(set(recipe.run.trackers) - {"tensorboard"})
     answers = f"{name} learns from the data's answers" if learns_from_answers(name) else ""
     evaluation = "" if data.eval or "eval" in data.model_fields_set else "data.eval names no set"
@@ -38,11 +49,15 @@ def unread(recipe: Recipe) -> dict[str, str]:
     saves = checkpoint.every or "every" in checkpoint.model_fields_set
     return dict.fromkeys(Recipe.model_fields, "") | {
         "data.messages": "" if recipe.episode else "episode is not set",
-        "episode.phase_tool_s": "" if recipe.rollout.phase_tokens else "rollout.phase_tokens is not set",
+        "episode.phase_tool_s": ""
+        if recipe.rollout.phase_tokens
+        else "rollout.phase_tokens is not set",
         "episode.max_observation_tokens": agent,
         "episode.call_timeout_s": agent,
         "run.project": "" if has_project else "run.trackers names neither wandb nor mlflow",
-        "warm_start": "" if warm.steps or "steps" in warm.model_fields_set else "warm_start.steps is not set",
+        "warm_start": ""
+        if warm.steps or "steps" in warm.model_fields_set
+        else "warm_start.steps is not set",
         "warm_start.steps": "",
         "reward.source": "" if recipe.reward.by_source else "reward.by_source names no source",
         "rollout.temperature": answers,
@@ -51,16 +66,25 @@ def unread(recipe: Recipe) -> dict[str, str]:
         "rollout.prompts_in_flight": answers,
         "rollout.ahead": answers,
         "evaluation": evaluation,
-        "evaluation.top_p": "at temperature 0 the most probable token is taken" if is_greedy else evaluation,
+        "evaluation.top_p": "at temperature 0 the most probable token is taken"
+        if is_greedy
+        else evaluation,
         "evaluation.sets": "",
-        "train.lr_end": "train.lr_schedule is constant" if recipe.train.lr_schedule == "constant" else "",
-        "reference.path": "" if has_kl else "reference.use is false and algorithm.kl_coefficient is 0",
+        "train.lr_end": "train.lr_schedule is constant"
+        if recipe.train.lr_schedule == "constant"
+        else "",
+        "reference.path": ""
+        if has_kl
+        else "reference.use is false and algorithm.kl_coefficient is 0",
         "critic": critic,
-        "critic.lr_end": critic or ("the critic's lr_schedule is constant" if critic_schedule == "constant" else ""),
+        "critic.lr_end": critic
+        or ("the critic's lr_schedule is constant" if critic_schedule == "constant" else ""),
         "reward_model": "" if has_reward_model else "reward_model.path is not set",
         "reward_model.path": "",
         "reward_model.adapters": "",
-        "checkpoint": "" if saves else "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone",
+        "checkpoint": ""
+        if saves
+        else "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone",
         "checkpoint.every": "",
     }
 
@@ -97,11 +121,22 @@ def _given(branch: Branch, prefix: str) -> Iterator[str]:
 def _phases(recipe: Recipe) -> Iterator[str]:
     """How old what a step trains on may be, and whether phases gain anything."""
     name, rollout = recipe.algorithm.name, recipe.rollout
-    if not (rollout.phase_tokens or rollout.ahead) or name not in ALGORITHMS or learns_from_answers(name):
+    if (
+        not (rollout.phase_tokens or rollout.ahead)
+        or name not in ALGORITHMS
+        or learns_from_answers(name)
+    ):
         return
-    bound, phases = staleness_bound(recipe, hyperparameters_of(name, recipe.algorithm)), num_phases(recipe)
+    bound, phases = (
+        staleness_bound(recipe, hyperparameters_of(name, recipe.algorithm)),
+        num_phases(recipe),
+    )
     what = "episode" if recipe.episode else "response"
-    why = f"the longest {what} takes {phases} phases" if phases > 1 else f"a step's {what}s are sampled ahead"
+    why = (
+        f"the longest {what} takes {phases} phases"
+        if phases > 1
+        else f"a step's {what}s are sampled ahead"
+    )
     yield f"{why}: a token is trained on at most {bound} versions later"
     if rollout.phase_tokens and rollout.in_flight == rollout.prompts_per_step:
         usual = 2 * rollout.prompts_per_step
@@ -120,7 +155,9 @@ def _odd_values(recipe: Recipe) -> Iterator[str]:
     if recipe.lora and recipe.train.lr < _LOW_LORA_RATE:
         yield f"train.lr is {recipe.train.lr:g}: adapters (lora) learn best at about 10 times the rate of all weights"
     rollout, layout = recipe.rollout, train_layout(recipe)
-    per_update = rollout.prompts_per_step * rollout.samples_per_prompt // recipe.train.updates_per_step
+    per_update = (
+        rollout.prompts_per_step * rollout.samples_per_prompt // recipe.train.updates_per_step
+    )
     if layout.dp > per_update and not learns_from_answers(recipe.algorithm.name):
         yield f"{layout.dp} data-parallel ranks share the {per_update} samples of an update: some of them have none"
     if rollout.engine.draft and not recipe.train.mtp_loss:

@@ -42,7 +42,11 @@ def phase_errors(roles: Roles) -> list[UserError]:
     if hyperparameters.rollout_correction == "off":
         problem = f"off, and with rollout.{key} earlier policies have sampled a part of the tokens"
         errors.append(
-            UserError("algorithm.rollout_correction", problem, f"set it to tis or icepop, or leave rollout.{key} out")
+            UserError(
+                "algorithm.rollout_correction",
+                problem,
+                f"set it to tis or icepop, or leave rollout.{key} out",
+            )
         )
     errors += _sequence_errors(key, hyperparameters)
     if rollout.ahead and not roles.unshared_engines:
@@ -62,7 +66,8 @@ def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> list[U
     tokens deviate by 0.05, 1,000 tokens have an effective sample size of exp(-1000 x 0.05^2), 8 %.
     """
     keys = _SEQUENCE_BOUNDS.get(hyperparameters.rollout_correction, ())
-    if all(getattr(hyperparameters, key) is not None for key in keys):  # of bounds of tokens there are no keys here
+    # of bounds of tokens there are no keys here
+    if all(getattr(hyperparameters, key) is not None for key in keys):
         return []
     low, high = bounds(hyperparameters)
     rollout_correction = hyperparameters.rollout_correction
@@ -86,13 +91,21 @@ def _size_errors(recipe: Recipe) -> list[UserError]:
     rollout, where, errors = recipe.rollout, "rollout.prompts_in_flight", []
     phase, longest, wanted = rollout.phase_tokens, recipe.longest_sample, rollout.prompts_per_step
     if phase is not None and phase >= longest:
-        what = "episode has more than {} tokens (episode.max_tokens)" if recipe.episode else _RESPONSE
+        what = (
+            "episode has more than {} tokens (episode.max_tokens)" if recipe.episode else _RESPONSE
+        )
         problem = f"{phase}, and no {what.format(longest)}"
         errors.append(UserError("rollout.phase_tokens", problem, "set it to less, or leave it out"))
     if rollout.in_flight < wanted:
         problem = f"{rollout.in_flight}, and a step trains on {wanted} (rollout.prompts_per_step)"
-        errors.append(UserError(where, problem, f"set it to at least {wanted}; with phases {2 * wanted} is usual"))
+        errors.append(
+            UserError(
+                where, problem, f"set it to at least {wanted}; with phases {2 * wanted} is usual"
+            )
+        )
     elif rollout.in_flight > wanted and phase is None:
-        problem = f"{rollout.in_flight}, and without rollout.phase_tokens a step begins what it trains on"
+        problem = (
+            f"{rollout.in_flight}, and without rollout.phase_tokens a step begins what it trains on"
+        )
         errors.append(UserError(where, problem, "set rollout.phase_tokens too, or leave it out"))
     return errors

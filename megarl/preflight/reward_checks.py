@@ -20,7 +20,9 @@ _BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": (
 _SPARE_S = 5.0  # for the verdict's start and end
 
 
-def reward_errors(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | None = False) -> list[UserError]:
+def reward_errors(
+    recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | None = False
+) -> list[UserError]:
     """Faults of the keys, of the prompts' sources, and of two verdicts of each function on its first row.
 
     has_own: the environment of episodes gives rewards itself, in place of the functions; None: an agent may.
@@ -29,8 +31,12 @@ def reward_errors(recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | 
     reward, has_episodes = recipe.reward, recipe.episode is not None
     errors = key_errors(reward, has_own=has_own) + _source_errors(reward, prompts)
     for source in reward_specs(reward, recipe.run.timeout_s):
-        first = next((prompt for prompt in prompts if source_of(reward, prompt.row) == source), None)
-        errors += _function_errors(_only(reward, source), recipe.run.timeout_s, first, has_episodes=has_episodes)
+        first = next(
+            (prompt for prompt in prompts if source_of(reward, prompt.row) == source), None
+        )
+        errors += _function_errors(
+            _only(reward, source), recipe.run.timeout_s, first, has_episodes=has_episodes
+        )
     return errors
 
 
@@ -40,16 +46,24 @@ def key_errors(reward: RewardConfig, *, has_own: bool | None) -> list[UserError]
     if has_own and (reward.function or reward.by_source):
         hint = "set it to null, or take the method `reward` out of the environment"
         where = WHERE if reward.function else "reward.by_source"
-        errors.append(UserError(where, "is set, and episode.environment gives the rewards itself", hint))
+        errors.append(
+            UserError(where, "is set, and episode.environment gives the rewards itself", hint)
+        )
     if reward.function is None and not reward.by_source and has_own is False:
         hint = "name a function, functions in reward.by_source, or give the environment a method `reward`"
         errors.append(UserError(WHERE, "is not set, and nothing else gives rewards", hint))
     if reward.function is None and reward.arguments:
         hint = "name it, or give arguments in reward.by_source"
-        errors.append(UserError("reward.arguments", "are set, and there is no reward.function", hint))
+        errors.append(
+            UserError("reward.arguments", "are set, and there is no reward.function", hint)
+        )
     if reward.penalty and reward.on_failure != "penalise":
         problem = f"{reward.penalty} is set, and reward.on_failure is {reward.on_failure}"
-        errors.append(UserError("reward.penalty", problem, "leave it out, or set reward.on_failure to penalise"))
+        errors.append(
+            UserError(
+                "reward.penalty", problem, "leave it out, or set reward.on_failure to penalise"
+            )
+        )
     return errors
 
 
@@ -63,8 +77,14 @@ def _source_errors(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[User
     first = unknown[0]
     value = f"{first.row[reward.source]!r}" if reward.source in first.row else "not there"
     more = f" (and {len(unknown) - 1} more such rows)" if len(unknown) > 1 else ""
-    problem = f"{first.id}: {reward.source!r} is {value}{more}, which reward.by_source does not name"
-    return [UserError("reward.by_source", problem, "name it there, or a reward.function for all other rows")]
+    problem = (
+        f"{first.id}: {reward.source!r} is {value}{more}, which reward.by_source does not name"
+    )
+    return [
+        UserError(
+            "reward.by_source", problem, "name it there, or a reward.function for all other rows"
+        )
+    ]
 
 
 def _only(reward: RewardConfig, source: str) -> RewardConfig:
@@ -126,5 +146,11 @@ def _function_errors(
         return own
     for reward_result, response in zip(found, responses, strict=True):
         if isinstance(reward_result, Failure):
-            return [UserError(spec.where, describe_failure(reward_result, response, answer, place), REWARD_HINT)]
+            return [
+                UserError(
+                    spec.where,
+                    describe_failure(reward_result, response, answer, place),
+                    REWARD_HINT,
+                )
+            ]
     return []

@@ -19,7 +19,12 @@ class Agreement:
     """
 
     def __init__(self, store: Store, member: int, num_members: int, timeout_s: float) -> None:
-        self._store, self._member, self._num_members, self._timeout_s = store, member, num_members, timeout_s
+        self._store, self._member, self._num_members, self._timeout_s = (
+            store,
+            member,
+            num_members,
+            timeout_s,
+        )
         self._keys: list[str] = []  # that this member has written since the last `forget`
 
     def reach(self, stage: str, vote: Vote, conclude: Callable[[Sequence[Vote]], Vote]) -> Vote:
@@ -30,7 +35,9 @@ class Agreement:
         self._set(f"{stage}/{self._member}", vote)
         if self._store.add(f"{stage}/count", 1) == self._num_members:
             self._keys += [f"{stage}/count", f"{stage}/outcome"]
-            votes = self._store.multi_get([f"{stage}/{member}" for member in range(self._num_members)])
+            votes = self._store.multi_get(
+                [f"{stage}/{member}" for member in range(self._num_members)]
+            )
             try:
                 outcome = conclude([json.loads(content) for content in votes])
             except RuntimeError as error:
@@ -81,5 +88,7 @@ class Agreement:
         except RuntimeError as error:
             members = range(self._num_members)
             missing = [member for member in members if not self._store.check([f"{stage}/{member}"])]
-            raise RuntimeError(f"reshard: members {missing} did not arrive within {self._timeout_s} s") from error
+            raise RuntimeError(
+                f"reshard: members {missing} did not arrive within {self._timeout_s} s"
+            ) from error
         return json.loads(self._store.get(key))

@@ -38,7 +38,8 @@ _UNKNOWN_MOE_LAYOUTS = {
 }
 _REPLICATED_QUERIES = "w_kc_qrep"  # a copy of weights that SGLang makes once, at its start
 _CACHE_SCALES = ("k_scale", "v_scale")
-SLOT_NUMBER = "megarl_adapter_slot"  # the attribute of a model with the number of its adapter's slot
+# the attribute of a model with the number of its adapter's slot
+SLOT_NUMBER = "megarl_adapter_slot"
 _WRAPPED = "base_layer"
 _BUFFERS = {  # attributes of a wrapper -> what a slot's name has after that of the layer
     "A_buffer": "lora_A",
@@ -74,7 +75,9 @@ def draft_error(models: Sequence[torch.nn.Module]) -> LayoutError | None:
     for draft in drafts:
         for name, buffer in draft.named_buffers():
             if id(buffer) not in shared:
-                return LayoutError(f"{DRAFT}{name}: a buffer of the draft model alone, which SGLang would not restore")
+                return LayoutError(
+                    f"{DRAFT}{name}: a buffer of the draft model alone, which SGLang would not restore"
+                )
     return None
 
 
@@ -121,20 +124,34 @@ def unknown_layout(model: torch.nn.Module) -> LayoutError | None:
     """The reason why the map does not describe an engine's model although names and shapes may fit; else None."""
     for name, module in model.named_modules():
         owners = (module, getattr(module, "quant_method", None))
-        flags = [flag for flag in _UNKNOWN_MOE_LAYOUTS if any(getattr(owner, flag, False) for owner in owners)]
+        flags = [
+            flag
+            for flag in _UNKNOWN_MOE_LAYOUTS
+            if any(getattr(owner, flag, False) for owner in owners)
+        ]
         if flags:
             why = f"this MoE backend of SGLang ({flags[0]}) stores experts in an unmapped layout"
             return LayoutError(f"{name}: {why}; {_UNKNOWN_MOE_LAYOUTS[flags[0]]}")
         if getattr(module, _REPLICATED_QUERIES, None) is not None:
-            return LayoutError(f"{name}: SGLang replicated the query weights at start and would keep the old ones")
+            return LayoutError(
+                f"{name}: SGLang replicated the query weights at start and would keep the old ones"
+            )
         if getattr(module, "num_fused_shared_experts", 0):
-            return LayoutError(f"{name}: SGLang fused the shared experts with the routed ones, which has no map")
+            return LayoutError(
+                f"{name}: SGLang fused the shared experts with the routed ones, which has no map"
+            )
         kept = {scale: getattr(module, f"{scale}_float", None) for scale in _CACHE_SCALES}
-        if wrong := [f"{scale} {value}" for scale, value in kept.items() if value not in (None, 1.0)]:
-            return LayoutError(f"{name}: SGLang captured its graphs with {wrong[0]}, which must be 1")
+        if wrong := [
+            f"{scale} {value}" for scale, value in kept.items() if value not in (None, 1.0)
+        ]:
+            return LayoutError(
+                f"{name}: SGLang captured its graphs with {wrong[0]}, which must be 1"
+            )
     for name, param in model.named_parameters():
         if getattr(param, "format_ue8m0", False):
-            return LayoutError(f"{name}: SGLang rounds these scales to powers of two, which has no map")
+            return LayoutError(
+                f"{name}: SGLang rounds these scales to powers of two, which has no map"
+            )
     return None
 
 
@@ -170,7 +187,9 @@ def derived_errors(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def _derived(name: str, attention: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _derived(
+    name: str, attention: torch.nn.Module
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(name, actual tensor, expected tensor) of w_kc [heads, nope, rank] and w_vc [heads, rank, v]."""
     w_kc, w_vc = (getattr(attention, attribute, None) for attribute in ("w_kc", "w_vc"))
     if not isinstance(w_kc, torch.Tensor) or not isinstance(w_vc, torch.Tensor):

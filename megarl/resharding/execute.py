@@ -27,14 +27,16 @@ from megarl.resharding.transport import PeerCheck, batch, settle, wait
 
 Params = Mapping[str, torch.Tensor]
 Computed = MergedBox | ScaledBox
-Source = Sequence[torch.Tensor] | Sequence[Computed]  # at the sender: elements, or what they are computed from
+# at the sender: elements, or what they are computed from
+Source = Sequence[torch.Tensor] | Sequence[Computed]
 Transform = Merge | Scaling  # of the parameters of a training rank with adapters, to what is sent
 
 # From this size on a message of its own costs less than packing: measured over gloo on loopback; with NCCL a launch
 # costs the host as much time as megabytes need on the wire, and a GPU packs at the speed of its memory.
 DIRECT_BYTES = 128 << 10 if BACKEND == "gloo" else 4 << 20
 ALIGN_BYTES = 16  # of a message's start in a buffer
-SCRATCH_BYTES = 10  # for each element of a strip of 128 rows that is quantised: two float32, and the result
+# for each element of a strip of 128 rows that is quantised: two float32, and the result
+SCRATCH_BYTES = 10
 
 
 class Piece(NamedTuple):
@@ -97,7 +99,11 @@ class SendBuffer(NamedTuple):
         """Each piece with its tensors and its [items, rows, cols] place in the message."""
         start = 0
         for piece, found in self.pieces:
-            place = buffer[start : start + piece.num_bytes].view(getattr(torch, piece.copy.dtype)).view(piece.size)
+            place = (
+                buffer[start : start + piece.num_bytes]
+                .view(getattr(torch, piece.copy.dtype))
+                .view(piece.size)
+            )
             yield piece, found, place
             start += piece.num_bytes
 
@@ -123,14 +129,25 @@ class Executor:
     transform: computes what is sent from the sources; None: they are sent as they are.
     """
 
-    def __init__(self, plan: MemberPlan, sources: Params, targets: Params, transform: Transform | None = None) -> None:
+    def __init__(
+        self, plan: MemberPlan, sources: Params, targets: Params, transform: Transform | None = None
+    ) -> None:
         self._addresses = _addresses(sources), _addresses(targets)
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
-        self._local = [(p.copy, target_views(p, targets), source_views(p, sources, targets, transform)) for p in whole]
+        self._local = [
+            (p.copy, target_views(p, targets), source_views(p, sources, targets, transform))
+            for p in whole
+        ]
         self._steps = [
             MemberRound(
                 [
-                    _send_buffer(peer, [(piece, source_views(piece, sources, targets, transform)) for piece in message])
+                    _send_buffer(
+                        peer,
+                        [
+                            (piece, source_views(piece, sources, targets, transform))
+                            for piece in message
+                        ],
+                    )
                     for peer, copies in groupby(step.sends, key=lambda copy: copy.target)
                     for message in messages(list(copies))
                 ],
@@ -145,9 +162,14 @@ class Executor:
         ]
         made = [(copy, out_of) for copy, _, out_of in self._local]
         made += [
-            (piece.copy, out_of) for s in self._steps for send_buffer in s.sends for piece, out_of in send_buffer.pieces
+            (piece.copy, out_of)
+            for s in self._steps
+            for send_buffer in s.sends
+            for piece, out_of in send_buffer.pieces
         ]
-        self._scratch_bytes = max((_scratch_bytes(copy, out_of) for copy, out_of in made), default=0)
+        self._scratch_bytes = max(
+            (_scratch_bytes(copy, out_of) for copy, out_of in made), default=0
+        )
 
     def fits(self, sources: Params, targets: Params) -> bool:
         """Whether these are the parameters that the executor was made for."""
@@ -160,7 +182,9 @@ class Executor:
         Raises RuntimeError when a peer ends, or is silent for timeout_s. ask: raises the message of a failed peer; with
         NCCL it is the only sign that a peer will never send, because an aborted communicator closes no connection.
         """
-        out, into = ([self._buffer(side, parity) for parity in (0, 1)] for side in ("sends", "receives"))
+        out, into = (
+            [self._buffer(side, parity) for parity in (0, 1)] for side in ("sends", "receives")
+        )
         pending: OnTheWay | None = None
         for index, step in enumerate(self._steps):
             if step.drain:
@@ -179,7 +203,8 @@ class Executor:
     def _buffer(self, side: Literal["sends", "receives"], parity: int) -> torch.Tensor:
         """The staging buffer of the rounds of one parity (double buffering), sized for the largest of them."""
         sizes = (
-            sum(send_buffer.staged_bytes for send_buffer in getattr(step, side)) for step in self._steps[parity::2]
+            sum(send_buffer.staged_bytes for send_buffer in getattr(step, side))
+            for step in self._steps[parity::2]
         )
         return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=DEVICE)
 
@@ -188,7 +213,9 @@ class Executor:
             fill(copy, into, out_of)
 
 
-def source_views(piece: Piece, sources: Params, targets: Params, transform: Transform | None = None) -> Source:
+def source_views(
+    piece: Piece, sources: Params, targets: Params, transform: Transform | None = None
+) -> Source:
     """A piece's elements at its sender; for scales the elements of their tiles, up to the parameter's end."""
     copy, at, size = piece.copy, piece.at(piece.copy.source_at), piece.size
     if transform and not copy.forwarded:
@@ -199,7 +226,11 @@ def source_views(piece: Piece, sources: Params, targets: Params, transform: Tran
         return views(targets if copy.forwarded else sources, copy.source_param, at, size)
     whole = shape_as_stack(sources[copy.source_param.format(at[0])].shape)
     row, col = at[1] * FP8_TILE, at[2] * FP8_TILE
-    block = piece.number, min(size[1] * FP8_TILE, whole[1] - row), min(size[2] * FP8_TILE, whole[2] - col)
+    block = (
+        piece.number,
+        min(size[1] * FP8_TILE, whole[1] - row),
+        min(size[2] * FP8_TILE, whole[2] - col),
+    )
     return views(sources, copy.source_param, (at[0], row, col), block)
 
 
@@ -221,7 +252,8 @@ def fill(copy: Copy, into: Sequence[torch.Tensor], elements: Source) -> None:
     if convert is None:
         torch._foreach_copy_(list(into), list(out_of))  # pyright: ignore[reportPrivateImportUsage]
         return
-    tile = FP8_TILE if copy.name.endswith(SCALE_SUFFIX) else 1  # rows of the source for a row of the target
+    # rows of the source for a row of the target
+    tile = FP8_TILE if copy.name.endswith(SCALE_SUFFIX) else 1
     for target, source in zip(into, out_of, strict=True):
         for item in range(len(target)):
             for start in range(0, source.shape[1], FP8_TILE):
@@ -242,7 +274,9 @@ def _scratch_bytes(copy: Copy, source: Source) -> int:
     return SCRATCH_BYTES * FP8_TILE * elements[0].shape[2] if _converter(copy, elements) else 0
 
 
-def _converter(copy: Copy, source: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _converter(
+    copy: Copy, source: Sequence[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The function that converts a block of source elements for the wire; None where a plain copy suffices."""
     if copy.forwarded:
         return None
@@ -258,8 +292,14 @@ def _send_buffer(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> SendBuffe
     if _computed(elements):
         return SendBuffer(peer, num_bytes, None, tuple(pieces))
     found = cast(Sequence[torch.Tensor], elements)
-    in_one_run = not others and len(found) == 1 and found[0].is_contiguous() and found[0].shape == piece.size
-    if in_one_run and found[0].dtype == getattr(torch, piece.copy.dtype) and not _converter(piece.copy, found):
+    in_one_run = (
+        not others and len(found) == 1 and found[0].is_contiguous() and found[0].shape == piece.size
+    )
+    if (
+        in_one_run
+        and found[0].dtype == getattr(torch, piece.copy.dtype)
+        and not _converter(piece.copy, found)
+    ):
         return SendBuffer(peer, num_bytes, found[0].flatten().view(torch.uint8), ())
     return SendBuffer(peer, num_bytes, None, tuple(pieces))
 
@@ -281,13 +321,17 @@ def _post(group: Any, step: MemberRound, out: torch.Tensor, into: torch.Tensor) 
     return OnTheWay(works, unpack)
 
 
-def _places(send_buffers: Sequence[SendBuffer], buffer: torch.Tensor) -> Iterator[tuple[SendBuffer, torch.Tensor]]:
+def _places(
+    send_buffers: Sequence[SendBuffer], buffer: torch.Tensor
+) -> Iterator[tuple[SendBuffer, torch.Tensor]]:
     """Each message with the bytes that it is sent from or received in."""
     start = 0
     for send_buffer in send_buffers:
         yield (
             send_buffer,
-            buffer[start : start + send_buffer.num_bytes] if send_buffer.direct is None else send_buffer.direct,
+            buffer[start : start + send_buffer.num_bytes]
+            if send_buffer.direct is None
+            else send_buffer.direct,
         )
         start += send_buffer.staged_bytes
 

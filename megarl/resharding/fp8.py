@@ -27,7 +27,8 @@ def quantise(block: torch.Tensor) -> torch.Tensor:
     quantised = torch.empty(block.shape, dtype=FP8, device=block.device)
     for (item, strip), rows in _strips(block):
         scales = _scales(rows).repeat_interleave(FP8_TILE)[: rows.shape[1]]
-        scaled = rows.div_(scales).clamp_(-LARGEST, LARGEST)  # a denormal scale may have been rounded down
+        # a denormal scale may have been rounded down
+        scaled = rows.div_(scales).clamp_(-LARGEST, LARGEST)
         quantised[item, strip * FP8_TILE : (strip + 1) * FP8_TILE].copy_(scaled)
     return quantised
 
@@ -38,7 +39,9 @@ def tile_scales(block: torch.Tensor) -> torch.Tensor:
     A tile's largest magnitude / 448; 1 for a tile of zeros.
     """
     items, rows, cols = block.shape
-    scales = torch.empty(items, -(-rows // FP8_TILE), -(-cols // FP8_TILE), dtype=torch.float32, device=block.device)
+    scales = torch.empty(
+        items, -(-rows // FP8_TILE), -(-cols // FP8_TILE), dtype=torch.float32, device=block.device
+    )
     for (item, strip), part in _strips(block):
         scales[item, strip] = _scales(part)
     return scales
@@ -56,7 +59,8 @@ def _scales(rows: torch.Tensor) -> torch.Tensor:
     largest = rows.abs().amax(0)
     ragged = -len(largest) % FP8_TILE
     largest = torch.nn.functional.pad(largest, (0, ragged)).view(-1, FP8_TILE).amax(1)
-    scales = largest / torch.full_like(largest, LARGEST)  # by a scalar, CUDA would multiply with its reciprocal
+    # by a scalar, CUDA would multiply with its reciprocal
+    scales = largest / torch.full_like(largest, LARGEST)
     return torch.where(scales == 0, 1.0, scales)
 
 
@@ -66,7 +70,9 @@ def with_scales(sources: Sequence[Part], targets: Sequence[Part]) -> list[Part]:
     A shard of scales names the weight's parameter, but its ranges and its cell count tiles, from which the sender
     computes the scales. Raises LayoutError where a source cuts a tile, because then no rank can compute its scale.
     """
-    asked = {shard.name for part in targets for shard in part.shards if shard.name.endswith(SCALE_SUFFIX)}
+    asked = {
+        shard.name for part in targets for shard in part.shards if shard.name.endswith(SCALE_SUFFIX)
+    }
     if not asked:
         return list(sources)
     ends: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))

@@ -22,7 +22,8 @@ TARGETS = (
     *("gate_proj", "up_proj", "down_proj"),
 )
 _QKV = ("q_proj", "k_proj", "v_proj")
-Held = dict[tuple[str, str], list[Shard]]  # (parameter, name) -> the shards of the weight that are there
+# (parameter, name) -> the shards of the weight that are there
+Held = dict[tuple[str, str], list[Shard]]
 
 
 def targets_of(shape: ModelShape) -> tuple[str, ...]:
@@ -41,7 +42,11 @@ def adapted_weights(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, i
 
 
 def shards(
-    shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool = False
+    shape: ModelShape,
+    layout: TrainLayout,
+    rank: int,
+    size: LoraSize,
+    transformer_engine: bool = False,
 ) -> list[Shard]:
     """The factors of training rank `rank` as shards of their logical tensors, A [rank, cols] and B [rows, rank]."""
     found = []
@@ -49,18 +54,28 @@ def shards(
         width, (rows, cols, items, at) = (0, size.rank_of(STACK in name)), _extent(held)
         a, b = (factor_param(param, name, factor) for factor in "AB")
         found.append(Shard(factor_name(name, "A"), width, cols, a, at, items))
-        found += [Shard(factor_name(name, "B"), rows, width, b, at, items)] if rows[1] > rows[0] else []
+        found += (
+            [Shard(factor_name(name, "B"), rows, width, b, at, items)] if rows[1] > rows[0] else []
+        )
     return found
 
 
 def pairs(
-    shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool = False
+    shape: ModelShape,
+    layout: TrainLayout,
+    rank: int,
+    size: LoraSize,
+    transformer_engine: bool = False,
 ) -> list[LoraPair]:
     """The pairs of factors of training rank `rank`, one for each tensor of the checkpoint in each linear layer."""
     found, sizes = [], tensors(shape)
     for (param, name), held in _held(shape, layout, rank, size, transformer_engine).items():
         rows, cols, items, at = _extent(held)
-        places = tuple((one.at[1], one.rows[0] - rows[0], one.rows[1] - one.rows[0]) for one in held if one.area)
+        places = tuple(
+            (one.at[1], one.rows[0] - rows[0], one.rows[1] - one.rows[0])
+            for one in held
+            if one.area
+        )
         for number, item in enumerate(range(*items)):
             own = param.format(at[0] + number) if STACK in param else param
             of_item = name.format(item) if STACK in name else name
@@ -68,7 +83,9 @@ def pairs(
     return found
 
 
-def _held(shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool) -> Held:
+def _held(
+    shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool
+) -> Held:
     """The shards of weights with adapters, those of fused layers in the order of TARGETS on every rank."""
     found: Held = {}
     fused: dict[str, Shard] = {}
@@ -81,7 +98,9 @@ def _held(shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, tra
     for shard in fused.values():
         found |= {(shard.param, empty.name): [empty] for empty in _absent(shard, size, found)}
     order = {param: index for index, (param, _) in reversed([*enumerate(found)])}
-    in_order = sorted(found.items(), key=lambda held: (order[held[0][0]], TARGETS.index(leaf_of(held[0][1]))))
+    in_order = sorted(
+        found.items(), key=lambda held: (order[held[0][0]], TARGETS.index(leaf_of(held[0][1])))
+    )
     return dict(in_order)
 
 
@@ -97,7 +116,9 @@ def _absent(held: Shard, size: LoraSize, found: Held) -> Iterator[Shard]:
             yield held._replace(name=name, rows=(0, 0), at=(0, 0, 0))
 
 
-def _extent(held: list[Shard]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int, int]]:
+def _extent(
+    held: list[Shard],
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int], tuple[int, int, int]]:
     """(rows, columns, items, the first item's cell) of the shards of one tensor in one parameter.
 
     The rows are contiguous even where a fused layer interleaves them with others.

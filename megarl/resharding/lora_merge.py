@@ -36,7 +36,8 @@ _LOW_BITS = {torch.bfloat16: 16}  # of a float32, which a type drops
 # David Stafford's "Mix13" of a 64-bit number, as in splitmix64 (Steele et al. 2014), as signed numbers.
 _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_VERSIONS = 1 << 15  # that fit into a signed number beside rows, columns and a tensor's key; then they begin again
+# that fit into a signed number beside rows, columns and a tensor's key; then they begin again
+_VERSIONS = 1 << 15
 
 Params = Mapping[str, torch.Tensor]
 
@@ -50,7 +51,9 @@ class _RoundingState:
 
     rounding: Rounding
     version: int | None = None
-    kept: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64, device=DEVICE))
+    kept: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    )
 
 
 class MergedBox(NamedTuple):
@@ -95,10 +98,14 @@ class MergedBox(NamedTuple):
         merged = self._rounded(weight + delta, weight.dtype, top, left)
         if is_counted:
             change, delta = (merged - weight.float()).flatten(), delta.flatten()
-            self.exchange.kept.add_(torch.stack([torch.dot(change, delta), torch.dot(delta, delta)]))
+            self.exchange.kept.add_(
+                torch.stack([torch.dot(change, delta), torch.dot(delta, delta)])
+            )
         return merged
 
-    def _rounded(self, exact: torch.Tensor, dtype: torch.dtype, top: int, left: int) -> torch.Tensor:
+    def _rounded(
+        self, exact: torch.Tensor, dtype: torch.dtype, top: int, left: int
+    ) -> torch.Tensor:
         low, version = _LOW_BITS.get(dtype), self.exchange.version
         if self.exchange.rounding == "nearest" or version is None or low is None:
             return exact.to(dtype)
@@ -109,7 +116,8 @@ class MergedBox(NamedTuple):
         )
         key = self.key + (version % _VERSIONS << 48)
         random = mixed((rows[:, None] << 32) + cols + key).bitwise_and_((1 << low) - 1)
-        bits = exact.view(torch.int32).add_(random)  # the sign apart, a float's bits are in its order
+        # the sign apart, a float's bits are in its order
+        bits = exact.view(torch.int32).add_(random)
         return bits.bitwise_and_(-(1 << low)).view(torch.float32).to(dtype)
 
 
@@ -146,7 +154,9 @@ class Merge:
     exchange: _RoundingState
 
     @staticmethod
-    def of(size: LoraSize, weights: Sequence[Shard], shards: Sequence[Shard], factors: Params) -> Merge:
+    def of(
+        size: LoraSize, weights: Sequence[Shard], shards: Sequence[Shard], factors: Params
+    ) -> Merge:
         """shards: those of the factors, which are verified. Raises LayoutError where they do not describe them."""
         verify_params(shards, factors)
         names = {shard.name for shard in shards}
@@ -158,11 +168,18 @@ class Merge:
 
     @staticmethod
     def of_rank(
-        size: LoraSize, shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool, factors: Params
+        size: LoraSize,
+        shape: ModelShape,
+        layout: TrainLayout,
+        rank: int,
+        transformer_engine: bool,
+        factors: Params,
     ) -> Merge:
         """The adapters of a training rank, by the maps. Raises LayoutError as `of`."""
         weights = megatron_map.shards(shape, layout, rank, transformer_engine)
-        return Merge.of(size, weights, lora_map.shards(shape, layout, rank, size, transformer_engine), factors)
+        return Merge.of(
+            size, weights, lora_map.shards(shape, layout, rank, size, transformer_engine), factors
+        )
 
     def all_boxes(self, params: Params) -> list[MergedBox]:
         """A box for each part of the rank's weights with adapters, whole."""
@@ -183,27 +200,41 @@ class Merge:
         change, whole = self.exchange.kept.tolist()
         return change / whole if whole else None
 
-    def boxes(self, name: str, params: Params, param: str, at: Cell, size: Size) -> list[MergedBox] | None:
+    def boxes(
+        self, name: str, params: Params, param: str, at: Cell, size: Size
+    ) -> list[MergedBox] | None:
         """As `shards.views`, for a box of the weight `name`; None where the weight has no adapter.
 
         A fused layer may have several shards of a weight, of which the box lies in one.
         """
-        held = [one for one in self.weights.get(name, ()) if one.param == param and _contains(one, at)]
+        held = [
+            one for one in self.weights.get(name, ()) if one.param == param and _contains(one, at)
+        ]
         if not held:
             return None
-        (shard,), first_row = held, min(one.rows[0] for one in self.weights[name] if one.param == param)
+        (shard,), first_row = (
+            held,
+            min(one.rows[0] for one in self.weights[name] if one.param == param),
+        )
         above = shard.rows[0] - first_row  # rows of B before the shard's
         is_expert = STACK in name
         found = []
         for number in range(at[0], at[0] + size[0]):
             key = zlib.crc32(name.format(shard.items[0] + number - shard.at[0]).encode())
-            own, scale = param.format(number) if STACK in param else param, self.size.scale_of(is_expert)
+            own, scale = (
+                param.format(number) if STACK in param else param,
+                self.size.scale_of(is_expert),
+            )
             (weight,) = views(params, own, (0, *shard.at[1:]), (1, *shard.size[1:]))
             a, b = (self.factors[factor_param(own, name, factor)] for factor in "AB")
             start = at[1] - shard.at[1], at[2] - shard.at[2]
             of_shard = b[above : above + shard.size[1]]
             place = shard.rows[0], shard.cols[0]
-            found.append(MergedBox(weight, a, of_shard, scale, start, (1, *size[1:]), place, key, self.exchange))
+            found.append(
+                MergedBox(
+                    weight, a, of_shard, scale, start, (1, *size[1:]), place, key, self.exchange
+                )
+            )
         return found
 
 

@@ -30,10 +30,13 @@ _FUSED = {
     "w13_weight": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa.weight": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-_EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}  # SGLang's names of what it fuses into one layer
+# SGLang's names of what it fuses into one layer
+_EXPERTS = {"w13_weight": "gate_up_proj", "w2_weight": "down_proj"}
 MLP = ("gate_up_proj", "down_proj")
 # SGLang's names of the layers whose slots exist. Latent attention without query compression has others.
-_KNOWN = frozenset({"qkv_proj", "o_proj", *MLP, "fused_qkv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"})
+_KNOWN = frozenset(
+    {"qkv_proj", "o_proj", *MLP, "fused_qkv_a_proj_with_mqa", "q_b_proj", "kv_b_proj"}
+)
 
 
 def slot_rank(size: LoraSize) -> int:
@@ -53,7 +56,9 @@ def modules(shape: ModelShape, size: LoraSize) -> tuple[str, ...]:
     """
     adapted = lora_map.adapted_weights(shape, size)
     engine = EngineLayout(count=1, tp=1, ep=1)
-    found = {_module(one.param) for one in sglang_map.shards(shape, engine, 0) if one.name in adapted}
+    found = {
+        _module(one.param) for one in sglang_map.shards(shape, engine, 0) if one.name in adapted
+    }
     if shape.num_experts and found & {*MLP}:
         found |= {*MLP}
     return tuple(sorted(found))
@@ -83,18 +88,24 @@ def target_parts(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> lis
     adapted = frozenset(lora_map.adapted_weights(shape, size))
     found = []
     for part in sglang_map.parts(shape, engine):
-        held = [one for shard in part.shards if shard.name in adapted for one in _of_weight(shard, size)]
+        held = [
+            one for shard in part.shards if shard.name in adapted for one in _of_weight(shard, size)
+        ]
         found += [Part(tuple(held), part.members)] if held else []
     return found
 
 
-def slot_sizes(shape: ModelShape, engine: EngineLayout, tp_rank: int, size: LoraSize) -> dict[str, Size]:
+def slot_sizes(
+    shape: ModelShape, engine: EngineLayout, tp_rank: int, size: LoraSize
+) -> dict[str, Size]:
     """The whole tensors of the slots that the map fills, as [items, rows, cols], padding included."""
     adapted = frozenset(lora_map.adapted_weights(shape, size))
     return _slot_sizes(sglang_map.shards(shape, engine, tp_rank), adapted, size)
 
 
-def slot_sizes_of_ranks(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> list[dict[str, Size]]:
+def slot_sizes_of_ranks(
+    shape: ModelShape, engine: EngineLayout, size: LoraSize
+) -> list[dict[str, Size]]:
     """`slot_sizes` of all ranks of an engine, for which its map is made once."""
     adapted = frozenset(lora_map.adapted_weights(shape, size))
     held: list[list[Shard]] = [[] for _rank in range(engine.tp)]
@@ -104,7 +115,9 @@ def slot_sizes_of_ranks(shape: ModelShape, engine: EngineLayout, size: LoraSize)
     return [_slot_sizes(weights, adapted, size) for weights in held]
 
 
-def _slot_sizes(weights: Sequence[Shard], adapted: Collection[str], size: LoraSize) -> dict[str, Size]:
+def _slot_sizes(
+    weights: Sequence[Shard], adapted: Collection[str], size: LoraSize
+) -> dict[str, Size]:
     """weights: the shards of a rank."""
     wanted = {shard.param for shard in weights if shard.name in adapted}
     table = param_table([shard for shard in weights if shard.param in wanted])
@@ -122,8 +135,12 @@ def _of_weight(shard: Shard, size: LoraSize) -> Iterator[Shard]:
     item, row, col = shard.at
     plain = shard._replace(dtype="" if shard.dtype == FP8 else shard.dtype)
     a, b = (factor_name(shard.name, factor) for factor in "AB")
-    yield plain._replace(name=a, rows=(0, rank), param=slot_param(shard.param, "A"), at=(item, first, col))
-    yield plain._replace(name=b, cols=(0, rank), param=slot_param(shard.param, "B"), at=(item, row, 0))
+    yield plain._replace(
+        name=a, rows=(0, rank), param=slot_param(shard.param, "A"), at=(item, first, col)
+    )
+    yield plain._replace(
+        name=b, cols=(0, rank), param=slot_param(shard.param, "B"), at=(item, row, 0)
+    )
 
 
 def _tensors(param: str) -> tuple[str, ...]:

@@ -28,7 +28,12 @@ def weight_maps(
 
 
 def factor_maps(
-    shape: ModelShape, layout: TrainLayout, engines: EngineLayout, size: LoraSize | None, *, transformer_engine: bool
+    shape: ModelShape,
+    layout: TrainLayout,
+    engines: EngineLayout,
+    size: LoraSize | None,
+    *,
+    transformer_engine: bool,
 ) -> tuple[list[Part], list[Part]] | None:
     """The parts of the factors that each further reshard moves where engines get adapters on their own; else None."""
     if size is None or not size.in_slots:

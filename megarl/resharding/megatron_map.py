@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from megarl.model.shape import SCORE, MlaShape, ModelShape
-from megarl.model.tensors import EMBEDDING, FINAL_NORM, LM_HEAD, STACK, expert_stack, layer_prefix, mtp_prefix
+from megarl.model.tensors import (
+    EMBEDDING,
+    FINAL_NORM,
+    LM_HEAD,
+    STACK,
+    expert_stack,
+    layer_prefix,
+    mtp_prefix,
+)
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.shards import Box, Part, Range, Shard, cells, intersect, share
 
@@ -49,7 +57,9 @@ def parts(shape: ModelShape, layout: TrainLayout, transformer_engine: bool = Fal
     return found
 
 
-def shards(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False) -> list[Shard]:
+def shards(
+    shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False
+) -> list[Shard]:
     """All shards of training rank `rank`; the shard of vocabulary rows that are all padding is empty."""
     at, names = layout.coords(rank), Names(transformer_engine)
     found = list(_dense(shape, layout, names, at.pp, at.tp))
@@ -58,13 +68,17 @@ def shards(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine
     return found
 
 
-def split_params(shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False) -> frozenset[str]:
+def split_params(
+    shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False
+) -> frozenset[str]:
     """The parameters of training rank `rank` that are split over its TP group: dense weights that TP cuts, and experts.
 
     A TP group may hold an expert twice, but as replicas of data parallelism, which share the optimizer's state.
     """
     at, names = layout.coords(rank), Names(transformer_engine)
-    first, last = (_boxes(_dense(shape, layout, names, at.pp, tp_rank)) for tp_rank in (0, layout.tp - 1))
+    first, last = (
+        _boxes(_dense(shape, layout, names, at.pp, tp_rank)) for tp_rank in (0, layout.tp - 1)
+    )
     split = {param for param in first.keys() | last.keys() if first.get(param) != last.get(param)}
     experts = _experts(shape, layout, names, at.pp, at.ep, at.etp) if shape.num_experts else ()
     return frozenset(split | _boxes(experts).keys())
@@ -91,7 +105,11 @@ class Names:
 
     def expert(self, linear: str) -> str:
         """The stack of linear_fc1 or linear_fc2 of the rank's experts."""
-        return f"{linear}.weight{STACK}" if self.transformer_engine else f"local_experts.{STACK}.{linear}.weight"
+        return (
+            f"{linear}.weight{STACK}"
+            if self.transformer_engine
+            else f"local_experts.{STACK}.{linear}.weight"
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +146,9 @@ def _vector(name: str, size: int, param: str, dtype: str = "") -> Shard:
     return Shard(name, (0, size), (0, 1), param, dtype=dtype)
 
 
-def _dense(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_rank: int) -> Shards:
+def _dense(
+    shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_rank: int
+) -> Shards:
     """All weights of one stage and TP rank except routed experts."""
     first, last = stage == 0, stage == layout.pp - 1
     if first:
@@ -145,11 +165,15 @@ def _dense(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_
         return
     prefix = _chunk_prefix(layout, layout.vpp - 1)
     if shape.num_mtp_layers and not (first and layout.vpp == 1):
-        yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, prefix + "embedding.word_embeddings.weight")
+        yield _vocab_rows(
+            shape, layout, tp_rank, EMBEDDING, prefix + "embedding.word_embeddings.weight"
+        )
     for index in range(shape.num_mtp_layers):
         yield from _mtp(shape, layout, index, tp_rank)
     if shape.num_labels:
-        yield Shard(SCORE, (0, shape.num_labels), (0, shape.hidden_size), prefix + "output_layer.weight")
+        yield Shard(
+            SCORE, (0, shape.num_labels), (0, shape.hidden_size), prefix + "output_layer.weight"
+        )
     elif not shape.tied:
         yield _vocab_rows(shape, layout, tp_rank, LM_HEAD, prefix + "output_layer.weight")
     elif not (first and layout.vpp == 1):
@@ -165,13 +189,21 @@ def _final_norm_stage(shape: ModelShape, layout: TrainLayout) -> int:
     return last
 
 
-def _vocab_rows(shape: ModelShape, layout: TrainLayout, tp_rank: int, name: str, param: str) -> Shard:
+def _vocab_rows(
+    shape: ModelShape, layout: TrainLayout, tp_rank: int, name: str, param: str
+) -> Shard:
     padded = share(layout.padded_vocab(shape.vocab_size), layout.tp, tp_rank)
     return Shard(name, intersect(padded, (0, shape.vocab_size)), (0, shape.hidden_size), param)
 
 
-def _attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
-    name, param, hidden = place.name + "self_attn.", place.param + "self_attention.", shape.hidden_size
+def _attention(
+    shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
+) -> Shards:
+    name, param, hidden = (
+        place.name + "self_attn.",
+        place.param + "self_attention.",
+        shape.hidden_size,
+    )
     input_norm = names.norm(place.param + "input_layernorm", param + "linear_qkv")
     yield _vector(place.name + "input_layernorm.weight", hidden, input_norm)
     for letter, rows, row in _fused_rows(shape, layout.tp, tp_rank):
@@ -183,7 +215,9 @@ def _attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Plac
     yield Shard(name + "o_proj.weight", (0, hidden), cols, param + "linear_proj.weight")
     if shape.qk_norm:
         for letter in "qk":
-            yield _vector(f"{name}{letter}_norm.weight", shape.head_dim, f"{param}{letter}_layernorm.weight")
+            yield _vector(
+                f"{name}{letter}_norm.weight", shape.head_dim, f"{param}{letter}_layernorm.weight"
+            )
 
 
 def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str, Range, int]]:
@@ -201,31 +235,50 @@ def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str,
             start += size
 
 
-def _latent_attention(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
+def _latent_attention(
+    shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
+) -> Shards:
     mla, hidden = shape.mla, (0, shape.hidden_size)
     assert mla is not None
     name, param = place.name + "self_attn.", place.param + "self_attention."
-    yield _vector(place.name + "input_layernorm.weight", shape.hidden_size, place.param + "input_layernorm.weight")
+    yield _vector(
+        place.name + "input_layernorm.weight",
+        shape.hidden_size,
+        place.param + "input_layernorm.weight",
+    )
     q_rows, kv_rows, o_cols = (
         share(shape.num_heads * size, layout.tp, tp_rank)
         for size in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
     )
     yield from _queries(mla, names, name, param, q_rows, hidden)
     kv_a = (0, mla.kv_lora_rank + mla.rope_dim)
-    yield Shard(name + "kv_a_proj_with_mqa.weight", kv_a, hidden, param + "linear_kv_down_proj.weight")
+    yield Shard(
+        name + "kv_a_proj_with_mqa.weight", kv_a, hidden, param + "linear_kv_down_proj.weight"
+    )
     kv_norm = names.norm(param + "kv_layernorm", param + "linear_kv_up_proj")
     yield _vector(name + "kv_a_layernorm.weight", mla.kv_lora_rank, kv_norm)
-    yield Shard(name + "kv_b_proj.weight", kv_rows, (0, mla.kv_lora_rank), param + "linear_kv_up_proj.weight")
+    yield Shard(
+        name + "kv_b_proj.weight",
+        kv_rows,
+        (0, mla.kv_lora_rank),
+        param + "linear_kv_up_proj.weight",
+    )
     yield Shard(name + "o_proj.weight", hidden, o_cols, param + "linear_proj.weight")
 
 
-def _queries(mla: MlaShape, names: Names, name: str, param: str, rows: Range, hidden: Range) -> Shards:
+def _queries(
+    mla: MlaShape, names: Names, name: str, param: str, rows: Range, hidden: Range
+) -> Shards:
     rank = mla.q_lora_rank
     if not rank:
         yield Shard(name + "q_proj.weight", rows, hidden, param + "linear_q_proj.weight")
         return
     yield Shard(name + "q_a_proj.weight", (0, rank), hidden, param + "linear_q_down_proj.weight")
-    yield _vector(name + "q_a_layernorm.weight", rank, names.norm(param + "q_layernorm", param + "linear_q_up_proj"))
+    yield _vector(
+        name + "q_a_layernorm.weight",
+        rank,
+        names.norm(param + "q_layernorm", param + "linear_q_up_proj"),
+    )
     yield Shard(name + "q_b_proj.weight", rows, (0, rank), param + "linear_q_up_proj.weight")
 
 
@@ -236,12 +289,18 @@ ATTENTION: dict[str, Callable[[ModelShape, TrainLayout, Names, Place, int], Shar
 }
 
 
-def _dense_mlp(shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int) -> Shards:
+def _dense_mlp(
+    shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
+) -> Shards:
     """The norm and the MLP of a dense layer, or the norm, the router and the shared experts of a MoE layer."""
     name, param, hidden = place.name + "mlp.", place.param + "mlp.", shape.hidden_size
     norm = place.param + "pre_mlp_layernorm"
     if shape.is_dense(place.layer):
-        yield _vector(place.name + "post_attention_layernorm.weight", hidden, names.norm(norm, param + "linear_fc1"))
+        yield _vector(
+            place.name + "post_attention_layernorm.weight",
+            hidden,
+            names.norm(norm, param + "linear_fc1"),
+        )
         yield from _gated(name, param, hidden, shape.ffn_size, layout.tp, tp_rank)
         return
     yield _vector(place.name + "post_attention_layernorm.weight", hidden, norm + ".weight")
@@ -251,7 +310,9 @@ def _dense_mlp(shape: ModelShape, layout: TrainLayout, names: Names, place: Plac
         yield _vector(bias, shape.num_experts, param + "router.expert_bias", "float32")
     if shape.num_shared_experts:
         width = shape.num_shared_experts * shape.moe_ffn_size
-        yield from _gated(name + "shared_experts.", param + "shared_experts.", hidden, width, layout.tp, tp_rank)
+        yield from _gated(
+            name + "shared_experts.", param + "shared_experts.", hidden, width, layout.tp, tp_rank
+        )
 
 
 def _gated(name: str, param: str, hidden: int, width: int, ranks: int, rank: int) -> Shards:
@@ -264,19 +325,28 @@ def _gated(name: str, param: str, hidden: int, width: int, ranks: int, rank: int
 def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Shards:
     """The weights of a multi-token prediction layer except those of its transformer layer."""
     name, param, hidden = mtp_prefix(shape, index), _mtp_param(layout, index), shape.hidden_size
-    for norm, of in (("enorm", "enorm"), ("hnorm", "hnorm"), ("shared_head.norm", "final_layernorm")):
+    for norm, of in (
+        ("enorm", "enorm"),
+        ("hnorm", "hnorm"),
+        ("shared_head.norm", "final_layernorm"),
+    ):
         yield _vector(f"{name}{norm}.weight", hidden, f"{param}{of}.weight")
     rows = share(hidden, layout.tp, tp_rank)
     yield Shard(name + "eh_proj.weight", rows, (0, 2 * hidden), param + "eh_proj.weight")
 
 
-def _experts(shape: ModelShape, layout: TrainLayout, names: Names, stage: int, ep_rank: int, etp_rank: int) -> Shards:
+def _experts(
+    shape: ModelShape, layout: TrainLayout, names: Names, stage: int, ep_rank: int, etp_rank: int
+) -> Shards:
     items, hidden = share(shape.num_experts, layout.ep, ep_rank), (0, shape.hidden_size)
     mine, width = share(shape.moe_ffn_size, layout.etp, etp_rank), shape.moe_ffn_size // layout.etp
     for place in _places(shape, layout, stage):
         if shape.is_dense(place.layer):
             continue
-        fc1, fc2 = (f"{place.param}mlp.experts.{names.expert(linear)}" for linear in ("linear_fc1", "linear_fc2"))
+        fc1, fc2 = (
+            f"{place.param}mlp.experts.{names.expert(linear)}"
+            for linear in ("linear_fc1", "linear_fc2")
+        )
         yield Shard(expert_stack(place.layer, "gate_proj"), mine, hidden, fc1, items=items)
         yield Shard(expert_stack(place.layer, "up_proj"), mine, hidden, fc1, (0, width, 0), items)
         yield Shard(expert_stack(place.layer, "down_proj"), hidden, mine, fc2, items=items)

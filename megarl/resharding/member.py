@@ -27,7 +27,8 @@ from megarl.resharding.session import Session
 from megarl.resharding.transport import PeerCheck, close_group, make_group
 from megarl.resharding.verify import Verifier
 
-PLANNER = 1  # increase it whenever the same inputs give another plan: members of two versions must not exchange
+# increase it whenever the same inputs give another plan: members of two versions must not exchange
+PLANNER = 1
 # How a field of Stats is reduced over members; of the others the maximum counts.
 _REDUCED_BY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("wire_bytes", "inter_node_bytes", "local_bytes"), sum),
@@ -64,8 +65,12 @@ class Member:
     def __init__(self, session: Session, params: Params, payload: PayloadName) -> None:
         """params: of the member's training rank, with the factors of its adapters; empty where it has none."""
         self.session, self.payload = session, make_payload(payload, session, params)
-        self._store = PrefixStore(_prefix(session.run_id, payload), join_store(session.meet, session.timeout_s))
-        self._agreement = Agreement(self._store, session.member, session.num_members, session.timeout_s)
+        self._store = PrefixStore(
+            _prefix(session.run_id, payload), join_store(session.meet, session.timeout_s)
+        )
+        self._agreement = Agreement(
+            self._store, session.member, session.num_members, session.timeout_s
+        )
         self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each send stage, plan)
         self._executor: Executor | None = None
         self._group: tuple[str, Any] | None = None  # (key of its prefix store, process group)
@@ -75,7 +80,9 @@ class Member:
     def streams(self) -> Streams:
         s, started = self.session, time.perf_counter()
         sources, targets = self.payload.source_parts, self.payload.target_parts
-        made = plan_streams(sources, targets, s.member, s.num_members, gpus_per_node=s.gpus_per_node, dtype=s.dtype)
+        made = plan_streams(
+            sources, targets, s.member, s.num_members, gpus_per_node=s.gpus_per_node, dtype=s.dtype
+        )
         self._plan_s += time.perf_counter() - started
         return made
 
@@ -102,7 +109,10 @@ class Member:
         has_group = self._group is not None and self._group[0] == key
         stage = done if has_group else f"{attempt}/prepared"
         try:
-            executor, ask = self._prepare(outcome["rounds"], targets), partial(self._agreement.ask, done)
+            executor, ask = (
+                self._prepare(outcome["rounds"], targets),
+                partial(self._agreement.ask, done),
+            )
             if not has_group:  # NCCL would wait forever for a member that fails before it joins
                 self._agreement.reach(stage, {}, lambda votes: {})
                 stage = done
@@ -126,7 +136,8 @@ class Member:
         except Exception:
             self.close()
             raise
-        if self.session.engine.fp8:  # SGLang may rebind fp8 weights, and the executor would keep the old memory
+        # SGLang may rebind fp8 weights, and the executor would keep the old memory
+        if self.session.engine.fp8:
             self._executor = None
         return stats
 
@@ -141,7 +152,9 @@ class Member:
             assert self._group
             bounds = s.round_bytes, s.timeout_s, ask
             sources, transform = self.payload.sources, self.payload.transform
-            made = Verifier(self.streams, s.engine, self._group[1], sources, targets, *bounds, transform)
+            made = Verifier(
+                self.streams, s.engine, self._group[1], sources, targets, *bounds, transform
+            )
             made.check(s.verify)
 
     def _agree(self, stage: str, version: int, targets: Params, error: Exception | None) -> Vote:
@@ -159,11 +172,14 @@ class Member:
             "group": self._group[0] if self._group else "",
         }
         try:
-            outcome = self._agreement.reach(stage, vote, lambda votes: conclude(f"group/{stage}", votes))
+            outcome = self._agreement.reach(
+                stage, vote, lambda votes: conclude(f"group/{stage}", votes)
+            )
         except Exception:
             self.close()
             raise
-        self._agreement.delete(outdated)  # all members have reached this stage, so nobody reads older keys
+        # all members have reached this stage, so nobody reads older keys
+        self._agreement.delete(outdated)
         return outcome
 
     def _error(self, targets: Params) -> Exception | None:
@@ -178,7 +194,16 @@ class Member:
     def _inputs(self, version: int) -> dict[str, str]:
         """The inputs that must be equal on all members."""
         s = self.session
-        names = ["shape", "train", "lora", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node"]
+        names = [
+            "shape",
+            "train",
+            "lora",
+            "engine",
+            "transformer_engine",
+            "dtype",
+            "round_bytes",
+            "gpus_per_node",
+        ]
         found = {name: repr(getattr(s, name)) for name in [*names, "verify"]}
         return {"planner": str(PLANNER), "version": str(version), **found}
 
@@ -188,7 +213,9 @@ class Member:
         if self._plan is None or self._plan[0] != rounds:
             self._plan, self._executor = (rounds, self.streams.assign(rounds)), None
         if self._executor is None or not self._executor.fits(self.payload.sources, targets):
-            self._executor = Executor(self._plan[1], self.payload.sources, targets, self.payload.transform)
+            self._executor = Executor(
+                self._plan[1], self.payload.sources, targets, self.payload.transform
+            )
             self._plan_s += time.perf_counter() - started
         return self._executor
 
@@ -196,7 +223,10 @@ class Member:
         """Replace the process group by that of this key; collective."""
         self.close()
         s = self.session
-        self._group = key, make_group(PrefixStore(key, self._store), s.member, s.num_members, s.timeout_s, ask)
+        self._group = (
+            key,
+            make_group(PrefixStore(key, self._store), s.member, s.num_members, s.timeout_s, ask),
+        )
 
     def close(self) -> None:
         """End this member's process group; the next exchange makes a new one."""
@@ -210,7 +240,9 @@ class Member:
         sends = [copy for step in plan.rounds for copy in step.sends]
         return Stats(
             wire_bytes=sum(copy.num_bytes for copy in sends),
-            inter_node_bytes=sum(c.num_bytes for c in sends if c.target // self.session.gpus_per_node != node),
+            inter_node_bytes=sum(
+                c.num_bytes for c in sends if c.target // self.session.gpus_per_node != node
+            ),
             local_bytes=sum(copy.num_bytes for copy in plan.local),
             extra_bytes=extra_bytes,
             plan_s=self._plan_s,
@@ -225,30 +257,45 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
         for name, value in vote["inputs"].items():
             if value != votes[0]["inputs"][name]:
                 first = votes[0]["inputs"][name]
-                raise RuntimeError(f"reshard: {name} is {first} for member 0 and {value} for member {member}")
+                raise RuntimeError(
+                    f"reshard: {name} is {first} for member 0 and {value} for member {member}"
+                )
     if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
         raise RuntimeError("reshard: the members' plans do not match: sends differ from receives")
     groups = {vote["group"] for vote in votes}
     return {
-        "rounds": [max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)],
+        "rounds": [
+            max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)
+        ],
         "group": groups.pop() if len(groups) == 1 and "" not in groups else new_group,
     }
 
 
-def member_stats(store: Store, run_id: str, attempt: int, num_members: int, payload: PayloadName) -> list[Stats]:
+def member_stats(
+    store: Store, run_id: str, attempt: int, num_members: int, payload: PayloadName
+) -> list[Stats]:
     """The cost of a successful attempt for each member; read it before the next attempt."""
     store = PrefixStore(_prefix(run_id, payload), store)
-    return [Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)]
+    return [
+        Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)
+    ]
 
 
-def collect_stats(store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]) -> Stats:
+def collect_stats(
+    store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]
+) -> Stats:
     """The cost of a successful attempt for all members and payloads; read it before the next attempt."""
-    of_payloads = [_reduced(member_stats(store, run_id, attempt, num_members, one), _REDUCED_BY) for one in payloads]
+    of_payloads = [
+        _reduced(member_stats(store, run_id, attempt, num_members, one), _REDUCED_BY)
+        for one in payloads
+    ]
     return _reduced(of_payloads, _ADDED)
 
 
 def _reduced(found: Sequence[Stats], how: Mapping[str, Callable[[Sequence[Any]], Any]]) -> Stats:
-    of_each = {field.name: [getattr(stats, field.name) for stats in found] for field in fields(Stats)}
+    of_each = {
+        field.name: [getattr(stats, field.name) for stats in found] for field in fields(Stats)
+    }
     known = {name: [one for one in values if one is not None] for name, values in of_each.items()}
     return Stats(**{name: how.get(name, max)(values) for name, values in known.items() if values})
 

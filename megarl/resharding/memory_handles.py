@@ -63,9 +63,13 @@ class SourceHandles:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> SourceHandles:
-        storages = tuple(CpuStorage(**s) if "fd" in s else CudaStorage(**s) for s in content["storages"])
+        storages = tuple(
+            CpuStorage(**s) if "fd" in s else CudaStorage(**s) for s in content["storages"]
+        )
         params = {
-            name: ParamView(**{**view, "shape": tuple(view["shape"]), "stride": tuple(view["stride"])})
+            name: ParamView(
+                **{**view, "shape": tuple(view["shape"]), "stride": tuple(view["stride"])}
+            )
             for name, view in content["params"].items()
         }
         return SourceHandles(storages, params)
@@ -100,7 +104,9 @@ def _share_storage(storage: torch.UntypedStorage) -> CpuStorage | CudaStorage:
         fd, num_bytes = storage._share_fd_cpu_()
         return CpuStorage(os.getpid(), fd, num_bytes)
     _, handle, num_bytes, offset, counter, counter_offset, event, sync = storage._share_cuda_()
-    return CudaStorage(handle.hex(), num_bytes, offset, counter.hex(), counter_offset, event.hex(), sync)
+    return CudaStorage(
+        handle.hex(), num_bytes, offset, counter.hex(), counter_offset, event.hex(), sync
+    )
 
 
 def _check_shared_memory(storage: torch.UntypedStorage) -> None:
@@ -109,7 +115,9 @@ def _check_shared_memory(storage: torch.UntypedStorage) -> None:
     free_bytes = usage.f_bavail * usage.f_frsize
     if not storage.is_shared() and storage.nbytes() > free_bytes:
         problem = f"{free_bytes} bytes free, the weights of one rank need {storage.nbytes()}"
-        raise UserError(SHARED_MEMORY, problem, "make it larger (docker: --shm-size) or train a smaller model")
+        raise UserError(
+            SHARED_MEMORY, problem, "make it larger (docker: --shm-size) or train a smaller model"
+        )
 
 
 def map_params(handles: SourceHandles) -> dict[str, torch.Tensor]:
@@ -142,7 +150,9 @@ def _map_storage(handle: CpuStorage | CudaStorage) -> torch.UntypedStorage:
     try:
         fd = os.open(path, os.O_RDWR)
     except OSError as error:
-        raise RuntimeError(f"cannot map the weights of training process {handle.pid} ({path}: {error})") from error
+        raise RuntimeError(
+            f"cannot map the weights of training process {handle.pid} ({path}: {error})"
+        ) from error
     try:
         return torch.UntypedStorage._new_shared_fd_cpu(fd, handle.num_bytes)  # pyright: ignore
     finally:

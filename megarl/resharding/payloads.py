@@ -13,10 +13,19 @@ from megarl.resharding import fp8, lora_slots, megatron_map, sglang_map
 from megarl.resharding.lora_merge import Merge
 from megarl.resharding.lora_scaling import Scaling
 from megarl.resharding.session import Session
-from megarl.resharding.shards import LayoutError, Part, Shard, cells, first_of, shape_as_stack, verify_params
+from megarl.resharding.shards import (
+    LayoutError,
+    Part,
+    Shard,
+    cells,
+    first_of,
+    shape_as_stack,
+    verify_params,
+)
 
 PayloadName = Literal["weights", "factors"]
-ReshardStep = PayloadName | Literal["read"]  # read: engines read the frozen weights from the checkpoint
+# read: engines read the frozen weights from the checkpoint
+ReshardStep = PayloadName | Literal["read"]
 Params = Mapping[str, torch.Tensor]
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +63,9 @@ class Weights:
         s = self._session
         if s.lora is None or s.lora.in_slots or s.member >= s.train.world_size:
             return None
-        return Merge.of_rank(s.lora, s.shape, s.train, s.member, s.transformer_engine, self._factors)
+        return Merge.of_rank(
+            s.lora, s.shape, s.train, s.member, s.transformer_engine, self._factors
+        )
 
     def check(self, targets: Params) -> None:
         s = self._session
@@ -107,15 +118,21 @@ class Factors:
 
     def _check_slots(self, targets: Params, tp_rank: int, session: Session) -> None:
         wrong = []
-        for name, size in lora_slots.slot_sizes(session.shape, session.engine, tp_rank, self._size).items():
+        for name, size in lora_slots.slot_sizes(
+            session.shape, session.engine, tp_rank, self._size
+        ).items():
             if name not in targets:
                 wrong.append(f"{name}: SGLang has no such slot")
             elif shape_as_stack(targets[name].shape) != size:
-                wrong.append(f"{name}: the map needs {list(size)}, SGLang has {list(targets[name].shape)}")
+                wrong.append(
+                    f"{name}: the map needs {list(size)}, SGLang has {list(targets[name].shape)}"
+                )
             elif not targets[name].is_contiguous():
                 wrong.append(f"{name}: the slot is not contiguous in memory")
         if wrong:
-            raise LayoutError(f"the map of adapters and SGLang's slots differ: {first_of(sorted(wrong))}")
+            raise LayoutError(
+                f"the map of adapters and SGLang's slots differ: {first_of(sorted(wrong))}"
+            )
 
     def begin(self, version: int) -> None:
         pass
@@ -131,7 +148,9 @@ def make_payload(name: PayloadName, session: Session, params: Params) -> Payload
     return Weights(session, params) if name == "weights" else Factors(session, params)
 
 
-def reshard_steps(size: LoraSize | None, *, has_weights: bool, from_files: bool = False) -> list[ReshardStep]:
+def reshard_steps(
+    size: LoraSize | None, *, has_weights: bool, from_files: bool = False
+) -> list[ReshardStep]:
     """What a reshard does, in this order.
 
     has_weights: the engines have the frozen weights of an earlier one. from_files: they read these themselves.

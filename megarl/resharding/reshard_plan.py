@@ -42,7 +42,8 @@ class Copy(NamedTuple):
     source: int
     source_param: str
     source_at: Cell
-    forwarded: bool  # source_param is an engine parameter of the sender, written in an earlier send stage
+    # source_param is an engine parameter of the sender, written in an earlier send stage
+    forwarded: bool
     target: int
     target_param: str
     target_at: Cell
@@ -132,7 +133,9 @@ class Streams:
 
     def _sizes(self) -> list[list[tuple[int, int]]]:
         """For each send stage, (bytes, bytes of the largest granule) of each stream."""
-        return [[_sizes(stream) for stream in send_stage.values()] for send_stage in self.send_stages]
+        return [
+            [_sizes(stream) for stream in send_stage.values()] for send_stage in self.send_stages
+        ]
 
     def assign(self, num_rounds: Sequence[int]) -> MemberPlan:
         """The plan with num_rounds[k] rounds in send stage k; the numbers must be the same on every member."""
@@ -142,11 +145,19 @@ class Streams:
             for send_stage, number in zip(self.send_stages, num_rounds, strict=True):
                 starts.add(len(rounds))
                 rounds += _rounds(send_stage, self.member, number)
-        return MemberPlan(self.member, self.num_members, self.local, tuple(rounds), frozenset(starts))
+        return MemberPlan(
+            self.member, self.num_members, self.local, tuple(rounds), frozenset(starts)
+        )
 
 
 def plan_streams(
-    sources: Sequence[Part], targets: Sequence[Part], member: int, num_members: int, *, gpus_per_node: int, dtype: str
+    sources: Sequence[Part],
+    targets: Sequence[Part],
+    member: int,
+    num_members: int,
+    *,
+    gpus_per_node: int,
+    dtype: str,
 ) -> Streams:
     """The streams of `member` when every target part is filled from the source parts.
 
@@ -155,7 +166,9 @@ def plan_streams(
     """
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
     local: Stream = []
-    send_stages: list[dict[tuple[int, int], Stream]] = [defaultdict(list) for _ in range(router.num_send_stages)]
+    send_stages: list[dict[tuple[int, int], Stream]] = [
+        defaultdict(list) for _ in range(router.num_send_stages)
+    ]
     with _collector_paused():
         for flow, transfers in router.flows(member):
             for transfer in transfers:
@@ -201,7 +214,9 @@ def _digest(member: int, send_stages: Sequence[SendStage]) -> int:
 
 def _sizes(stream: Stream) -> tuple[int, int]:
     """(bytes of a stream, bytes of its largest granule)."""
-    return sum(copy.num_bytes for copy in stream), max(granule_bytes(copy.box, copy.dtype) for copy in stream)
+    return sum(copy.num_bytes for copy in stream), max(
+        granule_bytes(copy.box, copy.dtype) for copy in stream
+    )
 
 
 def _num_rounds(streams: Sequence[tuple[int, int]], round_bytes: int) -> int:
@@ -211,7 +226,10 @@ def _num_rounds(streams: Sequence[tuple[int, int]], round_bytes: int) -> int:
     """
 
     def fits(number: int) -> bool:
-        return sum(min(size, -(-size // number) + granule - 1) for size, granule in streams) <= round_bytes
+        return (
+            sum(min(size, -(-size // number) + granule - 1) for size, granule in streams)
+            <= round_bytes
+        )
 
     most = -(-2 * sum(size for size, _ in streams) // round_bytes)  # this number fits
     return bisect_left(range(1, most), True, key=fits) + 1 if most else 0
@@ -241,7 +259,8 @@ def granule_bytes(box: Box, dtype: str) -> int:
 
 def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
     """Split a stream evenly over the rounds, in order: a granule belongs to the round in whose share it starts."""
-    total, done = sum(copy.num_bytes for copy in stream), 0  # done: bytes of the stream before `copy`
+    # done: bytes of the stream before `copy`
+    total, done = sum(copy.num_bytes for copy in stream), 0
     for copy in stream:
         (num_items, num_rows, num_cols), line = copy.size, _granule_rows(copy.dtype)
         per_item, row_bytes = -(-num_rows // line), num_cols * item_bytes(copy.dtype)
@@ -249,9 +268,12 @@ def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
         while granule < num_granules:
             item, in_item = divmod(granule, per_item)
             index = (done + (item * num_rows + in_item * line) * row_bytes) * num_rounds // total
-            end = -(-(index + 1) * total // num_rounds) - done  # of the round's share, from the start of `copy`
+            # of the round's share, from the start of `copy`
+            end = -(-(index + 1) * total // num_rounds) - done
             items, rest = divmod(end, num_rows * row_bytes)
-            stop = min(num_granules, items * per_item + min(per_item, -(-rest // (line * row_bytes))))
+            stop = min(
+                num_granules, items * per_item + min(per_item, -(-rest // (line * row_bytes)))
+            )
             if stop - granule == num_granules:
                 yield index, copy
             else:
@@ -272,5 +294,9 @@ def _granules(box: Box, start: int, stop: int, per_item: int, line: int) -> Iter
             start += num_items * per_item
         else:
             end = min(per_item, granule + stop - start)
-            yield (first + item, first + item + 1), (rows[0] + granule * line, min(rows[1], rows[0] + end * line)), cols
+            yield (
+                (first + item, first + item + 1),
+                (rows[0] + granule * line, min(rows[1], rows[0] + end * line)),
+                cols,
+            )
             start += end - granule

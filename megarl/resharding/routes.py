@@ -11,7 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megarl.resharding.shards import FP8, Box, LayoutError, Part, Shard, box_area, intersect_boxes, overlapping
+from megarl.resharding.shards import (
+    FP8,
+    Box,
+    LayoutError,
+    Part,
+    Shard,
+    box_area,
+    intersect_boxes,
+    overlapping,
+)
 
 SEND_STAGES = 4  # phases of sending, where there are several nodes
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1}
@@ -88,13 +97,17 @@ class LoadBalancer:
 class Pair:
     """The members that hold the same boxes, the members that want the same shards, and the load of each so far."""
 
-    def __init__(self, holders: dict[int, int], receivers: Sequence[int], gpus_per_node: int, offset: int) -> None:
+    def __init__(
+        self, holders: dict[int, int], receivers: Sequence[int], gpus_per_node: int, offset: int
+    ) -> None:
         """holders: member -> index of its shard in a holding."""
         self.holders = holders
         self.local = [member for member in receivers if member in holders]
         self.senders = LoadBalancer(sorted(holders), offset)
         replica_nodes = _by_node(sorted(holders), gpus_per_node)
-        lacking_nodes = _by_node([member for member in receivers if member not in holders], gpus_per_node)
+        lacking_nodes = _by_node(
+            [member for member in receivers if member not in holders], gpus_per_node
+        )
         self.near: dict[int, tuple[LoadBalancer, list[int]]] = {}
         self.far: dict[int, LoadBalancer] = {}
         for node, lacking in lacking_nodes.items():
@@ -117,7 +130,10 @@ class Pair:
                 source = senders.preferred(index, num_bytes)
                 yield Transfer(source, member, shards[self.holders[source]], False)
         for index, (place, lacking) in enumerate(self.far.items()):
-            source, entry = self.senders.preferred(index, num_bytes), lacking.least_loaded(num_bytes)
+            source, entry = (
+                self.senders.preferred(index, num_bytes),
+                lacking.least_loaded(num_bytes),
+            )
             yield Transfer(source, entry, shards[self.holders[source]], False)
             if node is None or node == place:
                 for member in lacking.members:
@@ -136,7 +152,13 @@ class RouteChooser:
     """Cuts the target parts into flows, proves that each element has exactly one source, and chooses the transfers."""
 
     def __init__(
-        self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
+        self,
+        sources: Sequence[Part],
+        targets: Sequence[Part],
+        num_members: int,
+        *,
+        gpus_per_node: int,
+        dtype: str,
     ) -> None:
         """dtype: torch's name of the model's data type."""
         self.sources, self.targets = sources, targets
@@ -174,7 +196,11 @@ class RouteChooser:
 
         member: restricts this to flows of the member's pairs, and to transfers that may involve it. Raises LayoutError.
         """
-        mine = {number for number, part in enumerate(self.sources) if member is None or member in part.members}
+        mine = {
+            number
+            for number, part in enumerate(self.sources)
+            if member is None or member in part.members
+        }
         sent = {shard.name for number in mine for shard in self.sources[number].shards}
         node = None if member is None else member // self.gpus_per_node
         for number, part in enumerate(self.targets):
@@ -182,10 +208,14 @@ class RouteChooser:
             for wanted in part.shards:
                 if not (wants or wanted.name in sent) or not part.members:
                     continue
-                for held, box in self._cut(wanted, part.members[0] if member is None else member, wants):
+                for held, box in self._cut(
+                    wanted, part.members[0] if member is None else member, wants
+                ):
                     if wants or not mine.isdisjoint(held.parts):
                         dtype = wanted.dtype or self.dtype
-                        flow = Flow(box, dtype, box_area(box) * item_bytes(dtype), held, wanted, number)
+                        flow = Flow(
+                            box, dtype, box_area(box) * item_bytes(dtype), held, wanted, number
+                        )
                         yield flow, self._pair(held.parts, number).transfers(flow, node)
 
     def _pair(self, parts: tuple[int, ...], target: int) -> Pair:
@@ -195,8 +225,11 @@ class RouteChooser:
             for index, number in enumerate(parts):
                 for member in self.sources[number].members:
                     holders.setdefault(member, index)
-            offset = parts[0] // len(parts) + target  # neighbouring pairs start with different members
-            self.pairs[key] = Pair(holders, self.targets[target].members, self.gpus_per_node, offset)
+            # neighbouring pairs start with different members
+            offset = parts[0] // len(parts) + target
+            self.pairs[key] = Pair(
+                holders, self.targets[target].members, self.gpus_per_node, offset
+            )
         return self.pairs[key]
 
     def _cut(self, wanted: Shard, member: int, complete: bool) -> list[tuple[ReplicaSet, Box]]:
@@ -206,13 +239,17 @@ class RouteChooser:
         if key not in self.cuts:
             boxes = [held.box for held in tensor.replica_sets]
             if overlapping(boxes):
-                raise LayoutError(f"{wanted.name}: source boxes overlap without being replicas: {_overlap(boxes)}")
+                raise LayoutError(
+                    f"{wanted.name}: source boxes overlap without being replicas: {_overlap(boxes)}"
+                )
             meeting = [(index, intersect_boxes(box, wanted.box)) for index, box in enumerate(boxes)]
             self.cuts[key] = [(index, box) for index, box in meeting if box]
         found = self.cuts[key]
         if complete and sum(box_area(box) for _, box in found) != wanted.area:
             missing = _without(wanted.box, [box for _, box in found])
-            raise LayoutError(f"{wanted.name}: member {member} wants {describe_box(missing)}, which no source holds")
+            raise LayoutError(
+                f"{wanted.name}: member {member} wants {describe_box(missing)}, which no source holds"
+            )
         return [(tensor.replica_sets[index], box) for index, box in found]
 
 
@@ -223,7 +260,9 @@ def describe_box(box: Box) -> str:
 
 
 def _overlap(boxes: Sequence[Box]) -> str:
-    pairs = ((a, b) for index, a in enumerate(boxes) for b in boxes[:index] if intersect_boxes(a, b))
+    pairs = (
+        (a, b) for index, a in enumerate(boxes) for b in boxes[:index] if intersect_boxes(a, b)
+    )
     return " and ".join(map(describe_box, next(pairs)))
 
 

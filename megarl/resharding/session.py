@@ -51,7 +51,9 @@ class Session:
     def from_json(content: Mapping[str, Any]) -> Session:
         shape, train = content["shape"], content["train"]
         nested = {
-            "shape": ModelShape(**{**shape, "mla": MlaShape(**shape["mla"]) if shape["mla"] else None}),
+            "shape": ModelShape(
+                **{**shape, "mla": MlaShape(**shape["mla"]) if shape["mla"] else None}
+            ),
             "train": TrainLayout(**{**train, "stage_layers": tuple(train["stage_layers"])}),
             "meet": Address(*content["meet"]),
             "engine": EngineLayout(**content["engine"]),
@@ -93,10 +95,16 @@ class Sessions:
         how many models SGLang calls `load`.
         """
         members = self.engines[engine]
-        message: dict[str, Any] = {"run_id": members[0].run_id, "version": version, "attempt": attempt}
+        message: dict[str, Any] = {
+            "run_id": members[0].run_id,
+            "version": version,
+            "attempt": attempt,
+        }
         message |= {"models": 2 if members[0].engine.draft else 1, "steps": list(steps)}
         if first:
-            message["sessions"] = {str(tp_rank): session.to_json() for tp_rank, session in members.items()}
+            message["sessions"] = {
+                str(tp_rank): session.to_json() for tp_rank, session in members.items()
+            }
         return message
 
 

@@ -67,7 +67,12 @@ def parts(shape: ModelShape, engine: EngineLayout) -> list[Part]:
 def shards(shape: ModelShape, engine: EngineLayout, tp_rank: int) -> list[Shard]:
     """All shards of rank `tp_rank` of an engine."""
     first_engine = replace(engine, count=1, first=0)
-    return [shard for part in parts(shape, first_engine) if tp_rank in part.members for shard in part.shards]
+    return [
+        shard
+        for part in parts(shape, first_engine)
+        if tp_rank in part.members
+        for shard in part.shards
+    ]
 
 
 def padded_vocab(vocab_size: int, ranks: int) -> int:
@@ -79,7 +84,9 @@ def padded_vocab(vocab_size: int, ranks: int) -> int:
 
 
 def _slots(engine: EngineLayout, holder: Holder) -> tuple[int, ...]:
-    ranks = [rank for rank in range(engine.tp) if rank // holder.each % holder.groups == holder.index]
+    ranks = [
+        rank for rank in range(engine.tp) if rank // holder.each % holder.groups == holder.index
+    ]
     return tuple(engine.first + e * engine.tp + rank for e in range(engine.count) for rank in ranks)
 
 
@@ -100,7 +107,9 @@ def _layer(shape: ModelShape, engine: EngineLayout, layer: int) -> Placed:
     yield from ATTENTION[shape.attention_map](shape, engine, prefix + "self_attn.")
     yield from _norm(prefix + "post_attention_layernorm.weight", shape.hidden_size)
     if shape.is_dense(layer):
-        yield from _mlp(prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size, engine.dense_ranks)
+        yield from _mlp(
+            prefix + "mlp.", engine, shape.hidden_size, shape.ffn_size, engine.dense_ranks
+        )
     else:
         yield from _experts(shape, engine, prefix + "mlp.")
 
@@ -110,8 +119,14 @@ def _draft(shape: ModelShape, engine: EngineLayout) -> Placed:
     prefix, hidden = mtp_prefix(shape, 0), shape.hidden_size
     model = DRAFT + "model."
     for norm in ("enorm", "hnorm", "shared_head.norm"):
-        yield EVERYONE, Shard(f"{prefix}{norm}.weight", (0, hidden), (0, 1), f"{model}{norm}.weight")
-    yield EVERYONE, Shard(prefix + "eh_proj.weight", (0, hidden), (0, 2 * hidden), model + "eh_proj.weight")
+        yield (
+            EVERYONE,
+            Shard(f"{prefix}{norm}.weight", (0, hidden), (0, 1), f"{model}{norm}.weight"),
+        )
+    yield (
+        EVERYONE,
+        Shard(prefix + "eh_proj.weight", (0, hidden), (0, 2 * hidden), model + "eh_proj.weight"),
+    )
     for holder, shard in _layer(shape, engine, shape.num_layers):
         yield holder, shard._replace(param=f"{model}decoder.{shard.param.removeprefix(prefix)}")
 
@@ -129,17 +144,29 @@ def _norm(name: str, size: int) -> Placed:
 
 
 def _weight(
-    holder: Holder, fp8: bool, name: str, rows: Range, cols: Range, param: str, row: int = 0, items: Range = ONE_ITEM
+    holder: Holder,
+    fp8: bool,
+    name: str,
+    rows: Range,
+    cols: Range,
+    param: str,
+    row: int = 0,
+    items: Range = ONE_ITEM,
 ) -> Placed:
     """The shard of a matrix that SGLang quantises, at `row` of the parameter, and in an fp8 engine its scales."""
     if not fp8:
         yield holder, Shard(name, rows, cols, param, (0, row, 0), items)
         return
     if rows[0] % FP8_TILE or cols[0] % FP8_TILE or row % FP8_TILE:
-        raise LayoutError(f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}")
+        raise LayoutError(
+            f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}"
+        )
     yield holder, Shard(name, rows, cols, param, (0, row, 0), items, FP8)
     scales, tiled = f"{name}_scale_inv", f"{param}_scale_inv"
-    yield holder, Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32")
+    yield (
+        holder,
+        Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32"),
+    )
 
 
 def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
@@ -151,7 +178,9 @@ def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     for rank in range(ranks):
         holder, rows = Holder(ranks, rank), share(q_rows, ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "q_proj.", rows, param, 0)
-        yield from _weight(holder, engine.fp8, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight")
+        yield from _weight(
+            holder, engine.fp8, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight"
+        )
     for rank in range(kv_ranks):
         holder, rows = Holder(kv_ranks, rank, replicas), share(kv_rows, kv_ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "k_proj.", rows, param, after_q)
@@ -162,9 +191,17 @@ def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
 
 
 def _projection(
-    shape: ModelShape, engine: EngineLayout, holder: Holder, name: str, rows: Range, param: str, row: int
+    shape: ModelShape,
+    engine: EngineLayout,
+    holder: Holder,
+    name: str,
+    rows: Range,
+    param: str,
+    row: int,
 ) -> Placed:
-    yield from _weight(holder, engine.fp8, name + "weight", rows, (0, shape.hidden_size), param + "weight", row)
+    yield from _weight(
+        holder, engine.fp8, name + "weight", rows, (0, shape.hidden_size), param + "weight", row
+    )
     if shape.qkv_bias:
         yield holder, Shard(name + "bias", rows, (0, 1), param + "bias", (0, row, 0))
 
@@ -188,7 +225,9 @@ def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> P
             ("kv_b_proj.weight", kv_rows, (0, mla.kv_lora_rank)),
             ("o_proj.weight", hidden, o_cols),
         ):
-            yield from _weight(Holder(ranks, rank), engine.fp8, prefix + name, rows, cols, prefix + name)
+            yield from _weight(
+                Holder(ranks, rank), engine.fp8, prefix + name, rows, cols, prefix + name
+            )
 
 
 def _down_projections(fp8: bool, prefix: str, mla: MlaShape, hidden: Range) -> Placed:
@@ -197,7 +236,9 @@ def _down_projections(fp8: bool, prefix: str, mla: MlaShape, hidden: Range) -> P
         yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden, kv_name)
         return
     fused = prefix + "fused_qkv_a_proj_with_mqa.weight"
-    yield from _weight(EVERYONE, fp8, prefix + "q_a_proj.weight", (0, mla.q_lora_rank), hidden, fused)
+    yield from _weight(
+        EVERYONE, fp8, prefix + "q_a_proj.weight", (0, mla.q_lora_rank), hidden, fused
+    )
     yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden, fused, mla.q_lora_rank)
 
 
@@ -209,7 +250,11 @@ ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
 
 
 def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int, ranks: int) -> Placed:
-    hidden, gate_up, down = (0, hidden_size), prefix + "gate_up_proj.weight", prefix + "down_proj.weight"
+    hidden, gate_up, down = (
+        (0, hidden_size),
+        prefix + "gate_up_proj.weight",
+        prefix + "down_proj.weight",
+    )
     for rank in range(ranks):
         to, mine = (Holder(ranks, rank), engine.fp8), share(width, ranks, rank)
         yield from _weight(*to, prefix + "gate_proj.weight", mine, hidden, gate_up)
@@ -218,7 +263,12 @@ def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int, ranks:
 
 
 def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
-    hidden, ffn, stack, param = (0, shape.hidden_size), shape.moe_ffn_size, prefix + "experts.{}.", prefix + "experts."
+    hidden, ffn, stack, param = (
+        (0, shape.hidden_size),
+        shape.moe_ffn_size,
+        prefix + "experts.{}.",
+        prefix + "experts.",
+    )
     gate = prefix + "gate."
     yield EVERYONE, Shard(gate + "weight", (0, shape.num_experts), hidden, gate + "weight")
     if shape.router_bias:
@@ -226,11 +276,20 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
         yield EVERYONE, Shard(bias, (0, shape.num_experts), (0, 1), bias, dtype="float32")
     for rank in range(engine.tp):
         expert_rank, width_rank = divmod(rank, engine.moe_tp)
-        items, mine = share(shape.num_experts, engine.ep, expert_rank), share(ffn, engine.moe_tp, width_rank)
+        items, mine = (
+            share(shape.num_experts, engine.ep, expert_rank),
+            share(ffn, engine.moe_tp, width_rank),
+        )
         to, after_gate = (Holder(engine.tp, rank), engine.fp8), ffn // engine.moe_tp
-        yield from _weight(*to, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items)
-        yield from _weight(*to, stack + "up_proj.weight", mine, hidden, param + "w13_weight", after_gate, items)
-        yield from _weight(*to, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items)
+        yield from _weight(
+            *to, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items
+        )
+        yield from _weight(
+            *to, stack + "up_proj.weight", mine, hidden, param + "w13_weight", after_gate, items
+        )
+        yield from _weight(
+            *to, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items
+        )
     if shape.num_shared_experts:
         width, prefix = shape.num_shared_experts * ffn, prefix + "shared_experts."
         yield from _mlp(prefix, engine, shape.hidden_size, width, engine.shared_ranks)

@@ -124,7 +124,9 @@ def shape_as_stack(shape: Sequence[int]) -> Size:
     return items, shape[-2], shape[-1]
 
 
-def views(params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size) -> list[torch.Tensor]:
+def views(
+    params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size
+) -> list[torch.Tensor]:
     """Writable views of contiguous parameters: one [items, rows, cols], or [1, rows, cols] for each item's parameter.
 
     param, at: as in a Shard.
@@ -132,7 +134,10 @@ def views(params: Mapping[str, torch.Tensor], param: str, at: Cell, size: Size) 
     (item, row, col), (num_items, num_rows, num_cols) = at, size
     if STACK in param:
         numbers = range(item, item + num_items)
-        return [_view(params[param.format(number)], (0, row, col), (1, num_rows, num_cols)) for number in numbers]
+        return [
+            _view(params[param.format(number)], (0, row, col), (1, num_rows, num_cols))
+            for number in numbers
+        ]
     return [_view(params[param], at, size)]
 
 
@@ -160,7 +165,11 @@ def param_table(shards: Sequence[Shard]) -> dict[str, Size]:
     for shard in shards:
         for param, (items, rows, cols) in cells(shard):
             before = table.get(param, (0, 0, 0))
-            table[param] = max(before[0], items[1]), max(before[1], rows[1]), max(before[2], cols[1])
+            table[param] = (
+                max(before[0], items[1]),
+                max(before[1], rows[1]),
+                max(before[2], cols[1]),
+            )
     return table
 
 
@@ -179,7 +188,9 @@ def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -
                 padded.add(param)
     table = param_table(shards)
     wrong = [f"{name}: the model has no such parameter" for name in table if name not in params]
-    wrong += [f"{name}: the map does not know this parameter" for name in params if name not in table]
+    wrong += [
+        f"{name}: the map does not know this parameter" for name in params if name not in table
+    ]
     for name in table.keys() & params.keys():
         wrong += _param_errors(name, table[name], params[name], filled[name], name in padded)
     if wrong:
@@ -192,7 +203,9 @@ def first_of(errors: Sequence[str]) -> str:
     return "; ".join(errors[:_ERRORS_SHOWN]) + more
 
 
-def _param_errors(name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool) -> list[str]:
+def _param_errors(
+    name: str, mapped: Size, param: torch.Tensor, boxes: list[Box], padded: bool
+) -> list[str]:
     real = shape_as_stack(param.shape)
     long_enough = real[1] == mapped[1] or (padded and real[1] > mapped[1])
     if (real[0], real[2]) != (mapped[0], mapped[2]) or not long_enough:

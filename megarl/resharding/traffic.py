@@ -42,7 +42,12 @@ class Traffic:
 
 
 def count_traffic(
-    sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
+    sources: Sequence[Part],
+    targets: Sequence[Part],
+    num_members: int,
+    *,
+    gpus_per_node: int,
+    dtype: str,
 ) -> Traffic:
     """The bytes of the whole exchange. Arguments and errors as of `plan_streams`."""
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
@@ -67,11 +72,17 @@ def count_traffic(
 
 
 def least_round_bytes(
-    sources: Sequence[Part], targets: Sequence[Part], num_members: int, *, gpus_per_node: int, dtype: str
+    sources: Sequence[Part],
+    targets: Sequence[Part],
+    num_members: int,
+    *,
+    gpus_per_node: int,
+    dtype: str,
 ) -> int:
     """The largest `Streams.least_round_bytes` of any member, computed without the streams."""
     router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype=dtype)
-    largest: dict[tuple[int, int, int], int] = defaultdict(int)  # granule by send stage, source and target
+    # granule by send stage, source and target
+    largest: dict[tuple[int, int, int], int] = defaultdict(int)
     for flow, transfers in router.flows():
         num_bytes = granule_bytes(flow.box, flow.dtype)
         for source, target, _, forwarded in transfers:
@@ -88,17 +99,22 @@ def least_round_bytes(
 class _Needs:
     """The bytes that must move whatever the routes are, computed from the members of the parts alone."""
 
-    def __init__(self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, gpus_per_node: int) -> None:
+    def __init__(
+        self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, gpus_per_node: int
+    ) -> None:
         self.sources, self.targets = sources, targets
         self.num_members, self.gpus_per_node = num_members, gpus_per_node
         self.pair_bytes: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
-        self.lacking: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}  # nodes that want a box and lack it
+        # nodes that want a box and lack it
+        self.lacking: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}
         self.boxes: dict[tuple[str, Box], tuple[frozenset[int], int]] = {}
 
     def add(self, flow: Flow) -> None:
         pair = flow.held.parts, flow.target
         if pair not in self.lacking:
-            replica_set = {member // self.gpus_per_node for member in self._holders(flow.held.parts)}
+            replica_set = {
+                member // self.gpus_per_node for member in self._holders(flow.held.parts)
+            }
             wanting = {member // self.gpus_per_node for member in self.targets[flow.target].members}
             self.lacking[pair] = frozenset(wanting - replica_set)
         self.pair_bytes[pair] += flow.num_bytes

@@ -49,7 +49,8 @@ def wait(works: Sequence[dist.Work], timeout_s: float, ask: PeerCheck) -> None:
     for work in works:
         if BACKEND == "nccl":
             poll(work.is_completed, timeout_s, ask)
-        work.wait(timedelta(seconds=timeout_s))  # raises the error, if any, and orders the device's streams
+        # raises the error, if any, and orders the device's streams
+        work.wait(timedelta(seconds=timeout_s))
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float, ask: PeerCheck) -> None:
@@ -89,7 +90,9 @@ def bounded(call: Callable[[], object], timeout_s: float, ask: PeerCheck) -> Non
     ended.result()
 
 
-def make_group(store: Store, member: int, num_members: int, timeout_s: float, ask: PeerCheck = lambda: None) -> Any:
+def make_group(
+    store: Store, member: int, num_members: int, timeout_s: float, ask: PeerCheck = lambda: None
+) -> Any:
     """A process group of the members; the default groups belong to Megatron and to SGLang.
 
     Every member must call this with a prefix store that no other group uses. Raises RuntimeError when the group does
@@ -100,7 +103,8 @@ def make_group(store: Store, member: int, num_members: int, timeout_s: float, as
         use_loopback()
         return dist.ProcessGroupGloo(store, member, num_members, timeout)
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = 2 * timeout  # of NCCL's watchdog, which ends the process: our own timeout comes first
+    # of NCCL's watchdog, which ends the process: our own timeout comes first
+    options._timeout = 2 * timeout
     group = dist.ProcessGroupNCCL(store, member, num_members, options)
     here = torch.device(DEVICE, torch.cuda.current_device())
 

@@ -49,7 +49,10 @@ class Verifier:
     @torch.no_grad()
     def check(self, mode: Literal["checksum", "full"]) -> None:
         """Raises VerifyError for wrong targets of this member; the caller must inform the other members."""
-        wrong = [*self._compare_local(), *(self._compare_sums() if mode == "checksum" else self._compare_bytes())]
+        wrong = [
+            *self._compare_local(),
+            *(self._compare_sums() if mode == "checksum" else self._compare_bytes()),
+        ]
         settle(self.timeout_s)
         if wrong:
             raise VerifyError(first_of(wrong))
@@ -73,7 +76,10 @@ class Verifier:
     def _compare_sums(self) -> list[str]:
         sent, received = self._flows(sent=True), self._flows(sent=False)
         weights = _weights(min(STRIP_BYTES, self.round_bytes) // WORD_BYTES + 1)
-        theirs = {peer: torch.empty(len(copies), dtype=torch.int64, device=DEVICE) for peer, copies in received.items()}
+        theirs = {
+            peer: torch.empty(len(copies), dtype=torch.int64, device=DEVICE)
+            for peer, copies in received.items()
+        }
         with batch(self.group) as works:
             works += [self.group.recv([sums], peer, 0) for peer, sums in theirs.items()]
             for peer, copies in sent.items():
@@ -87,14 +93,18 @@ class Verifier:
             if not same
         ]
 
-    def _sums(self, copies: Sequence[Copy], side: Literal["source", "target"], weights: torch.Tensor) -> torch.Tensor:
+    def _sums(
+        self, copies: Sequence[Copy], side: Literal["source", "target"], weights: torch.Tensor
+    ) -> torch.Tensor:
         """A weighted sum modulo 2**64 for each copy."""
         sums = torch.zeros(len(copies), dtype=torch.int64, device=DEVICE)
         for index, copy in enumerate(copies):
             for number, strip in enumerate(_strips(copy, min(STRIP_BYTES, self.round_bytes))):
                 content = self._bytes(strip, side)
                 padding = content.new_zeros(-len(content) % WORD_BYTES)
-                words = (torch.cat([content, padding]) if len(padding) else content).view(torch.int64)
+                words = (torch.cat([content, padding]) if len(padding) else content).view(
+                    torch.int64
+                )
                 if len(words) > len(weights):  # a row that is longer than a strip
                     weights = _weights(len(words))
                 sums[index] += (words * weights[: len(words)]).sum() * (2 * number + 1)
@@ -104,11 +114,17 @@ class Verifier:
         wrong: list[str] = []
         strip_bytes = min(STRIP_BYTES, self.round_bytes // (4 * self.streams.num_members))
         sent, received = (
-            {peer: chain.from_iterable(_strips(copy, strip_bytes) for copy in copies) for peer, copies in flows.items()}
+            {
+                peer: chain.from_iterable(_strips(copy, strip_bytes) for copy in copies)
+                for peer, copies in flows.items()
+            }
             for flows in (self._flows(sent=True), self._flows(sent=False))
         )
         for out, into in zip_longest(_next_strips(sent), _next_strips(received), fillvalue={}):
-            theirs = {peer: torch.empty(s.num_bytes, dtype=torch.uint8, device=DEVICE) for peer, s in into.items()}
+            theirs = {
+                peer: torch.empty(s.num_bytes, dtype=torch.uint8, device=DEVICE)
+                for peer, s in into.items()
+            }
             ours = {peer: self._bytes(strip, "source") for peer, strip in out.items()}
             with batch(self.group) as works:
                 works += [self.group.recv([content], peer, 0) for peer, content in theirs.items()]
@@ -128,7 +144,9 @@ class Verifier:
             fill(copy, [staged], source_views(piece, self.sources, self.targets, self.transform))
         else:
             found = target_views(piece, self.targets)
-            for place, part in zip([staged] if len(found) == 1 else staged.split(1), found, strict=True):
+            for place, part in zip(
+                [staged] if len(found) == 1 else staged.split(1), found, strict=True
+            ):
                 place.copy_(part)
         return staged.flatten().view(torch.uint8)
 
@@ -137,7 +155,9 @@ class Verifier:
         items, rows, cols = box
         at = self.engine.member(copy.target)
         where = f"engine {at[0]}, TP rank {at[1]}" if at else f"member {copy.target}"
-        of_items = f"items {items}, " if items[1] - items[0] < copy.size[0] or "{}" in copy.name else ""
+        of_items = (
+            f"items {items}, " if items[1] - items[0] < copy.size[0] or "{}" in copy.name else ""
+        )
         return (
             f"{copy.name}: {of_items}rows {rows}, columns {cols} in {copy.target_param} of {where} "
             f"are not what member {copy.source} has"
@@ -153,7 +173,9 @@ def _strips(copy: Copy, max_bytes: int) -> Iterator[Copy]:
     step = max(1, max_bytes // (row_bytes * step)) * step if num_items == 1 else num_rows
     for item in range(first_item, last_item, num_items):
         for row in range(first_row, last_row, step):
-            yield copy.piece(((item, min(last_item, item + num_items)), (row, min(last_row, row + step)), cols))
+            yield copy.piece(
+                ((item, min(last_item, item + num_items)), (row, min(last_row, row + step)), cols)
+            )
 
 
 def _next_strips(strips: Mapping[int, Iterator[Copy]]) -> Iterator[dict[int, Copy]]:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 # The values are the best of those tried in scripts/bench/balancing.py.
 _OVERCOMMIT_TOGETHER, _OVERCOMMIT_MIXED = 2.0, 1.25
 _FIRST_GUESS = 0.25  # of the longest response
-_MOST_BEFORE = 1024  # responses that the mean of the round before counts as: that round may have been an evaluation
+# responses that the mean of the round before counts as: that round may have been an evaluation
+_MOST_BEFORE = 1024
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class RequestBalancer:
         self._capacities = capacities
         self._loads = [_Outstanding() for _ in capacities]
         self._last = len(capacities) - 1
-        self._before = (1, _FIRST_GUESS * longest_response)  # responses of the round before, and their tokens
+        # responses of the round before, and their tokens
+        self._before = (1, _FIRST_GUESS * longest_response)
         self._now = (0, 0.0)
 
     @property

@@ -63,7 +63,8 @@ class RolloutWorker:
             self.shutdown()
             raise
         gc.collect()
-        gc.freeze()  # later collections pass over what was imported, which takes a third of a second each time
+        # later collections pass over what was imported, which takes a third of a second each time
+        gc.freeze()
 
     async def sample(
         self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None = None
@@ -75,25 +76,40 @@ class RolloutWorker:
         """
         generated = await self._generate(prompt, sampling, begun)
         samples, reward_results = generated.samples, list(generated.reward_results)
-        ended = [place for place, sample in enumerate(samples) if reward_results[place] is None and not sample.is_open]
+        ended = [
+            place
+            for place, sample in enumerate(samples)
+            if reward_results[place] is None and not sample.is_open
+        ]
         new = await self._judged(prompt, [samples[place] for place in ended])
         for place, reward_result in zip(ended, new, strict=True):
             reward_results[place] = reward_result
         if self._reward.on_failure == "stop":  # at once, not when the group is complete
-            scored(prompt, [samples[place] for place in ended], new, self._reward, may_lose_all=True)
+            scored(
+                prompt, [samples[place] for place in ended], new, self._reward, may_lose_all=True
+            )
         known = [reward_result for reward_result in reward_results if reward_result is not None]
         if len(known) == len(samples):
-            short, whole = scored(prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all)
+            short, whole = scored(
+                prompt, samples, known, self._reward, may_lose_all=sampling.may_lose_all
+            )
             transcripts = short.transcripts[: self._num_transcripts]
-            return replace(short, transcripts=transcripts, refused_fields=generated.refused_fields), whole
+            return replace(
+                short, transcripts=transcripts, refused_fields=generated.refused_fields
+            ), whole
         group = PartialGroup(prompt, tuple(samples), tuple(reward_results))
         return partial_summary(group), group
 
-    async def _judged(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[RewardResult | Failure]:
+    async def _judged(
+        self, prompt: Prompt, samples: Sequence[Sample]
+    ) -> Sequence[RewardResult | Failure]:
         """The verdicts of the reward functions; without any, an environment or an agent was to give them."""
         if not (self._reward.function or self._reward.by_source):
             ends = [sample.facts.end for sample in samples if sample.facts]
-            return [Failure(f"the {self._rewarding} gave no reward (its episode ended as {end})") for end in ends]
+            return [
+                Failure(f"the {self._rewarding} gave no reward (its episode ended as {end})")
+                for end in ends
+            ]
         episodes = [sample.episode for sample in samples]
         return await self._reward_workers.reward_results(
             prompt.answer, prompt.row, [sample.text for sample in samples], episodes
@@ -107,16 +123,23 @@ class RolloutWorker:
         """The samples that the engine has finished since the last call, before their verdicts; waits for the first."""
         return await self._engine.take_completed()
 
-    async def _generate(self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None) -> Generated:
+    async def _generate(
+        self, prompt: Prompt, sampling: Sampling, begun: PartialGroup | None
+    ) -> Generated:
         if self._episodes:
             return await self._play(self._episodes, prompt, sampling, begun)
         if begun:
             return Generated(
-                await self._engine.generate(prompt.token_ids, sampling, begun.samples), begun.reward_results
+                await self._engine.generate(prompt.token_ids, sampling, begun.samples),
+                begun.reward_results,
             )
         calls = [self._engine.generate(prompt.token_ids, sampling)]
         if sampling.with_baseline:
-            calls.append(self._engine.generate(prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)))
+            calls.append(
+                self._engine.generate(
+                    prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)
+                )
+            )
         drawn, *greedy = await asyncio.gather(*calls)
         samples = drawn + [replace(sample, is_baseline=True) for (sample,) in greedy]
         return Generated(samples, [None] * len(samples))
@@ -130,8 +153,13 @@ class RolloutWorker:
         ways = [sampling] * sampling.num_samples
         if sampling.with_baseline:
             ways.append(replace(sampling, temperature=0.0))
-        played = await asyncio.gather(*(episodes.run(prompt, way, place) for place, way in enumerate(ways)))
-        samples = [replace(one.sample, is_baseline=place == sampling.num_samples) for place, one in enumerate(played)]
+        played = await asyncio.gather(
+            *(episodes.run(prompt, way, place) for place, way in enumerate(ways))
+        )
+        samples = [
+            replace(one.sample, is_baseline=place == sampling.num_samples)
+            for place, one in enumerate(played)
+        ]
         refused = sum((Counter(one.refused_fields) for one in played), Counter[str]())
         return Generated(samples, [one.reward_result for one in played], dict(refused))
 
@@ -171,7 +199,9 @@ class EnginePart(Schedulers):
         super().__init__(engine_settings(recipe, index, span))
 
 
-async def _continued(episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup) -> Generated:
+async def _continued(
+    episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup
+) -> Generated:
     """The episodes of a group after a further phase of the open ones."""
     samples, reward_results = list(begun.samples), list(begun.reward_results)
     places, assigned = (
@@ -194,15 +224,32 @@ def scored(
 ) -> tuple[GroupSummary, SampleGroup]:
     """The group of samples with their verdicts; reward.on_failure decides about failed ones. Raises as `sample`."""
     pairs = list(zip(samples, reward_results, strict=True))
-    failed = [(sample, reward_result) for sample, reward_result in pairs if isinstance(reward_result, Failure)]
-    failures = tuple(describe_failure(failure, sample.text, prompt.answer, prompt.id) for sample, failure in failed)
-    if reward.on_failure == "penalise":  # an episode whose environment failed at once has no tokens to train on
+    failed = [
+        (sample, reward_result)
+        for sample, reward_result in pairs
+        if isinstance(reward_result, Failure)
+    ]
+    failures = tuple(
+        describe_failure(failure, sample.text, prompt.answer, prompt.id)
+        for sample, failure in failed
+    )
+    # an episode whose environment failed at once has no tokens to train on
+    if reward.on_failure == "penalise":
         penalty = RewardResult(reward.penalty, False)
         pairs = [
-            (sample, penalty if isinstance(reward_result, Failure) and len(sample.response_ids_T) else reward_result)
+            (
+                sample,
+                penalty
+                if isinstance(reward_result, Failure) and len(sample.response_ids_T)
+                else reward_result,
+            )
             for sample, reward_result in pairs
         ]
-    kept = [(sample, reward_result) for sample, reward_result in pairs if isinstance(reward_result, RewardResult)]
+    kept = [
+        (sample, reward_result)
+        for sample, reward_result in pairs
+        if isinstance(reward_result, RewardResult)
+    ]
     num_dropped = len(samples) - len(kept)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
@@ -219,5 +266,9 @@ def scored(
             for sample, reward_result in kept
         ),
     )
-    facts = {"failures": failures, "num_dropped": num_dropped, "failed_calls": failed_calls(samples)}
+    facts = {
+        "failures": failures,
+        "num_dropped": num_dropped,
+        "failed_calls": failed_calls(samples),
+    }
     return replace(summary(group), **facts), group

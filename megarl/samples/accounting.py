@@ -15,14 +15,18 @@ from megarl.types.episodes import DropReason
 def row_summaries(prompt: Prompt, sample: Sample) -> tuple[RowSummary, ...]:
     """The lengths of each row of a sample, and the parts of its trained tokens."""
     return tuple(
-        RowSummary(row_length(prompt, row), len(row.response_ids_T), row.num_trained, trained_parts([row]))
+        RowSummary(
+            row_length(prompt, row), len(row.response_ids_T), row.num_trained, trained_parts([row])
+        )
         for row in sample.rows
     )
 
 
 def row_length(prompt: Prompt, row: EpisodeRow) -> int:
     """The tokens of prompt and response; prompt: the group's."""
-    return len(prompt.token_ids if row.prompt_ids is None else row.prompt_ids) + len(row.response_ids_T)
+    return len(prompt.token_ids if row.prompt_ids is None else row.prompt_ids) + len(
+        row.response_ids_T
+    )
 
 
 def longest_row(prompt: Prompt, sample: Sample) -> int:
@@ -50,10 +54,15 @@ def _trained_by_part(row: EpisodeRow) -> list[int]:
 
 def turn_rewards(samples: Sequence[Sample]) -> FloatArray | None:
     """The sum of the rewards of each sample's turns; None where there are none."""
-    given = [[row.token_rewards_T for row in sample.rows if row.token_rewards_T is not None] for sample in samples]
+    given = [
+        [row.token_rewards_T for row in sample.rows if row.token_rewards_T is not None]
+        for sample in samples
+    ]
     if not any(given):
         return None
-    return np.array([sum(float(rewards_T.sum()) for rewards_T in of_sample) for of_sample in given], np.float32)
+    return np.array(
+        [sum(float(rewards_T.sum()) for rewards_T in of_sample) for of_sample in given], np.float32
+    )
 
 
 def check(prompt: Prompt, samples: Sequence[Sample]) -> None:
@@ -88,14 +97,20 @@ def sample_error(prompt: Prompt, sample: Sample) -> str | None:
 
 def _row_error(row: EpisodeRow, length: int, is_open: bool) -> str | None:
     tokens = len(row.response_ids_T)
-    arrays = {"logprobs": row.engine_logp_T, "marks of trained tokens": row.trained_T, "rewards": row.token_rewards_T}
+    arrays = {
+        "logprobs": row.engine_logp_T,
+        "marks of trained tokens": row.trained_T,
+        "rewards": row.token_rewards_T,
+    }
     for what, array_T in arrays.items():
         if array_T is not None and len(array_T) != tokens:
             return f"{tokens} tokens and {len(array_T)} {what}"
     if (of_parts := sum(part.num_tokens for part in row.parts)) != tokens:
         return f"{tokens} tokens and parts of {of_parts}"
     if row.routed_experts is not None and len(row.routed_experts) != length - 1:
-        return f"{length} tokens of prompt and response, and the experts of {len(row.routed_experts)}"
+        return (
+            f"{length} tokens of prompt and response, and the experts of {len(row.routed_experts)}"
+        )
     if row.trained_T is None:
         return None
     if tokens and not is_open and not row.trained_T[-1]:

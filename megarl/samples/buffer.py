@@ -132,7 +132,9 @@ class RolloutBuffer(Generic[Ref]):
         """The complete groups of the lowest numbers, `wanted` of them or as many as there are."""
         return self.finished[:wanted]
 
-    def admitted(self, prompts: Sequence[Prompt], stream: tuple[int, ...], samples: int) -> RolloutBuffer[Ref]:
+    def admitted(
+        self, prompts: Sequence[Prompt], stream: tuple[int, ...], samples: int
+    ) -> RolloutBuffer[Ref]:
         """With a ticket for each prompt; stream: that of the prompts, to which the place among them is added."""
         fresh = [
             Entry[Ref](
@@ -141,12 +143,16 @@ class RolloutBuffer(Generic[Ref]):
             )
             for place, prompt in enumerate(prompts)
         ]
-        return replace(self, entries=(*self.entries, *fresh), next_number=self.next_number + len(prompts))
+        return replace(
+            self, entries=(*self.entries, *fresh), next_number=self.next_number + len(prompts)
+        )
 
     def updated(self, entries: Iterable[Entry[Ref]]) -> RolloutBuffer[Ref]:
         """With these entries, as a phase returned them, in place of those of the same numbers."""
         new = {entry.drawn.number: entry for entry in entries}
-        return replace(self, entries=tuple(new.get(entry.drawn.number, entry) for entry in self.entries))
+        return replace(
+            self, entries=tuple(new.get(entry.drawn.number, entry) for entry in self.entries)
+        )
 
     def without_trained(self, entries: Collection[Entry[Ref]]) -> RolloutBuffer[Ref]:
         """Without these entries, which a step trains on."""
@@ -158,11 +164,15 @@ class RolloutBuffer(Generic[Ref]):
 
     def _without(self, entries: Collection[Entry[Ref]]) -> RolloutBuffer[Ref]:
         gone = {entry.drawn.number for entry in entries}
-        return replace(self, entries=tuple(entry for entry in self.entries if entry.drawn.number not in gone))
+        return replace(
+            self, entries=tuple(entry for entry in self.entries if entry.drawn.number not in gone)
+        )
 
     def after_step(self, sizes: BufferSizes, steps_left: int | None) -> RolloutBuffer[Ref]:
         """With the surplus of the step after one that `steps_left` others follow."""
-        surplus = min(sizes.most_surplus, _grown(sizes.surplus(self.surplus, steps_left), sizes.wanted))
+        surplus = min(
+            sizes.most_surplus, _grown(sizes.surplus(self.surplus, steps_left), sizes.wanted)
+        )
         return replace(self, surplus=surplus)
 
     def after_loading(self, version: int, wanted: int) -> RolloutBuffer[Ref]:
@@ -171,20 +181,30 @@ class RolloutBuffer(Generic[Ref]):
         A complete group waits in steps that train on `wanted` others of lower numbers, which the stock has, too.
         """
         found = [entry.summary for entry in self.entries if isinstance(entry.summary, GroupSummary)]
-        versions = [part.version for summary in found for parts in summary.parts_G for part in parts]
+        versions = [
+            part.version for summary in found for parts in summary.parts_G for part in parts
+        ]
         if not versions:
             return self
-        return replace(self, loaded_bound=version - min(versions) + (len(self.entries) - 1) // wanted)
+        return replace(
+            self, loaded_bound=version - min(versions) + (len(self.entries) - 1) // wanted
+        )
 
     def check(self) -> None:
         """Raises RuntimeError unless every ticket is exactly one of trained on, dropped and in the stock."""
         numbers = [entry.drawn.number for entry in self.entries]
         held, every = _bits(self.entries), (1 << self.next_number) - 1
         overlap = self.trained & self.dropped | self.trained & held | self.dropped & held
-        if overlap or self.trained | self.dropped | held != every or numbers != sorted(set(numbers)):
+        if (
+            overlap
+            or self.trained | self.dropped | held != every
+            or numbers != sorted(set(numbers))
+        ):
             counts = [one.bit_count() for one in (self.trained, self.dropped)]
             told = f"{counts[0]} trained on, {counts[1]} dropped, {len(numbers)} in the stock"
-            raise RuntimeError(f"the {self.next_number} prompts that were drawn are not each of {told} exactly once")
+            raise RuntimeError(
+                f"the {self.next_number} prompts that were drawn are not each of {told} exactly once"
+            )
 
 
 def _bits(entries: Iterable[Entry[Ref]]) -> int:

@@ -33,12 +33,21 @@ from megarl.types.reward_result import Failure, RewardResult
 FORMAT = 9
 FORMATS = (5, 6, 7, 8, FORMAT)  # that are read
 _EPISODES_SINCE, _TRANSCRIPTS_SINCE, _OPEN_EPISODES_SINCE, _REASONS_SINCE = 6, 7, 8, 9
-_FACTS_SINCE = {"reusable_tokens": 7, "cached_tokens": 7, "begun_anew": 8, "dropped_anew": 9, "seed": 9}  # others: 6
-_DROPPED, _DROPPED_BEFORE = "dropped_unawaited", "dropped_tokens"  # the second had the tokens of every reason
+# others: 6
+_FACTS_SINCE = {
+    "reusable_tokens": 7,
+    "cached_tokens": 7,
+    "begun_anew": 8,
+    "dropped_anew": 9,
+    "seed": 9,
+}
+# the second had the tokens of every reason
+_DROPPED, _DROPPED_BEFORE = "dropped_unawaited", "dropped_tokens"
 _EXPERT_TYPES = ("uint8", "int16")
 _EXPERTS_OF = ("experts", "experts_type", "experts_shape")
 _MARKS = ("own_prompt_ids", "trained", "token_rewards")
-_OF_ROW = ("response_ids", "engine_logp", "versions", "part_tokens", *_MARKS, *_EXPERTS_OF)  # of a conversation
+# of a conversation
+_OF_ROW = ("response_ids", "engine_logp", "versions", "part_tokens", *_MARKS, *_EXPERTS_OF)
 _OF_EPISODES = (*_MARKS, "more_rows", "facts", "transcript", "open_episode")
 _OPTIONAL = {"given_answer", "failure", *_EXPERTS_OF, *_OF_EPISODES}
 _LISTS = ("prompt_ids", *_OF_ROW[:4], *_MARKS, "experts_shape", "more_rows")
@@ -92,7 +101,9 @@ def schema(number: int = FORMAT) -> Any:
 def _facts(number: int) -> list[str]:
     """The fields of EpisodeFacts, as a format names them."""
     names = [one.name for one in fields(EpisodeFacts) if number >= _FACTS_SINCE.get(one.name, 0)]
-    return [_DROPPED_BEFORE if name == _DROPPED and number < _REASONS_SINCE else name for name in names]
+    return [
+        _DROPPED_BEFORE if name == _DROPPED and number < _REASONS_SINCE else name for name in names
+    ]
 
 
 def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int) -> dict[str, Any]:
@@ -102,7 +113,9 @@ def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int
         reward_result = group.reward_results[index]
     else:
         reward_result = RewardResult(float(group.rewards_G[index]), bool(group.correct_G[index]))
-    judged = reward_result if isinstance(reward_result, RewardResult) else RewardResult(math.nan, False)
+    judged = (
+        reward_result if isinstance(reward_result, RewardResult) else RewardResult(math.nan, False)
+    )
     first, *more = map(_conversation, sample.rows)
     return {
         "step": step,
@@ -199,7 +212,8 @@ def _is_object(text: str) -> bool:
 
 
 def _are_facts(facts: dict[str, Any]) -> bool:
-    known = [value for name, value in facts.items() if name != "seed"]  # which an episode of an older file has not
+    # which an episode of an older file has not
+    known = [value for name, value in facts.items() if name != "seed"]
     return None not in known and facts["end"] in get_args(EpisodeEnd)
 
 
@@ -217,12 +231,17 @@ def _transcript_error(text: str) -> str | None:
 def _is_entry(entry: Any) -> bool:
     match entry:
         case {"role": str(), "text": str(), "calls": list(calls), "reward": int() | float()}:
-            called = all(isinstance(call, dict) and set(call) == set(TranscriptCall.__annotations__) for call in calls)
+            called = all(
+                isinstance(call, dict) and set(call) == set(TranscriptCall.__annotations__)
+                for call in calls
+            )
             return called and set(entry) == set(TranscriptEntry.__annotations__)
     return False
 
 
-def _conversation_error(row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool) -> str | None:
+def _conversation_error(
+    row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool
+) -> str | None:
     prompt_ids = prompt_ids if row["own_prompt_ids"] is None else row["own_prompt_ids"]
     if empty := [name for name, value in row.items() if value is None and name not in _OPTIONAL]:
         return f"has a row without {empty[0]}"
@@ -246,7 +265,11 @@ def _experts_error(row: dict[str, Any], num_tokens: int) -> str | None:
     if row["experts_shape"][0] != num_tokens - 1:
         return f"has the experts of {row['experts_shape'][0]} tokens, and {num_tokens} tokens"
     wanted = int(np.prod(row["experts_shape"])) * np.dtype(row["experts_type"]).itemsize
-    return None if wanted == len(row["experts"]) else f"has {len(row['experts'])} bytes of experts, not {wanted}"
+    return (
+        None
+        if wanted == len(row["experts"])
+        else f"has {len(row['experts'])} bytes of experts, not {wanted}"
+    )
 
 
 def prompt_of(row: dict[str, Any]) -> Prompt:

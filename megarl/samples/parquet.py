@@ -79,7 +79,9 @@ class SampleWriter:
 
 
 @contextmanager
-def writing(path: Path, vocab_size: int, temperature: float, where: str = "run.dir") -> Iterator[SampleWriter]:
+def writing(
+    path: Path, vocab_size: int, temperature: float, where: str = "run.dir"
+) -> Iterator[SampleWriter]:
     """A writer to a hidden file, which is renamed to `path` when the block succeeds and removed when it raises.
 
     where: the recipe key or option that names the disk. Raises UserError when the disk is full, or another process
@@ -143,7 +145,9 @@ class SampleFile:
     def any_groups(self, step: int) -> list[SampleGroup | PartialGroup]:
         """The same for any file of samples: also the groups with open samples."""
         rows = _read(self.path, step)
-        return [_group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
+        return [
+            _group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])
+        ]
 
     def buffered_groups(self) -> Iterator[SampleGroup | PartialGroup]:
         """The groups of a stock's file, one after another. Raises UserError for a damaged file."""

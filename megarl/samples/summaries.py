@@ -16,7 +16,11 @@ def summary(group: SampleGroup) -> GroupSummary:
     """
     prompt, samples = group.prompt, group.samples
     accounting.check(prompt, samples)
-    rows = () if all(one.is_plain for one in samples) else [accounting.row_summaries(prompt, one) for one in samples]
+    rows = (
+        ()
+        if all(one.is_plain for one in samples)
+        else [accounting.row_summaries(prompt, one) for one in samples]
+    )
     return GroupSummary(
         prompt_text=group.prompt.text,
         answer=group.prompt.answer,
@@ -33,8 +37,12 @@ def summary(group: SampleGroup) -> GroupSummary:
         prefills=sum(sample.prefills for sample in samples if not sample.is_baseline),
         rows=tuple(rows),
         turn_rewards_G=accounting.turn_rewards(samples),
-        facts=tuple(sample.facts for sample in samples) if any(sample.facts for sample in samples) else (),
-        transcripts=tuple(sample.transcript for sample in samples) if any(one.transcript for one in samples) else (),
+        facts=tuple(sample.facts for sample in samples)
+        if any(sample.facts for sample in samples)
+        else (),
+        transcripts=tuple(sample.transcript for sample in samples)
+        if any(one.transcript for one in samples)
+        else (),
     )
 
 

@@ -42,16 +42,24 @@ class Panel:
 
     def values(self, history: Sequence[Metrics]) -> list[float]:
         """The heights of all its points."""
-        points = [(*training_points(history, line), *warm_points(history, line)) for line in self.lines]
+        points = [
+            (*training_points(history, line), *warm_points(history, line)) for line in self.lines
+        ]
         return [value for of_line in points for _, value in of_line]
 
 
 PANELS = (
     Panel(
         "reward and accuracy",
-        (Line("reward/mean"), Line("reward/accuracy"), Line("eval/accuracy", "eval/accuracy", style="o--")),
+        (
+            Line("reward/mean"),
+            Line("reward/accuracy"),
+            Line("eval/accuracy", "eval/accuracy", style="o--"),
+        ),
     ),
-    Panel("entropy of a token", (Line("train/entropy", "warm_start/entropy"),), is_logarithmic=True),
+    Panel(
+        "entropy of a token", (Line("train/entropy", "warm_start/entropy"),), is_logarithmic=True
+    ),
     Panel("response length in tokens", (Line("rollout/response_length_mean"),)),
     Panel("gradient norm", (Line("train/grad_norm", "warm_start/grad_norm"),), is_logarithmic=True),
 )
@@ -67,7 +75,11 @@ def training_points(history: Sequence[Metrics], line: Line) -> Points:
     if not has_warm_start(history):
         return _points(history, "step", line.name)
     last_warm_step = max(record.get(_WARM_STEP, 0.0) for record in history)
-    kept = [record for record in history if record["step"] > 0 or record.get(_WARM_STEP) == last_warm_step]
+    kept = [
+        record
+        for record in history
+        if record["step"] > 0 or record.get(_WARM_STEP) == last_warm_step
+    ]
     return _points(kept, "step", line.name)
 
 
@@ -80,7 +92,11 @@ def warm_points(history: Sequence[Metrics], line: Line) -> Points:
 
 
 def _points(records: Sequence[Metrics], axis: str, name: str) -> Points:
-    return tuple((record[axis], record[name]) for record in records if math.isfinite(record.get(name, math.nan)))
+    return tuple(
+        (record[axis], record[name])
+        for record in records
+        if math.isfinite(record.get(name, math.nan))
+    )
 
 
 def draw_curve(history: Sequence[Metrics], path: Path, title: str) -> None:
@@ -92,7 +108,9 @@ def draw_curve(history: Sequence[Metrics], path: Path, title: str) -> None:
     num_columns = max(1, min(_NUM_COLUMNS, len(panels)))
     num_rows = max(1, math.ceil(len(panels) / num_columns))
     width, height = _PANEL_INCHES
-    figure = Figure(figsize=(width * num_columns, height * num_rows + 0.4), dpi=120, layout="constrained")
+    figure = Figure(
+        figsize=(width * num_columns, height * num_rows + 0.4), dpi=120, layout="constrained"
+    )
     figure.suptitle(title)
     cells = figure.add_gridspec(num_rows, num_columns)
     for number, panel in enumerate(panels):
@@ -118,7 +136,9 @@ def _draw_warm_start(axes: Axes, panel: Panel, history: Sequence[Metrics]) -> No
     for number, line in enumerate(panel.lines):
         _plot(axes, warm_points(history, line), line.style, colour=f"C{number}")
     if not axes.lines:
-        axes.text(0.5, 0.5, "no samples", transform=axes.transAxes, ha="center", va="center", color="0.5")
+        axes.text(
+            0.5, 0.5, "no samples", transform=axes.transAxes, ha="center", va="center", color="0.5"
+        )
     last_warm_step = max(record.get(_WARM_STEP, 0.0) for record in history)
     axes.set_xlim(-0.06 * last_warm_step, 1.06 * last_warm_step)
     axes.grid(alpha=0.3)
@@ -151,7 +171,9 @@ def _scale(axes: Axes, panel: Panel, history: Sequence[Metrics]) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
     elif panel.is_logarithmic:
-        axes.set_yscale("symlog", linthresh=min((value for value in values if value > 0), default=1.0))
+        axes.set_yscale(
+            "symlog", linthresh=min((value for value in values if value > 0), default=1.0)
+        )
     elif min(values) >= 0:
         axes.set_ylim(bottom=0, top=1.08 * max(values) or 1.0)
 

@@ -14,7 +14,8 @@ from statistics import median
 from megarl.types import Metrics
 
 _REFERENCE_STEPS = 5  # the first training steps, with whose medians later ones are compared
-_OVER_STEPS = 3  # steps in a row without a condition, after which it is over: some groups may differ by chance
+# steps in a row without a condition, after which it is over: some groups may differ by chance
+_OVER_STEPS = 3
 _EQUAL = 1e-6  # a standard deviation of equal rewards, relative to them: rounding of their mean
 _ZERO_GRADIENT = 1e-10
 _ZERO_ENTROPY = 1e-4  # nats a token: the most likely token has a probability of 0.99999
@@ -79,7 +80,9 @@ class ConditionState:
         """The state after one step more, and whether the condition is to be reported now."""
         if holds:
             is_due = self.num_sick + 1 >= num_steps and not self.is_reported
-            return ConditionState(num_sick=self.num_sick + 1, is_reported=self.is_reported or is_due), is_due
+            return ConditionState(
+                num_sick=self.num_sick + 1, is_reported=self.is_reported or is_due
+            ), is_due
         num_healthy = self.num_healthy + 1
         is_reported = self.is_reported and num_healthy < _OVER_STEPS
         return ConditionState(num_healthy=num_healthy, is_reported=is_reported), False
@@ -134,7 +137,9 @@ def _says_without_variance(now: Metrics, past: Past) -> str:
     if _is_constant(now):
         rewards = f"every sample has the reward {now[REWARD]:g}"
     gradient = f", and {GRADIENT} is 0" if now.get(GRADIENT, 1.0) <= _ZERO_GRADIENT else ""
-    return f"{rewards}, so that rewards teach nothing{gradient}; {_cause_without_variance(now, past)}"
+    return (
+        f"{rewards}, so that rewards teach nothing{gradient}; {_cause_without_variance(now, past)}"
+    )
 
 
 def _cause_without_variance(now: Metrics, past: Past) -> str:
@@ -174,7 +179,8 @@ def _is_explained(now: Metrics, past: Past) -> bool:
 def _says_without_gradient(now: Metrics, past: Past) -> str:
     if now.get("train/rollout_correction_masked", 0.0) >= 0.99:
         cause = (
-            "algorithm.rollout_correction drops every token: engine and trainer disagree, see rollout/logprob_diff_mean"
+            "algorithm.rollout_correction drops every token: engine and trainer disagree,"
+            " see rollout/logprob_diff_mean"
         )
     elif now.get("train/clipped", 0.0) >= 0.99:
         cause = "every token is clipped: lower train.lr or train.updates_per_step, or raise algorithm.clip_high"
@@ -185,7 +191,11 @@ def _says_without_gradient(now: Metrics, past: Past) -> str:
 
 def _with_faded_gradient(now: Metrics, past: Past) -> bool:
     is_zero = now[GRADIENT] <= _ZERO_GRADIENT
-    return not is_zero and not _is_explained(now, past) and now[GRADIENT] < 1e-3 * past.typical(GRADIENT)
+    return (
+        not is_zero
+        and not _is_explained(now, past)
+        and now[GRADIENT] < 1e-3 * past.typical(GRADIENT)
+    )
 
 
 def _says_faded_gradient(now: Metrics, past: Past) -> str:
@@ -223,9 +233,30 @@ _MORE_ENTROPY = "lower train.lr, or raise algorithm.clip_high or algorithm.entro
 _OF_REWARDS = REWARD, STD, ACCURACY
 CONDITIONS = (
     Condition("rewards without variance", _OF_REWARDS, _without_variance, _says_without_variance),
-    Condition("few varied groups", (GROUPS, ACCURACY), _with_few_varied_groups, _says_few_varied_groups, num_steps=3),
-    Condition("no gradient", (GRADIENT,), _without_gradient, _says_without_gradient, of_rewards=False),
-    Condition("faded gradient", (GRADIENT,), _with_faded_gradient, _says_faded_gradient, num_steps=3, of_rewards=False),
+    Condition(
+        "few varied groups",
+        (GROUPS, ACCURACY),
+        _with_few_varied_groups,
+        _says_few_varied_groups,
+        num_steps=3,
+    ),
+    Condition(
+        "no gradient", (GRADIENT,), _without_gradient, _says_without_gradient, of_rewards=False
+    ),
+    Condition(
+        "faded gradient",
+        (GRADIENT,),
+        _with_faded_gradient,
+        _says_faded_gradient,
+        num_steps=3,
+        of_rewards=False,
+    ),
     Condition("no entropy", (ENTROPY, ACCURACY), _without_entropy, _says_without_entropy),
-    Condition("collapsed entropy", (ENTROPY, ACCURACY), _with_collapsed_entropy, _says_collapsed_entropy, num_steps=3),
+    Condition(
+        "collapsed entropy",
+        (ENTROPY, ACCURACY),
+        _with_collapsed_entropy,
+        _says_collapsed_entropy,
+        num_steps=3,
+    ),
 )

@@ -31,11 +31,18 @@ def rollout_metrics(groups: Sequence[GroupSummary], *, compares_samples: bool) -
     lengths = np.concatenate([group.response_lengths_G[group.drawn_G] for group in groups])
     finished = np.concatenate([group.finished_G[group.drawn_G] for group in groups])
     correct = np.concatenate([group.correct_G[group.drawn_G] for group in groups])
-    drafted = [group for group in groups if group.verifications]  # not those that another engine sampled
-    verified = sum(int(group.response_lengths_G[group.drawn_G].sum()) - group.prefills for group in drafted)
+    # not those that another engine sampled
+    drafted = [group for group in groups if group.verifications]
+    verified = sum(
+        int(group.response_lengths_G[group.drawn_G].sum()) - group.prefills for group in drafted
+    )
     steps = sum(group.verifications for group in drafted)
     accepted = {"rollout/accepted": verified / steps} if steps else {}
-    variance = {"reward/groups_without_variance": share_without_variance(groups)} if compares_samples else {}
+    variance = (
+        {"reward/groups_without_variance": share_without_variance(groups)}
+        if compares_samples
+        else {}
+    )
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -66,18 +73,34 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     reason; `begun_anew`: how often an episode did; `prefix_hit_share`: of the tokens of turns' contexts that the engine
     had computed before, those that it found in its cache; `end/...`: the share of the episodes that ended so.
     """
-    places = [(group, at) for group in groups if group.facts for at in np.flatnonzero(group.drawn_G).tolist()]
+    places = [
+        (group, at)
+        for group in groups
+        if group.facts
+        for at in np.flatnonzero(group.drawn_G).tolist()
+    ]
     facts = [one for one in (group.facts[at] for group, at in places) if one]
     if not facts:
         return {}
     rows = [group.rows_of(at) for group, at in places if group.facts[at]]
     tokens = sum(row.response_length for of_episode in rows for row in of_episode)
     trained = sum(row.num_trained for of_episode in rows for row in of_episode)
-    turns, calls, tool_s = ([getattr(one, name) for one in facts] for name in ("turns", "calls", "tool_s"))
+    turns, calls, tool_s = (
+        [getattr(one, name) for one in facts] for name in ("turns", "calls", "tool_s")
+    )
     reusable = sum(one.reusable_tokens for one in facts)
-    hits = {"episode/prefix_hit_share": sum(one.cached_tokens for one in facts) / reusable} if reusable else {}
-    of_turns = [group.turn_rewards_G[at] for group, at in places if group.turn_rewards_G is not None]
-    dropped = {why: float(sum(getattr(one, f"dropped_{why}") for one in facts)) for why in get_args(DropReason)}
+    hits = (
+        {"episode/prefix_hit_share": sum(one.cached_tokens for one in facts) / reusable}
+        if reusable
+        else {}
+    )
+    of_turns = [
+        group.turn_rewards_G[at] for group, at in places if group.turn_rewards_G is not None
+    ]
+    dropped = {
+        why: float(sum(getattr(one, f"dropped_{why}") for one in facts))
+        for why in get_args(DropReason)
+    }
     ends = {end: sum(one.end == end for one in facts) / len(facts) for end in get_args(EpisodeEnd)}
     return {
         "episode/turns_mean": float(np.mean(turns)),
@@ -114,10 +137,14 @@ def balance_metrics(rounds: Sequence[PhaseBalance]) -> Metrics:
     fit: Metrics = {}
     if foretold and foretold[-1].fit and seconds:
         fit = {f"plan/{name}": value for name, value in asdict(foretold[-1].fit).items()}
-        fit["plan/rollout_error"] = abs(sum(balance.expected_s for balance in foretold) / seconds - 1)
-    tokens = [balance.group_tokens for balance in rounds]  # not all engines have part in a round that is sampled ahead
+        fit["plan/rollout_error"] = abs(
+            sum(balance.expected_s for balance in foretold) / seconds - 1
+        )
+    # not all engines have part in a round that is sampled ahead
+    tokens = [balance.group_tokens for balance in rounds]
     return {
-        "rollout/imbalance": sum(map(max, tokens)) / sum(sum(groups) / len(groups) for groups in tokens),
+        "rollout/imbalance": sum(map(max, tokens))
+        / sum(sum(groups) / len(groups) for groups in tokens),
         "rollout/tail_s": sum(balance.tail_s for balance in rounds),
         "rollout/idle_s": sum(balance.idle_s for balance in rounds),
         **fit,
@@ -129,8 +156,13 @@ def idle_metrics(phases: Metrics, step_s: float, sampled_s: float) -> Metrics:
 
     phases: seconds by `time/<phase>_s`. sampled_s: that engines had samples, the evaluation's apart.
     """
-    rollout_s, ahead_s, eval_s = (phases.get(f"time/{name}_s", 0.0) for name in ("rollout", "ahead", "eval"))
-    return {"idle/ranks_s": rollout_s + ahead_s + eval_s, "idle/engines_s": max(0.0, step_s - sampled_s - eval_s)}
+    rollout_s, ahead_s, eval_s = (
+        phases.get(f"time/{name}_s", 0.0) for name in ("rollout", "ahead", "eval")
+    )
+    return {
+        "idle/ranks_s": rollout_s + ahead_s + eval_s,
+        "idle/engines_s": max(0.0, step_s - sampled_s - eval_s),
+    }
 
 
 def failed_share(groups: Sequence[GroupSummary]) -> float:
@@ -146,8 +178,12 @@ def train_metrics(updates: Sequence[Statistics], room: str = "train") -> Metrics
     """
     metrics = update_metrics(updates, room)
     for number, update in enumerate(updates, start=1) if len(updates) > 1 else ():
-        of_update = {statistic: values for statistic, values in update.items() if statistic.each_update}
-        metrics |= {f"{name}/{number}": value for name, value in update_metrics([of_update], room).items()}
+        of_update = {
+            statistic: values for statistic, values in update.items() if statistic.each_update
+        }
+        metrics |= {
+            f"{name}/{number}": value for name, value in update_metrics([of_update], room).items()
+        }
     return metrics
 
 
@@ -158,9 +194,16 @@ def update_metrics(updates: Sequence[Statistics], room: str) -> Metrics:
     """
     metrics: Metrics = {}
     for statistic in {statistic: None for update in updates for statistic in update}:
-        reduction, values = statistic.reduction, [update[statistic] for update in updates if statistic in update]
-        combined = [max(column) if reduction.is_max else sum(column) for column in zip(*values, strict=True)]
-        number = reduction.result(*(one / len(values) for one in combined) if reduction.is_update_mean else combined)
+        reduction, values = (
+            statistic.reduction,
+            [update[statistic] for update in updates if statistic in update],
+        )
+        combined = [
+            max(column) if reduction.is_max else sum(column) for column in zip(*values, strict=True)
+        ]
+        number = reduction.result(
+            *(one / len(values) for one in combined) if reduction.is_update_mean else combined
+        )
         if number is not None:
             metrics[statistic.published_in(room)] = number
     return metrics
@@ -177,7 +220,9 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
     for name, asked in sets.items():
         groups = [group for group in asked if len(group.rewards_G)]  # others' verdicts failed
         found[f"eval/{name}/accuracy"] = _mean([group.correct_G for group in groups])
-        found[f"eval/{name}/response_length_mean"] = _mean([group.response_lengths_G for group in groups])
+        found[f"eval/{name}/response_length_mean"] = _mean(
+            [group.response_lengths_G for group in groups]
+        )
         found[f"eval/{name}/truncated"] = 1.0 - _mean([group.finished_G for group in groups])
         if facts := [one for group in groups for one in group.facts if one]:
             found[f"eval/{name}/turns_mean"] = float(np.mean([one.turns for one in facts]))
@@ -185,7 +230,9 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
         k = max(len(group.responses) + group.num_dropped for group in groups)
         if k > 1:
             found[f"eval/{name}/avg@{k}"] = found[f"eval/{name}/accuracy"]
-            found[f"eval/{name}/pass@{k}"] = float(np.mean([group.correct_G.any() for group in groups]))
+            found[f"eval/{name}/pass@{k}"] = float(
+                np.mean([group.correct_G.any() for group in groups])
+            )
             found[f"eval/{name}/maj@{k}"] = float(np.mean([_majority(group) for group in groups]))
     accuracy = [found[f"eval/{name}/accuracy"] for name in sets]
     if not sets:
@@ -201,22 +248,33 @@ def _mean(arrays: Sequence[np.ndarray]) -> float:
 def _majority(group: GroupSummary) -> float:
     """Whether the answer given most often is right; among equally many, the share of them that are."""
     votes: dict[str, list[bool]] = {}
-    for answer, is_correct in zip(group.given_answers or group.responses, group.correct_G, strict=True):
+    for answer, is_correct in zip(
+        group.given_answers or group.responses, group.correct_G, strict=True
+    ):
         if answer:
             votes.setdefault(answer, []).append(bool(is_correct))
     most = max(map(len, votes.values()), default=0)
-    ahead = [any(reward_results) for reward_results in votes.values() if len(reward_results) == most]
+    ahead = [
+        any(reward_results) for reward_results in votes.values() if len(reward_results) == most
+    ]
     return sum(ahead) / len(ahead) if ahead else 0.0
 
 
-def pick_samples(groups: Sequence[GroupSummary], count: int, advantages: Advantages) -> list[dict[str, Any]]:
+def pick_samples(
+    groups: Sequence[GroupSummary], count: int, advantages: Advantages
+) -> list[dict[str, Any]]:
     """The first sample of every group, then the second of every group... until there are `count`.
 
     `group` and `sample` are its places, from 0, in the step's groups and in its group, `advantage` is None where it has
     none. Those of episodes have `episode`: the whole of it, see `episode_dict`.
     """
     most = max((len(group.responses) for group in groups), default=0)
-    places = ((at, sample) for sample in range(most) for at in range(len(groups)) if sample < len(groups[at].responses))
+    places = (
+        (at, sample)
+        for sample in range(most)
+        for at in range(len(groups))
+        if sample < len(groups[at].responses)
+    )
     return [
         {"group": at, "sample": sample, **_sample(groups[at], sample, advantages.get((at, sample)))}
         for at, sample in islice(places, count)
@@ -233,7 +291,12 @@ def _sample(group: GroupSummary, index: int, advantage: float | None) -> dict[st
         "correct": bool(group.correct_G[index]),
         "length": int(group.response_lengths_G[index]),
         "finished": bool(group.finished_G[index]),
-        "version": max((part.version for part in group.parts_G[index]), default=-1),  # -1: no token was sampled
+        # -1: no token was sampled
+        "version": max((part.version for part in group.parts_G[index]), default=-1),
     }
     facts = group.facts[index] if group.facts and index < len(group.transcripts) else None
-    return sample if facts is None else sample | {"episode": episode_dict(facts, group.transcripts[index])}
+    return (
+        sample
+        if facts is None
+        else sample | {"episode": episode_dict(facts, group.transcripts[index])}
+    )

@@ -43,5 +43,11 @@ def _parsed(raw: bytes, only_numbers: bool) -> dict[str, Any] | str:
         return f"is not a record but {type(record).__name__}"
     if type(record.get("step")) is not int:
         return "has no whole number as its step"
-    wrong = [name for name, value in record.items() if value is not None and type(value) not in (int, float)]
-    return f"has something other than a number as {wrong[0]!r}" if only_numbers and wrong else record
+    wrong = [
+        name
+        for name, value in record.items()
+        if value is not None and type(value) not in (int, float)
+    ]
+    return (
+        f"has something other than a number as {wrong[0]!r}" if only_numbers and wrong else record
+    )

@@ -96,8 +96,15 @@ class Record:
         step_s = time.perf_counter() - self._began
         if self._sampled_s is not None:
             self.add(idle_metrics(self._phases, step_s, self._sampled_s))
-        times = {**self._phases, "time/other_s": step_s - sum(self._phases.values()), "time/step_s": step_s}
-        return {"step": self.step, **{name: float(value) for name, value in (self.metrics | times).items()}}
+        times = {
+            **self._phases,
+            "time/other_s": step_s - sum(self._phases.values()),
+            "time/step_s": step_s,
+        }
+        return {
+            "step": self.step,
+            **{name: float(value) for name, value in (self.metrics | times).items()},
+        }
 
 
 class RunLog:
@@ -107,7 +114,14 @@ class RunLog:
     `start`, `warm_step` and `step` yield a Record to fill, and write it when their block ends without an error.
     """
 
-    def __init__(self, recipe: Recipe, console: Console | None = None, *, resume: bool = False, step: int = -1) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        console: Console | None = None,
+        *,
+        resume: bool = False,
+        step: int = -1,
+    ) -> None:
         """resume: write on in the folder of this name, after the records up to `step`; -1: set its records aside."""
         self._recipe = recipe
         own = Console()
@@ -123,21 +137,31 @@ class RunLog:
         algorithm = ALGORITHMS[recipe.algorithm.name]
         learns_from_rewards = algorithm.learns_from == "rewards" and not algorithm.has_teacher
         self._health = Health(learns_from_rewards).after_all(self._history)
-        shown, commit = without_secrets(recipe.model_dump(mode="json")), code_commit() if recipe.run.trackers else ""
-        tracked = TrackedRun(self.folder.name, self.folder, recipe.run.project, shown, commit, first_step=step + 1)
+        shown, commit = (
+            without_secrets(recipe.model_dump(mode="json")),
+            code_commit() if recipe.run.trackers else "",
+        )
+        tracked = TrackedRun(
+            self.folder.name, self.folder, recipe.run.project, shown, commit, first_step=step + 1
+        )
         self._trackers = Trackers(recipe.run.trackers, tracked, self.say)
         self._began = time.perf_counter()
         self._training_began: float | None = None
         self._first_step = max(step, 0) + 1
         if self.folder.name != name:
             self.say(f"{recipe.run.dir}/{name} exists and is kept")
-        self.say(f"this run {f'goes on after step {step}' if step >= 0 else 'is written'} in {self.folder}")
+        self.say(
+            f"this run {f'goes on after step {step}' if step >= 0 else 'is written'} in {self.folder}"
+        )
 
     def _begin(self, step: int) -> list[Metrics]:
         """Write the recipe, and open records and samples, cut off after `step`; returns the records that stay."""
         records, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
         errors: list[UserError] = []
-        kept = [read_lines(records, step, errors), read_lines(samples, step, errors, only_numbers=False)]
+        kept = [
+            read_lines(records, step, errors),
+            read_lines(samples, step, errors, only_numbers=False),
+        ]
         if errors:
             raise UserErrors(errors)
         with writing(self.folder, "recipe.yaml"):
@@ -151,15 +175,24 @@ class RunLog:
         self._own = os.fstat(self._records_file.fileno())
         self._samples_file = samples.open("a", encoding="utf-8")
         # JSON has null in place of numbers that are not finite.
-        return [{name: math.nan if it is None else it for name, it in record.items()} for _, record in kept[0]]
+        return [
+            {name: math.nan if it is None else it for name, it in record.items()}
+            for _, record in kept[0]
+        ]
 
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         with self._lock:
             try:
-                with suppress(Exception) if error else ExitStack():  # of two errors the first is the cause
+                # of two errors the first is the cause
+                with suppress(Exception) if error else ExitStack():
                     self._close()
             finally:
                 self._trackers.close(_state(error or sys.exception()))
@@ -171,7 +204,10 @@ class RunLog:
     def _close(self) -> None:
         """Close every file. Raises UserError where a file is not whole on the disk, or was removed."""
         with ExitStack() as files:
-            for file, name in ((self._records_file, "metrics.jsonl"), (self._samples_file, "samples.jsonl")):
+            for file, name in (
+                (self._records_file, "metrics.jsonl"),
+                (self._samples_file, "samples.jsonl"),
+            ):
                 files.enter_context(writing(self.folder, name))
                 files.callback(file.close)
             self._refuse_if_gone()
@@ -198,7 +234,10 @@ class RunLog:
 
     def write_options(self, in_force: Mapping[str, Any]) -> None:
         """Append Megatron's options that the training ranks run with to the saved recipe, as a comment."""
-        with writing(self.folder, "recipe.yaml"), (self.folder / "recipe.yaml").open("a", encoding="utf-8") as file:
+        with (
+            writing(self.folder, "recipe.yaml"),
+            (self.folder / "recipe.yaml").open("a", encoding="utf-8") as file,
+        ):
             file.write(options_comment(in_force))
 
     def say(self, text: str) -> None:
@@ -228,7 +267,9 @@ class RunLog:
         written = self._write(record)
         # At steps up to 0, which a resumed run does not purge from the trackers.
         for prefix, at in (("warm_start/", step - total), ("eval/", 0)):
-            self._trackers.log(at, {name: value for name, value in written.items() if name.startswith(prefix)})
+            self._trackers.log(
+                at, {name: value for name, value in written.items() if name.startswith(prefix)}
+            )
         if step == total or step % max(1, total // 10) == 0:
             self._show(f"warm start {step}/{total}", written)
 
@@ -261,7 +302,9 @@ class RunLog:
             self._samples_file.flush()
         if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
             self._trackers.table(record.step, samples)
-        for line in step_notes(record.step, record.failures, record.failed_calls, record.refused_fields):
+        for line in step_notes(
+            record.step, record.failures, record.failed_calls, record.refused_fields
+        ):
             self.say(line)
         self._history.append(metrics)
         return metrics
@@ -273,7 +316,11 @@ class RunLog:
             for name, label, form, colour in _SHOWN
             if name in metrics
         ]
-        times = [f"{name[5:-2]} {value:.1f}s" for name, value in metrics.items() if name.startswith("time/")]
+        times = [
+            f"{name[5:-2]} {value:.1f}s"
+            for name, value in metrics.items()
+            if name.startswith("time/")
+        ]
         parts = [f"[bold]{title}[/]", *shown, " ".join(times), f"[cyan]{eta}[/]" if eta else ""]
         self._console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
@@ -291,8 +338,14 @@ class RunLog:
         if diffs:
             table.add_row(f"{_WORST_DIFF}, worst", "", f"{max(diffs):.1e}")
         trained = [record for record in self._history if "reward/mean" in record]
-        for name in dict.fromkeys(name for record in trained for name in record if name.startswith("time/")):
-            table.add_row(f"{name}, mean", "", f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}")
+        for name in dict.fromkeys(
+            name for record in trained for name in record if name.startswith("time/")
+        ):
+            table.add_row(
+                f"{name}, mean",
+                "",
+                f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}",
+            )
         table.caption = Text(printable(f"records, samples and curve.png: {self.folder}"))
         return table
 

@@ -7,14 +7,25 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_PLAIN = {"apikey", "secret", "password", "passwd", "passphrase", "credential", "authorization", "bearer"}
+_PLAIN = {
+    "apikey",
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "credential",
+    "authorization",
+    "bearer",
+}
 _BEFORE_KEY = {"api", "judge", "private", "access", "secret", "auth"}  # not: answer, sort
-_BEFORE_TOKEN = {"hf", "auth", "access", "api", "bearer", "judge", "refresh", "tracking"}  # not: stop, eos, pad
+# not: stop, eos, pad
+_BEFORE_TOKEN = {"hf", "auth", "access", "api", "bearer", "judge", "refresh", "tracking"}
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+")
 _WIDE = re.compile(  # of keys and variables that may be secrets; a false positive costs nothing
-    r"(?:^|[^a-z])(?:api)?(?:key|token|passw(?:or)?d|secret|credentials?|authorization|bearer)$", re.IGNORECASE
+    r"(?:^|[^a-z])(?:api)?(?:key|token|passw(?:or)?d|secret|credentials?|authorization|bearer)$",
+    re.IGNORECASE,
 )
 _PASSWORD_OF_URL = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+@")
@@ -24,7 +35,12 @@ _SHORTEST = 8  # a shorter value of a variable may be any word of a text
 
 def is_secret(name: str, value: object) -> bool:
     """Whether the value of a recipe's key is a secret, by the key's name; the name of a variable is not."""
-    return isinstance(value, str) and bool(value) and _names_secret(name) and not _VARIABLE.fullmatch(value)
+    return (
+        isinstance(value, str)
+        and bool(value)
+        and _names_secret(name)
+        and not _VARIABLE.fullmatch(value)
+    )
 
 
 def secrets_in(value: Any, where: str, name: str = "") -> Iterator[tuple[str, str]]:
@@ -49,7 +65,9 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return [without_secrets(below, name) for below in value]
     if not isinstance(value, str):
         return value
-    return _WITHHELD if is_secret(name, value) or (value and _WIDE.search(name)) else redacted(value)
+    return (
+        _WITHHELD if is_secret(name, value) or (value and _WIDE.search(name)) else redacted(value)
+    )
 
 
 def redacted(text: str) -> str:

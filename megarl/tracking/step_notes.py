@@ -8,7 +8,10 @@ _MOST_NAMES = 8
 
 
 def step_notes(
-    step: int, failures: Sequence[str], failed_calls: Sequence[str], refused_fields: Mapping[str, int]
+    step: int,
+    failures: Sequence[str],
+    failed_calls: Sequence[str],
+    refused_fields: Mapping[str, int],
 ) -> Iterator[str]:
     """A line each for failed verdicts, failed calls of tools, and fields that the endpoint has refused to agents."""
     if failures:

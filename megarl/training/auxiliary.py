@@ -22,7 +22,15 @@ from megarl.parallel import host_offload
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.pipeline import Norms
 from megarl.training import credit
-from megarl.training.batching import Key, TokenValues, Update, key_of, refs_of, spread, values_by_reader
+from megarl.training.batching import (
+    Key,
+    TokenValues,
+    Update,
+    key_of,
+    refs_of,
+    spread,
+    values_by_reader,
+)
 from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
@@ -46,7 +54,9 @@ class AuxiliaryRank(TrainingRank):
     computes with the policy's frozen weights, once `share` has named them.
     """
 
-    def __init__(self, rank: int, recipe: Recipe, meet: Address, kind: str, first_gpu: int = 0) -> None:
+    def __init__(
+        self, rank: int, recipe: Recipe, meet: Address, kind: str, first_gpu: int = 0
+    ) -> None:
         """kind: a key of AUXILIARY_MODELS."""
         self._kind = AUXILIARY_MODELS[kind]
         self._hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
@@ -66,9 +76,14 @@ class AuxiliaryRank(TrainingRank):
 
         readers: the samples of each data-parallel rank of the policy; none on ranks that do not report.
         """
-        found = [self.values_of(share) for share in self._shares(updates, Received.of(group_ids, samples))]
+        found = [
+            self.values_of(share)
+            for share in self._shares(updates, Received.of(group_ids, samples))
+        ]
         flat = [value_T for one in found for value_T in one.values or ()]
-        return *values_by_reader(refs_of(updates), flat if self._model.is_last_stage else None, readers), found
+        return *values_by_reader(
+            refs_of(updates), flat if self._model.is_last_stage else None, readers
+        ), found
 
     def values_of(self, micro_batches: MicroBatches) -> ShareValues:
         """The token values of one update's share, aligned to the token that each is about (the first: 0)."""
@@ -80,7 +95,9 @@ class AuxiliaryRank(TrainingRank):
         if values is None or reference is None:
             return ShareValues(None)
         scale, pairs = self._hyperparameters.process_scale, zip(values, reference, strict=True)
-        return ShareValues([scale * (own_T - reference_T) for own_T, reference_T in pairs], reference)
+        return ShareValues(
+            [scale * (own_T - reference_T) for own_T, reference_T in pairs], reference
+        )
 
     def train(
         self,
@@ -98,14 +115,23 @@ class AuxiliaryRank(TrainingRank):
         received, statistics = Received.of(group_ids, given), []
         rewards_of, shares = received.token_values, self._shares(updates, received)
         for update, share, old in zip(updates, shares, found, strict=True):
-            rewards = [spread(rewards_of[key_of(ref)], ref) for ref in refs_of([update])] if rewards_of else None
+            rewards = (
+                [spread(rewards_of[key_of(ref)], ref) for ref in refs_of([update])]
+                if rewards_of
+                else None
+            )
             statistics.append(self.train_step(share, old, norms_of(update), lr, rewards))
         return statistics
 
-    def _shares(self, updates: Sequence[Update], received: Received) -> list[list[list[TrainSequence]]]:
+    def _shares(
+        self, updates: Sequence[Update], received: Received
+    ) -> list[list[list[TrainSequence]]]:
         """This rank's sequences of each update."""
         aggregation = self._kind.aggregation
-        return [train_sequences(update.micro_batches[0], received.groups, aggregation) for update in updates]
+        return [
+            train_sequences(update.micro_batches[0], received.groups, aggregation)
+            for update in updates
+        ]
 
     def train_step(
         self,
@@ -142,6 +168,12 @@ def critic_returns(
     hyperparameters: Hyperparameters,
 ) -> list[FloatArray]:
     """By GAE, of the values before the step's updates. rewards: KL penalty of each token, if there are any."""
-    lam = hyperparameters.gae_lambda if hyperparameters.critic_lambda is None else hyperparameters.critic_lambda
+    lam = (
+        hyperparameters.gae_lambda
+        if hyperparameters.critic_lambda is None
+        else hyperparameters.critic_lambda
+    )
     rewards = credit.with_turn_rewards(sequences, rewards)
-    return credit.gae_advantages(sequences, old_values, gamma=hyperparameters.gamma, lam=lam, rewards=rewards)[1]
+    return credit.gae_advantages(
+        sequences, old_values, gamma=hyperparameters.gamma, lam=lam, rewards=rewards
+    )[1]

@@ -26,9 +26,11 @@ class SampleRef:
     row: int = 0
     num_trained: int | None = None  # of the response's tokens, those that are trained on; None: all
     reward: float = 0.0
-    advantage: float | None = None  # of the reward in its group (Algorithm.advantage); None where the row has none
+    # of the reward in its group (Algorithm.advantage); None where the row has none
+    advantage: float | None = None
     is_correct: bool = False
-    num_stale: int = 0  # the first of the trained tokens, which earlier policies than the step's sampled
+    # the first of the trained tokens, which earlier policies than the step's sampled
+    num_stale: int = 0
 
     @property
     def tokens(self) -> int:
@@ -58,7 +60,9 @@ def by_sample(refs: Sequence[SampleRef]) -> list[MicroBatch]:
 
 
 def values_by_reader(
-    refs: Sequence[SampleRef], arrays: Sequence[FloatArray] | None, readers: Sequence[frozenset[Key]]
+    refs: Sequence[SampleRef],
+    arrays: Sequence[FloatArray] | None,
+    readers: Sequence[frozenset[Key]],
 ) -> tuple[TokenValues, ...]:
     """For each reader the token values of the responses that it trains on.
 
@@ -66,7 +70,10 @@ def values_by_reader(
     """
     found: TokenValues = {}
     if arrays is not None:
-        found = {key_of(ref): one_T[-ref.response_length :] for ref, one_T in zip(refs, arrays, strict=True)}
+        found = {
+            key_of(ref): one_T[-ref.response_length :]
+            for ref, one_T in zip(refs, arrays, strict=True)
+        }
     return tuple({key: found[key] for key in found.keys() & reader} for reader in readers)
 
 
@@ -107,7 +114,9 @@ def shuffled(samples: Sequence[SampleRef], seed: int, step: int) -> list[SampleR
     return [ref for place in order for ref in whole[place]]
 
 
-def denominator_of(aggregation: Aggregation, tokens: int, samples: int, longest_response: int) -> float:
+def denominator_of(
+    aggregation: Aggregation, tokens: int, samples: int, longest_response: int
+) -> float:
     """What a loss sum over so many tokens and samples is divided by."""
     denominators = {"token_mean": tokens, "constant": samples * longest_response}
     return float(denominators.get(aggregation, samples))
@@ -154,9 +163,13 @@ def plan_updates(
         denominator = denominator_of(aggregation, trained, len(part), longest_response)
         longest = -(-max(ref.length for ref in refs) // align) * align
         if longest > token_budget:
-            raise ValueError(f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}")
+            raise ValueError(
+                f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}"
+            )
         loads = _loads(part, dp, work, align, token_budget)
-        shares = _fastest(loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS))
+        shares = _fastest(
+            loads, dp, multiple, token_budget, bubble_micro_batches, work(MICRO_BATCH_TOKENS)
+        )
         correct = sum(ref.tokens for ref in refs if ref.is_correct)
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
         plans.append(Update(shares, denominator, tokens, trained, correct, has_turns))
@@ -166,7 +179,9 @@ def plan_updates(
 def _stratified(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBatch]]:
     """The samples of each update: one of every `updates` neighbours by trained tokens."""
     num_assigned = len(whole) // updates * updates
-    by_tokens = sorted(range(num_assigned), key=lambda place: -sum(ref.tokens for ref in whole[place]))
+    by_tokens = sorted(
+        range(num_assigned), key=lambda place: -sum(ref.tokens for ref in whole[place])
+    )
     parts: list[list[MicroBatch]] = [[] for _ in range(updates)]
     for first in range(0, num_assigned, updates):
         neighbours = sorted(by_tokens[first : first + updates])
@@ -195,14 +210,20 @@ class _Load:
 
     @staticmethod
     def of(pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int) -> _Load:
-        ordered = tuple(sorted(pieces, key=lambda one: (-sum([ref.length for ref in one]), key_of(one[0]))))
-        lengths, places = np.unique([ref.length for one in ordered for ref in one], return_inverse=True)
+        ordered = tuple(
+            sorted(pieces, key=lambda one: (-sum([ref.length for ref in one]), key_of(one[0])))
+        )
+        lengths, places = np.unique(
+            [ref.length for one in ordered for ref in one], return_inverse=True
+        )
         works = np.array([work(int(length)) for length in lengths])
         if not ordered:  # of a rank without a sample
             return _Load((), np.zeros(0, np.int64), np.zeros(0))
         starts = np.cumsum([0, *map(len, ordered[:-1])])
         tokens = (-(-lengths // align) * align)[places]
-        return _Load(ordered, np.add.reduceat(tokens, starts), np.add.reduceat(works[places], starts))
+        return _Load(
+            ordered, np.add.reduceat(tokens, starts), np.add.reduceat(works[places], starts)
+        )
 
 
 def _loads(
@@ -214,7 +235,10 @@ def _loads(
         return [whole]
     assigned = _least_first(whole.tokens, whole.work, np.zeros(ranks), int(whole.tokens.sum()))
     assert assigned is not None, "there is room for everything"
-    of_ranks = [[piece for place in own for piece in _pieces(whole.pieces[place], align, budget)] for own in assigned]
+    of_ranks = [
+        [piece for place in own for piece in _pieces(whole.pieces[place], align, budget)]
+        for own in assigned
+    ]
     return [_Load.of(own, work, align) for own in of_ranks]
 
 
@@ -237,7 +261,12 @@ _Hands = tuple[tuple[MicroBatch, ...], ...]  # the micro-batches of each rank
 
 
 def _fastest(
-    loads: Sequence[_Load], ranks: int, multiple: int, budget: int, bubble_micro_batches: float, own: float
+    loads: Sequence[_Load],
+    ranks: int,
+    multiple: int,
+    budget: int,
+    bubble_micro_batches: float,
+    own: float,
 ) -> _Hands:
     """Micro-batches of every rank: of a few numbers of them the one with the shortest step, of equals the fewest.
 
@@ -248,21 +277,30 @@ def _fastest(
     fewest = max(-(-len(bins) // (sharing * multiple)) * multiple for bins in tight)
 
     def tried(places: int) -> tuple[float, _Hands]:
-        filled = (_fill(load, bins, places, sharing, budget) for load, bins in zip(loads, tight, strict=True))
+        filled = (
+            _fill(load, bins, places, sharing, budget)
+            for load, bins in zip(loads, tight, strict=True)
+        )
         assigned = [_assign(bins, load, sharing) for bins, load in zip(filled, loads, strict=True)]
         hands = tuple(hand for hands, _ in assigned for hand in hands)
         slowest = float(np.max([heaviest for _, heaviest in assigned], axis=0).sum())
-        in_use = sum(any(hand[place] for hand in hands) for place in range(places))  # the others pass quickly
+        # the others pass quickly
+        in_use = sum(any(hand[place] for hand in hands) for place in range(places))
         return slowest + places * own + bubble_micro_batches * (slowest / in_use + own), hands
 
-    _, hands = min((tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda one: one[0])
+    _, hands = min(
+        (tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda one: one[0]
+    )
     return hands
 
 
 def _fill(load: _Load, tight: list[_Bin], places: int, ranks: int, budget: int) -> list[_Bin]:
     """So many micro-batches on each rank, alike in work if they can be. tight: as best-fit found them."""
     count = places * ranks
-    for weights, start in ((load.work, _head_start(load.work, count, ranks)), (load.tokens, np.zeros(count))):
+    for weights, start in (
+        (load.work, _head_start(load.work, count, ranks)),
+        (load.tokens, np.zeros(count)),
+    ):
         bins = _least_first(load.tokens, weights, start, budget)
         if bins is not None:
             return bins
@@ -339,7 +377,9 @@ def own_samples(
     nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, parts=())
 
     def own(group_id: int, group: SampleGroup) -> SampleGroup:
-        samples = [one if (group_id, at) in named else nothing for at, one in enumerate(group.samples)]
+        samples = [
+            one if (group_id, at) in named else nothing for at, one in enumerate(group.samples)
+        ]
         return replace(group, samples=tuple(samples), given_answers=())
 
     return group_ids, *(own(*pair) for pair in zip(group_ids, groups, strict=True))

@@ -15,7 +15,8 @@ from megarl.training.batching import SampleRef, TokenValues, key_of, spread
 from megarl.types import FloatArray, Hyperparameters, TrainSequence
 
 PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
-ReduceOverDp = Callable[[torch.Tensor], torch.Tensor]  # this rank's values and those of the batch's other ranks
+# this rank's values and those of the batch's other ranks
+ReduceOverDp = Callable[[torch.Tensor], torch.Tensor]
 
 
 def with_token_advantages(
@@ -37,7 +38,8 @@ def with_token_advantages(
     one chain.
     """
     token_rewards = with_turn_rewards(sequences, penalties) if row.credits_turns else penalties
-    is_discounted = row.credits_turns and hyperparameters.gamma < 1  # the same in samples without a turn's reward
+    # the same in samples without a turn's reward
+    is_discounted = row.credits_turns and hyperparameters.gamma < 1
     predicted = [spread(token_values[key_of(ref)], ref) for ref in refs] if row.critic else []
     if row.critic == "values":
         alpha = hyperparameters.lambda_alpha or None
@@ -48,12 +50,16 @@ def with_token_advantages(
     elif row.critic == "process_rewards" or token_rewards is not None or is_discounted:
         rewards = list(token_rewards or [np.zeros(ref.length, np.float32) for ref in refs])
         if row.critic:
-            process = leave_one_out_process_rewards(refs, sequences, predicted, sum_over_all, max_over_all)
+            process = leave_one_out_process_rewards(
+                refs, sequences, predicted, sum_over_all, max_over_all
+            )
             rewards = [one_T + other_T for one_T, other_T in zip(rewards, process, strict=True)]
         advantages = reward_to_go_advantages(refs, sequences, rewards, gamma=hyperparameters.gamma)
     else:
         advantages = sample_advantages(refs, sequences)
-    found = [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)]
+    found = [
+        replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)
+    ]
     return whitened(found, sum_over_all) if hyperparameters.whiten else found
 
 
@@ -83,7 +89,11 @@ def gae_advantages(
 
 
 def reward_to_go_advantages(
-    refs: Sequence[SampleRef], sequences: Sequence[TrainSequence], rewards: Sequence[FloatArray], *, gamma: float
+    refs: Sequence[SampleRef],
+    sequences: Sequence[TrainSequence],
+    rewards: Sequence[FloatArray],
+    *,
+    gamma: float,
 ) -> PerToken:
     """Each token's advantage: the discounted sum of its own and later rewards and of the sample's advantage at the end.
 
@@ -115,7 +125,11 @@ def _gae(
     masks = [sequences[place].sampled_T for place in order]
     lengths = np.array([int(mask_T.sum()) for mask_T in masks])
     of_samples = np.add.reduceat(lengths, np.cumsum([0, *map(len, chains[:-1])]))
-    lams = np.full(len(chains), lam) if alpha is None else np.maximum(0.0, 1 - 1 / (alpha * of_samples))
+    lams = (
+        np.full(len(chains), lam)
+        if alpha is None
+        else np.maximum(0.0, 1 - 1 / (alpha * of_samples))
+    )
     ends = np.cumsum(of_samples) - 1
     is_last_T, reward_T = np.zeros(lengths.sum(), np.bool_), np.zeros(lengths.sum())
     if rewards is not None:
@@ -126,7 +140,9 @@ def _gae(
     lam_T = torch.from_numpy(np.repeat(lams, of_samples))
     found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
     cuts, back = np.cumsum(lengths)[:-1], np.argsort(order)
-    advantages, returns = (_on_masks(masks, np.split(one.numpy().astype(np.float32), cuts)) for one in found)
+    advantages, returns = (
+        _on_masks(masks, np.split(one.numpy().astype(np.float32), cuts)) for one in found
+    )
     return [advantages[place] for place in back], [returns[place] for place in back]
 
 
@@ -135,7 +151,9 @@ def _chains(sequences: Sequence[TrainSequence]) -> list[list[int]]:
     found: dict[object, list[int]] = {}
     for place, one in enumerate(sequences):
         found.setdefault(place if one.key is None else one.key[:2], []).append(place)
-    return [sorted(places, key=lambda place: sequences[place].key or ()) for places in found.values()]
+    return [
+        sorted(places, key=lambda place: sequences[place].key or ()) for places in found.values()
+    ]
 
 
 def with_turn_rewards(
@@ -151,7 +169,9 @@ def with_turn_rewards(
 
 
 def kl_penalties(
-    old_logp: Sequence[FloatArray], reference_logp: Sequence[FloatArray], hyperparameters: Hyperparameters
+    old_logp: Sequence[FloatArray],
+    reference_logp: Sequence[FloatArray],
+    hyperparameters: Hyperparameters,
 ) -> list[FloatArray]:
     """Each token's reward -kl_coefficient x KL(old policy | reference) (arXiv 2203.02155, eq. 2)."""
     pairs = zip(map(torch.from_numpy, old_logp), map(torch.from_numpy, reference_logp), strict=True)
@@ -172,7 +192,9 @@ def leave_one_out_process_rewards(
     """
     chains = _chains(sequences)
     trained = [one_T[own.sampled_T] for one_T, own in zip(process, sequences, strict=True)]
-    means = np.array([np.concatenate([trained[place] for place in chain]).mean() for chain in chains])
+    means = np.array(
+        [np.concatenate([trained[place] for place in chain]).mean() for chain in chains]
+    )
     places = torch.tensor([refs[chain[0]].group for chain in chains], dtype=torch.int64)
     last = int(max_over_all(torch.tensor(max((ref.group for ref in refs), default=0))))
     sums_N = torch.zeros(2, last + 1, dtype=torch.float64)
@@ -186,7 +208,10 @@ def leave_one_out_process_rewards(
         is_compared[chain] = count > 1
     masks = [own.sampled_T & compares for own, compares in zip(sequences, is_compared, strict=True)]
     rows = zip(process, masks, baselines, strict=True)
-    return [np.where(mask_T, one_T - baseline, 0.0).astype(np.float32) for one_T, mask_T, baseline in rows]
+    return [
+        np.where(mask_T, one_T - baseline, 0.0).astype(np.float32)
+        for one_T, mask_T, baseline in rows
+    ]
 
 
 def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> list[TrainSequence]:

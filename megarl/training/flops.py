@@ -49,7 +49,9 @@ def mfu(flops: float, seconds: float, gpus: int, peak: float) -> float:
     return flops / (seconds * gpus * peak)
 
 
-def speed(shape: ModelShape, lengths: Sequence[int], seconds: float, gpus: int, device_name: str) -> Metrics:
+def speed(
+    shape: ModelShape, lengths: Sequence[int], seconds: float, gpus: int, device_name: str
+) -> Metrics:
     """What training on sequences of these lengths in so many seconds comes to; MFU where the GPU's peak is known."""
     flops = sum(map(train_work(shape), lengths))
     found = {
@@ -93,9 +95,13 @@ def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
     attention, per_pair = _attention(shape)
     dense, hidden = shape.num_dense_layers, shape.hidden_size
     expert = 3 * hidden * shape.moe_ffn_size
-    sparse_layer = hidden * shape.num_experts + (shape.experts_per_token + shape.num_shared_experts) * expert
+    sparse_layer = (
+        hidden * shape.num_experts + (shape.experts_per_token + shape.num_shared_experts) * expert
+    )
     linear = shape.num_layers * attention + dense * 3 * hidden * shape.ffn_size
-    linear += (shape.num_layers - dense) * sparse_layer + hidden * (shape.num_labels or shape.vocab_size)
+    linear += (shape.num_layers - dense) * sparse_layer + hidden * (
+        shape.num_labels or shape.vocab_size
+    )
     return linear, shape.num_layers * per_pair
 
 
@@ -107,6 +113,12 @@ def _attention(shape: ModelShape) -> tuple[int, int]:
         return 2 * hidden * width * (heads + shape.num_kv_heads), 2 * heads * width
     mla = shape.mla
     key = mla.nope_dim + mla.rope_dim
-    query = hidden * heads * key if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + heads * key)
-    latent = hidden * (mla.kv_lora_rank + mla.rope_dim) + mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim)
+    query = (
+        hidden * heads * key
+        if mla.q_lora_rank is None
+        else mla.q_lora_rank * (hidden + heads * key)
+    )
+    latent = hidden * (mla.kv_lora_rank + mla.rope_dim) + mla.kv_lora_rank * heads * (
+        mla.nope_dim + mla.v_dim
+    )
     return query + latent + heads * mla.v_dim * hidden, heads * (key + mla.v_dim)

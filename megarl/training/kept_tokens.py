@@ -23,17 +23,24 @@ MicroBatch = Sequence[TrainSequence]
 
 
 def without_dropped(
-    micro_batches: Sequence[MicroBatch], old_logp: Sequence[FloatArray], hyperparameters: Hyperparameters
+    micro_batches: Sequence[MicroBatch],
+    old_logp: Sequence[FloatArray],
+    hyperparameters: Hyperparameters,
 ) -> list[list[TrainSequence]]:
     """The sequences with the dropped tokens out of their masks; old_logp: of each sequence, in order.
 
     What decides for a whole sample is decided over its rows in one micro-batch, over which the loss weights it, too.
     """
     remaining_logp = iter(old_logp)
-    return [_kept(batch, [next(remaining_logp) for _ in batch], hyperparameters) for batch in micro_batches]
+    return [
+        _kept(batch, [next(remaining_logp) for _ in batch], hyperparameters)
+        for batch in micro_batches
+    ]
 
 
-def _kept(batch: MicroBatch, old_logp: Sequence[FloatArray], hyperparameters: Hyperparameters) -> list[TrainSequence]:
+def _kept(
+    batch: MicroBatch, old_logp: Sequence[FloatArray], hyperparameters: Hyperparameters
+) -> list[TrainSequence]:
     if not batch:
         return []
     lengths = [len(sequence.loss_mask_T) for sequence in batch]
@@ -41,7 +48,9 @@ def _kept(batch: MicroBatch, old_logp: Sequence[FloatArray], hyperparameters: Hy
     engine_T = torch.from_numpy(np.concatenate([sequence.engine_logp_T for sequence in batch]))
     mask_T = torch.from_numpy(np.concatenate([sequence.loss_mask_T for sequence in batch]))
     sequence_T = torch.from_numpy(np.repeat(_samples(batch), lengths))
-    dropped_T = rollout_correction.dropped(old_T, engine_T, mask_T, sequence_T, hyperparameters).numpy()
+    dropped_T = rollout_correction.dropped(
+        old_T, engine_T, mask_T, sequence_T, hyperparameters
+    ).numpy()
     parts: list[BoolArray] = np.split(dropped_T, np.cumsum(lengths)[:-1])
     return [
         replace(sequence, loss_mask_T=sequence.loss_mask_T & ~part_T, dropped_T=part_T)
@@ -67,7 +76,12 @@ def divided_by_kept(
     """
     tokens, samples, correct_tokens = counts
     denominator = denominator_of(hyperparameters.aggregation, tokens, samples, longest_response)
-    return replace(update, denominator=denominator or 1.0, loss_tokens=max(1, tokens), correct_tokens=correct_tokens)
+    return replace(
+        update,
+        denominator=denominator or 1.0,
+        loss_tokens=max(1, tokens),
+        correct_tokens=correct_tokens,
+    )
 
 
 def reweighted(
@@ -76,12 +90,17 @@ def reweighted(
     """The sequences with the weights of their kept tokens in the loss sums of the update, as of `divided_by_kept`."""
     sequences = [sequence for batch in micro_batches for sequence in batch]
     samples, nll_weight = _samples(sequences), update.nll_weight(hyperparameters.positive_nll)
-    of_samples = np.bincount(samples, weights=[sequence.loss_mask_T.sum() for sequence in sequences])
+    of_samples = np.bincount(
+        samples, weights=[sequence.loss_mask_T.sum() for sequence in sequences]
+    )
     weights = 1.0 / np.maximum(1.0, of_samples[samples])
     if hyperparameters.aggregation != "sequence_mean":
         weights = np.ones(len(sequences))
     reweighted_sequences = iter(
-        [_weighted(sequence, weight, nll_weight) for sequence, weight in zip(sequences, weights.tolist(), strict=True)]
+        [
+            _weighted(sequence, weight, nll_weight)
+            for sequence, weight in zip(sequences, weights.tolist(), strict=True)
+        ]
     )
     return [[next(reweighted_sequences) for _ in batch] for batch in micro_batches]
 
@@ -98,5 +117,8 @@ def _weighted(sequence: TrainSequence, weight: float, nll_weight: float) -> Trai
 def _samples(sequences: Sequence[TrainSequence]) -> IntArray:
     """The number of each sequence's sample, from 0: the rows of an episode have one sample together."""
     numbers: dict[object, int] = {}
-    keys = [place if sequence.key is None else sequence.key[:2] for place, sequence in enumerate(sequences)]
+    keys = [
+        place if sequence.key is None else sequence.key[:2]
+        for place, sequence in enumerate(sequences)
+    ]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)

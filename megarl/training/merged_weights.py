@@ -42,7 +42,12 @@ class MergedWeights:
         """params, factors: of the rank, by the maps' names."""
         self._merge = Merge.of_rank(size, shape, layout, rank, transformer_engine, factors)
         self._boxes = self._merge.all_boxes(params)
-        adapted = {name for shards in self._merge.weights.values() for one in shards for name, _ in cells(one)}
+        adapted = {
+            name
+            for shards in self._merge.weights.values()
+            for one in shards
+            for name, _ in cells(one)
+        }
         self._params = {name: param for name, param in params.items() if name in adapted}
         self._frozen = host_offload.host_buffers_like(self._params)
         for name, param in self._params.items():

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl import device
-from megarl.algos import ALGORITHMS, Loss, has_reference, hyperparameters_of, needs_old_logprobs, rollout_correction
+from megarl.algos import (
+    ALGORITHMS,
+    Loss,
+    has_reference,
+    hyperparameters_of,
+    needs_old_logprobs,
+    rollout_correction,
+)
 from megarl.algos.losses import LossResult, policy_statistics, turn_diffs
 from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
@@ -41,8 +48,10 @@ from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
-DIFFERING_SHARE = Statistic("replay/differing_share")  # of the replayed choices, those that are not the router's own
-REPLAY_DIFF = Statistic("replay/logprob_diff")  # |engine - trainer| logprob, of the first micro-batches
+# of the replayed choices, those that are not the router's own
+DIFFERING_SHARE = Statistic("replay/differing_share")
+# |engine - trainer| logprob, of the first micro-batches
+REPLAY_DIFF = Statistic("replay/logprob_diff")
 FREE_DIFF = Statistic("replay/logprob_diff_without")  # the same without replay
 
 
@@ -52,11 +61,20 @@ class PolicyRank(TrainingRank):
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
         self._has_reference = has_reference(recipe.algorithm, recipe.reference.use)
         reference, shape = reference_copy(recipe), model_shape(recipe.model.path)
-        super().__init__(rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference)
-        self.options, self.communicator_bytes = self._model.options, lambda: self._model.communicator_bytes
+        super().__init__(
+            rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference
+        )
+        self.options, self.communicator_bytes = (
+            self._model.options,
+            lambda: self._model.communicator_bytes,
+        )
         self._exchanges: Exchanges | None = None
         self._merged: MergedWeights | None = None
-        if (adapters := self._model.adapters) and (size := lora_size(recipe, shape)) and trains_merged(recipe):
+        if (
+            (adapters := self._model.adapters)
+            and (size := lora_size(recipe, shape))
+            and trains_merged(recipe)
+        ):
             of_rank = shape, self.layout, rank, model.TRANSFORMER_ENGINE
             self._merged = MergedWeights(size, *of_rank, self.params(), self.factors())
             adapters.are_in_weights = True
@@ -110,7 +128,9 @@ class PolicyRank(TrainingRank):
         if rollout_correction.drops(hyperparameters):
             shares = self._kept(updates, shares, hyperparameters)
         if self._model.is_last_stage:  # nothing reads an advantage on the others
-            shares = self._credited(algorithm, updates, shares, received.token_values, observation.kl_penalties)
+            shares = self._credited(
+                algorithm, updates, shares, received.token_values, observation.kl_penalties
+            )
         loss = ALGORITHMS[algorithm].loss(hyperparameters)
         diffs = self._replay_diffs(shares[0])
         first, *rest = [self.train_step(share, lr, loss) for share in shares]
@@ -123,13 +143,24 @@ class PolicyRank(TrainingRank):
         self, algorithm: str, updates: Sequence[Update], groups_by_id: Mapping[int, SampleGroup]
     ) -> list[UpdateShare]:
         """This rank's sequences of each update, with the engine's choices of experts where they are replayed (r3)."""
-        hyperparameters, (replay, temperature) = self._hyperparameters(algorithm), self._sampling(algorithm)
+        hyperparameters, (replay, temperature) = (
+            self._hyperparameters(algorithm),
+            self._sampling(algorithm),
+        )
         shares, is_sampled = [], ALGORITHMS[algorithm].learns_from == "rewards"
         for update in updates:
             weights = hyperparameters.aggregation, update.nll_weight(hyperparameters.positive_nll)
             micro_batches = train_sequences(update.micro_batches[0], groups_by_id, *weights)
-            choices = [self._engine_choices(self._pack(one)) for one in micro_batches] if replay == "r3" else None
-            how = {"choices": choices, "temperature": temperature, "has_turns": update.has_turns and is_sampled}
+            choices = (
+                [self._engine_choices(self._pack(one)) for one in micro_batches]
+                if replay == "r3"
+                else None
+            )
+            how = {
+                "choices": choices,
+                "temperature": temperature,
+                "has_turns": update.has_turns and is_sampled,
+            }
             shares.append(UpdateShare(micro_batches, norms_of(update), **how))
         return shares
 
@@ -146,16 +177,27 @@ class PolicyRank(TrainingRank):
         old: list[list[FloatArray] | None] = [None for _ in shares]
         choices: list[list[HostChoices] | None] = [None for _ in shares]
         for index, share in enumerate(shares if has_own_pass else ()):
-            noted = [Choices(is_recording=True) for _ in share.micro_batches] if replay == "r2" else None
-            old[index] = self.token_outputs(share.micro_batches, noted or share.choices, share.temperature)
+            noted = (
+                [Choices(is_recording=True) for _ in share.micro_batches]
+                if replay == "r2"
+                else None
+            )
+            old[index] = self.token_outputs(
+                share.micro_batches, noted or share.choices, share.temperature
+            )
             choices[index] = None if noted is None else [on_host(one) for one in noted]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with self._as_reference():
-                reference = [self.token_outputs(one.micro_batches, temperature=one.temperature) for one in shares]
+                reference = [
+                    self.token_outputs(one.micro_batches, temperature=one.temperature)
+                    for one in shares
+                ]
         penalties = None
         if hyperparameters.pays_kl and self._model.is_last_stage:
-            flat_old, flat_reference = ([logp for one in of for logp in one or ()] for of in (old, reference))
+            flat_old, flat_reference = (
+                [logp for one in of for logp in one or ()] for of in (old, reference)
+            )
             penalties = credit.kl_penalties(flat_old, flat_reference, hyperparameters)
         return RankObservation(old, reference, choices, penalties)
 
@@ -172,7 +214,10 @@ class PolicyRank(TrainingRank):
             yield
 
     def _kept(
-        self, updates: Sequence[Update], shares: Sequence[UpdateShare], hyperparameters: Hyperparameters
+        self,
+        updates: Sequence[Update],
+        shares: Sequence[UpdateShare],
+        hyperparameters: Hyperparameters,
     ) -> list[UpdateShare]:
         """The shares without the tokens that the mismatch drops, divided by what all ranks keep together.
 
@@ -186,8 +231,12 @@ class PolicyRank(TrainingRank):
             counts_U3 = torch.from_numpy(np.stack([kept_tokens.counts_of(one) for one in made]))
         counts_U3 = groups.over_pp(groups.over_dp(counts_U3))
         kept = []
-        for update, share, micro_batches, counts in zip(updates, shares, made, counts_U3.tolist(), strict=True):
-            of_kept = kept_tokens.divided_by_kept(update, counts, hyperparameters, self._recipe.longest_sample)
+        for update, share, micro_batches, counts in zip(
+            updates, shares, made, counts_U3.tolist(), strict=True
+        ):
+            of_kept = kept_tokens.divided_by_kept(
+                update, counts, hyperparameters, self._recipe.longest_sample
+            )
             weighted = kept_tokens.reweighted(micro_batches, of_kept, hyperparameters)
             kept.append(replace(share, micro_batches=weighted, norms=norms_of(of_kept)))
         return kept
@@ -213,7 +262,9 @@ class PolicyRank(TrainingRank):
         )
         left = iter(flat)
         return [
-            replace(share, micro_batches=[[next(left) for _ in batch] for batch in share.micro_batches])
+            replace(
+                share, micro_batches=[[next(left) for _ in batch] for batch in share.micro_batches]
+            )
             for share in shares
         ]
 
@@ -222,7 +273,9 @@ class PolicyRank(TrainingRank):
         if row.experts_LMK is None:  # a row of padding, or samples that no engine made
             return Choices()
         mine_LMK = row.experts_LMK.split(len(row.experts_LMK) // self.layout.tp)[self._model.at.tp]
-        return Choices({layer: mine_LMK[:, index] for index, layer in enumerate(self._model.moe_layers())})
+        return Choices(
+            {layer: mine_LMK[:, index] for index, layer in enumerate(self._model.moe_layers())}
+        )
 
     def train_step(self, share: UpdateShare, lr: float, loss: Loss) -> Statistics:
         """One optimizer update on this data-parallel rank's micro-batches (as many as on every other rank).
@@ -250,7 +303,9 @@ class PolicyRank(TrainingRank):
         Without those that earlier policies sampled: there the gap is the policies' own.
         """
 
-        def diff(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def diff(
+            row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             targets = row.targets
             is_fresh_T = targets.sampled_T & ~targets.is_stale_T
             diff_T = torch.where(is_fresh_T, bounded(logp_T - targets.engine_logp_T).abs(), 0.0)
@@ -264,21 +319,36 @@ class PolicyRank(TrainingRank):
         with_replay, without = run(rows, diff, choices=share.choices[:few]), run(rows, diff)
         if not self._model.is_last_stage:
             return {}
-        (replay_diff, tokens), (free_diff, _) = torch.stack(with_replay).sum(0), torch.stack(without).sum(0)
-        return groups.reduce_stats([{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}])
+        (replay_diff, tokens), (free_diff, _) = (
+            torch.stack(with_replay).sum(0),
+            torch.stack(without).sum(0),
+        )
+        return groups.reduce_stats(
+            [{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}]
+        )
 
     def _routing_stats(self, norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
         sums = self._model.pipeline.routing.sums
         if not self.shape.num_experts:
             return {}
-        values = torch.stack([torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64).cpu() for name in _ROUTING])
+        values = torch.stack(
+            [torch.as_tensor(sums.get(name, 0.0), dtype=torch.float64).cpu() for name in _ROUTING]
+        )
         values = values.to(device.DEVICE)
         dist.all_reduce(values)
         found: dict[str, float] = dict(zip(_ROUTING, values.tolist(), strict=True))
-        layers = len(self._model.moe_layers()) + self.shape.num_mtp_layers * bool(self._recipe.train.mtp_loss)
-        units = {AUX_LOSS: norms.tokens * layers, Z_LOSS: norms.tokens * layers, MTP_LOSS: norms.loss_tokens}
-        stats: Statistics = {one: (found[one.name] / unit,) for one, unit in units.items() if found[one.name]}
+        layers = len(self._model.moe_layers()) + self.shape.num_mtp_layers * bool(
+            self._recipe.train.mtp_loss
+        )
+        units = {
+            AUX_LOSS: norms.tokens * layers,
+            Z_LOSS: norms.tokens * layers,
+            MTP_LOSS: norms.loss_tokens,
+        }
+        stats: Statistics = {
+            one: (found[one.name] / unit,) for one, unit in units.items() if found[one.name]
+        }
         if found["replayed_choices"]:
             stats[DIFFERING_SHARE] = found["differing_choices"], found["replayed_choices"]
         return stats
@@ -312,7 +382,9 @@ class PolicyRank(TrainingRank):
         """As of `MergedWeights`; None where the weights are not merged here."""
         return self._merged.round_weights(version) if self._merged else None
 
-    def reshard(self, session: Session, version: int, attempt: int, steps: Sequence[ReshardStep]) -> None:
+    def reshard(
+        self, session: Session, version: int, attempt: int, steps: Sequence[ReshardStep]
+    ) -> None:
         """Take part in exchanges for a GPU without an engine: this rank only sends. attempt: never the same twice."""
         if self._exchanges is None:
             self._exchanges = Exchanges(session, self.params() | self.factors())

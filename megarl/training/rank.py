@@ -74,14 +74,18 @@ class TrainingRank:
         self.rank, self.shape, self._recipe = rank, shape, recipe
         self._store = device.join_store(meet, recipe.run.timeout_s)
         self.layout, size = train_layout(recipe), lora_size(recipe, shape)
-        pairs = lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE) if size else ()
+        pairs = (
+            lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE) if size else ()
+        )
         self._model = RankModel(
             rank,
             recipe,
             shape,
             self._store,
             slot=slot,
-            tp_split_params=megatron_map.split_params(shape, self.layout, rank, model.TRANSFORMER_ENGINE),
+            tp_split_params=megatron_map.split_params(
+                shape, self.layout, rank, model.TRANSFORMER_ENGINE
+            ),
             trains=trains,
             is_published=is_published,
             pairs=pairs,
@@ -99,7 +103,11 @@ class TrainingRank:
         self._reference = host_offload.host_buffers_like(self.params()) if reference else {}
         if reference:
             hf_import.load_hf(reference, shards, self._reference)
-        self.offload, self.onload, self.held_bytes = self._model.offload, self._model.onload, device.held_bytes
+        self.offload, self.onload, self.held_bytes = (
+            self._model.offload,
+            self._model.onload,
+            device.held_bytes,
+        )
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
@@ -123,14 +131,18 @@ class TrainingRank:
 
     def save(self, folder: Path) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
-        self._saving = RankFiles(folder, self._model)  # threads and files of this process: no call could return them
+        # threads and files of this process: no call could return them
+        self._saving = RankFiles(folder, self._model)
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until the files of all ranks are written; the digests of this rank's own."""
         return self._saving.finish()
 
     def token_outputs(
-        self, micro_batches: MicroBatches, choices: Sequence[Choices] | None = None, temperature: float = 1.0
+        self,
+        micro_batches: MicroBatches,
+        choices: Sequence[Choices] | None = None,
+        temperature: float = 1.0,
     ) -> list[FloatArray] | None:
         """One array per sequence, in order: the model's output for every token given those before it (the first: 0).
 
@@ -138,15 +150,24 @@ class TrainingRank:
         pipeline stage.
         """
 
-        def keep(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, list[FloatArray]]:
+        def keep(
+            row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor
+        ) -> tuple[torch.Tensor, list[FloatArray]]:
             return output_T.sum(), unpack(row, output_T)
 
         rows = self._rows(micro_batches)
         results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
-        return [array for arrays in results for array in arrays] if self._model.is_last_stage else None
+        return (
+            [array for arrays in results for array in arrays] if self._model.is_last_stage else None
+        )
 
     def _update(
-        self, rows: Sequence[PackedRow], loss: Callable[..., LossResult], norms: Norms, lr: float, **how: Any
+        self,
+        rows: Sequence[PackedRow],
+        loss: Callable[..., LossResult],
+        norms: Norms,
+        lr: float,
+        **how: Any,
     ) -> Statistics:
         """One optimizer update. loss: of a packed row and the pipeline's outputs for it; how: as of `Pipeline.run`.
 
@@ -161,9 +182,14 @@ class TrainingRank:
         self._model.zero_grad()
         stats = self._model.pipeline.run(rows, on_outputs, norms=norms, **how)
         grad_norm = self._model.step(lr)
-        return {**(groups.reduce_stats(stats) if self._model.is_last_stage else {}), GRAD_NORM: (grad_norm,)}
+        return {
+            **(groups.reduce_stats(stats) if self._model.is_last_stage else {}),
+            GRAD_NORM: (grad_norm,),
+        }
 
-    def _rows(self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None) -> list[PackedRow]:
+    def _rows(
+        self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None
+    ) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""
         of_batches = (assigned(one, micro_batches) for one in arrays)
         return [self._pack(*of_batch) for of_batch in zip(micro_batches, *of_batches, strict=True)]

@@ -28,7 +28,9 @@ class RewardModelRank(TrainingRank):
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address, first_gpu: int = 0) -> None:
         path = recipe.model.path
-        super().__init__(rank, recipe, meet, scorer_shape(path), slot=first_gpu + rank, trains=False)
+        super().__init__(
+            rank, recipe, meet, scorer_shape(path), slot=first_gpu + rank, trains=False
+        )
         self._tokenizer = load_tokenizer(path)
         longest = min(hf_facts(path).max_positions, recipe.train.tokens_per_micro_batch)
         self._longest = longest // self.layout.tokens_align * self.layout.tokens_align
@@ -38,7 +40,11 @@ class RewardModelRank(TrainingRank):
 
         None on all but the last pipeline stage.
         """
-        token_ids = [self._token_ids(group, sample.text) for group in groups_of_rank for sample in group.samples]
+        token_ids = [
+            self._token_ids(group, sample.text)
+            for group in groups_of_rank
+            for sample in group.samples
+        ]
         scores = np.zeros(len(token_ids), np.float32)
         batches = self._micro_batches([len(one) for one in token_ids])
         rows = self._rows([[_sequence(token_ids[index]) for index in batch] for batch in batches])
@@ -51,7 +57,9 @@ class RewardModelRank(TrainingRank):
         return np.split(scores, cuts) if groups_of_rank else []
 
     def _token_ids(self, group: SampleGroup, response: str) -> IntArray:
-        return np.asarray(chat_ids(self._tokenizer, group.prompt.messages, response)[-self._longest :], np.int64)
+        return np.asarray(
+            chat_ids(self._tokenizer, group.prompt.messages, response)[-self._longest :], np.int64
+        )
 
     def _micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """The samples of each row; as many rows on every data-parallel rank, since they exchange tokens for experts."""

@@ -15,7 +15,8 @@ from megarl.parallel.routing import Choices
 from megarl.training.rank import MicroBatches
 from megarl.types import FloatArray
 
-HostChoices = dict[int, npt.NDArray[np.int16]]  # of one micro-batch by layer: [tokens of this rank, experts per token]
+# of one micro-batch by layer: [tokens of this rank, experts per token]
+HostChoices = dict[int, npt.NDArray[np.int16]]
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,17 @@ class RankObservation:
 
 
 def on_host(choices: Choices) -> HostChoices:
-    return {layer: experts_NK.to("cpu", torch.int16).numpy() for layer, experts_NK in choices.experts.items()}
+    return {
+        layer: experts_NK.to("cpu", torch.int16).numpy()
+        for layer, experts_NK in choices.experts.items()
+    }
 
 
 def _on_device(choices: HostChoices) -> Choices:
-    experts = {layer: torch.from_numpy(experts_NK.astype(np.int64)) for layer, experts_NK in choices.items()}
+    experts = {
+        layer: torch.from_numpy(experts_NK.astype(np.int64))
+        for layer, experts_NK in choices.items()
+    }
     return Choices({layer: experts_NK.to(device.DEVICE) for layer, experts_NK in experts.items()})
 
 

@@ -26,15 +26,23 @@ def train_sequence(
     def on_response(value: np.ndarray | float, dtype: type) -> np.ndarray:
         """[T]: of the trained tokens, and 0 elsewhere."""
         row_T = np.zeros(prompt_length + length, dtype=dtype)
-        row_T[prompt_length:] = value if row.trained_T is None else np.where(row.trained_T, value, 0)
+        row_T[prompt_length:] = (
+            value if row.trained_T is None else np.where(row.trained_T, value, 0)
+        )
         return row_T
 
-    place_T = np.arange(length) if row.trained_T is None else np.cumsum(row.trained_T) - 1  # among the trained tokens
-    rewards_T, turn_T = row.token_rewards_T, None if sample.is_plain else turns_of(sample.rows, ref.row)
+    # among the trained tokens
+    place_T = np.arange(length) if row.trained_T is None else np.cumsum(row.trained_T) - 1
+    rewards_T, turn_T = (
+        row.token_rewards_T,
+        None if sample.is_plain else turns_of(sample.rows, ref.row),
+    )
     return TrainSequence(
         token_ids_T=np.concatenate([np.asarray(prompt_ids, np.int64), row.response_ids_T]),
         loss_mask_T=on_response(1.0, np.bool_),
-        loss_weight_T=on_response(1.0 / sample.num_trained if aggregation == "sequence_mean" else 1.0, np.float32),
+        loss_weight_T=on_response(
+            1.0 / sample.num_trained if aggregation == "sequence_mean" else 1.0, np.float32
+        ),
         engine_logp_T=on_response(row.engine_logp_T, np.float32),
         reward=ref.reward,
         outcome=float(ref.is_correct),
@@ -55,7 +63,8 @@ def train_sequences(
 ) -> list[list[TrainSequence]]:
     """The arrays that a rank's share of an update names."""
     return [
-        [train_sequence(groups[ref.group], ref, aggregation, nll_weight) for ref in batch] for batch in micro_batches
+        [train_sequence(groups[ref.group], ref, aggregation, nll_weight) for ref in batch]
+        for batch in micro_batches
     ]
 
 
@@ -70,5 +79,9 @@ def turns_of(rows: Sequence[EpisodeRow], row: int) -> IntArray:
 
 def _starts_T(row: EpisodeRow) -> IntArray:
     """1 where a turn begins, else 0."""
-    trained_T = np.ones(len(row.response_ids_T), np.int64) if row.trained_T is None else row.trained_T.astype(np.int64)
+    trained_T = (
+        np.ones(len(row.response_ids_T), np.int64)
+        if row.trained_T is None
+        else row.trained_T.astype(np.int64)
+    )
     return np.diff(trained_T, prepend=0).clip(0)

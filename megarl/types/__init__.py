@@ -16,7 +16,14 @@ import numpy.typing as npt
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 from megarl.types.episodes import TRUNCATED as TRUNCATED
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
-from megarl.types.episodes import EpisodeFacts, EpisodeProgress, EpisodeRow, RowSummary, SamplePart, Transcript
+from megarl.types.episodes import (
+    EpisodeFacts,
+    EpisodeProgress,
+    EpisodeRow,
+    RowSummary,
+    SamplePart,
+    Transcript,
+)
 from megarl.types.episodes import TranscriptCall as TranscriptCall
 from megarl.types.episodes import TranscriptEntry as TranscriptEntry
 from megarl.types.episodes import episode_dict as episode_dict
@@ -84,7 +91,8 @@ class Sample:
     finished: bool  # False: cut at the length limit, or open
     parts: tuple[SamplePart, ...]
     routed_experts: npt.NDArray[Any] | None = None
-    is_baseline: bool = False  # sampled greedily, to compare the group's other samples with; not trained on
+    # sampled greedily, to compare the group's other samples with; not trained on
+    is_baseline: bool = False
     verifications: int = 0
     prefills: int = 1
     is_open: bool = False
@@ -102,7 +110,9 @@ class Sample:
     def rows(self) -> tuple[EpisodeRow, ...]:
         """The conversations, each of which is one sequence to train on."""
         own = self.prompt_ids, self.trained_T, self.token_rewards_T, self.routed_experts
-        return EpisodeRow(self.response_ids_T, self.engine_logp_T, self.parts, *own), *self.more_rows
+        return EpisodeRow(
+            self.response_ids_T, self.engine_logp_T, self.parts, *own
+        ), *self.more_rows
 
     @property
     def episode(self) -> dict[str, Any] | None:
@@ -128,7 +138,8 @@ class SampleGroup:
     samples: tuple[Sample, ...]
     rewards_G: FloatArray
     correct_G: BoolArray
-    given_answers: tuple[str, ...] = ()  # of each sample, the answer that the reward function extracted from it
+    # of each sample, the answer that the reward function extracted from it
+    given_answers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,9 @@ class GroupSummary:
     @property
     def total_rewards_G(self) -> FloatArray:
         """The reward of each sample together with those of its turns."""
-        return self.rewards_G if self.turn_rewards_G is None else self.rewards_G + self.turn_rewards_G
+        return (
+            self.rewards_G if self.turn_rewards_G is None else self.rewards_G + self.turn_rewards_G
+        )
 
     def rows_of(self, sample: int) -> tuple[RowSummary, ...]:
         """The rows of a sample, by its index."""
@@ -191,7 +204,8 @@ class Hyperparameters:
     # Objective: the ratio is clipped to [1 - clip_low, 1 + clip_high]; clip_low 1 means no lower bound.
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float | None = None  # where the advantage is negative, the objective is at least dual_clip times it
+    # where the advantage is negative, the objective is at least dual_clip times it
+    dual_clip: float | None = None
     aggregation: Aggregation = "token_mean"
     entropy_coefficient: float = 0.0  # weight of the entropy bonus
     positive_nll: float = 0.0  # weight of -log p of correct samples, a mean over their tokens
@@ -205,12 +219,14 @@ class Hyperparameters:
     whiten: bool = False  # over the tokens of the whole batch
     gamma: float = 1.0  # discount of tokens' rewards
     gae_lambda: float = 0.95  # of the policy's advantages, with a critic
-    lambda_alpha: float = 0.0  # above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)
+    # above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)
+    lambda_alpha: float = 0.0
     process_scale: float = 0.05  # a token's process reward is process_scale x its log-ratio
 
     # Critic.
     critic_lambda: float | None = None  # lambda of the critic's returns; None: gae_lambda
-    value_clip: float | None = None  # a value is trained only this far from the value before the step
+    # a value is trained only this far from the value before the step
+    value_clip: float | None = None
     critic_warmup_steps: int = 0  # first steps, in which the critic alone learns
 
     # Correction where the engine's and the trainer's probabilities differ; a bound of None: ROLLOUT_CORRECTION_BOUNDS.
@@ -220,7 +236,8 @@ class Hyperparameters:
 
     # Dynamic sampling: a step has only groups with both right and wrong answers.
     dynamic_sampling: bool = False
-    oversample: float = 1.5  # each round draws oversample times as many prompts as groups are missing
+    # each round draws oversample times as many prompts as groups are missing
+    oversample: float = 1.5
     max_rounds: int = 10
     when_short: WhenShort = "train"  # what a step does if groups are missing after max_rounds
 

@@ -14,7 +14,8 @@ class UserError(Exception):
     """
 
     def __init__(self, where: str, problem: str, hint: str) -> None:
-        super().__init__(where, problem, hint)  # all arguments, so that it survives pickling between processes
+        # all arguments, so that it survives pickling between processes
+        super().__init__(where, problem, hint)
         self.where, self.problem, self.hint = where, problem, hint
 
     def __str__(self) -> str:
@@ -48,5 +49,9 @@ class EndedEarly(Exception):
         self.step = step
 
     def __str__(self) -> str:
-        saved = "nothing new to save" if self.step is None else f"the checkpoint of step {self.step} is complete"
+        saved = (
+            "nothing new to save"
+            if self.step is None
+            else f"the checkpoint of step {self.step} is complete"
+        )
         return f"ended early by SIGUSR1, {saved}: the same command with --resume goes on"

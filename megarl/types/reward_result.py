@@ -45,7 +45,9 @@ def reward_result_of(result: Any) -> RewardResult | Failure:
     """A function's return value as a verdict; a failure if it is not a number that a float32 holds."""
     value = result.reward if isinstance(result, RewardResult) else result
     try:
-        if not (isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST_REWARD):
+        if not (
+            isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST_REWARD
+        ):
             return Failure(f"returned {short(result)}")
         if not isinstance(result, RewardResult):
             return RewardResult(float(value), float(value) >= 1.0)

@@ -18,20 +18,30 @@ class TrainSequence:
     """
 
     token_ids_T: IntArray
-    loss_mask_T: BoolArray  # True on the tokens that are trained on; the arrays below are 0 where no token was sampled
-    loss_weight_T: FloatArray  # in the loss sum: 1 for a mean over tokens, 1 / (tokens of the sample) for samples
+    # True on the tokens that are trained on; the arrays below are 0 where no token was sampled
+    loss_mask_T: BoolArray
+    # in the loss sum: 1 for a mean over tokens, 1 / (tokens of the sample) for samples
+    loss_weight_T: FloatArray
     engine_logp_T: FloatArray
     _: KW_ONLY
     reward: float = 0.0  # of the whole response
     outcome: float = 0.0  # 1 where the response is correct, else 0
-    advantage_T: FloatArray | None = None  # None until megarl.training.credit has computed it; demonstrations have none
-    nll_weight_T: FloatArray | None = None  # weight of -log p in the loss sum, added to the policy loss; None: 0
-    is_stale_T: BoolArray | None = None  # whether an earlier policy than the step's sampled the token; None: no token
-    dropped_T: BoolArray | None = None  # sampled tokens that a mismatch correction took out of the mask; None: none
-    experts_TMK: npt.NDArray[Any] | None = None  # Sample.routed_experts, of the T - 1 tokens that the engine computed
-    key: tuple[int, int, int] | None = None  # numbers of group, sample and row; None: a sample of one row
-    token_rewards_T: FloatArray | None = None  # rewards of an episode's turns, each at the turn's last token; None: 0
-    turn_T: IntArray | None = None  # of an episode, the turn of each trained token, from 1; None: the first
+    # None until megarl.training.credit has computed it; demonstrations have none
+    advantage_T: FloatArray | None = None
+    # weight of -log p in the loss sum, added to the policy loss; None: 0
+    nll_weight_T: FloatArray | None = None
+    # whether an earlier policy than the step's sampled the token; None: no token
+    is_stale_T: BoolArray | None = None
+    # sampled tokens that a mismatch correction took out of the mask; None: none
+    dropped_T: BoolArray | None = None
+    # Sample.routed_experts, of the T - 1 tokens that the engine computed
+    experts_TMK: npt.NDArray[Any] | None = None
+    # numbers of group, sample and row; None: a sample of one row
+    key: tuple[int, int, int] | None = None
+    # rewards of an episode's turns, each at the turn's last token; None: 0
+    token_rewards_T: FloatArray | None = None
+    # of an episode, the turn of each trained token, from 1; None: the first
+    turn_T: IntArray | None = None
 
     @property
     def sampled_T(self) -> BoolArray:

@@ -58,7 +58,10 @@ class Batch:
     def samples(self, indices: Sequence[int]) -> list[Tokens]:
         """Each of them alone, in memory of its own."""
         split = self.tokens.map(lambda values: values.split(self.lengths))
-        return [Tokens(**{name: parts[index].clone() for name, parts in split.items()}) for index in indices]
+        return [
+            Tokens(**{name: parts[index].clone() for name, parts in split.items()})
+            for index in indices
+        ]
 
     def micro_batches(self) -> list[tuple[Tokens, Targets]]:
         """Samples in order, as many as MICRO_BATCH tokens hold."""
@@ -68,8 +71,12 @@ class Batch:
             while end < len(self.lengths) and size + self.lengths[end] <= MICRO_BATCH:
                 end, size = end + 1, size + self.lengths[end]
             begin = sum(self.lengths[:start])
-            part = Tokens(**self.tokens.map(lambda values, at=slice(begin, begin + size): values[at]))
-            numbers = torch.repeat_interleave(torch.arange(end - start), torch.tensor(self.lengths[start:end]))
+            part = Tokens(
+                **self.tokens.map(lambda values, at=slice(begin, begin + size): values[at])
+            )
+            numbers = torch.repeat_interleave(
+                torch.arange(end - start), torch.tensor(self.lengths[start:end])
+            )
             nothing = dict.fromkeys(("outcome_T", "nll_weight_T"), torch.zeros(size))
             targets = Targets(
                 loss_mask_T=part.mask, loss_weight_T=torch.ones(size), advantage_T=part.advantage,
@@ -90,15 +97,25 @@ def drawn(count: int, longest: int, seed: int) -> Batch:
     logp, noise, far, advantage, value = torch.randn(5, total, generator=generator)
     rewards = (torch.rand(count, generator=generator) < 0.4).float()
     reward = torch.zeros(total).index_put((ends,), rewards)
-    of_samples = torch.repeat_interleave(torch.randn(count, generator=generator), torch.from_numpy(lengths))
+    of_samples = torch.repeat_interleave(
+        torch.randn(count, generator=generator), torch.from_numpy(lengths)
+    )
     logp, advantage = -logp.abs(), of_samples + advantage * 0.1
     tokens = Tokens(
-        logp, logp + noise * 0.2, logp + far * 0.2, advantage, value * 0.5, reward, torch.ones(total, dtype=torch.bool)
+        logp,
+        logp + noise * 0.2,
+        logp + far * 0.2,
+        advantage,
+        value * 0.5,
+        reward,
+        torch.ones(total, dtype=torch.bool),
     )
     return Batch(tokens, lengths.tolist(), longest, rewards.view(-1, PER_GROUP))
 
 
-def packed_loss(name: str, rules: Hyperparameters, micro_batches: Sequence[tuple[Tokens, Targets]]) -> Pieces:
+def packed_loss(
+    name: str, rules: Hyperparameters, micro_batches: Sequence[tuple[Tokens, Targets]]
+) -> Pieces:
     """The same of megarl's losses, micro-batch by micro-batch."""
     found = []
     for tokens, targets in micro_batches:
@@ -130,36 +147,58 @@ def cases(batch: Batch) -> dict[str, Case]:
     is_last_T = torch.zeros(len(tokens.mask), dtype=torch.bool)
     is_last_T[torch.tensor(lengths).cumsum(0) - 1] = True
     advantages, rewards, values = (
-        [one.numpy() for one in own.split(lengths)] for own in (tokens.advantage, tokens.reward, tokens.value)
+        [one.numpy() for one in own.split(lengths)]
+        for own in (tokens.advantage, tokens.reward, tokens.value)
     )
-    ids_T, mask_T, zeros_T = (np.zeros(most, np.int64), np.ones(most, np.bool_), np.zeros(most, np.float32))
+    ids_T, mask_T, zeros_T = (
+        np.zeros(most, np.int64),
+        np.ones(most, np.bool_),
+        np.zeros(most, np.float32),
+    )
     advantaged = [
         TrainSequence(ids_T[:n], mask_T[:n], zeros_T[:n], zeros_T[:n], advantage_T=one_T)
         for n, one_T in zip(lengths, advantages, strict=True)
     ]
-    rewarded = [replace(one, reward=float(reward_T[-1])) for one, reward_T in zip(advantaged, rewards, strict=True)]
+    rewarded = [
+        replace(one, reward=float(reward_T[-1]))
+        for one, reward_T in zip(advantaged, rewards, strict=True)
+    ]
 
     def packed_gae() -> Pieces:
         return [gae(tokens.reward, tokens.value, is_last_T, gamma=GAMMA, lam=LAMBDA)[0]]
 
     def ragged_gae() -> Pieces:
-        return [torch.from_numpy(one) for one in credit.gae_advantages(rewarded, values, gamma=GAMMA, lam=LAMBDA)[0]]
+        return [
+            torch.from_numpy(one)
+            for one in credit.gae_advantages(rewarded, values, gamma=GAMMA, lam=LAMBDA)[0]
+        ]
 
     def whitened() -> Pieces:
-        return [torch.from_numpy(np.asarray(one.advantage_T)) for one in credit.whitened(advantaged, lambda sums: sums)]
+        return [
+            torch.from_numpy(np.asarray(one.advantage_T))
+            for one in credit.whitened(advantaged, lambda sums: sums)
+        ]
 
     found = {
         "gae": Case(packed_gae, lambda samples: [plain_gae(one) for one in samples], padded_gae),
-        "gae (loop of floats)": Case(packed_gae, lambda samples: [floats_gae(one) for one in samples]),
-        "gae (ragged arrays)": Case(ragged_gae, lambda samples: [plain_gae(one) for one in samples]),
+        "gae (loop of floats)": Case(
+            packed_gae, lambda samples: [floats_gae(one) for one in samples]
+        ),
+        "gae (ragged arrays)": Case(
+            ragged_gae, lambda samples: [plain_gae(one) for one in samples]
+        ),
         "whitening": Case(whitened, plain_whitened, padded_whitened),
     }
     micro_batches = batch.micro_batches()
     for name in ("grpo", "gspo", "cispo", "kl"):
-        rules = Hyperparameters(clip_low=0.02, clip_high=0.03) if name == "gspo" else Hyperparameters()
+        rules = (
+            Hyperparameters(clip_low=0.02, clip_high=0.03) if name == "gspo" else Hyperparameters()
+        )
         found[f"loss: {name}"] = Case(
             partial(packed_loss, name, rules, micro_batches),
-            lambda samples, name=name, rules=rules: [plain_loss(name, one, rules) for one in samples],
+            lambda samples, name=name, rules=rules: [
+                plain_loss(name, one, rules) for one in samples
+            ],
             partial(plain_loss, name, rules=rules),
             padded_rows=8,
         )
@@ -204,11 +243,16 @@ def measure(batch: Batch, case: Case, loop_samples: int, padded_samples: int) ->
             some = indices[start : start + rows]
             parts = batch.samples(some)
             widths = {name: [getattr(one, name) for one in parts] for name in vars(batch.tokens)}
-            many = Tokens(**{name: _padded(columns, batch.longest) for name, columns in widths.items()})
+            many = Tokens(
+                **{name: _padded(columns, batch.longest) for name, columns in widths.items()}
+            )
             made, seconds = timed(partial(case.padded, many))
             total += seconds
             if case.padded is not padded_whitened:
-                pairs = ((own[index], made[row, : batch.lengths[index]]) for row, index in enumerate(some))
+                pairs = (
+                    (own[index], made[row, : batch.lengths[index]])
+                    for row, index in enumerate(some)
+                )
                 worst = max(worst, *(difference(*pair) for pair in pairs))
         found["padded_s"] = total * len(batch.lengths) / len(indices)
         found["padded_ratio"] = found["padded_s"] / found["ours_s"]
@@ -235,12 +279,22 @@ def measure_groups(batch: Batch, name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=8192, help=f"of the batch, a multiple of {PER_GROUP}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--samples", type=int, default=8192, help=f"of the batch, a multiple of {PER_GROUP}"
+    )
     parser.add_argument("--longest", type=int, default=32768, help="tokens of the longest sample")
-    parser.add_argument("--loop-samples", type=int, default=128, help="that loops over samples are timed on")
-    parser.add_argument("--padded-samples", type=int, default=1024, help="that padded batches are timed on")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; processor seconds of all are added")
+    parser.add_argument(
+        "--loop-samples", type=int, default=128, help="that loops over samples are timed on"
+    )
+    parser.add_argument(
+        "--padded-samples", type=int, default=1024, help="that padded batches are timed on"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of torch; processor seconds of all are added"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object: row, figure")
     args = parser.parse_args()
@@ -248,21 +302,36 @@ def main() -> None:
         parser.error(f"--samples {args.samples} is not a multiple of {PER_GROUP}")
     torch.set_num_threads(args.threads)
     batch = drawn(args.samples, args.longest, args.seed)
-    found = {f"advantage: {name}": measure_groups(batch, name) for name in ("grpo", "dr_grpo", "rloo")}
+    found = {
+        f"advantage: {name}": measure_groups(batch, name) for name in ("grpo", "dr_grpo", "rloo")
+    }
     for name, case in cases(batch).items():
         found[name] = measure(batch, case, args.loop_samples, args.padded_samples)
-    wrong = [f"{name}: {row['difference']:.1e}" for name, row in found.items() if not row["difference"] < TOLERANCE]
+    wrong = [
+        f"{name}: {row['difference']:.1e}"
+        for name, row in found.items()
+        if not row["difference"] < TOLERANCE
+    ]
     if wrong:
-        sys.exit(f"megarl's numbers are not the loops', relative to the largest: {', '.join(wrong)}")
+        sys.exit(
+            f"megarl's numbers are not the loops', relative to the largest: {', '.join(wrong)}"
+        )
     if args.json:
         print(json.dumps(found))
         return
-    print(f"{args.samples} samples, {args.threads} threads, processor seconds. Loops are timed on {args.loop_samples}")
-    print(f"samples and scaled by tokens, padded batches on {args.padded_samples} and scaled by samples.\n")
+    print(
+        f"{args.samples} samples, {args.threads} threads, processor seconds. Loops are timed on {args.loop_samples}"
+    )
+    print(
+        f"samples and scaled by tokens, padded batches on {args.padded_samples} and scaled by samples.\n"
+    )
     columns = ("tokens", "ours_s", "loop_s", "ratio", "padded_s", "padded_ratio", "difference")
     print(" " * 20, *(f"{column:>12}" for column in columns))
     for name, row in found.items():
-        print(f"{name:20}", *(f"{row[column]:12.4g}" if column in row else " " * 12 for column in columns))
+        print(
+            f"{name:20}",
+            *(f"{row[column]:12.4g}" if column in row else " " * 12 for column in columns),
+        )
 
 
 if __name__ == "__main__":

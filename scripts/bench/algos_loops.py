@@ -44,7 +44,9 @@ def plain_gae(one: Tokens) -> torch.Tensor:
 def floats_gae(one: Tokens) -> torch.Tensor:
     """The same in Python's own numbers."""
     last, following, found = 0.0, 0.0, []
-    for reward, value in zip(reversed(one.reward.tolist()), reversed(one.value.tolist()), strict=True):
+    for reward, value in zip(
+        reversed(one.reward.tolist()), reversed(one.value.tolist()), strict=True
+    ):
         last = reward + GAMMA * following - value + GAMMA * LAMBDA * last
         following = value
         found.append(last)

@@ -60,7 +60,9 @@ class TwoChoices(RequestBalancer):
 
     def assign(self, prompt_tokens: int, samples: int = 1) -> int | None:
         receivers = range(len(self._capacities))
-        receiver = min(self._random.sample(receivers, min(2, len(receivers))), key=self.expected_tokens)
+        receiver = min(
+            self._random.sample(receivers, min(2, len(receivers))), key=self.expected_tokens
+        )
         self._book(receiver, samples, samples * prompt_tokens)
         return receiver
 
@@ -72,15 +74,32 @@ DEALERS: dict[str, type[RequestBalancer]] = {
 }
 
 
-def planted(count: int, samples: int, seed: int, prompt_sigma: float) -> list[list[SimulatedRequest]]:
+def planted(
+    count: int, samples: int, seed: int, prompt_sigma: float
+) -> list[list[SimulatedRequest]]:
     """The samples of each prompt, with log-normal lengths of responses and, where they differ, of prompts."""
     generator = np.random.default_rng(seed)
-    lengths = generator.lognormal(np.log(MEDIAN), SIGMA, (count, samples)).clip(2, LONGEST).astype(int).tolist()
-    prompts = (PROMPT_TOKENS * generator.lognormal(0, prompt_sigma, count)).clip(16, 8192).astype(int).tolist()
-    return [[SimulatedRequest(prompts[index], length) for length in row] for index, row in enumerate(lengths)]
+    lengths = (
+        generator.lognormal(np.log(MEDIAN), SIGMA, (count, samples))
+        .clip(2, LONGEST)
+        .astype(int)
+        .tolist()
+    )
+    prompts = (
+        (PROMPT_TOKENS * generator.lognormal(0, prompt_sigma, count))
+        .clip(16, 8192)
+        .astype(int)
+        .tolist()
+    )
+    return [
+        [SimulatedRequest(prompts[index], length) for length in row]
+        for index, row in enumerate(lengths)
+    ]
 
 
-def assigned(machine: Machine, prompts: Prompts, kind: type[RequestBalancer], before: Prompts = ()) -> Outcome:
+def assigned(
+    machine: Machine, prompts: Prompts, kind: type[RequestBalancer], before: Prompts = ()
+) -> Outcome:
     """Both levels as a run has them: prompts to engines, and their samples to attention groups.
 
     before: the samples of a round before, which the dealers have seen finish.
@@ -90,13 +109,18 @@ def assigned(machine: Machine, prompts: Prompts, kind: type[RequestBalancer], be
     top = kind([capacity.times(machine.groups)] * machine.engines, LONGEST)
     inner = [kind([capacity] * machine.groups, LONGEST) for _ in engines]
     seen = [sample.response_tokens for samples in before for sample in samples]
-    for balancer, share in [(top, 1), *((balancer, machine.engines) for balancer in inner)] if seen else []:
+    for balancer, share in (
+        [(top, 1), *((balancer, machine.engines) for balancer in inner)] if seen else []
+    ):
         observe_lengths(balancer, seen[::share])
     waiting = deque(sorted(prompts, key=lambda samples: -samples[0].prompt_tokens))
     queues: list[deque[SimulatedRequest]] = [deque() for _ in engines]
 
     def send() -> None:
-        while waiting and (engine := top.assign(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
+        while (
+            waiting
+            and (engine := top.assign(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None
+        ):
             queues[engine].extend(waiting.popleft())
         for engine, queue, balancer in zip(engines, queues, inner, strict=True):
             while queue and (group := balancer.assign(queue[0].prompt_tokens)) is not None:
@@ -122,7 +146,9 @@ def known(machine: Machine, prompts: Prompts, *, longest_first: bool) -> Outcome
     if longest_first:
         waiting.sort(key=lambda sample: -sample.response_tokens)
     queue = deque(waiting)
-    places = [(engine, group) for engine in range(machine.engines) for group in range(machine.groups)]
+    places = [
+        (engine, group) for engine in range(machine.engines) for group in range(machine.groups)
+    ]
     held, count = dict.fromkeys(places, 0.0), dict.fromkeys(places, 0)
 
     def half(sample: SimulatedRequest) -> float:
@@ -134,7 +160,9 @@ def known(machine: Machine, prompts: Prompts, *, longest_first: bool) -> Outcome
             free = [
                 place
                 for place in places
-                if count[place] < machine.slots and held[place] + needed <= machine.cache or not count[place]
+                if count[place] < machine.slots
+                and held[place] + needed <= machine.cache
+                or not count[place]
             ]
             if not free:
                 return
@@ -157,7 +185,8 @@ def compare(machine: Machine, prompt_sigma: float, seed: int) -> dict[str, dict[
     prompts = planted(NUM_PROMPTS, SAMPLES, seed, prompt_sigma)
     before = planted(NUM_PROMPTS, SAMPLES, seed + 1000, prompt_sigma)
     methods: dict[str, Callable[[], Outcome]] = {
-        name: lambda kind=kind: assigned(machine, prompts, kind, before) for name, kind in DEALERS.items()
+        name: lambda kind=kind: assigned(machine, prompts, kind, before)
+        for name, kind in DEALERS.items()
     }
     methods["megarl, first step"] = lambda: assigned(machine, prompts, RequestBalancer)
     methods["known, same order"] = lambda: known(machine, prompts, longest_first=False)
@@ -180,24 +209,37 @@ def compare(machine: Machine, prompt_sigma: float, seed: int) -> dict[str, dict[
 
 def mean_of(rows: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     return {
-        name: {figure: float(np.mean([row[name][figure] for row in rows])) for figure in rows[0][name]}
+        name: {
+            figure: float(np.mean([row[name][figure] for row in rows])) for figure in rows[0][name]
+        }
         for name in rows[0]
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=4, help="draws of all lengths; figures are means over them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=4, help="draws of all lengths; figures are means over them"
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--real", action="store_true", help="two SGLang engines on CPU in place of simulated ones")
-    parser.add_argument("--json", action="store_true", help="print one JSON object: case, method, figure")
+    parser.add_argument(
+        "--real", action="store_true", help="two SGLang engines on CPU in place of simulated ones"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: case, method, figure"
+    )
     args = parser.parse_args()
     if args.real:
         from scripts.bench.balancing_real import compare_real
 
         found = {"two CPU engines": mean_of(compare_real(DEALERS, args.seeds))}
     else:
-        found = {name: mean_of([compare(*CASES[name], seed) for seed in range(args.seeds)]) for name in args.cases}
+        found = {
+            name: mean_of([compare(*CASES[name], seed) for seed in range(args.seeds)])
+            for name in args.cases
+        }
     if args.json:
         print(json.dumps(found))
         return

@@ -25,7 +25,8 @@ ENGINES, GROUPS, SLOTS = 2, 2, 4  # SLOTS: sequences that a group runs at once
 PROMPTS, SAMPLES = 16, 4
 MEDIAN, SIGMA, LONGEST, PROMPT_TOKENS = 40, 0.8, 200, 12
 
-Prompts = Sequence[Sequence[SimulatedRequest]]  # the samples of each prompt, with their planted lengths
+# the samples of each prompt, with their planted lengths
+Prompts = Sequence[Sequence[SimulatedRequest]]
 
 
 def compare_real(kinds: Mapping[str, type[Any]], seeds: int) -> list[dict[str, dict[str, float]]]:
@@ -35,13 +36,27 @@ def compare_real(kinds: Mapping[str, type[Any]], seeds: int) -> list[dict[str, d
 
 
 @contextmanager
-def cpu_engines(count: int, groups: int, slots: int, context_tokens: int, **sglang: Any) -> Iterator[list[Engine]]:
+def cpu_engines(
+    count: int, groups: int, slots: int, context_tokens: int, **sglang: Any
+) -> Iterator[list[Engine]]:
     """Engines of the quickstart's model. slots: sequences that a group runs at once. sglang: server arguments."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, ROOT / "scripts" / "make_tiny_moe.py", "--out", folder], check=True)
+        subprocess.run(
+            [sys.executable, ROOT / "scripts" / "make_tiny_moe.py", "--out", folder], check=True
+        )
         limits = {"max_running_requests": groups * slots, **sglang}
-        common: dict[str, Any] = {"model_path": folder, "tp": groups, "ep": 1, "dp": groups, "dtype": "float32"}
-        common |= {"context_tokens": context_tokens, "concurrency": groups * slots, "sglang": limits}
+        common: dict[str, Any] = {
+            "model_path": folder,
+            "tp": groups,
+            "ep": 1,
+            "dp": groups,
+            "dtype": "float32",
+        }
+        common |= {
+            "context_tokens": context_tokens,
+            "concurrency": groups * slots,
+            "sglang": limits,
+        }
         engines: list[Engine] = []
         try:
             for seed in range(count):
@@ -52,12 +67,21 @@ def cpu_engines(count: int, groups: int, slots: int, context_tokens: int, **sgla
                 engine.shutdown()
 
 
-def _compare(engines: Sequence[Engine], kinds: Mapping[str, type[Any]], seed: int) -> dict[str, dict[str, float]]:
+def _compare(
+    engines: Sequence[Engine], kinds: Mapping[str, type[Any]], seed: int
+) -> dict[str, dict[str, float]]:
     drawn = np.random.default_rng(abs(seed)).lognormal(np.log(MEDIAN), SIGMA, (PROMPTS, SAMPLES))
-    prompts = [planted_prompt(PROMPT_TOKENS, lengths) for lengths in drawn.clip(2, LONGEST).astype(int)]
-    ordered = sorted((sample for prompt in prompts for sample in prompt), key=lambda sample: -sample.response_tokens)
+    prompts = [
+        planted_prompt(PROMPT_TOKENS, lengths) for lengths in drawn.clip(2, LONGEST).astype(int)
+    ]
+    ordered = sorted(
+        (sample for prompt in prompts for sample in prompt),
+        key=lambda sample: -sample.response_tokens,
+    )
     found = {name: _figures(engines, kind, prompts) for name, kind in kinds.items()}
-    found["known, longest first"] = _figures(engines, kinds["megarl"], [[sample] for sample in ordered])
+    found["known, longest first"] = _figures(
+        engines, kinds["megarl"], [[sample] for sample in ordered]
+    )
     return found
 
 
@@ -83,13 +107,18 @@ async def sampled_phase(
     top = kind([engine.capacity for engine in engines], longest)
     groups = engines[0]._groups
     for engine in engines:
-        engine._manager.queue._balancer = kind([engine._host.server.group_capacity] * groups, longest)
+        engine._manager.queue._balancer = kind(
+            [engine._host.server.group_capacity] * groups, longest
+        )
     began, waiting, running, ends = time.monotonic(), list(prompts), [], []
     tokens, unfinished = np.zeros((len(engines), groups)), [0] * len(engines)
     reports: dict[asyncio.Future[list[CompletedSample]], int] = {}
 
     def send() -> None:
-        while waiting and (number := top.assign(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None:
+        while (
+            waiting
+            and (number := top.assign(waiting[0][0].prompt_tokens, len(waiting[0]))) is not None
+        ):
             unfinished[number] += len(waiting[0])
             running.append(asyncio.ensure_future(_generate(engines[number], waiting.pop(0))))
         for number in set(range(len(engines))) - {*reports.values()}:
@@ -119,6 +148,8 @@ async def _generate(engine: Engine, samples: Sequence[SimulatedRequest]) -> Any:
     """The samples of a prompt, each of its planted length."""
     work = engine._host.server.async_generate(
         input_ids=[[7] * sample.prompt_tokens for sample in samples],
-        sampling_params=[{"max_new_tokens": sample.response_tokens, "ignore_eos": True} for sample in samples],
+        sampling_params=[
+            {"max_new_tokens": sample.response_tokens, "ignore_eos": True} for sample in samples
+        ],
     )
     return await engine._host.run(work)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedEngine, SimulatedRequest, simulate
+from megarl.plan.engine_simulation import (
+    GroupLimits,
+    OfGroups,
+    SimulatedEngine,
+    SimulatedRequest,
+    simulate,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,9 @@ class Outcome:
     ends: tuple[tuple[float, SimulatedRequest], ...]
 
 
-def outcome(engines: Sequence[SimulatedEngine], finished: Callable[[int, int, SimulatedRequest], None]) -> Outcome:
+def outcome(
+    engines: Sequence[SimulatedEngine], finished: Callable[[int, int, SimulatedRequest], None]
+) -> Outcome:
     """Run until all submitted samples are done; finished: of each, with engine and group."""
     done: list[SimulatedRequest] = []
 
@@ -84,8 +92,14 @@ def least_s(samples: Sequence[SimulatedRequest], machine: Machine) -> float:
     held = sum(_held(one) for one in samples)
     steps = max(tokens / machine.slots, held / machine.cache) / groups
     prefill = sum(one.prompt_tokens for one in samples) * machine.prompt_token_s / machine.engines
-    full = machine.step_of_none_s * steps + (machine.sequence_s * tokens + machine.token_s * held) / groups + prefill
-    alone = (machine.step_of_none_s + machine.sequence_s) * longest.response_tokens + machine.token_s * _held(longest)
+    full = (
+        machine.step_of_none_s * steps
+        + (machine.sequence_s * tokens + machine.token_s * held) / groups
+        + prefill
+    )
+    alone = (
+        machine.step_of_none_s + machine.sequence_s
+    ) * longest.response_tokens + machine.token_s * _held(longest)
     return max(full, alone)
 
 

@@ -27,11 +27,13 @@ QWEN3_30B = ModelShape(
     experts_per_token=8, moe_ffn_size=768,
 )  # fmt: skip
 LIMIT = 32768
-DISTRIBUTIONS = {  # of a sample's tokens: parameters of the logarithm's normal distribution, cut at LIMIT
+# of a sample's tokens: parameters of the logarithm's normal distribution, cut at LIMIT
+DISTRIBUTIONS = {
     "lognormal": (7.5, 0.8),
     "tail32k": (8.5, 1.2),  # about 5 % of the samples are cut
 }
-TOKENS_OF_LINEAR = 24576  # the peers' work of a sequence: 24576 x tokens + tokens^2, whatever the model
+# the peers' work of a sequence: 24576 x tokens + tokens^2, whatever the model
+TOKENS_OF_LINEAR = 24576
 ROW = 128  # slime pads a packed row to a multiple of this x TP
 
 Plan = list[list[list[int]]]  # [dp][micro-batches] -> samples
@@ -67,11 +69,15 @@ def differencing(weights: Sequence[int], count: int, equal_size: bool) -> list[l
 def ours(lengths: Sequence[int], dp: int, budget: int, work: Callable[[int], float]) -> Plan:
     """megarl.training.batching, as a run uses it."""
     samples = [SampleRef(0, index, length, length) for index, length in enumerate(lengths)]
-    (plan,) = plan_updates(samples, updates=1, dp=dp, token_budget=budget, aggregation="token_mean", work=work)
+    (plan,) = plan_updates(
+        samples, updates=1, dp=dp, token_budget=budget, aggregation="token_mean", work=work
+    )
     return [[[ref.sample for ref in batch] for batch in rank] for rank in plan.micro_batches]
 
 
-def verl(lengths: Sequence[int], dp: int, budget: int, weigh: Callable[[int], int] = peer_work) -> Plan:
+def verl(
+    lengths: Sequence[int], dp: int, budget: int, weigh: Callable[[int], int] = peer_work
+) -> Plan:
     """Ranks by differencing with as many samples each, then each rank's own micro-batches by differencing.
 
     Their number is what the fullest rank's tokens need; nothing checks that each keeps the budget. Light ones are put
@@ -83,7 +89,9 @@ def verl(lengths: Sequence[int], dp: int, budget: int, weigh: Callable[[int], in
     plan = []
     for rank in ranks:
         own = [weights[index] for index in rank]
-        batches = [[rank[place] for place in batch] for batch in differencing(own, count, equal_size=False)]
+        batches = [
+            [rank[place] for place in batch] for batch in differencing(own, count, equal_size=False)
+        ]
         batches.sort(key=lambda batch: -sum(weights[index] for index in batch))
         plan.append(batches[::2][::-1] + batches[1::2])
     return plan
@@ -109,7 +117,9 @@ def slime(lengths: Sequence[int], dp: int, budget: int) -> Plan:
     while len(batches) % dp:
         batches += _halves(batches.pop(_fullest(batches, lengths)), lengths)
     weights = [sum(peer_work(lengths[index]) for index in batch) for batch in batches]
-    return [[batches[place] for place in rank] for rank in differencing(weights, dp, equal_size=True)]
+    return [
+        [batches[place] for place in rank] for rank in differencing(weights, dp, equal_size=True)
+    ]
 
 
 def _fullest(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
@@ -140,13 +150,20 @@ def row_tokens(method: str, batch: Sequence[int], tp: int) -> int:
 
 
 def measure(
-    method: str, plan: Plan, lengths: Sequence[int], work: Callable[[int], float], budget: int, tp: int
+    method: str,
+    plan: Plan,
+    lengths: Sequence[int],
+    work: Callable[[int], float],
+    budget: int,
+    tp: int,
 ) -> dict[str, float]:
     """A plan's figures; raises AssertionError for one that loses or repeats a sample."""
     placed = [index for rank in plan for batch in rank for index in batch]
     assert sorted(placed) == list(range(len(lengths))), f"{method} does not place every sample once"
     by_length = {length: work(length) for length in set(lengths)}
-    works = np.array([[sum(by_length[lengths[index]] for index in batch) for batch in rank] for rank in plan])
+    works = np.array(
+        [[sum(by_length[lengths[index]] for index in batch) for batch in rank] for rank in plan]
+    )
     batches = [[lengths[index] for index in batch] for rank in plan for batch in rank]
     mean = works.sum() / len(plan)
     longest_first = sorted(lengths, reverse=True)
@@ -158,13 +175,16 @@ def measure(
         "least_rank": max(1.0, max(by_length.values()) / float(mean)),
         "least_step": max(1.0, 1 + (max(by_length.values()) - beside_longest) / float(mean)),
         "padding": 1 - sum(lengths) / sum(row_tokens(method, batch, tp) for batch in batches),
-        "padded_batch": 1 - sum(lengths) / sum(len(batch) * max(batch) for batch in batches if batch),
+        "padded_batch": 1
+        - sum(lengths) / sum(len(batch) * max(batch) for batch in batches if batch),
         "micro_batches": works.shape[1],
         "fullest_over_budget": max(map(sum, batches)) / budget,
     }
 
 
-def compare(name: str, count: int, dp: int, budget: int, tp: int, seed: int) -> dict[str, dict[str, float]]:
+def compare(
+    name: str, count: int, dp: int, budget: int, tp: int, seed: int
+) -> dict[str, dict[str, float]]:
     """Every method's figures on one distribution; they all get the same samples."""
     mean, sigma = DISTRIBUTIONS[name]
     drawn = np.random.default_rng(seed).lognormal(mean, sigma, count)
@@ -186,20 +206,40 @@ def compare(name: str, count: int, dp: int, budget: int, tp: int, seed: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=8192, help="of one update; verl's rule wants a multiple of --dp")
-    parser.add_argument("--dp", type=int, nargs="+", default=[8, 64, 512], help="data-parallel ranks")
-    parser.add_argument("--budget", type=int, default=LIMIT, help=f"tokens of a micro-batch, at least {LIMIT}")
-    parser.add_argument("--tp", type=int, default=4, help="tensor-parallel ranks, which rows are padded for")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=8192,
+        help="of one update; verl's rule wants a multiple of --dp",
+    )
+    parser.add_argument(
+        "--dp", type=int, nargs="+", default=[8, 64, 512], help="data-parallel ranks"
+    )
+    parser.add_argument(
+        "--budget", type=int, default=LIMIT, help=f"tokens of a micro-batch, at least {LIMIT}"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=4, help="tensor-parallel ranks, which rows are padded for"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object: distribution, dp, method, figure")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object: distribution, dp, method, figure",
+    )
     args = parser.parse_args()
     if args.budget < LIMIT:
         parser.error(f"--budget {args.budget} is less than the longest sample, {LIMIT}")
     if any(args.samples % dp for dp in args.dp):
         parser.error(f"--samples {args.samples} is not a multiple of every --dp {args.dp}")
     found = {
-        name: {str(dp): compare(name, args.samples, dp, args.budget, args.tp, args.seed) for dp in args.dp}
+        name: {
+            str(dp): compare(name, args.samples, dp, args.budget, args.tp, args.seed)
+            for dp in args.dp
+        }
         for name in DISTRIBUTIONS
     }
     if args.json:

@@ -25,10 +25,12 @@ LAYOUTS = {
 OWN_RANKS = "own ranks"  # of the critic, behind the others'; else it shares theirs
 COMMON = ["warm_start.steps=0", "train.lr=3e-4", "evaluation.every=4", "run.trackers=[]"]
 CRITIC = ["critic.lr=3e-3", "algorithm.critic_warmup_steps=3"]
-VAPO = [*CRITIC, "algorithm.lambda_alpha=1.0"]  # the paper's 0.05 makes lambda 0 for answers of up to 20 tokens
+# the paper's 0.05 makes lambda 0 for answers of up to 20 tokens
+VAPO = [*CRITIC, "algorithm.lambda_alpha=1.0"]
 VARIANTS = {
     "grpo": ("grpo", ["algorithm.kl_coefficient=0.001"]),
-    "dapo": ("dapo", ["algorithm.overlong_share=0.0"]),  # the longest answers of this task are right ones
+    # the longest answers of this task are right ones
+    "dapo": ("dapo", ["algorithm.overlong_share=0.0"]),
     "vapo": ("vapo", VAPO),
     f"vapo, {OWN_RANKS}": ("vapo", VAPO),
     "ppo": ("ppo", ["algorithm.kl_coefficient=0.001", *CRITIC]),
@@ -45,9 +47,15 @@ VARIANTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/comparison"), help="folder of the runs and the plot")
-    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
-    parser.add_argument("--layouts", type=int, choices=(1, 2), default=2, help="1: the second alone")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/comparison"), help="folder of the runs and the plot"
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT"
+    )
+    parser.add_argument(
+        "--layouts", type=int, choices=(1, 2), default=2, help="1: the second alone"
+    )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--start-steps", type=int, default=150, help="supervised steps before")
     args = parser.parse_args()
@@ -83,7 +91,12 @@ def train(out: Path, start: Path, name: str, layout: str, steps: int) -> list[tu
     gpus, axes = LAYOUTS[layout]
     run = f"{name}-{layout}".replace(", ", "-").replace(" ", "-")
     if OWN_RANKS in name:
-        axes = [*axes, f"placement.train_gpus={gpus}", f"critic.ranks.first_gpu={gpus}", f"critic.ranks.gpus={gpus}"]
+        axes = [
+            *axes,
+            f"placement.train_gpus={gpus}",
+            f"critic.ranks.first_gpu={gpus}",
+            f"critic.ranks.gpus={gpus}",
+        ]
         gpus *= 2
     found = curve(out / run)
     if not found or found[-1][0] != steps:
@@ -115,7 +128,9 @@ def table(curves: dict[tuple[str, str], list[tuple[int, float]]]) -> str:
     lines = ["| algorithm | layout | before | after | best |", "|---|---|---|---|---|"]
     for (name, layout), points in curves.items():
         values = [value for _, value in points]
-        lines.append(f"| {name} | {layout} | {values[0]:.3f} | {values[-1]:.3f} | {max(values):.3f} |")
+        lines.append(
+            f"| {name} | {layout} | {values[0]:.3f} | {values[-1]:.3f} | {max(values):.3f} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -126,11 +141,18 @@ def plot(curves: dict[tuple[str, str], list[tuple[int, float]]], path: Path) -> 
     from matplotlib import pyplot
 
     layouts = list(dict.fromkeys(layout for _, layout in curves))
-    figure, axes = pyplot.subplots(1, len(layouts), figsize=(6 * len(layouts), 4.5), sharey=True, squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, len(layouts), figsize=(6 * len(layouts), 4.5), sharey=True, squeeze=False
+    )
     for place, layout in zip(axes[0], layouts, strict=True):
         for index, name in enumerate(dict.fromkeys(name for name, _ in curves)):
             style = "-" if index < 10 else "--"
-            place.plot(*zip(*curves[(name, layout)], strict=True), style, color=f"C{index % 10}", label=name)
+            place.plot(
+                *zip(*curves[(name, layout)], strict=True),
+                style,
+                color=f"C{index % 10}",
+                label=name,
+            )
         place.set(title=layout, xlabel="step")
         place.grid(alpha=0.3)
     axes[0][0].set_ylabel("held-out accuracy")

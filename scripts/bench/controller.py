@@ -31,7 +31,14 @@ from megarl.controller.samples import samples_of
 from megarl.fleet.engines import Engines
 from megarl.fleet.fleet import Fleet
 from megarl.fleet.memory import MemoryScheduler
-from megarl.fleet.rank_groups import AuxiliaryRanks, PerTokenResults, PolicyRanks, RolloutBatch, _groups, _share
+from megarl.fleet.rank_groups import (
+    AuxiliaryRanks,
+    PerTokenResults,
+    PolicyRanks,
+    RolloutBatch,
+    _groups,
+    _share,
+)
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import SampleRef, Update
@@ -83,14 +90,21 @@ def tell(figures: Mapping[str, Any]) -> None:
 class Step:
     """Everything of one step for `ranks` simulated ranks on the processes that there are."""
 
-    def __init__(self, cluster: Cluster, hosts: Sequence[Worker], ranks: int, recipe: Recipe) -> None:
+    def __init__(
+        self, cluster: Cluster, hosts: Sequence[Worker], ranks: int, recipe: Recipe
+    ) -> None:
         layout, num_engines = LAYOUTS[ranks]
         self.layout, self.count, self.weighs = layout, dict.fromkeys(COUNTS, 0.0), False
         self.cluster: Any = CountedCluster(cluster, self)
         workers = [Counted(f"rank {rank}", hosts[rank % len(hosts)], self) for rank in range(ranks)]
-        self.trainers, self.critic = (self._ranks(kind, recipe, workers) for kind in (PolicyRanks, AuxiliaryRanks))
+        self.trainers, self.critic = (
+            self._ranks(kind, recipe, workers) for kind in (PolicyRanks, AuxiliaryRanks)
+        )
         self.engines: Any = Engines.__new__(Engines)
-        engines = [CountedEngine(f"engine {index}", hosts[index % len(hosts)], self) for index in range(num_engines)]
+        engines = [
+            CountedEngine(f"engine {index}", hosts[index % len(hosts)], self)
+            for index in range(num_engines)
+        ]
         self.engines.__dict__.update(
             _cluster=self.cluster, _recipe=recipe, workers=engines, _sharing=engines, _dealers={},
             _history=EngineHistory(),
@@ -129,7 +143,9 @@ def inline(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[R
     for rank, worker in enumerate(step.trainers.workers):
         share = _share(updates, step.layout.coords(rank).dp)
         needed = _groups(share)
-        call = worker.call("train", "grpo", share, 1e-6, None, needed, *(refs[group] for group in needed))
+        call = worker.call(
+            "train", "grpo", share, 1e-6, None, needed, *(refs[group] for group in needed)
+        )
         calls[call] = worker.name
     return calls
 
@@ -138,12 +154,17 @@ def shares_put(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> di
     """Shares and lists of groups once for all ranks that have the same; groups by reference as before."""
     shares = [_share(updates, dp) for dp in range(step.layout.dp)]
     needed = [_groups(share) for share in shares]
-    put = [(step.cluster.put(share), step.cluster.put(ids)) for share, ids in zip(shares, needed, strict=True)]
+    put = [
+        (step.cluster.put(share), step.cluster.put(ids))
+        for share, ids in zip(shares, needed, strict=True)
+    ]
     calls = {}
     for rank, worker in enumerate(step.trainers.workers):
         dp = step.layout.coords(rank).dp
         share, ids = put[dp]
-        call = worker.call("train", "grpo", share, 1e-6, None, ids, *(refs[group] for group in needed[dp]))
+        call = worker.call(
+            "train", "grpo", share, 1e-6, None, ids, *(refs[group] for group in needed[dp])
+        )
         calls[call] = worker.name
     return calls
 
@@ -169,11 +190,16 @@ def everything(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> di
 WAYS = {"dealt": assigned, "shares_put": shares_put, "inline": inline, "everything": everything}
 
 
-def node_bytes(way: str, layout: TrainLayout, updates: Sequence[Update], group_bytes: Sequence[int]) -> int:
+def node_bytes(
+    way: str, layout: TrainLayout, updates: Sequence[Update], group_bytes: Sequence[int]
+) -> int:
     """Bytes of samples that come to all nodes' object stores together, wherever the engines put them."""
     total = 0
     for first in range(0, layout.world_size, GPUS_PER_NODE):
-        own = [layout.coords(rank) for rank in range(first, min(first + GPUS_PER_NODE, layout.world_size))]
+        own = [
+            layout.coords(rank)
+            for rank in range(first, min(first + GPUS_PER_NODE, layout.world_size))
+        ]
         fetching = {at.dp for at in own if way != "dealt" or (at.tp, at.cp, at.pp) == (0, 0, 0)}
         total += sum(own_bytes(updates, dp) for dp in {at.dp for at in own} - fetching)
         wanted = {group for dp in fetching for group in _groups(_share(updates, dp))}
@@ -190,13 +216,22 @@ def own_bytes(updates: Sequence[Update], dp: int) -> int:
 
 def prompts_of(groups: int, seed: int) -> tuple[list[Prompt], dict[str, list[int]]]:
     """Prompts, and the lengths of the responses to each."""
-    drawn = np.random.default_rng(seed).lognormal(MEAN, SIGMA, (groups, SAMPLES)).clip(1, LONGEST - PROMPT_TOKENS)
+    drawn = (
+        np.random.default_rng(seed)
+        .lognormal(MEAN, SIGMA, (groups, SAMPLES))
+        .clip(1, LONGEST - PROMPT_TOKENS)
+    )
     ids = tuple(range(PROMPT_TOKENS))
     prompts = [Prompt(str(index), "word" * PROMPT_TOKENS, ids, "42") for index in range(groups)]
-    return prompts, {prompt.id: lengths for prompt, lengths in zip(prompts, drawn.astype(int).tolist(), strict=True)}
+    return prompts, {
+        prompt.id: lengths
+        for prompt, lengths in zip(prompts, drawn.astype(int).tolist(), strict=True)
+    }
 
 
-def measure(step: Step, prompts: Sequence[Prompt], updates: int, with_all: bool) -> dict[str, Figures]:
+def measure(
+    step: Step, prompts: Sequence[Prompt], updates: int, with_all: bool
+) -> dict[str, Figures]:
     """The figures of each part of a step, and of each way to send the updates."""
     found: dict[str, Figures] = {}
     sampling = Sampling(SAMPLES, LONGEST, stream=(1, 1))
@@ -209,7 +244,9 @@ def measure(step: Step, prompts: Sequence[Prompt], updates: int, with_all: bool)
     return found | ways(step, plan, rollout, with_all)
 
 
-def ways(step: Step, plan: Sequence[Update], rollout: RolloutBatch, with_all: bool) -> dict[str, Figures]:
+def ways(
+    step: Step, plan: Sequence[Update], rollout: RolloutBatch, with_all: bool
+) -> dict[str, Figures]:
     """Each way to send the updates: what is pickled is weighed without a call, then the calls are made and timed.
 
     everything: only weighed, unless `with_all`.
@@ -228,14 +265,20 @@ def ways(step: Step, plan: Sequence[Update], rollout: RolloutBatch, with_all: bo
     return found
 
 
-def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: Sequence[Update]) -> dict[str, Figures]:
+def rest(
+    step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: Sequence[Update]
+) -> dict[str, Figures]:
     """The other calls of a step: memory that changes hands, an exchange, and what a critic adds."""
     scheduler = MemoryScheduler(step.trainers, step.engines)
     fleet: Any = Fleet.__new__(Fleet)
     message = {"run_id": "0" * 16, "version": 1, "attempt": 1}
     sessions = SimpleNamespace(trainers={}, engine_message=lambda *_: message)
     fleet.__dict__.update(
-        engines=step.engines, trainers=step.trainers, attempts=0, _have_sessions=True, _sessions=sessions
+        engines=step.engines,
+        trainers=step.trainers,
+        attempts=0,
+        _have_sessions=True,
+        _sessions=sessions,
     )
 
     values: list[PerTokenResults] = []
@@ -250,7 +293,9 @@ def rest(step: Step, samples: Sequence[SampleRef], rollout: RolloutBatch, plan: 
         "exchange": exchange,
         "to_rollout": lambda: scheduler.onload_for("rollout"),
         "values": lambda: values.append(step.critic._per_token("values", plan, rollout.refs, plan)),
-        "train_on_values": lambda: step.trainers.train("grpo", samples, rollout.refs, 1e-6, token_values=values.pop()),
+        "train_on_values": lambda: step.trainers.train(
+            "grpo", samples, rollout.refs, 1e-6, token_values=values.pop()
+        ),
     }
     return {name: step.counted(work)[1] for name, work in parts.items()}
 
@@ -260,20 +305,34 @@ def show(found: Mapping[str, Mapping[str, Figures]]) -> None:
     for ranks, rows in found.items():
         print(f"\n{ranks} ranks\n{'':16}", *(f"{name:>15}" for name in COLUMNS))
         for name, row in rows.items():
-            seconds = {"dispatch_s": row.get("step_s", 0.0), "dispatch_cpu_s": row.get("step_cpu_s", 0.0)} | row
-            cells = [(seconds.get(key, 0.0) / 1e6 if "bytes" in key else seconds.get(key, 0.0)) for key in COLUMNS]
+            seconds = {
+                "dispatch_s": row.get("step_s", 0.0),
+                "dispatch_cpu_s": row.get("step_cpu_s", 0.0),
+            } | row
+            cells = [
+                (seconds.get(key, 0.0) / 1e6 if "bytes" in key else seconds.get(key, 0.0))
+                for key in COLUMNS
+            ]
             print(f"{name:16}", *(f"{cell:15.4g}" for cell in cells))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512], choices=LAYOUTS)
-    parser.add_argument("--hosts", type=int, default=8, help="processes that stand for all ranks and engines")
+    parser.add_argument(
+        "--hosts", type=int, default=8, help="processes that stand for all ranks and engines"
+    )
     parser.add_argument("--groups", type=int, default=512, help="of 16 samples")
     parser.add_argument("--updates", type=int, default=16)
-    parser.add_argument("--everything", action="store_true", help="time the way that gives each rank all too")
+    parser.add_argument(
+        "--everything", action="store_true", help="time the way that gives each rank all too"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object: ranks, part, figure")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: ranks, part, figure"
+    )
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     recipe = load_recipe(
@@ -290,7 +349,9 @@ def main() -> None:
         target = "scripts.bench.controller_answers:Answers"
         cluster.gather({host.start(target, lengths): host.name for host in hosts})
         for ranks in args.ranks:
-            found[str(ranks)] = measure(Step(cluster, hosts, ranks, recipe), prompts, args.updates, args.everything)
+            found[str(ranks)] = measure(
+                Step(cluster, hosts, ranks, recipe), prompts, args.updates, args.everything
+            )
     if args.json:
         print(json.dumps(found))
     else:

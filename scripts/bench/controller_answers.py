@@ -11,11 +11,20 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.load_balancing import Capacity, CompletedSample
-from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, refs_of, values_by_reader
+from megarl.training.batching import (
+    Key,
+    SampleRef,
+    TokenValues,
+    Update,
+    key_of,
+    refs_of,
+    values_by_reader,
+)
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup, SamplePart
 
 PROMPT_TOKENS = 200
-_NAMES = [f"statistic_{number}" for number in range(20)]  # about as many as an update's loss and routing say
+# about as many as an update's loss and routing say
+_NAMES = [f"statistic_{number}" for number in range(20)]
 
 
 class Answers:
@@ -24,7 +33,8 @@ class Answers:
     def __init__(self, lengths: Mapping[str, Sequence[int]]) -> None:
         """lengths: of the responses to each prompt, by its id."""
         self._lengths = lengths
-        self._completed: dict[str, list[CompletedSample]] = defaultdict(list)  # by engine, what was not reported yet
+        # by engine, what was not reported yet
+        self._completed: dict[str, list[CompletedSample]] = defaultdict(list)
         self._have_finished: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     def capacity(self) -> Capacity:
@@ -37,22 +47,34 @@ class Answers:
         self._have_finished[engine].clear()
         return self._completed.pop(engine)
 
-    async def sample(self, prompt: Prompt, sampling: object, engine: str) -> tuple[GroupSummary, SampleGroup]:
+    async def sample(
+        self, prompt: Prompt, sampling: object, engine: str
+    ) -> tuple[GroupSummary, SampleGroup]:
         """Responses of the lengths that were drawn for the prompt.
 
         Their text, four letters for each token, is in the summary alone: a process has the arguments of all its calls
         at once, and one that stands for 64 ranks would have as many copies of it.
         """
         samples = tuple(
-            Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, (SamplePart(1, length),))
+            Sample(
+                np.zeros(length, np.int64),
+                np.zeros(length, np.float32),
+                "",
+                True,
+                (SamplePart(1, length),),
+            )
             for length in self._lengths[prompt.id]
         )
         rewards_G = np.arange(len(samples)) % 2
         given_answers = tuple("42" for _ in samples)
         lengths = [len(sample.response_ids_T) for sample in samples]
-        self._completed[engine] += [CompletedSample(0, len(prompt.token_ids), length) for length in lengths]
+        self._completed[engine] += [
+            CompletedSample(0, len(prompt.token_ids), length) for length in lengths
+        ]
         self._have_finished[engine].set()
-        group = SampleGroup(prompt, samples, rewards_G.astype(np.float32), rewards_G.astype(np.bool_), given_answers)
+        group = SampleGroup(
+            prompt, samples, rewards_G.astype(np.float32), rewards_G.astype(np.bool_), given_answers
+        )
         return summary_of(group), group
 
     def train(
@@ -72,11 +94,18 @@ class Answers:
         self, algorithm: str, updates: Sequence[Update], lr: float, dp: int, *groups: SampleGroup
     ) -> list[Metrics]:
         """`train` by a rank that is given everything and picks what is its own."""
-        mine = [Update((one.micro_batches[dp],), one.denominator, one.tokens, one.loss_tokens) for one in updates]
+        mine = [
+            Update((one.micro_batches[dp],), one.denominator, one.tokens, one.loss_tokens)
+            for one in updates
+        ]
         return self.train(algorithm, mine, lr, None, range(len(groups)), *groups)
 
     def values(
-        self, updates: Sequence[Update], readers: Sequence[frozenset[Key]], group_ids: Sequence[int], *groups: Any
+        self,
+        updates: Sequence[Update],
+        readers: Sequence[frozenset[Key]],
+        group_ids: Sequence[int],
+        *groups: Any,
     ) -> tuple[TokenValues | None, ...]:
         """Token values without contents for each reader, and no state."""
         refs = refs_of(updates)

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.ray_session import Cluster
 
-INLINE_BYTES = 100 * 1024  # Ray sends a larger argument through the object store, once for each call
+# Ray sends a larger argument through the object store, once for each call
+INLINE_BYTES = 100 * 1024
 COUNTS: tuple[str, ...] = ("calls", "references", "puts", "pickled_bytes", "stored_bytes")
 
 
@@ -28,19 +29,31 @@ class Counted(Worker):
     """A simulated rank in the process of another worker: its calls are counted, or weighed in place of being made."""
 
     def __init__(self, name: str, host: Worker, tally: Tally) -> None:
-        self.name, self._actor, self.watch_refs, self._tally = name, host._actor, host.watch_refs, tally
+        self.name, self._actor, self.watch_refs, self._tally = (
+            name,
+            host._actor,
+            host.watch_refs,
+            tally,
+        )
 
     def call(self, method: str, *args: Any) -> Any:
         return Unsent() if self._is_weighed(args) else super().call(method, *args)
 
     def call_many(self, count: int, method: str, *args: Any) -> Any:
-        return [Unsent()] * count if self._is_weighed(args) else super().call_many(count, method, *args)
+        return (
+            [Unsent()] * count
+            if self._is_weighed(args)
+            else super().call_many(count, method, *args)
+        )
 
     def bundle(self, function: str, *args: Any) -> Any:
         return Unsent() if self._is_weighed(args) else super().bundle(function, *args)
 
     def _is_weighed(self, args: Sequence[Any]) -> bool:
-        values, count = [one for one in args if not isinstance(one, Ref | Unsent)], self._tally.count
+        values, count = (
+            [one for one in args if not isinstance(one, Ref | Unsent)],
+            self._tally.count,
+        )
         count["calls"] += 1
         count["references"] += len(args) - len(values)
         sizes = [size_of(one) for one in values] if self._tally.weighs else []

@@ -76,7 +76,13 @@ class Scripted:
         assert len(self._samples) == self.turns * self.episodes
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         # A fixed spread of the seconds, so that not all turns end together.
         await asyncio.sleep(self.turn_s * (0.5 + (place * 0.618 + number * 0.382) % 1))
@@ -93,7 +99,10 @@ class Scripted:
 
     def _sample(self, number: int, place: int) -> Sample:
         text = self._text(number, place)
-        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        ids = [
+            *self.tokenizer(text, add_special_tokens=False)["input_ids"],
+            self.tokenizer.eos_token_id,
+        ]
         logp_T = np.full(len(ids), -1.0, np.float32)
         return Sample(np.asarray(ids, np.int64), logp_T, text, True, (SamplePart(1, len(ids)),))
 
@@ -126,7 +135,9 @@ class Bench:
     def __init__(self, tool: str, workers: int, call_timeout_s: float = 10.0) -> None:
         self.tokenizer: Any = make_tokenizer(tools=True)
         self._tool = tool
-        settings = EnvironmentSettings(tools=(tool,), workers=workers, call_timeout_s=call_timeout_s)
+        settings = EnvironmentSettings(
+            tools=(tool,), workers=workers, call_timeout_s=call_timeout_s
+        )
         self._thread = EnvironmentThread(settings)
         stop_ids, schemas = {self.tokenizer.eos_token_id}, self._thread.schemas
         self._turn_tokenizer = TurnTokenizer(self.tokenizer, stop_ids, schemas)
@@ -135,7 +146,9 @@ class Bench:
     def close(self) -> None:
         self._thread.shutdown()
 
-    def play(self, count: int, turns: int, *, turn_s: float = 0.0, hung: Collection[int] = ()) -> Figures:
+    def play(
+        self, count: int, turns: int, *, turn_s: float = 0.0, hung: Collection[int] = ()
+    ) -> Figures:
         """Seconds of `count` episodes that begin together, and of a turn of theirs.
 
         turn_ms: of the wall, over all turns. turn_cpu_ms: of this process, whose threads share a core's interpreter.
@@ -149,14 +162,22 @@ class Bench:
             config, engine, self._thread, self._turn_tokenizer, self._calls, max_prompt_tokens=1024
         )
         prompt = Prompt(
-            "row 1", QUESTION, tuple(self._turn_tokenizer.first(QUESTION)), "", {"prompt": QUESTION}, QUESTION
+            "row 1",
+            QUESTION,
+            tuple(self._turn_tokenizer.first(QUESTION)),
+            "",
+            {"prompt": QUESTION},
+            QUESTION,
         )
         lag, began_cpu_s, began_s = Lag(), time.process_time(), time.perf_counter()
         played = asyncio.run(_together(episodes, prompt, count, lag))
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
         facts = [one.sample.facts for one in played if one.sample.facts]
         total = sum(one.turns for one in facts)
-        ends = {f"ends_{end}": float(number) for end, number in Counter(one.end for one in facts).items()}
+        ends = {
+            f"ends_{end}": float(number)
+            for end, number in Counter(one.end for one in facts).items()
+        }
         return {
             "turns": float(total),
             "wall_s": wall_s,
@@ -168,11 +189,15 @@ class Bench:
         }
 
 
-async def _together(episodes: EpisodeRunner, prompt: Prompt, count: int, lag: Lag) -> list[EpisodeResult]:
+async def _together(
+    episodes: EpisodeRunner, prompt: Prompt, count: int, lag: Lag
+) -> list[EpisodeResult]:
     watch = asyncio.create_task(lag.watch())
     sampling = Sampling(count, TURN_TOKENS, stream=(1, 1))
     try:
-        return await asyncio.gather(*(episodes.run(prompt, sampling, place) for place in range(count)))
+        return await asyncio.gather(
+            *(episodes.run(prompt, sampling, place) for place in range(count))
+        )
     finally:
         watch.cancel()
 
@@ -189,8 +214,18 @@ def tokenising_against_rendering(turns: int, repeats: int) -> Figures:
     for number in range(turns):
         call = style.call("calculate", {"expression": f"{number + 12}*34"}, 0)
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        messages.append({"role": "tool", "tool_call_id": call["id"], "name": "calculate", "content": str(number * 34)})
-    result, template = [ToolResult(messages[-1]["content"], "calculate", None)], turn_tokenizer.template
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": "calculate",
+                "content": str(number * 34),
+            }
+        )
+    result, template = (
+        [ToolResult(messages[-1]["content"], "calculate", None)],
+        turn_tokenizer.template,
+    )
 
     def tokenised() -> list[int]:
         return turn_tokenizer.tool_results(result, after=eos)
@@ -210,8 +245,15 @@ def tokenising_against_rendering(turns: int, repeats: int) -> Figures:
 
 def _schema() -> Mapping[str, Any]:
     """Of the calculator, as far as the template shows it."""
-    parameters = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
-    return {"type": "function", "function": {"name": "calculate", "description": "", "parameters": parameters}}
+    parameters = {
+        "type": "object",
+        "properties": {"expression": {"type": "string"}},
+        "required": ["expression"],
+    }
+    return {
+        "type": "function",
+        "function": {"name": "calculate", "description": "", "parameters": parameters},
+    }
 
 
 def _median_ms(work: Callable[[], object], repeats: int) -> float:
@@ -224,7 +266,9 @@ def _median_ms(work: Callable[[], object], repeats: int) -> float:
     return median(found)
 
 
-def hung_calls(count: int, turns: int, share: float, call_timeout_s: float, workers: int) -> dict[str, Figures]:
+def hung_calls(
+    count: int, turns: int, share: float, call_timeout_s: float, workers: int
+) -> dict[str, Figures]:
     """A group of episodes without and with calls that hang, every 1 / share-th, and how much longer it takes.
 
     It is the time of the scripted group alone, not of a training step.
@@ -252,31 +296,52 @@ def show(found: Mapping[str, Mapping[str, Figures]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, nargs="+", default=[64, 512, 2048])
-    parser.add_argument("--turns", type=int, default=4, help="of each episode; all but the last have a call")
-    parser.add_argument("--turn-s", type=float, default=0.0, help="seconds in which the scripted engine samples a turn")
-    parser.add_argument("--conversations", type=int, nargs="+", default=[8, 32, 128], help="turns, for the splice")
+    parser.add_argument(
+        "--turns", type=int, default=4, help="of each episode; all but the last have a call"
+    )
+    parser.add_argument(
+        "--turn-s",
+        type=float,
+        default=0.0,
+        help="seconds in which the scripted engine samples a turn",
+    )
+    parser.add_argument(
+        "--conversations", type=int, nargs="+", default=[8, 32, 128], help="turns, for the splice"
+    )
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--group", type=int, default=128, help="episodes of the group some of whose calls hang")
+    parser.add_argument(
+        "--group", type=int, default=128, help="episodes of the group some of whose calls hang"
+    )
     parser.add_argument("--hung-share", type=float, default=0.01)
     parser.add_argument("--call-timeout-s", type=float, default=2.0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", action="store_true", help="print one JSON object: part, row, figure")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: part, row, figure"
+    )
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)  # of the processes that load the tools
     found: dict[str, dict[str, Figures]] = {
-        "splice": {f"{turns} turns": tokenising_against_rendering(turns, args.repeats) for turns in args.conversations}
+        "splice": {
+            f"{turns} turns": tokenising_against_rendering(turns, args.repeats)
+            for turns in args.conversations
+        }
     }
     bench = Bench(CALCULATOR, args.workers)
     try:
         bench.play(args.workers, 2)  # the processes' first calls
         found["turns"] = {
-            f"{count} episodes": bench.play(count, args.turns, turn_s=args.turn_s) for count in args.episodes
+            f"{count} episodes": bench.play(count, args.turns, turn_s=args.turn_s)
+            for count in args.episodes
         }
     finally:
         bench.close()
-    found["hung"] = hung_calls(args.group, args.turns, args.hung_share, args.call_timeout_s, args.workers)
+    found["hung"] = hung_calls(
+        args.group, args.turns, args.hung_share, args.call_timeout_s, args.workers
+    )
     print(json.dumps(found)) if args.json else show(found)
 
 

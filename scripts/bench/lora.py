@@ -28,7 +28,14 @@ from megarl.config import Recipe
 from megarl.types import TrainSequence
 from scripts.bench.lora_rank import serve
 from scripts.bench.resharding import wire
-from scripts.bench.train import TIMEOUT_S, WARM_UP, add_arguments, make_recipe, make_sequences, write_model
+from scripts.bench.train import (
+    TIMEOUT_S,
+    WARM_UP,
+    add_arguments,
+    make_recipe,
+    make_sequences,
+    write_model,
+)
 
 Row = dict[str, float]
 Pipes = Sequence[Connection]
@@ -61,15 +68,21 @@ def ask(pipes: Pipes, method: str) -> list[Any]:
     return [pipe.recv() for pipe in pipes]
 
 
-def compare(recipes: Mapping[str, Recipe], sequences: Sequence[TrainSequence], steps: int) -> dict[str, Row]:
+def compare(
+    recipes: Mapping[str, Recipe], sequences: Sequence[TrainSequence], steps: int
+) -> dict[str, Row]:
     """The figures of each contender; the first one is what the others are compared with."""
     names = list(recipes)
     with ExitStack() as stack:
-        worlds = {name: stack.enter_context(world(recipe, sequences)) for name, recipe in recipes.items()}
+        worlds = {
+            name: stack.enter_context(world(recipe, sequences)) for name, recipe in recipes.items()
+        }
         seconds = take_turns(worlds, steps)
         found: dict[str, Row] = {}
         for name, pipes in worlds.items():  # one after the other: each has the machine for itself
-            found[name] = speed(sequences, seconds[names[0]], seconds[name]) | memory(pipes) | exchange(pipes)
+            found[name] = (
+                speed(sequences, seconds[names[0]], seconds[name]) | memory(pipes) | exchange(pipes)
+            )
     return found
 
 
@@ -87,7 +100,9 @@ def take_turns(worlds: Mapping[str, Pipes], steps: int) -> dict[str, list[float]
     return {name: times[WARM_UP:] for name, times in seconds.items()}
 
 
-def speed(sequences: Sequence[TrainSequence], of_full: Sequence[float], own: Sequence[float]) -> Row:
+def speed(
+    sequences: Sequence[TrainSequence], of_full: Sequence[float], own: Sequence[float]
+) -> Row:
     """ratio: tokens per second over those of the first contender, the median of the updates that ran in turn."""
     tokens = sum(len(one.token_ids_T) for one in sequences)
     ratio = statistics.median(full / mine for full, mine in zip(of_full, own, strict=True))
@@ -98,7 +113,9 @@ def memory(pipes: Pipes) -> Row:
     """Peaks are of the rank with the largest one, what is held is the sum over the ranks."""
     fullest = max(ask(pipes, "memory"), key=lambda one: one["peak_bytes"])
     held, merge_s = ask(pipes, "held"), max(ask(pipes, "merge"))
-    return fullest | {key: sum(rank[key] for rank in held) for key in held[0]} | {"merge_s": merge_s}
+    return (
+        fullest | {key: sum(rank[key] for rank in held) for key in held[0]} | {"merge_s": merge_s}
+    )
 
 
 def exchange(pipes: Pipes) -> Row:
@@ -134,18 +151,28 @@ def table(found: Mapping[str, Row]) -> str:
     """A line for each figure, a column for each contender."""
     lines = [" ".join(["figure".ljust(18), *(name.rjust(14) for name in found)])]
     for key in next(iter(found.values())):
-        values = [f"{row[key]:,.0f}" if key.endswith("_bytes") else f"{row[key]:,.4g}" for row in found.values()]
+        values = [
+            f"{row[key]:,.0f}" if key.endswith("_bytes") else f"{row[key]:,.4g}"
+            for row in found.values()
+        ]
         lines.append(" ".join([key.ljust(18), *(value.rjust(14) for value in values)]))
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
-    parser.set_defaults(dtype="bfloat16")  # in float32 `merged` makes its sums as it sends, and trains as `adapters`
-    parser.add_argument("--rank", type=int, default=16, help="of all adapters, those of experts too")
+    # in float32 `merged` makes its sums as it sends, and trains as `adapters`
+    parser.set_defaults(dtype="bfloat16")
+    parser.add_argument(
+        "--rank", type=int, default=16, help="of all adapters, those of experts too"
+    )
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
+    os.environ |= (
+        {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, args.hidden, args.vocab)
         recipes = make_recipes(make_recipe(folder, args), args.rank)

@@ -31,7 +31,9 @@ from scripts.bench.train import LR, TIMEOUT_S, cross_entropy
 class Rank:
     """A training rank on a slot of its own, on which an engine of TP1 is, too; the parent calls its methods."""
 
-    def __init__(self, rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequence]) -> None:
+    def __init__(
+        self, rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequence]
+    ) -> None:
         from megarl.parallel.model import TRANSFORMER_ENGINE
         from megarl.parallel.pipeline import Norms
         from megarl.training.policy import PolicyRank, UpdateShare
@@ -39,14 +41,24 @@ class Rank:
         self._imports_bytes = device.held_bytes()
         self._trainer = PolicyRank(rank, recipe, meet)
         lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
-        refs = [SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)]
+        refs = [
+            SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)
+        ]
         layout, budget = self._trainer.layout, recipe.train.tokens_per_micro_batch
         work = flops.train_work(self._trainer.shape)
-        how = {"updates": 1, "dp": layout.dp, "token_budget": budget, "aggregation": "token_mean", "work": work}
+        how = {
+            "updates": 1,
+            "dp": layout.dp,
+            "token_budget": budget,
+            "aggregation": "token_mean",
+            "work": work,
+        }
         (update,) = plan_updates(refs, **how)
         mine = update.micro_batches[layout.coords(rank).dp]
         batches = [[sequences[ref.group] for ref in batch] for batch in mine]
-        self._part = UpdateShare(batches, Norms(update.denominator, update.tokens, update.loss_tokens))
+        self._part = UpdateShare(
+            batches, Norms(update.denominator, update.tokens, update.loss_tokens)
+        )
         self._session = Session(
             meet=meet,
             run_id="bench",
@@ -88,19 +100,31 @@ class Rank:
 
         torch's device memory; without a GPU the resident set.
         """
-        peak_bytes = torch.cuda.max_memory_allocated() if device.DEVICE == "cuda" else wire.peak_memory()
+        peak_bytes = (
+            torch.cuda.max_memory_allocated() if device.DEVICE == "cuda" else wire.peak_memory()
+        )
         return {"peak_bytes": peak_bytes, "imports_bytes": self._imports_bytes}
 
     def held(self) -> dict[str, int]:
         """Bytes of this rank's tensors; frozen: the weights that wait in host memory to be merged anew."""
         params, factors = self._trainer.params(), self._trainer.factors()
         model, merged = self._trainer._model, self._trainer._merged
-        buffers = [one for chunk in model.chunks for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        buffers = [
+            one
+            for chunk in model.chunks
+            for one in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
         optimizers = [one.optimizer for one in stepping(model.optimizer)]
-        shards = [shard for one in optimizers for group in one.param_groups for shard in group["params"]]
-        own = {tensor.untyped_storage().data_ptr() for tensor in (*params.values(), *factors.values())}
+        shards = [
+            shard for one in optimizers for group in one.param_groups for shard in group["params"]
+        ]
+        own = {
+            tensor.untyped_storage().data_ptr() for tensor in (*params.values(), *factors.values())
+        }
         masters = [shard for shard in shards if shard.untyped_storage().data_ptr() not in own]
-        states = [value for one in optimizers for state in one.state.values() for value in state.values()]
+        states = [
+            value for one in optimizers for state in one.state.values() for value in state.values()
+        ]
         moments = [value for value in states if torch.is_tensor(value) and value.dim()]
         return {
             "weights_bytes": _bytes([*params.values()]),
@@ -123,7 +147,10 @@ class Rank:
         self._trainer.round_weights(self._version)
         for payload in steps:
             self._targets.setdefault(payload, self._made_targets(payload))
-        return [self._exchanges.of(one).run(self._version, self._version, self._targets[one]) for one in steps]
+        return [
+            self._exchanges.of(one).run(self._version, self._version, self._targets[one])
+            for one in steps
+        ]
 
     def _made_targets(self, payload: PayloadName) -> dict[str, torch.Tensor]:
         """Tensors of the sizes that an engine's parameters, or its slots of adapters, have in SGLang."""
@@ -134,7 +161,10 @@ class Rank:
             assert self._lora
             sizes = lora_slots.slot_sizes(shape, engine, 0, self._lora)
         dtype = getattr(torch, self._session.dtype)
-        return {name: torch.zeros(size, dtype=dtype, device=device.DEVICE) for name, size in sizes.items()}
+        return {
+            name: torch.zeros(size, dtype=dtype, device=device.DEVICE)
+            for name, size in sizes.items()
+        }
 
     def sockets(self) -> list[wire.Socket]:
         return wire.own_sockets()

@@ -39,7 +39,8 @@ CALIBRATED = (2, 24)  # sequences of each engine
 CALIBRATED_STEPS = 16  # further tokens of the responses that measure a step
 READ_TOKENS = 64  # further tokens of the prompts that measure reading
 
-Final = set[tuple[int, int]]  # tokens of prompt and response of the samples whose responses a phase ends
+# tokens of prompt and response of the samples whose responses a phase ends
+Final = set[tuple[int, int]]
 Ends = Sequence[tuple[float, CompletedSample | SimulatedRequest]]
 # (requests, those that end, whether training is beside them) -> seconds until all of it has ended
 PhaseSeconds = Callable[[Prompts, Final, bool], float]
@@ -80,7 +81,9 @@ def arms_of(longest: int, phase: int, in_flight: float) -> dict[str, PhaseSizes]
     }
 
 
-def planted_lengths(longest: int, mean_share: float, sigma: float, seed: int, samples: int = SAMPLES) -> LengthsOf:
+def planted_lengths(
+    longest: int, mean_share: float, sigma: float, seed: int, samples: int = SAMPLES
+) -> LengthsOf:
     """Log-normal lengths, cut at the longest, whose mean is `mean_share` of it; of each ticket the same in all arms."""
     spread = np.exp(sigma * np.random.default_rng(seed).standard_normal(POOL))
     low, high = 0.0, 1e6 * longest
@@ -119,11 +122,16 @@ def with_rewards_s(ends: Ends, final: Final, reward_s: float) -> float:
 
 def simulated_s(fit: Fit, longest: int, planted: Planted) -> PhaseSeconds:
     """Phases of the plan's engines with fitted seconds; requests are dealt to them as in a run."""
-    machine = Machine(ENGINES, 1, SLOTS, CACHE, longest, fit.floor_s, fit.sequence_s, 0.0, fit.read_s)
+    machine = Machine(
+        ENGINES, 1, SLOTS, CACHE, longest, fit.floor_s, fit.sequence_s, 0.0, fit.read_s
+    )
 
     def seconds(prompts: Prompts, final: Final, beside_training: bool) -> float:
         ends = assigned(machine, prompts, RequestBalancer, prompts).ends
-        return max(with_rewards_s(ends, final, planted.reward_s), planted.train_s if beside_training else 0.0)
+        return max(
+            with_rewards_s(ends, final, planted.reward_s),
+            planted.train_s if beside_training else 0.0,
+        )
 
     return seconds
 
@@ -135,7 +143,9 @@ def real_s(engines: Sequence[Engine], longest: int, planted: Planted) -> PhaseSe
             await asyncio.sleep(with_rewards_s(ends, final, planted.reward_s) - ends[-1][0])
 
         async def both() -> None:
-            await asyncio.gather(sampled(), asyncio.sleep(planted.train_s if beside_training else 0.0))
+            await asyncio.gather(
+                sampled(), asyncio.sleep(planted.train_s if beside_training else 0.0)
+            )
 
         began_s = time.monotonic()
         asyncio.run(both())
@@ -154,13 +164,18 @@ def calibrated(engines: Sequence[Engine]) -> list[float]:
 
     def equal_s(count: int, prompt_tokens: int, length: int) -> float:
         prompts = [planted_prompt(prompt_tokens, [length] * count) for _ in engines]
-        return asyncio.run(sampled_phase(engines, RequestBalancer, prompts, CALIBRATED_STEPS))[0][-1][0]
+        return asyncio.run(sampled_phase(engines, RequestBalancer, prompts, CALIBRATED_STEPS))[0][
+            -1
+        ][0]
 
     shorts = [equal_s(count, PROMPT_TOKENS, short) for count in CALIBRATED]
     longs = [equal_s(count, PROMPT_TOKENS, short + CALIBRATED_STEPS) for count in CALIBRATED]
     steps = [(long - one) / CALIBRATED_STEPS for long, one in zip(longs, shorts, strict=True)]
     most = CALIBRATED[-1]
-    return [*steps, (equal_s(most, PROMPT_TOKENS + READ_TOKENS, short) - shorts[-1]) / (most * READ_TOKENS)]
+    return [
+        *steps,
+        (equal_s(most, PROMPT_TOKENS + READ_TOKENS, short) - shorts[-1]) / (most * READ_TOKENS),
+    ]
 
 
 def fitted(seen: Sequence[Sequence[float]]) -> Fit:
@@ -184,7 +199,8 @@ def figures(steps: Sequence[PhasedStep[PhaseSeen]], train_s: float) -> dict[str,
         "phases": fmean(len(step.all_results) for step in steps),
         "stale_mean": float(tokens_by_age @ np.arange(len(tokens_by_age))) / tokens,
         "stale_max": len(tokens_by_age) - 1,
-        "read_again": sum(phase.read_again for step in steps for phase in step.all_results) / tokens,
+        "read_again": sum(phase.read_again for step in steps for phase in step.all_results)
+        / tokens,
     }
 
 
@@ -197,7 +213,9 @@ def compared(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     with cpu_engines(ENGINES, 1, SLOTS, context, disable_radix_cache=True) as engines:
         for engine in engines:
             asyncio.run(engine._host.run(_pause(engine, args.floor_ms / 1e3)))
-        seconds = {name: real_s(engines, sizes.phase_tokens, planted) for name, sizes in arms.items()}
+        seconds = {
+            name: real_s(engines, sizes.phase_tokens, planted) for name, sizes in arms.items()
+        }
         runs = {name: steps_of(sizes, lengths_of, seconds[name]) for name, sizes in arms.items()}
         calibrations, seen = [], {name: list[PhasedStep[PhaseSeen]]() for name in arms}
         for _ in range(count):
@@ -213,7 +231,9 @@ def compared(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     return {"fit": asdict(fit)} | with_ratios(found, predicted)
 
 
-def steps_of(sizes: PhaseSizes, lengths_of: LengthsOf, seconds: PhaseSeconds) -> Iterator[PhasedStep[PhaseSeen]]:
+def steps_of(
+    sizes: PhaseSizes, lengths_of: LengthsOf, seconds: PhaseSeconds
+) -> Iterator[PhasedStep[PhaseSeen]]:
     return phased_steps(sizes, lengths_of, partial(phase_of, seconds, lengths_of))
 
 
@@ -222,7 +242,10 @@ def predicted_steps(
 ) -> dict[str, list[PhasedStep[PhaseSeen]]]:
     """The first steps of each arm as the plan's engines take them."""
     seconds = {name: simulated_s(fit, sizes.phase_tokens, planted) for name, sizes in arms.items()}
-    return {name: list(islice(steps_of(sizes, lengths_of, seconds[name]), count)) for name, sizes in arms.items()}
+    return {
+        name: list(islice(steps_of(sizes, lengths_of, seconds[name]), count))
+        for name, sizes in arms.items()
+    }
 
 
 def with_ratios(
@@ -278,24 +301,45 @@ def table_s(lengths_of: LengthsOf, samples: int, times: float, phases: int) -> f
         return float((1 + running / 128).sum())
 
     sizes = PhaseSizes(256 // samples, int(times * 256 // samples), samples, 1024 // phases)
-    return fmean(sum(step.results) for step in islice(phased_steps(sizes, lengths_of, phase_s), 12, 36))
+    return fmean(
+        sum(step.results) for step in islice(phased_steps(sizes, lengths_of, phase_s), 12, 36)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=6, help="that are counted, of each arm")
-    parser.add_argument("--before", type=int, default=3, help="steps before them, in which the stock fills")
+    parser.add_argument(
+        "--before", type=int, default=3, help="steps before them, in which the stock fills"
+    )
     parser.add_argument("--longest", type=int, default=64, help="tokens")
     parser.add_argument("--phases", type=int, default=4, help="of the longest response")
-    parser.add_argument("--in-flight", type=float, default=2.0, help="prompts, over those of a step")
+    parser.add_argument(
+        "--in-flight", type=float, default=2.0, help="prompts, over those of a step"
+    )
     parser.add_argument("--mean", type=float, default=0.25, help="of the longest response")
     parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the lengths")
-    parser.add_argument("--floor-ms", type=float, default=100.0, help="the pause before each forward pass")
-    parser.add_argument("--train-s", type=float, default=3.0, help="planted seconds of a step's training")
-    parser.add_argument("--reward-s", type=float, default=0.0, help="planted seconds until the verdict on a response")
+    parser.add_argument(
+        "--floor-ms", type=float, default=100.0, help="the pause before each forward pass"
+    )
+    parser.add_argument(
+        "--train-s", type=float, default=3.0, help="planted seconds of a step's training"
+    )
+    parser.add_argument(
+        "--reward-s",
+        type=float,
+        default=0.0,
+        help="planted seconds until the verdict on a response",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object: arm or case, figure")
-    parser.add_argument("--table", action="store_true", help="simulated gains of other sizes; starts no engine")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: arm or case, figure"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="simulated gains of other sizes; starts no engine"
+    )
     args = parser.parse_args()
     found = table() if args.table else compared(args)
     if args.json:

@@ -89,12 +89,16 @@ def make_sequences(count: int, longest: int, vocab_size: int) -> list[TrainSeque
     return found
 
 
-def cross_entropy(logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any) -> tuple[Any, dict[Statistic, Any]]:
+def cross_entropy(
+    logp_T: Any, entropy_T: Any, old_logp_T: Any, targets: Any
+) -> tuple[Any, dict[Statistic, Any]]:
     """Megatron's own loss, as megarl's steps take one."""
     return -(logp_T * targets.loss_mask_T).sum(), {TOKENS: targets.loss_mask_T.sum()}
 
 
-def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequence], steps: int) -> dict[str, Any]:
+def work(
+    rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequence], steps: int
+) -> dict[str, Any]:
     """Both contenders on one rank; the seconds of their steps."""
     import torch.distributed as dist
 
@@ -121,7 +125,10 @@ def work(rank: int, meet: Address, recipe: Recipe, sequences: Sequence[TrainSequ
         found = trainer.train_step(part, LR, cross_entropy)
         return found.get(LOSS, (0.0,))[0], found[GRAD_NORM][0]
 
-    contenders: dict[str, Callable[[], tuple[float, float]]] = {"megarl": ours, "bare": lambda: bare.step(rows, LR)}
+    contenders: dict[str, Callable[[], tuple[float, float]]] = {
+        "megarl": ours,
+        "bare": lambda: bare.step(rows, LR),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for step in range(steps + WARM_UP):
         order = list(contenders) if step % 2 else list(contenders)[::-1]
@@ -150,14 +157,18 @@ def run_world(world_size: int, *args: Any) -> dict[str, Any]:
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=run_rank, args=(rank, device.address_of(store), theirs, *args))
+            process = context.Process(
+                target=run_rank, args=(rank, device.address_of(store), theirs, *args)
+            )
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
         found: dict[int, dict[str, Any]] = {}
         while len(found) < world_size:
-            for pipe in wait([one for rank, one in enumerate(pipes) if rank not in found], TIMEOUT_S):
+            for pipe in wait(
+                [one for rank, one in enumerate(pipes) if rank not in found], TIMEOUT_S
+            ):
                 rank = pipes.index(pipe)  # type: ignore[arg-type]
                 found[rank] = pipes[rank].recv()
         return found[0]
@@ -205,16 +216,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
+    os.environ |= (
+        {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if device.DEVICE == "cpu" else {}
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, args.hidden, args.vocab)
         recipe = make_recipe(folder, args)
         sequences = make_sequences(args.samples, args.longest, args.vocab)
         row = figures(run_world(args.gpus, recipe, sequences, args.steps), args.gpus)
-    print(json.dumps(row) if args.json else "\n".join(f"{name:20} {value}" for name, value in row.items()))
+    print(
+        json.dumps(row)
+        if args.json
+        else "\n".join(f"{name:20} {value}" for name, value in row.items())
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ class Bare:
     same; the router, the output layer, the loss and the step are Megatron's own.
     """
 
-    def __init__(self, recipe: Recipe, shape: ModelShape, layout: TrainLayout, rank: int, weights: Mapping) -> None:
+    def __init__(
+        self, recipe: Recipe, shape: ModelShape, layout: TrainLayout, rank: int, weights: Mapping
+    ) -> None:
         path, dtype = recipe.model.path, model.DTYPES[recipe.model.dtype]
         config = model.transformer_config(path, shape, layout, dtype, recipe.train)
         config.finalize_model_grads_func = finalize_model_grads

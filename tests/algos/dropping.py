@@ -16,5 +16,7 @@ def kept(old_logp_T: torch.Tensor, targets: Targets, hparams: Hyperparameters) -
     if not rollout_correction.drops(hparams):
         return targets
     mask_T = targets.loss_mask_T
-    dropped_T = rollout_correction.dropped(old_logp_T, targets.engine_logp_T, mask_T, targets.sequence_T, hparams)
+    dropped_T = rollout_correction.dropped(
+        old_logp_T, targets.engine_logp_T, mask_T, targets.sequence_T, hparams
+    )
     return replace(targets, loss_mask_T=mask_T & ~dropped_T, dropped_T=dropped_T)

@@ -14,7 +14,9 @@ def test_two_of_four_correct():
     # mean 0.5, unbiased std sqrt(4 * 0.25 / 3) = 0.57735
     advantage_G = group_normalised(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64))
     expected = 0.5 / (0.5773502691896258 + 1e-6)
-    torch.testing.assert_close(advantage_G, torch.tensor([expected, -expected, -expected, expected]).double())
+    torch.testing.assert_close(
+        advantage_G, torch.tensor([expected, -expected, -expected, expected]).double()
+    )
 
 
 def test_equal_rewards_teach_nothing():
@@ -37,7 +39,9 @@ def test_centred_and_leave_one_out_by_hand():
 def test_leave_one_out_is_centred_times_g_over_g_minus_1(rewards):
     rewards_G = torch.tensor(rewards, dtype=torch.float64)
     scale = len(rewards) / (len(rewards) - 1)
-    torch.testing.assert_close(leave_one_out(rewards_G), centred(rewards_G) * scale, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        leave_one_out(rewards_G), centred(rewards_G) * scale, atol=1e-12, rtol=1e-12
+    )
 
 
 def test_without_a_baseline_the_advantage_is_the_reward():
@@ -49,7 +53,9 @@ def slow_gae(rewards, values, gamma, lam):
     following = [*values[1:], 0.0]
     deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
     count = len(deltas)
-    return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, count)) for t in range(count)]
+    return [
+        sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, count)) for t in range(count)
+    ]
 
 
 step = st.tuples(st.floats(-2, 2), st.floats(-2, 2))
@@ -63,7 +69,11 @@ def test_gae_equals_the_papers_sums_in_every_response(responses, gamma, lam):
     ends = torch.tensor([len(response) for response in responses]).cumsum(0) - 1
     is_last_T = torch.zeros(len(flat), dtype=torch.bool).index_fill(0, ends, True)
     advantage_T, return_T = gae(flat[:, 0], flat[:, 1], is_last_T, gamma=gamma, lam=lam)
-    expected = [a for one in responses for a in slow_gae([r for r, _ in one], [v for _, v in one], gamma, lam)]
+    expected = [
+        a
+        for one in responses
+        for a in slow_gae([r for r, _ in one], [v for _, v in one], gamma, lam)
+    ]
     assert advantage_T.tolist() == pytest.approx(expected, abs=1e-12)
     assert (return_T - flat[:, 1]).tolist() == pytest.approx(expected, abs=1e-12)
 
@@ -72,7 +82,10 @@ def test_each_token_may_have_a_lambda_of_its_own():
     reward_T, value_T = torch.tensor([0.0, 1.0, 0.0, 2.0]), torch.tensor([0.5, 0.25, 1.0, -1.0])
     is_last_T, lam_T = torch.tensor([False, True, False, True]), torch.tensor([0.5, 0.5, 0.0, 0.0])
     advantage_T, _ = gae(reward_T, value_T, is_last_T, gamma=1.0, lam=lam_T)
-    expected = [*slow_gae([0.0, 1.0], [0.5, 0.25], 1.0, 0.5), *slow_gae([0.0, 2.0], [1.0, -1.0], 1.0, 0.0)]
+    expected = [
+        *slow_gae([0.0, 1.0], [0.5, 0.25], 1.0, 0.5),
+        *slow_gae([0.0, 2.0], [1.0, -1.0], 1.0, 0.0),
+    ]
     assert advantage_T.tolist() == pytest.approx(expected)
 
 

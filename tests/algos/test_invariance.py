@@ -39,7 +39,8 @@ from megarl.types import (
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
 FROM_REWARDS = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
-OF_GROUPS = ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"]  # whose equal rewards are no reason to change
+# whose equal rewards are no reason to change
+OF_GROUPS = ["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"]
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,14 @@ def batch_of(lengths: Sequence[int], seed: int) -> Batch:
             made.logp[key] = torch.from_numpy(logp).requires_grad_()
             made.entropy[key] = torch.from_numpy(rng.uniform(0, 2, length)).requires_grad_()
             made.old_logp[key], made.reference_logp[key] = (
-                (one + at).astype(np.float32) for one, at in ((old, 0.0), (logp, rng.normal(0, 0.3, length)))
+                (one + at).astype(np.float32)
+                for one, at in ((old, 0.0), (logp, rng.normal(0, 0.3, length)))
             )
-            samples.append(Sample(np.arange(length), engine.astype(np.float32), "", True, (SamplePart(0, length),)))
+            samples.append(
+                Sample(
+                    np.arange(length), engine.astype(np.float32), "", True, (SamplePart(0, length),)
+                )
+            )
             total = len(prompt.token_ids) + length
             how = {"advantage": float(rng.normal()), "is_correct": bool(rng.integers(2))}
             made.refs.append(SampleRef(number, index, total, length, **how))
@@ -94,7 +100,9 @@ def add(total: Statistics, found: Statistics) -> None:
     """Statistics of more micro-batches to those of others."""
     for statistic, values in found.items():
         together = max if statistic.reduction.is_max else lambda pair: math.fsum(pair)
-        total[statistic] = tuple(map(together, zip(total.get(statistic, (0.0,) * len(values)), values, strict=True)))
+        total[statistic] = tuple(
+            map(together, zip(total.get(statistic, (0.0,) * len(values)), values, strict=True))
+        )
 
 
 def seen(
@@ -128,11 +136,19 @@ def seen(
             row = pack(sequences, split=split, device="cpu", old_logp=old, reference_logp=reference)
             assert row.old_logp_T is not None
             targets, free_T = row.targets, ~row.targets.sampled_T
-            targets = replace(targets, engine_logp_T=targets.engine_logp_T.masked_fill(free_T, junk))
+            targets = replace(
+                targets, engine_logp_T=targets.engine_logp_T.masked_fill(free_T, junk)
+            )
             # Everything that the mask does not name is junk, which the gradient is asked of, too.
             junk_T = torch.full((2, len(free_T)), junk, dtype=torch.float64, requires_grad=True)
-            at = [start + ref.length - ref.response_length - 1 for start, ref in zip(row.starts, refs, strict=True)]
-            places = [torch.arange(start, start + ref.response_length) for start, ref in zip(at, refs, strict=True)]
+            at = [
+                start + ref.length - ref.response_length - 1
+                for start, ref in zip(row.starts, refs, strict=True)
+            ]
+            places = [
+                torch.arange(start, start + ref.response_length)
+                for start, ref in zip(at, refs, strict=True)
+            ]
             logp_T, entropy_T = (
                 junk_T[i].index_put((torch.cat(places),), torch.cat([values[key_of(ref)] for ref in refs]))
                 if refs else junk_T[i] * 1
@@ -140,11 +156,21 @@ def seen(
             )  # fmt: skip
             loss, found = ALGORITHMS[name].loss(hparams)(logp_T, entropy_T, row.old_logp_T, targets)
             loss.backward()
-            assert junk_T.grad is not None and not junk_T.grad.any(), "what is not learnt from has a gradient"
+            assert junk_T.grad is not None and not junk_T.grad.any(), (
+                "what is not learnt from has a gradient"
+            )
             total += float(loss.detach())
-            add(stats, {statistic: tuple(value.reshape(-1).tolist()) for statistic, value in found.items()})
+            add(
+                stats,
+                {
+                    statistic: tuple(value.reshape(-1).tolist())
+                    for statistic, value in found.items()
+                },
+            )
     divisor = plan.denominator if plan else 1.0
-    gradients = [torch.zeros_like(one) if one.grad is None else one.grad / divisor for one in batch.leaves()]
+    gradients = [
+        torch.zeros_like(one) if one.grad is None else one.grad / divisor for one in batch.leaves()
+    ]
     return total / divisor, gradients, stats
 
 
@@ -161,7 +187,10 @@ def given_of(
     made = [train_sequences(one, batch.groups, aggregation, nll_weight) for one in shares]
     if not drops(hparams):
         return made, plan
-    olds = [[padded(batch, ref, batch.old_logp[key_of(ref)], junk) for refs in one for ref in refs] for one in shares]
+    olds = [
+        [padded(batch, ref, batch.old_logp[key_of(ref)], junk) for refs in one for ref in refs]
+        for one in shares
+    ]
     made = [kept_tokens.without_dropped(*pair, hparams) for pair in zip(made, olds, strict=True)]
     if plan is None:
         return made, None
@@ -173,7 +202,10 @@ def given_of(
 def kept_of(batch: Batch, ref: SampleRef, hparams: Hyperparameters) -> torch.Tensor:
     """Which tokens of a response the mismatch correction keeps."""
     engine_T = torch.from_numpy(batch.groups[ref.group].samples[ref.sample].engine_logp_T)
-    everything_T, one_sample_T = torch.ones(len(engine_T)) > 0, torch.zeros(len(engine_T), dtype=torch.int64)
+    everything_T, one_sample_T = (
+        torch.ones(len(engine_T)) > 0,
+        torch.zeros(len(engine_T), dtype=torch.int64),
+    )
     if not drops(hparams):
         return everything_T
     old_T = torch.from_numpy(batch.old_logp[key_of(ref)])
@@ -187,7 +219,10 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
     alone, of_policy = replace(batch, groups=one_token), replace(hparams, positive_nll=0.0)
     kept = {key_of(ref): kept_of(batch, ref, hparams) for ref in batch.refs}
     counts = {key: int(kept_T.sum()) for key, kept_T in kept.items()}
-    tokens, samples = max(1, sum(counts.values())), max(1, sum(count > 0 for count in counts.values()))
+    tokens, samples = (
+        max(1, sum(counts.values())),
+        max(1, sum(count > 0 for count in counts.values())),
+    )
     loss, gradients = 0.0, [torch.zeros_like(one) for one in batch.leaves()]
     stats: Statistics = {}
     for ref in batch.refs:
@@ -200,7 +235,9 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
         shares = [[(replace(ref, length=1 + ref.response_length),)]]
         one, own, found = seen(name, of_policy, alone, shares, aggregation="token_mean")
         loss += one * share
-        gradients = [total + gradient * share for total, gradient in zip(gradients, own, strict=True)]
+        gradients = [
+            total + gradient * share for total, gradient in zip(gradients, own, strict=True)
+        ]
         add(stats, found)
     if hparams.positive_nll and ALGORITHMS[name].surrogate:
         correct = [key_of(ref) for ref in batch.refs if ref.is_correct]
@@ -251,7 +288,9 @@ def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
         batch.refs, updates=1, dp=dp, token_budget=budget, aggregation=hparams.aggregation, longest_response=LONGEST,
         work=lambda length: length + length**2 / 16, align=split.align,
     )  # fmt: skip
-    shares = [[tuple(shuffle.sample(refs, len(refs))) for refs in rank] for rank in plan.micro_batches]
+    shares = [
+        [tuple(shuffle.sample(refs, len(refs))) for refs in rank] for rank in plan.micro_batches
+    ]
     shuffle.shuffle(shares)
     mine = seen(name, hparams, batch, shares, plan=plan, split=split, junk=math.nan)
     same(mine, expected(name, hparams, batch))
@@ -275,9 +314,15 @@ def test_more_ranks_than_samples(name):
 def test_what_is_not_learnt_from_may_be_anything(name, rollout_correction, junk):
     """Prompts and padding: nothing of them in loss, gradient or statistics."""
     batch, hparams = batch_of([4, 1, 9, 2, 2], seed=7), all_at_once(name, rollout_correction)
-    shares, split = [[tuple(batch.refs[:3]), ()], [tuple(batch.refs[3:])]], Split(tp=2, cp=2, align=4)
+    shares, split = (
+        [[tuple(batch.refs[:3]), ()], [tuple(batch.refs[3:])]],
+        Split(tp=2, cp=2, align=4),
+    )
     plan = Update((), denominator=2.0, tokens=9, loss_tokens=9, correct_tokens=5)
-    mine, clean = (seen(name, hparams, batch, shares, plan=plan, split=split, junk=value) for value in (junk, 0.0))
+    mine, clean = (
+        seen(name, hparams, batch, shares, plan=plan, split=split, junk=value)
+        for value in (junk, 0.0)
+    )
     assert math.isfinite(clean[0]) and all(one.isfinite().all() for one in clean[1])
     assert (mine[0], mine[2]) == (clean[0], clean[2])
     assert all(torch.equal(one, other) for one, other in zip(mine[1], clean[1], strict=True))
@@ -286,8 +331,14 @@ def test_what_is_not_learnt_from_may_be_anything(name, rollout_correction, junk)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_row_without_a_sample_costs_nothing(name):
     batch = batch_of([3], seed=1)
-    loss, gradients, stats = seen(name, all_at_once(name, "tis"), batch, [[(), ()]], split=Split(tp=4), junk=math.nan)
-    assert loss == 0.0 and not any(one.any() for one in gradients) and not any(any(values) for values in stats.values())
+    loss, gradients, stats = seen(
+        name, all_at_once(name, "tis"), batch, [[(), ()]], split=Split(tp=4), junk=math.nan
+    )
+    assert (
+        loss == 0.0
+        and not any(one.any() for one in gradients)
+        and not any(any(values) for values in stats.values())
+    )
 
 
 @pytest.mark.parametrize("name", FROM_REWARDS)
@@ -295,7 +346,10 @@ def test_without_an_advantage_there_is_nothing_to_learn(name):
     batch = batch_of([1, 1, 5, 9], seed=2)
     refs = tuple(replace(ref, advantage=0.0) for ref in batch.refs)
     hparams = replace(
-        ALGORITHMS[name].hyperparameters, kl_coefficient=0.0, positive_nll=0.0, rollout_correction="mis_token"
+        ALGORITHMS[name].hyperparameters,
+        kl_coefficient=0.0,
+        positive_nll=0.0,
+        rollout_correction="mis_token",
     )
     loss, gradients, _ = seen(name, hparams, batch, [[refs]])
     assert loss == 0.0 and not any(one.any() for one in gradients)
@@ -311,7 +365,12 @@ def test_equal_rewards_have_no_advantage(name, reward):
 
 def test_dapo_without_its_extras_is_grpo():
     batch = batch_of([4, 1, 9, 2, 7, 8, 5, 9], seed=3)
-    hparams = replace(ALGORITHMS["dapo"].hyperparameters, clip_high=0.2, dynamic_sampling=False, overlong_share=0.0)
+    hparams = replace(
+        ALGORITHMS["dapo"].hyperparameters,
+        clip_high=0.2,
+        dynamic_sampling=False,
+        overlong_share=0.0,
+    )
     hparams = replace(hparams, aggregation="sequence_mean", kl_coefficient=0.001)
     assert hparams == ALGORITHMS["grpo"].hyperparameters
     rewards_G = torch.tensor([1.0, 0.0, 0.5])
@@ -328,4 +387,6 @@ def test_sums_over_long_sequences_are_exact():
     sequence_T = torch.zeros(100_001, dtype=torch.int64)
     for over, value in ((segment_sum, 1e4), (segment_mean, 0.1)):
         result_T = over(values_T, mask_T, sequence_T)
-        assert result_T.dtype == torch.float32 and result_T[0].item() == pytest.approx(value, rel=1e-7)
+        assert result_T.dtype == torch.float32 and result_T[0].item() == pytest.approx(
+            value, rel=1e-7
+        )

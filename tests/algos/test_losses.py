@@ -31,15 +31,26 @@ from megarl.algos.targets import Targets
 from megarl.types import Hyperparameters
 from tests.algos.dropping import kept
 
-SURROGATES = {"clipped": clipped, "sequence": sequence_clipped, "cispo": cispo, "reinforce": reinforce}
+SURROGATES = {
+    "clipped": clipped,
+    "sequence": sequence_clipped,
+    "cispo": cispo,
+    "reinforce": reinforce,
+}
 floats = st.floats(-3, 3)
 
 
-def row_with(loss_mask_T: torch.Tensor, loss_weight_T: torch.Tensor, **read: torch.Tensor | None) -> Targets:
+def row_with(
+    loss_mask_T: torch.Tensor, loss_weight_T: torch.Tensor, **read: torch.Tensor | None
+) -> Targets:
     """Targets that are NaN, or no sequence's, where a test does not set them: its loss must not read those."""
     unread_T = torch.full_like(loss_weight_T, torch.nan)
     names = ("advantage_T", "outcome_T", "engine_logp_T", "nll_weight_T", "is_stale_T")
-    fields: dict[str, Any] = {**dict.fromkeys(names, unread_T), "sequence_T": torch.full(unread_T.shape, -1), **read}
+    fields: dict[str, Any] = {
+        **dict.fromkeys(names, unread_T),
+        "sequence_T": torch.full(unread_T.shape, -1),
+        **read,
+    }
     return Targets(loss_mask_T=loss_mask_T, loss_weight_T=loss_weight_T, **fields)
 
 
@@ -47,7 +58,9 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def slow_surrogate(name: str, hparams: Hyperparameters, logp: Any, old: float, log_s: Any, advantage: float) -> Any:
+def slow_surrogate(
+    name: str, hparams: Hyperparameters, logp: Any, old: float, log_s: Any, advantage: float
+) -> Any:
     """One token's loss, as the papers have it; log_s: the mean log-ratio of its sequence."""
     log_ratio = log_s if name == "sequence" else logp - old
     low, high = 1 - hparams.clip_low, 1 + hparams.clip_high
@@ -57,7 +70,11 @@ def slow_surrogate(name: str, hparams: Hyperparameters, logp: Any, old: float, l
         return -clip(float(log_ratio.detach().exp()), low, high) * advantage * logp
     ratio = log_ratio.exp()
     objective = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    if hparams.dual_clip and advantage < 0 and float(objective.detach()) < hparams.dual_clip * advantage:
+    if (
+        hparams.dual_clip
+        and advantage < 0
+        and float(objective.detach()) < hparams.dual_clip * advantage
+    ):
         objective = torch.zeros_like(ratio) + hparams.dual_clip * advantage
     return -objective
 
@@ -84,14 +101,21 @@ def slow_kl(hparams: Hyperparameters, logp: Any, reference: float) -> Any:
 
 
 def slow_loss(
-    name: str, hparams: Hyperparameters, logp_T: torch.Tensor, entropy_T: torch.Tensor, old: list[float], row: Targets
+    name: str,
+    hparams: Hyperparameters,
+    logp_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    old: list[float],
+    row: Targets,
 ) -> Any:
     """The whole row, sequence by sequence and token by token; some tokens of a sequence are of earlier policies.
 
     A token that the mismatch drops has no term at all, and no part in the ratio of its sequence.
     """
     if hparams.rollout_correction == "off":  # then the engine is the old policy of those
-        old = [float(row.engine_logp_T[t]) if row.is_stale_T[t] else one for t, one in enumerate(old)]
+        old = [
+            float(row.engine_logp_T[t]) if row.is_stale_T[t] else one for t, one in enumerate(old)
+        ]
     total = torch.zeros((), dtype=torch.float64)
     numbers = range(len(logp_T))
     for _, found in groupby(numbers, key=lambda t: int(row.sequence_T[t])):
@@ -100,14 +124,19 @@ def slow_loss(
             continue
         log_w = [old[t] - float(row.engine_logp_T[t]) for t in places]
         product, mean = math.exp(sum(log_w)), math.exp(sum(log_w) / len(log_w))
-        weights = {t: slow_weight(hparams, math.exp(w), product, mean) for t, w in zip(places, log_w, strict=True)}
+        weights = {
+            t: slow_weight(hparams, math.exp(w), product, mean)
+            for t, w in zip(places, log_w, strict=True)
+        }
         kept_weights = {t: weight for t, weight in weights.items() if weight is not None}
         log_s = sum(logp_T[t] - old[t] for t in kept_weights) / max(1, len(kept_weights))
         for t, weight in kept_weights.items():
             one = slow_surrogate(name, hparams, logp_T[t], old[t], log_s, float(row.advantage_T[t]))
             one = one * weight
             assert row.reference_logp_T is not None
-            one = one + hparams.kl_coefficient * slow_kl(hparams, logp_T[t], float(row.reference_logp_T[t]))
+            one = one + hparams.kl_coefficient * slow_kl(
+                hparams, logp_T[t], float(row.reference_logp_T[t])
+            )
             one = one - hparams.entropy_coefficient * entropy_T[t]
             total = total + one * row.loss_weight_T[t]
             total = total - (logp_T[t] * row.nll_weight_T[t] if hparams.positive_nll else 0.0)
@@ -135,8 +164,13 @@ some_rules = st.builds(
 
 @pytest.mark.parametrize("name", SURROGATES)
 @settings(max_examples=60)
-@given(sequences=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4), hparams=some_rules)
-def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[Any]], hparams: Hyperparameters) -> None:
+@given(
+    sequences=st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=4),
+    hparams=some_rules,
+)
+def test_loss_and_gradient_equal_the_slow_loop(
+    name: str, sequences: list[list[Any]], hparams: Hyperparameters
+) -> None:
     columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
     logp, old, mask, advantage, weight, engine, reference, entropy, stale = map(list, columns)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
@@ -156,15 +190,21 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
         value, stats = loss(logp_T, entropy_T)
         if value.requires_grad:
             value.backward()
-        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, entropy_T)]
+        grads = [
+            torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, entropy_T)
+        ]
         results.append((value.detach(), grads, stats))
     (mine, my_grads, stats), (slow, slow_grads, _) = results
     torch.testing.assert_close(mine, slow, atol=1e-9, rtol=1e-9)
     for one, other in zip(my_grads, slow_grads, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
     diffs = [abs(o - e) for o, e, m, s in zip(old, engine, mask, stale, strict=True) if m and not s]
-    assert stats[DIFF].tolist() == pytest.approx([sum(diffs), len(diffs)], abs=1e-12), "of fresh tokens alone"
-    assert stats[DIFF_MAX].tolist() == pytest.approx([max(diffs, default=0.0), len(diffs)], abs=1e-12)
+    assert stats[DIFF].tolist() == pytest.approx([sum(diffs), len(diffs)], abs=1e-12), (
+        "of fresh tokens alone"
+    )
+    assert stats[DIFF_MAX].tolist() == pytest.approx(
+        [max(diffs, default=0.0), len(diffs)], abs=1e-12
+    )
     num_dropped = sum(mask) - int(of_kept.loss_mask_T.sum())
     assert int(stats[TOKENS]) == sum(mask) - num_dropped
     if hparams.rollout_correction != "off":
@@ -174,14 +214,31 @@ def test_loss_and_gradient_equal_the_slow_loop(name: str, sequences: list[list[A
             for one, parts in stats.items()
             if one.name.startswith("rollout_correction_masked_")
         }
-        assert [sum(pair) for pair in zip(*by_age.values(), strict=True)] == [num_dropped, sum(mask)]
+        assert [sum(pair) for pair in zip(*by_age.values(), strict=True)] == [
+            num_dropped,
+            sum(mask),
+        ]
 
 
-def row_of(mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]) -> Targets:
-    weight_T, advantage_T, engine_T = (torch.tensor(one, dtype=torch.float64) for one in (weight, advantage, engine))
-    numbers_T, nothing_T = torch.zeros(len(mask), dtype=torch.int64), torch.zeros(len(mask), dtype=torch.float64)
-    read = {"advantage_T": advantage_T, "engine_logp_T": engine_T, "sequence_T": numbers_T, "nll_weight_T": nothing_T}
-    return row_with(torch.tensor(mask), weight_T, is_stale_T=torch.zeros(len(mask), dtype=torch.bool), **read)
+def row_of(
+    mask: list[bool], weight: list[float], advantage: list[float], engine: list[float]
+) -> Targets:
+    weight_T, advantage_T, engine_T = (
+        torch.tensor(one, dtype=torch.float64) for one in (weight, advantage, engine)
+    )
+    numbers_T, nothing_T = (
+        torch.zeros(len(mask), dtype=torch.int64),
+        torch.zeros(len(mask), dtype=torch.float64),
+    )
+    read = {
+        "advantage_T": advantage_T,
+        "engine_logp_T": engine_T,
+        "sequence_T": numbers_T,
+        "nll_weight_T": nothing_T,
+    }
+    return row_with(
+        torch.tensor(mask), weight_T, is_stale_T=torch.zeros(len(mask), dtype=torch.bool), **read
+    )
 
 
 def test_prompt_tokens_cannot_poison_the_gradient() -> None:
@@ -190,13 +247,17 @@ def test_prompt_tokens_cannot_poison_the_gradient() -> None:
     old_logp_T = torch.tensor([-500.0, -1.0]).double()
     for surrogate in SURROGATES.values():
         logp_T.grad = None
-        loss, _ = policy_loss(surrogate, logp_T, torch.zeros(2).double(), old_logp_T, row, Hyperparameters())
+        loss, _ = policy_loss(
+            surrogate, logp_T, torch.zeros(2).double(), old_logp_T, row, Hyperparameters()
+        )
         loss.backward()
         assert logp_T.grad is not None
         assert logp_T.grad.tolist() == [0.0, -1.0]
 
 
-def seen(name: str, hparams: Hyperparameters, mask: list[bool], numbers: list[int]) -> tuple[float, list[float]]:
+def seen(
+    name: str, hparams: Hyperparameters, mask: list[bool], numbers: list[int]
+) -> tuple[float, list[float]]:
     """Loss and gradient of a fixed row."""
     count = len(mask)
     generator = torch.Generator().manual_seed(4)
@@ -252,8 +313,15 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
     outcomes = [float(sequence[0][3]) for sequence in sequences]
     counts = [max(1, sum(token[2] for token in sequence)) for sequence in sequences]
     exact = partial(torch.tensor, dtype=torch.float64)
-    weight_T, outcome_T = exact([1 / counts[n] for n in numbers]), exact([outcomes[n] for n in numbers])
-    read = {"outcome_T": outcome_T, "reference_logp_T": exact(reference), "sequence_T": torch.tensor(numbers)}
+    weight_T, outcome_T = (
+        exact([1 / counts[n] for n in numbers]),
+        exact([outcomes[n] for n in numbers]),
+    )
+    read = {
+        "outcome_T": outcome_T,
+        "reference_logp_T": exact(reference),
+        "sequence_T": torch.tensor(numbers),
+    }
     row = row_with(torch.tensor(mask), weight_T, **read)
     logp_T = exact(logp, requires_grad=True)
     loss, stats = outcome_loss(logp_T, row, scale=0.5)
@@ -281,7 +349,9 @@ def _slow_value_loss(value, row, clip):
     """The larger of two squared errors, and its gradient: 0 where the value has gone too far to be followed."""
     total, grads = 0.0, []
     for t in range(len(value)):
-        target, old, weight = (float(x[t]) for x in (row.return_T, row.old_value_T, row.loss_weight_T))
+        target, old, weight = (
+            float(x[t]) for x in (row.return_T, row.old_value_T, row.loss_weight_T)
+        )
         plain = (value[t] - target) ** 2 / 2
         near = value[t] if clip is None else old + min(max(value[t] - old, -clip), clip)
         clipped = (near - target) ** 2 / 2
@@ -289,7 +359,8 @@ def _slow_value_loss(value, row, clip):
             grads.append(0.0)
             continue
         total += max(plain, clipped) * weight
-        is_cut = clip is not None and abs(value[t] - old) > clip  # else the two differ by rounding alone
+        # else the two differ by rounding alone
+        is_cut = clip is not None and abs(value[t] - old) > clip
         grads.append(0.0 if is_cut and clipped > plain else (value[t] - target) * weight)
     return total, grads
 
@@ -298,7 +369,9 @@ def _slow_value_loss(value, row, clip):
 @given(st.lists(value_token, min_size=1, max_size=12), st.data())
 def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     value, target, old, mask, weight = (list(column) for column in zip(*tokens, strict=True))
-    weight_T, return_T, old_value_T = (torch.tensor(x, dtype=torch.float64) for x in (weight, target, old))
+    weight_T, return_T, old_value_T = (
+        torch.tensor(x, dtype=torch.float64) for x in (weight, target, old)
+    )
     row = row_with(torch.tensor(mask), weight_T, return_T=return_T, old_value_T=old_value_T)
     limit = data.draw(st.sampled_from([None, 0.2, 1.0]))
     value_T = torch.tensor(value, dtype=torch.float64, requires_grad=True)
@@ -307,11 +380,20 @@ def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     expected, grads = _slow_value_loss(value, row, limit)
     assert float(loss.detach()) == pytest.approx(expected, abs=1e-12)
     assert value_T.grad is not None
-    on_edge = [limit is not None and abs(abs(v - o) - limit) < 1e-9 for v, o in zip(value, old, strict=True)]
-    same = [abs((v - r) ** 2 - (o - r) ** 2) < 1e-12 for v, r, o in zip(value, target, old, strict=True)]
-    for mine, other, is_tie in zip(value_T.grad.tolist(), grads, map(max, on_edge, same), strict=True):
+    on_edge = [
+        limit is not None and abs(abs(v - o) - limit) < 1e-9
+        for v, o in zip(value, old, strict=True)
+    ]
+    same = [
+        abs((v - r) ** 2 - (o - r) ** 2) < 1e-12 for v, r, o in zip(value, target, old, strict=True)
+    ]
+    for mine, other, is_tie in zip(
+        value_T.grad.tolist(), grads, map(max, on_edge, same), strict=True
+    ):
         assert is_tie or mine == pytest.approx(other, abs=1e-12)
     errors = [r - o for r, o, m in zip(target, old, mask, strict=True) if m]
     *_, error, error_square, count = stats[EXPLAINED_VARIANCE].tolist()
-    assert (error, error_square) == pytest.approx((sum(errors), sum(e * e for e in errors)), abs=1e-12)
+    assert (error, error_square) == pytest.approx(
+        (sum(errors), sum(e * e for e in errors)), abs=1e-12
+    )
     assert count == sum(mask)

@@ -24,10 +24,14 @@ EXTREME = st.sampled_from([0.0, -1e-6, -0.5, -3.0, -21.0, -88.0, -89.5, -120.0, 
 OF_ENGINE = st.one_of(EXTREME, st.just(-math.inf))
 
 
-def row_of(tokens: list[Any], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, Targets]:
+def row_of(
+    tokens: list[Any], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, Targets]:
     """(logp_T, old_logp_T, targets) of (logp, old, engine, reference, advantage, is_stale) tokens of two sequences."""
     columns = zip(*tokens, strict=True)
-    logp_T, old_T, engine_T, reference_T, advantage_T, stale_T = (torch.tensor(one, dtype=dtype) for one in columns)
+    logp_T, old_T, engine_T, reference_T, advantage_T, stale_T = (
+        torch.tensor(one, dtype=dtype) for one in columns
+    )
     ones_T, sequence_T = torch.ones_like(logp_T), torch.arange(len(tokens)) % 2
     targets = Targets(
         loss_mask_T=ones_T > 0, loss_weight_T=ones_T / 4, advantage_T=advantage_T, outcome_T=ones_T,
@@ -37,7 +41,9 @@ def row_of(tokens: list[Any], dtype: torch.dtype = torch.float32) -> tuple[torch
     return logp_T.requires_grad_(), old_T, targets
 
 
-tokens_of = st.tuples(EXTREME, EXTREME, OF_ENGINE, EXTREME, st.sampled_from([-2.0, 0.0, 1.0]), st.booleans())
+tokens_of = st.tuples(
+    EXTREME, EXTREME, OF_ENGINE, EXTREME, st.sampled_from([-2.0, 0.0, 1.0]), st.booleans()
+)
 
 
 @pytest.mark.parametrize("rollout_correction", ["off", *ROLLOUT_CORRECTION_BOUNDS])
@@ -49,24 +55,37 @@ def test_any_log_probability_gives_a_finite_loss(
 ) -> None:
     """In float32: of the loss, of its gradient, and of every statistic; an engine may report -inf."""
     hparams = Hyperparameters(
-        rollout_correction=rollout_correction, kl_coefficient=0.1, dual_clip=dual_clip, positive_nll=0.1
+        rollout_correction=rollout_correction,
+        kl_coefficient=0.1,
+        dual_clip=dual_clip,
+        positive_nll=0.1,
     )
     logp_T, old_T, targets = row_of([(max(one[0], -1e4), *one[1:]) for one in tokens])
     targets = kept(old_T, targets, hparams)
-    loss, stats = policy_loss(SURROGATES[name], logp_T, torch.ones_like(old_T), old_T, targets, hparams)
+    loss, stats = policy_loss(
+        SURROGATES[name], logp_T, torch.ones_like(old_T), old_T, targets, hparams
+    )
     loss.backward()
     stats |= policy_statistics(logp_T, torch.ones_like(old_T), targets) | turn_diffs(old_T, targets)
     assert loss.isfinite() and logp_T.grad is not None and logp_T.grad.isfinite().all()
     assert all(parts.double().isfinite().all() for parts in stats.values())
-    metrics = train_metrics([{one: tuple(parts.reshape(-1).tolist()) for one, parts in stats.items()}])
+    metrics = train_metrics(
+        [{one: tuple(parts.reshape(-1).tolist()) for one, parts in stats.items()}]
+    )
     assert all(math.isfinite(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
-@pytest.mark.parametrize("log_ratio", [-400.0, -89.0, -20.5, -19.5, -1.0, 0.0, 0.15625, 1.0, 19.5, 20.5, 89.0, 400.0])
-def test_gradients_of_extreme_ratios_equal_a_float64_loop(log_ratio: float, advantage: float) -> None:
+@pytest.mark.parametrize(
+    "log_ratio", [-400.0, -89.0, -20.5, -19.5, -1.0, 0.0, 0.15625, 1.0, 19.5, 20.5, 89.0, 400.0]
+)
+def test_gradients_of_extreme_ratios_equal_a_float64_loop(
+    log_ratio: float, advantage: float
+) -> None:
     """-A r where the minimum of PPO is the unclipped side, else 0; and 0 beyond a log-ratio of 20, as in verl."""
-    logp_T, old_T, targets = row_of([(-500.0, -500.0 - log_ratio, -500.0, -500.0, advantage, False)])
+    logp_T, old_T, targets = row_of(
+        [(-500.0, -500.0 - log_ratio, -500.0, -500.0, advantage, False)]
+    )
     loss, _ = policy_loss(SURROGATES["clipped"], logp_T, logp_T, old_T, targets, Hyperparameters())
     loss.backward()
     ratio = math.exp(log_ratio) if abs(log_ratio) <= 20.0 else None
@@ -75,7 +94,9 @@ def test_gradients_of_extreme_ratios_equal_a_float64_loop(log_ratio: float, adva
     assert logp_T.grad is not None and logp_T.grad.tolist() == pytest.approx([expected], rel=1e-6)
 
 
-@pytest.mark.parametrize("difference", [-400.0, -9.0, -1.0, -1e-3, -1e-5, 0.0, 1e-6, 1e-4, 0.5, 2.0, 2.7, 15.0, 400.0])
+@pytest.mark.parametrize(
+    "difference", [-400.0, -9.0, -1.0, -1e-3, -1e-5, 0.0, 1e-6, 1e-4, 0.5, 2.0, 2.7, 15.0, 400.0]
+)
 def test_the_k3_estimate_and_its_gradient_equal_a_float64_loop(difference: float) -> None:
     """At most 10, and without a gradient there; near 0 to the last digits, which exp(d) - 1 has not."""
     logp_T = torch.zeros(1, requires_grad=True)
@@ -85,9 +106,12 @@ def test_the_k3_estimate_and_its_gradient_equal_a_float64_loop(difference: float
     exact = float(reference_T[0])
     is_bounded = abs(exact) > 20 or math.expm1(exact) - exact > 10
     value = 10.0 if is_bounded else math.expm1(exact) - exact
-    slope = 0.0 if is_bounded else -math.expm1(exact)  # by log p, from which the difference is taken
+    # by log p, from which the difference is taken
+    slope = 0.0 if is_bounded else -math.expm1(exact)
     assert float(estimate_T.detach()) == pytest.approx(value, rel=1e-6, abs=1e-7 * abs(exact))
-    assert logp_T.grad is not None and float(logp_T.grad) == pytest.approx(slope, rel=1e-6, abs=1e-7)
+    assert logp_T.grad is not None and float(logp_T.grad) == pytest.approx(
+        slope, rel=1e-6, abs=1e-7
+    )
 
 
 @given(st.lists(st.floats(-19.5, 2.5, width=32), min_size=1, max_size=20))

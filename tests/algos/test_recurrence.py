@@ -29,7 +29,12 @@ def close(found_T: torch.Tensor, expected: list[float]) -> None:
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 3000), st.integers(1, 500), st.sampled_from([0.0, 0.5, 0.999, 1.0]), st.integers(0, 2**31))
+@given(
+    st.integers(0, 3000),
+    st.integers(1, 500),
+    st.sampled_from([0.0, 0.5, 0.999, 1.0]),
+    st.integers(0, 2**31),
+)
 @example(0, 1, 1.0, 0)
 @example(32, 40, 1.0, 0)
 @example(33, 40, 1.0, 0)
@@ -66,7 +71,10 @@ def test_gae_over_blocks_of_tokens(lengths: list[int], gamma: float, lam: float 
     advantage_T, return_T = gae(reward_T, value_T, is_last_T, gamma=gamma, lam=given_lam)
     values, ends = value_T.tolist(), is_last_T.tolist()
     following = [0.0 if end else value for value, end in zip([*values, 0.0][1:], ends, strict=True)]
-    deltas = [r + gamma * after - v for r, v, after in zip(reward_T.tolist(), values, following, strict=True)]
+    deltas = [
+        r + gamma * after - v
+        for r, v, after in zip(reward_T.tolist(), values, following, strict=True)
+    ]
     factors = lam_T.double().tolist() if lam is None else [lam] * count
     decays = [0.0 if end else gamma * one for one, end in zip(factors, ends, strict=True)]
     close(advantage_T, slow(deltas, decays))
@@ -80,4 +88,7 @@ def test_the_same_numbers_every_time_and_nothing_given_is_changed() -> None:
     before = [one.clone() for one in (reward_T, value_T, is_last_T, lam_T)]
     found, again = (gae(reward_T, value_T, is_last_T, gamma=0.9, lam=lam_T) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(before, (reward_T, value_T, is_last_T, lam_T), strict=True))
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(before, (reward_T, value_T, is_last_T, lam_T), strict=True)
+    )

@@ -23,7 +23,11 @@ def test_stages_of_a_training_step(name: str) -> None:
 
 def test_a_critic_needs_no_look_at_the_policy_without_a_kl_reward() -> None:
     row = ALGORITHMS["ppo"]
-    assert row.stages(replace(row.hyperparameters, kl_coefficient=0.0)) == ("sample", "value", "update")
+    assert row.stages(replace(row.hyperparameters, kl_coefficient=0.0)) == (
+        "sample",
+        "value",
+        "update",
+    )
 
 
 def test_cispo_cuts_off_ratios_above_five_alone() -> None:
@@ -35,7 +39,9 @@ def test_cispo_cuts_off_ratios_above_five_alone() -> None:
     )  # fmt: skip
     assert row.surrogate is not None
     logp_T = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    loss_T, statistics = row.surrogate(logp_T, torch.tensor([0.01, 4.9, 5.5]).log(), targets, row.hyperparameters)
+    loss_T, statistics = row.surrogate(
+        logp_T, torch.tensor([0.01, 4.9, 5.5]).log(), targets, row.hyperparameters
+    )
     loss_T.sum().backward()
     assert logp_T.grad is not None and logp_T.grad.tolist() == pytest.approx([-0.01, -4.9, -5.0])
     assert statistics[CLIPPED].tolist() == [False, False, True]

@@ -68,7 +68,11 @@ def job(source: Path, folder: Path, layout: TrainLayout, **changes: Any) -> Expo
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 SAMPLE = [  # weights that stay as they are, and some that do not
@@ -77,7 +81,12 @@ SAMPLE = [  # weights that stay as they are, and some that do not
 ]
 CASES: dict[str, tuple[str, dict[str, Any], TrainLayout, int]] = {
     "qwen3-moe tp2 pp2 ep2, many files": ("qwen3-moe", {}, TrainLayout(4, 2, 2, 2), 150_000),
-    "deepseek with mtp tp2 pp2 ep2": ("deepseek-v3", {"mtp_layers": 1}, TrainLayout(4, 2, 2, 2), 400_000),
+    "deepseek with mtp tp2 pp2 ep2": (
+        "deepseek-v3",
+        {"mtp_layers": 1},
+        TrainLayout(4, 2, 2, 2),
+        400_000,
+    ),
     "tied qwen3 tp2": ("qwen3", {}, TrainLayout(2, 2, 1, 1), 1 << 30),
     "qwen2 pp2": ("qwen2", {}, TrainLayout(2, 1, 2, 1), 300_000),
 }
@@ -113,11 +122,17 @@ def test_it_is_the_checkpoint_that_the_weights_came_from(
 
 
 @pytest.mark.slow
-def test_it_converts_but_keeps_what_must_be_exact(source: Callable[..., Path], tmp_path: Path) -> None:
+def test_it_converts_but_keeps_what_must_be_exact(
+    source: Callable[..., Path], tmp_path: Path
+) -> None:
     original, folder = source("deepseek-v3", mtp_layers=1), tmp_path / "out"
     assert export(job(original, folder, TrainLayout(2, 1, 1, 2), dtype="bfloat16")) == ["done"] * 2
     for name, tensor in read(folder).items():
-        wanted = read(original)[name] if name.endswith("correction_bias") else read(original)[name].bfloat16()
+        wanted = (
+            read(original)[name]
+            if name.endswith("correction_bias")
+            else read(original)[name].bfloat16()
+        )
         assert torch.equal(tensor, wanted), name
         assert tensor.dtype == wanted.dtype
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
@@ -127,8 +142,15 @@ def test_it_converts_but_keeps_what_must_be_exact(source: Callable[..., Path], t
 def test_in_fp8_and_back(source: Callable[..., Path], tmp_path: Path) -> None:
     """In tiles, from ranks that cut them; what other ranks read of it they write again as it is, without tiles."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "moe_intermediate_size": 160}
-    original, tiles, plain = source("deepseek-v3", mtp_layers=1, **sizes), tmp_path / "tiles", tmp_path / "plain"
-    assert export(job(original, tiles, TrainLayout(4, 2, 2, 2), fp8=True, file_bytes=600_000)) == ["done"] * 4
+    original, tiles, plain = (
+        source("deepseek-v3", mtp_layers=1, **sizes),
+        tmp_path / "tiles",
+        tmp_path / "plain",
+    )
+    assert (
+        export(job(original, tiles, TrainLayout(4, 2, 2, 2), fp8=True, file_bytes=600_000))
+        == ["done"] * 4
+    )
     found, expected = read(tiles), {}
     for name, tensor in read(original).items():
         expected[name] = tensor
@@ -160,10 +182,14 @@ def test_in_fp8_and_back(source: Callable[..., Path], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_transformers_reads_it(source: Callable[..., Path], tmp_path: Path) -> None:
     original, folder = source("deepseek-v3", mtp_layers=1), tmp_path / "out"
-    assert export(job(original, folder, TrainLayout(2, 1, 2, 1), file_bytes=300_000)) == ["done"] * 2
+    assert (
+        export(job(original, folder, TrainLayout(2, 1, 2, 1), file_bytes=300_000)) == ["done"] * 2
+    )
     from transformers import AutoModelForCausalLM
 
-    first, second = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (original, folder))
+    first, second = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (original, folder)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -198,5 +224,7 @@ def test_files_hold_every_tensor_once_and_stay_in_their_limit() -> None:
     assert set(names) == set(hf_import.hf_tensors(shape))
     for file in files:
         assert sum(shard.area * 4 for shard in file) <= limit or len(file) == 1
-    assert any(shard.items == (2, 5) for file in files for shard in file), "a stack is cut between experts"
+    assert any(shard.items == (2, 5) for file in files for shard in file), (
+        "a stack is cut between experts"
+    )
     assert all(shard.cols == (0, 1) for file in files for shard in file if is_vector(shard.name))

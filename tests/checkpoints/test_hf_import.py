@@ -26,7 +26,9 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.rand(size, generator=generator) for name, size in hf_tensors(SHAPE).items()}
 
 
-def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
+def write(
+    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None
+) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     if weights is not None:
         save_file(weights, folder / "model.safetensors")
@@ -56,12 +58,19 @@ def test_check_names_the_first_of_each_kind(tmp_path: Path) -> None:
     errors = "\n".join(map(str, check_hf(write(tmp_path, CONFIG, weights), SHAPE)))
     assert errors.count("\n") == 1
     assert "no tensor model.norm.weight" in errors
-    assert "model.layers.1.mlp.experts.3.up_proj.weight is [9, 6], config.json says [8, 6] (and 1 more such" in errors
+    assert (
+        "model.layers.1.mlp.experts.3.up_proj.weight is [9, 6], config.json says [8, 6] (and 1 more such"
+        in errors
+    )
 
 
 def test_a_draft_layer_that_is_not_there_is_one_error(tmp_path: Path) -> None:
-    (error,) = check_hf(write(tmp_path, CONFIG, tensors()), dataclasses.replace(SHAPE, num_mtp_layers=1))
-    assert "config.json: num_nextn_predict_layers is 1, the files have no such layer; write" in str(error)
+    (error,) = check_hf(
+        write(tmp_path, CONFIG, tensors()), dataclasses.replace(SHAPE, num_mtp_layers=1)
+    )
+    assert "config.json: num_nextn_predict_layers is 1, the files have no such layer; write" in str(
+        error
+    )
 
 
 def test_check_without_weights_is_one_error(tmp_path: Path) -> None:
@@ -84,18 +93,25 @@ def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
 def test_rectangles_are_loaded(tmp_path: Path, files: int, dtype: torch.dtype) -> None:
     """Two TP ranks together hold each tensor; the padding of the vocabulary becomes zero."""
     weights = tensors()
-    folder = write(tmp_path, CONFIG, weights) if files == 1 else write_in_two_files(tmp_path, weights)
+    folder = (
+        write(tmp_path, CONFIG, weights) if files == 1 else write_in_two_files(tmp_path, weights)
+    )
     layout, parts = TrainLayout(2, 2, 1, 2), []
     for rank in range(2):
         shards = megatron_map.shards(SHAPE, layout, rank)
-        params = {name: torch.full(size[1:], 9.0, dtype=dtype) for name, size in param_table(shards).items()}
+        params = {
+            name: torch.full(size[1:], 9.0, dtype=dtype)
+            for name, size in param_table(shards).items()
+        }
         params["output_layer.weight"] = torch.full((128, 6), 9.0, dtype=dtype)
         load_hf(folder, shards, params)
         parts.append(params)
     head = torch.cat([part["output_layer.weight"] for part in parts])
     assert torch.equal(head[:50], weights["lm_head.weight"].to(dtype))
     assert not head[50:].any()
-    proj = torch.cat([part["decoder.layers.1.self_attention.linear_proj.weight"] for part in parts], dim=1)
+    proj = torch.cat(
+        [part["decoder.layers.1.self_attention.linear_proj.weight"] for part in parts], dim=1
+    )
     assert torch.equal(proj, weights["model.layers.1.self_attn.o_proj.weight"].to(dtype))
     fc1 = parts[1]["decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
     expert = "model.layers.0.mlp.experts.3."

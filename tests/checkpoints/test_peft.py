@@ -17,7 +17,8 @@ from megarl.model.lora_pairs import LoraSize, weight_of
 from tests.parallel import checkpoints
 
 SIZE = LoraSize(4, 4, 6.0, ())
-LOADED = [("down_proj",), ("gate_proj", "up_proj", "down_proj")]  # adapters of experts that PEFT loads
+# adapters of experts that PEFT loads
+LOADED = [("down_proj",), ("gate_proj", "up_proj", "down_proj")]
 LOST = [
     *(("gate_proj", "up_proj"), ("gate_proj",), ("up_proj",)),
     *(("gate_proj", "down_proj"), ("up_proj", "down_proj")),
@@ -29,7 +30,9 @@ EXPERTS = [f"model.layers.1.mlp.experts.0.{name}.lora_A.weight" for name in LOAD
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     families = ("llama", "qwen3-moe", "deepseek-v3")
     return {
-        name: checkpoints.write(tmp_path_factory.mktemp(name), name, vocab_size=200, pad_token_id=None)
+        name: checkpoints.write(
+            tmp_path_factory.mktemp(name), name, vocab_size=200, pad_token_id=None
+        )
         for name in families
     }
 
@@ -45,7 +48,9 @@ def merged(path: Path, factors: dict[str, torch.Tensor], size: LoraSize, out: Pa
     weights = load_file(path / "model.safetensors")
     for name in (name for name in factors if ".lora_A." in name):
         scale = size.alpha / (size.expert_rank if ".experts." in name else size.rank)
-        weights[weight_of(name)] += scale * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+        weights[weight_of(name)] += (
+            scale * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+        )
     out.mkdir()
     (out / "config.json").write_text((path / "config.json").read_text())
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
@@ -94,14 +99,20 @@ def told(path: Path, folder: Path, size: LoraSize = SIZE) -> list[str]:
 @pytest.mark.slow
 def test_what_was_written_fits(paths: dict[str, Path], folder: Path) -> None:
     assert told(paths["qwen3-moe"], folder) == []
-    assert sorted(one.name for one in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(one.name for one in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "says"),
     [
-        (replace(SIZE, alpha=8.0), ["lora.alpha: 8, and {}/adapter_config.json has lora_alpha 6.0; set it to 6.0, or"]),
+        (
+            replace(SIZE, alpha=8.0),
+            ["lora.alpha: 8, and {}/adapter_config.json has lora_alpha 6.0; set it to 6.0, or"],
+        ),
         (
             replace(SIZE, rank=8),
             ["lora.rank: 8, and {}/adapter_config.json has r 4; set it to 4, or"],
@@ -109,7 +120,9 @@ def test_what_was_written_fits(paths: dict[str, Path], folder: Path) -> None:
         (replace(SIZE, expert_rank=2), ["lora.path: base_model.model.model.layers."]),
         (
             replace(SIZE, targets=("q_proj",)),
-            ["lora.path: {} has weights of down_proj, gate_proj, k_proj, o_proj, up_proj, v_proj (base_model.model."],
+            [
+                "lora.path: {} has weights of down_proj, gate_proj, k_proj, o_proj, up_proj, v_proj (base_model.model."
+            ],
         ),
     ],
     ids=["alpha", "rank", "rank of experts", "targets"],
@@ -123,16 +136,27 @@ def test_another_size_is_named_by_its_key(
 
 
 @pytest.mark.slow
-def test_a_missing_factor_and_other_kinds_of_adapters_are_named(paths: dict[str, Path], folder: Path) -> None:
+def test_a_missing_factor_and_other_kinds_of_adapters_are_named(
+    paths: dict[str, Path], folder: Path
+) -> None:
     wider = replace(SIZE, targets=())
     factors = load_file(folder / "adapter_model.safetensors")
     missing = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
-    save_file({name: one for name, one in factors.items() if name != missing}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: one for name, one in factors.items() if name != missing},
+        folder / "adapter_model.safetensors",
+    )
     (line,) = told(paths["qwen3-moe"], folder, wider)
-    assert line.startswith(f"lora.path: {folder} lacks weights of o_proj ({missing}, 1 in all); set lora.targets"), line
+    assert line.startswith(
+        f"lora.path: {folder} lacks weights of o_proj ({missing}, 1 in all); set lora.targets"
+    ), line
     save_file(factors, folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_text())
-    for key, value in (("use_dora", True), ("init_lora_weights", "pissa"), ("alpha_pattern", {"q_proj": 1})):
+    for key, value in (
+        ("use_dora", True),
+        ("init_lora_weights", "pissa"),
+        ("alpha_pattern", {"q_proj": 1}),
+    ):
         (folder / "adapter_config.json").write_text(json.dumps(config | {key: value}))
         (line,) = told(paths["qwen3-moe"], folder)
         assert line.startswith(f"lora.path: {folder}/adapter_config.json has {key} "), line
@@ -165,12 +189,17 @@ def test_which_projections_of_experts_peft_loads(
     paths: dict[str, Path], tmp_path: Path, targets: tuple[str, ...]
 ) -> None:
     """Down alone; of gate and up it loads nothing without a word, and of one of them it raises an error."""
-    path, tokens, size = paths["qwen3-moe"], torch.arange(20, 40)[None], replace(SIZE, targets=targets)
+    path, tokens, size = (
+        paths["qwen3-moe"],
+        torch.arange(20, 40)[None],
+        replace(SIZE, targets=targets),
+    )
     factors = factors_of(path, size)
     peft.write(factors, size, str(path), tmp_path / "adapters")
     model: Any = checkpoints.load(path)[0]
     if len({"gate_proj", "up_proj"} & {*targets}) == 1:
-        with pytest.raises((TypeError, ValueError)):  # PEFT's message fails itself: a list minus a set
+        # PEFT's message fails itself: a list minus a set
+        with pytest.raises((TypeError, ValueError)):
             model.load_adapter(str(tmp_path / "adapters"))
         return
     model.load_adapter(str(tmp_path / "adapters"))
@@ -188,7 +217,12 @@ def test_what_transformers_stacks_it_loses(paths: dict[str, Path], tmp_path: Pat
     peft.write(factors, SIZE, str(path), tmp_path / "adapters")
     lost = {name for name in factors if peft.lost_in_transformers([name, *EXPERTS]) is not None}
     kept = {name: one for name, one in factors.items() if name not in lost}
-    assert {name.split(".")[4] for name in lost} == {"shared_experts", "gate_proj", "up_proj", "down_proj"}
+    assert {name.split(".")[4] for name in lost} == {
+        "shared_experts",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
     whole = checkpoints.load(merged(path, factors, SIZE, tmp_path / "whole"))[0](tokens).logits
     without = checkpoints.load(merged(path, kept, SIZE, tmp_path / "without"))[0](tokens).logits
     model: Any = checkpoints.load(path)[0]

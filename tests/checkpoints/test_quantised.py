@@ -53,7 +53,9 @@ def weights(shape: ModelShape = SHAPE) -> Tensors:
     for name, size in hf_tensors(shape).items():
         grown = torch.randn(size, generator=generator)
         for dim, length in enumerate(size):
-            grown *= torch.linspace(0.1, 3.0, length).reshape([-1 if dim == axis else 1 for axis in range(len(size))])
+            grown *= torch.linspace(0.1, 3.0, length).reshape(
+                [-1 if dim == axis else 1 for axis in range(len(size))]
+            )
         found[name] = grown.bfloat16()
     return found
 
@@ -61,14 +63,19 @@ def weights(shape: ModelShape = SHAPE) -> Tensors:
 def in_tiles(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The weight in float8_e4m3fn and the scales of its tiles, made tile by tile."""
     rows, cols = weight.shape
-    codes, scales = torch.empty(rows, cols, dtype=fp8.FP8), torch.empty(-(-rows // 128), -(-cols // 128))
+    codes, scales = (
+        torch.empty(rows, cols, dtype=fp8.FP8),
+        torch.empty(-(-rows // 128), -(-cols // 128)),
+    )
     for (top, left), tile in tiles_of(weight):
         scale = tile.float().abs().max() / 448
         if kind in ("fp8 powers of two", "fp8 exponents"):
             scale = 2 ** torch.log2(scale).ceil()
         if kind == "fp8 bf16 scales":
             scale = scale.bfloat16().float()
-        codes[top : top + 128, left : left + 128] = (tile.float() / scale).clamp(-448, 448).to(fp8.FP8)
+        codes[top : top + 128, left : left + 128] = (
+            (tile.float() / scale).clamp(-448, 448).to(fp8.FP8)
+        )
         scales[top // 128, left // 128] = scale
     dtypes = {"fp8 bf16 scales": torch.bfloat16, "fp8 exponents": torch.float8_e8m0fnu}
     return codes, scales.to(dtypes.get(kind, torch.float32))
@@ -92,20 +99,32 @@ def cast(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch
 def in_int4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """What compressed-tensors writes of a weight, by suffix, and what it reads again, in bfloat16."""
     rows, cols = weight.shape
-    values, scales, read = [], torch.empty(rows, -(-cols // 32), dtype=torch.bfloat16), torch.empty_like(weight)
+    values, scales, read = (
+        [],
+        torch.empty(rows, -(-cols // 32), dtype=torch.bfloat16),
+        torch.empty_like(weight),
+    )
     for group, left in enumerate(range(0, cols, 32)):
         part = weight[:, left : left + 32]
         scales[:, group] = (part.float().abs().amax(1) / 7.5).bfloat16()
-        values.append((part.float() / scales[:, group : group + 1].float()).round().clamp(-8, 7).int())
+        values.append(
+            (part.float() / scales[:, group : group + 1].float()).round().clamp(-8, 7).int()
+        )
         read[:, left : left + 32] = values[-1].bfloat16() * scales[:, group : group + 1]
     packed = torch.zeros(rows, -(-cols // 8), dtype=torch.int64)
     for col, value in enumerate(torch.cat(values, 1).T):
         packed[:, col // 8] |= (value.long() + 8) << (4 * (col % 8))
     signed = torch.where(packed >= 2**31, packed - 2**32, packed).int()
-    return {"_packed": signed, "_scale": scales, "_shape": torch.tensor([rows, cols], dtype=torch.int32)}, read
+    return {
+        "_packed": signed,
+        "_scale": scales,
+        "_shape": torch.tensor([rows, cols], dtype=torch.int32),
+    }, read
 
 
-def publish(plain: Tensors, kind: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensors, Tensors]:
+def publish(
+    plain: Tensors, kind: str, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensors, Tensors]:
     """The tensors of a checkpoint in a format, and what the publisher's own cast to a data type makes of them."""
     files, read = dict(plain), {name: tensor.to(dtype) for name, tensor in plain.items()}
     for name in filter(is_projection, plain):
@@ -122,22 +141,32 @@ def write(folder: Path, tensors: Tensors, num_files: int = 1) -> Path:
     """A weight and its scales may lie in different files."""
     folder.mkdir(exist_ok=True)
     names = sorted(tensors)
-    weight_map = {name: f"model-{index % num_files}.safetensors" for index, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{index % num_files}.safetensors" for index, name in enumerate(names)
+    }
     for file in set(weight_map.values()):
-        save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file)
+        save_file(
+            {name: tensors[name] for name in names if weight_map[name] == file}, folder / file
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensors, Tensors]]:
+def published(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, Tensors, Tensors]]:
     """Of a format: the folder, its tensors, and the same cast by hand to bfloat16."""
     made: dict[str, tuple[Path, Tensors, Tensors]] = {}
 
     def get(kind: str) -> tuple[Path, Tensors, Tensors]:
         if kind not in made:
             files, read = publish(weights(), kind)
-            made[kind] = write(tmp_path_factory.mktemp("published"), files, num_files=3), files, read
+            made[kind] = (
+                write(tmp_path_factory.mktemp("published"), files, num_files=3),
+                files,
+                read,
+            )
         return made[kind]
 
     return get
@@ -148,7 +177,9 @@ def params_of(shards: list[Shard], dtype: torch.dtype) -> Tensors:
     dtypes = {shard.param: shard.dtype for shard in shards if shard.dtype}
     made = {}
     for name, size in param_table(shards).items():
-        made[name] = torch.zeros(size[1:] if size[0] == 1 else size, dtype=getattr(torch, dtypes.get(name, ""), dtype))
+        made[name] = torch.zeros(
+            size[1:] if size[0] == 1 else size, dtype=getattr(torch, dtypes.get(name, ""), dtype)
+        )
     return made
 
 
@@ -157,10 +188,15 @@ def params_of(shards: list[Shard], dtype: torch.dtype) -> Tensors:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("fp8", layout) for layout in LAYOUTS] + [(kind, "tp4 etp4") for kind in FORMATS[1:]] + [("int4", "tp2 ep2 etp2")],
+    [("fp8", layout) for layout in LAYOUTS]
+    + [(kind, "tp4 etp4") for kind in FORMATS[1:]]
+    + [("int4", "tp2 ep2 etp2")],
 )
 def test_every_layout_gets_the_publishers_own_cast(
-    published: Callable[[str], tuple[Path, Tensors, Tensors]], tmp_path: Path, kind: str, layout: str
+    published: Callable[[str], tuple[Path, Tensors, Tensors]],
+    tmp_path: Path,
+    kind: str,
+    layout: str,
 ) -> None:
     folder, _, read = published(kind)
     assert check_hf(folder, SHAPE) == []
@@ -209,7 +245,9 @@ def test_any_box_is_the_box_of_the_whole(
 ) -> None:
     slices, read = matrices
     plane = torch.zeros(rows[1] - rows[0], cols[1] - cols[0], dtype=torch.bfloat16)
-    assert fill(plane, slices, f"m.experts.{kind}.up_proj.weight", (rows[0], rows[1]), (cols[0], cols[1]))
+    assert fill(
+        plane, slices, f"m.experts.{kind}.up_proj.weight", (rows[0], rows[1]), (cols[0], cols[1])
+    )
     assert torch.equal(plane, read[kind][slice(*rows), slice(*cols)])
 
 
@@ -263,7 +301,8 @@ def test_errors_are_told_once_and_by_name(
     if "config.json" not in told:
         rows, cols = hf_tensors(SHAPE)[UP]
         shard = Shard(UP, (0, rows), (0, cols), "p")
-        if case != "another fp8":  # torch can convert it, and only the check says that its scales are not known
+        # torch can convert it, and only the check says that its scales are not known
+        if case != "another fp8":
             with pytest.raises(UserError) as caught:
                 load_hf(folder, [shard], {"p": torch.empty(rows, cols)})
             assert told in str(caught.value)
@@ -284,9 +323,16 @@ def test_an_fp8_engines_own_map_gets_the_bytes_of_the_files(tmp_path: Path, kind
         load_hf(folder, shards, params)
         half = slice(256 * rank, 256 * (rank + 1)), slice(2 * rank, 2 * (rank + 1))
         down = "model.layers.0.mlp.down_proj.weight"
-        assert torch.equal(params[down].view(torch.uint8), files[down][:, half[0]].view(torch.uint8))
-        assert torch.equal(params[down + "_scale_inv"], files[down + "_scale_inv"][:, half[1]].float())
-        w13, scales = (params[f"model.layers.1.mlp.experts.w13_weight{suffix}"] for suffix in ("", "_scale_inv"))
+        assert torch.equal(
+            params[down].view(torch.uint8), files[down][:, half[0]].view(torch.uint8)
+        )
+        assert torch.equal(
+            params[down + "_scale_inv"], files[down + "_scale_inv"][:, half[1]].float()
+        )
+        w13, scales = (
+            params[f"model.layers.1.mlp.experts.w13_weight{suffix}"]
+            for suffix in ("", "_scale_inv")
+        )
         expert = f"model.layers.1.mlp.experts.{2 * rank + 1}."
         gate, up = expert + "gate_proj.weight", expert + "up_proj.weight"
         fused = torch.cat([files[gate].view(torch.uint8), files[up].view(torch.uint8)])
@@ -298,17 +344,23 @@ def test_an_fp8_engines_own_map_gets_the_bytes_of_the_files(tmp_path: Path, kind
 def test_a_plain_weight_does_not_become_fp8_without_scales(tmp_path: Path) -> None:
     folder = write(tmp_path, {UP: weights()[UP]})
     with pytest.raises(LayoutError, match="does not have it in fp8"):
-        load_hf(folder, [Shard(UP, (0, 72), (0, 192), "p")], {"p": torch.zeros(72, 192, dtype=fp8.FP8)})
+        load_hf(
+            folder, [Shard(UP, (0, 72), (0, 192), "p")], {"p": torch.zeros(72, 192, dtype=fp8.FP8)}
+        )
 
 
-@pytest.mark.parametrize(("dtype", "moved"), [(torch.bfloat16, 2**-9), (torch.float32, 2**-23)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "moved"), [(torch.bfloat16, 2**-9), (torch.float32, 2**-23)], ids=str
+)
 def test_quantising_anew_gives_the_published_codes(dtype: torch.dtype, moved: float) -> None:
     """Where scales are amax / 448: a scale moves by the rounding of the tile's largest element alone."""
     for name, weight in weights().items():
         if is_projection(name):
             codes, scales = in_tiles(weight, "fp8")
             block = cast(codes, scales, dtype)[None]
-            assert torch.equal(fp8.quantise(block)[0].view(torch.uint8), codes.view(torch.uint8)), name
+            assert torch.equal(fp8.quantise(block)[0].view(torch.uint8), codes.view(torch.uint8)), (
+                name
+            )
             assert ((fp8.tile_scales(block)[0] / scales - 1).abs() <= moved).all(), name
 
 
@@ -320,7 +372,12 @@ def test_quantising_anew_does_not_give_powers_of_two() -> None:
 
 # --- sizes -------------------------------------------------------------------------------------------------------
 
-EXCLUDED = "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
+EXCLUDED = (
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+)
 INT4_EXPERTS = Quantisation("int4", excluded=EXCLUDED)  # as Kimi-K2-Thinking has it
 
 
@@ -330,14 +387,19 @@ INT4_EXPERTS = Quantisation("int4", excluded=EXCLUDED)  # as Kimi-K2-Thinking ha
 def test_bytes_are_those_of_the_files(kind: str, quantisation: Quantisation | None) -> None:
     shape = dataclasses.replace(SHAPE, num_mtp_layers=0)
     files = weights(shape) if kind == "none" else publish(weights(shape), kind)[0]
-    files = {name: tensor.float() if "correction_bias" in name else tensor for name, tensor in files.items()}
+    files = {
+        name: tensor.float() if "correction_bias" in name else tensor
+        for name, tensor in files.items()
+    }
     facts = HfFacts(1e-6, 1e4, True, 1, quantisation=quantisation)
     assert file_bytes(shape, facts) == sum(tensor.nbytes for tensor in files.values())
 
 
 def test_a_prediction_layer_has_embedding_and_output_layer_again() -> None:
     facts = HfFacts(1e-6, 1e4, True, 1)
-    more = file_bytes(SHAPE, facts) - file_bytes(dataclasses.replace(SHAPE, num_mtp_layers=0), facts)
+    more = file_bytes(SHAPE, facts) - file_bytes(
+        dataclasses.replace(SHAPE, num_mtp_layers=0), facts
+    )
     own = [name for name in hf_tensors(SHAPE) if name.startswith("model.layers.2.")]
     elements = sum(torch.Size(hf_tensors(SHAPE)[name]).numel() for name in own)
     assert more == 2 * (elements + 2 * 300 * 192) + 2 * 4  # the router's biases have four bytes
@@ -346,4 +408,6 @@ def test_a_prediction_layer_has_embedding_and_output_layer_again() -> None:
 def test_what_is_quantised_is_what_an_fp8_engine_quantises() -> None:
     shards = sglang_map.shards(WHOLE_TILES, EngineLayout(1, 1, 1, fp8=True, draft=1), 0)
     in_fp8 = {shard.name.format(0) for shard in shards if shard.dtype == "float8_e4m3fn"}
-    assert in_fp8 == {name.format(0) for name in logical_tensors(WHOLE_TILES) if is_projection(name)}
+    assert in_fp8 == {
+        name.format(0) for name in logical_tensors(WHOLE_TILES) if is_projection(name)
+    }

@@ -42,7 +42,11 @@ def test_the_newest_is_found_with_what_was_stored(snapshots: Snapshots, said: li
         write(snapshots, step)
     found = snapshots.newest()
     assert found is not None
-    assert (found.step, found.run, found.folder.name) == (10, {"step": 10, "taken": 70}, "step-000010")
+    assert (found.step, found.run, found.folder.name) == (
+        10,
+        {"step": 10, "taken": 70},
+        "step-000010",
+    )
     assert said == []
 
 
@@ -227,7 +231,9 @@ def test_what_lies_in_the_place_of_a_checkpoint_gives_way_to_it(
 
 
 @pytest.mark.parametrize("name", [".step-000001.partial-abcd1234", "step-000001"])
-def test_a_link_is_removed_without_what_it_leads_to(snapshots: Snapshots, tmp_path: Path, name: str) -> None:
+def test_a_link_is_removed_without_what_it_leads_to(
+    snapshots: Snapshots, tmp_path: Path, name: str
+) -> None:
     """A hidden name is that of a checkpoint that was never completed; of the others the last ones are kept."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -243,7 +249,10 @@ def test_a_file_of_a_hidden_name_is_removed_and_told_and_another_file_stays(
     snapshots: Snapshots, said: list[str]
 ) -> None:
     snapshots.folder.mkdir()
-    left, of_user = snapshots.folder / ".step-000001.partial-abcd1234", snapshots.folder / "notes.partial-1.txt"
+    left, of_user = (
+        snapshots.folder / ".step-000001.partial-abcd1234",
+        snapshots.folder / "notes.partial-1.txt",
+    )
     for file in (left, of_user):
         file.write_bytes(b"")
     write(snapshots, 2)
@@ -251,7 +260,9 @@ def test_a_file_of_a_hidden_name_is_removed_and_told_and_another_file_stays(
     assert of_user.exists()
 
 
-def test_a_checkpoint_that_was_moved_behind_a_link_is_used(snapshots: Snapshots, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_moved_behind_a_link_is_used(
+    snapshots: Snapshots, tmp_path: Path
+) -> None:
     folder = write(snapshots, 2)
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved")
@@ -285,7 +296,10 @@ def test_a_newer_name_does_not_make_a_checkpoint_newer(snapshots: Snapshots) -> 
     found = snapshots.newest()
     assert found is not None and found.folder == sixth
     write(snapshots, 8, keep=2)
-    assert sorted(path.name for path in snapshots.folder.iterdir()) == ["step-000006", "step-000008"]
+    assert sorted(path.name for path in snapshots.folder.iterdir()) == [
+        "step-000006",
+        "step-000008",
+    ]
 
 
 def test_other_digits_are_no_name_of_a_checkpoint(snapshots: Snapshots) -> None:

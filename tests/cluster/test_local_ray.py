@@ -19,14 +19,18 @@ def _start(monkeypatch: pytest.MonkeyPatch, outcomes: Sequence[Exception | None]
             raise outcome
 
     monkeypatch.setattr(local_ray.ray, "init", init)
-    monkeypatch.setattr(local_ray.processes, "kill_descendants", lambda spare: said.append(f"all but {spare} ended"))
+    monkeypatch.setattr(
+        local_ray.processes, "kill_descendants", lambda spare: said.append(f"all but {spare} ended")
+    )
     monkeypatch.setattr(local_ray.ray_environment, "use_own_token", lambda: None)
     local_ray.start_ray(4, Path("/nowhere"), said.append, {1})
     assert left == []
     return said
 
 
-def test_a_slow_start_is_tried_again_after_its_processes_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_start_is_tried_again_after_its_processes_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     again = ["Ray has not started within its 30 s: it is started again", "all but {1} ended"]
     assert _start(monkeypatch, [None]) == []
     assert _start(monkeypatch, [SLOW, SLOW, None]) == again * 2

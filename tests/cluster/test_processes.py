@@ -35,7 +35,9 @@ def test_an_interrupt_during_clean_up_is_ignored_and_the_handler_comes_back():
 
 
 def test_a_descendant_whose_parent_is_gone_is_killed_and_reaped():
-    done = subprocess.run([sys.executable, "-c", _ORPHAN], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _ORPHAN], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == ["False", "None", "False"], done.stderr
     sleepers = (["sleep", "600"], ["sleep", "601"])
     assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] in sleepers]
@@ -45,7 +47,9 @@ def test_what_torch_counts_lent_memory_by_is_removed_with_its_process(tmp_path: 
     ended = subprocess.Popen(["true"])
     ended.wait()
     with subprocess.Popen(["sleep", "602"]) as other:
-        names = {pid: tmp_path / f"torch_{pid}_1234_0" for pid in (ended.pid, other.pid, os.getpid())}
+        names = {
+            pid: tmp_path / f"torch_{pid}_1234_0" for pid in (ended.pid, other.pid, os.getpid())
+        }
         older = tmp_path / f"torch_{ended.pid}_99_0"
         for file in (*names.values(), older):
             file.write_bytes(bytes(8))
@@ -74,5 +78,7 @@ except KeyboardInterrupt:
 
 
 def test_the_first_sigusr1_is_noted_and_the_second_ends_as_sigterm_does():
-    done = subprocess.run([sys.executable, "-c", _NOTED], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _NOTED], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.split() == ["True", "False", "True"], done.stderr

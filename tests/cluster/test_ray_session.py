@@ -92,7 +92,12 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def workers(cluster: Cluster) -> list[Worker]:
     found = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
-    cluster.gather({worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(found)})
+    cluster.gather(
+        {
+            worker.start("test_session:Target", rank): worker.name
+            for rank, worker in enumerate(found)
+        }
+    )
     return found
 
 
@@ -130,7 +135,9 @@ class Counting:
             self.last.touch()
 
 
-def test_background_work_goes_on_while_others_are_waited_for(cluster: Cluster, workers: list[Worker], tmp_path: Path):
+def test_background_work_goes_on_while_others_are_waited_for(
+    cluster: Cluster, workers: list[Worker], tmp_path: Path
+):
     """The call that is waited for ends when the background work has taken its third result."""
     cluster.background = one = Counting(cluster, workers[1], tmp_path / "last")
     assert cluster.gather({workers[0].call("wait_for", tmp_path / "last"): "rank 0"}) == [0]
@@ -138,14 +145,18 @@ def test_background_work_goes_on_while_others_are_waited_for(cluster: Cluster, w
     cluster.background = None
 
 
-def test_a_failure_in_the_background_ends_what_is_waited_for(cluster: Cluster, workers: list[Worker], tmp_path: Path):
+def test_a_failure_in_the_background_ends_what_is_waited_for(
+    cluster: Cluster, workers: list[Worker], tmp_path: Path
+):
     one = Counting(cluster, workers[1], tmp_path / "last")
     one.calls, cluster.background = {workers[1].call("fault"): "rank 1"}, one
     waited_for = workers[0].call("wait_for", tmp_path / "last")
     with pytest.raises(UserError, match="returned nan"):
         cluster.gather({waited_for: "rank 0"})
     (tmp_path / "last").touch()
-    assert cluster.gather({waited_for: "rank 0"}, among=workers) == [0], "what a rescue needs goes on without it"
+    assert cluster.gather({waited_for: "rank 0"}, among=workers) == [0], (
+        "what a rescue needs goes on without it"
+    )
     cluster.background = None
 
 
@@ -157,14 +168,18 @@ def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[W
     assert cluster.gather({light: "rank 1"}) == [1], "not the pair"
 
 
-def test_what_one_worker_puts_together_others_get_as_arguments(cluster: Cluster, workers: list[Worker]):
+def test_what_one_worker_puts_together_others_get_as_arguments(
+    cluster: Cluster, workers: list[Worker]
+):
     parts = [cluster.put(number) for number in range(1, 4)]
     bundle = workers[1].bundle("test_session:doubled", "a", *parts)
     calls = {worker.call("join", worker.name, bundle, "z"): worker.name for worker in workers}
     assert cluster.gather(calls) == ["rank 0a246z", "rank 1a246z"]
 
 
-def test_what_could_not_be_put_together_fails_the_calls_with_it(cluster: Cluster, workers: list[Worker]):
+def test_what_could_not_be_put_together_fails_the_calls_with_it(
+    cluster: Cluster, workers: list[Worker]
+):
     bundle = workers[1].bundle("test_session:doubled", "a", None)
     with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
         cluster.gather({workers[0].call("join", bundle): "rank 0"})
@@ -182,7 +197,11 @@ def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: 
 def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: list[Worker]):
     stuck = cluster.worker("stuck", 0)
     cluster.gather({stuck.start("test_session:Target", 2): "stuck"})
-    calls = {workers[0].call("add", 10): "sound", workers[1].call("fault"): "faulty", stuck.call("hang"): "stuck"}
+    calls = {
+        workers[0].call("add", 10): "sound",
+        workers[1].call("fault"): "faulty",
+        stuck.call("hang"): "stuck",
+    }
     found = answers(calls, BOUND_S)
     assert found["sound"] == 10
     assert isinstance(found["faulty"], UserError) and found["faulty"].where == "reward.function"
@@ -213,12 +232,16 @@ def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Clu
     (error,) = answers({node.worker.start("cannot_load:Target", 0): "node"}, 120.0).values()
     node.worker.kill()
     assert isinstance(error, UserError)
-    assert str(error).startswith("cannot_load: it cannot be imported on node ") and "libnone.so.1: cannot" in str(error)
+    assert str(error).startswith(
+        "cannot_load: it cannot be imported on node "
+    ) and "libnone.so.1: cannot" in str(error)
 
 
 def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
     pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
-    cluster.gather({worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)})
+    cluster.gather(
+        {worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)}
+    )
     with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
         cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
     assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
@@ -228,11 +251,14 @@ def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: 
 def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Worker], int]]:
     """Two workers more, whose silence is noticed soon, and the process id of the second."""
     pair = [cluster.worker(f"peer {rank}", rank) for rank in range(2)]
-    calls = {worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)}
+    calls = {
+        worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)
+    }
     _, pid = cluster.gather(calls)
     monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
     monkeypatch.setattr(cluster, "_pulses", Pulses(BOUND_S))
-    cluster.gather({worker.call("work", BOUND_S / 2): worker.name for worker in pair})  # pulses came meanwhile
+    # pulses came meanwhile
+    cluster.gather({worker.call("work", BOUND_S / 2): worker.name for worker in pair})
     yield pair, pid
     os.kill(pid, signal.SIGKILL)
     for worker in pair:
@@ -240,11 +266,16 @@ def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[l
         worker.kill()
 
 
-def test_a_stopped_process_is_named_whoever_is_waited_for(cluster: Cluster, stuck: tuple[list[Worker], int]):
+def test_a_stopped_process_is_named_whoever_is_waited_for(
+    cluster: Cluster, stuck: tuple[list[Worker], int]
+):
     (first, _), pid = stuck
     os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(WorkerFailed, match=rf"^peer 1 \(pid {pid}\) has not answered for \d+ s: a signal stopped it$"):
+    with pytest.raises(
+        WorkerFailed,
+        match=rf"^peer 1 \(pid {pid}\) has not answered for \d+ s: a signal stopped it$",
+    ):
         cluster.gather({first.call("hang"): first.name})
     assert time.monotonic() - began < 5 * BOUND_S
     assert not cluster.settle({first.call("hang"): first.name}), "it would never end"
@@ -254,7 +285,8 @@ def test_a_stopped_process_is_named_before_the_peers_who_gave_up_on_it(
     cluster: Cluster, stuck: tuple[list[Worker], int], monkeypatch: pytest.MonkeyPatch
 ):
     (first, second), pid = stuck
-    monkeypatch.setattr(cluster, "_timeout_s", 600.0)  # a peer may have waited for long when its partner is stopped
+    # a peer may have waited for long when its partner is stopped
+    monkeypatch.setattr(cluster, "_timeout_s", 600.0)
     calls = {first.call("fail_when_stopped", pid): first.name, second.call("hang"): second.name}
     os.kill(pid, signal.SIGSTOP)
     named = rf"^peer 1 \(pid {pid}\) has not answered for .*: a signal stopped it$"
@@ -265,21 +297,28 @@ def test_a_stopped_process_is_named_before_the_peers_who_gave_up_on_it(
 
 def test_a_call_may_take_longer_than_a_silence(cluster: Cluster, stuck: tuple[list[Worker], int]):
     pair, _ = stuck
-    assert cluster.gather({worker.call("work", 2 * BOUND_S): worker.name for worker in pair}) == [0, 1]
+    assert cluster.gather({worker.call("work", 2 * BOUND_S): worker.name for worker in pair}) == [
+        0,
+        1,
+    ]
 
 
 def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker]):
     """Ray would keep it on the node where it was raised."""
     with pytest.raises(WorkerFailed, match="the end") as caught:
         cluster.gather({workers[0].call("raise_much"): "rank 0"})
-    assert "ValueError: the beginning" in caught.value.evidence and len(caught.value.evidence) < 50_000
+    assert (
+        "ValueError: the beginning" in caught.value.evidence and len(caught.value.evidence) < 50_000
+    )
 
 
 def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]):
     placements = cluster.placements(workers, PlacementConfig(gpus=2))
     assert [placement.address for placement in placements] == cluster.nodes * 2
     cluster.nodes[0], right = "127.0.0.9", cluster.nodes[0]
-    with pytest.raises(RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank 0 of GPU slot 0 is on {right}, not on 127\.0\.0\.9"
+    ):
         cluster.placements(workers, PlacementConfig(gpus=2))
     cluster.nodes[0] = right
 
@@ -320,15 +359,22 @@ with Cluster(2) as cluster:
         pytest.param("SIGTERM", "", marks=pytest.mark.nightly),
     ],
 )
-def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(how: str, last_line: str, tmp_path: Path):
+def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
+    how: str, last_line: str, tmp_path: Path
+):
     before = set(psutil.pids())
     files_before = shared_files()
     path = f"{ROOT}:{ROOT / 'tests' / 'cluster'}"
     environment = {**os.environ, "PYTHONPATH": path, "MEGARL_TEST": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", _DIES, how], env=environment, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", _DIES, how],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
-    said = [line for line in done.stdout.splitlines() if "raylet" not in line]  # which tells of deaths too
+    # which tells of deaths too
+    said = [line for line in done.stdout.splitlines() if "raylet" not in line]
     assert said[-2:] == (["False", last_line] if last_line else [])
     assert (done.returncode == 0) == (how == "kill"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how != "kill"), done.stderr
@@ -358,14 +404,20 @@ except WorkerFailed as failure:
 
 def _one_session(victim: str, marker: Path) -> subprocess.CompletedProcess[str]:
     """A session in which a process with that name is killed."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'cluster'}", "MEGARL_TEST": str(marker)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'cluster'}",
+        "MEGARL_TEST": str(marker),
+    }
     command = [sys.executable, "-c", _ONE_SESSION, victim]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def _folder(done: subprocess.CompletedProcess[str]) -> Path:
     """Of the session; Ray's own lines come between ours."""
-    return next(Path(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("folder "))
+    return next(
+        Path(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("folder ")
+    )
 
 
 def _left(marker: Path) -> list[str]:
@@ -378,7 +430,9 @@ def _left(marker: Path) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("servers", [["raylet"], pytest.param(["raylet", "gcs_server"], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "servers", [["raylet"], pytest.param(["raylet", "gcs_server"], marks=pytest.mark.nightly)]
+)
 def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(
     tmp_path: Path, servers: list[str]
 ):
@@ -387,7 +441,9 @@ def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_sessi
     assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
     for server in servers:
         done = _one_session(server, tmp_path / server)
-        assert re.fullmatch(rf"Ray's {server} \(pid \d+\) was killed by SIGKILL", done.stdout.splitlines()[-1]), done
+        assert re.fullmatch(
+            rf"Ray's {server} \(pid \d+\) was killed by SIGKILL", done.stdout.splitlines()[-1]
+        ), done
         assert done.returncode == 1
         assert not _folder(done).exists()
         assert _left(tmp_path / server) == []
@@ -405,7 +461,11 @@ def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Clus
     import ray
 
     address = ray.get_runtime_context().gcs_address
-    tokens = {"none": {"RAY_AUTH_MODE": "disabled"}, "wrong": {"RAY_AUTH_TOKEN": "0" * 64}, "right": {}}
+    tokens = {
+        "none": {"RAY_AUTH_MODE": "disabled"},
+        "wrong": {"RAY_AUTH_TOKEN": "0" * 64},
+        "right": {},
+    }
     bare = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_TOKEN"}
     clients = {
         name: subprocess.Popen(
@@ -429,8 +489,16 @@ def test_the_caller_cannot_switch_authentication_off():
         "import os; from megarl.cluster.ray_environment import use_own_token; use_own_token();"
         "print(os.environ['RAY_AUTH_MODE'], os.environ['RAY_AUTH_TOKEN'], os.environ.get('RAY_AUTH_TOKEN_PATH'))"
     )
-    weak = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "known", "RAY_AUTH_TOKEN_PATH": "/dev/null"}
-    weak["RAY_ADDRESS"] = "10.0.0.1:6379"  # of a cluster of others, which a run of its own does not join
-    done = subprocess.run([sys.executable, "-c", script], env=weak, capture_output=True, text=True, check=True)
+    weak = {
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_AUTH_TOKEN": "known",
+        "RAY_AUTH_TOKEN_PATH": "/dev/null",
+    }
+    # of a cluster of others, which a run of its own does not join
+    weak["RAY_ADDRESS"] = "10.0.0.1:6379"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=weak, capture_output=True, text=True, check=True
+    )
     mode, token, path = done.stdout.split()
     assert (mode, len(token), path) == ("token", 64, "None")

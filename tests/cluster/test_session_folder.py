@@ -32,7 +32,9 @@ def generous_umask():
 
 def killed(parent: Path) -> Path:
     """The folder of a process that was killed."""
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(parent)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(parent)], capture_output=True, text=True, timeout=60
+    )
     return Path(done.stdout.strip())
 
 
@@ -53,7 +55,9 @@ def test_the_dead_are_removed_and_the_living_stay(tmp_path: Path) -> None:
     living.remove()
 
 
-@pytest.mark.parametrize("how", ["no lock", "a link", "another mode", "another name", "a lock that is a link"])
+@pytest.mark.parametrize(
+    "how", ["no lock", "a link", "another mode", "another name", "a lock that is a link"]
+)
 def test_what_is_not_a_dead_session_of_this_user_stays(tmp_path: Path, how: str) -> None:
     room, elsewhere = tmp_path / "room", tmp_path / "elsewhere"
     room.mkdir()

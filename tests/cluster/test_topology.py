@@ -19,7 +19,16 @@ from megarl.cluster.topology import (
 )
 from megarl.types import UserError
 
-ROOTS = ("pci0000:15", "pci0000:37", "pci0000:48", "pci0000:59", "pci0000:97", "pci0000:b7", "pci0000:c7", "pci0000:d7")
+ROOTS = (
+    "pci0000:15",
+    "pci0000:37",
+    "pci0000:48",
+    "pci0000:59",
+    "pci0000:97",
+    "pci0000:b7",
+    "pci0000:c7",
+    "pci0000:d7",
+)
 
 
 def device(sysfs: Path, bridges: str, address: str, numa: int) -> Path:
@@ -33,7 +42,9 @@ def device(sysfs: Path, bridges: str, address: str, numa: int) -> Path:
     return folder
 
 
-def card(sysfs: Path, bridges: str, address: str, numa: int, name: str, state: str = "4: ACTIVE") -> None:
+def card(
+    sysfs: Path, bridges: str, address: str, numa: int, name: str, state: str = "4: ACTIVE"
+) -> None:
     """A network card with one port, and its link in class/infiniband."""
     folder = device(sysfs, bridges, address, numa) / "infiniband" / name
     (folder / "ports/1").mkdir(parents=True)
@@ -58,9 +69,19 @@ def hgx(sysfs: Path, names: dict[int, str]) -> list[str]:
 
 
 def test_each_of_eight_gpus_gets_the_card_on_its_own_switch(tmp_path: Path) -> None:
-    names = {0: "mlx5_10", 1: "mlx5_9", 2: "mlx5_2", 3: "mlx5_3", 4: "mlx5_1", 5: "mlx5_0", 6: "mlx5_7", 7: "mlx5_4"}
+    names = {
+        0: "mlx5_10",
+        1: "mlx5_9",
+        2: "mlx5_2",
+        3: "mlx5_3",
+        4: "mlx5_1",
+        5: "mlx5_0",
+        6: "mlx5_7",
+        7: "mlx5_4",
+    }
     gpus = hgx(tmp_path, names)
-    card(tmp_path, "pci0000:15/0000:15:02.0", "0000:aa:00.0", 0, "mlx5_5")  # for storage, on the root complex of GPU 0
+    # for storage, on the root complex of GPU 0
+    card(tmp_path, "pci0000:15/0000:15:02.0", "0000:aa:00.0", 0, "mlx5_5")
     expected = {gpus[index]: name for index, name in names.items()}
     assert nearest_nics(gpus, tmp_path) == expected
     assert nearest_nics(gpus[::-1], tmp_path) == expected, "in whatever order they are named"
@@ -71,7 +92,12 @@ def test_four_cards_serve_two_gpus_each_of_their_own_socket(tmp_path: Path) -> N
     found = nearest_nics(gpus, tmp_path)
     assert Counter(found.values()) == dict.fromkeys(("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"), 2)
     assert {found[gpu] for gpu in gpus[:4]} == {"mlx5_0", "mlx5_1"}
-    assert [found[gpus[index]] for index in (0, 1, 4, 6)] == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
+    assert [found[gpus[index]] for index in (0, 1, 4, 6)] == [
+        "mlx5_0",
+        "mlx5_1",
+        "mlx5_2",
+        "mlx5_3",
+    ]
 
 
 def test_a_card_that_is_down_is_nobodys(tmp_path: Path) -> None:
@@ -106,7 +132,9 @@ def test_without_a_card_or_a_gpu_a_seat_says_so(tmp_path: Path) -> None:
     assert placement_errors([one, none]) == []
 
 
-def test_shared_cards_and_the_other_sockets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_cards_and_the_other_sockets_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
     gpus = hgx(tmp_path, {0: "mlx5_0", 1: "mlx5_1"})
     placements = [placement_among(slot, gpus[2:6], "10.0.0.1", tmp_path) for slot in range(4)]

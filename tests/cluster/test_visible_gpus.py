@@ -22,7 +22,12 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's CPU build on any machine, and nothing said of the device."""
     monkeypatch.setattr(visible_gpus, "DEVICE", "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    for name in ("MEGARL_DEVICE", "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in (
+        "MEGARL_DEVICE",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -39,24 +44,33 @@ def told() -> list[tuple[str, str, str]]:
     return [(error.where, error.problem, error.hint) for error in visible_gpus.device_errors()]
 
 
-@pytest.mark.parametrize("body", [None, "exit 0", f"{TWO_GPUS}; exit 9", "echo No devices were found"])
-def test_a_machine_without_gpus_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None) -> None:
+@pytest.mark.parametrize(
+    "body", [None, "exit 0", f"{TWO_GPUS}; exit 9", "echo No devices were found"]
+)
+def test_a_machine_without_gpus_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str | None
+) -> None:
     driver(tmp_path, monkeypatch, body)
     assert told() == []
 
 
-def test_the_cpu_build_beside_gpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_build_beside_gpus_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver(tmp_path, monkeypatch, TWO_GPUS)
     ((where, problem, hint),) = told()
     assert where == "torch"
-    assert problem.startswith(f"{torch.__version__} is a build without CUDA, and nvidia-smi lists 2 GPUs on ")
+    assert problem.startswith(
+        f"{torch.__version__} is a build without CUDA, and nvidia-smi lists 2 GPUs on "
+    )
     assert "requirements/gpu.txt" in hint and "MEGARL_DEVICE=cpu" in hint
     monkeypatch.setattr(visible_gpus, "DEVICE", "cuda")
     assert told() == []
 
 
 @pytest.mark.parametrize(
-    ("visible", "where", "says"), [("", "CUDA_VISIBLE_DEVICES", "''"), (None, "torch", "(CUDA 13.0) sees no GPU")]
+    ("visible", "where", "says"),
+    [("", "CUDA_VISIBLE_DEVICES", "''"), (None, "torch", "(CUDA 13.0) sees no GPU")],
 )
 def test_a_cuda_build_that_sees_no_gpu_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, where: str, says: str
@@ -88,7 +102,9 @@ def test_what_is_asked_for_counts(
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_that_engines_cannot_map_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_memory_that_engines_cannot_map_is_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:128,expandable_segments:True")
     assert told() == [], "the CPU's memory has no segments"
     monkeypatch.setattr(visible_gpus, "DEVICE", "cuda")
@@ -99,13 +115,17 @@ def test_memory_that_engines_cannot_map_is_refused_on_a_gpu(monkeypatch: pytest.
     assert told() == []
 
 
-def test_a_driver_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver(tmp_path, monkeypatch, "exec /bin/sleep 60")
     monkeypatch.setattr(visible_gpus, "_ANSWER_S", 0.1)
     assert told() == []
 
 
-def test_every_process_of_a_run_looks_at_its_own_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_of_a_run_looks_at_its_own_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     actor._check_device()
     driver(tmp_path, monkeypatch, TWO_GPUS)
     with pytest.raises(UserError, match="lists 2 GPUs"):
@@ -113,25 +133,40 @@ def test_every_process_of_a_run_looks_at_its_own_node(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("asked", "chosen"), [("", "cuda nccl"), ("cuda", "cuda nccl"), ("cpu", "cpu gloo")])
+@pytest.mark.parametrize(
+    ("asked", "chosen"), [("", "cuda nccl"), ("cuda", "cuda nccl"), ("cpu", "cpu gloo")]
+)
 def test_the_cpu_can_be_chosen_where_torch_sees_gpus(asked: str, chosen: str) -> None:
     seen = "import torch; torch.cuda.is_available = lambda: True"
     program = f"{seen}; from megarl.device import BACKEND, DEVICE; print(DEVICE, BACKEND)"
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, "MEGARL_DEVICE": asked}, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        env={**os.environ, "MEGARL_DEVICE": asked},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.strip() == chosen, done.stderr
 
 
 @pytest.mark.slow
-def test_the_command_refuses_with_its_other_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_refuses_with_its_other_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if torch.cuda.is_available():
         pytest.skip("this torch sees GPUs")
     driver(tmp_path, monkeypatch, TWO_GPUS)
-    command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "recipes" / "quickstart.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "train",
+        str(ROOT / "recipes" / "quickstart.yaml"),
+    ]
     given = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'none'}"]
     done = subprocess.run([*command, *given], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
-    assert any("is a build without CUDA, and nvidia-smi lists 2 GPUs" in line for line in lines), done.stderr
+    assert any("is a build without CUDA, and nvidia-smi lists 2 GPUs" in line for line in lines), (
+        done.stderr
+    )
     assert any("model.path" in line for line in lines), done.stderr

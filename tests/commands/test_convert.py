@@ -55,7 +55,11 @@ def test_the_newest_or_the_one_that_is_asked_for(made: Any) -> None:
     ("step", "damage", "told"),
     [
         (5, "", "there is no whole checkpoint of step 5; leave --step out for the newest"),
-        (8, "step-000008", "there is no whole checkpoint of step 8; leave --step out for the newest"),
+        (
+            8,
+            "step-000008",
+            "there is no whole checkpoint of step 8; leave --step out for the newest",
+        ),
     ],
 )
 def test_one_that_is_not_there_or_damaged(made: Any, step: int, damage: str, told: str) -> None:
@@ -83,9 +87,13 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--fp8"]])
-def test_the_format_is_handed_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+def test_the_format_is_handed_to_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
     asked: list[tuple[Path, bool]] = []
-    trainers = SimpleNamespace(load_weights=lambda folder: None, export=lambda out, fp8: asked.append((out, fp8)))
+    trainers = SimpleNamespace(
+        load_weights=lambda folder: None, export=lambda out, fp8: asked.append((out, fp8))
+    )
     monkeypatch.setattr(convert, "Cluster", lambda *_: nullcontext())
     monkeypatch.setattr(convert, "training_fleet", lambda *_: SimpleNamespace(trainers=trainers))
     monkeypatch.setattr(convert, "find_snapshot", lambda *_: SimpleNamespace(folder=tmp_path))
@@ -99,7 +107,11 @@ def test_the_format_is_handed_to_the_ranks(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("line", "flags", "told"),
     [
-        ("", ["--adapter"], "--adapter: the run's recipe has no lora; leave it out to write the whole model"),
+        (
+            "",
+            ["--adapter"],
+            "--adapter: the run's recipe has no lora; leave it out to write the whole model",
+        ),
         (
             "lora: {rank: 4}",
             ["--adapter", "--fp8"],
@@ -120,7 +132,10 @@ def test_adapters_are_written_with_the_ranks_that_the_recipe_means(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 2 experts for a token each has half the rank, and the folder fits the recipe that it came from."""
-    recipe, shape = load_recipe(QUICKSTART, [f"model.path={tiny_model}", "lora.rank=8"]), model_shape(tiny_model)
+    recipe, shape = (
+        load_recipe(QUICKSTART, [f"model.path={tiny_model}", "lora.rank=8"]),
+        model_shape(tiny_model),
+    )
     size = resolve(recipe).policy.lora
     assert size and (size.rank, size.expert_rank) == (8, 4)
     factors = {name: torch.zeros(extent) for name, extent in peft._sizes(shape, size).items()}
@@ -128,7 +143,8 @@ def test_adapters_are_written_with_the_ranks_that_the_recipe_means(
     snapshot: Any = SimpleNamespace(folder=tmp_path)
     convert.convert_adapter(recipe, snapshot, tmp_path / "out", lambda line: None)
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (config["r"], {*config["rank_pattern"].values()}) == (8, {4, 2 * 4})  # gate and up as one layer: twice
+    # gate and up as one layer: twice
+    assert (config["r"], {*config["rank_pattern"].values()}) == (8, {4, 2 * 4})
     assert adapter_keys(str(tmp_path / "out"))["experts"] == 4
     assert peft.check(str(tmp_path / "out"), shape, size) == []
 

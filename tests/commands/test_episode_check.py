@@ -95,14 +95,29 @@ def write(path: Path, rows: list[Any]) -> None:
 
 def call(name: str, **arguments: object) -> dict[str, Any]:
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
 
 
-def command(*tools: str, environment: str | None = None, messages: str | None = None, own: str = "exact") -> list[str]:
+def command(
+    *tools: str, environment: str | None = None, messages: str | None = None, own: str = "exact"
+) -> list[str]:
     keys = ["data.train=rows.jsonl", "data.eval={}", f"data.messages={messages or 'null'}"]
     reward = "null" if own == "environment" else f"megarl.rollout.rewards.{own}:score"
-    keys += [f"episode.tools={list(tools)}", f"reward.function={reward}", "episode.call_timeout_s=0.5"]
-    return ["episode-check", str(RECIPE), *keys, *([f"episode.environment={environment}"] if environment else [])]
+    keys += [
+        f"episode.tools={list(tools)}",
+        f"reward.function={reward}",
+        "episode.call_timeout_s=0.5",
+    ]
+    return [
+        "episode-check",
+        str(RECIPE),
+        *keys,
+        *([f"episode.environment={environment}"] if environment else []),
+    ]
 
 
 def run(*arguments: str) -> Result:
@@ -119,7 +134,10 @@ def test_good_tools_have_nothing_to_mend() -> None:
     assert 'count, optional: {"default": 2, "type": "integer"}' in done.stdout
     assert 'repeat {"text": "a", "unit": "x", "count": 1}: ax (' in done.stdout
     assert "JSON of 100000 levels: repeat was not called: its arguments are no JSON" in done.stdout
-    assert "unknown tool: There is no tool 'no_such_tool'. The tools are: calculate, repeat." in done.stdout
+    assert (
+        "unknown tool: There is no tool 'no_such_tool'. The tools are: calculate, repeat."
+        in done.stdout
+    )
     assert "reward of rows.jsonl:1 for '0', answer '0': 1, correct" in done.stdout
     assert done.stdout.endswith("verdict: nothing to mend\n")
 
@@ -129,11 +147,18 @@ def test_an_environment_is_replayed_and_its_replies_are_tried() -> None:
     assert done.exit_code == 0, done.output
     assert "reset: Guess my number, a whole number from 1 to 100." in done.stdout
     assert "reward of the environment: 0, not correct" in done.stdout
-    assert done.stdout.count("the same results in another run, also after the end of its process") == 2
+    assert (
+        done.stdout.count("the same results in another run, also after the end of its process") == 2
+    )
     done = run(*command(environment="odd_episodes:Fair", own="environment"), "--rows", "1")
     assert done.exit_code == 2 and done.stdout.endswith("verdict: 1 to mend\n")
-    assert "also after the end of its process" in done.stdout and "method reward: plain" in done.stdout
-    assert "reply, control characters and special tokens: reply raised ValueError: a zero; let the" in done.stderr
+    assert (
+        "also after the end of its process" in done.stdout and "method reward: plain" in done.stdout
+    )
+    assert (
+        "reply, control characters and special tokens: reply raised ValueError: a zero; let the"
+        in done.stderr
+    )
 
 
 def test_what_goes_wrong_is_one_line_each() -> None:
@@ -152,21 +177,42 @@ def test_what_goes_wrong_is_one_line_each() -> None:
 @pytest.mark.parametrize(
     ("keys", "shown", "error"),
     [
-        ({"environment": "odd_episodes:Dice"}, "replayable: yes", "a second run with the same seed gives other"),
-        ({"environment": "odd_episodes:Process"}, "", "a replay after the end of its process gives other results"),
+        (
+            {"environment": "odd_episodes:Dice"},
+            "replayable: yes",
+            "a second run with the same seed gives other",
+        ),
+        (
+            {"environment": "odd_episodes:Process"},
+            "",
+            "a replay after the end of its process gives other results",
+        ),
         ({"environment": "odd_episodes:Honest"}, "replayable: no", None),
-        ({"tools": "odd_episodes:draw"}, "a second run with the same seed gives other results: draw gave '", None),
+        (
+            {"tools": "odd_episodes:draw"},
+            "a second run with the same seed gives other results: draw gave '",
+            None,
+        ),
     ],
 )
-def test_results_that_differ_break_a_promise(keys: dict[str, str], shown: str, error: str | None) -> None:
-    done = run(*command(*filter(None, [keys.get("tools")]), environment=keys.get("environment")), "--rows", "1")
+def test_results_that_differ_break_a_promise(
+    keys: dict[str, str], shown: str, error: str | None
+) -> None:
+    done = run(
+        *command(*filter(None, [keys.get("tools")]), environment=keys.get("environment")),
+        "--rows",
+        "1",
+    )
     assert shown in done.stdout
     assert done.exit_code == (2 if error else 0), done.output
     assert (error or "") in done.stderr and len(done.stderr.splitlines()) == bool(error)
 
 
 def test_turns_of_a_file_are_played(folder: Path) -> None:
-    write(folder / "turns.jsonl", [[call("calculate", expression="6*7"), {"role": "assistant", "content": "0"}]])
+    write(
+        folder / "turns.jsonl",
+        [[call("calculate", expression="6*7"), {"role": "assistant", "content": "0"}]],
+    )
     done = run(*command(CALCULATE), "--turns", "turns.jsonl")
     assert done.exit_code == 0, done.output
     assert 'calculate {"expression": "6*7"}: 42 (' in done.stdout
@@ -176,17 +222,32 @@ def test_turns_of_a_file_are_played(folder: Path) -> None:
 def test_a_reward_function_gets_the_episode(folder: Path) -> None:
     """The example of docs/rewards.md, which looks for the answer among the results of the calls."""
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text(encoding="utf-8")
-    example = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "episode[" in block)
+    example = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "episode[" in block
+    )
     shown = "\n\ndef shown(*arguments, episode):\n    open('seen', 'w').write(__import__('json').dumps(episode))\n"
-    (folder / "page_rewards.py").write_text(example + shown + "    return score(*arguments, episode=episode)\n")
+    (folder / "page_rewards.py").write_text(
+        example + shown + "    return score(*arguments, episode=episode)\n"
+    )
     write(folder / "rows.jsonl", [{"prompt": "q", "answer": "42"}])
-    turns = [call("calculate", expression="6*7"), call("calculate", number=6), call("gone"), {"content": "42"}]
+    turns = [
+        call("calculate", expression="6*7"),
+        call("calculate", number=6),
+        call("gone"),
+        {"content": "42"},
+    ]
     write(folder / "turns.jsonl", [turns])
     done = run(*command(CALCULATE), "reward.function=page_rewards:shown", "--turns", "turns.jsonl")
     assert done.exit_code == 0, done.output
     assert "reward of rows.jsonl:1 for '42', answer '42': 0.97, correct" in done.stdout
     episode = json.loads((folder / "seen").read_text())
-    assert (episode["calls"], episode["call_errors"], episode["end"]) == (3, 2, "answered") and episode["tool_s"] > 0
+    assert (episode["calls"], episode["call_errors"], episode["end"]) == (
+        3,
+        2,
+        "answered",
+    ) and episode["tool_s"] > 0
     made = [(one["arguments"], one["error"]) for turn in episode["turns"] for one in turn["calls"]]
     assert made == [({"expression": "6*7"}, None), ({"number": 6}, "arguments"), (None, "bad_call")]
     assert [turn["text"] for turn in episode["turns"]] == ["", "", "", "42"]
@@ -195,9 +256,16 @@ def test_a_reward_function_gets_the_episode(folder: Path) -> None:
 def test_demonstrations_are_compared_with_what_the_tools_give(folder: Path) -> None:
     def told(result: str) -> list[dict[str, Any]]:
         end = {"role": "assistant", "content": result}
-        return [call("calculate", expression="6*7"), {"role": "tool", "tool_call_id": "1", "content": result}, end]
+        return [
+            call("calculate", expression="6*7"),
+            {"role": "tool", "tool_call_id": "1", "content": result},
+            end,
+        ]
 
-    write(folder / "rows.jsonl", [{"prompt": "q", "answer": "42", "shown": told(result)} for result in ("42", "41")])
+    write(
+        folder / "rows.jsonl",
+        [{"prompt": "q", "answer": "42", "shown": told(result)} for result in ("42", "41")],
+    )
     done = run(*command(CALCULATE, messages="shown"))
     assert done.exit_code == 2
     assert done.stderr.splitlines() == [
@@ -212,8 +280,14 @@ def test_demonstrations_are_compared_with_what_the_tools_give(folder: Path) -> N
         (["episode=null"], "episode: the recipe has none"),
         (["data.train=gone.jsonl"], "data.train: gone.jsonl is not a file"),
         (["data.answer=gone"], "there is no column 'gone'"),
-        (["data.messages=gone"], "data.messages: rows.jsonl:1: there is no column 'gone' (and 2 more such rows)"),
-        (["episode.environment=a:b"], "episode: it names tools and environment; name one of the three"),
+        (
+            ["data.messages=gone"],
+            "data.messages: rows.jsonl:1: there is no column 'gone' (and 2 more such rows)",
+        ),
+        (
+            ["episode.environment=a:b"],
+            "episode: it names tools and environment; name one of the three",
+        ),
         (["reward.function=null"], "reward.function: is not set"),
         (["reward.function=odd_episodes:gone"], "reward.function: odd_episodes has no 'gone'"),
         (["--turns", "gone.jsonl"], "--turns: gone.jsonl cannot be read"),
@@ -231,19 +305,27 @@ def test_texts_are_shown_as_the_tokenizer_of_the_model_reads_them(folder: Path) 
     from tests.tiny_engines import write_tokenizer  # imports SGLang
 
     write_tokenizer(folder / "model")
-    turns = [call("repeat", text="<eos>", unit="x", count=1), call("repeat", text="a" * 9, unit="y", count=2)]
+    turns = [
+        call("repeat", text="<eos>", unit="x", count=1),
+        call("repeat", text="a" * 9, unit="y", count=2),
+    ]
     write(folder / "turns.jsonl", [turns])
     done = run(*command("odd_episodes:repeat"), "model.path=model", "--turns", "turns.jsonl")
     assert done.exit_code == 0, done.output
     assert '"count": 1}: < eos>x (' in done.stdout
-    assert '"count": 2}: aaaaaaaaaaaaaaaaaay (' in done.stdout and ", without 3 tokens in its middle)" in done.stdout
+    assert (
+        '"count": 2}: aaaaaaaaaaaaaaaaaay (' in done.stdout
+        and ", without 3 tokens in its middle)" in done.stdout
+    )
 
 
 def test_ctrl_c_leaves_no_process(folder: Path) -> None:
     os.mkfifo(folder / "fifo")
     keys = ["episode.arguments={fifo: fifo}", "episode.call_timeout_s=600"]
     line = [sys.executable, "-m", "megarl.cli", *command("odd_episodes:hang"), *keys]
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         worker = int((folder / "fifo").read_text())
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
@@ -252,12 +334,20 @@ def test_ctrl_c_leaves_no_process(folder: Path) -> None:
 
 
 def test_values_are_made_up_by_their_types() -> None:
-    person = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 18}}, "required": ["age"]}
+    person = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 18}},
+        "required": ["age"],
+    }
     schema = {
         "type": "object",
         "properties": {
             "people": {"type": "array", "items": {"$ref": "#/$defs/Person"}, "minItems": 2},
-            "pair": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "number"}], "minItems": 2},
+            "pair": {
+                "type": "array",
+                "prefixItems": [{"type": "string"}, {"type": "number"}],
+                "minItems": 2,
+            },
             "maybe": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
             "word": {"type": "string", "minLength": 3},
             "less": {"type": "number", "maximum": -2},

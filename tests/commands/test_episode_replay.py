@@ -65,7 +65,10 @@ def double(number: int, *, times: int = 2) -> int:
     "Twice a number."
     return number * times
 """
-ROWS = [{"prompt": "go", "answer": "8", "opening": "begin"}, {"prompt": "on", "answer": "8", "opening": ""}]
+ROWS = [
+    {"prompt": "go", "answer": "8", "opening": "begin"},
+    {"prompt": "on", "answer": "8", "opening": ""},
+]
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 ENVIRONMENT = ("episode.tools=[]", "episode.environment=replay_world:Dice", "reward.function=null")
 TOOLS = ("episode.tools=[replay_world:double]",)
@@ -94,15 +97,29 @@ class Script:
         return None
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         text = self._scripts[place][number]
         is_cut = text.endswith("...")
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = [*ids, *ids * 40][: sampling.max_tokens] if is_cut else [*ids, self._tokenizer.eos_token_id]
+        ids = (
+            [*ids, *ids * 40][: sampling.max_tokens]
+            if is_cut
+            else [*ids, self._tokenizer.eos_token_id]
+        )
         assert len(ids) <= sampling.max_tokens
         return Sample(
-            np.array(ids), np.full(len(ids), -1.0, np.float32), self.text(ids), not is_cut, (SamplePart(3, len(ids)),)
+            np.array(ids),
+            np.full(len(ids), -1.0, np.float32),
+            self.text(ids),
+            not is_cut,
+            (SamplePart(3, len(ids)),),
         )
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
@@ -120,8 +137,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     tokenizer = make_tokenizer(tools=True)
     tokenizer.save_pretrained(folder / "model")
-    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
-    config |= {"num_attention_heads": 1, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+    }
+    config |= {
+        "num_attention_heads": 1,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     (folder / "model/config.json").write_text(json.dumps(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -130,8 +156,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def keys(*more: str) -> list[str]:
-    own = ["model.path=model", "data.train=rows.jsonl", "data.eval={}", "data.messages=null", "episode.workers=1"]
-    own += ["data.max_prompt_tokens=80", "episode.max_tokens=400", "episode.max_observation_tokens=60"]
+    own = [
+        "model.path=model",
+        "data.train=rows.jsonl",
+        "data.eval={}",
+        "data.messages=null",
+        "episode.workers=1",
+    ]
+    own += [
+        "data.max_prompt_tokens=80",
+        "episode.max_tokens=400",
+        "episode.max_observation_tokens=60",
+    ]
     return [*own, "rollout.max_response_tokens=140", "episode.max_turns=3", *more]
 
 
@@ -142,16 +178,28 @@ def played(*more: str, scripts: Sequence[Sequence[str]] = SCRIPTS) -> list[Sampl
     try:
         tokenizer = load_tokenizer(recipe.model.path)
         source = PromptSource("data.train", "rows.jsonl")
-        prompts = load_prompts(source, tokenizer, max_prompt_tokens=80, tools=runtime.thread.schemas).prompts
+        prompts = load_prompts(
+            source, tokenizer, max_prompt_tokens=80, tools=runtime.thread.schemas
+        ).prompts
         runner = runtime.runner(Script(tokenizer, scripts))
 
         async def group(number: int, prompt: Prompt) -> SampleGroup:
-            sampling = Sampling(len(scripts), recipe.rollout.max_response_tokens, stream=(1, number))
-            found = await asyncio.gather(*(runner.run(prompt, sampling, place) for place in range(len(scripts))))
+            sampling = Sampling(
+                len(scripts), recipe.rollout.max_response_tokens, stream=(1, number)
+            )
+            found = await asyncio.gather(
+                *(runner.run(prompt, sampling, place) for place in range(len(scripts)))
+            )
             reward_results = [
                 one.reward_result or RewardResult(0.5, False) for one in found
             ]  # of the function, where it decides
-            return scored(prompt, [one.sample for one in found], reward_results, recipe.reward, may_lose_all=True)[1]
+            return scored(
+                prompt,
+                [one.sample for one in found],
+                reward_results,
+                recipe.reward,
+                may_lose_all=True,
+            )[1]
 
         async def every() -> list[SampleGroup]:
             return [await group(number, prompt) for number, prompt in enumerate(prompts)]
@@ -167,7 +215,9 @@ def dice(folder: Path) -> list[SampleGroup]:
 
 
 def write(*steps: Sequence[SampleGroup | PartialGroup], vocab_size: int | None = None) -> None:
-    with writing(Path("samples.parquet"), vocab_size or len(make_tokenizer(tools=True)), 1.0) as file:
+    with writing(
+        Path("samples.parquet"), vocab_size or len(make_tokenizer(tools=True)), 1.0
+    ) as file:
         for step in steps:
             file.write(step)
 
@@ -191,15 +241,27 @@ def told(done: Result) -> str:
 def test_episodes_of_an_unchanged_environment_come_out_the_same(history: str) -> None:
     made = played(*ENVIRONMENT, f"episode.history={history}")
     samples = [sample for group in made for sample in group.samples]
-    assert {sample.facts.end for sample in samples if sample.facts} == {"max_turns", "done", "cut", "bad_calls"}
-    assert made[0].samples[0].prompt_ids is not None and made[1].samples[0].prompt_ids is None, "reset said something"
-    assert len({sample.facts.seed for sample in samples if sample.facts}) == 2, "one for each prompt"
+    assert {sample.facts.end for sample in samples if sample.facts} == {
+        "max_turns",
+        "done",
+        "cut",
+        "bad_calls",
+    }
+    assert made[0].samples[0].prompt_ids is not None and made[1].samples[0].prompt_ids is None, (
+        "reset said something"
+    )
+    assert len({sample.facts.seed for sample in samples if sample.facts}) == 2, (
+        "one for each prompt"
+    )
     write(made[:1], made[1:])
     same = "8 of 8 episodes came out the same\n"
     assert check(*ENVIRONMENT, f"episode.history={history}").stdout == same
     if history == "append":
         note = "rewards are not compared: a reward model has added its scores\n"
-        assert check(*ENVIRONMENT, "episode.arguments={bonus: 1}", "reward_model.path=model").stdout == note + same
+        assert (
+            check(*ENVIRONMENT, "episode.arguments={bonus: 1}", "reward_model.path=model").stdout
+            == note + same
+        )
 
 
 @pytest.mark.parametrize(
@@ -222,15 +284,21 @@ def test_episodes_of_an_unchanged_environment_come_out_the_same(history: str) ->
         ("episode.max_turns=2", 4, "before turn 3 the file has another turn, and now there is the end `max_turns`"),
     ],
 )  # fmt: skip
-def test_the_first_difference_is_told(dice: list[SampleGroup], key: str, same: int | None, says: str) -> None:
+def test_the_first_difference_is_told(
+    dice: list[SampleGroup], key: str, same: int | None, says: str
+) -> None:
     """same: how many come out the same nevertheless; None: it depends on chance."""
     write(dice)
     done = check(*ENVIRONMENT, key)
-    assert re.fullmatch(f"{r'[0-7]' if same is None else same} of 8 episodes came out the same\n", done.stdout)
+    assert re.fullmatch(
+        f"{r'[0-7]' if same is None else same} of 8 episodes came out the same\n", done.stdout
+    )
     assert re.match(rf"step 1, group 0, sample \d \(rows.jsonl:1\): {says}", told(done)), told(done)
 
 
-def test_a_difference_is_shown_in_one_line_without_control_characters(dice: list[SampleGroup]) -> None:
+def test_a_difference_is_shown_in_one_line_without_control_characters(
+    dice: list[SampleGroup],
+) -> None:
     """The file has what a model wrote, and the recipe's arguments may hold anything."""
     write(dice)
     made = load_tokenizer("model")
@@ -249,7 +317,9 @@ def test_functions_are_called_again_and_rewards_of_functions_are_not_compared() 
     assert check(*TOOLS).stdout == note + "4 of 4 episodes came out the same\n"
     done = check(*TOOLS, "episode.arguments={times: 3}")
     assert done.stdout == note + "2 of 4 episodes came out the same\n"
-    assert told(done).startswith("step 1, group 0, sample 0 (rows.jsonl:1): before turn 2 the file has ")
+    assert told(done).startswith(
+        "step 1, group 0, sample 0 (rows.jsonl:1): before turn 2 the file has "
+    )
     assert check(*TOOLS, "--rows", "1").stdout == note + "2 of 2 episodes came out the same\n"
 
 
@@ -257,10 +327,15 @@ def test_an_environment_that_failed_must_fail_again() -> None:
     """Its episodes are in the file where reward.on_failure penalises them."""
     keep = (*ENVIRONMENT, "reward.on_failure=penalise", "reward.penalty=-1")
     write(played(*keep, "episode.arguments={fails: reward}"))
-    assert check(*keep, "episode.arguments={fails: reward}").stdout == "8 of 8 episodes came out the same\n"
+    assert (
+        check(*keep, "episode.arguments={fails: reward}").stdout
+        == "8 of 8 episodes came out the same\n"
+    )
     done = check(*keep)
     assert done.stdout == "0 of 8 episodes came out the same\n"
-    assert told(done).endswith("after turn 3 the file has the end `environment`, and now there is the end `max_turns`")
+    assert told(done).endswith(
+        "after turn 3 the file has the end `environment`, and now there is the end `max_turns`"
+    )
 
 
 def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGroup]) -> None:
@@ -268,7 +343,11 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
     whole, opened, late, other, agents = dice[0].samples[0], *dice[0].samples[:1] * 4
     assert whole.facts
     opened = replace(
-        opened, is_open=True, finished=False, facts=None, open_episode=EpisodeProgress(1, {}, "answer", said=())
+        opened,
+        is_open=True,
+        finished=False,
+        facts=None,
+        open_episode=EpisodeProgress(1, {}, "answer", said=()),
     )
     late = replace(late, facts=replace(whole.facts, end="timeout"))
     other = replace(other, facts=replace(whole.facts, seed=None))
@@ -276,7 +355,10 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
     agents = replace(agents, more_rows=whole.rows, facts=replace(whole.facts, **twice))
     reward_result = RewardResult(float(dice[0].rewards_G[0]), bool(dice[0].correct_G[0]))
     reward_results = reward_result, None, reward_result, reward_result, reward_result
-    write([PartialGroup(dice[0].prompt, (whole, opened, late, other, agents), reward_results)], [dice[1]])
+    write(
+        [PartialGroup(dice[0].prompt, (whole, opened, late, other, agents), reward_results)],
+        [dice[1]],
+    )
     assert check(*ENVIRONMENT).stdout.splitlines() == [
         "samples left out: 1 that are open, 1 that ended as `timeout`, 1 without the seed of their environment, which "
         "files before format 9 do not have, 1 of an agent or of several conversations",
@@ -287,7 +369,10 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
 def without_seeds(group: SampleGroup) -> SampleGroup:
     """As a file of an older format has it."""
     return replace(
-        group, samples=tuple(replace(one, facts=replace(one.facts, seed=None)) for one in group.samples if one.facts)
+        group,
+        samples=tuple(
+            replace(one, facts=replace(one.facts, seed=None)) for one in group.samples if one.facts
+        ),
     )
 
 
@@ -312,11 +397,15 @@ def without_episodes(group: SampleGroup) -> SampleGroup:
         ("dice", ["episode.environment=null", "episode.agent=replay_world:run"], "what an agent has done cannot be"),
     ],
 )  # fmt: skip
-def test_files_that_do_not_fit_are_refused(dice: list[SampleGroup], kind: str, keys_: list[str], says: str) -> None:
+def test_files_that_do_not_fit_are_refused(
+    dice: list[SampleGroup], kind: str, keys_: list[str], says: str
+) -> None:
     if kind == "vocabulary":
         write(dice, vocab_size=7)
     else:
-        made = {"no episodes": without_episodes, "older": without_seeds}.get(kind, lambda group: group)
+        made = {"no episodes": without_episodes, "older": without_seeds}.get(
+            kind, lambda group: group
+        )
         write([made(group) for group in dice])
     done = check(*ENVIRONMENT, *keys_)
     assert says in done.stderr and not done.stdout and len(done.stderr.splitlines()) == 1

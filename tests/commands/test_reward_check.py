@@ -54,7 +54,15 @@ def test_a_good_reward() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_arguments_are_json_or_text() -> None:
-    done = run("checked_rewards:worth", "--data", "rows.jsonl", "--argument", "right=2.5", "--argument", "unit=m")
+    done = run(
+        "checked_rewards:worth",
+        "--data",
+        "rows.jsonl",
+        "--argument",
+        "right=2.5",
+        "--argument",
+        "unit=m",
+    )
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[1].split()[-4:] == ["12", "2.500", "100.0%", "0"]
 
@@ -88,14 +96,29 @@ def test_a_reward_that_likes_everything_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["checked_rewards:gone", "--data", "rows.jsonl"], "reward.function: checked_rewards has no 'gone'"),
+        (
+            ["checked_rewards:gone", "--data", "rows.jsonl"],
+            "reward.function: checked_rewards has no 'gone'",
+        ),
         (["checked_rewards:good", "--data", "gone.jsonl"], "--data: gone.jsonl is not a file"),
-        (["checked_rewards:good", "--data", "rows.jsonl", "--answer", "a"], "more such rows); set --answer to one of"),
+        (
+            ["checked_rewards:good", "--data", "rows.jsonl", "--answer", "a"],
+            "more such rows); set --answer to one of",
+        ),
         (["checked_rewards:worth", "--data", "rows.jsonl"], "missing a required argument: 'right'"),
-        (["checked_rewards:good", "--data", "rows.jsonl", "--argument", "x"], "--argument x: is not of the form"),
+        (
+            ["checked_rewards:good", "--data", "rows.jsonl", "--argument", "x"],
+            "--argument x: is not of the form",
+        ),
         (["checked_rewards:good"], "--data: either it or --samples must be given"),
-        (["checked_rewards:good", "--data", "rows.jsonl", "--samples", "x"], "--data: either it or --samples must"),
-        (["checked_rewards:good", "--samples", "rows.jsonl"], "rows.jsonl: not a complete file of samples"),
+        (
+            ["checked_rewards:good", "--data", "rows.jsonl", "--samples", "x"],
+            "--data: either it or --samples must",
+        ),
+        (
+            ["checked_rewards:good", "--samples", "rows.jsonl"],
+            "rows.jsonl: not a complete file of samples",
+        ),
     ],
 )
 def test_errors_end_with_2(arguments: list[str], says: str) -> None:
@@ -106,13 +129,20 @@ def test_errors_end_with_2(arguments: list[str], says: str) -> None:
 
 def samples_of(folder: Path) -> str:
     """Of two prompts: two episodes, of which one is right, and a plain sample."""
-    rng, turn = np.random.default_rng(0), {"role": "assistant", "text": "2", "calls": [], "reward": 0.0}
+    rng, turn = (
+        np.random.default_rng(0),
+        {"role": "assistant", "text": "2", "calls": [], "reward": 0.0},
+    )
     transcript: Any = (turn, turn | {"text": "4"})
-    right, wrong = (replace(episode(rng, 2), text=text, transcript=transcript) for text in ("4", "5"))
+    right, wrong = (
+        replace(episode(rng, 2), text=text, transcript=transcript) for text in ("4", "5")
+    )
     plain = Sample(np.arange(3), np.zeros(3, np.float32), "4", True, (SamplePart(0, 3),))
     prompt = Prompt("rows.jsonl:1", "2+2=", (1, 2), "4", {"unit": "m"})
     groups = [
-        SampleGroup(prompt, (right, wrong), np.array([1.0, 0.0], np.float32), np.array([True, False])),
+        SampleGroup(
+            prompt, (right, wrong), np.array([1.0, 0.0], np.float32), np.array([True, False])
+        ),
         SampleGroup(prompt, (plain,), np.array([0.1], np.float32), np.array([False])),
     ]
     with writing(folder / "samples.parquet", 99, 1.0) as file:
@@ -125,8 +155,15 @@ def test_the_samples_of_a_file_are_scored_anew(folder: Path) -> None:
     done = run("checked_rewards:good", "--samples", samples_of(folder))
     assert done.exit_code == 0, done.output
     _, before, anew, changes, _ = done.stdout.splitlines()
-    assert before.split()[-4:] == ["3", "0.367", "33.3%", "0"] and anew.split()[-4:] == ["3", "0.667", "66.7%", "0"]
-    assert changes == "1 of 3 rewards changed; 1 samples became correct, and 0 are correct no longer"
+    assert before.split()[-4:] == ["3", "0.367", "33.3%", "0"] and anew.split()[-4:] == [
+        "3",
+        "0.667",
+        "66.7%",
+        "0",
+    ]
+    assert (
+        changes == "1 of 3 rewards changed; 1 samples became correct, and 0 are correct no longer"
+    )
 
 
 def test_episodes_of_a_file_are_given_to_functions_that_take_them(folder: Path) -> None:

@@ -27,16 +27,28 @@ def test_a_card_agrees_with_the_peaks_of_mfu(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_figure_says_where_it_is_from(file: Path) -> None:
-    lines = [line for line in file.read_text().splitlines() if line and not line.startswith(("#", "name:"))]
+    lines = [
+        line
+        for line in file.read_text().splitlines()
+        if line and not line.startswith(("#", "name:"))
+    ]
     bare = [line for line in lines if "#" not in line]
     assert bare == ["gpus_per_node: 8"]
 
 
 def test_links_are_each_way_and_slower_than_memory() -> None:
     cards = {file.stem: load_hardware(file) for file in FILES}
-    assert cards["h800"].nvlink_bytes_per_s * 2 == 400e9 and cards["h100"].nvlink_bytes_per_s * 2 == 900e9
+    assert (
+        cards["h800"].nvlink_bytes_per_s * 2 == 400e9
+        and cards["h100"].nvlink_bytes_per_s * 2 == 900e9
+    )
     for card in cards.values():
-        assert card.pcie_bytes_per_s <= card.nic_bytes_per_s < card.nvlink_bytes_per_s < card.hbm_bytes_per_s
+        assert (
+            card.pcie_bytes_per_s
+            <= card.nic_bytes_per_s
+            < card.nvlink_bytes_per_s
+            < card.hbm_bytes_per_s
+        )
 
 
 def test_an_unknown_key_is_told_with_line_and_the_nearest(tmp_path: Path) -> None:
@@ -48,9 +60,13 @@ def test_an_unknown_key_is_told_with_line_and_the_nearest(tmp_path: Path) -> Non
     assert str(caught.value) == f"{mine}:{line}: unknown key nic_shares; did you mean nic_share?"
 
 
-def test_no_hardware_is_an_error_that_lists_what_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_hardware_is_an_error_that_lists_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(FILES[0].parents[2])
-    with pytest.raises(UserError, match="placement.hardware: .*--hardware.*recipes/hardware/b200.yaml, .*h800.yaml"):
+    with pytest.raises(
+        UserError, match="placement.hardware: .*--hardware.*recipes/hardware/b200.yaml, .*h800.yaml"
+    ):
         load_hardware(None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="a file like those"):

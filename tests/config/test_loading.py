@@ -65,12 +65,17 @@ def test_overrides_are_applied_in_order_and_typed_as_yaml() -> None:
     )
     assert recipe.train.lr == 1e-4
     assert recipe.run.name == "b"
-    assert {name: file.path for name, file in recipe.data.eval.items()} == {"x": "y.jsonl", "z": "w.jsonl"}
+    assert {name: file.path for name, file in recipe.data.eval.items()} == {
+        "x": "y.jsonl",
+        "z": "w.jsonl",
+    }
     assert recipe.run.trackers == ()
 
 
 def test_pass_through_dicts_keep_what_they_are_given() -> None:
-    recipe = load_recipe(QUICKSTART, ["train.megatron.moe_aux_loss_coeff=1e-3", "rollout.engine.sglang.page_size=16"])
+    recipe = load_recipe(
+        QUICKSTART, ["train.megatron.moe_aux_loss_coeff=1e-3", "rollout.engine.sglang.page_size=16"]
+    )
     assert recipe.train.megatron == {"moe_aux_loss_coeff": 1e-3}
     assert recipe.rollout.engine.sglang == {"page_size": 16}
 
@@ -117,7 +122,9 @@ def suggested(error: UserError) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe_path", [QUICKSTART, pytest.param(LONGEST, marks=pytest.mark.slow)], ids=lambda path: path.name
+    "recipe_path",
+    [QUICKSTART, pytest.param(LONGEST, marks=pytest.mark.slow)],
+    ids=lambda path: path.name,
 )
 @pytest.mark.parametrize("way", ["yaml", "override"])
 def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
@@ -157,7 +164,9 @@ def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
 
 def test_a_misspelt_required_key_is_told_once(tmp_path: Path) -> None:
     errors = errors_of(edited(tmp_path, "placement:", "placment:"))
-    assert [str(error).split(": ", 1)[1] for error in errors] == ["unknown key placment; did you mean placement?"]
+    assert [str(error).split(": ", 1)[1] for error in errors] == [
+        "unknown key placment; did you mean placement?"
+    ]
 
 
 def test_a_misspelt_key_of_a_source_is_told() -> None:
@@ -170,13 +179,25 @@ def test_a_misspelt_key_of_a_source_is_told() -> None:
 def test_files_of_data_are_paths_or_branches(tmp_path: Path) -> None:
     train = "data.train=[a.jsonl, {path: b.jsonl, weight: 2, prompt: ask}]"
     recipe = load_recipe(QUICKSTART, [train, "data.eval.x={path: c.jsonl, answer: a.b}"])
-    assert list(recipe.data.files) == ["data.train.0", "data.train.1", "data.eval.arith", "data.eval.x"]
-    assert [file.path for file in recipe.data.files.values()] == ["a.jsonl", "b.jsonl", "data/eval.jsonl", "c.jsonl"]
+    assert list(recipe.data.files) == [
+        "data.train.0",
+        "data.train.1",
+        "data.eval.arith",
+        "data.eval.x",
+    ]
+    assert [file.path for file in recipe.data.files.values()] == [
+        "a.jsonl",
+        "b.jsonl",
+        "data/eval.jsonl",
+        "c.jsonl",
+    ]
     assert (recipe.data.train[1].weight, recipe.data.train[1].prompt) == (2.0, "ask")
     assert list(load_recipe(QUICKSTART).data.train_files) == ["data.train"]
     (tmp_path / "again.yaml").write_text(recipe.dump_yaml())
     assert load_recipe(tmp_path / "again.yaml") == recipe
-    errors = errors_of(QUICKSTART, "data.train=[{path: b.jsonl, wieght: 2}, 7, {path: c, weight: 0}]")
+    errors = errors_of(
+        QUICKSTART, "data.train=[{path: b.jsonl, wieght: 2}, 7, {path: c, weight: 0}]"
+    )
     assert [str(error).partition("]: ")[2] for error in errors] == [
         "unknown key data.train.0.wieght; did you mean data.train.0.weight?",
         "data.train.1 is 7; write a path, or a branch with path, prompt and answer",
@@ -196,7 +217,9 @@ def test_a_key_in_the_wrong_section_is_found_in_the_right_one() -> None:
 
 def test_a_key_like_no_other_lists_the_keys_there() -> None:
     (error,) = errors_of(QUICKSTART, "placement.machines=2")
-    assert error.hint.startswith("the keys there are gpus, train_gpus, first_engine_gpu, gpus_per_node")
+    assert error.hint.startswith(
+        "the keys there are gpus, train_gpus, first_engine_gpu, gpus_per_node"
+    )
 
 
 # --- wrong values ------------------------------------------------------------------------------------------------
@@ -212,15 +235,33 @@ def test_a_key_like_no_other_lists_the_keys_there() -> None:
         ("train.lr=fast", "train.lr is 'fast'; write a number"),
         ("train.lr=.nan", "train.lr is nan; it should be a finite number"),
         ("run.name=7", "run.name is 7; write text, in quotes when it reads as a number"),
-        ("run.name=../up", "run.name is '../up'; write letters, digits, dots, dashes and underscores, a "),
-        ("data.train=", "data.train is None; write a path, or a list of files with path and weight"),
+        (
+            "run.name=../up",
+            "run.name is '../up'; write letters, digits, dots, dashes and underscores, a ",
+        ),
+        (
+            "data.train=",
+            "data.train is None; write a path, or a list of files with path and weight",
+        ),
         ("data.eval=[a]", "data.eval is ['a']; write a mapping of keys there"),
-        ("data.eval.x=3", "data.eval.x is 3; write a path, or a branch with path, prompt and answer"),
+        (
+            "data.eval.x=3",
+            "data.eval.x is 3; write a path, or a branch with path, prompt and answer",
+        ),
         ("model.dtype=fp8", "model.dtype is 'fp8'; it should be 'float32' or 'bfloat16'"),
-        ("run.trackers=[neptune]", "run.trackers.0 is 'neptune'; it should be 'tensorboard', 'wandb' or 'mlflow'"),
+        (
+            "run.trackers=[neptune]",
+            "run.trackers.0 is 'neptune'; it should be 'tensorboard', 'wandb' or 'mlflow'",
+        ),
         ("train=3", "train is 3; write a mapping of keys there"),
-        ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt is 0; it should be greater than or equal to 1"),
-        ("rollout.temperature=0", "rollout.temperature is 0; it should be greater than or equal to 0.01"),
+        (
+            "rollout.samples_per_prompt=0",
+            "rollout.samples_per_prompt is 0; it should be greater than or equal to 1",
+        ),
+        (
+            "rollout.temperature=0",
+            "rollout.temperature is 0; it should be greater than or equal to 0.01",
+        ),
         ("lonely", "not of the form a.b=c; write for example train.lr=1e-4"),
         ("train..lr=1", "not of the form a.b=c; write for example train.lr=1e-4"),
         ("train.lr=[", "'[' is not a YAML value; put text in quotes"),
@@ -241,8 +282,16 @@ def test_a_bad_value_in_the_file_names_its_line(tmp_path: Path) -> None:
 
 def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     path = edited(tmp_path, f"steps: {load_recipe(QUICKSTART).run.steps}, ", "")
-    told = "\n".join(map(str, errors_of(path, "train.tq=2", "model.dtype=int8", "rollout.top_p=2", "oops")))
-    for part in ("run.steps is missing", "unknown key train.tq", "model.dtype is 'int8'", "rollout.top_p is 2", "oops"):
+    told = "\n".join(
+        map(str, errors_of(path, "train.tq=2", "model.dtype=int8", "rollout.top_p=2", "oops"))
+    )
+    for part in (
+        "run.steps is missing",
+        "unknown key train.tq",
+        "model.dtype is 'int8'",
+        "rollout.top_p is 2",
+        "oops",
+    ):
         assert part in told
     assert told.count("\n") == 4
 
@@ -280,9 +329,13 @@ def overlay(tmp_path: Path, text: str, name: str = "overlay.yaml") -> str:
 
 
 def test_overlays_and_overrides_are_applied_in_order_key_by_key(tmp_path: Path) -> None:
-    first = overlay(tmp_path, "train: {tp: 4, lr: 5e-6}\nrun: {trackers: []}\nevaluation: {every: 7}\n")
+    first = overlay(
+        tmp_path, "train: {tp: 4, lr: 5e-6}\nrun: {trackers: []}\nevaluation: {every: 7}\n"
+    )
     second = overlay(tmp_path, "train: {tp: 8, megatron: {a: 1}}\n", "second.yml")
-    recipe = load_recipe(QUICKSTART, ["train.lr=1.0", first, "train.tp=2", second, "train.megatron.b=2"])
+    recipe = load_recipe(
+        QUICKSTART, ["train.lr=1.0", first, "train.tp=2", second, "train.megatron.b=2"]
+    )
     assert (recipe.train.tp, recipe.train.lr, recipe.train.pp) == (8, 5e-6, 2)
     assert recipe.train.megatron == {"a": 1, "b": 2}
     assert recipe.run.trackers == ()
@@ -290,7 +343,9 @@ def test_overlays_and_overrides_are_applied_in_order_key_by_key(tmp_path: Path) 
 
 
 def test_an_overlay_replaces_a_leaf_by_a_mapping_and_lists_whole(tmp_path: Path) -> None:
-    text = "checkpoint: {every: 3}\ntrain: {pp: 2, layers_per_stage: [3]}\ncritic: {ranks: {tp: 1}}\n"
+    text = (
+        "checkpoint: {every: 3}\ntrain: {pp: 2, layers_per_stage: [3]}\ncritic: {ranks: {tp: 1}}\n"
+    )
     path = overlay(tmp_path, text)
     recipe = load_recipe(QUICKSTART, ["train.layers_per_stage=[1,3]", "checkpoint=null", path])
     assert recipe.train.layers_per_stage == (3,)
@@ -298,12 +353,18 @@ def test_an_overlay_replaces_a_leaf_by_a_mapping_and_lists_whole(tmp_path: Path)
 
 
 def test_null_takes_a_named_entry_out_and_sets_any_other_key_to_null(tmp_path: Path) -> None:
-    more = overlay(tmp_path, "data: {eval: {hard: hard.jsonl}}\nevaluation: {sets: {hard: {samples: 4}}}\n")
-    less = overlay(tmp_path, "data: {eval: {arith: null}}\nreward: {arguments: {scale: null}}\n", "less.yaml")
+    more = overlay(
+        tmp_path, "data: {eval: {hard: hard.jsonl}}\nevaluation: {sets: {hard: {samples: 4}}}\n"
+    )
+    less = overlay(
+        tmp_path, "data: {eval: {arith: null}}\nreward: {arguments: {scale: null}}\n", "less.yaml"
+    )
     recipe = load_recipe(QUICKSTART, [more, less])
     assert [*recipe.data.eval] == ["hard"]
     assert recipe.reward.arguments == {"scale": None}
-    recipe = load_recipe(QUICKSTART, [more, "data.eval.hard=null", "evaluation.sets=null", "checkpoint.every=null"])
+    recipe = load_recipe(
+        QUICKSTART, [more, "data.eval.hard=null", "evaluation.sets=null", "checkpoint.every=null"]
+    )
     assert [*recipe.data.eval] == ["arith"]
     assert (recipe.evaluation.sets, recipe.checkpoint.every) == ({}, None)
     recipe = load_recipe(QUICKSTART, ["data.eval=null", more])
@@ -316,7 +377,11 @@ def test_a_name_of_the_users_own_may_contain_dots(tmp_path: Path) -> None:
     """Null takes it out, and a fault below it is told as any other."""
     score = "{function: megarl.rollout.rewards.math:score, arguments: {scale: 1}}"
     more = overlay(tmp_path, f"reward: {{by_source: {{math.dapo: {score}, code: {score}}}}}\n")
-    less = overlay(tmp_path, "reward: {by_source: {math.dapo: null, code: {arguments: {scale: null}}}}\n", "less.yaml")
+    less = overlay(
+        tmp_path,
+        "reward: {by_source: {math.dapo: null, code: {arguments: {scale: null}}}}\n",
+        "less.yaml",
+    )
     recipe = load_recipe(QUICKSTART, [more, less])
     assert [*recipe.reward.by_source] == ["code"]
     assert recipe.reward.by_source["code"].arguments == {"scale": None}
@@ -328,7 +393,10 @@ def test_a_name_of_the_users_own_may_contain_dots(tmp_path: Path) -> None:
         "unknown key reward.by_source.math.dapo.functon; did you mean reward.by_source.math.dapo.function?"
     )
     assert "on is true in YAML 1.1" in lines[1]
-    assert "reward.by_source.gone.now is null, which takes it out, and there is no such entry" in lines[2]
+    assert (
+        "reward.by_source.gone.now is null, which takes it out, and there is no such entry"
+        in lines[2]
+    )
 
 
 def test_null_for_a_name_that_is_not_there_is_an_error_where_it_is_written(tmp_path: Path) -> None:
@@ -352,11 +420,18 @@ def test_an_overlays_errors_name_its_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_errors(tmp_path: Path) -> None:
+def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_errors(
+    tmp_path: Path,
+) -> None:
     broken, gone = overlay(tmp_path, "train: [\n"), str(tmp_path / "gone.yaml")
     twice = overlay(tmp_path, "run: {steps: 1, steps: 2}\n", "twice.yaml")
     lines = [str(error) for error in errors_of(QUICKSTART, broken, gone, twice, "train.tp=x")]
-    starts = f"{broken}:", f"{gone}: cannot be read", f"{twice}:1: run.steps is written twice", "override train.tp=x:"
+    starts = (
+        f"{broken}:",
+        f"{gone}: cannot be read",
+        f"{twice}:1: run.steps is written twice",
+        "override train.tp=x:",
+    )
     for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert len(lines) == 4

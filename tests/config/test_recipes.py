@@ -60,13 +60,19 @@ def model_of(path: Path) -> str:
 def cases() -> list[Any]:
     """(recipe's name, what is laid over it), of every recipe in the folder."""
     return [
-        pytest.param(path.stem, over, id="+".join([path.stem, *over]), marks=[pytest.mark.nightly] * (len(over) > 1))
+        pytest.param(
+            path.stem,
+            over,
+            id="+".join([path.stem, *over]),
+            marks=[pytest.mark.nightly] * (len(over) > 1),
+        )
         for path in sorted(RECIPES.glob("*.yaml"))
         for over in OVERLAYS[model_of(path)]
     ]
 
 
-CLUSTER = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "quickstart" not in path.stem]  # meant for GPUs
+# meant for GPUs
+CLUSTER = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "quickstart" not in path.stem]
 
 
 def load(name: str, over: tuple[str, ...] = (), *overrides: str) -> Recipe:
@@ -93,7 +99,12 @@ def once() -> Iterator[None]:
 
     def places(roles: Roles, *_: Any) -> Any:
         recipe = roles.recipe
-        exchange = recipe.reshard.round_bytes, recipe.placement, recipe.model.path, recipe.model.dtype
+        exchange = (
+            recipe.reshard.round_bytes,
+            recipe.placement,
+            recipe.model.path,
+            recipe.model.dtype,
+        )
         return exchange, roles.policy.layout, roles.policy.lora, roles.engines
 
     def judge(recipe: Recipe, prompts: Any) -> Any:
@@ -103,7 +114,9 @@ def once() -> Iterator[None]:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places))
         patch.setattr(layout_checks, "reshard_errors", kept(layout_checks.reshard_errors, places))
-        patch.setattr(checks_by_command, "reward_errors", kept(checks_by_command.reward_errors, judge))
+        patch.setattr(
+            checks_by_command, "reward_errors", kept(checks_by_command.reward_errors, judge)
+        )
         yield
 
 
@@ -118,7 +131,9 @@ def lines_of(recipe: Recipe) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "over"), cases())
-def test_it_dry_runs(name: str, over: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_it_dry_runs(
+    name: str, over: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     inputs = [] if name in CLUSTER else request.getfixturevalue(f"{name}_inputs")
     recipe = load(name, over, *inputs, f"run.dir={tmp_path / 'runs'}")
     lines = lines_of(recipe)
@@ -135,13 +150,23 @@ def test_it_dry_runs(name: str, over: tuple[str, ...], request: pytest.FixtureRe
 
 def _unchecked(name: str, recipe: Recipe) -> set[str]:
     """What a dry run of a shipped recipe says it did not check on a machine without GPUs, weights and data."""
-    if name not in CLUSTER:  # it runs on this machine, and passes Megatron and SGLang nothing of its own
+    # it runs on this machine, and passes Megatron and SGLang nothing of its own
+    if name not in CLUSTER:
         return {
             "Megatron's own classes, which get no options from this recipe",
             "SGLang's own class, which gets nothing but sizes from this recipe",
         }
-    memory = {"memory and time, and cores for tools", "episode.tools"} if recipe.episode else {"memory and time"}
-    return {"model.path", *recipe.data.files, "SGLang's choices of kernels and memory, which ask", *memory}
+    memory = (
+        {"memory and time, and cores for tools", "episode.tools"}
+        if recipe.episode
+        else {"memory and time"}
+    )
+    return {
+        "model.path",
+        *recipe.data.files,
+        "SGLang's choices of kernels and memory, which ask",
+        *memory,
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTER if "qwen2_5" not in name])
@@ -155,7 +180,9 @@ def test_it_dry_runs_with_its_first_layers_alone(name: str, tmp_path: Path) -> N
 
 def test_the_overlays_that_there_are_are_tried() -> None:
     tried = {one for of_model in OVERLAYS.values() for over in of_model for one in over}
-    assert {path.name for path in (RECIPES / "overlays").glob("*.yaml")} <= tried | {"debug_layers.yaml"}
+    assert {path.name for path in (RECIPES / "overlays").glob("*.yaml")} <= tried | {
+        "debug_layers.yaml"
+    }
 
 
 @pytest.mark.parametrize("name", CLUSTER)
@@ -164,7 +191,11 @@ def test_one_side_of_a_run_can_be_debugged_alone(name: str, overlay: str) -> Non
     """What `megarl rollout` and `--from-samples` refuse is not in the recipe any more."""
     recipe = load(name, (overlay,))
     rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-    assert (recipe.checkpoint.every, rules.dynamic_sampling, recipe.warm_start.steps) == (None, False, 0)
+    assert (recipe.checkpoint.every, rules.dynamic_sampling, recipe.warm_start.steps) == (
+        None,
+        False,
+        0,
+    )
     assert rules.critic_warmup_steps < recipe.run.steps == 1
     assert overlay == "debug_train.yaml" or recipe.rollout.engine.count == 1
 
@@ -191,8 +222,15 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
         "3.2 Dynamic Sampling": {"rules.dynamic_sampling": True},
         "3.3 Token-Level Loss": {"rules.aggregation": "token_mean"},
         "3.4 and 4.1 Soft Overlong Punishment": {"rules.overlong_share": 4096 / 20480},
-        "2.3 no KL, 2.4 rewards": {"rules.kl_coefficient": 0.0, "reward.arguments": {"correct": 1.0, "wrong": -1.0}},
-        "4.1 Training Details": {**COMMON, "train.warmup_steps": 20, "rollout.max_response_tokens": 16384 + 4096},
+        "2.3 no KL, 2.4 rewards": {
+            "rules.kl_coefficient": 0.0,
+            "reward.arguments": {"correct": 1.0, "wrong": -1.0},
+        },
+        "4.1 Training Details": {
+            **COMMON,
+            "train.warmup_steps": 20,
+            "rollout.max_response_tokens": 16384 + 4096,
+        },
         "4.1 evaluation": EVALUATION,
     },
     "vapo": {  # arXiv 2504.05118
@@ -228,7 +266,11 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "search-r1": {  # arXiv 2503.09516, but for the length of turns
-        "GRPO": {"rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3", "rollout.samples_per_prompt": 5},
+        "GRPO": {
+            "rules.kl_coefficient": 0.001,
+            "rules.kl_estimator": "k3",
+            "rollout.samples_per_prompt": 5,
+        },
         "Training": {
             "train.lr": 1e-6,
             "train.warmup_steps": int(0.285 * 500),
@@ -242,14 +284,20 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "lora": {  # the rates of "LoRA Without Regret"; what it is laid on is GRPO
         "10 times the rate, all layers": {"train.lr": 1e-5, "lora.alpha": 32.0, "lora.targets": ()},
-        "DeepSeek-R1": {"rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3", "rollout.samples_per_prompt": 16},
+        "DeepSeek-R1": {
+            "rules.kl_coefficient": 0.001,
+            "rules.kl_estimator": "k3",
+            "rollout.samples_per_prompt": 16,
+        },
     },
 }
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
     if key.startswith("rules."):
-        return getattr(hyperparameters_of(recipe.algorithm.name, recipe.algorithm), key.removeprefix("rules."))
+        return getattr(
+            hyperparameters_of(recipe.algorithm.name, recipe.algorithm), key.removeprefix("rules.")
+        )
     return functools.reduce(getattr, key.split("."), recipe)
 
 
@@ -258,18 +306,23 @@ def test_it_says_what_the_paper_says(name: str) -> None:
     recipe = load(name)
     own = [paper for paper in PAPERS if recipe.episode and recipe.run.name.startswith(paper)]
     said = PAPERS["lora" if recipe.lora else own[0] if own else recipe.algorithm.name]
-    found = {place: {key: value_of(recipe, key) for key in values} for place, values in said.items()}
+    found = {
+        place: {key: value_of(recipe, key) for key in values} for place, values in said.items()
+    }
     assert found == said
 
 
-PARAMETERS = {  # as the model cards have them; DeepSeek's README_WEIGHTS.md counts prediction layers apart
+# as the model cards have them; DeepSeek's README_WEIGHTS.md counts prediction layers apart
+PARAMETERS = {
     "qwen3-30b-a3b": 30.5e9, "qwen3-235b-a22b": 235e9, "deepseek-v3": 671e9, "qwen2.5-32b": 32.8e9, "kimi-k2": 1026.4e9,
 }  # fmt: skip
 # The published files: of DeepSeek-V3 with its prediction layer, of Kimi-K2-Instruct 958.49 GiB.
 FP8_BYTES = {"deepseek-v3": 688.6e9, "kimi-k2": 958.49 * 2**30}
 
 
-@pytest.mark.parametrize("folder", sorted((RECIPES / "models").iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "folder", sorted((RECIPES / "models").iterdir()), ids=lambda path: path.name
+)
 def test_a_models_shape_is_the_published_one(folder: Path) -> None:
     shape = model_shape(folder)
     ahead = mtp_prefix(shape, 0) if shape.num_mtp_layers else "no tensor"
@@ -297,28 +350,53 @@ def told(name: str, *overrides: str) -> list[str]:
 @pytest.mark.slow
 def test_a_checkpoint_in_an_unknown_format_is_one_line(tmp_path: Path) -> None:
     config = (RECIPES / "models" / "deepseek-v3" / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"quant_method": "fp8"', '"quant_method": "awq"'))
+    (tmp_path / "config.json").write_text(
+        config.replace('"quant_method": "fp8"', '"quant_method": "awq"')
+    )
     (line,) = told("grpo_deepseek671b", f"model.config={tmp_path}")
-    assert line.startswith(f'model.path: quantization_config.quant_method of {tmp_path}/config.json is "awq"; name a')
+    assert line.startswith(
+        f'model.path: quantization_config.quant_method of {tmp_path}/config.json is "awq"; name a'
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "start"),
     [
-        ("train.megatron.recompute_granularity=some", "train.megatron.recompute_granularity: 'some' is no value that"),
+        (
+            "train.megatron.recompute_granularity=some",
+            "train.megatron.recompute_granularity: 'some' is no value that",
+        ),
         ("train.megatron.recompute_method=null", "train.megatron: Megatron refuses them ("),
         (
             "rollout.engine.sglang.mem_fraction_static=most",
             "rollout.engine.sglang.mem_fraction_static: 'most' has the wrong type",
         ),
-        ("rollout.engine.sglang.attention_backend=fa33", "rollout.engine.sglang.attention_backend: 'fa33' is none of"),
-        ("rollout.engine.sglang.pagesize=1", "rollout.engine.sglang.pagesize: SGLang has no such server argument"),
-        ("train.megatron.recompute=full", "train.megatron.recompute: TransformerConfig has no such field"),
+        (
+            "rollout.engine.sglang.attention_backend=fa33",
+            "rollout.engine.sglang.attention_backend: 'fa33' is none of",
+        ),
+        (
+            "rollout.engine.sglang.pagesize=1",
+            "rollout.engine.sglang.pagesize: SGLang has no such server argument",
+        ),
+        (
+            "train.megatron.recompute=full",
+            "train.megatron.recompute: TransformerConfig has no such field",
+        ),
         ("train.etp=5", "train.etp: 5 with train.ep 1"),
-        ("rollout.engine.sglang.tokenizer_worker_num=0", "rollout.engine.sglang: SGLang refuses the engine's argu"),
+        (
+            "rollout.engine.sglang.tokenizer_worker_num=0",
+            "rollout.engine.sglang: SGLang refuses the engine's argu",
+        ),
         ("rollout.max_response_tokens=39000", "data.max_prompt_tokens: "),
-        ("train.tokens_per_micro_batch=20480", "train.tokens_per_micro_batch: 20480 is less than the longest"),
-        ("critic.ranks.layers_per_stage=[1]", "critic.ranks.layers_per_stage: [1] are not 8 numbers"),
+        (
+            "train.tokens_per_micro_batch=20480",
+            "train.tokens_per_micro_batch: 20480 is less than the longest",
+        ),
+        (
+            "critic.ranks.layers_per_stage=[1]",
+            "critic.ranks.layers_per_stage: [1] are not 8 numbers",
+        ),
         ("model.config=null", "models/Qwen3-30B-A3B/config.json: no such file"),
         ("model.config=gone", "gone/config.json: no such file"),
         ("reward.function=megarl.rollout.rewards.math:scores", "reward.function: "),
@@ -328,13 +406,23 @@ def test_a_checkpoint_in_an_unknown_format_is_one_line(tmp_path: Path) -> None:
 def test_an_error_is_told(override: str, start: str) -> None:
     lines = told("vapo_qwen3_30b", override)
     assert sum(line.startswith(start) for line in lines) == 1, lines
-    assert not any(line.startswith("train.megatron: ") for line in lines) or start.startswith("train.megatron: ")
+    assert not any(line.startswith("train.megatron: ") for line in lines) or start.startswith(
+        "train.megatron: "
+    )
 
 
 def test_errors_of_every_kind_are_told_at_once() -> None:
-    keys = ["train.megatron.recompute_granularity=some", "rollout.engine.sglang.page_size=big", "run.dir=/dev/null/x"]
+    keys = [
+        "train.megatron.recompute_granularity=some",
+        "rollout.engine.sglang.page_size=big",
+        "run.dir=/dev/null/x",
+    ]
     lines = told("dapo_qwen3_30b", *keys, "algorithm.gamma=0.9", "placement.train_gpus=16")
-    starts = ["train.megatron.recompute_granularity: ", "rollout.engine.sglang.page_size: ", "run.dir: "]
+    starts = [
+        "train.megatron.recompute_granularity: ",
+        "rollout.engine.sglang.page_size: ",
+        "run.dir: ",
+    ]
     starts += ["algorithm.gamma: ", "placement."]
     for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
@@ -346,14 +434,21 @@ def test_the_named_hardware_decides_what_is_checked(tmp_path: Path) -> None:
     over = ("fp8_rollout.yaml",)
     assert "x TP8 EP8 DP2 in fp8" in "\n".join(lines_of(load("dapo_qwen3_30b", over)))
     lines = told("dapo_qwen3_30b", "placement.hardware=null", "rollout.engine.fp8=true")
-    assert any(line.startswith("rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU") for line in lines)
+    assert any(
+        line.startswith("rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU")
+        for line in lines
+    )
 
 
 def test_data_that_is_here_is_read(tmp_path: Path, arithmetic: Path) -> None:
     lines = told("grpo_qwen3_30b", f"data.train={arithmetic / 'train.jsonl'}")
     assert len(lines) == 1
-    assert lines[0].startswith("data.train: ") and "no column 'reward_model.ground_truth'" in lines[0]
-    good = load("grpo_qwen3_30b", (), f"data.train={arithmetic / 'train.jsonl'}", "data.answer=answer")
+    assert (
+        lines[0].startswith("data.train: ") and "no column 'reward_model.ground_truth'" in lines[0]
+    )
+    good = load(
+        "grpo_qwen3_30b", (), f"data.train={arithmetic / 'train.jsonl'}", "data.answer=answer"
+    )
     assert not any(line.startswith("not checked here: data.train") for line in lines_of(good))
 
 
@@ -361,17 +456,26 @@ def test_other_models_that_are_not_here_are_told() -> None:
     keys = ["critic.path=gone/critic", "reward_model.path=gone/judge", "reference.path=gone/start"]
     lines = lines_of(load("vapo_qwen3_30b", (), *keys, "reference.use=true"))
     for branch in ("critic", "reward_model", "reference"):
-        assert sum(line.startswith(f"not checked here: {branch}.path: gone/") for line in lines) == 1
+        assert (
+            sum(line.startswith(f"not checked here: {branch}.path: gone/") for line in lines) == 1
+        )
     assert any(line.startswith("reward_model: PP8 DP2; slots 0 to 15") for line in lines)
 
 
 def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "raise_on_sigterm", lambda: None)  # this process is pytest's
-    arguments = ["train", "recipes/dapo_qwen3_30b.yaml", "recipes/overlays/qwen3_30b_16gpus.yaml", "--dry-run"]
+    arguments = [
+        "train",
+        "recipes/dapo_qwen3_30b.yaml",
+        "recipes/overlays/qwen3_30b_16gpus.yaml",
+        "--dry-run",
+    ]
     good = CliRunner().invoke(cli.app, arguments)
     assert good.exit_code == 0, good.output
     assert re.search(r"engines: 2 x TP8 .*slots 0 to 15\n", good.stdout)
-    bad = CliRunner().invoke(cli.app, [*arguments, "train.pp=5", "rollout.engine.sglang.page_size=big"])
+    bad = CliRunner().invoke(
+        cli.app, [*arguments, "train.pp=5", "rollout.engine.sglang.page_size=big"]
+    )
     assert bad.exit_code == 2
     starts = {line.split(": ")[0] for line in bad.stderr.splitlines()}
     assert starts == {"train.pp", "placement.gpus", "rollout.engine.sglang.page_size"}

@@ -12,7 +12,8 @@ from megarl.types import UserError, UserErrors
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 # 9 ** 9 values in nine lines.
 ALIASES = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "\n".join(
-    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{','.join([f'*{before}'] * 9)}]"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -45,17 +46,25 @@ def written(tmp_path: Path, lines: bytes | str) -> Path:
         ("run.name=0o17", "write 15, or '0o17' in quotes where text is meant"),
         ("reward.arguments.a=0O17", "write 15, or '0O17' in quotes where text is meant"),
         ("run.steps=1:30", "write the number out, or '1:30' in quotes where text is meant"),
-        ("run.timeout_s=2:30:00.5", "write the number out, or '2:30:00.5' in quotes where text is meant"),
+        (
+            "run.timeout_s=2:30:00.5",
+            "write the number out, or '2:30:00.5' in quotes where text is meant",
+        ),
         ("run.name=12:30", "write the number out, or '12:30' in quotes where text is meant"),
         ("train.megatron.a=off", "write false, or 'off' in quotes where text is meant"),
         ("train.megatron={a: [1, {b: Yes}]}", "write true, or 'Yes' in quotes where text is meant"),
         ("reward.arguments.a=no", "write false, or 'no' in quotes where text is meant"),
-        ("reward.by_source.x={function: a:b, arguments: {a: On}}", "write true, or 'On' in quotes where text is meant"),
+        (
+            "reward.by_source.x={function: a:b, arguments: {a: On}}",
+            "write true, or 'On' in quotes where text is meant",
+        ),
         (f"run.seed={'1' * 5000}", "write a smaller one"),
     ],
     ids=lambda value: value[:30],
 )
-def test_a_value_that_is_read_in_two_ways_is_refused_once_with_its_line(given: str, hint: str, tmp_path: Path) -> None:
+def test_a_value_that_is_read_in_two_ways_is_refused_once_with_its_line(
+    given: str, hint: str, tmp_path: Path
+) -> None:
     (error,) = errors_of(QUICKSTART, given)
     assert error.where.startswith(f"override {given[:100]}")
     assert error.hint == hint
@@ -103,7 +112,9 @@ def test_a_word_where_a_boolean_is_wanted() -> None:
 
 @pytest.mark.parametrize("depth", [40, 3_000, 100_000])
 @pytest.mark.parametrize("brackets", ["[]", "{}", "dashes", "indented"])
-def test_a_recipe_that_is_nested_too_deep_is_one_line(depth: int, brackets: str, tmp_path: Path) -> None:
+def test_a_recipe_that_is_nested_too_deep_is_one_line(
+    depth: int, brackets: str, tmp_path: Path
+) -> None:
     if brackets == "indented":
         levels = min(depth, 500)
         text = "\n".join(f"{' ' * level}a:" for level in range(levels))
@@ -145,14 +156,17 @@ def test_an_override_that_is_nested_too_deep_is_one_short_line() -> None:
         (ALIASES, 1, "it has more than 20000 values, which no recipe has"),
     ],
 )  # fmt: skip
-def test_a_text_that_no_recipe_is_names_file_and_line(front: bytes | str, line: int, says: str, tmp_path: Path) -> None:
+def test_a_text_that_no_recipe_is_names_file_and_line(
+    front: bytes | str, line: int, says: str, tmp_path: Path
+) -> None:
     path = written(tmp_path, front)
     told = [str(error) for error in errors_of(path)]
     assert any(text.startswith(f"{path}:{line}: {says}") for text in told), told
 
 
 def test_an_override_whose_text_is_no_utf8() -> None:
-    (error,) = errors_of(QUICKSTART, "run.name=a\udcffb")  # as Python reads the byte 0xff of the command line
+    # as Python reads the byte 0xff of the command line
+    (error,) = errors_of(QUICKSTART, "run.name=a\udcffb")
     assert error.problem == "not valid YAML (the character U+DCFF is not allowed)"
 
 
@@ -164,7 +178,10 @@ def test_a_byte_order_mark_in_front_is_left_out(tmp_path: Path) -> None:
     overlay.write_bytes(b"\xef\xbb\xbfrun: {seed: 9}\n")
     assert load_recipe(path, [str(overlay)]).run.seed == 9
     overlay.write_text("run: {name: a\ufeff}\n")
-    assert str(errors_of(path, str(overlay))[0]) == f"{overlay}:1: the text has the character U+FEFF; remove it"
+    assert (
+        str(errors_of(path, str(overlay))[0])
+        == f"{overlay}:1: the text has the character U+FEFF; remove it"
+    )
 
 
 def test_a_file_without_an_end_and_a_folder(tmp_path: Path) -> None:

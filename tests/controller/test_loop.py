@@ -31,11 +31,23 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 LOOP = Path(loop.__file__).read_text(encoding="utf-8")
 
 
-def summary(prompt: str, rewards: list[float], finished: bool = True, version: int = 1) -> GroupSummary:
+def summary(
+    prompt: str, rewards: list[float], finished: bool = True, version: int = 1
+) -> GroupSummary:
     count, rewards_G = len(rewards), np.array(rewards, np.float32)
     finished_G = np.full(count, finished)
     parts_G = ((SamplePart(version, 3),),) * count
-    return GroupSummary(prompt, "", ("",) * count, 1, np.full(count, 3), finished_G, rewards_G, rewards_G > 0, parts_G)
+    return GroupSummary(
+        prompt,
+        "",
+        ("",) * count,
+        1,
+        np.full(count, 3),
+        finished_G,
+        rewards_G,
+        rewards_G > 0,
+        parts_G,
+    )
 
 
 def refs(buffer: GroupBuffer) -> list[Any]:
@@ -57,8 +69,12 @@ class Fleet:
         self.version, self.attempts, self.reward_model = 1, 1, None
         self.finished, self.rewards = True, [1.0, 0.0]
         self.engines = SimpleNamespace(begin=self.begin)
-        self.trainers = SimpleNamespace(observe=self.observe, train=self.train, plan_of=lambda *_: "policy's plan")
-        own = SimpleNamespace(plan_of=lambda _: "critic's plan", values=self.values, train=self.train_critic)
+        self.trainers = SimpleNamespace(
+            observe=self.observe, train=self.train, plan_of=lambda *_: "policy's plan"
+        )
+        own = SimpleNamespace(
+            plan_of=lambda _: "critic's plan", values=self.values, train=self.train_critic
+        )
         own.recipe = recipe
         self.critic = own if has_critic else None
 
@@ -70,7 +86,10 @@ class Fleet:
         self.calls.append(f"sample {len(entries)}{' ahead' if beside_training else ''}")
         ids = [entry.drawn.prompt.id for entry in entries]
         new = [summary(name, self.rewards, self.finished, self.version) for name in ids]
-        found = [replace(one, summary=of, ref=f"ref {of.prompt_text}") for one, of in zip(entries, new, strict=True)]
+        found = [
+            replace(one, summary=of, ref=f"ref {of.prompt_text}")
+            for one, of in zip(entries, new, strict=True)
+        ]
 
         def result() -> tuple[list[Any], None]:
             self.calls.extend(["await what was sampled ahead"] if beside_training else [])
@@ -96,9 +115,18 @@ class Fleet:
         return "updates"
 
     def train(
-        self, algorithm: str, samples: Any, refs: Any, lr: float, *, token_values: Any, observation: Any
+        self,
+        algorithm: str,
+        samples: Any,
+        refs: Any,
+        lr: float,
+        *,
+        token_values: Any,
+        observation: Any,
     ) -> Trained:
-        self.calls.append(f"train {algorithm} on {len(samples)} of {refs}, {token_values}, {observation}")
+        self.calls.append(
+            f"train {algorithm} on {len(samples)} of {refs}, {token_values}, {observation}"
+        )
         return Trained([{LOSS: (lr,)}], {"speed/train_tokens_per_s": 1.0})
 
     def publish(self) -> tuple[Stats, dict[str, float]]:
@@ -125,8 +153,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             begin=begin, leave_if_wanted=lambda: None, settle=lambda step: fleet.calls.append(f"settle {step}"),
             is_due=lambda step: recipe.checkpoint.every is not None,
         )  # fmt: skip
-        prompts = SimpleNamespace(take=lambda n: [Prompt(str(next(taken)), "", (1,), "7") for _ in range(n)])
-        tokenizer = type("Tokenizer", (), {"eos_token_id": 0, "__call__": lambda *_, **__: {"input_ids": [1, 2]}})()
+        prompts = SimpleNamespace(
+            take=lambda n: [Prompt(str(next(taken)), "", (1,), "7") for _ in range(n)]
+        )
+        tokenizer = type(
+            "Tokenizer", (), {"eos_token_id": 0, "__call__": lambda *_, **__: {"input_ids": [1, 2]}}
+        )()
         demonstrate = demonstrations(tokenizer, turn_tokenizer=None, messages=None)
         inputs: Any = SimpleNamespace(prompts=prompts, demonstrate=demonstrate, eval_sets={})
         log: Any = None
@@ -171,9 +203,13 @@ def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
         *("sample 2", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
         *("save 1 and []", "publish"),
     ]
-    assert {"reward/mean", "train/lr", "train/loss", "reshard/version", "speed/train_tokens_per_s"} <= set(
-        record.metrics
-    )
+    assert {
+        "reward/mean",
+        "train/lr",
+        "train/loss",
+        "reshard/version",
+        "speed/train_tokens_per_s",
+    } <= set(record.metrics)
     assert record.metrics["reshard/version"] == 2 and len(record.groups) == 2
     phases = [name for name in record.close() if name.startswith("time/")]
     assert phases[:-2] == ["time/rollout_s", "time/train_s", "time/save_s", "time/reshard_s"]
@@ -189,30 +225,47 @@ def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
     ],
 )
 def test_a_step_records_its_samples_advantages_and_groups_that_teach_nothing(
-    made: Any, algorithm: str, rewards: list[float], advantages: list[float | None], without_variance: float | None
+    made: Any,
+    algorithm: str,
+    rewards: list[float],
+    advantages: list[float | None],
+    without_variance: float | None,
 ) -> None:
     """The share of such groups is of algorithms that compare the samples of a prompt; GAE is of tokens."""
     one, fleet = made(f"algorithm.name={algorithm}")
     fleet.rewards, record = rewards, Record(1)
     loop.train_step(one, Step(1, record))
-    assert record.advantages == {(group, sample): advantages[sample] for group in (0, 1) for sample in (0, 1)}
+    assert record.advantages == {
+        (group, sample): advantages[sample] for group in (0, 1) for sample in (0, 1)
+    }
     assert record.metrics.get("reward/groups_without_variance") == without_variance
 
 
 def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> None:
-    one, fleet = made("algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.critic_warmup_steps=1")
+    one, fleet = made(
+        "algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.critic_warmup_steps=1"
+    )
     first, second = Record(1), Record(2)
     loop.train_step(one, Step(1, first))
     assert fleet.calls == [
         *("sample 2", "hand over to train", "observe 4 for the critic's plan"),
-        *("hand over to critic", "values of 4 for the policy's plan", "train the critic on values, penalties"),
+        *(
+            "hand over to critic",
+            "values of 4 for the policy's plan",
+            "train the critic on values, penalties",
+        ),
         *("save 1 and []", "publish"),
     ]
-    assert "critic/lr" in first.metrics and not {"train/lr", "speed/train_tokens_per_s"} & set(first.metrics)
+    assert "critic/lr" in first.metrics and not {"train/lr", "speed/train_tokens_per_s"} & set(
+        first.metrics
+    )
     fleet.calls.clear()
     loop.train_step(one, Step(2, second))
     assert fleet.calls[-4:] == [
-        *("hand over to train", "train ppo on 4 of ['ref 2', 'ref 3'], values for the policy, penalties"),
+        *(
+            "hand over to train",
+            "train ppo on 4 of ['ref 2', 'ref 3'], values for the policy, penalties",
+        ),
         *("save 2 and []", "publish"),
     ]
     lr = [policy_lr(one.recipe, fleet)(step) for step in range(1, 10)]
@@ -223,7 +276,11 @@ def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
     one, fleet = made("algorithm.name=sft")
     record = Record(1)
     loop.train_step(one, Step(1, record))
-    assert fleet.calls[:3] == ["put 2", "hand over to train", "train sft on 2 of ['ref 0', 'ref 1'], None, None"]
+    assert fleet.calls[:3] == [
+        "put 2",
+        "hand over to train",
+        "train sft on 2 of ['ref 0', 'ref 1'], None, None",
+    ]
     assert "reward/mean" not in record.metrics
 
 
@@ -236,7 +293,9 @@ def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
     record = Record(2)
     assert refs(loop.train_step(one, Step(2, record, buffer))) == []
     assert (record.metrics["stale/token_mean"], record.metrics["stale/token_max"]) == (1.0, 1)
-    assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", "nothing is sampled"
+    assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", (
+        "nothing is sampled"
+    )
 
 
 def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:
@@ -245,42 +304,70 @@ def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> Non
     record = Record(1)
     buffer = loop.train_step(one, Step(1, record))
     assert fleet.calls == [
-        *("sample 2", "sample 2 ahead", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
+        *(
+            "sample 2",
+            "sample 2 ahead",
+            "hand over to train",
+            "train grpo on 4 of ['ref 0', 'ref 1'], None, None",
+        ),
         *("await what was sampled ahead", "save 1 and ['ref 2', 'ref 3']", "publish"),
     ]
     metrics = record.close()
     times = [name for name in metrics if name.startswith("time/")]
-    assert times[:-2] == ["time/rollout_s", "time/train_s", "time/ahead_s", "time/save_s", "time/reshard_s"]
+    assert times[:-2] == [
+        "time/rollout_s",
+        "time/train_s",
+        "time/ahead_s",
+        "time/save_s",
+        "time/reshard_s",
+    ]
     assert sum(metrics[name] for name in times[:-1]) == pytest.approx(metrics["time/step_s"])
     assert metrics["rollout/waited_s"] >= metrics["time/train_s"], "the stand-in samples in no time"
     fleet.calls.clear()
     record = Record(2)
     loop.train_step(one, Step(2, record, buffer))
     assert fleet.calls[:3] == [
-        *("sample 2 ahead", "hand over to train", "train grpo on 4 of ['ref 2', 'ref 3'], None, None"),
+        *(
+            "sample 2 ahead",
+            "hand over to train",
+            "train grpo on 4 of ['ref 2', 'ref 3'], None, None",
+        ),
     ]
     assert record.metrics["stale/token_max"] == 1
 
 
 @pytest.mark.parametrize(("every", "calls"), [(None, 0), (4, 1)])
-def test_ahead_the_last_step_samples_for_the_run_that_may_go_on(made: Any, every: int | None, calls: int) -> None:
+def test_ahead_the_last_step_samples_for_the_run_that_may_go_on(
+    made: Any, every: int | None, calls: int
+) -> None:
     """Its checkpoint is as that of any other step; without one nobody would have the samples."""
     own = [] if every is None else [f"checkpoint.every={every}"]
-    one, fleet = made("algorithm.name=grpo", "algorithm.rollout_correction=tis", "rollout.ahead=1", *own)
+    one, fleet = made(
+        "algorithm.name=grpo", "algorithm.rollout_correction=tis", "rollout.ahead=1", *own
+    )
     assert len(loop.train_step(one, Step(9, Record(9))).entries) == 2 * calls
     assert fleet.calls.count("sample 2 ahead") == calls
 
 
-def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_the_start(made: Any) -> None:
+def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_the_start(
+    made: Any,
+) -> None:
     """What its last step did, and the stock of its checkpoint, with the same prompts and random streams."""
     found = []
     for steps in (2, 9):
-        how = ["algorithm.rollout_correction=tis", "rollout.ahead=1", f"run.steps={steps}", "checkpoint.every=7"]
+        how = [
+            "algorithm.rollout_correction=tis",
+            "rollout.ahead=1",
+            f"run.steps={steps}",
+            "checkpoint.every=7",
+        ]
         one, fleet = made("algorithm.name=grpo", *how)
         buffer = GroupBuffer()
         for number in (1, 2):
             buffer = loop.train_step(one, Step(number, Record(number), buffer))
-        found.append((fleet.calls, [entry.drawn for entry in buffer.entries], refs(buffer), buffer.trained))
+        found.append(
+            (fleet.calls, [entry.drawn for entry in buffer.entries], refs(buffer), buffer.trained)
+        )
     assert found[0] == found[1]
     assert found[0][1][0].stream == (one.recipe.run.seed, 3, 0)
 
@@ -288,7 +375,10 @@ def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_t
 def test_ahead_what_waits_is_not_sampled(made: Any) -> None:
     """Enough groups that are complete, and none that is open: the next step has no phase, now as without ahead."""
     one, fleet = made(
-        "algorithm.name=dapo", "algorithm.rollout_correction=tis", "algorithm.oversample=2.0", "rollout.ahead=1"
+        "algorithm.name=dapo",
+        "algorithm.rollout_correction=tis",
+        "algorithm.oversample=2.0",
+        "rollout.ahead=1",
     )
     loop.train_step(one, Step(1, Record(1)))
     assert not any("ahead" in call for call in fleet.calls)
@@ -313,7 +403,9 @@ def test_a_wish_to_end_is_heard_before_each_phase(made: Any) -> None:
 def test_a_step_without_a_finished_response_ends_the_run(made: Any) -> None:
     one, fleet = made("algorithm.name=grpo", "algorithm.overlong_filter=true")
     fleet.finished = False
-    with pytest.raises(UserError, match=r"rollout\.max_response_tokens: every response of the step was cut"):
+    with pytest.raises(
+        UserError, match=r"rollout\.max_response_tokens: every response of the step was cut"
+    ):
         loop.train_step(one, Step(1, Record(1)))
 
 
@@ -332,10 +424,20 @@ def test_a_warm_start_is_supervised_steps_and_one_publication(made: Any) -> None
     warm_start.warm_start(replace(one, log=Log()))  # type: ignore[arg-type]
     assert fleet.calls == [
         "hand over to train",
-        *("put 3", "hand over to train", "train sft on 3 of ['ref 0', 'ref 1', 'ref 2'], None, None"),
-        *("put 3", "hand over to train", "train sft on 3 of ['ref 3', 'ref 4', 'ref 5'], None, None"),
+        *(
+            "put 3",
+            "hand over to train",
+            "train sft on 3 of ['ref 0', 'ref 1', 'ref 2'], None, None",
+        ),
+        *(
+            "put 3",
+            "hand over to train",
+            "train sft on 3 of ['ref 3', 'ref 4', 'ref 5'], None, None",
+        ),
         *("save 0 and []", "publish", "settle 0"),
     ]
-    assert [one.metrics["warm_start/loss"] for one in records] == [0.25, 0.5], "the learning rate of the warm start"
+    assert [one.metrics["warm_start/loss"] for one in records] == [0.25, 0.5], (
+        "the learning rate of the warm start"
+    )
     assert not any("train/lr" in one.metrics for one in records)
     assert "reshard/version" in records[1].metrics and "reshard/version" not in records[0].metrics

@@ -25,7 +25,15 @@ from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
 from megarl.samples.buffer import Entry, RolloutBuffer
 from megarl.samples.summaries import summary
 from megarl.tracking.metrics import rollout_metrics
-from megarl.types import EpisodeEnd, GroupSummary, Hyperparameters, Prompt, SampleGroup, SamplePart, UserError
+from megarl.types import (
+    EpisodeEnd,
+    GroupSummary,
+    Hyperparameters,
+    Prompt,
+    SampleGroup,
+    SamplePart,
+    UserError,
+)
 from tests.training.episodes import cut, episode
 
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
@@ -36,7 +44,17 @@ def group(name: str, correct: Sequence[bool]) -> GroupSummary:
     lengths_G, correct_G = np.arange(1, count + 1), np.array(correct)
     parts_G = tuple((SamplePart(0, length),) for length in lengths_G.tolist())
     rewards_G = correct_G.astype(np.float32)
-    return GroupSummary(name, "", ("",) * count, 1, lengths_G, np.ones(count, np.bool_), rewards_G, correct_G, parts_G)
+    return GroupSummary(
+        name,
+        "",
+        ("",) * count,
+        1,
+        lengths_G,
+        np.ones(count, np.bool_),
+        rewards_G,
+        correct_G,
+        parts_G,
+    )
 
 
 class Source:
@@ -57,7 +75,9 @@ class Source:
         name = entry.drawn.prompt.id
         return replace(entry, summary=group(name, self.right[int(name)]), ref=f"ref {name}")
 
-    def collect(self, wanted: int, hyperparameters: Hyperparameters, buffer: GroupBuffer | None = None) -> Any:
+    def collect(
+        self, wanted: int, hyperparameters: Hyperparameters, buffer: GroupBuffer | None = None
+    ) -> Any:
         limits = Limits(wanted, wanted, hyperparameters)
         found = collect(limits, buffer or GroupBuffer(), self.admit, self.advance)
         return found.chosen, found.buffer, found.counts(limits)
@@ -101,7 +121,11 @@ def test_enough_that_waits_needs_no_new_sample() -> None:
     waiting = source.advance(source.admit(GroupBuffer(), 4, 0))
     step, rest, done = source.collect(3, DYNAMIC, waiting)
     assert (names(step), names(rest), source.rounds) == (["0", "1", "2"], ["3"], [(0, 4)])
-    assert (done["sampling/drawn"], done["sampling/carried_in"], done["sampling/carried_out"]) == (0, 4, 1)
+    assert (done["sampling/drawn"], done["sampling/carried_in"], done["sampling/carried_out"]) == (
+        0,
+        4,
+        1,
+    )
 
 
 def test_a_step_that_stays_short_trains_on_what_there_is() -> None:
@@ -126,7 +150,9 @@ def test_in_phases_a_step_may_draw_as_many_prompts_as_all_rounds_would() -> None
 def test_or_stops_and_says_how_many_there_were(when_short: Any, first: Any) -> None:
     """Whatever is asked for: with nothing at all there is nothing to train on."""
     source = Source([first, *[WRONG] * 20])
-    with pytest.raises(UserError, match="4 rounds, and the groups of the stock, gave . groups .*, not 3") as e:
+    with pytest.raises(
+        UserError, match="4 rounds, and the groups of the stock, gave . groups .*, not 3"
+    ) as e:
         source.collect(3, replace(DYNAMIC, when_short=when_short))
     assert e.value.where == "algorithm.max_rounds"
 
@@ -144,10 +170,20 @@ def test_the_soft_punishment_of_the_paper() -> None:
 
 def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:
     """ReMax: R - R(greedy) (arXiv 2310.10505)."""
-    drawn = replace(group("a", (True, False, True)), baseline=1, rewards_G=np.array([1.0, 0.25, -0.5], np.float32))
+    drawn = replace(
+        group("a", (True, False, True)),
+        baseline=1,
+        rewards_G=np.array([1.0, 0.25, -0.5], np.float32),
+    )
     found = samples_of([drawn, group("b", (True, False))], "remax")
-    assert [(one.group, one.sample, one.advantage) for one in found] == [(0, 0, 0.75), (0, 2, -0.75)]
-    assert [(one.sample, one.advantage) for one in samples_of([drawn], "dr_grpo")] == [(0, 0.75), (2, -0.75)]
+    assert [(one.group, one.sample, one.advantage) for one in found] == [
+        (0, 0, 0.75),
+        (0, 2, -0.75),
+    ]
+    assert [(one.sample, one.advantage) for one in samples_of([drawn], "dr_grpo")] == [
+        (0, 0.75),
+        (2, -0.75),
+    ]
     assert not is_mixed(drawn), "the baseline's verdict is not one of the group's"
     assert rollout_metrics([drawn], compares_samples=False)["reward/accuracy"] == 1.0
     assert rollout_metrics([drawn], compares_samples=False)["rollout/samples"] == 2.0
@@ -171,7 +207,9 @@ def test_one_sample_of_a_prompt_teaches_where_samples_are_not_compared(algorithm
     if row.needs_group or algorithm == "on_policy_distillation":  # whose rewards are the teacher's
         return
     baseline = int(row.greedy_baseline)
-    groups = [group(name, (correct, *[True] * baseline)) for name, correct in (("a", True), ("b", False))]
+    groups = [
+        group(name, (correct, *[True] * baseline)) for name, correct in (("a", True), ("b", False))
+    ]
     groups = [replace(one, baseline=1 if baseline else None) for one in groups]
     samples = samples_of(groups, algorithm)
     assert [(one.group, one.sample, one.advantage if row.advantage else one.reward) for one in samples] == [
@@ -183,8 +221,17 @@ def test_one_sample_of_a_prompt_teaches_where_samples_are_not_compared(algorithm
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dr_grpo"])
 def test_groups_of_different_sizes_have_their_own_advantages(algorithm: str) -> None:
     """As verdicts that failed leave them; a group of one has nobody to be better than."""
-    samples = samples_of([group("a", (True, False, True)), group("b", (False,)), group("c", RIGHT)], algorithm)
-    assert [(one.group, one.sample) for one in samples] == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    samples = samples_of(
+        [group("a", (True, False, True)), group("b", (False,)), group("c", RIGHT)], algorithm
+    )
+    assert [(one.group, one.sample) for one in samples] == [
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, 0),
+        (2, 0),
+        (2, 1),
+    ]
     first, second, third, *others = (one.advantage for one in samples)
     assert first is not None and second is not None
     assert first == third and first > 0 > second
@@ -209,7 +256,9 @@ def episodes(correct: Sequence[bool]) -> SampleGroup:
     """Episodes of one row, of 1, 2, 3... turns; each turn and observation is one token, of the versions 2 to 4."""
     rng = np.random.default_rng(len(correct))
     made = tuple(episode(rng, 1 + turns, longest=1, pays=False) for turns in range(len(correct)))
-    return SampleGroup(Prompt("e", "", (1, 2, 3), ""), made, np.array(correct, np.float32), np.array(correct))
+    return SampleGroup(
+        Prompt("e", "", (1, 2, 3), ""), made, np.array(correct, np.float32), np.array(correct)
+    )
 
 
 def in_rows(of: SampleGroup) -> SampleGroup:
@@ -222,16 +271,26 @@ def test_long_episodes_are_punished_by_the_tokens_that_count_against_their_limit
 
     In rows of a turn each, only what was sampled adds up, to 5 tokens. An observation that did not fit is in no row.
     """
-    made, penalised = episodes((True, False, True, False, True)), Hyperparameters(overlong_share=0.4)
+    made, penalised = (
+        episodes((True, False, True, False, True)),
+        Hyperparameters(overlong_share=0.4),
+    )
 
     def rewards(of: SampleGroup) -> list[float]:
-        (short,) = with_overlong_penalty(RolloutBatch([summary(of)], ["ref"]), penalised, 10).summaries  # type: ignore[list-item]
+        refs: list[Any] = ["ref"]
+        (short,) = with_overlong_penalty(RolloutBatch([summary(of)], refs), penalised, 10).summaries
         assert short.response_lengths_G.tolist() == [1, 2, 3, 4, 5]
         return short.rewards_G.tolist()
 
     assert rewards(made) == [1.0, 0.0, 1.0, -0.25, 0.25]
     assert rewards(in_rows(made)) == [1.0, 0.0, 1.0, 0.0, 1.0]
-    assert rewards(ended(made, ["max_tokens", "cut", "max_turns", "answered", "done"])) == [0.0, 0.0, 1.0, -0.25, 0.25]
+    assert rewards(ended(made, ["max_tokens", "cut", "max_turns", "answered", "done"])) == [
+        0.0,
+        0.0,
+        1.0,
+        -0.25,
+        0.25,
+    ]
 
 
 def ended(of: SampleGroup, ends: Sequence[EpisodeEnd]) -> SampleGroup:
@@ -255,7 +314,9 @@ def test_the_overlong_filter_leaves_out_truncated_episodes_alone() -> None:
         refuse_empty([], [cut_off])
 
 
-@pytest.mark.parametrize(("correct", "is_kept"), [((True, False, False), True), ((True,) * 3, False)])
+@pytest.mark.parametrize(
+    ("correct", "is_kept"), [((True, False, False), True), ((True,) * 3, False)]
+)
 def test_dynamic_sampling_compares_episodes(correct: tuple[bool, ...], is_kept: bool) -> None:
     """One right episode of several rows is no mixed group by itself; and the rows do not change the advantages."""
     made = episodes(correct)
@@ -272,7 +333,9 @@ def test_dynamic_sampling_compares_episodes(correct: tuple[bool, ...], is_kept: 
 def test_a_sample_has_one_ref_for_each_row_with_sampled_tokens() -> None:
     """Lengths of prompt, of all that follows, and of what was sampled; an episode without a turn has none."""
     made = episodes((False, False, True))
-    silent = replace(made.samples[0], response_ids_T=np.zeros(0, np.int64), engine_logp_T=np.zeros(0, np.float32))
+    silent = replace(
+        made.samples[0], response_ids_T=np.zeros(0, np.int64), engine_logp_T=np.zeros(0, np.float32)
+    )
     silent = replace(silent, parts=(), trained_T=np.zeros(0, np.bool_), facts=None)
     short = summary(replace(made, samples=(silent, *made.samples[1:])))
     found = samples_of([short], "dr_grpo", version=3)
@@ -280,9 +343,13 @@ def test_a_sample_has_one_ref_for_each_row_with_sampled_tokens() -> None:
         (1, 6, 3, 2, 2), (2, 8, 5, 3, 3),
     ]  # fmt: skip
     assert found[1].advantage == pytest.approx(2 / 3), "of three episodes"
-    stale = [sum(part.num_tokens for part in parts if part.version < 3) for parts in short.parts_G[1:]]
+    stale = [
+        sum(part.num_tokens for part in parts if part.version < 3) for parts in short.parts_G[1:]
+    ]
     assert [one.num_stale for one in found] == stale and sum(stale)
-    assert samples_of([summary(made)], "dr_grpo")[0].num_trained is None, "of one turn: as a response"
+    assert samples_of([summary(made)], "dr_grpo")[0].num_trained is None, (
+        "of one turn: as a response"
+    )
 
 
 def test_staleness_counts_what_was_sampled() -> None:
@@ -300,7 +367,9 @@ def test_the_rewards_of_turns_are_a_part_of_what_episodes_are_compared_by() -> N
     """But for algorithms that credit the tokens before a turn's end with it."""
     made = episodes((True, True))
     rewards_T = np.array([0.25, 0, 0.5], np.float32)
-    made = replace(made, samples=(made.samples[0], replace(made.samples[1], token_rewards_T=rewards_T)))
+    made = replace(
+        made, samples=(made.samples[0], replace(made.samples[1], token_rewards_T=rewards_T))
+    )
     short = summary(made)
     for name in ("grpo", "rloo", "prime", "remax"):
         of = replace(short, baseline=0) if name == "remax" else short

@@ -15,7 +15,15 @@ from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshots, digest
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
-from megarl.controller.resuming import FOLDER, BufferState, Progress, find, model_errors, progress_of, resume
+from megarl.controller.resuming import (
+    FOLDER,
+    BufferState,
+    Progress,
+    find,
+    model_errors,
+    progress_of,
+    resume,
+)
 from megarl.controller.saver import Saver
 from megarl.data.streams import MixedStream, PromptStream
 from megarl.fleet.rank_groups import GroupBuffer
@@ -80,7 +88,13 @@ def made(tiny_model: Path, tmp_path: Path) -> Any:
     (tmp_path / "try").mkdir()  # as the run's log makes it, before anything is saved
 
     def make(*overrides: str) -> Recipe:
-        base = [f"model.path={tiny_model}", f"run.dir={tmp_path}", "run.name=try", "run.steps=9", "checkpoint.every=4"]
+        base = [
+            f"model.path={tiny_model}",
+            f"run.dir={tmp_path}",
+            "run.name=try",
+            "run.steps=9",
+            "checkpoint.every=4",
+        ]
         return load_recipe(QUICKSTART, [*base, *overrides])
 
     return make
@@ -101,7 +115,9 @@ def run(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> No
         one.settle(step)
 
 
-def test_an_asynchronous_checkpoint_is_completed_a_step_later(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_an_asynchronous_checkpoint_is_completed_a_step_later(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     run(made(), fleet, stream(), tmp_path)
     assert fleet.trainers.calls == [
         *("save .step-000000", "finish"),
@@ -116,7 +132,10 @@ def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
     run(made("checkpoint.asynchronous=false", "checkpoint.keep=2"), fleet, prompts, tmp_path)
     names = sorted(one.name for one in (tmp_path / "try" / FOLDER).iterdir())
     assert names == ["step-000008", "step-000009"]
-    again, other = stream(), Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None)
+    again, other = (
+        stream(),
+        Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None),
+    )
     found = find(made(), again, pytest.fail)
     assert found is not None and found.step == 9
     assert resume(found, made(), other, again) == EMPTY  # type: ignore[arg-type]
@@ -134,7 +153,9 @@ def buffered(prompts: PromptStream) -> GroupBuffer:
     return replace(buffer.without_trained(buffer.entries[2:4]), surplus=7)
 
 
-def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     """By their numbers in the data, because a file does not keep every type of a row's values."""
     prompts, recipe = stream(), made("checkpoint.asynchronous=false")
     buffer = buffered(prompts)
@@ -149,7 +170,11 @@ def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(made: Any, fl
     assert [entry.ref for entry in back.entries] == ["ref 2", "ref 6", "ref 9"]
     assert [entry.drawn for entry in back.entries] == [entry.drawn for entry in buffer.entries]
     assert [entry.drawn.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
-    assert (back.next_number, back.trained, back.dropped) == (buffer.next_number, buffer.trained, buffer.dropped)
+    assert (back.next_number, back.trained, back.dropped) == (
+        buffer.next_number,
+        buffer.trained,
+        buffer.dropped,
+    )
     assert back.surplus == 7
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
@@ -184,7 +209,9 @@ def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(
 ) -> None:
     """Also what would raise no bound: of 16 tokens, 8 prompts a step and 16 in flight, 2 and 4 leave it as it is."""
     saved(made("checkpoint.asynchronous=false", *OPEN), fleet, tmp_path, is_open=True)
-    assert refused(made(*OPEN, "train.replay=r2", "algorithm.name=rloo")) == [], "r3 and greedy samples alone count"
+    assert refused(made(*OPEN, "train.replay=r2", "algorithm.name=rloo")) == [], (
+        "r3 and greedy samples alone count"
+    )
     changes = {
         "rollout.samples_per_prompt": 3, "rollout.temperature": 0.5, "rollout.top_p": 0.9,
         "rollout.max_response_tokens": 1, "rollout.phase_tokens": 1, "rollout.prompts_per_step": 2,
@@ -202,21 +229,34 @@ def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(
 
 def test_complete_groups_wait_for_steps_of_any_size(made: Any, fleet: Any, tmp_path: Path) -> None:
     """Two of three wait for two steps of one group each, the first of which has version 4."""
-    saved(made("checkpoint.asynchronous=false", "rollout.prompts_per_step=4"), fleet, tmp_path, is_open=False)
+    saved(
+        made("checkpoint.asynchronous=false", "rollout.prompts_per_step=4"),
+        fleet,
+        tmp_path,
+        is_open=False,
+    )
     smaller = made("rollout.prompts_per_step=1", "rollout.max_response_tokens=1")
     found = find(smaller, stream(), pytest.fail)
     assert found is not None
     fleet.summaries = [entry.summary for entry in fleet.saved.entries]
     assert resume(found, smaller, fleet, stream()).loaded_bound == 4 - 2 + 2
-    assert refused(made("rollout.temperature=0.5", "train.replay=r3")) == ["rollout.temperature", "train.replay"]
+    assert refused(made("rollout.temperature=0.5", "train.replay=r3")) == [
+        "rollout.temperature",
+        "train.replay",
+    ]
 
 
 def test_without_waiting_groups_anything_may_change(made: Any, fleet: Any, tmp_path: Path) -> None:
     run(made(*OPEN), fleet, stream(), tmp_path)
-    assert refused(made("rollout.temperature=0.5", "train.replay=r3", "rollout.max_response_tokens=1")) == []
+    assert (
+        refused(made("rollout.temperature=0.5", "train.replay=r3", "rollout.max_response_tokens=1"))
+        == []
+    )
 
 
-def test_samples_of_another_prompt_than_the_datas_are_refused(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_samples_of_another_prompt_than_the_datas_are_refused(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     recipe = made("checkpoint.asynchronous=false")
     saved(recipe, fleet, tmp_path, is_open=True)
     found = find(recipe, stream(), pytest.fail)
@@ -224,16 +264,22 @@ def test_samples_of_another_prompt_than_the_datas_are_refused(made: Any, fleet: 
     one, *others = fleet.saved.entries
     strange = replace(one, drawn=replace(one.drawn, prompt=Prompt("row 77", "", (1,), "")))
     fleet.saved = replace(fleet.saved, entries=(strange, *others))
-    with pytest.raises(UserError, match="data.train: .* has samples of row 77, and the data has . in its place"):
+    with pytest.raises(
+        UserError, match="data.train: .* has samples of row 77, and the data has . in its place"
+    ):
         resume(found, recipe, fleet, stream())
 
 
-@pytest.mark.parametrize("changes", [{"trained": 0b11}, {"dropped": 0}, {"next_number": 11}, {"entries": ()}])
+@pytest.mark.parametrize(
+    "changes", [{"trained": 0b11}, {"dropped": 0}, {"next_number": 11}, {"entries": ()}]
+)
 def test_no_checkpoint_is_written_that_lost_a_prompt_or_has_one_twice(
     made: Any, fleet: Any, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     one, prompts = saver(made(), fleet, stream(), tmp_path), stream()
-    with pytest.raises(RuntimeError, match="prompts that were drawn are not each of .* exactly once"):
+    with pytest.raises(
+        RuntimeError, match="prompts that were drawn are not each of .* exactly once"
+    ):
         one.begin(4, replace(buffered(prompts), **changes))
 
 
@@ -241,21 +287,31 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
     made: Any, fleet: Any, tmp_path: Path
 ) -> None:
     def mixed(*weights: float) -> MixedStream:
-        files = [[Prompt(f"{name}{n}", "", (n,), "") for n in range(size)] for name, size in (("a", 7), ("b", 11))]
+        files = [
+            [Prompt(f"{name}{n}", "", (n,), "") for n in range(size)]
+            for name, size in (("a", 7), ("b", 11))
+        ]
         return MixedStream(files, weights, seed=1)
 
     prompts = mixed(3.0, 1.0)
     run(made(), fleet, prompts, tmp_path)
-    again, other = mixed(3.0, 1.0), Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None)
+    again, other = (
+        mixed(3.0, 1.0),
+        Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None),
+    )
     found = find(made(), again, pytest.fail)
     assert found is not None and found.run["prompts_taken"] == 27
     resume(found, made(), other, again)  # type: ignore[arg-type]
     assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
-    with pytest.raises(UserErrors, match="data.train: its rows, or the weights of its files, have changed since"):
+    with pytest.raises(
+        UserErrors, match="data.train: its rows, or the weights of its files, have changed since"
+    ):
         find(made(), mixed(3.0, 2.0), pytest.fail)
 
 
-def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     one = saver(made(), fleet, stream(), tmp_path)
     assert one.begin(3, EMPTY) == {}
     assert one.begin(4, EMPTY) == {"memory/before_critic_bytes": 2.0}
@@ -284,7 +340,9 @@ def test_a_wish_to_end_costs_nothing_that_was_learnt(
         one.leave_if_wanted()
     found = find(recipe, stream(), pytest.fail)
     assert found is not None and found.step == 1 and len(fleet.saved.entries) == 3
-    assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), "what step 1's publication is repeated from"
+    assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), (
+        "what step 1's publication is repeated from"
+    )
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
@@ -309,13 +367,17 @@ def test_a_wish_to_end_before_anything_was_learnt_saves_nothing(
     assert fleet.trainers.calls == []
 
 
-def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, tmp_path: Path) -> None:
+def test_every_reason_not_to_go_on_is_told_at_once(
+    made: Any, tiny_model: Path, tmp_path: Path
+) -> None:
     snapshots = Snapshots(tmp_path / "try" / FOLDER, pytest.fail)
     shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
     shape = json.loads(json.dumps(shape))
     data = stream(11).fingerprint
     known = {"seed": 7, "trains_mtp": False, "critic": None, "sampling": {}}
-    progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, buffer=BufferState.of(EMPTY), **known)
+    progress = Progress(
+        5, 2, 3, prompts_taken=9, data=data, shape=shape, buffer=BufferState.of(EMPTY), **known
+    )
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     with pytest.raises(UserErrors) as caught:
         find(made("train.mtp_loss=0.1"), stream(), pytest.fail)
@@ -327,14 +389,18 @@ def test_every_reason_not_to_go_on_is_told_at_once(made: Any, tiny_model: Path, 
     assert "1 shuffles the data differently from 7" in told[2]
 
 
-def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     run(made(), fleet, stream(), tmp_path)
     found = find(made(), stream(), pytest.fail)
     assert found is not None and found.run["shape"].pop("attention") == "grouped_query"
     assert model_errors(found, made()) == []
 
 
-def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     run(made(), fleet, stream(), tmp_path)
     found = find(made(), stream(), pytest.fail)
     assert found is not None
@@ -361,7 +427,10 @@ def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(made: Any, flee
             "has no drawn prompts of a buffer",
         ),
         (
-            {"buffer": asdict(BufferState(1, "0", "0", {"0": []}, False)) | {"streams": {"0": None}}},
+            {
+                "buffer": asdict(BufferState(1, "0", "0", {"0": []}, False))
+                | {"streams": {"0": None}}
+            },
             "has no drawn prompts",
         ),
         ({"color": "blue"}, "was written by another version of megarl"),
@@ -389,10 +458,15 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_p
     said: list[str] = []
     found = find(made(), stream(), said.append)
     assert found is not None and found.step == 8
-    assert len(said) == 1 and "step-000009 is damaged and skipped: rank-0.pt has other bytes" in said[0]
+    assert (
+        len(said) == 1
+        and "step-000009 is damaged and skipped: rank-0.pt has other bytes" in said[0]
+    )
 
 
-def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_a_failure_does_not_cost_what_was_begun_before(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
     one = saver(made(), fleet, stream(), tmp_path)
     one.begin(4, EMPTY)
@@ -405,17 +479,28 @@ def test_a_failure_does_not_cost_what_was_begun_before(made: Any, fleet: Any, tm
     assert found is not None and found.step == 4
 
 
-def test_adapters_fit_the_weights_and_sizes_of_their_run(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_adapters_fit_the_weights_and_sizes_of_their_run(
+    made: Any, fleet: Any, tmp_path: Path
+) -> None:
     recipe = made("lora.rank=4")
     run(recipe, fleet, stream(), tmp_path)
     found = find(recipe, stream(), pytest.fail)
     assert found is not None and model_errors(found, recipe) == []
-    assert model_errors(found, made("lora.rank=4", "lora.sync=adapters", "lora.rounding=nearest")) == []
+    assert (
+        model_errors(found, made("lora.rank=4", "lora.sync=adapters", "lora.rounding=nearest"))
+        == []
+    )
     (error,) = model_errors(found, made("lora.rank=8"))
-    assert str(error).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(error)
-    assert model_errors(found, made("lora.rank=4", "lora.experts=2")) == [], "4 / 2 experts of a token"
+    assert str(error).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(
+        error
+    )
+    assert model_errors(found, made("lora.rank=4", "lora.experts=2")) == [], (
+        "4 / 2 experts of a token"
+    )
     (error,) = model_errors(found, made("lora.rank=4", "lora.experts=4"))
-    assert str(error).startswith("lora.experts: 4, and ") and "was written with 2; set it to 2" in str(error)
+    assert str(error).startswith(
+        "lora.experts: 4, and "
+    ) and "was written with 2; set it to 2" in str(error)
     (error,) = model_errors(found, made())
     assert str(error).startswith("lora: ") and "has adapters alone" in str(error)
     found.run["lora"]["base"] = "another"

@@ -30,7 +30,9 @@ def lengths(seed: int) -> np.ndarray:
     """[tickets, 2]: log-normal, the longest cut; samples of a prompt are alike, so that some groups are long."""
     draws = np.random.default_rng(seed)
     of_prompt = np.exp(draws.normal(2.6, 0.9, (WANTED * (STEPS + 4), 1)))
-    return np.clip(of_prompt * np.exp(draws.normal(0, 0.3, (len(of_prompt), 2))), 1, LONGEST).astype(int)
+    return np.clip(
+        of_prompt * np.exp(draws.normal(0, 0.3, (len(of_prompt), 2))), 1, LONGEST
+    ).astype(int)
 
 
 def run_of(seed: int, steps: int | None) -> Run:
@@ -42,12 +44,21 @@ def trained_samples(run: Run, number: int, drawn_prompts: list[int]) -> Sequence
     """A step's samples in the order in which the controller gives them to the ranks."""
     facts = np.ones(2, np.bool_), np.array([1, 0], np.float32), np.array([True, False])
     summaries = [
-        GroupSummary("", "", ("", ""), PROMPT_TOKENS, lengths(0)[drawn], *facts, tuple(run.parts[drawn]))
+        GroupSummary(
+            "", "", ("", ""), PROMPT_TOKENS, lengths(0)[drawn], *facts, tuple(run.parts[drawn])
+        )
         for drawn in drawn_prompts
     ]
-    hyperparameters, fleet = SimpleNamespace(overlong_filter=False), SimpleNamespace(version=number - 1)
-    training: Any = SimpleNamespace(hyperparameters=hyperparameters, algorithm="grpo", recipe=run.recipe, fleet=fleet)
-    return advantages(training, Step(number, Record(number), groups=RolloutBatch(summaries, []))).samples
+    hyperparameters, fleet = (
+        SimpleNamespace(overlong_filter=False),
+        SimpleNamespace(version=number - 1),
+    )
+    training: Any = SimpleNamespace(
+        hyperparameters=hyperparameters, algorithm="grpo", recipe=run.recipe, fleet=fleet
+    )
+    return advantages(
+        training, Step(number, Record(number), groups=RolloutBatch(summaries, []))
+    ).samples
 
 
 def test_tokens_of_every_length_weigh_the_same_in_the_updates_of_steps_in_phases() -> None:
@@ -56,7 +67,9 @@ def test_tokens_of_every_length_weigh_the_same_in_the_updates_of_steps_in_phases
     found: list[tuple[int, float]] = []
     for number in range(1, 21):
         samples = trained_samples(run, number, run.step()[0])
-        plans = plan_updates(samples, updates=UPDATES, dp=1, token_budget=10**4, aggregation="token_mean", work=float)
+        plans = plan_updates(
+            samples, updates=UPDATES, dp=1, token_budget=10**4, aggregation="token_mean", work=float
+        )
         of_step = sum(plan.loss_tokens for plan in plans) / UPDATES
         for plan in plans:
             refs = [ref for batch in plan.micro_batches[0] for ref in batch]
@@ -83,7 +96,9 @@ def so_far(means: np.ndarray) -> np.ndarray:
 def test_the_first_and_the_last_steps_train_on_all_lengths() -> None:
     """As a run begins with few prompts in flight, and ends with none that wait."""
     at_once, of_run = so_far(relative_lengths(None, FEW)), relative_lengths(STEPS, STEPS)
-    assert at_once[0] < 0.65 and at_once[1] < 0.8 and at_once[-1] < 0.9, "were all prompts begun at once"
+    assert at_once[0] < 0.65 and at_once[1] < 0.8 and at_once[-1] < 0.9, (
+        "were all prompts begun at once"
+    )
     first, last = so_far(of_run), so_far(of_run[::-1])
     assert first[:2].min() > 0.94 and first.min() > 0.9
     assert last[FEW - 1 :].max() < 1.1
@@ -108,7 +123,10 @@ def test_what_waits_is_logged() -> None:
     for _ in range(12):
         numbers, _ = run.step()
     waiting = [entry.drawn.number for entry in run.buffer.entries]
-    sampled = [max(sum(part.num_tokens for part in parts) for parts in run.parts[number]) for number in waiting]
+    sampled = [
+        max(sum(part.num_tokens for part in parts) for parts in run.parts[number])
+        for number in waiting
+    ]
     found = {name: value for name, value in run.metrics.items() if name.startswith("buffer/")}
     assert found == {
         "buffer/groups": len(waiting),
@@ -123,11 +141,15 @@ def test_what_waits_is_logged() -> None:
 
 
 @given(wanted=st.integers(1, 600), more=st.integers(0, 1800), steps=st.integers(1, 60))
-def test_the_surplus_grows_and_shrinks_by_a_quarter_a_step(wanted: int, more: int, steps: int) -> None:
+def test_the_surplus_grows_and_shrinks_by_a_quarter_a_step(
+    wanted: int, more: int, steps: int
+) -> None:
     sizes, buffer, found = BufferSizes(wanted, wanted + more), RolloutBuffer[None](), list[int]()
     for left in reversed(range(steps)):
         found.append(sizes.surplus(buffer.surplus, left))
         buffer = buffer.after_step(sizes, left)
     assert found == found[::-1] and found[0] == 0 and max(found) <= more
     rises = np.diff(found[: (steps + 1) // 2])
-    assert (rises >= 0).all() and (rises <= np.maximum(1, np.array(found[: len(rises)]) / 4 + wanted / 64)).all()
+    assert (rises >= 0).all() and (
+        rises <= np.maximum(1, np.array(found[: len(rises)]) / 4 + wanted / 64)
+    ).all()

@@ -70,7 +70,11 @@ def test_packages_for_gpus_are_not_stepped_with(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(distrib_optimizer, name, True)
     step_without_engine()
     use_local_layers()
-    assert (chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER) == (torch.optim.AdamW, torch.optim.SGD, True)
+    assert (chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER) == (
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        True,
+    )
     assert distrib_optimizer.Adam is torch.optim.Adam
     assert not distrib_optimizer.HAVE_APEX_OR_TE
     assert not (distrib_optimizer.USING_TE_OPTIMIZER or distrib_optimizer.USING_APEX_OPTIMIZER)
@@ -83,12 +87,16 @@ def test_packages_for_gpus_are_not_stepped_with(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_patches() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "torch itself still refuses"
 
 
-def test_megatron_does_without_a_tracker_that_others_may_import(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_does_without_a_tracker_that_others_may_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with monkeypatch.context() as importing:
         importing.setattr(megatron.core.__spec__, "_initializing", True, raising=False)

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from megarl.cpu import sglang_attention, sglang_patches
 from megarl.rollout.sglang import deterministic, scheduler
 
-with_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
+with_sglang = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="sglang is not installed"
+)
 
-MHA, GQA, MLA = (4, 4, 16, 16), (4, 2, 32, 32), (4, 1, 40, 32)  # heads, KV heads, head sizes of keys and of values
+# heads, KV heads, head sizes of keys and of values
+MHA, GQA, MLA = (4, 4, 16, 16), (4, 2, 32, 32), (4, 1, 40, 32)
 PATCHED = ("_run_sdpa_forward_decode", "_run_sdpa_forward_extend")
 LENGTHS = {
     "ragged": [7, 1, 30, 199, 64, 2, 1, 65, 100, 31, 200],
@@ -42,14 +45,23 @@ def random_cache(shape: tuple[int, int, int, int], lengths: Sequence[int]) -> Ca
     """Unused slots hold NaN: nobody may read them. In latent attention (one KV head), a value is a part of its key."""
     _, kv_heads, key_size, value_size = shape
     num_slots = sum(lengths) + 10
-    keys, values = torch.randn(num_slots, kv_heads, key_size), torch.randn(num_slots, kv_heads, value_size)
+    keys, values = (
+        torch.randn(num_slots, kv_heads, key_size),
+        torch.randn(num_slots, kv_heads, value_size),
+    )
     order = torch.randperm(num_slots)
     requests = torch.randperm(len(lengths) + 3)[: len(lengths)]
     slots = torch.full((len(lengths) + 3, max(lengths) + 5), int(order[-1]), dtype=torch.int32)
     for request, own in zip(requests, order.split([*lengths, 10]), strict=False):
         slots[request, : len(own)] = own.to(torch.int32)
     keys[order[-10:]] = values[order[-10:]] = torch.nan
-    return Cache(keys, keys[..., :value_size] if kv_heads == 1 else values, slots, requests, torch.tensor(lengths))
+    return Cache(
+        keys,
+        keys[..., :value_size] if kv_heads == 1 else values,
+        slots,
+        requests,
+        torch.tensor(lengths),
+    )
 
 
 class Backends(NamedTuple):
@@ -77,7 +89,9 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
 def backends(backend: Any) -> Backends:
     decode_each, extend_each = (getattr(backend, name) for name in PATCHED)
     sglang_attention.batch_attention()
-    return Backends(decode_each, backend._run_sdpa_forward_decode, extend_each, backend._run_sdpa_forward_extend)
+    return Backends(
+        decode_each, backend._run_sdpa_forward_decode, extend_each, backend._run_sdpa_forward_extend
+    )
 
 
 def run(
@@ -90,7 +104,11 @@ def run(
 ) -> torch.Tensor:
     heads, kv_heads, key_size, value_size = shape
     output = torch.full((len(query), heads, value_size), 7.0, dtype=query.dtype)
-    options = {"scaling": key_size**-0.5, "enable_gqa": heads != kv_heads, "sliding_window_size": window}
+    options = {
+        "scaling": key_size**-0.5,
+        "enable_gqa": heads != kv_heads,
+        "sliding_window_size": window,
+    }
     done = function(query, output, *where, causal=causal, is_cross_attn=False, **options)
     assert done is output
     return output
@@ -122,7 +140,10 @@ def test_keys_of_another_type_are_those_of_the_query(backends: Backends) -> None
     cache = random_cache(GQA, LENGTHS["ragged"])
     cache = cache._replace(k_cache=cache.k_cache.bfloat16(), v_cache=cache.v_cache.bfloat16())
     query = torch.randn(len(cache.num_keys), GQA[0], GQA[2])
-    assert_same(run(backends.decode, GQA, query, *cache, None), run(backends.decode_each, GQA, query, *cache, None))
+    assert_same(
+        run(backends.decode, GQA, query, *cache, None),
+        run(backends.decode_each, GQA, query, *cache, None),
+    )
 
 
 @with_sglang
@@ -143,14 +164,17 @@ def test_what_is_broken_in_one_sequence_stays_there(backends: Backends) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("shape", [MHA, GQA, MLA], ids=["MHA", "GQA", "MLA"])
 @pytest.mark.parametrize(
-    "num_queries", [[1] * 6, [1, 7, 1, 30, 2, 1], [4, 7, 30, 1, 9, 5], [7, 7, 30, 8, 64, 5]], ids=str
+    "num_queries",
+    [[1] * 6, [1, 7, 1, 30, 2, 1], [4, 7, 30, 1, 9, 5], [7, 7, 30, 8, 64, 5]],
+    ids=str,
 )
 def test_extending_cached_prompts_together_gives_what_one_after_the_other_gives(
     backends: Backends, shape: tuple[int, int, int, int], num_queries: list[int], window: int | None
 ) -> None:
     cache = random_cache(shape, [7, 9, 30, 30, 64, 5])
     news = torch.tensor(num_queries)
-    query = torch.randn(sum(num_queries) + 2, shape[0], shape[2])  # filled up by two rows that are no sequence's
+    # filled up by two rows that are no sequence's
+    query = torch.randn(sum(num_queries) + 2, shape[0], shape[2])
     where = (*cache, cache.num_keys - news, news, None)
     expected = run(backends.extend_each, shape, query, *where, window=window, causal=True)
     actual = run(backends.extend, shape, query, *where, window=window, causal=True)
@@ -172,10 +196,17 @@ def test_attention_to_an_encoder_and_in_both_directions_is_sglangs_own(backends:
     assert torch.equal(run(backends.decode, GQA, query, *inner, encoder_lens), expected)
 
 
-@given(st.lists(st.integers(1, 20_000) | st.integers(1, 300), max_size=300).map(sorted), st.integers(0, 10_000))
-def test_calls_hold_every_sequence_once_and_padding_at_most_doubles_them(num_keys: list[int], most_keys: int) -> None:
+@given(
+    st.lists(st.integers(1, 20_000) | st.integers(1, 300), max_size=300).map(sorted),
+    st.integers(0, 10_000),
+)
+def test_calls_hold_every_sequence_once_and_padding_at_most_doubles_them(
+    num_keys: list[int], most_keys: int
+) -> None:
     calls = list(sglang_attention.shared_calls(num_keys, most_keys))
-    assert [index for start, end in calls for index in range(start, end)] == list(range(len(num_keys)))
+    assert [index for start, end in calls for index in range(start, end)] == list(
+        range(len(num_keys))
+    )
     for start, end in calls:
         padded = (end - start) * num_keys[end - 1]
         assert padded <= 2 * sum(num_keys[start:end]) + 1024
@@ -183,7 +214,10 @@ def test_calls_hold_every_sequence_once_and_padding_at_most_doubles_them(num_key
 
 
 def test_short_sequences_are_not_padded_to_a_long_one() -> None:
-    assert list(sglang_attention.shared_calls([20] * 100 + [10_000], 8192)) == [(0, 100), (100, 101)]
+    assert list(sglang_attention.shared_calls([20] * 100 + [10_000], 8192)) == [
+        (0, 100),
+        (100, 101),
+    ]
     one_call = [(0, 4)]  # little work is not worth another call
     assert list(sglang_attention.shared_calls([1, 20, 60, 200], 8192)) == one_call
 

@@ -32,11 +32,15 @@ torch.library.register_fake("torchvision::nms")(lambda boxes, scores, threshold:
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
     settings = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run([sys.executable, "-c", program], env=settings, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=settings, capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
+)
 def test_without_torchvision_its_names_are_there_and_raise_when_called(tmp_path: Path) -> None:
     done = run(ABSENT, tmp_path)
     names = "torchvision.transforms.InterpolationMode.BICUBIC was called on a machine without torchvision"
@@ -49,5 +53,8 @@ def test_a_cuda_build_of_torchvision_is_imported(tmp_path: Path) -> None:
     (tmp_path / "torchvision" / "__init__.py").write_text(CUDA_BUILD)
     (tmp_path / "torchvision" / "_C.so").write_bytes(b"libcudart.so.13: not here")
     assert "operator torchvision::nms does not exist" in run("import torchvision", tmp_path).stderr
-    done = run("from megarl.cpu import sglang_patches; sglang_patches.prepare(); import torchvision", tmp_path)
+    done = run(
+        "from megarl.cpu import sglang_patches; sglang_patches.prepare(); import torchvision",
+        tmp_path,
+    )
     assert done.returncode == 0, done.stderr

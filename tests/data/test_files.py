@@ -31,7 +31,10 @@ def rows_of(path: Path) -> tuple[list[Any], list[str]]:
     ("text", "says"),
     [
         (rb'{"prompt": "1\ud800"}', r"'prompt' has half of a surrogate pair (\ud800)"),
-        (rb'{"prompt": "1", "more": {"a": ["\uDFFF"]}}', r"'more' has half of a surrogate pair (\udfff)"),
+        (
+            rb'{"prompt": "1", "more": {"a": ["\uDFFF"]}}',
+            r"'more' has half of a surrogate pair (\udfff)",
+        ),
         (rb'{"\ud83d": "1"}', r"'\ud83d' has half of a surrogate pair (\ud83d)"),
         (b'{"prompt": ' + b"[" * 150 + b"]" * 150 + b"}", "nested more than 100 deep"),
         (b'{"prompt": ' + b"[" * 3_000 + b"]" * 3_000 + b"}", "nested more than 100 deep"),
@@ -78,7 +81,9 @@ def test_braces_in_text_are_no_nesting(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
     """As Windows writes it; also where two such files were joined."""
     path = tmp_path / "rows.jsonl"
-    path.write_bytes((codecs.BOM_UTF8 + GOOD.replace(b"\n", b"\r\n")) * 2 + codecs.BOM_UTF8 + b"\r\n")
+    path.write_bytes(
+        (codecs.BOM_UTF8 + GOOD.replace(b"\n", b"\r\n")) * 2 + codecs.BOM_UTF8 + b"\r\n"
+    )
     assert rows_of(path) == ([json.loads(GOOD)] * 2, [])
 
 
@@ -116,28 +121,50 @@ def test_odd_types_of_parquet_are_read(tmp_path: Path) -> None:
         "time": pa.array([second + 1, None], pa.timestamp("ns")),
         "took": pa.array([second + 1, None], pa.duration("ns")),
         "map": pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())),
-        "messages": pa.array([[{"role": "user", "content": "1", "tool": None}], [{"role": "user", "content": "2"}]]),
+        "messages": pa.array(
+            [[{"role": "user", "content": "1", "tool": None}], [{"role": "user", "content": "2"}]]
+        ),
     }
     (first, second_row), told = rows_of(parquet(tmp_path, columns))
     assert not told
-    assert first["time"] == datetime.datetime(1970, 1, 1, 0, 0, 1) and first["took"].total_seconds() == 1
-    assert (first["dictionary"], first["large"], first["view"], first["bytes"]) == ("a", "a", "a", b"\xff")
+    assert (
+        first["time"] == datetime.datetime(1970, 1, 1, 0, 0, 1)
+        and first["took"].total_seconds() == 1
+    )
+    assert (first["dictionary"], first["large"], first["view"], first["bytes"]) == (
+        "a",
+        "a",
+        "a",
+        b"\xff",
+    )
     assert second_row["messages"] == [{"role": "user", "content": "2", "tool": None}]
 
 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (pa.array([b"a", b"\xff"]).view(pa.string()), "the value of 'odd' (type string) cannot be read ('utf-8' codec"),
-        (pa.array([0, 2**62], pa.timestamp("us")), "the value of 'odd' (type timestamp[us]) cannot be read (date"),
+        (
+            pa.array([b"a", b"\xff"]).view(pa.string()),
+            "the value of 'odd' (type string) cannot be read ('utf-8' codec",
+        ),
+        (
+            pa.array([0, 2**62], pa.timestamp("us")),
+            "the value of 'odd' (type timestamp[us]) cannot be read (date",
+        ),
         (pa.array([[0], [1]], pa.list_(pa.timestamp("ns"))), "cannot be read (Nanosecond"),
     ],
     ids=["not UTF-8", "the year 148000", "nanoseconds inside"],
 )
-def test_a_value_without_a_python_object_is_told_with_row_and_column(tmp_path: Path, values: Any, says: str) -> None:
+def test_a_value_without_a_python_object_is_told_with_row_and_column(
+    tmp_path: Path, values: Any, says: str
+) -> None:
     path = parquet(tmp_path, {"prompt": ["1", "2"], "odd": values})
     rows, (told,) = rows_of(path)
-    assert rows == [{"prompt": "1", "odd": rows[0]["odd"]}] and f"{path} row 1: " in told and says in told
+    assert (
+        rows == [{"prompt": "1", "odd": rows[0]["odd"]}]
+        and f"{path} row 1: " in told
+        and says in told
+    )
 
 
 def test_parquet_that_is_none_of_ours(tmp_path: Path) -> None:
@@ -147,7 +174,9 @@ def test_parquet_that_is_none_of_ours(tmp_path: Path) -> None:
     deep = pa.string()
     for _ in range(3000):
         deep = pa.list_(deep)
-    with pytest.raises(UserErrors, match="is not a parquet file that can be read .*too deeply nested"):
+    with pytest.raises(
+        UserErrors, match="is not a parquet file that can be read .*too deeply nested"
+    ):
         rows_of(parquet(tmp_path, {"prompt": pa.nulls(1, deep)}))
     whole = parquet(tmp_path, {"prompt": [str(number) for number in range(1000)]}).read_bytes()
     (tmp_path / "rows.parquet").write_bytes(whole[: len(whole) // 2])
@@ -159,5 +188,7 @@ def test_parquet_that_is_none_of_ours(tmp_path: Path) -> None:
 def test_answers_of_parquet_that_are_none(tmp_path: Path, answer: Any) -> None:
     """A missing number is NaN where pandas wrote it; bytes would become the text b'3'."""
     path = parquet(tmp_path, {"answer": pa.array([answer])})
-    with pytest.raises(UserErrors, match="row 0: 'answer' is .*; write a text or a number into 'answer'"):
+    with pytest.raises(
+        UserErrors, match="row 0: 'answer' is .*; write a text or a number into 'answer'"
+    ):
         answered_rows(str(path), "--data", "answer", 10)

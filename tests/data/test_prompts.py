@@ -25,12 +25,16 @@ QUESTION = {"prompt": "1+2=", "answer": "3"}
 
 def write(folder: Path, rows: Sequence[Any], name: str = "rows.jsonl") -> str:
     path = folder / name
-    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    path.write_text(
+        "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+    )
     return str(path)
 
 
 def load(path: str, tokenizer: Any, limit: int = 32) -> Sequence[Prompt]:
-    return load_prompts(PromptSource("data.train", path), tokenizer, max_prompt_tokens=limit).prompts
+    return load_prompts(
+        PromptSource("data.train", path), tokenizer, max_prompt_tokens=limit
+    ).prompts
 
 
 def errors(path: str, tokenizer: Any, limit: int = 32) -> tuple[UserError, ...]:
@@ -43,7 +47,9 @@ def errors(path: str, tokenizer: Any, limit: int = 32) -> tuple[UserError, ...]:
 def test_a_string_becomes_one_user_message(tmp_path: Path, tokenizer: Any) -> None:
     (prompt,) = load(write(tmp_path, [QUESTION | {"level": 2}]), tokenizer)
     assert prompt.text == "<user>1+2=<assistant>"
-    assert tuple(prompt.token_ids) == tuple(tokenizer.convert_tokens_to_ids(["<user>", *"1+2=", "<assistant>"]))
+    assert tuple(prompt.token_ids) == tuple(
+        tokenizer.convert_tokens_to_ids(["<user>", *"1+2=", "<assistant>"])
+    )
     assert prompt.answer == "3"
     assert prompt.row == QUESTION | {"level": 2}
     assert prompt.id.endswith("rows.jsonl:1")
@@ -61,7 +67,9 @@ def test_a_dotted_name_is_of_what_lies_inside_a_column(tmp_path: Path, tokenizer
 
     assert answers(row, row) == ["3", "3"]
     assert answers(row | {"reward_model.ground_truth": "4"}) == ["4"]
-    with pytest.raises(UserErrors, match="there is no column 'ground_truth'; set data.answer to one of style"):
+    with pytest.raises(
+        UserErrors, match="there is no column 'ground_truth'; set data.answer to one of style"
+    ):
         answers({"prompt": "1+2=", "reward_model": {"style": "rule"}})
 
 
@@ -78,7 +86,9 @@ def test_messages_keep_their_roles(tmp_path: Path, tokenizer: Any) -> None:
 def test_without_a_template_a_string_stands_as_it_is(tmp_path: Path, plain_tokenizer: Any) -> None:
     (prompt,) = load(write(tmp_path, [QUESTION]), plain_tokenizer)
     assert prompt.text == "1+2="
-    messages = write(tmp_path, [QUESTION | {"prompt": [{"role": "user", "content": "1"}]}], "chat.jsonl")
+    messages = write(
+        tmp_path, [QUESTION | {"prompt": [{"role": "user", "content": "1"}]}], "chat.jsonl"
+    )
     (error,) = errors(messages, plain_tokenizer)
     assert "no chat template" in error.problem
 
@@ -102,14 +112,29 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path: Path, tokenizer: Any) -> None
     ("row", "problem", "hint"),
     [
         ({"answer": "3"}, "no column 'prompt'", "set data.prompt to one of answer"),
-        ({"prompt": "1", "response": "3"}, "no column 'answer'", "set data.answer to one of prompt, response"),
+        (
+            {"prompt": "1", "response": "3"},
+            "no column 'answer'",
+            "set data.answer to one of prompt, response",
+        ),
         ({"prompt": " ", "answer": "3"}, "the prompt is empty", "non-empty string"),
         ({"prompt": 5, "answer": "3"}, "the prompt is 5", "non-empty string"),
         ({"prompt": [], "answer": "3"}, "the prompt is []", "list of messages"),
-        ({"prompt": [{"role": "user"}], "answer": "3"}, "content of message 1 of the prompt is missing", "strings"),
-        ({"prompt": [[{"role": "user", "content": "1"}]], "answer": "3"}, "message 1 of the prompt is [{", "messages"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}]}], "answer": "3"},
+            {"prompt": [{"role": "user"}], "answer": "3"},
+            "content of message 1 of the prompt is missing",
+            "strings",
+        ),
+        (
+            {"prompt": [[{"role": "user", "content": "1"}]], "answer": "3"},
+            "message 1 of the prompt is [{",
+            "messages",
+        ),
+        (
+            {
+                "prompt": [{"role": "user", "content": [{"type": "text", "text": "1"}]}],
+                "answer": "3",
+            },
             "the content of message 1 of the prompt is [{'type'",
             "contents are strings",
         ),
@@ -117,12 +142,18 @@ def test_parquet_and_jsonl_hold_the_same(tmp_path: Path, tokenizer: Any) -> None
         ({"prompt": "1", "answer": ""}, "'answer' is ''", "write a text or a number"),
         ({"prompt": "1", "answer": ["3"]}, "'answer' is ['3']", "write a text or a number"),
         ({"prompt": "1", "answer": math.nan}, "'answer' is nan", "write a text or a number"),
-        ({"prompt": "1" * 40, "answer": "3"}, "1 of the 2 prompts", "raise data.max_prompt_tokens to 42 or less"),
+        (
+            {"prompt": "1" * 40, "answer": "3"},
+            "1 of the 2 prompts",
+            "raise data.max_prompt_tokens to 42 or less",
+        ),
         ("{'prompt': 1}", "is not JSON", "one JSON object on each line"),
         ("[1]", "is not a JSON object", "one JSON object on each line"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, problem: str, hint: str) -> None:
+def test_a_bad_row_is_named(
+    tmp_path: Path, tokenizer: Any, row: Any, problem: str, hint: str
+) -> None:
     (error,) = errors(write(tmp_path, [QUESTION, row]), tokenizer)
     assert "rows.jsonl:2" in error.problem
     assert problem in error.problem
@@ -130,14 +161,18 @@ def test_a_bad_row_is_named(tmp_path: Path, tokenizer: Any, row: Any, problem: s
 
 
 def test_errors_of_one_kind_are_one_and_all_kinds_are_told(tmp_path: Path, tokenizer: Any) -> None:
-    path = write(tmp_path, [QUESTION, *[QUESTION | {"answer": None}] * 3, QUESTION | {"prompt": ""}])
+    path = write(
+        tmp_path, [QUESTION, *[QUESTION | {"answer": None}] * 3, QUESTION | {"prompt": ""}]
+    )
     found = errors(path, tokenizer)
     assert len(found) == 2
     assert "rows.jsonl:2" in found[0].problem
     assert "2 more such rows" in found[0].problem
 
 
-@pytest.mark.parametrize(("name", "problem"), [("none.jsonl", "is not a file"), ("rows.csv", "neither .jsonl nor")])
+@pytest.mark.parametrize(
+    ("name", "problem"), [("none.jsonl", "is not a file"), ("rows.csv", "neither .jsonl nor")]
+)
 def test_a_file_that_is_no_data(tmp_path: Path, tokenizer: Any, name: str, problem: str) -> None:
     write(tmp_path, [QUESTION], "rows.csv")
     (error,) = errors(str(tmp_path / name), tokenizer)
@@ -151,7 +186,9 @@ def test_an_empty_file_and_a_broken_parquet_are_named(tmp_path: Path, tokenizer:
     assert "is not a parquet file that can be read" in error.problem
 
 
-@pytest.mark.parametrize(("folder", "problem"), [("none", "is not a folder"), ("empty", "has no usable tokenizer")])
+@pytest.mark.parametrize(
+    ("folder", "problem"), [("none", "is not a folder"), ("empty", "has no usable tokenizer")]
+)
 def test_a_missing_tokenizer_is_the_models_fault(tmp_path: Path, folder: str, problem: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=problem) as caught:
@@ -176,7 +213,11 @@ def numbered(count: int) -> list[Prompt]:
     return [Prompt(str(index), "", (1,), "") for index in range(count)]
 
 
-@given(count=st.integers(1, 20), takes=st.lists(st.integers(0, 30), max_size=10), seed=st.integers(0, 99))
+@given(
+    count=st.integers(1, 20),
+    takes=st.lists(st.integers(0, 30), max_size=10),
+    seed=st.integers(0, 99),
+)
 def test_every_epoch_holds_each_prompt_once(count: int, takes: list[int], seed: int) -> None:
     stream = PromptStream(numbered(count), seed)
     batches = [stream.take(n) for n in takes]
@@ -186,8 +227,14 @@ def test_every_epoch_holds_each_prompt_once(count: int, takes: list[int], seed: 
         assert sorted(ids[start : start + count]) == list(range(count))
 
 
-@given(count=st.integers(1, 20), takes=st.lists(st.integers(0, 30), max_size=10), seed=st.integers(0, 99))
-def test_the_seed_decides_the_order_and_the_batch_size_does_not(count: int, takes: list[int], seed: int) -> None:
+@given(
+    count=st.integers(1, 20),
+    takes=st.lists(st.integers(0, 30), max_size=10),
+    seed=st.integers(0, 99),
+)
+def test_the_seed_decides_the_order_and_the_batch_size_does_not(
+    count: int, takes: list[int], seed: int
+) -> None:
     in_parts, at_once = PromptStream(numbered(count), seed), PromptStream(numbered(count), seed)
     parts = [prompt for n in takes for prompt in in_parts.take(n)]
     assert parts == at_once.take(sum(takes))

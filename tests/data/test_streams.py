@@ -17,7 +17,10 @@ WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=2, max_size=5)
 
 
 def files(*sizes: int) -> list[list[Prompt]]:
-    return [[Prompt(f"{name}:{number}", "", (1,), "") for number in range(size)] for name, size in enumerate(sizes)]
+    return [
+        [Prompt(f"{name}:{number}", "", (1,), "") for number in range(size)]
+        for name, size in enumerate(sizes)
+    ]
 
 
 def mixed(weights: list[float], seed: int = 1, size: int = 7) -> MixedStream:
@@ -30,7 +33,9 @@ def file_of(prompt: Prompt) -> int:
 
 @settings(deadline=None)
 @given(weights=WEIGHTS, first=st.integers(0, 5000), n=st.integers(1, 600), seed=st.integers(0, 99))
-def test_every_stretch_of_the_stream_has_each_files_share(weights: list[float], first: int, n: int, seed: int) -> None:
+def test_every_stretch_of_the_stream_has_each_files_share(
+    weights: list[float], first: int, n: int, seed: int
+) -> None:
     """To within about log(n) prompts, wherever it begins."""
     stream = mixed(weights, seed)
     stream.skip_to(first)

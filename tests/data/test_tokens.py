@@ -46,7 +46,9 @@ def load(tmp_path: Path, counting: Counting) -> Callable[..., PromptFile]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"prompt": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(600)))
 
-    def once(folder: Path = tmp_path / "cache", tokenizer: Any = counting, **changes: Any) -> PromptFile:
+    def once(
+        folder: Path = tmp_path / "cache", tokenizer: Any = counting, **changes: Any
+    ) -> PromptFile:
         keys = {"max_prompt_tokens": 32, "cache": TokenCache(folder)} | changes
         return load_prompts(PromptSource("data.train", str(path)), tokenizer, **keys)
 
@@ -66,15 +68,23 @@ def test_a_second_start_tokenises_nothing_and_has_the_same_prompts(
     again = load()
     assert counting.num_texts == 600 and again == fresh == load(cache=None)
     folder = tmp_path / "cache"
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE(entry(folder).stat().st_mode) == 0o600
-    assert load(max_prompt_tokens=8, overlong="drop").num_dropped == 0 and counting.num_texts == 1200
+    assert (
+        stat.S_IMODE(folder.stat().st_mode) == 0o700
+        and stat.S_IMODE(entry(folder).stat().st_mode) == 0o600
+    )
+    assert (
+        load(max_prompt_tokens=8, overlong="drop").num_dropped == 0 and counting.num_texts == 1200
+    )
     with pytest.raises(UserErrors, match="max_prompt_tokens"):
         load(max_prompt_tokens=3)
     assert counting.num_texts == 1200, "lengths are judged after the cache"
 
 
 def test_other_rows_or_another_template_are_tokenised_anew(
-    load: Callable[..., PromptFile], counting: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Callable[..., PromptFile],
+    counting: Counting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load()
     monkeypatch.setattr(counting._tokenizer, "chat_template", "{{ messages[0].content }}=")
@@ -83,7 +93,9 @@ def test_other_rows_or_another_template_are_tokenised_anew(
     rows.write_text(rows.read_text().replace('"599+1="', '"599+2="'))
     assert load().prompts[-1].text == "599+2==" and counting.num_texts == 1800
     rows.write_text(rows.read_text().replace('"answer": "600"', '"answer": "601"'))
-    assert load().prompts[-1].answer == "601" and counting.num_texts == 1800, "answers are not tokenised here"
+    assert load().prompts[-1].answer == "601" and counting.num_texts == 1800, (
+        "answers are not tokenised here"
+    )
 
 
 def spoil(path: Path, how: str) -> None:
@@ -117,7 +129,10 @@ def test_what_is_not_as_it_was_written_counts_for_nothing(
 
 
 def test_another_entrys_tokens_under_this_name_count_for_nothing(
-    load: Callable[..., PromptFile], counting: Counting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Callable[..., PromptFile],
+    counting: Counting,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load()
     first = entry(tmp_path / "cache").rename(tmp_path / "kept")
@@ -154,7 +169,10 @@ def test_a_disk_that_takes_nothing_costs_the_cache_alone(
 
 
 def test_unused_entries_go_and_used_ones_stay(
-    load: Callable[..., PromptFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting: Counting
+    load: Callable[..., PromptFile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counting: Counting,
 ) -> None:
     load()
     folder = tmp_path / "cache"
@@ -202,7 +220,9 @@ def test_texts_are_tokenised_in_batches_as_one_by_one(tokenizer: Any) -> None:
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
     ]
     assert steps == [512, 512, 76]
-    assert found.ids.dtype == np.int32 and found.lengths.tolist() == [len(found.of(n)) for n in range(len(texts))]
+    assert found.ids.dtype == np.int32 and found.lengths.tolist() == [
+        len(found.of(n)) for n in range(len(texts))
+    ]
 
 
 def test_the_bar_counts_every_prompt(load: Callable[..., PromptFile]) -> None:

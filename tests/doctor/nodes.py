@@ -45,27 +45,48 @@ def smi_topology(**changed: str) -> str:
             return changed.get(f"{one}_{two}") or changed[f"{two}_{one}"]
         if one[:3] == two[:3] == "GPU":
             return "NV8"
-        return "PIX" if one[3] == two[3] else "NODE" if (int(one[3]) < 4) == (int(two[3]) < 4) else "SYS"
+        return (
+            "PIX"
+            if one[3] == two[3]
+            else "NODE"
+            if (int(one[3]) < 4) == (int(two[3]) < 4)
+            else "SYS"
+        )
 
-    head = "\t\x1b[4m" + "\t".join([*devices, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"
+    head = (
+        "\t\x1b[4m"
+        + "\t".join([*devices, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
+        + "\x1b[0m"
+    )
     rows = []
     for one in devices:
         cells = [one, *(kind(one, two) for two in devices)]
         cells += ["0-47,96-143", "0", "", "N/A"] if one.startswith("GPU") else ["", "", ""]
         rows.append("\t".join(cells))
-    legend = ["", "Legend:", "", "  X    = Self", "  NV#  = Connection traversing a bonded set of # NVLinks", ""]
+    legend = [
+        "",
+        "Legend:",
+        "",
+        "  X    = Self",
+        "  NV#  = Connection traversing a bonded set of # NVLinks",
+        "",
+    ]
     legend += ["NIC Legend:", ""] + [f"  NIC{number}: mlx5_{number}" for number in range(8)]
     return "\n".join([head, *rows, *legend, ""])
 
 
-SMI_HEAD = "| NVIDIA-SMI 580.65.06              Driver Version: 580.65.06      CUDA Version: 13.0     |\n"
+SMI_HEAD = (
+    "| NVIDIA-SMI 580.65.06              Driver Version: 580.65.06      CUDA Version: 13.0     |\n"
+)
 
 
 def sound(**changed: Any) -> NodeFacts:
     """A node with nothing to mend; changed: fields that are otherwise."""
     gpus, driver = nvidia.gpus(smi_csv())
     names = [f"mlx5_{number}" for number in range(8)]
-    folders = (Folder("/shared/runs", "run.dir", True, True, 10**15, 10**14, 10**9, "lustre", "", 5e9),)
+    folders = (
+        Folder("/shared/runs", "run.dir", True, True, 10**15, 10**14, 10**9, "lustre", "", 5e9),
+    )
     values: dict[str, Any] = {
         "host": "one", "address": ADDRESS, "kernel": "6.8.0", "python": "3.12.3", "num_cores": 192,
         "host_bytes": 2 * 10**12, "shm_total_bytes": 10**12, "shm_free_bytes": 10**12,
@@ -90,7 +111,14 @@ def sound(**changed: Any) -> NodeFacts:
 
 
 def fake_smi(
-    folder: Path, patch: pytest.MonkeyPatch, csv: str, topology: str, head: str, *, refused: str = "", fails: str = ""
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    csv: str,
+    topology: str,
+    head: str,
+    *,
+    refused: str = "",
+    fails: str = "",
 ) -> None:
     """Put a program `nvidia-smi` first on PATH that prints these texts; refused: a field that it does not know."""
     for name, text in {"csv": csv, "topology": topology, "head": head, "fails": fails}.items():

@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes/quickstart.yaml"
 
 
-def doctor(cwd: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def doctor(
+    cwd: Path, *arguments: str | Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     own |= {"PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "megarl.cli", "doctor", *map(str, arguments)]
@@ -57,7 +59,12 @@ def test_a_port_and_a_recipes_errors_are_told_and_json_has_the_facts(tmp_path: P
     found = json.loads(done.stdout)
     assert found["exit_code"] == 2 and found["hardware_file"] is None and found["rates"] == []
     wheres = [one["where"] for one in found["findings"] if one["severity"] == "fault"]
-    assert {f"port {port}", "placement.gpus", "data.train", "models/tiny-qwen3-moe/config.json"} <= {*wheres}
+    assert {
+        f"port {port}",
+        "placement.gpus",
+        "data.train",
+        "models/tiny-qwen3-moe/config.json",
+    } <= {*wheres}
     (node,) = found["facts"]
     assert node["versions"]["torch"] == "2.13.0+cpu" and node["limits"]["num_files"] != 0
     assert [folder["purpose"] for folder in node["folders"]][::2] == ["run.dir", "model.path"]
@@ -73,10 +80,23 @@ def test_a_recipe_that_cannot_be_read_and_a_cluster_that_is_gone_keep_nothing_el
     token = tmp_path / "token"
     token.write_text("0" * 64)
     token.chmod(0o644)
-    done = doctor(tmp_path, QUICKSTART, "train.tpp=2", "--measure", RAY_ADDRESS=address, RAY_AUTH_TOKEN_PATH=str(token))
+    done = doctor(
+        tmp_path,
+        QUICKSTART,
+        "train.tpp=2",
+        "--measure",
+        RAY_ADDRESS=address,
+        RAY_AUTH_TOKEN_PATH=str(token),
+    )
     assert done.returncode == 2
-    starts = ["fault: override train.tpp=2: unknown key", f"fault: RAY_ADDRESS: nobody answers at {address}"]
-    starts += [f"fault: RAY_AUTH_TOKEN_PATH: {token} can be read by other users", "note: GPUs: nvidia-smi lists none"]
+    starts = [
+        "fault: override train.tpp=2: unknown key",
+        f"fault: RAY_ADDRESS: nobody answers at {address}",
+    ]
+    starts += [
+        f"fault: RAY_AUTH_TOKEN_PATH: {token} can be read by other users",
+        "note: GPUs: nvidia-smi lists none",
+    ]
     for start in starts:
         assert sum(line.startswith(start) for line in done.stdout.splitlines()) == 1, done.stdout
     assert "0" * 64 not in done.stdout + done.stderr
@@ -84,14 +104,20 @@ def test_a_recipe_that_cannot_be_read_and_a_cluster_that_is_gone_keep_nothing_el
 
 
 def test_a_torch_that_cannot_be_imported_is_a_line(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: cannot open', name='torch')\n")
+    (tmp_path / "torch.py").write_text(
+        "raise ImportError('libcudart.so.13: cannot open', name='torch')\n"
+    )
     done = doctor(tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 2
-    assert done.stderr.startswith("torch: it cannot be imported (libcudart.so.13: cannot open); install it")
+    assert done.stderr.startswith(
+        "torch: it cannot be imported (libcudart.so.13: cannot open); install it"
+    )
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_token_of_mode_600_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_of_mode_600_is_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     token = tmp_path / "token"
     token.write_text("x")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
@@ -126,6 +152,9 @@ def test_a_recipe_with_another_cards_file_is_measured_beside_the_cards_own(
     """The letters of H20 are in H200."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(measure, "measure", lambda *_: ([gpu(device_name="NVIDIA H200")], []))
-    recipe, file = load_recipe(QUICKSTART, ["placement.hardware=recipes/hardware/h20.yaml"]), tmp_path / "mine.yaml"
+    recipe, file = (
+        load_recipe(QUICKSTART, ["placement.hardware=recipes/hardware/h20.yaml"]),
+        tmp_path / "mine.yaml",
+    )
     assert _measured(recipe, file, [sound()], [], print)
     assert load_hardware(file).name == "H200"

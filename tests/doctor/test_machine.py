@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "1m") as disk:
-        with (disk / "filler").open("ab", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        with (
+            (disk / "filler").open("ab", buffering=0) as file,
+            pytest.raises(OSError, match="No space left"),
+        ):
             while True:
                 file.write(bytes(4096))
         found = machine.folder(disk / "runs", "run.dir", is_written=True)
@@ -60,7 +63,10 @@ def test_a_folder_that_is_only_read_is_not_written_to(tmp_path: Path) -> None:
 
 def test_a_folder_knows_whether_it_sees_the_first_nodes_file(tmp_path: Path) -> None:
     (tmp_path / "probe").touch()
-    seen = [machine.folder(tmp_path / "runs", "run.dir", is_written=True, shared_name=name) for name in ("probe", "x")]
+    seen = [
+        machine.folder(tmp_path / "runs", "run.dir", is_written=True, shared_name=name)
+        for name in ("probe", "x")
+    ]
     assert [one.is_shared for one in seen] == [True, False]
     assert machine.folder(tmp_path, "run.dir", is_written=True).is_shared is None
 
@@ -76,7 +82,8 @@ def test_a_port_that_is_taken_names_who_has_it() -> None:
 
 
 def test_a_port_on_which_only_a_connection_has_ended_is_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # which lets others reuse its address, as servers do
+    # which lets others reuse its address, as servers do
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         number = listener.getsockname()[1]
         client = socket.create_connection(("127.0.0.1", number))
         server, _ = listener.accept()
@@ -93,7 +100,9 @@ def test_the_limits_are_the_soft_ones_of_the_process() -> None:
         "resource.setrlimit(resource.RLIMIT_NOFILE, (777, resource.getrlimit(resource.RLIMIT_NOFILE)[1]));"
         "found = machine.limits(); print(json.dumps([found.memlock_bytes, found.num_files]))"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     memlock, files = json.loads(done.stdout)
     assert (memlock, files) == (65536, 777)
     own = resource.getrlimit(resource.RLIMIT_NPROC)[0]
@@ -109,8 +118,12 @@ def test_a_low_memlock_is_named() -> None:
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]));"
         "print(*[one.line(1) for one in node_findings(sound(limits=machine.limits())) if one.where == 'memlock'])"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("fault: memlock: 64 KiB may be locked, and the RDMA cards (mlx5_0, ")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(
+        "fault: memlock: 64 KiB may be locked, and the RDMA cards (mlx5_0, "
+    )
 
 
 def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
@@ -122,7 +135,13 @@ def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
 
 
 def test_of_the_environment_only_what_libraries_read_is_told() -> None:
-    given = {"NCCL_IB_HCA": "mlx5", "PATH": "/bin", "WANDB_API_KEY": "x", "SGLANG_API_KEY": "y", "HF_TOKEN": "z"}
+    given = {
+        "NCCL_IB_HCA": "mlx5",
+        "PATH": "/bin",
+        "WANDB_API_KEY": "x",
+        "SGLANG_API_KEY": "y",
+        "HF_TOKEN": "z",
+    }
     given |= {"CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "token"}
     given |= {"NCCL_SOCKET_IFNAME": "=ens1"}
     assert machine.environment(given.items()) == {"NCCL_IB_HCA": "mlx5", "RAY_AUTH_MODE": "token"}
@@ -143,7 +162,10 @@ def test_every_port_has_its_state_and_rate(tmp_path: Path) -> None:
     port = tmp_path / "class/infiniband/mlx5_10/ports/1"
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "link_layer").write_text("InfiniBand\n")
-    assert machine.nics(tmp_path) == [Nic("mlx5_2", 1, False, None, ""), Nic("mlx5_10", 1, True, 400.0, "InfiniBand")]
+    assert machine.nics(tmp_path) == [
+        Nic("mlx5_2", 1, False, None, ""),
+        Nic("mlx5_10", 1, True, 400.0, "InfiniBand"),
+    ]
     assert machine.nics(tmp_path / "nothing") == []
 
 

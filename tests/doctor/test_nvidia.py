@@ -16,7 +16,19 @@ def test_a_line_is_a_gpu_in_bytes_and_by_its_pci_address() -> None:
     assert driver == "580.65.06"
     assert [gpu.pci for gpu in found] == [f"0000:{bus}:00.0" for bus in BUSES]
     assert found[1] == Gpu(
-        1, "NVIDIA H800", "0000:2a:00.0", 81559 * 2**20, 4 * 2**20, 345.0, 1980.0, 1, 0, False, 16, 16, "9.0"
+        1,
+        "NVIDIA H800",
+        "0000:2a:00.0",
+        81559 * 2**20,
+        4 * 2**20,
+        345.0,
+        1980.0,
+        1,
+        0,
+        False,
+        16,
+        16,
+        "9.0",
     )
 
 
@@ -26,7 +38,12 @@ def test_what_a_card_does_not_have_is_none() -> None:
         mig_mode_current={0: "[N/A]", 1: "Enabled"}, memory_used={0: "[Insufficient Permissions]"},
     )  # fmt: skip
     first, second, *_ = nvidia.gpus(text)[0]
-    assert (first.ecc_errors, first.clock_reasons, first.mig, first.used_bytes) == (None, None, False, None)
+    assert (first.ecc_errors, first.clock_reasons, first.mig, first.used_bytes) == (
+        None,
+        None,
+        False,
+        None,
+    )
     assert second.mig
 
 
@@ -72,7 +89,10 @@ def test_the_matrix_of_one_gpu_and_of_none() -> None:
     one = "\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
     one += "GPU0\t X \tPHB\t0-251\t0\t\tN/A\nNIC0\tPHB\t X \t\t\t\n"
     assert nvidia.topology(one).links == {"GPU0": {"NIC0": "PHB"}, "NIC0": {"GPU0": "PHB"}}
-    assert nvidia.topology("Failed to initialize NVML: Driver/library version mismatch\n") == Topology()
+    assert (
+        nvidia.topology("Failed to initialize NVML: Driver/library version mismatch\n")
+        == Topology()
+    )
 
 
 def test_cards_by_name_as_older_drivers_have_them() -> None:
@@ -82,7 +102,8 @@ def test_cards_by_name_as_older_drivers_have_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mask", "count"), [(0x0, 0), (0x1, 0), (0x4, 0), (0x2, 0), (0x8, 1), (0x60, 2), (0x80 | 0x4, 1), (0x100, 0)]
+    ("mask", "count"),
+    [(0x0, 0), (0x1, 0), (0x4, 0), (0x2, 0), (0x8, 1), (0x60, 2), (0x80 | 0x4, 1), (0x100, 0)],
 )
 def test_only_what_slows_a_machine_down_counts(mask: int, count: int) -> None:
     assert len(nvidia.slowdowns(mask)) == count
@@ -92,8 +113,12 @@ def test_gpus_topology_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.M
     fake_smi(tmp_path, monkeypatch, smi_csv(), smi_topology(), SMI_HEAD)
     proc = tmp_path / "proc"
     (proc / "driver/nvidia").mkdir(parents=True)
-    (proc / "modules").write_text("nvidia_peermem_not 1 0\nnvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2\n")
-    (proc / "driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06\n")
+    (proc / "modules").write_text(
+        "nvidia_peermem_not 1 0\nnvidia_peermem 16384 0 - Live 0x0\nnvidia 1 2\n"
+    )
+    (proc / "driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06\n"
+    )
     found = nvidia.gpu_facts(proc)
     assert (found.nvidia_smi, found.driver, found.driver_cuda) == ("", "580.65.06", "13.0")
     assert [gpu.pci[5:7] for gpu in found.gpus] == [*BUSES]
@@ -103,7 +128,9 @@ def test_gpus_topology_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.M
     assert not bare.has_peermem and not bare.has_open_driver
 
 
-def test_an_older_driver_is_asked_by_the_older_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_driver_is_asked_by_the_older_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_smi(tmp_path, monkeypatch, smi_csv(), smi_topology(), SMI_HEAD, refused=nvidia.REASONS)
     assert len(nvidia.gpu_facts(tmp_path).gpus) == 8
 
@@ -117,6 +144,8 @@ def test_a_driver_that_does_not_answer_is_told_in_its_own_words(
     assert (found.nvidia_smi, found.gpus) == (said, ())
 
 
-def test_without_the_program_there_is_nothing_to_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_program_there_is_nothing_to_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert nvidia.gpu_facts(tmp_path).gpus == () and nvidia.gpu_facts(tmp_path).nvidia_smi == ""

@@ -32,13 +32,22 @@ def test_a_missing_kernel_and_a_missing_te_are_named() -> None:
 def test_te_may_be_missing_where_the_recipe_takes_megatrons_layers() -> None:
     errors = {"transformer_engine.pytorch": "not installed"}
     (line,) = [one.line(1) for one in gpu_findings(sound(import_errors=errors), local_layers=True)]
-    assert line.startswith("warning: transformer-engine: it cannot be imported (not installed): training uses")
+    assert line.startswith(
+        "warning: transformer-engine: it cannot be imported (not installed): training uses"
+    )
 
 
 def test_a_kernel_of_another_build_is_named_with_its_error(broken: Path) -> None:
-    (broken / "sgl_kernel_x.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')\n")
-    assert packages.import_error("sgl_kernel_x") == "ImportError: libcudart.so.12: cannot open shared object file"
-    (broken / "crashes_x.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (broken / "sgl_kernel_x.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
+    )
+    assert (
+        packages.import_error("sgl_kernel_x")
+        == "ImportError: libcudart.so.12: cannot open shared object file"
+    )
+    (broken / "crashes_x.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
     assert packages.import_error("crashes_x") == "killed by signal 11"
     (broken / "sound_x.py").write_text("")
     assert packages.import_error("sound_x") == ""
@@ -53,14 +62,28 @@ def test_torch_says_what_it_was_built_for() -> None:
 
 
 def test_a_torch_that_does_not_start_is_told(broken: Path) -> None:
-    (broken / "torch.py").write_text("raise ImportError('libtorch_cuda.so: undefined symbol: ncclCommWindow')\n")
-    assert packages.torch_facts().error == "ImportError: libtorch_cuda.so: undefined symbol: ncclCommWindow"
+    (broken / "torch.py").write_text(
+        "raise ImportError('libtorch_cuda.so: undefined symbol: ncclCommWindow')\n"
+    )
+    assert (
+        packages.torch_facts().error
+        == "ImportError: libtorch_cuda.so: undefined symbol: ncclCommWindow"
+    )
 
 
 def test_only_exact_demands_that_count_here_are_pins() -> None:
-    demands = ["torch==2.13.0", "sglang-kernel==0.4.7", "flashinfer_python[cu13]==0.6.18", "transformers>=5"]
+    demands = [
+        "torch==2.13.0",
+        "sglang-kernel==0.4.7",
+        "flashinfer_python[cu13]==0.6.18",
+        "transformers>=5",
+    ]
     demands += ["numpy==1", "sgl-deep-gemm==0.2.0; extra == 'x'", "not a requirement at all!"]
-    assert packages.pins(demands) == {"torch": "2.13.0", "sglang-kernel": "0.4.7", "flashinfer-python": "0.6.18"}
+    assert packages.pins(demands) == {
+        "torch": "2.13.0",
+        "sglang-kernel": "0.4.7",
+        "flashinfer-python": "0.6.18",
+    }
 
 
 def test_the_installed_sglang_pins_the_torch_that_is_installed() -> None:
@@ -82,7 +105,11 @@ def test_a_cudnn_that_is_found_before_the_packages_is_named(
     for folder, version in ((own, "9.20.0"), (stubs, "9.1.0"), (foreign, "9.13.0")):
         (folder / f"libcudnn.so.{version}").touch()
         (folder / "libcudnn.so").symlink_to(f"libcudnn.so.{version}")
-    places = {"LD_LIBRARY_PATH": f":{nothing}:{own}:{stubs}", "CUDA_HOME": str(nothing), "CUDA_PATH": str(own)}
+    places = {
+        "LD_LIBRARY_PATH": f":{nothing}:{own}:{stubs}",
+        "CUDA_HOME": str(nothing),
+        "CUDA_PATH": str(own),
+    }
     if kind == "LD_LIBRARY_PATH":
         places[kind] += f":{foreign}"
     elif kind and kind != "toolkit":
@@ -92,7 +119,9 @@ def test_a_cudnn_that_is_found_before_the_packages_is_named(
     assert named == (str(foreign / "libcudnn.so.9.13.0") if kind else "")
 
 
-def test_a_cudnn_in_the_loaders_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cudnn_in_the_loaders_cache_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ldconfig = tmp_path / "ldconfig"
     ldconfig.write_text("#!/bin/sh\necho ' libcudnn.so.9 (libc6,x86-64) => /a/libcudnn.so.9'\n"
                         "echo ' libcudnn.so (libc6,x86-64) => /b/libcudnn.so'\n")  # fmt: skip

@@ -23,7 +23,9 @@ _TIMEOUT_S = 60.0
 _SMALL = Sizes(4096, 65_536, 64, 16, 1)
 
 
-def measuring(pipe: Connection, rank: int, num_ranks: int, node_ranks: int, address: Address) -> None:
+def measuring(
+    pipe: Connection, rank: int, num_ranks: int, node_ranks: int, address: Address
+) -> None:
     """One rank, in a process of its own."""
     rates.CPU_SIZES = _SMALL
     one = RateRank(rank, num_ranks, node_ranks, address, _TIMEOUT_S)
@@ -47,7 +49,11 @@ def measured() -> list[RankRates]:
 def test_every_rank_measures_everything_that_it_has_a_peer_for(measured: list[RankRates]) -> None:
     assert [one.node for one in measured] == [0, 0, 1, 1]
     for one in measured:
-        values = {name: value for name, value in asdict(one).items() if name not in ("node", "device_name")}
+        values = {
+            name: value
+            for name, value in asdict(one).items()
+            if name not in ("node", "device_name")
+        }
         assert values.pop("host_bytes_per_s") is None, "without a GPU nothing is copied to one"
         assert values.pop("communicator_bytes") is None, "nor is memory of one taken"
         assert all(value > 0 for value in values.values()), values
@@ -58,11 +64,22 @@ def test_what_was_measured_is_a_hardware_file(measured: list[RankRates], tmp_pat
     file = tmp_path / "mine.yaml"
     file.write_text(hardware_text(measured, [sound()], None))
     card = load_hardware(file)
-    assert (card.name, card.gpus_per_node, card.host_bytes, card.fp8_flops) == ("CPU", 2, 2 * 10**12, None)
+    assert (card.name, card.gpus_per_node, card.host_bytes, card.fp8_flops) == (
+        "CPU",
+        2,
+        2 * 10**12,
+        None,
+    )
     assert card.bf16_flops == pytest.approx(min(one.matmul_flops for one in measured), rel=1e-5)
-    assert card.nvlink_bytes_per_s == pytest.approx(min(one.inside_bytes_per_s or 0 for one in measured), rel=1e-5)
-    assert card.nic_bytes_per_s == pytest.approx(min(one.between_bytes_per_s or 0 for one in measured), rel=1e-5)
-    assert card.nic_latency_s == pytest.approx(max(one.between_latency_s or 0 for one in measured), rel=1e-5)
+    assert card.nvlink_bytes_per_s == pytest.approx(
+        min(one.inside_bytes_per_s or 0 for one in measured), rel=1e-5
+    )
+    assert card.nic_bytes_per_s == pytest.approx(
+        min(one.between_bytes_per_s or 0 for one in measured), rel=1e-5
+    )
+    assert card.nic_latency_s == pytest.approx(
+        max(one.between_latency_s or 0 for one in measured), rel=1e-5
+    )
     assert card.nvlink_share == card.nic_share == 1.0
     assert card.disk_bytes_per_s == 5e9, "of the first folder that was written to"
     assert all("#" in line for line in file.read_text().splitlines())
@@ -102,20 +119,30 @@ def test_a_card_that_reaches_less_than_its_share_has_that_share(tmp_path: Path) 
 def test_what_could_not_be_measured_is_the_cards_own(tmp_path: Path) -> None:
     peers = {"inside_bytes_per_s": None, "between_bytes_per_s": None, "inside_latency_s": None}
     card = written(tmp_path, gpu(**peers, between_latency_s=None, host_bytes_per_s=None))
-    names = ("nvlink_bytes_per_s", "nvlink_share", "nic_bytes_per_s", "nic_share", "nvlink_latency_s", "nic_latency_s")
+    names = (
+        "nvlink_bytes_per_s",
+        "nvlink_share",
+        "nic_bytes_per_s",
+        "nic_share",
+        "nvlink_latency_s",
+        "nic_latency_s",
+    )
     assert [getattr(card, name) for name in names] == [getattr(H800, name) for name in names]
     assert card.pcie_bytes_per_s == H800.pcie_bytes_per_s
 
 
 def test_what_a_group_of_nccls_takes_is_measured_or_the_cards_own(tmp_path: Path) -> None:
     base = H800.model_copy(update={"communicator_bytes": 123_456_789})
-    assert written(tmp_path, gpu(communicator_bytes=None), base=base).communicator_bytes == 123_456_789
+    assert (
+        written(tmp_path, gpu(communicator_bytes=None), base=base).communicator_bytes == 123_456_789
+    )
     measured = written(tmp_path, gpu(), gpu(communicator_bytes=500 << 20), base=base)
     assert measured.communicator_bytes == 500 << 20, "of the GPU where it took most"
 
 
 def test_every_key_of_a_hardware_file_is_written(tmp_path: Path) -> None:
-    of_deepep = {"deepep_latency_s", "deepep_token_s"}  # from its README: a doctor does not start it
+    # from its README: a doctor does not start it
+    of_deepep = {"deepep_latency_s", "deepep_token_s"}
     assert written(tmp_path, gpu()).model_fields_set == set(Hardware.model_fields) - of_deepep
 
 
@@ -126,7 +153,9 @@ def test_every_key_of_a_hardware_file_is_written(tmp_path: Path) -> None:
         ("NVIDIA L40S", "NVIDIA L40S", True), ("A100 80GB", "NVIDIA A100-SXM4-80GB", False), ("CPU", "", False),
     ],
 )  # fmt: skip
-def test_a_card_is_known_by_the_whole_words_of_its_name(name: str, device: str, is_it: bool) -> None:
+def test_a_card_is_known_by_the_whole_words_of_its_name(
+    name: str, device: str, is_it: bool
+) -> None:
     assert H800.model_copy(update={"name": name}).is_card(device) == is_it
 
 
@@ -146,5 +175,7 @@ def test_a_gpu_that_lags_behind_is_named_on_its_node() -> None:
     ranks = [gpu(node=rank // 4) for rank in range(8)]
     ranks[6] = gpu(node=1, matmul_flops=420e12)
     (finding,) = laggards(ranks, ["10.0.0.1", "10.0.0.2"])
-    assert finding.line(2).startswith("warning: 10.0.0.2: GPU 2: matrix products at 60% of the median GPU's rate; ")
+    assert finding.line(2).startswith(
+        "warning: 10.0.0.2: GPU 2: matrix products at 60% of the median GPU's rate; "
+    )
     assert laggards(ranks[:2], ["10.0.0.1"]) == []

@@ -36,7 +36,10 @@ def gpus(**changed: dict[int, str]) -> dict[str, Any]:
 
 def test_nothing_is_said_of_a_sound_node_or_of_two() -> None:
     assert judged(sound()) == []
-    assert judged(sound(ray_gpus=8), sound(address=OTHER, host="two", ray_gpus=8, clock_offset_s=0.1)) == []
+    assert (
+        judged(sound(ray_gpus=8), sound(address=OTHER, host="two", ray_gpus=8, clock_offset_s=0.1))
+        == []
+    )
 
 
 def folder(**changed: Any) -> Folder:
@@ -117,7 +120,8 @@ def test_one_error_of_a_node_is_one_line(changed: dict[str, Any], start: str, wo
 @pytest.mark.parametrize(
     "changed",
     [
-        {"limits": ProcessLimits(64 * 1024, 2**20, 2**20), "nics": (), "gpu_nics": {}},  # nothing locks memory there
+        # nothing locks memory there
+        {"limits": ProcessLimits(64 * 1024, 2**20, 2**20), "nics": (), "gpu_nics": {}},
         {"has_peermem": False, "has_open_driver": True},
         {"foreign_cudnn": "/usr/lib/libcudnn.so.9.20.0", "versions": CUDNN},  # the same version
         {"foreign_cudnn": "/usr/lib/libcudnn.so.9.13.0"},  # a torch that brings none
@@ -137,8 +141,17 @@ def test_what_does_no_harm_is_not_told(changed: dict[str, Any]) -> None:
 
 
 def test_a_machine_without_gpus_is_told_what_it_lacks_and_not_blamed() -> None:
-    versions = {name: sound().versions[name] for name in ("torch", "megatron-core", "ray", "transformers", "sglang")}
-    nothing: dict[str, Any] = {"gpus": (), "driver": "", "nics": (), "gpu_nics": {}, "torch": Torch("2.13.0+cpu")}
+    versions = {
+        name: sound().versions[name]
+        for name in ("torch", "megatron-core", "ray", "transformers", "sglang")
+    }
+    nothing: dict[str, Any] = {
+        "gpus": (),
+        "driver": "",
+        "nics": (),
+        "gpu_nics": {},
+        "torch": Torch("2.13.0+cpu"),
+    }
     (note,) = judged(sound(**nothing, versions=versions))
     assert note.severity == "note"
     assert "for one on GPUs: torch is a CPU build, transformer-engine is not installed" in note.hint
@@ -174,19 +187,28 @@ def test_one_difference_between_two_nodes_is_one_line(changed: dict[str, Any], l
 def test_nodes_without_cards_and_of_other_kinds_are_named() -> None:
     assert "no RDMA card is up" in only(*second(nics=(), gpu_nics={}))
     (finding,) = judged(*second(gpus=GPUS[:4], torch=replace(sound().torch, num_devices=4)))
-    assert finding.line(2).startswith("warning: 10.0.0.2: GPUs: 4 x NVIDIA H800, where 1 node has 8 x NVIDIA H800")
+    assert finding.line(2).startswith(
+        "warning: 10.0.0.2: GPUs: 4 x NVIDIA H800, where 1 node has 8 x NVIDIA H800"
+    )
 
 
 def test_many_nodes_alike_are_one_line_and_the_worst_comes_first() -> None:
-    nodes = [sound(address=f"10.0.0.{n}", has_peermem=n > 6, torch=Torch("2.13.0+cpu")) for n in range(1, 9)]
+    nodes = [
+        sound(address=f"10.0.0.{n}", has_peermem=n > 6, torch=Torch("2.13.0+cpu"))
+        for n in range(1, 9)
+    ]
     torch, direct = [one.line(8) for one in judged(*nodes)]
     assert torch.startswith("fault: all 8 nodes: torch: 2.13.0+cpu is a CPU build")
-    assert direct.startswith("warning: 10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 2 more: GPUDirect: ")
+    assert direct.startswith(
+        "warning: 10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 2 more: GPUDirect: "
+    )
 
 
 def test_the_usual_version_is_most_nodes_and_of_a_draw_the_first_nodes() -> None:
     nodes = [sound(address=f"10.0.0.{n}", source="new" if n == 3 else "old") for n in range(1, 5)]
-    assert only(*nodes).startswith("fault: 10.0.0.3: megarl: source new, where 3 nodes have source old")
+    assert only(*nodes).startswith(
+        "fault: 10.0.0.3: megarl: source new, where 3 nodes have source old"
+    )
     assert only(*second(source="x")).startswith("fault: 10.0.0.2")
 
 
@@ -194,6 +216,8 @@ def test_no_line_is_broken_by_what_it_tells() -> None:
     assert Finding("fault", "a", "b\nc\x1b[2J", "d").line(1) == "fault: a: b\\nc\\x1b[2J; d"
 
 
-@pytest.mark.parametrize(("value", "said"), [(0, "0 GB"), (12.34e9, "12 GB"), (1.26e9, "1.3 GB"), (1e6, "0.001 GB")])
+@pytest.mark.parametrize(
+    ("value", "said"), [(0, "0 GB"), (12.34e9, "12 GB"), (1.26e9, "1.3 GB"), (1e6, "0.001 GB")]
+)
 def test_sizes_have_two_digits(value: float, said: str) -> None:
     assert gb(value) == said

@@ -25,7 +25,9 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe(ROOT / "recipes/quickstart.yaml", overrides)
 
 
-def judged(given: Recipe, *nodes: Any, hardware: Any = None, checkpoint_bytes: int = 0) -> list[Finding]:
+def judged(
+    given: Recipe, *nodes: Any, hardware: Any = None, checkpoint_bytes: int = 0
+) -> list[Finding]:
     return recipe_findings(given, nodes, hardware, checkpoint_bytes)
 
 
@@ -39,7 +41,9 @@ def test_too_few_gpus_and_nodes_are_named() -> None:
     (here,) = judged(recipe("placement.gpus=16"), sound())
     assert here.line(1).startswith("fault: placement.gpus: 16 GPUs, and this machine has 8; ")
     (nodes,) = judged(recipe(*NODES), sound(ray_gpus=8), sound(ray_gpus=4))
-    assert nodes.line(2).startswith("fault: placement.gpus: 16 GPUs are 2 nodes of 8, Ray has 1 with as many GPUs; ")
+    assert nodes.line(2).startswith(
+        "fault: placement.gpus: 16 GPUs are 2 nodes of 8, Ray has 1 with as many GPUs; "
+    )
     assert judged(recipe("placement.gpus=16"), sound(gpus=())) == [], "on CPU they are simulated"
 
 
@@ -50,14 +54,22 @@ def test_checkpoints_must_fit_on_the_disk() -> None:
     (full,) = judged(given, sound(folders=(folder,)), checkpoint_bytes=26 * 10**9)
     assert full.severity == "fault"
     assert full.problem == "100 GB free; 3 checkpoints and one being written take 104 GB"
-    assert judged(recipe(), sound(folders=(folder,)), checkpoint_bytes=10**15) == [], "it writes none"
+    assert judged(recipe(), sound(folders=(folder,)), checkpoint_bytes=10**15) == [], (
+        "it writes none"
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"gpus": tuple(replace(gpu, name="NVIDIA H20") for gpu in sound().gpus)}, "H800, and the GPUs are NVIDIA H20"),
-        ({"gpus": tuple(replace(gpu, memory_bytes=6 * 10**10) for gpu in sound().gpus)}, "with 85 GB of a GPU"),
+        (
+            {"gpus": tuple(replace(gpu, name="NVIDIA H20") for gpu in sound().gpus)},
+            "H800, and the GPUs are NVIDIA H20",
+        ),
+        (
+            {"gpus": tuple(replace(gpu, memory_bytes=6 * 10**10) for gpu in sound().gpus)},
+            "with 85 GB of a GPU",
+        ),
         ({"host_bytes": 10**12}, "with 2000 GB of host memory, and the node has 1000 GB"),
     ],
 )
@@ -68,7 +80,11 @@ def test_another_card_than_the_plans_is_a_warning(changed: dict[str, Any], words
 
 
 def test_float8_engines_want_gpus_that_have_it() -> None:
-    old = sound(gpus=tuple(replace(gpu, name="NVIDIA A100", compute_capability="8.0") for gpu in sound().gpus[:1]))
+    old = sound(
+        gpus=tuple(
+            replace(gpu, name="NVIDIA A100", compute_capability="8.0") for gpu in sound().gpus[:1]
+        )
+    )
     given = recipe("placement.gpus=1", "rollout.engine.fp8=true")
     (finding,) = judged(given, old)
     assert (finding.severity, finding.where) == ("fault", "rollout.engine.fp8")

@@ -48,7 +48,11 @@ class Command:
         path = self.folder / "runs" / run / "metrics.jsonl"
         if not path.exists():
             return []
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line)
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         """Return when the record of that step is written; fails when the command ends first."""
@@ -73,7 +77,11 @@ class Command:
         for one in [psutil.Process(self.process.pid), *self.tree()]:
             try:
                 connections = one.net_connections(kind="inet")
-                listening = [(c.laddr.ip, c.laddr.port) for c in connections if c.status == psutil.CONN_LISTEN]
+                listening = [
+                    (c.laddr.ip, c.laddr.port)
+                    for c in connections
+                    if c.status == psutil.CONN_LISTEN
+                ]
                 seen.append(Seen(one.pid, " ".join(one.cmdline()), one.environ(), listening))
             except psutil.NoSuchProcess:
                 continue
@@ -84,7 +92,10 @@ class Command:
         alive = []
         for one in psutil.process_iter(["pid", "cmdline"]):
             try:
-                if one.environ().get("MEGARL_TEST") == self.marker and one.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    one.environ().get("MEGARL_TEST") == self.marker
+                    and one.status() != psutil.STATUS_ZOMBIE
+                ):
                     alive.append(f"process {one.info['cmdline']}")
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
@@ -100,7 +111,10 @@ def _take_interrupts() -> None:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's own model and data."""
     folder = tmp_path_factory.mktemp("inputs")
-    for script, target in (("make_tiny_moe.py", "models/tiny-qwen3-moe"), ("make_arithmetic.py", "data")):
+    for script, target in (
+        ("make_tiny_moe.py", "models/tiny-qwen3-moe"),
+        ("make_arithmetic.py", "data"),
+    ):
         command = [sys.executable, str(ROOT / "scripts" / script), "--out", str(folder / target)]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
     return folder

@@ -64,14 +64,25 @@ class Nodes:
             assert time.monotonic() < deadline, self._logs()
             time.sleep(_POLL_S)
 
-    def doctor(self, *arguments: str, token: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def doctor(
+        self, *arguments: str, token: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megarl.cli", "doctor", *arguments]
-        own = self.environment() | {"RAY_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(token or self.token)}
-        return subprocess.run(command, cwd=self.folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S)
+        own = self.environment() | {
+            "RAY_ADDRESS": self.address,
+            "RAY_AUTH_TOKEN_PATH": str(token or self.token),
+        }
+        return subprocess.run(
+            command, cwd=self.folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S
+        )
 
     def environment(self) -> dict[str, str]:
         """Of a node, and of the command on one."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "MEGARL_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("RAY_", "MEGARL_"))
+        }
         return inherited | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
@@ -87,7 +98,9 @@ class Nodes:
         own = self.environment() | {"MEGARL_NODE_ADDRESS": own_address, **environment}
         command = ["bash", str(ROOT / "scripts/ray_node.sh"), *arguments]
         with (self.folder / f"{own_address}.log").open("wb") as log:
-            self.processes.append(subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log))
+            self.processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log)
+            )
 
     def _num_joined(self) -> int:
         command = [str(Path(sys.executable).parent / "ray"), "status", "--address", self.address]
@@ -107,7 +120,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
             yield made
         finally:
             for process in made.processes:
-                tree = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+                tree = (
+                    psutil.Process(process.pid).children(recursive=True)
+                    if process.poll() is None
+                    else []
+                )
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(60)
@@ -124,14 +141,17 @@ def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path
 
     def megarl(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "megarl.cli", *arguments]
-        return subprocess.run(command, cwd=inputs, env=environment, capture_output=True, text=True, timeout=_LIMIT_S)
+        return subprocess.run(
+            command, cwd=inputs, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
+        )
 
     file = tmp_path / "mine.yaml"
     done = megarl("doctor", "--measure", "--out", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"measured: {file}, for megarl plan RECIPE --hardware {file}" in done.stdout.splitlines()
     plan = megarl("plan", str(ROOT / "recipes/quickstart.yaml"), "--hardware", str(file), "--json")
-    assert plan.returncode in (0, 2), plan.stderr  # whether the quickstart fits on a GPU like that is not the question
+    # whether the quickstart fits on a GPU like that is not the question
+    assert plan.returncode in (0, 2), plan.stderr
     found, card = json.loads(plan.stdout), load_hardware(file)
     assert found["memory"]["capacity_bytes"] == card.memory_bytes
     assert found["step"]["total_s"] > 0
@@ -158,9 +178,20 @@ def test_several_machines_measure_the_links_between_them(tmp_path: Path) -> None
 
 def measured_rates(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
     """What `megarl doctor --measure` says; its findings are not the question."""
-    command = [sys.executable, "-m", "megarl.cli", "doctor", "--measure", "--json", "--out", str(folder / "mine.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "doctor",
+        "--measure",
+        "--json",
+        "--out",
+        str(folder / "mine.yaml"),
+    ]
     own = environment | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S)
+    done = subprocess.run(
+        command, cwd=folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S
+    )
     assert done.returncode in (0, 2), done.stdout + done.stderr
     return json.loads(done.stdout)
 
@@ -172,19 +203,25 @@ def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:
     found = json.loads(done.stdout)
     assert {node["address"]: node["ray_gpus"] for node in found["facts"]} == {FIRST: 2, SECOND: 2}
     assert found["facts"][0]["address"] == FIRST, "this command's own node"
-    lines = {(one["severity"], one["where"], *one["nodes"]): one["problem"] for one in found["findings"]}
+    lines = {
+        (one["severity"], one["where"], *one["nodes"]): one["problem"] for one in found["findings"]
+    }
     assert lines["fault", "apex", SECOND] == "0.1, where 1 node has nothing"
     assert lines["warning", "NCCL_IB_HCA", SECOND] == "mlx5_1, where 1 node has nothing"
     assert [key for key in lines if key[0] == "fault"] == [("fault", "apex", SECOND)]
     for node in found["facts"]:
-        assert abs(node["clock_offset_s"]) <= node["clock_error_s"], "two processes of one machine have one clock"
+        assert abs(node["clock_offset_s"]) <= node["clock_error_s"], (
+            "two processes of one machine have one clock"
+        )
         assert node["folders"][0]["is_shared"] is True
     assert [(one["node"], one["between_bytes_per_s"] > 0) for one in found["rates"]] == [
         (0, True), (0, True), (1, True), (1, True),
     ]  # fmt: skip
     card = load_hardware(file)
     assert card.gpus_per_node == 2
-    assert card.nic_bytes_per_s == pytest.approx(min(one["between_bytes_per_s"] for one in found["rates"]), rel=1e-5)
+    assert card.nic_bytes_per_s == pytest.approx(
+        min(one["between_bytes_per_s"] for one in found["rates"]), rel=1e-5
+    )
     leftovers = [path.name for path in nodes.folder.iterdir() if path.name.startswith(".megarl")]
     assert leftovers == [], "the file by which nodes know a shared disk"
 

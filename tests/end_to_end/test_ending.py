@@ -51,7 +51,8 @@ def test_sigterm_while_everything_starts(launch: Callable):
     """What Slurm sends: no step is done yet, ranks and engines are half way up."""
     command = launch(*FOREVER)
     assert command.process.stdout is not None
-    said = iter(command.process.stdout.readline, "")  # another test's killed session may be told of first
+    # another test's killed session may be told of first
+    said = iter(command.process.stdout.readline, "")
     assert any(line.startswith("starting training ranks") for line in said)
     os.kill(command.process.pid, signal.SIGTERM)
     _end(command, "terminated", 143)
@@ -61,7 +62,11 @@ def _check_sockets(command) -> None:
     """Only Ray listens beyond loopback: its servers, and one port in each worker and in the command itself."""
     ours = 0
     for one in command.look():
-        beyond = [address for address in one.listening if address[0] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
+        beyond = [
+            address
+            for address in one.listening
+            if address[0] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+        ]
         ours += len(one.listening) - len(beyond)
         if one.pid == command.process.pid or "ray::" in one.command_line:
             assert len(beyond) <= 1, (one, "a worker's only open port is Ray's")
@@ -73,11 +78,14 @@ def _check_sockets(command) -> None:
 def _check_secrets(command) -> None:
     """The token is in the environment of this user's processes and nowhere else."""
     seen = command.look()
-    below = [one for one in seen if one.pid != command.process.pid]  # the command's own is what it was started with
+    # the command's own is what it was started with
+    below = [one for one in seen if one.pid != command.process.pid]
     (token,) = {one.environment.get("RAY_AUTH_TOKEN", "") for one in below} - {""}
     assert len(token) >= 32
     assert not [one for one in seen if token in one.command_line]
-    sessions = [path for path in shared_files() - command.files_before if _is_of(command, Path(path))]
+    sessions = [
+        path for path in shared_files() - command.files_before if _is_of(command, Path(path))
+    ]
     assert sessions
     for folder in (*sessions, str(command.folder / "runs")):
         for path in Path(folder).rglob("*"):
@@ -91,7 +99,9 @@ def _check_folders(command) -> None:
     assert len(own) == 1, (made, "one session, one folder")
     assert own[0].is_dir() and not own[0].is_symlink()
     assert own[0].stat().st_mode & 0o7777 == 0o700 and own[0].stat().st_uid == os.geteuid()
-    assert list(own[0].glob("megarl-engine-*")) and list(own[0].glob("ray/session_*/sockets/raylet*"))
+    assert list(own[0].glob("megarl-engine-*")) and list(
+        own[0].glob("ray/session_*/sockets/raylet*")
+    )
     longest = max(len(str(path)) for path in own[0].rglob("*") if path.is_socket())
     assert longest <= 107 - len("4294967")  # a process id may have more digits than these have
 
@@ -128,7 +138,10 @@ def test_a_stopped_training_rank(launch: Callable):
     victim.suspend()
     assert command.finish(4 * SILENCE_S + BOUND_S) == 1, command.err
     last = command.err.strip().splitlines()[-1]
-    assert re.search(rf"training rank \d \(pid {victim.pid}\) has not answered for .* s: a signal stopped it", last)
+    assert re.search(
+        rf"training rank \d \(pid {victim.pid}\) has not answered for .* s: a signal stopped it",
+        last,
+    )
     assert command.leftovers() == []
 
 
@@ -138,21 +151,32 @@ def _trainer(command) -> psutil.Process:
 
 
 def _workers(command) -> list[psutil.Process]:
-    return [psutil.Process(one.pid) for one in command.look() if one.command_line.startswith("ray::_Shell")]
+    return [
+        psutil.Process(one.pid)
+        for one in command.look()
+        if one.command_line.startswith("ray::_Shell")
+    ]
 
 
-@pytest.mark.nightly  # tests/rollout/sglang/test_engine_ends.py kills one, test_ray_session.py hands it on
+# tests/rollout/sglang/test_engine_ends.py kills one, test_ray_session.py hands it on
+@pytest.mark.nightly
 def test_a_killed_engine_process(launch: Callable):
     command = launch(*FOREVER, "rollout.engine.tp=2")
     command.wait_for_step(1)
     # Schedulers are forked, on CPU, from a server that is the child of the engine's worker.
-    schedulers = [one for worker in _workers(command) for server in worker.children() for one in server.children()]
+    schedulers = [
+        one
+        for worker in _workers(command)
+        for server in worker.children()
+        for one in server.children()
+    ]
     assert len(schedulers) == 2
     schedulers[1].kill()
     _end(command, f"(pid {schedulers[1].pid}) was killed by SIGKILL", 1)
 
 
-@pytest.mark.nightly  # tests/training/test_policy.py raises it, tests/cluster/test_ray_session.py names the worker
+# tests/training/test_policy.py raises it, tests/cluster/test_ray_session.py names the worker
+@pytest.mark.nightly
 def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
     """A weight that is not finite: neither is the gradient, and the rank says so."""
     folder = tmp_path / "broken"
@@ -164,7 +188,8 @@ def test_an_exception_in_a_rank(launch: Callable, inputs: Path, tmp_path: Path):
     _end_after_start(command, "the gradient norm is", 1)
 
 
-@pytest.mark.nightly  # tests/rollout/test_worker.py raises it, tests/cluster/test_ray_session.py hands it on as it is
+# tests/rollout/test_worker.py raises it, tests/cluster/test_ray_session.py hands it on as it is
+@pytest.mark.nightly
 def test_a_reward_that_turns_bad(launch: Callable):
     """Preflight sees it score well; in the run it returns NaN: a fault of the user's, so exit code 2."""
     command = launch(*FOREVER, "reward.function=bad_reward:score")

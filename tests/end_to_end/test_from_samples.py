@@ -14,7 +14,14 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS = {
     "one": ("train.tp=1", "train.pp=1", "train.ep=1", "placement.gpus=1"),
-    "many": ("train.tp=1", "train.pp=1", "train.ep=2", "placement.gpus=2", "critic.ranks.tp=2", "critic.ranks.ep=1"),
+    "many": (
+        "train.tp=1",
+        "train.pp=1",
+        "train.ep=2",
+        "placement.gpus=2",
+        "critic.ranks.tp=2",
+        "critic.ranks.ep=1",
+    ),
 }
 # An untrained model is never right: by the exact answer every advantage, loss and gradient would be 0.
 REWARD = """
@@ -24,13 +31,23 @@ def score(response, answer, row):
 
 
 # By day one layout; that all train alike, tests/training and tests/parallel hold of the ranks.
-@pytest.mark.parametrize("layouts", [["many"], pytest.param(["one", "many"], marks=pytest.mark.nightly)])
-def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_path: Path, layouts: list[str]):
+@pytest.mark.parametrize(
+    "layouts", [["many"], pytest.param(["one", "many"], marks=pytest.mark.nightly)]
+)
+def test_a_file_of_samples_trains_alike_in_every_layout(
+    launch: Callable, tmp_path: Path, layouts: list[str]
+):
     (tmp_path / "text_reward.py").write_text(REWARD)
-    common = ("warm_start.steps=0", "rollout.prompts_per_step=4", "reward.function=text_reward:score")
+    common = (
+        "warm_start.steps=0",
+        "rollout.prompts_per_step=4",
+        "reward.function=text_reward:score",
+    )
     common += ("rollout.temperature=0.7",)
     engine = ("rollout.engine.tp=1", *LAYOUTS["one"])
-    sampling = launch(*common, *engine, "run.name=sampling", "--out=two.parquet", "--steps=2", verb="rollout")
+    sampling = launch(
+        *common, *engine, "run.name=sampling", "--out=two.parquet", "--steps=2", verb="rollout"
+    )
     assert sampling.finish(200) == 0, sampling.err
     assert sampling.leftovers() == []
     file = open_samples(sampling.folder / "two.parquet")
@@ -39,24 +56,38 @@ def test_a_file_of_samples_trains_alike_in_every_layout(launch: Callable, tmp_pa
     assert {part.version for sample in samples for part in sample.parts} == {0}
 
     for name in layouts:
-        keys = (*common, *LAYOUTS[name], f"run.name={name}", "run.steps=2", "train.updates_per_step=2")
-        keys += ("algorithm.name=ppo", "algorithm.kl_coefficient=0.1")  # the critic's ranks hear of it
+        keys = (
+            *common,
+            *LAYOUTS[name],
+            f"run.name={name}",
+            "run.steps=2",
+            "train.updates_per_step=2",
+        )
+        # the critic's ranks hear of it
+        keys += ("algorithm.name=ppo", "algorithm.kl_coefficient=0.1")
         training = launch(*keys, "--from-samples=two.parquet")
         assert training.finish(200) == 0, training.err
         assert training.leftovers() == []
         saved = (training.folder / "runs" / name / "recipe.yaml").read_text()
         assert "#     moe_router_dtype: fp32\n" in saved, "what the ranks ran with"
-    sampled, (first, *others) = sampling.records("sampling"), [sampling.records(name) for name in layouts]
+    sampled, (first, *others) = (
+        sampling.records("sampling"),
+        [sampling.records(name) for name in layouts],
+    )
     for step, alone in enumerate(first, start=1):
         assert alone["step"] == step
         assert alone["reward/mean"] == sampled[step]["reward/mean"] > 0
-        assert not any(key.startswith(("reshard/", "eval/", "time/rollout")) for key in alone), "no engine has a part"
+        assert not any(key.startswith(("reshard/", "eval/", "time/rollout")) for key in alone), (
+            "no engine has a part"
+        )
         assert min(alone["train/grad_norm/1"], alone["train/grad_norm/2"]) > 0.1
         assert abs(alone["train/loss/2"]) > 1e-4
         for spread in others:
             _assert_alike(alone, spread[step - 1])
     assert len(first) == 2
-    assert first[0]["rollout/logprob_diff_mean"] < 1e-6, "the first step's policy is the one that sampled"
+    assert first[0]["rollout/logprob_diff_mean"] < 1e-6, (
+        "the first step's policy is the one that sampled"
+    )
     assert first[1]["rollout/logprob_diff_mean"] > 1e-3, "the second's has learnt since"
 
 
@@ -68,7 +99,9 @@ def _assert_alike(alone: dict[str, float], spread: dict[str, float]) -> None:
             assert spread[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
     for key in ("loss", "grad_norm", "value_mean", "return_mean", "explained_variance"):
         assert spread[f"critic/{key}"] == pytest.approx(alone[f"critic/{key}"], rel=1e-4, abs=1e-5)
-    assert spread["rollout/logprob_diff_mean"] == pytest.approx(alone["rollout/logprob_diff_mean"], rel=1e-3, abs=1e-6)
+    assert spread["rollout/logprob_diff_mean"] == pytest.approx(
+        alone["rollout/logprob_diff_mean"], rel=1e-3, abs=1e-6
+    )
 
 
 def test_more_steps_than_the_file_has(launch: Callable, tmp_path: Path):
@@ -77,7 +110,10 @@ def test_more_steps_than_the_file_has(launch: Callable, tmp_path: Path):
     command = launch("warm_start.steps=0", "run.steps=2", f"--from-samples={file.path}")
     assert command.finish(60) == 2
     lines = command.err.splitlines()
-    assert f"run.steps: 2 is more than the 1 steps in {file.path}; set it to at most 1, or sample more" in lines
+    assert (
+        f"run.steps: 2 is more than the 1 steps in {file.path}; set it to at most 1, or sample more"
+        in lines
+    )
     other = f"{file.path}: it was sampled from a vocabulary of {SHAPE.vocab_size} "
     assert any(line.startswith(other) for line in lines)
     assert not (command.folder / "runs").exists()

@@ -28,7 +28,9 @@ PARITY = "def score(response, answer, row):\n    return float(sum(map(ord, respo
 
 
 @pytest.mark.nightly
-def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(launch: Callable, tmp_path: Path) -> None:
+def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
+    launch: Callable, tmp_path: Path
+) -> None:
     """TP2 PP2 EP2 into an engine of TP2, as the quickstart is; the reward is one that a new model gets at times."""
     (tmp_path / "parity.py").write_text(PARITY)
     command = launch(*KEYS, "run.steps=2")
@@ -39,16 +41,22 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(la
     steps = [record for record in again.records() if record["step"] > 0]
     assert [record["step"] for record in steps] == [1, 2, 3]
     for record in steps:
-        assert record["rollout/logprob_diff_mean"] < 1e-4, "the engine has what the trainer computes with"
+        assert record["rollout/logprob_diff_mean"] < 1e-4, (
+            "the engine has what the trainer computes with"
+        )
         assert record["train/grad_norm"] > 0
         assert 0.99 < record["reshard/kept_share"] < 1.01, "float32 keeps nearly all of the deltas"
     assert "reshard/kept_share" not in command.records()[0], "at the start there are none"
-    assert abs(steps[0]["train/reference_kl"]) < 1e-9 < steps[1]["train/reference_kl"], "the adapters are off in it"
+    assert abs(steps[0]["train/reference_kl"]) < 1e-9 < steps[1]["train/reference_kl"], (
+        "the adapters are off in it"
+    )
     assert steps[1]["train/reference_kl"] < 10 * steps[2]["train/reference_kl"], "it went on"
     _loads_by_itself(command.folder)
 
 
-def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(launch: Callable, tmp_path: Path) -> None:
+def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
+    launch: Callable, tmp_path: Path
+) -> None:
     """TP2 PP2 EP2 into SGLang's own slots of an engine of TP2; on CPU it has these for the attention.
 
     A critic and a reward model compute with the same frozen weights, which all of them have in memory once.
@@ -62,15 +70,21 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(launch: Cal
     assert command.leftovers() == []
     start, *steps = command.records()
     for record in steps:
-        assert record["rollout/logprob_diff_mean"] < 1e-4, "SGLang's adapters are what the trainer computes with"
+        assert record["rollout/logprob_diff_mean"] < 1e-4, (
+            "SGLang's adapters are what the trainer computes with"
+        )
         assert record["train/grad_norm"] > 0
         assert 0 < record["reshard/wire_bytes"] < start["reshard/wire_bytes"] / 20
         assert record["critic/grad_norm"] > 0 and record["time/score_s"] > 0
-    assert steps[0]["critic/value_mean"] == 0.0 != steps[1]["critic/value_mean"], "a new head, which learns"
+    assert steps[0]["critic/value_mean"] == 0.0 != steps[1]["critic/value_mean"], (
+        "a new head, which learns"
+    )
     assert [record["reshard/version"] for record in [start, *steps]] == [0, 1, 2]
     policy = command.folder / "runs" / "quickstart" / "checkpoints" / "step-000002"
     folders = (policy, policy / "critic")
-    of_policy, of_critic = (sum(one.stat().st_size for one in folder.glob("*.distcp")) for folder in folders)
+    of_policy, of_critic = (
+        sum(one.stat().st_size for one in folder.glob("*.distcp")) for folder in folders
+    )
     assert 0 < of_critic < 1.5 * of_policy, "adapters, a head and their optimizer"
 
 
@@ -89,7 +103,9 @@ def test_the_quickstart_learns_with_adapters(launch: Callable) -> None:
     assert len(steps) == 25
     assert max(record["rollout/logprob_diff_mean"] for record in steps) < 1e-5
     worst = sorted(record["rollout/logprob_diff_max"] for record in steps)
-    assert worst[-5] <= 1e-4, "rounding may choose other experts for a token in a step or two, not in each"
+    assert worst[-5] <= 1e-4, (
+        "rounding may choose other experts for a token in a step or two, not in each"
+    )
     accuracy = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert accuracy[0] <= 0.05, "an untrained model answers by chance"
     assert accuracy[-1] >= max(0.7, accuracy[1] + 0.05)
@@ -99,7 +115,8 @@ def _convert(folder: Path, out: str, *flags: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "megarl.cli", "convert", "runs/quickstart", out, *flags],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
     )

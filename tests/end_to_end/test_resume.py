@@ -37,9 +37,13 @@ def test_ends_of_a_run_that_samples_ahead_leave_no_trace(tmp_path: Path) -> None
     steps = [record for record in map(json.loads, lines) if record["step"] > 0]
     for record in steps:
         learning_s = record["time/critic_s"] + record.get("time/train_s", 0.0)
-        assert record["rollout/waited_s"] < learning_s, "engines sampled before the updates were done"
+        assert record["rollout/waited_s"] < learning_s, (
+            "engines sampled before the updates were done"
+        )
     ages = [record["stale/token_max"] for record in steps]
-    assert ages[0] == 0 and min(ages[1:]) >= 1, "a part of every step is sampled before the weights are published"
+    assert ages[0] == 0 and min(ages[1:]) >= 1, (
+        "a part of every step is sampled before the weights are published"
+    )
 
 
 @pytest.mark.nightly
@@ -49,10 +53,18 @@ def test_ends_of_a_run_with_episodes_leave_no_trace(tmp_path: Path) -> None:
     lines = (tmp_path / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if record["step"] > 0]
     assert max(record["stale/token_max"] for record in steps) >= 1
-    assert all(record["episode/turns_mean"] > 1 and record["episode/begun_anew"] == 0 for record in steps)
-    assert not any(record.get("episode/prefix_hit_share") for record in steps), "seeded engines have no such cache"
+    assert all(
+        record["episode/turns_mean"] > 1 and record["episode/begun_anew"] == 0 for record in steps
+    )
+    assert not any(record.get("episode/prefix_hit_share") for record in steps), (
+        "seeded engines have no such cache"
+    )
     for turn in (1, 2):  # a step whose tokens of a turn are all of older weights has none
-        diffs = [diff for record in steps if (diff := record.get(f"rollout/logprob_diff_turn_{turn}")) is not None]
+        diffs = [
+            diff
+            for record in steps
+            if (diff := record.get(f"rollout/logprob_diff_turn_{turn}")) is not None
+        ]
         assert diffs and max(diffs) < 1e-4
 
 
@@ -62,27 +74,55 @@ def test_ends_of_a_run_with_adapters_leave_no_trace(tmp_path: Path) -> None:
     _soak(tmp_path, 6, "--lora", "--spread")
     lines = (tmp_path / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if record["step"] > 0]
-    assert all(record["train/grad_norm"] > 0 for record in steps[2:]), "after the critic's warm-up the adapters learn"
+    assert all(record["train/grad_norm"] > 0 for record in steps[2:]), (
+        "after the critic's warm-up the adapters learn"
+    )
     assert all(record["reshard/kept_share"] != 1.0 for record in steps), "the sums are rounded"
 
 
 def _soak(folder: Path, points: int, *options: str) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "soak_resume.py"), "--points", str(points), "--seed", "1"]
-    done = subprocess.run([*command, *options, "--folder", str(folder), "--json"], capture_output=True, text=True)
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "soak_resume.py"),
+        "--points",
+        str(points),
+        "--seed",
+        "1",
+    ]
+    done = subprocess.run(
+        [*command, *options, "--folder", str(folder), "--json"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert len(report["ends"]) == points
     (asked,) = [one for one in report["ends"] if not one.startswith("killed")]
-    assert re.fullmatch(r"asked after 2 steps, ended with a checkpoint of step \d+", asked), report["ends"]
+    assert re.fullmatch(r"asked after 2 steps, ended with a checkpoint of step \d+", asked), report[
+        "ends"
+    ]
     assert report["differences"] == []
 
 
 def _convert(folder: Path) -> None:
     """The run's last weights as a model that transformers loads whole, by training ranks in another layout."""
-    command = [sys.executable, "-m", "megarl.cli", "convert", "runs/disturbed", "hf", "train.ep=1", "placement.gpus=1"]
-    settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "convert",
+        "runs/disturbed",
+        "hf",
+        "train.ep=1",
+        "placement.gpus=1",
+    ]
+    settings = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    }
     done = subprocess.run(
-        [*command, "placement.train_gpus=1"], cwd=folder, env=settings, capture_output=True, text=True
+        [*command, "placement.train_gpus=1"],
+        cwd=folder,
+        env=settings,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     model, said = load(folder / "hf")
@@ -94,9 +134,17 @@ def _convert(folder: Path) -> None:
 
 def _try_the_readme(folder: Path) -> None:
     """The example of docs/running.md in a process without megarl: transformers loads the model and generates."""
-    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/running.md").read_text(), re.DOTALL | re.MULTILINE)
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs/running.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     assert program.count('"OUT"') == 2
     command = [sys.executable, "-c", program.replace('"OUT"', '"hf"')]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"123\+4=.{0,5}", done.stdout.strip("\n"), re.DOTALL), done.stdout

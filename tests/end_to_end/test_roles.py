@@ -28,20 +28,31 @@ KEYS = (
 
 @pytest.mark.nightly  # by day test_lora.py has a run with both
 def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path) -> None:
-    model = write_classifier((tmp_path / "models" / "tiny-qwen3-moe").resolve(), tmp_path / "classifier")
+    model = write_classifier(
+        (tmp_path / "models" / "tiny-qwen3-moe").resolve(), tmp_path / "classifier"
+    )
     (tmp_path / "nothing.py").write_text("def score(response, answer, row):\n    return 0.0\n")
     command = launch(*KEYS)
     assert command.finish(200) == 0, command.err
     assert command.leftovers() == []
     steps = [record for record in command.records() if record["step"]]
     for record in steps:
-        assert {"time/score_s", "time/critic_s", "critic/loss", "critic/explained_variance"} <= record.keys()
+        assert {
+            "time/score_s",
+            "time/critic_s",
+            "critic/loss",
+            "critic/explained_variance",
+        } <= record.keys()
         assert record["rollout/logprob_diff_mean"] < 1e-6
         assert record["rollout/samples"] == 4
         assert record["critic/return_mean"] != record["critic/value_mean"]
-        assert "time/observe_s" in record, "the policy says what its tokens pay before the critic learns"
+        assert "time/observe_s" in record, (
+            "the policy says what its tokens pay before the critic learns"
+        )
     assert abs(steps[0]["train/reference_kl"]) < 1e-9 < steps[1]["train/reference_kl"]
-    assert {"eval/arith/avg@3", "eval/arith/pass@3", "eval/arith/maj@3"} <= command.records()[0].keys()
+    assert {"eval/arith/avg@3", "eval/arith/pass@3", "eval/arith/maj@3"} <= command.records()[
+        0
+    ].keys()
     assert steps[0]["critic/value_mean"] == 0.0, "a new head"
     assert steps[1]["critic/value_mean"] != 0.0
 

@@ -49,7 +49,9 @@ def test_the_quickstart_learns(launch: Callable):
         assert record["reshard/wire_bytes"] > 0
     published = [record["reshard/version"] for record in records if "reshard/version" in record]
     assert published == list(range(len(published))), "every update reached the engines"
-    own_cost = sum(record["time/other_s"] for record in steps) / sum(record["time/step_s"] for record in steps)
+    own_cost = sum(record["time/other_s"] for record in steps) / sum(
+        record["time/step_s"] for record in steps
+    )
     assert own_cost < 0.1
 
     run = command.folder / "runs" / "quickstart"
@@ -57,15 +59,31 @@ def test_the_quickstart_learns(launch: Callable):
     assert list((run / "events").glob("events.out.tfevents*"))
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {"prompt", "response", "reward", "step", "group", "sample"} <= samples[-1].keys()
-    assert all(math.isfinite(sample["advantage"]) for sample in samples), "each of these samples is trained on"
-    assert load_recipe(run / "recipe.yaml", []).model_dump() == load_recipe(_recipe(), [*SHORT]).model_dump()
-    comments = [line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")]
-    in_force = TrainConfig(lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"])
-    assert option_errors(in_force, fixed_field_names) == [], "what is recorded can be moved into a recipe"
-    assert in_force.megatron["moe_router_dtype"] == "fp32" and in_force.optimizer["adam_beta2"] == 0.999
+    assert all(math.isfinite(sample["advantage"]) for sample in samples), (
+        "each of these samples is trained on"
+    )
+    assert (
+        load_recipe(run / "recipe.yaml", []).model_dump()
+        == load_recipe(_recipe(), [*SHORT]).model_dump()
+    )
+    comments = [
+        line for line in (run / "recipe.yaml").read_text().splitlines() if line.startswith("# ")
+    ]
+    in_force = TrainConfig(
+        lr=1.0, **yaml.safe_load("\n".join(line[2:] for line in comments[1:]))["train"]
+    )
+    assert option_errors(in_force, fixed_field_names) == [], (
+        "what is recorded can be moved into a recipe"
+    )
+    assert (
+        in_force.megatron["moe_router_dtype"] == "fp32"
+        and in_force.optimizer["adam_beta2"] == 0.999
+    )
     assert in_force.ddp["overlap_grad_reduce"] is False
     assert f"step {len(steps)}/{len(steps)}" in command.out
-    assert "eval/accuracy" in command.out.split(f"step {len(steps)}/{len(steps)}")[1], "the closing table"
+    assert "eval/accuracy" in command.out.split(f"step {len(steps)}/{len(steps)}")[1], (
+        "the closing table"
+    )
 
 
 def _recipe() -> Path:
@@ -75,7 +93,12 @@ def _recipe() -> Path:
 @pytest.mark.parametrize(
     ("algorithm", "train", "engine", "placement"),
     [
-        ("prime", {"tp": 1, "pp": 1, "ep": 2}, {"count": 2, "tp": 1, "ep": 1}, {"gpus": 3, "first_engine_gpu": 1}),
+        (
+            "prime",
+            {"tp": 1, "pp": 1, "ep": 2},
+            {"count": 2, "tp": 1, "ep": 1},
+            {"gpus": 3, "first_engine_gpu": 1},
+        ),
         pytest.param(  # tests/resharding exchanges in this layout by day
             *("grpo", {"tp": 2, "pp": 1, "ep": 1}, {"count": 1, "tp": 2, "ep": 2}),
             *({"gpus": 4, "first_engine_gpu": 2},),
@@ -90,7 +113,11 @@ def test_other_layouts_agree_too(
     engine on GPUs of its own. What the engines get is held against the trained weights. The prompts are of two files
     with columns of their own, one of them too long. The engine with GPUs of its own samples while the ranks learn."""
     odd = tmp_path / "odd.jsonl"
-    odd.write_text("".join(json.dumps({"ask": ask, "reply": 3}) + "\n" for ask in ("1+2=", "2+1=", "1+1+1=" * 9)))
+    odd.write_text(
+        "".join(
+            json.dumps({"ask": ask, "reply": 3}) + "\n" for ask in ("1+2=", "2+1=", "1+1+1=" * 9)
+        )
+    )
     files = f"{{path: data/train.jsonl, weight: 3}}, {{path: {odd}, prompt: ask, answer: reply, weight: 1}}"
     given = [f"data.train=[{files}]", "data.overlong=drop"]
     placement = {**placement, "train_gpus": 2, "gpus_per_node": 2}
@@ -105,21 +132,39 @@ def test_other_layouts_agree_too(
     assert command.finish(300) == 0, command.err
     assert command.out.count(f"1 of the 3 prompts of {odd} were dropped") == 1
     first = command.records()[0]
-    assert first["step"] == 0 and first["data/train/dropped"] == 1.0 and first["data/eval/arith/prompts"] == 256.0
+    assert (
+        first["step"] == 0
+        and first["data/train/dropped"] == 1.0
+        and first["data/eval/arith/prompts"] == 256.0
+    )
     steps = [record for record in command.records() if record["step"] > 0]
     assert len(steps) == 3
-    diffs = [record["rollout/logprob_diff_mean"] for record in steps if "rollout/logprob_diff_mean" in record]
-    assert "rollout/logprob_diff_mean" in steps[0], "later steps may have no token of their own policy"
+    diffs = [
+        record["rollout/logprob_diff_mean"]
+        for record in steps
+        if "rollout/logprob_diff_mean" in record
+    ]
+    assert "rollout/logprob_diff_mean" in steps[0], (
+        "later steps may have no token of their own policy"
+    )
     assert max(diffs) < 1e-4
     for record in steps:
-        assert record["reshard/wire_bytes"] >= record["reshard/inter_node_bytes"] > 0, "engines on another node"
+        assert record["reshard/wire_bytes"] >= record["reshard/inter_node_bytes"] > 0, (
+            "engines on another node"
+        )
         assert record["rollout/samples"] == 64
         assert (algorithm == "prime") == ("critic/right" in record)
-        assert record["reshard/attempts"] == record["reshard/version"] + 1, "no exchange had to be repeated"
+        assert record["reshard/attempts"] == record["reshard/version"] + 1, (
+            "no exchange had to be repeated"
+        )
     for record in steps[:-1]:  # nothing follows the last one
         learning_s = record["time/train_s"] + record.get("time/critic_s", 0.0)
-        assert record["rollout/waited_s"] < learning_s, "engines sampled before the updates were done"
+        assert record["rollout/waited_s"] < learning_s, (
+            "engines sampled before the updates were done"
+        )
     ages = [record["stale/token_max"] for record in steps]
-    assert ages[0] == 0 and min(ages[1:]) >= 1, "a part of every step is sampled before the weights are published"
+    assert ages[0] == 0 and min(ages[1:]) >= 1, (
+        "a part of every step is sampled before the weights are published"
+    )
     resolved = yaml.safe_load((command.folder / "runs/quickstart/recipe.yaml").read_text())
     assert resolved["placement"] == {**placement, "network": "loopback", "hardware": None}

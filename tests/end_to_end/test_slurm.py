@@ -18,7 +18,9 @@ from tests.slurm.cluster import NODES, Slurm, line_of, missing, processes_with, 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed: {', '.join(missing())} missing"),
+    pytest.mark.skipif(
+        bool(missing()), reason=f"Slurm is not installed: {', '.join(missing())} missing"
+    ),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -44,19 +46,25 @@ class Job:
         """Tensor and expert parallel inside a node; SIGUSR1 half an hour before the time limit of an hour."""
         inside = ("placement.gpus_per_node", "train.tp", "train.ep", "rollout.engine.tp")
         sizes = [f"placement.gpus={2 * node_gpus}", *(f"{key}={node_gpus}" for key in inside)]
-        files = [f"model.path={self._inputs}/models/tiny-qwen3-moe", f"data.train={self._inputs}/data/train.jsonl"]
+        files = [
+            f"model.path={self._inputs}/models/tiny-qwen3-moe",
+            f"data.train={self._inputs}/data/train.jsonl",
+        ]
         files += [f"data.eval.arith={self._inputs}/data/eval.jsonl", f"run.dir={self._folder}/runs"]
         own = {
             "PATH": f"{Path(sys.executable).parent}:{self._slurm.environment['PATH']}",
             "PYTHONPATH": str(ROOT),
             "MEGARL_JOBS": str(self.jobs),
             "MEGARL_RAY_DIR": str(self.disk),
-            "TMPDIR": str(self._folder),  # of the driver; the nodes have folders of their own on the disk
+            # of the driver; the nodes have folders of their own on the disk
+            "TMPDIR": str(self._folder),
             "OMP_NUM_THREADS": "1",
             "MEGARL_OBJECT_STORE_BYTES": str(2**28),
         }
         handed_on = self._slurm.environment.items()
-        known = {name: value for name, value in handed_on if not name.startswith(("RAY_", "MEGARL_"))}
+        known = {
+            name: value for name, value in handed_on if not name.startswith(("RAY_", "MEGARL_"))
+        }
         options = ["--nodes=2", f"--gpus-per-node={node_gpus}", "--time=60", "--signal=B:USR1@1800"]
         options += [f"--output={self._log}", f"--chdir={ROOT}", "--parsable"]
         self.id = self._slurm.call(
@@ -70,7 +78,9 @@ class Job:
     def said(self) -> list[str]:
         """What the job's script told, without the job's number."""
         mark = f"megarl: job {self.id}: "
-        return [line.removeprefix(mark) for line in self.log().splitlines() if line.startswith(mark)]
+        return [
+            line.removeprefix(mark) for line in self.log().splitlines() if line.startswith(mark)
+        ]
 
     def records(self) -> list[dict[str, float]]:
         file = self._run / "metrics.jsonl"
@@ -100,7 +110,11 @@ class Job:
         return processes_with("MEGARL_JOBS", str(self.jobs))
 
     def driver(self) -> psutil.Process:
-        return next(one for one in self.processes() if "megarl train recipes/quickstart.yaml" in line_of(one))
+        return next(
+            one
+            for one in self.processes()
+            if "megarl train recipes/quickstart.yaml" in line_of(one)
+        )
 
     def on_node(self, address: str) -> list[psutil.Process]:
         """What runs there as a step; the first node has the job's script and its children beside it."""
@@ -115,7 +129,10 @@ class Job:
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, Slurm(Path(folder)) as started:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder,
+        Slurm(Path(folder)) as started,
+    ):
         yield started
 
 
@@ -139,7 +156,8 @@ def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
-@pytest.mark.nightly  # four minutes; tests/slurm/test_job.py has the script's answer, test_resume.py the driver's
+# four minutes; tests/slurm/test_job.py has the script's answer, test_resume.py the driver's
+@pytest.mark.nightly
 def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: Slurm) -> None:
     """The limit is drawn near once a step is done; the driver is stopped until Slurm's signal has come."""
     job.submit()
@@ -153,8 +171,12 @@ def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: S
     slurm.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
     job.wait_for_state("COMPLETED", "FAILED", "CANCELLED")
 
-    assert job.said() == ["ended before its time limit and is queued again", "the run is done"], job.log()
-    (resumed,) = [line for line in job.log().splitlines() if line.startswith("this run goes on after step ")]
+    assert job.said() == ["ended before its time limit and is queued again", "the run is done"], (
+        job.log()
+    )
+    (resumed,) = [
+        line for line in job.log().splitlines() if line.startswith("this run goes on after step ")
+    ]
     assert resumed.startswith(("this run goes on after step 1", "this run goes on after step 2"))
     assert job.steps() == [1, 2, 3]
     assert list(job.jobs.iterdir()) == [], "neither a token, a count nor logs"
@@ -162,15 +184,21 @@ def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: S
     assert job.processes() == []
 
 
-@pytest.mark.nightly  # three minutes of Slurm's own waiting; tests/slurm/test_job.py has the script's answers
+# three minutes of Slurm's own waiting; tests/slurm/test_job.py has the script's answers
+@pytest.mark.nightly
 def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> None:
     """Each engine lies inside a node; when the second is gone the job is queued again, and goes on when it is back."""
-    job.submit("rollout.engine.count=2", "checkpoint.every=1", "checkpoint.asynchronous=false", node_gpus=2)
+    job.submit(
+        "rollout.engine.count=2", "checkpoint.every=1", "checkpoint.asynchronous=false", node_gpus=2
+    )
     job.wait_for_step(1)
     job.driver().suspend()  # so that the run is where it is for as long as we look
     for address in NODES:
         # An engine's ranks are forked, on CPU, from a server that is the child of its worker.
-        ranks = [sum(len(one.children()) for one in worker.children()) for worker in job.below_raylet(address)]
+        ranks = [
+            sum(len(one.children()) for one in worker.children())
+            for worker in job.below_raylet(address)
+        ]
         assert sorted(ranks) == [0, 0, 2], "two training ranks, and both ranks of an engine"
     slurm.kill_node(NODES[1], job.on_node(NODES[1]))
     job.driver().resume()
@@ -188,7 +216,9 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
     assert any(line.startswith("this run goes on after step ") for line in job.log().splitlines())
     assert job.steps() == [1, 2, 3]
     for record in job.records():
-        assert record.get("rollout/logprob_diff_mean", 0.0) < 1e-4, "the weights came over whole, between nodes too"
+        assert record.get("rollout/logprob_diff_mean", 0.0) < 1e-4, (
+            "the weights came over whole, between nodes too"
+        )
     assert [one.name for one in job.jobs.iterdir()] == [f"{job.id}.logs"]
     kept = list(job.jobs.glob(f"{job.id}.logs/0/{NODES[0]}/logs/worker-*"))
     assert kept, "what the processes said in the life that failed; the other node died"

@@ -33,10 +33,22 @@ async def run(chat, row):
 pytestmark = pytest.mark.slow
 
 
-def test_episodes_with_a_tool_are_trained_on(launch: Callable, quickstart_tools_inputs: Sequence[str]) -> None:
+def test_episodes_with_a_tool_are_trained_on(
+    launch: Callable, quickstart_tools_inputs: Sequence[str]
+) -> None:
     """TP2 PP2 EP2, with the experts that the engine chose at each turn, after a supervised phase of demonstrations."""
-    keys = ("run.name=quickstart", "run.trackers=[]", "run.steps=2", "warm_start.steps=70", "train.replay=r3")
-    few = ("rollout.prompts_per_step=16", "evaluation.max_prompts=16", "algorithm.name=reinforce_pp")
+    keys = (
+        "run.name=quickstart",
+        "run.trackers=[]",
+        "run.steps=2",
+        "warm_start.steps=70",
+        "train.replay=r3",
+    )
+    few = (
+        "rollout.prompts_per_step=16",
+        "evaluation.max_prompts=16",
+        "algorithm.name=reinforce_pp",
+    )
     command = launch(*quickstart_tools_inputs, *keys, *few, recipe=RECIPE)
     assert command.finish(300) == 0, command.err
     assert command.leftovers() == []
@@ -46,7 +58,10 @@ def test_episodes_with_a_tool_are_trained_on(launch: Callable, quickstart_tools_
     for record in steps:
         assert record["rollout/samples"] == 128
         assert record["episode/calls_mean"] > 0 and record["episode/turns_max"] > 1
-        assert record["rollout/logprob_diff_turn_1"] < 1e-4 and record["rollout/logprob_diff_turn_2"] < 1e-4
+        assert (
+            record["rollout/logprob_diff_turn_1"] < 1e-4
+            and record["rollout/logprob_diff_turn_2"] < 1e-4
+        )
         assert sum(record[f"episode/end/{end}"] for end in ENDS) == pytest.approx(1.0)
         assert record["episode/dropped_tokens"] == 0.0
         assert record["replay/logprob_diff"] < 1e-4 and record["train/grad_norm"] > 0
@@ -60,8 +75,19 @@ def test_samples_of_episodes_are_written_and_trained_on_later(
 ) -> None:
     """`rollout` into a file, `train` from it: with the mask, which a model of random weights needs no call for; and
     what the engine sampled is read and answered the same without it."""
-    keys = (*quickstart_tools_inputs, "run.name=quickstart", "run.trackers=[]", "run.steps=1", "warm_start.steps=0")
-    keys = (*keys, "rollout.prompts_per_step=4", "rollout.samples_per_prompt=2", "evaluation.max_prompts=2")
+    keys = (
+        *quickstart_tools_inputs,
+        "run.name=quickstart",
+        "run.trackers=[]",
+        "run.steps=1",
+        "warm_start.steps=0",
+    )
+    keys = (
+        *keys,
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=2",
+        "evaluation.max_prompts=2",
+    )
     made = launch(*keys, "--out", "samples.parquet", verb="rollout", recipe=RECIPE)
     assert made.finish(200) == 0, made.err
     groups = open_samples(tmp_path / "samples.parquet").groups(1)
@@ -77,7 +103,9 @@ def test_samples_of_episodes_are_written_and_trained_on_later(
 def test_the_tools_quickstart_learns_to_call_the_calculator(
     launch: Callable, quickstart_tools_inputs: Sequence[str]
 ) -> None:
-    command = launch(*quickstart_tools_inputs, "run.name=quickstart", "run.trackers=[]", recipe=RECIPE)
+    command = launch(
+        *quickstart_tools_inputs, "run.name=quickstart", "run.trackers=[]", recipe=RECIPE
+    )
     assert command.finish(900) == 0, command.err
     records = command.records()
     before, *_, after = (record["eval/accuracy"] for record in records if "eval/accuracy" in record)
@@ -99,7 +127,9 @@ def test_the_same_recipe_without_the_tool_does_not_learn_to_multiply(
     command = launch(*quickstart_tools_inputs, *keys, recipe=RECIPE)
     assert command.finish(900) == 0, command.err
     records = command.records()
-    assert sum("warm_start/loss" in record for record in records) == 100 and records[-1]["step"] == 15
+    assert (
+        sum("warm_start/loss" in record for record in records) == 100 and records[-1]["step"] == 15
+    )
     assert not any("episode/" in name for record in records for name in record)
     found = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
     assert len(found) == 5 and max(found) < 0.15
@@ -112,9 +142,25 @@ def test_an_agents_episodes_are_trained_on(
 ) -> None:
     """Several rows an episode, in TP2 PP2 EP2 with the experts that the engine chose; asked by calls and over HTTP."""
     (tmp_path / "asking_agent.py").write_text(AGENT)
-    keys = ("run.name=quickstart", "run.trackers=[]", "run.steps=2", "warm_start.steps=0", "train.replay=r3")
-    few = ("rollout.prompts_per_step=16", "evaluation.max_prompts=4", "data.messages=null", "episode.max_turns=4")
-    agent = ("episode.tools=[]", "episode.agent=asking_agent:run", "episode.endpoint=loopback", "reward.function=null")
+    keys = (
+        "run.name=quickstart",
+        "run.trackers=[]",
+        "run.steps=2",
+        "warm_start.steps=0",
+        "train.replay=r3",
+    )
+    few = (
+        "rollout.prompts_per_step=16",
+        "evaluation.max_prompts=4",
+        "data.messages=null",
+        "episode.max_turns=4",
+    )
+    agent = (
+        "episode.tools=[]",
+        "episode.agent=asking_agent:run",
+        "episode.endpoint=loopback",
+        "reward.function=null",
+    )
     agent = (*agent, f"episode.history={history}")
     command = launch(*quickstart_tools_inputs, *keys, *few, *agent, recipe=RECIPE)
     assert command.finish(300) == 0, command.err

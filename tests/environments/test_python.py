@@ -26,14 +26,19 @@ def told(code: str, **arguments: Any) -> str:
 
 
 def test_what_it_prints_is_returned_and_nothing_is_kept() -> None:
-    assert told("import math\nprint(math.factorial(20))\nopen('/tmp/x', 'w').write('x')") == "2432902008176640000"
+    assert (
+        told("import math\nprint(math.factorial(20))\nopen('/tmp/x', 'w').write('x')")
+        == "2432902008176640000"
+    )
     assert told("import os\nprint(os.path.exists('/tmp/x'))") == "False"
     assert told("x = 1") == "The program printed nothing."
 
 
 def test_errors_are_told_after_what_it_printed() -> None:
     found = told("print('before')\n1 / 0")
-    assert found.startswith("before\nTraceback") and found.endswith("ZeroDivisionError: division by zero")
+    assert found.startswith("before\nTraceback") and found.endswith(
+        "ZeroDivisionError: division by zero"
+    )
     assert "SyntaxError" in told("print(")
     assert told("import os\nos._exit(3)") == "Exit status 3."
 
@@ -42,7 +47,9 @@ def test_limits_are_told() -> None:
     assert told("print('a', flush=True)\nwhile True: pass", timeout_s=1.0) == (
         "a\nThe program took longer than 1 s and was ended."
     )
-    assert told("while True: print('x' * 1000)").endswith("The program printed more than 65536 bytes and was ended.")
+    assert told("while True: print('x' * 1000)").endswith(
+        "The program printed more than 65536 bytes and was ended."
+    )
     assert "MemoryError" in told("x = bytes(2**30)", memory_mb=128)
 
 
@@ -51,7 +58,9 @@ def test_the_model_sees_the_code_alone_and_many_run_at_once() -> None:
     assert [*tool.schema["function"]["parameters"]["properties"]] == ["code"] and tool.is_async
 
     async def together() -> list[str]:
-        return await asyncio.gather(*(tool.function(**tool.values({"code": f"print({n})"})) for n in range(4)))
+        return await asyncio.gather(
+            *(tool.function(**tool.values({"code": f"print({n})"})) for n in range(4))
+        )
 
     assert asyncio.run(together()) == ["0", "1", "2", "3"]
 

@@ -80,7 +80,13 @@ def test_what_a_call_defines_is_there_in_the_next() -> None:
 
 
 def test_exceptions_are_told_and_cost_no_state() -> None:
-    found = told("x = 1\ndef f():\n    return 1 / 0", "print('before')\nf()", "x +", "raise SystemExit(3)", "x")
+    found = told(
+        "x = 1\ndef f():\n    return 1 / 0",
+        "print('before')\nf()",
+        "x +",
+        "raise SystemExit(3)",
+        "x",
+    )
     assert [line.strip() for line in found[1].splitlines() if line.strip(" ~^")] == [
         "before",
         "Traceback (most recent call last):",
@@ -93,7 +99,14 @@ def test_exceptions_are_told_and_cost_no_state() -> None:
 
 
 def test_what_takes_too_long_or_ends_itself_is_told_and_begins_anew() -> None:
-    found = told("x = 1", "print('a')\nwhile True: pass", "x", "x = 2\nimport os\nos._exit(3)", "'y'", timeout_s=2.0)
+    found = told(
+        "x = 1",
+        "print('a')\nwhile True: pass",
+        "x",
+        "x = 2\nimport os\nos._exit(3)",
+        "'y'",
+        timeout_s=2.0,
+    )
     assert found[1] == f"a\nThe code took longer than 2 s and was ended. {LOST}"
     assert found[2].endswith("NameError: name 'x' is not defined")
     assert found[3:] == [f"Python has ended. {LOST}", "'y'"]
@@ -103,7 +116,10 @@ def test_memory_and_output_have_limits() -> None:
     flood, letters = "for _ in range(10**4): print('x' * 99)", "print(end='é' * 2**16)"
     found = told("x = 1\ny = bytes(2**30)", flood, "x", letters, memory_mb=256)
     assert found[0].endswith("MemoryError") and found[2] == "1"
-    assert found[1] == ("x" * 99 + "\n") * 655 + "x" * 36 + "\nOnly the first 65536 of 1000000 bytes are shown."
+    assert (
+        found[1]
+        == ("x" * 99 + "\n") * 655 + "x" * 36 + "\nOnly the first 65536 of 1000000 bytes are shown."
+    )
     assert found[3] == "é" * 2**15 + "\nOnly the first 65536 of 131072 bytes are shown."
 
 
@@ -127,12 +143,18 @@ def test_random_numbers_and_hashes_repeat_themselves() -> None:
 def test_many_at_once_and_calls_of_one_turn_in_their_order() -> None:
     async def scenario(*sessions: PythonSession) -> list[str]:
         began = time.monotonic()
-        await asyncio.gather(*(one.python(f"x = [{number}]") for number, one in enumerate(sessions)))
+        await asyncio.gather(
+            *(one.python(f"x = [{number}]") for number, one in enumerate(sessions))
+        )
         assert time.monotonic() - began < LONG_S
-        await asyncio.gather(*(one.python(f"x.append({number})") for number in range(5) for one in sessions))
+        await asyncio.gather(
+            *(one.python(f"x.append({number})") for number in range(5) for one in sessions)
+        )
         return await asyncio.gather(*(one.python("x") for one in sessions))
 
-    assert play(scenario, *(session() for _ in range(6))) == [f"[{number}, 0, 1, 2, 3, 4]" for number in range(6)]
+    assert play(scenario, *(session() for _ in range(6))) == [
+        f"[{number}, 0, 1, 2, 3, 4]" for number in range(6)
+    ]
 
 
 def test_a_call_that_is_given_up_leaves_no_process() -> None:
@@ -152,20 +174,27 @@ def test_a_call_that_waits_does_not_outlive_the_episode() -> None:
 
     async def scenario(one: PythonSession) -> list[Any]:
         await one.python("x = 1")
-        calls = [asyncio.ensure_future(one.python(code)) for code in ("import time\ntime.sleep(1000)", thread, thread)]
+        calls = [
+            asyncio.ensure_future(one.python(code))
+            for code in ("import time\ntime.sleep(1000)", thread, thread)
+        ]
         await asyncio.sleep(0)  # the first has the interpreter, and the others wait for it
         await one.close()
         return await asyncio.gather(*calls, return_exceptions=True)
 
     ended, *waited = play(scenario, session())
     assert ended == f"Python has ended. {LOST}"
-    assert [str(error) for error in waited if isinstance(error, RuntimeError)] == ["the episode has ended"] * 2
+    assert [str(error) for error in waited if isinstance(error, RuntimeError)] == [
+        "the episode has ended"
+    ] * 2
 
 
 def test_an_interpreter_that_nobody_closes_ends_and_leaves_no_descriptor() -> None:
     async def forget() -> None:
         one = SandboxSession(SandboxLimits(wall_s=LONG_S), 0)
-        await one.run("import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()")
+        await one.run(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()"
+        )
 
     before, files = set(psutil.Process().children(recursive=True)), psutil.Process().num_fds()
     for _ in range(2):
@@ -186,8 +215,19 @@ def test_a_cell_that_forks_or_hides_its_streams_is_one_cell() -> None:
 
 
 def test_without_isolation_it_does_the_same() -> None:
-    found = told("import os\nopen('kept', 'w').close()", "sorted(os.listdir('.'))", "os._exit(1)", "'y'", unsafe=True)
-    assert found == ["The code printed nothing.", "['kept', 'main.py']", f"Python has ended. {LOST}", "'y'"]
+    found = told(
+        "import os\nopen('kept', 'w').close()",
+        "sorted(os.listdir('.'))",
+        "os._exit(1)",
+        "'y'",
+        unsafe=True,
+    )
+    assert found == [
+        "The code printed nothing.",
+        "['kept', 'main.py']",
+        f"Python has ended. {LOST}",
+        "'y'",
+    ]
 
 
 def test_a_machine_without_a_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

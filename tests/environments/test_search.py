@@ -29,7 +29,9 @@ def corpus(tmp_path: Path) -> str:
 
 
 def write(path: Path, documents: list[dict[str, Any]]) -> str:
-    path.write_text("\n\n".join(json.dumps(one, ensure_ascii=False) for one in documents), encoding="utf-8")
+    path.write_text(
+        "\n\n".join(json.dumps(one, ensure_ascii=False) for one in documents), encoding="utf-8"
+    )
     return str(path)
 
 
@@ -43,7 +45,9 @@ def test_the_best_documents_come_first(corpus: str) -> None:
 
 def test_of_equal_documents_the_first_come_first(tmp_path: Path) -> None:
     """Words that no document has do not count."""
-    colours = [{"contents": f"{colour} no{number}"} for number in range(9) for colour in ("red", "blue")]
+    colours = [
+        {"contents": f"{colour} no{number}"} for number in range(9) for colour in ("red", "blue")
+    ]
     path = write(tmp_path / "corpus.jsonl", colours)
     assert search("zebra blue", corpus=path) == "[1] blue no0\n\n[2] blue no1\n\n[3] blue no2"
     assert search("red no7", corpus=path).startswith("[1] red no7")
@@ -57,10 +61,15 @@ def test_a_query_without_matches_is_told(corpus: str, query: str) -> None:
 
 @pytest.mark.slow
 def test_processes_make_the_index_once(corpus: str) -> None:
-    script = f"from megarl.environments.search import search; print(search('danube', corpus={corpus!r}))"
+    script = (
+        f"from megarl.environments.search import search; print(search('danube', corpus={corpus!r}))"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", script]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
     assert all(one.communicate()[0].startswith("[1] The Danube") for one in started)
     made = Path(f"{corpus}.bm25", "made_from.json").stat().st_mtime_ns
     subprocess.run(command, check=True, env=environment)
@@ -74,7 +83,9 @@ def test_another_corpus_gets_another_index(tmp_path: Path) -> None:
     for word in ("alpha", "beta"):
         write(path, [{"contents": f"{word} one"}, {"contents": "gamma two"}])
         script = f"from megarl.environments.search import search; print(search({word!r}, corpus={str(path)!r}))"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+        )
         assert done.stdout == f"[1] {word} one\n"
 
 
@@ -87,7 +98,11 @@ def test_it_is_prepared_with_the_recipes_corpus(corpus: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "problem"),
-    [('{"body": "x"}', "neither `contents` nor `text`"), ("{", "JSONDecodeError"), ("", "the corpus is empty")],
+    [
+        ('{"body": "x"}', "neither `contents` nor `text`"),
+        ("{", "JSONDecodeError"),
+        ("", "the corpus is empty"),
+    ],
 )
 def test_a_corpus_that_cannot_be_read_is_an_error(tmp_path: Path, line: str, problem: str) -> None:
     path = tmp_path / "corpus.jsonl"

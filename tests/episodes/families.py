@@ -81,7 +81,9 @@ def tokenizer_of(family: Family) -> Any:
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in family.special])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=family.stops[0], bos_token=family.special[0])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=family.stops[0], bos_token=family.special[0]
+    )
     fast.chat_template = family.template
     return fast
 

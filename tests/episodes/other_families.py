@@ -113,7 +113,13 @@ GLM_4_5 = Family(
     two="\n<tool_response>\nthree\n</tool_response>\n<tool_response>\nfour\n</tool_response><|assistant|>",
     user="\nmore?<|assistant|>",
 )  # fmt: skip
-LLAMA_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|start_header_id|>")
+LLAMA_SPECIAL = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|start_header_id|>",
+)
 LLAMA_SPECIAL += ("<|end_header_id|>", "<|python_tag|>")
 LLAMA_STOPS = ("<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 _LLAMA_TURN = "<|start_header_id|>assistant<|end_header_id|>\n\n"
@@ -183,7 +189,16 @@ GPT_OSS = Family(
     "{{ m.content }}{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}",
-    ("<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
+    (
+        "<|endoftext|>",
+        "<|start|>",
+        "<|end|>",
+        "<|message|>",
+        "<|channel|>",
+        "<|constrain|>",
+        "<|return|>",
+        "<|call|>",
+    ),
     ("<|return|>", "<|call|>", "<|endoftext|>"),
     calls=' to=functions.calc<|channel|>commentary json<|message|>{"expression": "1+2"}<|call|>',
     one='<|start|>functions.calc to=assistant<|channel|>commentary<|message|>"three"<|end|><|start|>assistant',

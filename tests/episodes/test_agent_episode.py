@@ -31,7 +31,11 @@ DOUBLE = {
     "function": {
         "name": "double",
         "description": "Twice a number.",
-        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"number": {"type": "integer"}},
+            "required": ["number"],
+        },
     },
 }
 CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
@@ -51,7 +55,13 @@ class Script:
         return None
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         self.streams.append(sampling.stream)
         self.has_begun.set()
@@ -60,12 +70,24 @@ class Script:
         text = next(text for words, text in self.turns.items() if context.endswith(words))
         ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
         begins = [TOKENIZER.decode(ids[:end]) for end in range(len(ids) + 1)]
-        ends = [end for end, begin in enumerate(begins) if any(stop in begin for stop in sampling.stop)]
-        ids = [*ids, TOKENIZER.eos_token_id] if not ends and not text.endswith("...") else ids[: (ends or [None])[0]]
+        ends = [
+            end for end, begin in enumerate(begins) if any(stop in begin for stop in sampling.stop)
+        ]
+        ids = (
+            [*ids, TOKENIZER.eos_token_id]
+            if not ends and not text.endswith("...")
+            else ids[: (ends or [None])[0]]
+        )
         is_cut = text.endswith("...") or len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         words = TOKENIZER.decode(ids, skip_special_tokens=True)
-        return Sample(np.array(ids), np.full(len(ids), -1.0, np.float32), words, not is_cut, (SamplePart(3, len(ids)),))
+        return Sample(
+            np.array(ids),
+            np.full(len(ids), -1.0, np.float32),
+            words,
+            not is_cut,
+            (SamplePart(3, len(ids)),),
+        )
 
     def text(self, ids: Sequence[int]) -> str:
         return TOKENIZER.decode(list(ids), skip_special_tokens=True)
@@ -85,10 +107,14 @@ def played(
 
     async def run() -> tuple[Sample, AgentEpisode, Script]:
         script = Script(turns)
-        rows = EpisodeRows(script, "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, config.max_tokens)
+        rows = EpisodeRows(
+            script, "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, config.max_tokens
+        )
         episode = AgentEpisode(rows, ToolSets(TOKENIZER, [TOKENIZER.eos_token_id]), config)
 
-        async def ask(*messages: dict[str, Any], tools: Sequence[Any] = (), **fields: Any) -> ChatAnswer:
+        async def ask(
+            *messages: dict[str, Any], tools: Sequence[Any] = (), **fields: Any
+        ) -> ChatAnswer:
             return await asyncio.create_task(episode.answer(ChatRequest(messages, tools, **fields)))
 
         await agent(ask, *([script] if scripted else []))
@@ -131,7 +157,10 @@ def test_a_chat_is_one_row_whose_turns_are_all_trained() -> None:
     assert texts(sample) == [whole] and sample.trained_T is not None
     trained = TOKENIZER.decode(sample.response_ids_T[sample.trained_T])
     assert trained == "hello<eos>so<eos>yes<eos>" and sample.text == "yes"
-    assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (3, int(sample.trained_T.sum()))
+    assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (
+        3,
+        int(sample.trained_T.sum()),
+    )
 
 
 def test_results_of_calls_are_tokenised_in_the_order_of_the_calls() -> None:
@@ -139,13 +168,22 @@ def test_results_of_calls_are_tokenised_in_the_order_of_the_calls() -> None:
         first = await ask(user("go"), tools=[DOUBLE])
         assert first.finish == "tool_calls" and first.content == "twice"
         one, two = first.calls
-        assert one.id != two.id and (one.name, json.loads(one.arguments)) == ("double", {"number": 4})
+        assert one.id != two.id and (one.name, json.loads(one.arguments)) == (
+            "double",
+            {"number": 4},
+        )
         given = (two, "b"), (one, "a")
-        results = [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in given]
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": text} for call, text in given
+        ]
         await ask(user("go"), first.message(), *results, tools=[DOUBLE])
 
     sample, _, _ = played({"go": f"twice{CALL}{CALL}", "ab": "8"}, agent)
-    assert not sample.more_rows and sample.facts and (sample.facts.calls, sample.facts.call_errors) == (2, 0)
+    assert (
+        not sample.more_rows
+        and sample.facts
+        and (sample.facts.calls, sample.facts.call_errors) == (2, 0)
+    )
     assert texts(sample)[0].endswith("<tool>a<eos><tool>b<eos><assistant>8<eos>")
 
 
@@ -176,9 +214,13 @@ def test_what_extends_no_conversation_opens_a_row_of_the_episode() -> None:
 
     sample, _, script = played({"go": "a", "left": "b", "short": "c", "on": "d"}, agent)
     assert sample.facts and (sample.facts.turns, len(sample.rows)) == (7, 5)
-    assert texts(sample)[0].count("<assistant>") == 2 and texts(sample)[1].endswith("<user>on<eos><assistant>d<eos>")
+    assert texts(sample)[0].count("<assistant>") == 2 and texts(sample)[1].endswith(
+        "<user>on<eos><assistant>d<eos>"
+    )
     assert sample.num_trained == sample.facts.sampled_tokens and not sample.facts.dropped_unawaited
-    assert len(set(script.streams)) == 5, "rows that begin at one place do not get the same random numbers"
+    assert len(set(script.streams)) == 5, (
+        "rows that begin at one place do not get the same random numbers"
+    )
 
 
 def test_random_numbers_of_a_row_do_not_depend_on_the_order_of_requests() -> None:
@@ -240,7 +282,11 @@ def test_a_stop_text_ends_a_turn_and_the_conversation_goes_on() -> None:
 
     async def agent(ask: Ask) -> None:
         first = await ask(user("hi"), stop=("xyz", "stop:"))
-        assert (first.content, first.finish, first.completion_tokens) == ("think ", "stop", len("think stop:"))
+        assert (first.content, first.finish, first.completion_tokens) == (
+            "think ",
+            "stop",
+            len("think stop:"),
+        )
         second = await ask(user("hi"), first.message(), user("how?"), stop=("none",))
         assert (second.content, second.finish) == ("so", "stop")
         await ask(user("hi"), first.message(), user("how?"), second.message(), user("ok"))
@@ -261,7 +307,9 @@ def test_a_stop_text_after_calls_and_inside_of_one() -> None:
         assert (whole.content, whole.finish, len(whole.calls)) == ("twice", "tool_calls", 1)
         result = {"role": "tool", "tool_call_id": whole.calls[0].id, "content": "8"}
         cut = await ask(user("go"), whole.message(), result, tools=[DOUBLE], stop=('"arguments"',))
-        assert (cut.finish, cut.calls) == ("stop", ()) and cut.content.endswith('{"name": "double", ')
+        assert (cut.finish, cut.calls) == ("stop", ()) and cut.content.endswith(
+            '{"name": "double", '
+        )
 
     sample, _, _ = played({"go": f"twice{CALL}end", "8": CALL}, agent)
     assert len(sample.rows) == 1 and f"{CALL}end<eos>" in texts(sample)[0]
@@ -327,8 +375,14 @@ def test_requests_that_cannot_be_answered_are_refused_and_the_episode_goes_on() 
             ([{"role": "user", "content": [{"type": "image_url"}]}], "no text"),
             ([user("a") | {"name": {}}], "the name of message 1 is no text"),
             ([user("\ud800")], "half a surrogate pair"),
-            ([user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")], "a call of message 2"),
-            ([user("a"), {"role": "assistant", "tool_calls": 5}, user("b")], "tool_calls of message 2 are no list"),
+            (
+                [user("a"), {"role": "assistant", "tool_calls": [{}]}, user("b")],
+                "a call of message 2",
+            ),
+            (
+                [user("a"), {"role": "assistant", "tool_calls": 5}, user("b")],
+                "tool_calls of message 2 are no list",
+            ),
             ([user("a"), {"role": "tool", "content": "b"}], "tool_call_id"),
         ):
             with pytest.raises(ChatRefused, match=words):
@@ -336,13 +390,18 @@ def test_requests_that_cannot_be_answered_are_refused_and_the_episode_goes_on() 
         await ask(user("<eos>hi"))
 
     sample, episode, _ = played({"hi": "hello"}, agent)
-    assert episode.end == "answered" and texts(sample) == ["<bos><user>< eos>hi<eos><assistant>hello<eos>"]
+    assert episode.end == "answered" and texts(sample) == [
+        "<bos><user>< eos>hi<eos><assistant>hello<eos>"
+    ]
 
 
 def double(parameters: Any = None, **function: Any) -> dict[str, Any]:
     """DOUBLE with another schema of its number, or other keys."""
     schema = DOUBLE["function"]["parameters"] | {"properties": {"number": parameters or {}}}
-    return {"type": "function", "function": {**DOUBLE["function"], "parameters": schema, **function}}
+    return {
+        "type": "function",
+        "function": {**DOUBLE["function"], "parameters": schema, **function},
+    }
 
 
 def test_tools_that_cannot_be_used_are_refused_and_the_episode_goes_on() -> None:
@@ -357,11 +416,18 @@ def test_tools_that_cannot_be_used_are_refused_and_the_episode_goes_on() -> None
         ):  # fmt: skip
             with pytest.raises(ChatRefused, match="the tools "):
                 await ask(user("go"), tools=[tool])
-        for odd in (double({"$ref": "#/properties/number"}), double({"pattern": "^(a+)+$"}, strict="x y z")):
+        for odd in (
+            double({"$ref": "#/properties/number"}),
+            double({"pattern": "^(a+)+$"}, strict="x y z"),
+        ):
             assert (await ask(user("go"), tools=[odd])).finish == "tool_calls"
 
     sample, episode, _ = played({"go": CALL}, agent)
-    assert episode.end == "answered" and sample.facts and (sample.facts.turns, sample.facts.call_errors) == (2, 0)
+    assert (
+        episode.end == "answered"
+        and sample.facts
+        and (sample.facts.turns, sample.facts.call_errors) == (2, 0)
+    )
 
 
 def test_whatever_a_library_raises_for_a_request_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +450,9 @@ def test_whatever_a_library_raises_for_a_request_is_told(monkeypatch: pytest.Mon
 
 def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     read = agent_episode._read
-    monkeypatch.setattr(agent_episode, "_read", lambda *args: read(*args) if len(args[1]) == 3 else [][0])
+    monkeypatch.setattr(
+        agent_episode, "_read", lambda *args: read(*args) if len(args[1]) == 3 else [][0]
+    )
 
     async def agent(ask: Ask) -> None:
         with pytest.raises(ChatRefused, match="IndexError"):
@@ -392,7 +460,11 @@ def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.M
         await ask(user("how?"))
 
     sample, episode, _ = played({"hi": "hello", "how?": "so"}, agent)
-    assert sample.facts and (sample.facts.turns, sample.facts.dropped_unawaited, sample.num_trained) == (2, 6, 3)
+    assert sample.facts and (
+        sample.facts.turns,
+        sample.facts.dropped_unawaited,
+        sample.num_trained,
+    ) == (2, 6, 3)
     assert episode.end == "answered" and episode.error is None
 
 
@@ -400,7 +472,9 @@ def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> 
     """Each raises an exception of its own, and the first is the fault."""
 
     async def agent(ask: Ask) -> None:
-        found = await asyncio.gather(*(ask(user(f"unknown {word}")) for word in "abc"), return_exceptions=True)
+        found = await asyncio.gather(
+            *(ask(user(f"unknown {word}")) for word in "abc"), return_exceptions=True
+        )
         assert [type(one) for one in found] == [EpisodeOver] * 3
 
     sample, episode, _ = played({"hi": "hello"}, agent)
@@ -433,7 +507,11 @@ def test_half_a_surrogate_pair_of_the_models_ends_nothing() -> None:
             await ask(user("again"), first.message(), told, tools=[DOUBLE])
 
     sample, episode, _ = played({"one": name, "two": argument, "no": "ok"}, agent)
-    assert episode.end == "answered" and sample.facts and (sample.facts.calls, sample.facts.call_errors) == (2, 2)
+    assert (
+        episode.end == "answered"
+        and sample.facts
+        and (sample.facts.calls, sample.facts.call_errors) == (2, 2)
+    )
     rows = texts(sample)
     assert len(rows) == 4 and '"name": "\\ud83d"' in rows[1] and '"number": "\\ud83d"' in rows[3]
 
@@ -447,7 +525,11 @@ def test_requests_at_once_share_the_tokens_of_the_episode() -> None:
         assert over and len(answers) - len(over) >= 2
 
     sample, episode, _ = played({"hi": "hello world"}, agent, max_tokens=30)
-    assert sample.facts and sample.facts.sampled_tokens == sample.num_trained <= 30 and episode.end == "max_tokens"
+    assert (
+        sample.facts
+        and sample.facts.sampled_tokens == sample.num_trained <= 30
+        and episode.end == "max_tokens"
+    )
 
 
 def test_turns_that_nobody_awaits_count_as_turns() -> None:
@@ -465,7 +547,10 @@ def test_turns_that_nobody_awaits_count_as_turns() -> None:
         script.may_go_on.set()
 
     sample, episode, _ = played({"hi": "hello"}, agent, scripted=True, max_turns=2)
-    assert sample.facts and (sample.facts.turns, sample.facts.dropped_unawaited) == (2, sample.facts.sampled_tokens)
+    assert sample.facts and (sample.facts.turns, sample.facts.dropped_unawaited) == (
+        2,
+        sample.facts.sampled_tokens,
+    )
     assert episode.end == "max_turns" and not sample.num_trained
 
 
@@ -478,7 +563,12 @@ def test_the_transcript_has_each_message_once() -> None:
     sample, _, _ = played({"hi": "hello", "how?": "so"}, agent)
     assert len(sample.rows) == 2
     entries = [(entry["role"], entry["text"]) for entry in sample.transcript]
-    assert entries == [("user", "hi"), ("assistant", "hello"), ("user", "how?"), ("assistant", "so")]
+    assert entries == [
+        ("user", "hi"),
+        ("assistant", "hello"),
+        ("user", "how?"),
+        ("assistant", "so"),
+    ]
 
 
 def test_the_time_of_an_agent_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,12 +583,16 @@ def test_the_time_of_an_agent_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
     async def run() -> float:
         config = EpisodeConfig.model_validate({"agent": "a:b", "max_tokens": 200})
-        rows = EpisodeRows(Script({"hi": "hello"}), "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, 200)
+        rows = EpisodeRows(
+            Script({"hi": "hello"}), "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, 200
+        )
         episode = AgentEpisode(rows, Slow(TOKENIZER, [TOKENIZER.eos_token_id]), config)
         now_s[0] += 10  # in the queue
         episode.begin()
         now_s[0] += 1
-        await asyncio.gather(*(asyncio.create_task(episode.answer(ChatRequest([user("hi")]))) for _ in range(2)))
+        await asyncio.gather(
+            *(asyncio.create_task(episode.answer(ChatRequest([user("hi")]))) for _ in range(2))
+        )
         now_s[0] += 2
         await episode.close()
         return rows.tally.tool_s

@@ -37,7 +37,9 @@ def agents() -> Iterator[AgentThread]:
     """One process; the agent does what its row says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(odd_agents.__file__).parent))
-        thread = AgentThread(AgentSettings("odd_agents:run", workers=1, memory_mb=256, start_s=120.0))
+        thread = AgentThread(
+            AgentSettings("odd_agents:run", workers=1, memory_mb=256, start_s=120.0)
+        )
         yield thread
     thread.shutdown()
     assert not thread.pids()
@@ -98,7 +100,9 @@ def test_an_agent_that_fails_is_named_and_costs_its_own_episode(
 def test_an_agent_that_hangs_ends_as_timeout(agents: AgentThread) -> None:
     """Which is a limit and no failure: the reward function decides."""
     late, good = played(agents, {"do": "hang"} | ASKS, GOOD, timeout_s=1.5)
-    assert late.reward_result is None and end_of(late) == ("timeout", 1) and not late.sample.finished
+    assert (
+        late.reward_result is None and end_of(late) == ("timeout", 1) and not late.sample.finished
+    )
     assert good.reward_result == RewardResult(1.0, True)
 
 
@@ -110,7 +114,9 @@ def test_an_agent_that_fails_after_a_limit_ends_as_the_limit(agents: AgentThread
 def test_an_episode_without_a_turn_is_a_failure(agents: AgentThread) -> None:
     """Whatever its agent has returned, there is nothing to learn from."""
     found = played(agents, {"do": "return", "value": "int"}, {"do": "hang"}, timeout_s=1.5)
-    assert [one.reward_result for one in found] == [Failure("no turn of the model has reached the agent")] * 2
+    assert [one.reward_result for one in found] == [
+        Failure("no turn of the model has reached the agent")
+    ] * 2
     assert [end_of(one) for one in found] == [("answered", 0), ("timeout", 0)]
 
 
@@ -122,7 +128,9 @@ def test_an_episode_without_a_turn_is_a_failure(agents: AgentThread) -> None:
     ],
     ids=["dies", "hangs"],
 )
-def test_the_user_reads_one_line_of_it(agents: AgentThread, tmp_path: Path, row: dict[str, Any], words: str) -> None:
+def test_the_user_reads_one_line_of_it(
+    agents: AgentThread, tmp_path: Path, row: dict[str, Any], words: str
+) -> None:
     """Where there is no reward function, which else decides about a timeout."""
     summary = scored(played(agents, GOOD, row | ASKS, timeout_s=1.5))
     assert summary.rewards_G.tolist() == [1.0] and summary.num_dropped == 1
@@ -131,14 +139,19 @@ def test_the_user_reads_one_line_of_it(agents: AgentThread, tmp_path: Path, row:
         record.failed([summary])
     lines = [line for line in text.getvalue().splitlines() if "agent" in line]
     refused = "step 3: 2 requests of agents were refused for a field or a path: seed (2)"
-    assert lines == [f"step 3: 1 verdict failed, the first {words} on response 'hello' to row 1, answer ''", refused]
+    assert lines == [
+        f"step 3: 1 verdict failed, the first {words} on response 'hello' to row 1, answer ''",
+        refused,
+    ]
 
 
 def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
     """As the engine's actor scores a group of episodes, without a reward function."""
 
     async def generated(*_: Any) -> Generated:
-        return Generated([one.sample for one in episodes], [one.reward_result for one in episodes], {"seed": 2})
+        return Generated(
+            [one.sample for one in episodes], [one.reward_result for one in episodes], {"seed": 2}
+        )
 
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding, worker._reward, worker._num_transcripts = "agent", RewardConfig(), 1

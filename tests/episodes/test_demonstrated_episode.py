@@ -25,7 +25,14 @@ from megarl.types import Sample, SamplePart
 from scripts import make_arithmetic, make_tiny_moe
 from tests.episodes.chatml_families import CHATML, HERMES, QWEN_2_5, QWEN_3_CODER
 from tests.episodes.families import TOOLS, Family, stop_ids, tokenizer_of
-from tests.episodes.other_families import DEEPSEEK_V3, DEEPSEEK_V3_1, GLM_4_5, KIMI_K2, LLAMA_3_1, MISTRAL
+from tests.episodes.other_families import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_1,
+    GLM_4_5,
+    KIMI_K2,
+    LLAMA_3_1,
+    MISTRAL,
+)
 
 QUESTION, ANSWER = "how many?", "the answer is three"
 CALCULATOR = load_tools(["megarl.environments.calculator:calculate"], {}).tools["calculate"].schema
@@ -40,7 +47,9 @@ def assistant(content: str | None = ANSWER, *calls: Message) -> Message:
     return {"role": "assistant", "content": content, "tool_calls": list(calls) or None}
 
 
-def call(expression: str = "1+2", name: str = "calc", id: str = "x", *, as_text: bool = True) -> Message:
+def call(
+    expression: str = "1+2", name: str = "calc", id: str = "x", *, as_text: bool = True
+) -> Message:
     arguments = {"expression": expression}
     written = json.dumps(arguments) if as_text else arguments
     return {"id": id, "type": "function", "function": {"name": name, "arguments": written}}
@@ -65,13 +74,20 @@ def parts(turn_tokenizer: TurnTokenizer, made: Demonstration) -> list[tuple[bool
 
 @pytest.mark.parametrize("as_text", [True, False], ids=["text", "mapping"])
 @pytest.mark.parametrize(
-    "family", [QWEN_2_5, QWEN_3_CODER, HERMES, DEEPSEEK_V3_1, LLAMA_3_1, KIMI_K2], ids=lambda family: family.name
+    "family",
+    [QWEN_2_5, QWEN_3_CODER, HERMES, DEEPSEEK_V3_1, LLAMA_3_1, KIMI_K2],
+    ids=lambda family: family.name,
 )
 def test_a_call_and_its_result_are_what_the_family_writes(family: Family, *, as_text: bool) -> None:
     turn_tokenizer = turn_tokenizer_of(family)
-    made = demonstrate(turn_tokenizer, QUESTION, [assistant(None, call(as_text=as_text)), result("three"), assistant()])
+    made = demonstrate(
+        turn_tokenizer,
+        QUESTION,
+        [assistant(None, call(as_text=as_text)), result("three"), assistant()],
+    )
     assert family.calls and family.one
-    first_of = "functions.calc:0"  # Kimi-K2 counts the calls of a conversation, and the family's example is a later one
+    # Kimi-K2 counts the calls of a conversation, and the family's example is a later one
+    first_of = "functions.calc:0"
     expected = [
         (True, family.calls.replace("functions.calc:7", first_of)),
         (False, family.one.replace("functions.calc:7", first_of)),
@@ -85,7 +101,10 @@ def test_a_call_and_its_result_are_what_the_family_writes(family: Family, *, as_
 def test_a_stop_token_that_opens_the_next_message_ends_the_turn() -> None:
     turn_tokenizer = turn_tokenizer_of(GLM_4_5)
     made = parts(
-        turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [assistant("", call()), result("three"), assistant()])
+        turn_tokenizer,
+        demonstrate(
+            turn_tokenizer, QUESTION, [assistant("", call()), result("three"), assistant()]
+        ),
     )
     assert [is_sampled for is_sampled, _ in made] == [True, False, True]
     assert made[0][1].endswith("</tool_call><|observation|>")
@@ -96,9 +115,18 @@ def test_a_stop_token_that_opens_the_next_message_ends_the_turn() -> None:
 def test_results_of_one_turn_are_joined_and_calls_are_numbered_on() -> None:
     turn_tokenizer = turn_tokenizer_of(KIMI_K2)
     two = assistant("", call(id="x"), call("3+4", id="y"))
-    chat = [two, result("three", "x"), result("seven", "y"), assistant("", call("5", id="z")), result("five", "z")]
+    chat = [
+        two,
+        result("three", "x"),
+        result("seven", "y"),
+        assistant("", call("5", id="z")),
+        result("five", "z"),
+    ]
     text = "".join(
-        text for _, text in parts(turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [*chat, assistant()]))
+        text
+        for _, text in parts(
+            turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [*chat, assistant()])
+        )
     )
     assert [text.count(f"functions.calc:{number}") for number in range(4)] == [2, 2, 2, 0]
     assert text.index("three") < text.index("seven") < text.index("five")
@@ -106,15 +134,23 @@ def test_results_of_one_turn_are_joined_and_calls_are_numbered_on() -> None:
 
 def test_messages_of_a_user_are_not_learnt() -> None:
     turn_tokenizer = turn_tokenizer_of(CHATML)
-    made = demonstrate(turn_tokenizer, QUESTION, [assistant("two"), {"role": "user", "content": "more?"}, assistant()])
-    assert parts(turn_tokenizer, made) == [(True, "two<|im_end|>"), (False, CHATML.user), (True, f"{ANSWER}<|im_end|>")]
+    made = demonstrate(
+        turn_tokenizer,
+        QUESTION,
+        [assistant("two"), {"role": "user", "content": "more?"}, assistant()],
+    )
+    assert parts(turn_tokenizer, made) == [
+        (True, "two<|im_end|>"),
+        (False, CHATML.user),
+        (True, f"{ANSWER}<|im_end|>"),
+    ]
 
 
 def test_an_episode_may_end_with_a_call() -> None:
     turn_tokenizer = turn_tokenizer_of(QWEN_2_5)
-    assert parts(turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [assistant("", call())])) == [
-        (True, QWEN_2_5.calls)
-    ]
+    assert parts(
+        turn_tokenizer, demonstrate(turn_tokenizer, QUESTION, [assistant("", call())])
+    ) == [(True, QWEN_2_5.calls)]
 
 
 def test_no_token_reaches_over_the_end_of_the_prompt() -> None:
@@ -123,8 +159,12 @@ def test_no_token_reaches_over_the_end_of_the_prompt() -> None:
     whole = turn_tokenizer.template.ids(
         turn_tokenizer.template.text([{"role": "user", "content": QUESTION}, assistant(words)])
     )
-    assert whole[: len(made.prompt_ids)] != made.prompt_ids  # the vocabulary has a token for "\nwhat"
-    assert made.response_ids == [*turn_tokenizer.template.ids(words), turn_tokenizer.template.ids("<|im_end|>")[0]]
+    # the vocabulary has a token for "\nwhat"
+    assert whole[: len(made.prompt_ids)] != made.prompt_ids
+    assert made.response_ids == [
+        *turn_tokenizer.template.ids(words),
+        turn_tokenizer.template.ids("<|im_end|>")[0],
+    ]
 
 
 # --- what cannot be a demonstration ------------------------------------------------------------------------------
@@ -160,7 +200,11 @@ def test_messages_that_are_no_episode_are_refused(messages: Any, problem: str) -
 
 def test_calls_without_tools_are_refused() -> None:
     with pytest.raises(BadRow, match="the demonstration calls 'calc', and there are no tools"):
-        demonstrate(TurnTokenizer(tokenizer_of(QWEN_2_5), stop_ids(QWEN_2_5)), QUESTION, [assistant("", call())])
+        demonstrate(
+            TurnTokenizer(tokenizer_of(QWEN_2_5), stop_ids(QWEN_2_5)),
+            QUESTION,
+            [assistant("", call())],
+        )
 
 
 def test_a_template_that_refuses_is_named() -> None:
@@ -171,12 +215,20 @@ def test_a_template_that_refuses_is_named() -> None:
 
 def test_words_that_the_template_leaves_out_are_refused() -> None:
     with pytest.raises(BadRow, match="changes? the assistant's words 'I add'"):
-        demonstrate(turn_tokenizer_of(MISTRAL), QUESTION, [assistant("I add", call()), result("three"), assistant()])
+        demonstrate(
+            turn_tokenizer_of(MISTRAL),
+            QUESTION,
+            [assistant("I add", call()), result("three"), assistant()],
+        )
 
 
 def test_turns_without_the_reasoning_that_the_prompt_opens_are_refused() -> None:
     with pytest.raises(BadRow, match="the chat template writes no '<think>' in a turn"):
-        demonstrate(turn_tokenizer_of(DEEPSEEK_V3), QUESTION, [assistant("", call()), result("three"), assistant()])
+        demonstrate(
+            turn_tokenizer_of(DEEPSEEK_V3),
+            QUESTION,
+            [assistant("", call()), result("three"), assistant()],
+        )
 
 
 # --- the quickstart with tools -----------------------------------------------------------------------------------
@@ -204,19 +256,32 @@ def test_the_template_fits_the_turn_tokenizer_and_is_short(turn_tokenizer: TurnT
     assert shown(turn_tokenizer, turn_tokenizer.tool_results([ToolResult("42")], after=stop)) == [
         "<tool>", "4", "2", "<eos>", "<assistant>"
     ]  # fmt: skip
-    assert shown(turn_tokenizer, turn_tokenizer.user("12", after=stop)) == ["<user>", "1", "2", "<eos>", "<assistant>"]
+    assert shown(turn_tokenizer, turn_tokenizer.user("12", after=stop)) == [
+        "<user>",
+        "1",
+        "2",
+        "<eos>",
+        "<assistant>",
+    ]
 
 
 def test_a_call_of_the_calculator_is_a_few_tokens(turn_tokenizer: TurnTokenizer) -> None:
     made = demonstrate(
-        turn_tokenizer, "47*86=", [assistant("", call("47*86", "calculate")), result("4042"), assistant("4042")]
+        turn_tokenizer,
+        "47*86=",
+        [assistant("", call("47*86", "calculate")), result("4042"), assistant("4042")],
     )
     turn = shown(turn_tokenizer, made.response_ids)[: made.sampled.index(False)]
-    assert "".join(turn) == '<tool_call>{"name": "calculate", "arguments": {"expression": "47*86"}}</tool_call><eos>'
+    assert (
+        "".join(turn)
+        == '<tool_call>{"name": "calculate", "arguments": {"expression": "47*86"}}</tool_call><eos>'
+    )
     assert len(turn) == 14
 
 
-def played(turn_tokenizer: TurnTokenizer, prompt: str, turns: list[tuple[str, str | None]]) -> Conversation:
+def played(
+    turn_tokenizer: TurnTokenizer, prompt: str, turns: list[tuple[str, str | None]]
+) -> Conversation:
     """An episode with the real calculator. turns: (the text that the model samples, the expression that it calls)."""
     conversation = Conversation(turn_tokenizer.first(prompt))
     for text, expression in turns:
@@ -234,7 +299,9 @@ ROWS = make_arithmetic.make_tool_rows(1, 256)[0]
 
 
 @given(st.sampled_from(ROWS))
-def test_a_demonstration_is_the_episode_with_the_same_turns(turn_tokenizer: TurnTokenizer, row: dict[str, Any]) -> None:
+def test_a_demonstration_is_the_episode_with_the_same_turns(
+    turn_tokenizer: TurnTokenizer, row: dict[str, Any]
+) -> None:
     made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
     expression = row["prompt"].removesuffix("=")
     called = f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call><eos>'
@@ -243,16 +310,26 @@ def test_a_demonstration_is_the_episode_with_the_same_turns(turn_tokenizer: Turn
     assert found.prompt_ids is not None
     assert made.prompt_ids == found.prompt_ids.tolist()
     assert made.response_ids == found.response_ids_T.tolist()
-    assert made.sampled == ([True] * len(made.response_ids) if found.trained_T is None else found.trained_T.tolist())
+    assert made.sampled == (
+        [True] * len(made.response_ids) if found.trained_T is None else found.trained_T.tolist()
+    )
     assert made.text == row["answer"]
 
 
 @pytest.mark.slow  # imports SGLang
 def test_demonstrated_calls_are_read_as_they_were_given(turn_tokenizer: TurnTokenizer) -> None:
-    calls = CallFormat.find(turn_tokenizer.template.tokenizer, turn_tokenizer.stop_ids, [CALCULATOR])
+    calls = CallFormat.find(
+        turn_tokenizer.template.tokenizer, turn_tokenizer.stop_ids, [CALCULATOR]
+    )
     assert calls.parallel and calls.name == "hermes"
     for row in ROWS[:8]:
         made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
-        first = made.response_ids[: made.sampled.index(False)] if not all(made.sampled) else made.response_ids
+        first = (
+            made.response_ids[: made.sampled.index(False)]
+            if not all(made.sampled)
+            else made.response_ids
+        )
         expected = (ToolCall("calculate", {"expression": row["prompt"].removesuffix("=")}),)
-        assert calls.read(turn_tokenizer.turn_text(first)).calls == (expected if len(row["messages"]) > 1 else ())
+        assert calls.read(turn_tokenizer.turn_text(first)).calls == (
+            expected if len(row["messages"]) > 1 else ()
+        )

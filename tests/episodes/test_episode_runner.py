@@ -91,10 +91,21 @@ class Script:
     """A sampler whose turns are given: texts, or a text without an end where it is cut. seconds: that each takes."""
 
     def __init__(self, tokenizer: Any, turns: Sequence[str], seconds: float = 0.0) -> None:
-        self.tokenizer, self.turns, self.completed, self._seconds = tokenizer, list(turns), [], seconds
+        self.tokenizer, self.turns, self.completed, self._seconds = (
+            tokenizer,
+            list(turns),
+            [],
+            seconds,
+        )
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         await asyncio.sleep(self._seconds)
         text = self.turns[number]
@@ -102,7 +113,13 @@ class Script:
         is_cut = text.endswith("...") or len(ids) >= sampling.max_tokens
         ids = ids[: sampling.max_tokens] if is_cut else [*ids, self.tokenizer.eos_token_id]
         words = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Sample(np.array(ids), np.full(len(ids), -1.0, np.float32), words, not is_cut, (SamplePart(3, len(ids)),))
+        return Sample(
+            np.array(ids),
+            np.full(len(ids), -1.0, np.float32),
+            words,
+            not is_cut,
+            (SamplePart(3, len(ids)),),
+        )
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
         return None
@@ -124,8 +141,12 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Envi
     sys.path.append(str(folder))
     limits = {"call_timeout_s": 1.0, "workers": 1}
     made = {
-        "tools": EnvironmentThread(EnvironmentSettings(tools=tuple(f"odd_answers:{one}" for one in TOOLS), **limits)),
-        "environment": EnvironmentThread(EnvironmentSettings(environment="odd_answers:Odd", **limits)),
+        "tools": EnvironmentThread(
+            EnvironmentSettings(tools=tuple(f"odd_answers:{one}" for one in TOOLS), **limits)
+        ),
+        "environment": EnvironmentThread(
+            EnvironmentSettings(environment="odd_answers:Odd", **limits)
+        ),
     }
     yield made
     for one in made.values():
@@ -155,11 +176,21 @@ def play(threads: dict[str, EnvironmentThread]) -> Play:
             tokenizer.chat_template = str(tokenizer.chat_template).replace("message.content", later)
             assert later in tokenizer.chat_template
         turn_tokenizer = TurnTokenizer(tokenizer, [tokenizer.eos_token_id], thread.schemas)
-        calls = CallFormat.find(tokenizer, [tokenizer.eos_token_id], thread.schemas) if thread.schemas else None
-        config = EpisodeConfig.model_validate({"tools": ["a:b"], "max_tokens": 400, "max_turns": 4} | limits)
+        calls = (
+            CallFormat.find(tokenizer, [tokenizer.eos_token_id], thread.schemas)
+            if thread.schemas
+            else None
+        )
+        config = EpisodeConfig.model_validate(
+            {"tools": ["a:b"], "max_tokens": 400, "max_turns": 4} | limits
+        )
         script = Script(tokenizer, turns, turn_s)
-        episodes = EpisodeRunner(config, script, thread, turn_tokenizer, calls, max_prompt_tokens=60)
-        prompt = Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"fails": "", **(row or {})}, "go")
+        episodes = EpisodeRunner(
+            config, script, thread, turn_tokenizer, calls, max_prompt_tokens=60
+        )
+        prompt = Prompt(
+            "row 1", "", tuple(turn_tokenizer.first("go")), "", {"fails": "", **(row or {})}, "go"
+        )
         return asyncio.run(episodes.run(prompt, Sampling(1, turn_tokens, stream=(1, 2)), 0)), script
 
     return once
@@ -178,9 +209,16 @@ def test_calls_are_answered_in_their_order(play: Play) -> None:
     turn = call("double", number=4) + call("halve", number=4) + call("double", number="4")
     played, script = play("tools", turn, "8")
     facts, sample = played.sample.facts, played.sample
-    assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == ("answered", 2, 3, 2)
+    assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == (
+        "answered",
+        2,
+        3,
+        2,
+    )
     assert sample.trained_T is not None
-    said = script.tokenizer.decode(sample.response_ids_T[~sample.trained_T], skip_special_tokens=False)
+    said = script.tokenizer.decode(
+        sample.response_ids_T[~sample.trained_T], skip_special_tokens=False
+    )
     assert said.index("8") < said.index("no such tool") < said.index("argument number")
     assert (sample.response_ids_T[sample.trained_T] == script.tokenizer.eos_token_id).sum() == 2
     assert facts.sampled_tokens == sample.trained_T.sum() and sample.text == "8" and sample.finished
@@ -194,7 +232,8 @@ def test_an_episode_is_taken_down(play: Play) -> None:
     turn = call("double", number=4) + call("halve", number=4)
     played, _ = play("tools", turn, call("end", number=3))
     first, second = played.sample.transcript
-    words = turn.replace("<tool_call>", "").replace("</tool_call>", "")  # special tokens of this tokenizer
+    # special tokens of this tokenizer
+    words = turn.replace("<tool_call>", "").replace("</tool_call>", "")
     assert (first["role"], first["text"], first["reward"]) == ("assistant", words, 0.0)
     assert [(one["name"], one["arguments"], one["error"]) for one in first["calls"]] == [
         ("double", {"number": 4}, None), ("halve", None, "bad_call")
@@ -209,13 +248,20 @@ def test_an_episode_is_taken_down(play: Play) -> None:
 @pytest.mark.parametrize("history", ["append", "render"])
 def test_half_a_surrogate_pair_in_a_call_ends_nothing(play: Play, history: str) -> None:
     """JSON can escape it, and no tokenizer takes it."""
-    turns = [CALL.format("\\ud83d", "{}"), call("say", words="\ud83d"), call("say", **{"\udc00": 1}), "8"]
+    turns = [
+        CALL.format("\\ud83d", "{}"),
+        call("say", words="\ud83d"),
+        call("say", **{"\udc00": 1}),
+        "8",
+    ]
     limits = {"max_turns": 5, "max_tokens": 600, "history": history}
     played, script = play("tools", turns[0], call("double", number=1), *turns[1:], **limits)
     facts = played.sample.facts
     assert facts and (facts.end, facts.calls, facts.call_errors) == ("answered", 4, 3)
     said = text_of(script, played)
-    assert "The call of \\ud83d could not be made" in said and said.count("half a surrogate pair") == 2
+    assert (
+        "The call of \\ud83d could not be made" in said and said.count("half a surrogate pair") == 2
+    )
 
 
 def test_a_rendered_history_begins_a_row_where_it_differs_from_what_was_sampled(play: Play) -> None:
@@ -228,15 +274,28 @@ def test_a_rendered_history_begins_a_row_where_it_differs_from_what_was_sampled(
     prompts = [decode(row.prompt_ids) for row in sample.rows if row.prompt_ids is not None]
     assert "<assistant>one<eos>" in prompts[1] and prompts[2].startswith(prompts[1])
     assert "<assistant>two<eos>" in prompts[2] and "<assistant>hm" not in prompts[2]
-    assert [decode(row.response_ids_T) for row in sample.rows] == ["hm;one<eos>", "hm;two<eos>", "hm;three<eos>"]
+    assert [decode(row.response_ids_T) for row in sample.rows] == [
+        "hm;one<eos>",
+        "hm;two<eos>",
+        "hm;three<eos>",
+    ]
     assert facts.sampled_tokens == sum(row.num_trained for row in sample.rows)
-    assert [row.token_rewards_T is not None and row.token_rewards_T[-1] for row in sample.rows] == [0.25] * 3
+    assert [row.token_rewards_T is not None and row.token_rewards_T[-1] for row in sample.rows] == [
+        0.25
+    ] * 3
 
 
 @pytest.mark.parametrize("kind", ["environment", "tools"])
 def test_a_rendered_history_is_one_row_where_the_template_keeps_all(play: Play, kind: str) -> None:
-    turns = [call("double", number=4), call("double", number="x"), "8"] if kind == "tools" else ["one", "two", "three"]
-    rows = [play(kind, *turns, max_turns=3, history=history)[0].sample for history in ("append", "render")]
+    turns = (
+        [call("double", number=4), call("double", number="x"), "8"]
+        if kind == "tools"
+        else ["one", "two", "three"]
+    )
+    rows = [
+        play(kind, *turns, max_turns=3, history=history)[0].sample
+        for history in ("append", "render")
+    ]
     assert rows[0].facts and rows[1].facts and rows[0].facts.turns == rows[1].facts.turns == 3
     np.testing.assert_array_equal(rows[0].response_ids_T, rows[1].response_ids_T)
     np.testing.assert_array_equal(rows[0].trained_T, rows[1].trained_T)
@@ -252,17 +311,32 @@ def test_a_tool_may_end_an_episode_and_reward_its_turn(play: Play) -> None:
 
 def test_a_call_that_hangs_is_told_and_the_episode_goes_on(play: Play) -> None:
     played, script = play("tools", call("hang", number=1), "sorry")
-    assert played.sample.facts and played.sample.facts.end == "answered" and played.sample.facts.call_errors == 1
+    assert (
+        played.sample.facts
+        and played.sample.facts.end == "answered"
+        and played.sample.facts.call_errors == 1
+    )
     assert "took longer than 1 s" in text_of(script, played)
 
 
-def test_calls_that_hang_end_with_the_time_of_their_episode(play: Play, threads: dict[str, EnvironmentThread]) -> None:
+def test_calls_that_hang_end_with_the_time_of_their_episode(
+    play: Play, threads: dict[str, EnvironmentThread]
+) -> None:
     """Eight seconds of calls, one after the other, in an episode that has one and a half."""
     before = threads["tools"].counts.ended
-    played, _ = play("tools", call("hang", number=1) * 8, "8", timeout_s=1.5, turn_tokens=500, max_tokens=600)
+    played, _ = play(
+        "tools", call("hang", number=1) * 8, "8", timeout_s=1.5, turn_tokens=500, max_tokens=600
+    )
     facts = played.sample.facts
-    assert threads["tools"].counts.ended - before < 4, "those that wait for their turn are not made any more"
-    assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == ("timeout", 1, 8, 8)
+    assert threads["tools"].counts.ended - before < 4, (
+        "those that wait for their turn are not made any more"
+    )
+    assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == (
+        "timeout",
+        1,
+        8,
+        8,
+    )
     assert facts.tool_s < 6 and played.reward_result is None, "the reward function decides"
     told = {(one["result"], one["error"]) for one in played.sample.transcript[0]["calls"]}
     assert told == {("hang was given up, because episode.timeout_s (1.5 s) had passed.", "timeout")}
@@ -271,22 +345,31 @@ def test_calls_that_hang_end_with_the_time_of_their_episode(play: Play, threads:
 def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     """Those of all samples, of which samples.jsonl shows the first ones; a call that the model should mend is not."""
     broken = call("halve", number=1) + call("double", number="x") + call("refuse", number=3)
-    played = [play("tools", broken, "no")[0].sample, *(play("tools", call("hang", number=1), "no")[0].sample,) * 2]
+    played = [
+        play("tools", broken, "no")[0].sample,
+        *(play("tools", call("hang", number=1), "no")[0].sample,) * 2,
+    ]
     assert [one.facts.call_errors for one in played if one.facts] == [3, 1, 1]
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._rewarding, worker._reward, worker._num_transcripts = "environment", RewardConfig(), 1
 
     async def generated(*_: Any) -> Generated:
-        return Generated(played, [RewardResult(1.0, True), RewardResult(0.0, False), Failure("no idea")])
+        return Generated(
+            played, [RewardResult(1.0, True), RewardResult(0.0, False), Failure("no idea")]
+        )
 
     worker._generate = generated
     summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(3, 9)))
     assert summary.failed_calls == ("hang took longer than 1 s.",) * 2
-    assert (len(summary.transcripts), summary.num_dropped) == (1, 1), "that of a sample without a verdict too"
+    assert (len(summary.transcripts), summary.num_dropped) == (1, 1), (
+        "that of a sample without a verdict too"
+    )
 
 
 @pytest.mark.parametrize("turn", [call("double", number=4), "8"], ids=["calls", "answers"])
-def test_a_turn_is_sampled_to_its_end_and_its_calls_are_in_time_or_not_made(play: Play, turn: str) -> None:
+def test_a_turn_is_sampled_to_its_end_and_its_calls_are_in_time_or_not_made(
+    play: Play, turn: str
+) -> None:
     played, script = play("tools", turn, "8", timeout_s=0.6, turn_s=0.7)
     facts = played.sample.facts
     assert facts and facts.turns == 1 and script.completed == [("episode-0", facts.sampled_tokens)]
@@ -297,11 +380,19 @@ def test_a_turn_is_sampled_to_its_end_and_its_calls_are_in_time_or_not_made(play
 def test_the_time_of_an_episode_ends_its_environment_too(play: Play) -> None:
     """What it was worth is still asked for, where it had begun."""
     played, _ = play("environment", "hello", "again", row={"fails": "reply hangs"}, timeout_s=0.8)
-    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("timeout", 1)
+    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == (
+        "timeout",
+        1,
+    )
     assert played.reward_result == RewardResult(0.5, False)
     played, script = play("environment", "hello", row={"fails": "reset hangs"}, timeout_s=0.8)
-    assert played.reward_result == Failure("episode.timeout_s (0.8 s) had passed before the end of reset")
-    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("environment", 0)
+    assert played.reward_result == Failure(
+        "episode.timeout_s (0.8 s) had passed before the end of reset"
+    )
+    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == (
+        "environment",
+        0,
+    )
     assert len(script.completed) == 1
 
 
@@ -321,7 +412,8 @@ def test_hanging_calls_hold_up_no_other_episode(threads: dict[str, EnvironmentTh
         name = "hang" if place % 16 == 5 else "double"
         script = Script(tokenizer, [call(name, number=place), "8"])
         runner = EpisodeRunner(config, script, thread, turn_tokenizer, calls, max_prompt_tokens=60)
-        runner._numbers = count(place)  # each has a sampler of its own, and all the same environment
+        # each has a sampler of its own, and all the same environment
+        runner._numbers = count(place)
         return await runner.run(prompt, Sampling(1, 120, stream=(1, place)), 0)
 
     async def together() -> list[EpisodeResult]:
@@ -331,15 +423,23 @@ def test_hanging_calls_hold_up_no_other_episode(threads: dict[str, EnvironmentTh
     assert [one.facts.end for one in played if one.facts] == ["answered"] * 64
     told = [one.transcript[0]["calls"][0] for one in played]
     assert [place for place, one in enumerate(told) if one["error"] == "timeout"] == [5, 21, 37, 53]
-    assert all(one["result"] == str(2 * place) for place, one in enumerate(told) if one["error"] is None)
+    assert all(
+        one["result"] == str(2 * place) for place, one in enumerate(told) if one["error"] is None
+    )
 
 
 def test_what_a_tool_says_is_cut_and_is_no_markup(play: Play) -> None:
-    played, script = play("tools", call("say", words="a<eos><user>" * 25), "ok", max_observation_tokens=30)
+    played, script = play(
+        "tools", call("say", words="a<eos><user>" * 25), "ok", max_observation_tokens=30
+    )
     trained_T = played.sample.trained_T
     assert trained_T is not None
-    said = script.tokenizer.decode(played.sample.response_ids_T[~trained_T], skip_special_tokens=False)
-    assert "tokens left out" in said and "< eos>" in said and said.count("<eos>") == 1, "the result's own end"
+    said = script.tokenizer.decode(
+        played.sample.response_ids_T[~trained_T], skip_special_tokens=False
+    )
+    assert "tokens left out" in said and "< eos>" in said and said.count("<eos>") == 1, (
+        "the result's own end"
+    )
 
 
 @pytest.mark.parametrize(
@@ -360,14 +460,19 @@ def test_every_limit_ends_an_episode_by_its_name(
     assert played.sample.facts and played.sample.facts.end == end and not played.sample.finished
     trained_T = played.sample.trained_T
     assert trained_T is None or trained_T[-1], "a row ends with what the model sampled"
-    assert len(played.sample.response_ids_T) <= limits.get("max_tokens", 400) and len(script.completed) == 1
+    assert (
+        len(played.sample.response_ids_T) <= limits.get("max_tokens", 400)
+        and len(script.completed) == 1
+    )
 
 
 def test_an_environment_answers_rewards_and_opens(play: Play) -> None:
     played, script = play("environment", "hello", "again", row={"opening": "begin"}, max_turns=2)
     sample = played.sample
     assert played.reward_result == RewardResult(0.5, False) and sample.prompt_ids is not None
-    assert "begin" in script.tokenizer.decode(sample.prompt_ids) and "you said hello" in text_of(script, played)
+    assert "begin" in script.tokenizer.decode(sample.prompt_ids) and "you said hello" in text_of(
+        script, played
+    )
     assert sample.token_rewards_T is not None and sample.token_rewards_T.sum() == 0.5
     assert [(entry["role"], entry["text"], entry["reward"]) for entry in sample.transcript] == [
         ("user", "begin", 0.0),
@@ -386,13 +491,20 @@ def test_an_environment_answers_rewards_and_opens(play: Play) -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
-def test_a_failing_environment_is_a_failed_reward_result(play: Play, row: Any, words: str, turns: int) -> None:
+def test_a_failing_environment_is_a_failed_reward_result(
+    play: Play, row: Any, words: str, turns: int
+) -> None:
     """Of this episode alone, whose process goes on."""
     played, script = play("environment", "hello", "again", row=row, max_turns=2)
     assert isinstance(played.reward_result, Failure) and words in played.reward_result.words
-    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == ("environment", turns)
+    assert played.sample.facts and (played.sample.facts.end, played.sample.facts.turns) == (
+        "environment",
+        turns,
+    )
     assert len(script.completed) == 1
-    assert play("environment", "hello", "again", max_turns=2)[0].reward_result == RewardResult(0.5, False)
+    assert play("environment", "hello", "again", max_turns=2)[0].reward_result == RewardResult(
+        0.5, False
+    )
 
 
 def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Play) -> None:
@@ -414,8 +526,12 @@ def test_a_group_needs_no_reward_function_where_the_environment_judges(play: Pla
     summary, group = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))
     assert summary.rewards_G.tolist() == [0.5] and summary.num_dropped == 1
     assert len(group.samples) == 1
-    assert summary.failures[0].startswith("the environment gave no reward (its episode ended as max_turns) on response")
+    assert summary.failures[0].startswith(
+        "the environment gave no reward (its episode ended as max_turns) on response"
+    )
     assert summary.transcripts == (good.sample.transcript,)
     worker._num_transcripts = 0
     summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(2, 9)))
-    assert summary.transcripts == () and summary.facts == (good.sample.facts,), "the controller has what may be shown"
+    assert summary.transcripts == () and summary.facts == (good.sample.facts,), (
+        "the controller has what may be shown"
+    )

@@ -27,11 +27,15 @@ def test_calls_of_a_turn_have_ids_of_their_own() -> None:
     """The first of equal ones stays as the model wrote it, and none that is made is another's."""
     form = TOKENISING.template.call_style.id_form.format
     own = ["a", "a", None, form(name="add", index=7), "", "a"]
-    made = turn_of(*(ToolCall("add", {}, id) for id in own[:3]), *(BadCall("add", "no", id) for id in own[3:]))
+    made = turn_of(
+        *(ToolCall("add", {}, id) for id in own[:3]), *(BadCall("add", "no", id) for id in own[3:])
+    )
     ids = [call["id"] for call in made["tool_calls"]]
     assert len({*ids}) == 6 and (ids[0], ids[3]) == ("a", own[3])
     plain = turn_of(ToolCall("add", {}), ToolCall("add", {}))
-    assert [call["id"] for call in plain["tool_calls"]] == [form(name="add", index=index) for index in (5, 6)]
+    assert [call["id"] for call in plain["tool_calls"]] == [
+        form(name="add", index=index) for index in (5, 6)
+    ]
 
 
 def test_results_with_equal_ids_are_those_of_the_calls_in_their_order() -> None:
@@ -41,6 +45,8 @@ def test_results_with_equal_ids_are_those_of_the_calls_in_their_order() -> None:
     results = [result("a", "one"), result("a", "two")]
     tokenised = said(results, turn, TOKENISING, TOKENIZER.eos_token_id)
     assert tokenised is not None and TOKENIZER.decode(tokenised).endswith("<eos><assistant>")
-    whole = TOKENIZER.decode(rendered([{"role": "user", "content": "go"}, turn, *results], TOKENISING))
+    whole = TOKENIZER.decode(
+        rendered([{"role": "user", "content": "go"}, turn, *results], TOKENISING)
+    )
     for text in (TOKENIZER.decode(tokenised), whole):
         assert text.endswith("<addtool>one<eos><subtool>two<eos><assistant>")

@@ -66,7 +66,13 @@ class Model:
         return None
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         before = list(context_ids)
         last = len(before) - before[::-1].index(self.begin_of_turn)
@@ -136,7 +142,9 @@ def play(
     while sample is None or sample.is_open:
         assert len(played.phases) < 400
         at = len(played.phases)
-        own = EpisodeRunner(config, model, pair[at % ENGINES], turn_tokenizer, calls, max_prompt_tokens=100)
+        own = EpisodeRunner(
+            config, model, pair[at % ENGINES], turn_tokenizer, calls, max_prompt_tokens=100
+        )
         sampling = Sampling(1, 100, stream=(1, 2), phase_tokens=phases[min(at, len(phases) - 1)])
         assigned = accounting.longest_row(prompt, sample) if sample else 0
         result = asyncio.run(own.run(prompt, sampling, 0, sample, assigned))
@@ -159,7 +167,14 @@ def same(one: Sample, other: Sample) -> None:
     assert one.transcript == other.transcript
     assert (one.text, one.finished, len(one.rows)) == (other.text, other.finished, len(other.rows))
     for row, whole in zip(one.rows, other.rows, strict=True):
-        for name in ("prompt_ids", "response_ids_T", "engine_logp_T", "trained_T", "token_rewards_T", "routed_experts"):
+        for name in (
+            "prompt_ids",
+            "response_ids_T",
+            "engine_logp_T",
+            "trained_T",
+            "token_rewards_T",
+            "routed_experts",
+        ):
             np.testing.assert_array_equal(getattr(row, name), getattr(whole, name))
         assert sum(part.num_tokens for part in row.parts) == len(row.response_ids_T)
         assert row.routed_experts is not None
@@ -176,8 +191,18 @@ STEPS = [call("step", count=2) + call("step", count=3), call("ste"), call("step"
         ("walk", STEPS, {"row": {"opening": "begin"}}, 40),
         ("walk", ["one", "two", "three", "four"], {"max_turns": 3}, 1),
         ("walk", [call("step", count=1)] * 9, {"max_turns": 9, "max_tokens": 150}, 19),
-        ("walk", ["hm;one", "hm;two", call("step", count=1), "hm;three"], {"history": "render", "forgets": True}, 3),
-        ("tools", [call("double", number=4), call("double", number="x"), "8"], {"history": "render"}, 7),
+        (
+            "walk",
+            ["hm;one", "hm;two", call("step", count=1), "hm;three"],
+            {"history": "render", "forgets": True},
+            3,
+        ),
+        (
+            "tools",
+            [call("double", number=4), call("double", number="x"), "8"],
+            {"history": "render"},
+            7,
+        ),
         ("tools", [call("double", number=4), "eight and..." + "e" * 200 + "..."], {}, 40),
     ],
     ids=["calls", "long", "max_turns", "max_tokens", "render", "tools", "cut"],
@@ -186,17 +211,24 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     threads: Threads, kind: str, turns: list[str], limits: dict[str, Any], tokens: int
 ) -> None:
     """Wherever it is left: in a turn, or after what was said; each time another engine goes on with it."""
-    whole, parts = play(threads(kind), turns, [None], **limits), play(threads(kind), turns, [tokens], **limits)
+    whole, parts = (
+        play(threads(kind), turns, [None], **limits),
+        play(threads(kind), turns, [tokens], **limits),
+    )
     assert len(whole.phases) == 1 and whole.last.facts
     same(parts.last, whole.last)
     assert parts.phases[-1].reward_result == whole.phases[-1].reward_result
     sampled = whole.last.facts.sampled_tokens
-    assert len(parts.phases) == -(-sampled // tokens) or sampled % tokens == 0, "each phase gives as many as it may"
+    assert len(parts.phases) == -(-sampled // tokens) or sampled % tokens == 0, (
+        "each phase gives as many as it may"
+    )
     versions = [part.version for part in accounting.trained_parts(parts.last.rows)]
     assert versions == list(range(-(-sampled // tokens)))
     assert all(one.reward_result is None for one in parts.phases[:-1])
     grown = sum(response for _, response in parts.model.completed)
-    assert grown >= max(len(row.response_ids_T) for row in whole.last.rows), "said messages that no turn followed too"
+    assert grown >= max(len(row.response_ids_T) for row in whole.last.rows), (
+        "said messages that no turn followed too"
+    )
 
 
 def test_a_row_that_was_changed_between_two_phases_is_found(threads: Threads) -> None:
@@ -218,11 +250,15 @@ def test_a_slow_tool_leaves_its_own_episode_open(threads: Threads, tmp_path: Pat
             gate.touch()
 
     row = {"gate": str(gate)}
-    slow = play(threads("walk"), turns, [100], row, open_gate, phase_tool_s=0.5, max_turns=3, max_tokens=299)
+    slow = play(
+        threads("walk"), turns, [100], row, open_gate, phase_tool_s=0.5, max_turns=3, max_tokens=299
+    )
     assert gate.exists() and len(slow.phases) >= 2
     same(slow.last, play(threads("walk"), turns, [None], row, max_turns=3, max_tokens=299).last)
     assert "found after 3" in slow.model.tokenizer.decode(slow.last.response_ids_T)
-    assert slow.last.facts and slow.last.facts.tool_s >= 0.5, "the seconds that were waited in vain are counted"
+    assert slow.last.facts and slow.last.facts.tool_s >= 0.5, (
+        "the seconds that were waited in vain are counted"
+    )
 
 
 def test_an_episode_has_so_many_phases_and_no_more(threads: Threads, tmp_path: Path) -> None:
@@ -240,7 +276,9 @@ def test_an_episode_has_so_many_phases_and_no_more(threads: Threads, tmp_path: P
     )
 
 
-def test_the_seconds_of_all_phases_are_those_of_the_episode(threads: Threads, tmp_path: Path) -> None:
+def test_the_seconds_of_all_phases_are_those_of_the_episode(
+    threads: Threads, tmp_path: Path
+) -> None:
     """Of tools that are called, and of reset."""
     turns, row = [call("step", count=2), call("fetch"), "done"], {"gate": str(tmp_path / "gate")}
     played = play(threads("walk"), turns, [100], row, phase_tool_s=1, timeout_s=1.7, max_turns=3)
@@ -248,15 +286,22 @@ def test_the_seconds_of_all_phases_are_those_of_the_episode(threads: Threads, tm
     assert played.last.facts and (played.last.facts.end, played.last.facts.turns) == ("timeout", 2)
     unbegun = play(threads("walk"), turns, [150], {"closed": True}, phase_tool_s=1, timeout_s=1.7)
     assert len(unbegun.phases) == 2
-    assert unbegun.phases[-1].reward_result == Failure("episode.timeout_s (1.7 s) had passed before the end of reset")
+    assert unbegun.phases[-1].reward_result == Failure(
+        "episode.timeout_s (1.7 s) had passed before the end of reset"
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "turns"),
-    [("once", STEPS), ("walk", [call("where"), call("step", count=1), call("step", count=1), "done"])],
+    [
+        ("once", STEPS),
+        ("walk", [call("where"), call("step", count=1), call("step", count=1), "done"]),
+    ],
     ids=["not replayable", "another result"],
 )
-def test_an_environment_that_cannot_go_on_begins_anew(threads: Threads, kind: str, turns: list[str]) -> None:
+def test_an_environment_that_cannot_go_on_begins_anew(
+    threads: Threads, kind: str, turns: list[str]
+) -> None:
     """From the prompt: what was sampled is dropped and counted, and the next phase has all of its tokens."""
     played = play(threads(kind), turns, [60, 298], {"opening": "begin"}, max_tokens=299)
     facts, lost = played.last.facts, 60

@@ -23,12 +23,20 @@ class AtOnce:
         await self.ends.wait()
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         await self.ends.wait()
         return SAMPLE
 
-    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None: ...
+    async def complete(
+        self, conversation: str, prompt_tokens: int, response_tokens: int
+    ) -> None: ...
 
     def text(self, ids: Sequence[int]) -> str:
         return ""
@@ -49,7 +57,10 @@ def test_calls_that_end_in_one_instant_return_in_different_iterations() -> None:
             if place % 2:
                 await sampler.begin(f"episode-{place}", 1)
             else:
-                assert await sampler.turn(f"episode-{place}", 0, [1], Sampling(1, 1), place, 0) is SAMPLE
+                assert (
+                    await sampler.turn(f"episode-{place}", 0, [1], Sampling(1, 1), place, 0)
+                    is SAMPLE
+                )
             ended.append(passed)
 
         counter = asyncio.ensure_future(count())
@@ -77,7 +88,12 @@ def test_a_cancelled_call_keeps_nobody_waiting() -> None:
         played[0].cancel()
         played[2].cancel()
         found = await asyncio.gather(*played, return_exceptions=True)
-        assert [isinstance(one, asyncio.CancelledError) for one in found] == [True, False, True, False]
+        assert [isinstance(one, asyncio.CancelledError) for one in found] == [
+            True,
+            False,
+            True,
+            False,
+        ]
 
     asyncio.run(asyncio.wait_for(cancelled(), 60))
 

@@ -160,7 +160,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentThre
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=["plain", "dp2", "seeded"])
-def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine], model: Path) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, build_engine: Callable[..., Engine], model: Path
+) -> Iterator[Engine]:
     built = build_engine(2, 1, model_path=str(model), routed_experts=True, **request.param)
     yield built
     built.shutdown()
@@ -178,9 +180,13 @@ def play(
     earlier turns alone."""
     tokenizer = load_tokenizer(str(model))
     if limits.get("history") == "render":
-        tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content[-3 if m.role == 'assistant' else 0:]")
+        tokenizer.chat_template = TEMPLATE.replace(
+            "m.content", "m.content[-3 if m.role == 'assistant' else 0:]"
+        )
     turn_tokenizer = TurnTokenizer(tokenizer, end_token_ids(str(model)))
-    config = EpisodeConfig.model_validate({"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits)
+    config = EpisodeConfig.model_validate(
+        {"environment": GAME.environment, "max_tokens": 400, "max_turns": 5} | limits
+    )
     episodes = EpisodeRunner(config, engine, game, turn_tokenizer, None, max_prompt_tokens=300)
     prompt = Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"prompt": "go"}, "go")
     sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream, phase_tokens=phase_tokens)
@@ -188,7 +194,9 @@ def play(
     async def phase(begun: list[EpisodeResult | None]) -> list[EpisodeResult]:
         going = [place for place, one in enumerate(begun) if one is None or one.sample.is_open]
         samples = [one.sample if one else None for one in begun]
-        played = await asyncio.gather(*(episodes.run(prompt, sampling, place, samples[place]) for place in going))
+        played = await asyncio.gather(
+            *(episodes.run(prompt, sampling, place, samples[place]) for place in going)
+        )
         new = dict(zip(going, played, strict=True))
         return [new.get(place) or one for place, one in enumerate(begun)]  # type: ignore[misc]
 
@@ -207,14 +215,20 @@ def test_every_trained_token_was_sampled_after_its_row(
     check_rows(played, Reference(model))
     assert not any(one.sample.more_rows for one in played)
     facts = [one.sample.facts for one in played if one.sample.facts]
-    reusable, cached = (sum(getattr(one, name) for one in facts) for name in ("reusable_tokens", "cached_tokens"))
+    reusable, cached = (
+        sum(getattr(one, name) for one in facts) for name in ("reusable_tokens", "cached_tokens")
+    )
     if "seeded" in request.node.name:
         assert reusable and cached == 0, "seeded engines on CPU have no prefix cache"
     else:
-        assert 0 < cached <= reusable, "a turn is sampled in the attention group that has the turns before"
+        assert 0 < cached <= reusable, (
+            "a turn is sampled in the attention group that has the turns before"
+        )
 
 
-def test_rows_of_rendered_histories_are_what_was_sampled(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+def test_rows_of_rendered_histories_are_what_was_sampled(
+    engine: Engine, game: EnvironmentThread, model: Path
+) -> None:
     """Each row after the tokens that the engine was given, whatever the template makes of the turns before."""
     played = play(engine, game, model, (1, 2), history="render")
     assert max(len(one.sample.rows) for one in played) > 2
@@ -228,11 +242,15 @@ def test_rows_of_agents_are_what_was_sampled(
     tokenizer, stops = load_tokenizer(str(model)), end_token_ids(str(model))
     config = EpisodeConfig.model_validate({"agent": "asking_agent:run", "max_tokens": 400})
     runner = AgentRunner(config, engine, *agents, ToolSets(tokenizer, stops), max_prompt_tokens=300)
-    prompt = Prompt("row 1", "", tuple(TurnTokenizer(tokenizer, stops).first("go")), "", {"prompt": "go"}, "go")
+    prompt = Prompt(
+        "row 1", "", tuple(TurnTokenizer(tokenizer, stops).first("go")), "", {"prompt": "go"}, "go"
+    )
     sampling = Sampling(EPISODES, TURN_TOKENS, stream=(4, 2))
 
     async def together() -> list[EpisodeResult]:
-        return await asyncio.gather(*(runner.run(prompt, sampling, place) for place in range(EPISODES)))
+        return await asyncio.gather(
+            *(runner.run(prompt, sampling, place) for place in range(EPISODES))
+        )
 
     played = asyncio.run(together())
     check_rows(played, Reference(model), prompt.token_ids)
@@ -247,7 +265,9 @@ def test_rows_of_agents_are_what_was_sampled(
     assert len(asked) >= EPISODES
 
 
-def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Collection[int]) -> None:
+def check_stop_texts(
+    played: Sequence[EpisodeResult], tokenizer: Any, stops: Collection[int]
+) -> None:
     """Turns that a stop text has ended: all of their tokens are trained, and the conversation goes on after them.
 
     Such a turn is followed by the end that the template writes, which was not sampled, and by the user's "and".
@@ -260,20 +280,37 @@ def check_stop_texts(played: Sequence[EpisodeResult], tokenizer: Any, stops: Col
             if trained[place] and not trained[place + 1] and response[place] not in stops:
                 assert tokenizer.decode(response[place + 1 : place + 6]) == "<eos><user>and"
                 ended.append(tokenizer.decode([response[place]]))
-    assert ended and all(set(token) & set("nopqrstu") for token in ended), "of special tokens a part is enough"
+    assert ended and all(set(token) & set("nopqrstu") for token in ended), (
+        "of special tokens a part is enough"
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES[:1], ids=["plain"], indirect=True)
-def test_errors_of_environments_cost_their_own_episodes(engine: Engine, faulty: EnvironmentThread, model: Path) -> None:
+def test_errors_of_environments_cost_their_own_episodes(
+    engine: Engine, faulty: EnvironmentThread, model: Path
+) -> None:
     """They end by what was done; the rows of all are right, also of those whose process was ended by others."""
     turn_tokenizer = TurnTokenizer(load_tokenizer(str(model)), end_token_ids(str(model)))
-    keys = {"environment": "faulty_game:Faulty", "max_tokens": 400, "max_turns": 4, "max_observation_tokens": 30}
+    keys = {
+        "environment": "faulty_game:Faulty",
+        "max_tokens": 400,
+        "max_turns": 4,
+        "max_observation_tokens": 30,
+    }
     runner = EpisodeRunner(
-        EpisodeConfig.model_validate(keys), engine, faulty, turn_tokenizer, None, max_prompt_tokens=300
+        EpisodeConfig.model_validate(keys),
+        engine,
+        faulty,
+        turn_tokenizer,
+        None,
+        max_prompt_tokens=300,
     )
     errors = [*ENDED_BY, "flood", *["none"] * 4]
     ids = tuple(turn_tokenizer.first("go"))
-    prompts = [Prompt(f"row {place}", "", ids, "", {"fault": error}, "go") for place, error in enumerate(errors)]
+    prompts = [
+        Prompt(f"row {place}", "", ids, "", {"fault": error}, "go")
+        for place, error in enumerate(errors)
+    ]
     sampling, ended = Sampling(1, 4 * TURN_TOKENS, stream=(6, 2)), faulty.counts.ended
     asyncio.run(engine.generate(ids, Sampling(1, 1)))
     asyncio.run(engine.take_completed())  # which waits for the first
@@ -284,18 +321,26 @@ def test_errors_of_environments_cost_their_own_episodes(engine: Engine, faulty: 
     played = asyncio.run(together())
     for error, one in zip(errors, played, strict=True):
         facts, words = one.sample.facts, ENDED_BY.get(error)
-        assert facts and ((facts.end, facts.turns) == ("environment", 1) if words else facts.turns > 1)
+        assert facts and (
+            (facts.end, facts.turns) == ("environment", 1) if words else facts.turns > 1
+        )
         assert one.reward_result == (Failure(words) if words else RewardResult(0.5, False))
         heard = [entry["text"] for entry in one.sample.transcript if entry["role"] == "user"]
-        assert all(("tokens left out" in text) == (error == "flood") and len(text) < 100 for text in heard)
+        assert all(
+            ("tokens left out" in text) == (error == "flood") and len(text) < 100 for text in heard
+        )
     check_rows(played, Reference(model), ids)
     assert faulty.counts.ended - ended == len(ENDED_BY), "each of these faults has ended a process"
-    assert len(asyncio.run(engine.take_completed())) == len(played), "every episode has given its place back"
+    assert len(asyncio.run(engine.take_completed())) == len(played), (
+        "every episode has given its place back"
+    )
     (again,) = asyncio.run(engine.generate(ids, Sampling(1, 4)))
     assert again.num_trained
 
 
-def check_rows(played: Sequence[EpisodeResult], reference: Reference, prompt_ids: Sequence[int] = ()) -> None:
+def check_rows(
+    played: Sequence[EpisodeResult], reference: Reference, prompt_ids: Sequence[int] = ()
+) -> None:
     """Every trained token has the logprob that transformers gives it after the row's tokens before it.
 
     prompt_ids: of rows that begin with the prompt of their group.
@@ -310,16 +355,23 @@ def check_rows(played: Sequence[EpisodeResult], reference: Reference, prompt_ids
             before = list(prompt_ids) if row.prompt_ids is None else row.prompt_ids.tolist()
             assert trained_T[-1] and before
             expected_T = reference.logprobs(before, response).numpy()
-            np.testing.assert_allclose(row.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4)
+            np.testing.assert_allclose(
+                row.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4
+            )
             assert not row.engine_logp_T[~trained_T].any()
             assert sum(part.num_tokens for part in row.parts) == len(response)
             assert row.routed_experts is not None
             assert len(row.routed_experts) == len(before) + len(response) - 1
 
 
-def test_experts_of_turns_are_those_of_the_whole_row(engine: Engine, game: EnvironmentThread, model: Path) -> None:
+def test_experts_of_turns_are_those_of_the_whole_row(
+    engine: Engine, game: EnvironmentThread, model: Path
+) -> None:
     """The engine reads a whole row at once, and chooses the same for every token but where two are as good."""
-    sample = max((one.sample for one in play(engine, game, model, (5,))), key=lambda one: len(one.response_ids_T))
+    sample = max(
+        (one.sample for one in play(engine, game, model, (5,))),
+        key=lambda one: len(one.response_ids_T),
+    )
     assert sample.prompt_ids is not None and sample.routed_experts is not None
     row = [*sample.prompt_ids.tolist(), *sample.response_ids_T.tolist()]
     (again,) = asyncio.run(engine.generate(row, Sampling(1, 1)))
@@ -330,7 +382,11 @@ def test_experts_of_turns_are_those_of_the_whole_row(engine: Engine, game: Envir
 
 def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: Path) -> None:
     """Each by its name, and no row is longer than it may be."""
-    ends = {one.sample.facts.end for one in play(engine, game, model, (7,), max_turns=2) if one.sample.facts}
+    ends = {
+        one.sample.facts.end
+        for one in play(engine, game, model, (7,), max_turns=2)
+        if one.sample.facts
+    }
     assert ends <= {"max_turns", "cut", "done", "answered"} and "max_turns" in ends
     short = play(engine, game, model, (7,), max_tokens=60)
     assert all(len(one.sample.response_ids_T) <= 60 for one in short)
@@ -356,23 +412,38 @@ def test_one_turn_without_tools_is_a_single_response(
     finally:
         once.shutdown()
     prompt_ids = TurnTokenizer(load_tokenizer(str(model)), end_token_ids(str(model))).first("go")
-    plain = asyncio.run(seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1))))
+    plain = asyncio.run(
+        seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1)))
+    )
     for one, sample in zip(played, plain, strict=True):
         np.testing.assert_array_equal(one.sample.response_ids_T, sample.response_ids_T)
         np.testing.assert_array_equal(one.sample.engine_logp_T, sample.engine_logp_T)
         assert one.sample.routed_experts is not None and sample.routed_experts is not None
         np.testing.assert_array_equal(one.sample.routed_experts, sample.routed_experts)
         assert (one.sample.text, one.sample.parts) == (sample.text, sample.parts)
-        assert one.sample.prompt_ids is None and one.sample.trained_T is None and not one.sample.more_rows
-        assert one.sample.finished == sample.finished and one.reward_result == RewardResult(0.5, False)
+        assert (
+            one.sample.prompt_ids is None
+            and one.sample.trained_T is None
+            and not one.sample.more_rows
+        )
+        assert one.sample.finished == sample.finished and one.reward_result == RewardResult(
+            0.5, False
+        )
     assert any(sample.finished for sample in plain)
 
 
-def test_seeded_episodes_repeat_to_the_bit(seeded_engine: Engine, game: EnvironmentThread, model: Path) -> None:
+def test_seeded_episodes_repeat_to_the_bit(
+    seeded_engine: Engine, game: EnvironmentThread, model: Path
+) -> None:
     """Whether they are sampled at once, or in phases that cut their turns."""
-    first, again, other = (play(seeded_engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2)))
+    first, again, other = (
+        play(seeded_engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2))
+    )
     parts = play(seeded_engine, game, model, (3, 1), 7)
-    ids = [[one.sample.response_ids_T.tolist() for one in group] for group in (first, again, parts, other)]
+    ids = [
+        [one.sample.response_ids_T.tolist() for one in group]
+        for group in (first, again, parts, other)
+    ]
     assert ids[0] == ids[1] == ids[2] != ids[3]
     for one, two, cut in zip(first, again, parts, strict=True):
         np.testing.assert_array_equal(one.sample.engine_logp_T, two.sample.engine_logp_T)

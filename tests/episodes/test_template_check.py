@@ -29,7 +29,9 @@ USER, RESULT = " after a user's message", " after a tool's result"
 
 
 def facts_of(family: Family, *, users: bool = False, tools: bool = False) -> TemplateFacts:
-    turn_tokenizer = TurnTokenizer(tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None)
+    turn_tokenizer = TurnTokenizer(
+        tokenizer_of(family), stop_ids(family), TOOLS if family.calls else None
+    )
     return check(turn_tokenizer, users=users, tools=tools)
 
 
@@ -59,7 +61,9 @@ def error_of(family: Family, *, users: bool = False, tools: bool = False) -> str
         ("mistral", ["the beginning of the conversation"]),
     ],
 )
-def test_messages_of_users_are_proven_and_what_is_kept_before_them_is_told(name: str, kept: list[str]) -> None:
+def test_messages_of_users_are_proven_and_what_is_kept_before_them_is_told(
+    name: str, kept: list[str]
+) -> None:
     facts = facts_of(FAMILIES[name], users=True)
     assert facts.kept == tuple(part + USER for part in kept)
 
@@ -80,14 +84,21 @@ def test_messages_of_users_are_proven_and_what_is_kept_before_them_is_told(name:
         ("mistral", [REASONING, "the words beside a call"]),
     ],
 )
-def test_results_of_tools_are_proven_and_what_is_kept_before_them_is_told(name: str, kept: list[str]) -> None:
-    assert facts_of(FAMILIES[name], tools=True) == TemplateFacts(True, tuple(part + RESULT for part in kept), ())
+def test_results_of_tools_are_proven_and_what_is_kept_before_them_is_told(
+    name: str, kept: list[str]
+) -> None:
+    assert facts_of(FAMILIES[name], tools=True) == TemplateFacts(
+        True, tuple(part + RESULT for part in kept), ()
+    )
 
 
 @pytest.mark.parametrize(
     ("family", "note"),
     [
-        (LLAMA_3_1, "the chat template refuses the results of 2 calls in one turn (only one call at once)"),
+        (
+            LLAMA_3_1,
+            "the chat template refuses the results of 2 calls in one turn (only one call at once)",
+        ),
         (GPT_OSS, "the chat template leaves out 1 of 2 calls in one turn"),
     ],
     ids=["refused", "left_out"],
@@ -130,14 +141,38 @@ def chatml(words: str) -> Family:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("{{ m.content }}{{ m.content if m.role == 'user' }}", "writes the text of a user's message 2 times after"),
-        ("{{ m.content if m.role == 'assistant' }}", "writes the text of a user's message 0 times after"),
-        ("{{ m.content * 2 if m.role == 'assistant' else m.content }}", "writes the assistant's words twice before"),
-        ("{{ m.content if m.role == 'user' }}", "leaves the assistant's words out before a user's message"),
-        ("{{ m.content }}{{ before.content | length }}", "writes a user's message differently after other words"),
-        ("{{ m.content }}{{ loop.index }}", "writes a user's message differently in a longer conversation"),
-        ("{{ m.content }}{{ before.reasoning_content }}", "writes a user's message differently after a turn with"),
-        ("{{ raise_exception('never') if loop.index > 2 }}{{ m.content }}", "refuses a user's message (never)"),
+        (
+            "{{ m.content }}{{ m.content if m.role == 'user' }}",
+            "writes the text of a user's message 2 times after",
+        ),
+        (
+            "{{ m.content if m.role == 'assistant' }}",
+            "writes the text of a user's message 0 times after",
+        ),
+        (
+            "{{ m.content * 2 if m.role == 'assistant' else m.content }}",
+            "writes the assistant's words twice before",
+        ),
+        (
+            "{{ m.content if m.role == 'user' }}",
+            "leaves the assistant's words out before a user's message",
+        ),
+        (
+            "{{ m.content }}{{ before.content | length }}",
+            "writes a user's message differently after other words",
+        ),
+        (
+            "{{ m.content }}{{ loop.index }}",
+            "writes a user's message differently in a longer conversation",
+        ),
+        (
+            "{{ m.content }}{{ before.reasoning_content }}",
+            "writes a user's message differently after a turn with",
+        ),
+        (
+            "{{ raise_exception('never') if loop.index > 2 }}{{ m.content }}",
+            "refuses a user's message (never)",
+        ),
     ],
 )
 def test_a_drifting_template_is_named(words: str, problem: str) -> None:
@@ -152,7 +187,10 @@ def test_results_in_another_order_are_refused_as_parallel_results() -> None:
         "<|im_start|>tool\n{{ m.content }}<|im_end|>\n{% endfor %}" + CHATML_PROMPT
     )  # fmt: skip
     (note,) = facts_of(replace(QWEN_2_5, name="backwards", template=backwards), tools=True).notes
-    assert note == "a turn can have one call only: the chat template changes the order of the results of two calls"
+    assert (
+        note
+        == "a turn can have one call only: the chat template changes the order of the results of two calls"
+    )
 
 
 def test_what_stands_before_the_turn_may_change_with_the_conversation() -> None:
@@ -162,11 +200,17 @@ def test_what_stands_before_the_turn_may_change_with_the_conversation() -> None:
 
 
 def test_characters_outside_the_vocabulary_are_told(tokenizer: Any) -> None:
-    turn_tokenizer = TurnTokenizer(with_template(tokenizer, "<user>{}<eos>\n"), [tokenizer.eos_token_id])
-    with pytest.raises(UserError, match="writes a user's message in characters that are not in the vocabulary"):
+    turn_tokenizer = TurnTokenizer(
+        with_template(tokenizer, "<user>{}<eos>\n"), [tokenizer.eos_token_id]
+    )
+    with pytest.raises(
+        UserError, match="writes a user's message in characters that are not in the vocabulary"
+    ):
         check(turn_tokenizer, users=True, tools=False)
     assert check(
-        TurnTokenizer(with_template(tokenizer, "<user>{}<eos>"), [tokenizer.eos_token_id]), users=True, tools=False
+        TurnTokenizer(with_template(tokenizer, "<user>{}<eos>"), [tokenizer.eos_token_id]),
+        users=True,
+        tools=False,
     )
 
 

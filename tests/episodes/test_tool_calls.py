@@ -59,9 +59,14 @@ def format_of(family: Family) -> CallFormat:
 def written(family: Family, *calls: tuple[str, Mapping[str, Any]], content: str = "") -> str:
     """A turn as the template writes it, after its reasoning and without its stop token."""
     template = ChatTemplate(tokenizer_of(family), TOOLS)
-    dicts = [template.call_style.call(name, arguments, index) for index, (name, arguments) in enumerate(calls)]
+    dicts = [
+        template.call_style.call(name, arguments, index)
+        for index, (name, arguments) in enumerate(calls)
+    ]
     question: list[Mapping[str, Any]] = [{"role": "user", "content": "a"}]
-    ids = template.turn_ids(question, {"role": "assistant", "content": content, "tool_calls": dicts})
+    ids = template.turn_ids(
+        question, {"role": "assistant", "content": content, "tool_calls": dicts}
+    )
     text = template.decode([token for token in ids if token not in stop_ids(family)])
     return text.rpartition("</think>")[2].lstrip()
 
@@ -89,7 +94,9 @@ def read(family: Family, text: str) -> Turn:
         ("mistral", "mistral", ""),
     ],
 )
-def test_the_format_is_the_one_that_gives_back_what_the_template_writes(name: str, expected: str, others: str) -> None:
+def test_the_format_is_the_one_that_gives_back_what_the_template_writes(
+    name: str, expected: str, others: str
+) -> None:
     found = format_of(FAMILIES[name])
     assert (found.name, found.parallel) == (expected, name != "llama-3.1")
     assert found.why.startswith(
@@ -113,10 +120,16 @@ def test_a_sampled_call_is_read_with_the_id_that_the_model_wrote(family: Family)
 def test_words_and_parallel_calls_come_in_their_order(family: Family) -> None:
     second = {"query": "b", "filters": {"c": [1, "d"]}}
     drops_words = family is MISTRAL
-    turn = read(family, written(family, ("calc", GOOD.arguments), ("look_up", second), content="Let us see."))
+    turn = read(
+        family,
+        written(family, ("calc", GOOD.arguments), ("look_up", second), content="Let us see."),
+    )
     assert turn.content == ("" if drops_words else "Let us see.")
     calls = [call for call in turn.calls if isinstance(call, ToolCall)]
-    assert [(call.name, call.arguments) for call in calls] == [("calc", GOOD.arguments), ("look_up", second)]
+    assert [(call.name, call.arguments) for call in calls] == [
+        ("calc", GOOD.arguments),
+        ("look_up", second),
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -169,8 +182,16 @@ def test_a_broken_call_of_a_format_without_tags_is_told(family: Family) -> None:
     [
         ("guess", {"expression": "1"}, "there is no such tool; the tools are calc, look_up"),
         ("calc", {"digits": 3}, "'expression' is a required property"),
-        ("calc", {"expression": "1", "digits": "many"}, "argument digits: 'many' is not of type 'integer'"),
-        ("calc", {"expression": "1", "unit": "m"}, "Additional properties are not allowed ('unit' was unexpected)"),
+        (
+            "calc",
+            {"expression": "1", "digits": "many"},
+            "argument digits: 'many' is not of type 'integer'",
+        ),
+        (
+            "calc",
+            {"expression": "1", "unit": "m"},
+            "Additional properties are not allowed ('unit' was unexpected)",
+        ),
     ],
     ids=["unknown", "missing", "mistyped", "extra"],
 )
@@ -189,11 +210,15 @@ def test_a_call_that_is_cut_short_is_told(family: Family) -> None:
     assert isinstance(call, BadCall)
 
 
-@pytest.mark.parametrize("family", [QWEN_3, QWEN_3_CODER, GLM_4_5, KIMI_K2], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [QWEN_3, QWEN_3_CODER, GLM_4_5, KIMI_K2], ids=lambda family: family.name
+)
 def test_an_opening_tag_inside_an_argument_is_no_call(family: Family) -> None:
     opening = format_of(family).marks.opening
     turn = read(family, written(family, ("calc", {"expression": f"a {opening} b"})))
-    assert [call for call in turn.calls if isinstance(call, ToolCall)] == list(turn.calls) and len(turn.calls) == 1
+    assert [call for call in turn.calls if isinstance(call, ToolCall)] == list(turn.calls) and len(
+        turn.calls
+    ) == 1
 
 
 def test_calls_inside_the_reasoning_are_not_made() -> None:
@@ -201,13 +226,15 @@ def test_calls_inside_the_reasoning_are_not_made() -> None:
     found, thinking = format_of(QWEN_3), format_of(QWEN_3_THINKING)
     assert found.read(f"<think>\nor {calls}?\n</think>\n\nno") == Turn("no", (), f"or {calls}?")
     assert thinking.read(f"or {calls}?\n</think>\n\nno") == Turn("no", (), f"or {calls}?")
-    assert found.read(f"a </think> b {calls}") == Turn("a </think> b", (GOOD,))  # no reasoning was opened
+    # no reasoning was opened
+    assert found.read(f"a </think> b {calls}") == Turn("a </think> b", (GOOD,))
     assert thinking.read("hm") == Turn("", (), "hm")
     for format_, text in ((found, f"<think>{calls}"), (thinking, calls)):
         turn = format_.read(text)
         (bad,) = turn.calls
         assert bad == BadCall(
-            None, "A tool call could not be made: it stands in reasoning that is not closed by </think>"
+            None,
+            "A tool call could not be made: it stands in reasoning that is not closed by </think>",
         )
         assert turn.content == ""
 
@@ -215,7 +242,9 @@ def test_calls_inside_the_reasoning_are_not_made() -> None:
 def test_reasoning_is_opened_by_the_prompt_that_came_before() -> None:
     """DeepSeek-V3's prompt opens it after a user's message, and not after the results of tools."""
     found = format_of(DEEPSEEK_V3)
-    assert found.reasoning == ReasoningTags("<think>", "</think>", opened=True, opened_after_tools=False)
+    assert found.reasoning == ReasoningTags(
+        "<think>", "</think>", opened=True, opened_after_tools=False
+    )
     assert found.read("three", after_tools=True) == Turn("three")
     assert found.read("three") == Turn("", (), "three")
     assert format_of(QWEN_3_THINKING).reasoning.opened_after_tools
@@ -225,21 +254,29 @@ def test_a_format_for_one_call_a_turn_makes_none_of_several() -> None:
     one = '{"name": "calc", "parameters": {"expression": "1+2"}}'
     assert format_of(LLAMA_3_1).read(one) == Turn("", (GOOD,))
     (bad,) = format_of(LLAMA_3_1).read(f"{one};{one}").calls
-    assert isinstance(bad, BadCall) and "the turn has 2 calls, and at most 1 can be made" in bad.reason
+    assert (
+        isinstance(bad, BadCall) and "the turn has 2 calls, and at most 1 can be made" in bad.reason
+    )
     limited = replace(format_of(QWEN_3), parallel=False)
     (bad,) = limited.read(written(QWEN_3, ("calc", GOOD.arguments), ("calc", GOOD.arguments))).calls
-    assert isinstance(bad, BadCall) and "the turn has 2 calls, and at most 1 can be made" in bad.reason
+    assert (
+        isinstance(bad, BadCall) and "the turn has 2 calls, and at most 1 can be made" in bad.reason
+    )
 
 
 def test_a_model_that_repeats_itself_makes_no_call() -> None:
     one = written(QWEN_3, ("calc", GOOD.arguments))
     assert len(format_of(QWEN_3).read(one * MOST_CALLS).calls) == MOST_CALLS
     (bad,) = format_of(QWEN_3).read("words " + one * (MOST_CALLS + 1)).calls
-    assert isinstance(bad, BadCall) and f"the turn has {MOST_CALLS + 1} calls, and at most" in bad.reason
+    assert (
+        isinstance(bad, BadCall)
+        and f"the turn has {MOST_CALLS + 1} calls, and at most" in bad.reason
+    )
 
 
 @pytest.mark.parametrize(
-    "body", ["3", "null", '"calc"', "[" * 100_000, "9" * 5_000, '{"name": 3}', '{"arguments": {}}', ""]
+    "body",
+    ["3", "null", '"calc"', "[" * 100_000, "9" * 5_000, '{"name": 3}', '{"arguments": {}}', ""],
 )
 def test_json_that_is_no_call_is_told(body: str) -> None:
     first, last = format_of(QWEN_3).read(
@@ -250,7 +287,11 @@ def test_json_that_is_no_call_is_told(body: str) -> None:
 
 @pytest.mark.parametrize("arguments", ['"{}"', "[1]", "3", "null"])
 def test_arguments_that_are_no_object_are_told(arguments: str) -> None:
-    (bad,) = format_of(QWEN_3).read(f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>').calls
+    (bad,) = (
+        format_of(QWEN_3)
+        .read(f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>')
+        .calls
+    )
     assert isinstance(bad, BadCall) and bad.name == "calc"
 
 
@@ -260,7 +301,11 @@ def test_half_a_surrogate_pair_in_a_call_is_told(family: Family) -> None:
     whole = written(family, ("calc", GOOD.arguments))
     for text, name, reason in (
         (whole.replace("calc", "\\ud83d"), "\\ud83d", "there is no such tool"),
-        (whole.replace("1+2", "\\ud83d"), "calc", "an argument has half a surrogate pair, which is no character"),
+        (
+            whole.replace("1+2", "\\ud83d"),
+            "calc",
+            "an argument has half a surrogate pair, which is no character",
+        ),
         (whole.replace("expression", "\\udc00"), "calc", "an argument has half a surrogate pair"),
     ):
         (bad,) = read(family, text).calls
@@ -276,7 +321,9 @@ def test_arguments_that_no_schema_is_compared_with_are_told() -> None:
     schema = {"type": "function", "function": {**CALC["function"], "parameters": parameters}}
     found = CallFormat.find(tokenizer_of(QWEN_3), stop_ids(QWEN_3), [schema])
     for value in ("Infinity", "[" * 500 + "]" * 500):
-        call = f'<tool_call>\n{{"name": "calc", "arguments": {{"expression": {value}}}}}\n</tool_call>'
+        call = (
+            f'<tool_call>\n{{"name": "calc", "arguments": {{"expression": {value}}}}}\n</tool_call>'
+        )
         (bad,) = found.read(call).calls
         assert isinstance(bad, BadCall) and "cannot be compared with the tool's types" in bad.reason
 
@@ -325,8 +372,12 @@ def test_a_wrong_schema_is_told(schemas: list[Any], problem: str) -> None:
 
 @given(
     family=st.sampled_from([QWEN_3, DEEPSEEK_V3_1, KIMI_K2, MISTRAL]),
-    texts=st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=3),
-    nested=st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=9), st.lists, max_leaves=5),
+    texts=st.lists(
+        st.text(alphabet=st.characters(codec="utf-8"), max_size=30), min_size=1, max_size=3
+    ),
+    nested=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=9), st.lists, max_leaves=5
+    ),
 )
 def test_any_arguments_in_json_come_back(family: Family, texts: list[str], nested: Any) -> None:
     calls = [("look_up", {"query": text, "filters": {"a": nested}}) for text in texts]
@@ -339,7 +390,9 @@ def test_any_arguments_in_json_come_back(family: Family, texts: list[str], neste
     cut=st.tuples(st.floats(0, 1), st.integers(0, 30)),
     put=st.sampled_from(["", '"', "}", "{", "</tool_call>", "\n", "<"]),
 )
-def test_no_call_disappears_however_the_text_is_damaged(family: Family, cut: tuple[float, int], put: str) -> None:
+def test_no_call_disappears_however_the_text_is_damaged(
+    family: Family, cut: tuple[float, int], put: str
+) -> None:
     """As many calls come out as opening tags stand in the text, or one that tells that the text holds calls."""
     whole = written(family, ("calc", GOOD.arguments), ("look_up", {"query": "b"}), content="words")
     start = int(cut[0] * len(whole))

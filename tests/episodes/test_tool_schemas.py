@@ -34,13 +34,22 @@ def found(schema: Any, arguments: Any, *, is_users: bool = False) -> str | None:
 
 
 def test_an_agents_schema_that_leads_to_true_is_refused() -> None:
-    assert error_of(tool({"$ref": "#/$defs/x", "$defs": {"x": True}}), is_users=False).endswith("(it is True)")
+    assert error_of(tool({"$ref": "#/$defs/x", "$defs": {"x": True}}), is_users=False).endswith(
+        "(it is True)"
+    )
 
 
 @pytest.mark.parametrize("is_users", [True, False])
 @pytest.mark.parametrize(
     "reference",
-    ["#/$defs/nope", "#nope", "nope", "#/properties/a/enum/x", "#/properties/a/enum/7", "http://127.0.0.1:1/x"],
+    [
+        "#/$defs/nope",
+        "#nope",
+        "nope",
+        "#/properties/a/enum/x",
+        "#/properties/a/enum/7",
+        "http://127.0.0.1:1/x",
+    ],
 )
 def test_a_reference_that_leads_nowhere_or_out_is_refused(reference: str, is_users: bool) -> None:
     words = error_of(with_argument({"enum": [1], "$ref": reference}), is_users=is_users)
@@ -74,7 +83,10 @@ def test_nothing_is_fetched(is_users: bool) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_schema_is_refused(schema: Any, is_users: bool) -> None:
-    assert "the schema of a tool" in (words := error_of(schema, is_users=is_users)) or "not a JSON schema" in words
+    assert (
+        "the schema of a tool" in (words := error_of(schema, is_users=is_users))
+        or "not a JSON schema" in words
+    )
 
 
 @pytest.mark.parametrize("is_users", [True, False])
@@ -82,13 +94,17 @@ def test_a_schema_that_is_nested_too_deep_is_refused(is_users: bool) -> None:
     schema: Any = {"type": "string"}
     for _ in range(400):
         schema = {"items": schema}
-    assert "not a JSON schema (maximum recursion depth" in error_of(with_argument(schema), is_users=is_users)
+    assert "not a JSON schema (maximum recursion depth" in error_of(
+        with_argument(schema), is_users=is_users
+    )
 
 
 def test_a_type_that_refers_to_itself_alone_is_told_when_it_is_called() -> None:
     schema = with_argument({"$ref": "#/properties/a"})
     told = found(schema, {"a": 1}, is_users=True)
-    assert told and told.startswith("the arguments cannot be compared with the tool's types (RecursionError")
+    assert told and told.startswith(
+        "the arguments cannot be compared with the tool's types (RecursionError"
+    )
     assert found(schema, {"a": 1}) is None
 
 
@@ -120,16 +136,23 @@ ARGUMENTS = create_model("arguments", tree=_Tree, kind=(str, "a"))
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
-def test_the_types_of_an_agents_tools_are_compared_through_references(arguments: Any, place: str) -> None:
+def test_the_types_of_an_agents_tools_are_compared_through_references(
+    arguments: Any, place: str
+) -> None:
     for is_users in (True, False):
-        assert place in str(found(tool(ARGUMENTS.model_json_schema()), arguments, is_users=is_users))
+        assert place in str(
+            found(tool(ARGUMENTS.model_json_schema()), arguments, is_users=is_users)
+        )
     fits = {"tree": {"size": 1, "leaf": {"text": "a"}, "children": [{"size": 2}]}, "kind": "b"}
     assert found(tool(ARGUMENTS.model_json_schema()), fits) is None
 
 
 def test_a_type_inside_itself_is_compared_once() -> None:
     """Of an agent's tools; of the user's own at every level."""
-    schema, inner = tool(ARGUMENTS.model_json_schema()), {"tree": {"size": 1, "children": [{"size": 0}]}}
+    schema, inner = (
+        tool(ARGUMENTS.model_json_schema()),
+        {"tree": {"size": 1, "children": [{"size": 0}]}},
+    )
     assert found(schema, inner) is None
     assert "tree.children.0.size" in str(found(schema, inner, is_users=True))
 
@@ -159,7 +182,9 @@ def test_what_is_not_compared_accepts_no_less() -> None:
     assert found(with_argument({"oneOf": two}), {"a": "x"}) is None
     assert found(with_argument({"oneOf": two}), {"a": 5})
     assert found(with_argument({"not": {"pattern": "x"}}), {"a": "y"}) is None
-    assert found(tool({"properties": {"a": {}}, "patternProperties": {"^x": {}}}), {"xy": 1}) is None
+    assert (
+        found(tool({"properties": {"a": {}}, "patternProperties": {"^x": {}}}), {"xy": 1}) is None
+    )
     both = {"$ref": "#/$defs/b", "minimum": 3}
     schema = with_argument(both, **{"$defs": {"b": {"type": "integer"}}})
     assert [found(schema, {"a": value}) is None for value in (2, 3, 3.5)] == [False, True, False]
@@ -167,6 +192,11 @@ def test_what_is_not_compared_accepts_no_less() -> None:
 
 def test_references_that_multiply_are_compared_a_limited_number_of_times() -> None:
     """Each of 40 types refers twice to the next, so that one value would be compared 2**40 times."""
-    types = {f"t{n}": {"anyOf": [{"$ref": f"#/$defs/t{n + 1}"}] * 2} for n in range(40)} | {"t40": {"type": "string"}}
+    types = {f"t{n}": {"anyOf": [{"$ref": f"#/$defs/t{n + 1}"}] * 2} for n in range(40)} | {
+        "t40": {"type": "string"}
+    }
     schema = with_argument({"$ref": "#/$defs/t0"}, **{"$defs": types})
-    assert len(json.dumps(comparable_schema(schema, is_users=False))) < 2**20 and found(schema, {"a": 5}) is None
+    assert (
+        len(json.dumps(comparable_schema(schema, is_users=False))) < 2**20
+        and found(schema, {"a": 5}) is None
+    )

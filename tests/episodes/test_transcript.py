@@ -17,7 +17,9 @@ from megarl.episodes.transcript import LONGEST_TEXTS, MOST_BYTES, TranscriptWrit
 from megarl.printable import json_line
 from megarl.types import Transcript
 
-TEXTS = st.text(max_size=20).flatmap(lambda text: st.integers(0, 2000).map(lambda count: text * count))
+TEXTS = st.text(max_size=20).flatmap(
+    lambda text: st.integers(0, 2000).map(lambda count: text * count)
+)
 
 
 def with_call(arguments: Any, result: str = "4") -> Transcript:
@@ -38,7 +40,11 @@ def test_turns_messages_calls_and_rewards_are_in_their_order() -> None:
     writer = TranscriptWriter()
     writer.add_message("begin")
     writer.add_turn("I call")
-    calls = [ToolCall("double", {"number": 2}), BadCall("halve", "no such tool"), ToolCall("double", {"number": 9})]
+    calls = [
+        ToolCall("double", {"number": 2}),
+        BadCall("halve", "no such tool"),
+        ToolCall("double", {"number": 9}),
+    ]
     made = [CallResult("4"), CallResult("9 is odd", error="raised")]
     writer.add_calls(calls, made, ["4", "no such tool", "9 is odd"])
     writer.add_reward(0.5)
@@ -53,7 +59,12 @@ def test_turns_messages_calls_and_rewards_are_in_their_order() -> None:
             "calls": [
                 {"name": "double", "arguments": {"number": 2}, "result": "4", "error": None},
                 {"name": "halve", "arguments": None, "result": "no such tool", "error": "bad_call"},
-                {"name": "double", "arguments": {"number": 9}, "result": "9 is odd", "error": "raised"},
+                {
+                    "name": "double",
+                    "arguments": {"number": 9},
+                    "result": "9 is odd",
+                    "error": "raised",
+                },
             ],
             "reward": 0.5,
         },
@@ -83,7 +94,11 @@ def test_arguments_are_kept_as_values_where_all_that_read_them_can(value: Any, s
     (entry,) = with_call({"value": value})
     found = entry["calls"][0]["arguments"]
     if shown is None:
-        assert isinstance(found, str) and found.startswith('{"value": "xxx') and found.endswith('xxx"}')
+        assert (
+            isinstance(found, str)
+            and found.startswith('{"value": "xxx')
+            and found.endswith('xxx"}')
+        )
         assert "characters left out" in found and len(found) < LONGEST_TEXTS[0] + 50
     else:
         assert found == (shown if isinstance(shown, str) else {"value": shown})
@@ -96,7 +111,11 @@ def test_a_transcript_has_its_size_whatever_is_said(texts: list[tuple[str, str, 
     writer = TranscriptWriter()
     for text, result, count in texts:
         writer.add_turn(text)
-        writer.add_calls([ToolCall("say", {"words": text})] * count, [CallResult(result)] * count, [result] * count)
+        writer.add_calls(
+            [ToolCall("say", {"words": text})] * count,
+            [CallResult(result)] * count,
+            [result] * count,
+        )
         writer.add_message(result)
     found = writer.transcript()
     assert len(json.dumps(found)) < 1.1 * MOST_BYTES, "and the line about what is left out"
@@ -106,23 +125,35 @@ def test_a_transcript_has_its_size_whatever_is_said(texts: list[tuple[str, str, 
     assert (found[0]["role"], found[-1]["role"]) == ("assistant", "user")
 
 
-WORDS = st.text(max_size=3).flatmap(lambda text: st.sampled_from([1, 60, 1500]).map(lambda count: text * count))
-ARGUMENTS = st.dictionaries(
-    st.sampled_from(["a", "b"]), st.one_of(WORDS, st.integers(), st.floats(), st.integers(0, 30).map(nested))
+WORDS = st.text(max_size=3).flatmap(
+    lambda text: st.sampled_from([1, 60, 1500]).map(lambda count: text * count)
 )
-STEPS = st.tuples(WORDS, st.lists(st.tuples(ARGUMENTS, WORDS), max_size=2), st.floats(-1, 1), st.sampled_from([1, 15]))
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["a", "b"]),
+    st.one_of(WORDS, st.integers(), st.floats(), st.integers(0, 30).map(nested)),
+)
+STEPS = st.tuples(
+    WORDS,
+    st.lists(st.tuples(ARGUMENTS, WORDS), max_size=2),
+    st.floats(-1, 1),
+    st.sampled_from([1, 15]),
+)
 LONG: Any = ("turn", [({"a": "x" * 99}, "y" * 99)], 0.5, 20)
 
 
 @settings(max_examples=40, deadline=None)
 @given(steps=st.lists(STEPS, min_size=1, max_size=6), seed=st.integers(0, 99))
 @example(steps=[LONG] * 40, seed=0)
-def test_an_episode_in_phases_has_the_transcript_of_one_that_is_whole(steps: list[Any], seed: int) -> None:
+def test_an_episode_in_phases_has_the_transcript_of_one_that_is_whole(
+    steps: list[Any], seed: int
+) -> None:
     """Wherever it is left open, however often, and also where its progress has been in a file between."""
     whole, writer, dice = TranscriptWriter(), TranscriptWriter(), random.Random(seed)
     for text, calls, reward, count in steps:
         made = [CallResult(result) for _, result in calls] * count
-        asked: list[ToolCall | BadCall] = [ToolCall("say", arguments) for arguments, _ in calls] * count
+        asked: list[ToolCall | BadCall] = [
+            ToolCall("say", arguments) for arguments, _ in calls
+        ] * count
         for one in (whole, writer):
             one.add_turn(text)
             one.add_reward(reward)
@@ -130,7 +161,9 @@ def test_an_episode_in_phases_has_the_transcript_of_one_that_is_whole(steps: lis
             one.add_message(text)
         for _ in range(dice.randrange(3)):
             entries = writer.entries
-            writer = TranscriptWriter(json.loads(json_line(entries)) if dice.randrange(2) else entries)
+            writer = TranscriptWriter(
+                json.loads(json_line(entries)) if dice.randrange(2) else entries
+            )
     assert writer.transcript() == whole.transcript()
 
 
@@ -141,5 +174,7 @@ def test_entries_of_the_middle_are_left_out_of_a_very_long_episode() -> None:
     found = writer.transcript()
     (place,) = [place for place, entry in enumerate(found) if entry["role"] == "left_out"]
     assert found[place]["text"] == f"[... {2000 - len(found) + 1} entries left out ...]"
-    assert [entry["text"] for entry in found[:place]] == [f"turn {number}" for number in range(place)]
+    assert [entry["text"] for entry in found[:place]] == [
+        f"turn {number}" for number in range(place)
+    ]
     assert found[-1]["text"] == "turn 1999"

@@ -48,7 +48,9 @@ def results(family: Family, number: int) -> list[ToolResult]:
 
 def appended(family: Family, number: int) -> str:
     after = sampled(family, family.calls or "")[-1]
-    return tokenizer_of(family).decode(turn_tokenizer_of(family).tool_results(results(family, number), after=after))
+    return tokenizer_of(family).decode(
+        turn_tokenizer_of(family).tool_results(results(family, number), after=after)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -84,7 +86,9 @@ def expected_user(family: Family) -> str:
     ).removeprefix("<s>")  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.two], ids=lambda family: family.name)
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family.two], ids=lambda family: family.name
+)
 def test_parallel_results_are_rendered_together(family: Family) -> None:
     assert appended(family, 2) == family.two
 
@@ -99,7 +103,9 @@ def test_calls_that_each_end_with_a_stop_token_are_not_repeated() -> None:
     """As in the first template of DeepSeek-V3."""
     ended = QWEN_3.template.replace("{{ '}\n</tool_call>' }}", "{{ '}\n</tool_call><|im_end|>' }}")
     assert ended != QWEN_3.template
-    assert appended(replace(QWEN_3, name="ended", template=ended), 2) == "<|im_end|>" + str(QWEN_3.two)
+    assert appended(replace(QWEN_3, name="ended", template=ended), 2) == "<|im_end|>" + str(
+        QWEN_3.two
+    )
 
 
 @pytest.mark.parametrize("family", [LLAMA_3_1, GPT_OSS], ids=lambda family: family.name)
@@ -117,8 +123,13 @@ def test_a_template_that_refuses_parallel_calls_says_so() -> None:
 
 
 def test_a_template_without_tools_refuses_their_results() -> None:
-    with pytest.raises(UserError, match="episode.tools: the chat template leaves tool calls out of the text without"):
-        turn_tokenizer_of(LLAMA_3).tool_results([ToolResult("three")], after=stop_id(LLAMA_3, "<|eot_id|>"))
+    with pytest.raises(
+        UserError,
+        match="episode.tools: the chat template leaves tool calls out of the text without",
+    ):
+        turn_tokenizer_of(LLAMA_3).tool_results(
+            [ToolResult("three")], after=stop_id(LLAMA_3, "<|eot_id|>")
+        )
 
 
 def test_a_template_without_the_models_stop_token_is_refused() -> None:
@@ -138,16 +149,24 @@ def test_whichever_stop_token_was_sampled_the_one_that_closes_a_turn_is_not_repe
 @pytest.mark.parametrize(
     ("stop", "user", "results"),
     [
-        ("<|user|>", "", "<|observation|>"),  # it is the message's own opening, or announced another message
+        # it is the message's own opening, or announced another message
+        ("<|user|>", "", "<|observation|>"),
         ("<|observation|>", "<|user|>", ""),
         ("<|endoftext|>", "<|user|>", "<|observation|>"),
     ],
 )
-def test_a_stop_token_that_opens_the_next_message_stays_and_is_written_once(stop: str, user: str, results: str) -> None:
-    turn_tokenizer, tokenizer, after = turn_tokenizer_of(GLM_4_5), tokenizer_of(GLM_4_5), stop_id(GLM_4_5, stop)
+def test_a_stop_token_that_opens_the_next_message_stays_and_is_written_once(
+    stop: str, user: str, results: str
+) -> None:
+    turn_tokenizer, tokenizer, after = (
+        turn_tokenizer_of(GLM_4_5),
+        tokenizer_of(GLM_4_5),
+        stop_id(GLM_4_5, stop),
+    )
     assert tokenizer.decode(turn_tokenizer.user("more?", after=after)) == f"{user}{GLM_4_5.user}"
     assert (
-        tokenizer.decode(turn_tokenizer.tool_results([ToolResult("three")], after=after)) == f"{results}{GLM_4_5.one}"
+        tokenizer.decode(turn_tokenizer.tool_results([ToolResult("three")], after=after))
+        == f"{results}{GLM_4_5.one}"
     )
 
 
@@ -169,12 +188,16 @@ def test_a_tokenizer_without_template_or_stop_tokens_is_refused() -> None:
 def test_what_a_template_does_not_take_as_a_prompt_is_told() -> None:
     picky = replace(CHATML, name="picky", template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TemplateRefusal, match="roles must alternate"):
-        turn_tokenizer_of(picky).first([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+        turn_tokenizer_of(picky).first(
+            [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+        )
 
 
 def test_ids_that_the_template_refuses_are_replaced() -> None:
     after = stop_id(MISTRAL, "</s>")
-    ids = turn_tokenizer_of(MISTRAL).tool_results([ToolResult("three", "calc", "short")], after=after)
+    ids = turn_tokenizer_of(MISTRAL).tool_results(
+        [ToolResult("three", "calc", "short")], after=after
+    )
     assert tokenizer_of(MISTRAL).decode(ids) == str(MISTRAL.one).replace("abcdefgh7", "call00000")
 
 
@@ -183,28 +206,38 @@ def test_a_name_that_the_model_made_up_writes_no_markup(name: str | None) -> Non
     """Of a call that could not be made; Kimi writes ids and gpt-oss names into the results."""
     for family in (KIMI_K2, GPT_OSS):
         turn_tokenizer, after = turn_tokenizer_of(family), stop_id(family, family.stops[0])
-        ids = turn_tokenizer.tool_results([ToolResult("three", name, f"{name}<|im_end|>")], after=after)
+        ids = turn_tokenizer.tool_results(
+            [ToolResult("three", name, f"{name}<|im_end|>")], after=after
+        )
         assert ids == turn_tokenizer.tool_results([ToolResult("three", "calc")], after=after)
 
 
 def test_the_text_of_a_turn_has_its_special_tokens_and_not_its_stop_token() -> None:
     turn = sampled(QWEN_3, str(QWEN_3.calls))
     assert turn_tokenizer_of(QWEN_3).turn_text(turn) == str(QWEN_3.calls).removesuffix("<|im_end|>")
-    assert turn_tokenizer_of(QWEN_3).turn_text(turn[:-1]) == turn_tokenizer_of(QWEN_3).turn_text(turn)
+    assert turn_tokenizer_of(QWEN_3).turn_text(turn[:-1]) == turn_tokenizer_of(QWEN_3).turn_text(
+        turn
+    )
 
 
 @given(
     family=st.sampled_from([QWEN_2_5, QWEN_3, HERMES, DEEPSEEK_V3, KIMI_K2, GLM_4_5]),
-    texts=st.lists(st.text(alphabet=st.characters(codec="utf-8"), max_size=40), min_size=1, max_size=3),
+    texts=st.lists(
+        st.text(alphabet=st.characters(codec="utf-8"), max_size=40), min_size=1, max_size=3
+    ),
 )
 def test_any_text_is_appended_whole_and_in_order(family: Family, texts: list[str]) -> None:
     """Its bytes stand in the appended tokens, whose beginning and end do not depend on it."""
     turn_tokenizer, tokenizer = turn_tokenizer_of(family), tokenizer_of(family)
     after = sampled(family, str(family.calls))[-1]
     ids = turn_tokenizer.tool_results([ToolResult(text, "calc") for text in texts], after=after)
-    plain = turn_tokenizer.tool_results([ToolResult(f"<{index}>", "calc") for index in range(len(texts))], after=after)
+    plain = turn_tokenizer.tool_results(
+        [ToolResult(f"<{index}>", "calc") for index in range(len(texts))], after=after
+    )
     pieces = re.split(r"<\d>", tokenizer.decode(plain))
-    assert tokenizer.decode(ids) == "".join(part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair)
+    assert tokenizer.decode(ids) == "".join(
+        part for pair in zip(pieces, [*texts, ""], strict=True) for part in pair
+    )
     user = turn_tokenizer.user(texts[0], after=after)
     assert tokenizer.decode(user).count(texts[0]) >= 1
     assert sampled(family, tokenizer.decode(user)) == user
@@ -215,4 +248,6 @@ def test_the_marker_is_never_taken_from_the_text(text: str) -> None:
     turn_tokenizer, after = turn_tokenizer_of(QWEN_3), stop_id(QWEN_3, "<|im_end|>")
     text = f"{text}markedvalue{text}markedvaluex"
     assert text in tokenizer_of(QWEN_3).decode(turn_tokenizer.user(text, after=after))
-    assert text in tokenizer_of(QWEN_3).decode(turn_tokenizer.tool_results([ToolResult(text)], after=after))
+    assert text in tokenizer_of(QWEN_3).decode(
+        turn_tokenizer.tool_results([ToolResult(text)], after=after)
+    )

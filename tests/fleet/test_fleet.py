@@ -63,10 +63,14 @@ class Engines:
 
 
 def policy() -> SimpleNamespace:
-    return SimpleNamespace(lora=None, recipe=SimpleNamespace(lora=None), model=SimpleNamespace(facts=None))
+    return SimpleNamespace(
+        lora=None, recipe=SimpleNamespace(lora=None), model=SimpleNamespace(facts=None)
+    )
 
 
-def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) -> tuple[Fleet, list[str], list[str]]:
+def made(
+    monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines
+) -> tuple[Fleet, list[str], list[str]]:
     """A fleet with fakes around it, the lines that it prints, and the phases that it hands the memory over to."""
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: STATS)
     one, said, phases = Fleet.__new__(Fleet), [], []
@@ -88,17 +92,24 @@ def made(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, engines: Engines) ->
     return one, said, phases
 
 
-def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines = Engines()
     one, said, phases = made(monkeypatch, Cluster(failures=1, alive=True), engines)
-    assert one.publish() == (STATS, {"memory/before_reshard_bytes": 1.0, "memory/before_rollout_bytes": 1.0})
+    assert one.publish() == (
+        STATS,
+        {"memory/before_reshard_bytes": 1.0, "memory/before_rollout_bytes": 1.0},
+    )
     assert engines.asked == [(4, 5), (4, 6)]
     assert (one.version, one.attempts) == (4, 6)
     assert said == ["the reshard to version 4 failed and is tried once more: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
 
 
-def test_engines_get_the_frozen_weights_until_they_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_get_the_frozen_weights_until_they_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engines = Engines()
     one, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
     one.__dict__.update(_have_sessions=False)
@@ -121,7 +132,11 @@ def test_engines_get_the_frozen_weights_until_they_have_them(monkeypatch: pytest
     ],
 )
 def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, of_ranks: float | None, asked: list[Any], published: float
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    of_ranks: float | None,
+    asked: list[Any],
+    published: float,
 ) -> None:
     """Before they are sent, also where they are sent twice; elsewhere the share is what the exchange has counted."""
     engines, rounded = Engines(), []
@@ -134,7 +149,9 @@ def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
 
     one.__dict__.update(trainers=SimpleNamespace(workers=[], round_weights=round_weights))
     of_policy: Any = one.roles.policy
-    of_policy.recipe = SimpleNamespace(lora=SimpleNamespace(sync="merged"), model=SimpleNamespace(dtype=dtype))
+    of_policy.recipe = SimpleNamespace(
+        lora=SimpleNamespace(sync="merged"), model=SimpleNamespace(dtype=dtype)
+    )
     stats, _ = one.publish()
     assert (rounded, stats.kept_share, len(engines.asked)) == (asked, published, 2)
 
@@ -151,7 +168,9 @@ def test_then_the_run_ends_with_the_version_it_had(
     assert phases == ["reshard"]  # nobody may sample
 
 
-def test_an_engine_that_states_another_version_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_states_another_version_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, _, phases = made(monkeypatch, Cluster(0, True), Engines(stuck=3))
     with pytest.raises(RuntimeError, match=r"engines are at versions \[3\], the trainer is at 4"):
         one.publish()
@@ -162,7 +181,9 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It learns from each round how long responses are, and the engines are asked for their capacity once."""
     dealers, asked = [], []
 
-    def sampling_phase(cluster: Any, workers: Any, balancer: Any, groups: int, entries: Any, *others: Any) -> Any:
+    def sampling_phase(
+        cluster: Any, workers: Any, balancer: Any, groups: int, entries: Any, *others: Any
+    ) -> Any:
         dealers.append(balancer)
         return SimpleNamespace(begin=lambda: None, result=lambda: (entries, groups, len(workers)))
 
@@ -195,7 +216,9 @@ class Starts:
         self.seen: list[str] = []
 
     def worker(self, name: str, slot: int) -> Any:
-        return SimpleNamespace(name=name, start=lambda *_: self.seen.append(f"start {name}") or name)
+        return SimpleNamespace(
+            name=name, start=lambda *_: self.seen.append(f"start {name}") or name
+        )
 
     def gather(self, calls: dict[Any, str]) -> None:
         self.seen.append(f"await {' '.join(calls.values())}")
@@ -213,18 +236,27 @@ class Starts:
     ],
 )
 def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, first_engine_gpu: int, expected: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    device: str,
+    first_engine_gpu: int,
+    expected: list[str],
 ) -> None:
     cluster: Any = Starts()
     ranks = SimpleNamespace(
-        started={"rank": "rank"}, store=None, offload=lambda: cluster.seen.append("offload"), workers=[]
+        started={"rank": "rank"},
+        store=None,
+        offload=lambda: cluster.seen.append("offload"),
+        workers=[],
     )
     monkeypatch.setattr(engines.device, "DEVICE", device)
     monkeypatch.setattr(fleet, "PolicyRanks", lambda *_: ranks)
     monkeypatch.setattr(Fleet, "_open_sessions", lambda _: None)
     placement = {"train_gpus": 2, "first_engine_gpu": first_engine_gpu} if first_engine_gpu else {}
     gpus = first_engine_gpu + 2
-    made = plans.recipe(tmp_path, "tiny", gpus, ep=2, engine={"count": 1, "tp": 2, "ep": 2}, placement=placement)
+    made = plans.recipe(
+        tmp_path, "tiny", gpus, ep=2, engine={"count": 1, "tp": 2, "ep": 2}, placement=placement
+    )
     Fleet(cluster, made, lambda _: None)
     assert cluster.seen == expected
 
@@ -238,11 +270,17 @@ class Held:
 
 def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None:
     """A complete group, and one with an open sample whose verdict is still to come."""
-    sample = Sample(np.array([5, 6]), np.array([-1.0, -2.0], np.float32), "ab", True, (SamplePart(3, 2),))
-    opened = replace(sample, text="", finished=False, parts=(SamplePart(2, 1), SamplePart(3, 1)), is_open=True)
+    sample = Sample(
+        np.array([5, 6]), np.array([-1.0, -2.0], np.float32), "ab", True, (SamplePart(3, 2),)
+    )
+    opened = replace(
+        sample, text="", finished=False, parts=(SamplePart(2, 1), SamplePart(3, 1)), is_open=True
+    )
     prompt = Prompt("a", "", (1, 2, 3), "")
     whole = SampleGroup(prompt, (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
-    partial = PartialGroup(replace(prompt, id="b"), (sample, opened), (RewardResult(0.5, True), None))
+    partial = PartialGroup(
+        replace(prompt, id="b"), (sample, opened), (RewardResult(0.5, True), None)
+    )
     buffer = RolloutBuffer[Any]().admitted([prompt, prompt], (1, 2), 2)
     pairs = zip(buffer.entries, (whole, partial), strict=True)
     buffer = buffer.updated([replace(entry, ref=Held(group)) for entry, group in pairs])
@@ -260,6 +298,9 @@ def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None
     assert (one.version, one.attempts) == (3, 4)
     assert first.response_lengths_G.tolist() == [2] and isinstance(first_group, SampleGroup)
     assert second == PartialSummary(1, 5)
-    assert (second_group.reward_results, second_group.samples[1].parts) == (partial.reward_results, opened.parts)
+    assert (second_group.reward_results, second_group.samples[1].parts) == (
+        partial.reward_results,
+        opened.parts,
+    )
     one.save(tmp_path / "empty", RolloutBuffer[Any]())
     assert one.resume(tmp_path / "empty", 3, 4) == []

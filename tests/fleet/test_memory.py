@@ -40,8 +40,14 @@ def test_memory_is_released_before_it_is_allocated():
 
 def test_what_is_held_is_read_before_and_after_each_change():
     scheduler = MemoryScheduler(Recorder(), Recorder())
-    assert scheduler.onload_for("train") == {"memory/before_train_bytes": 0, "memory/after_train_bytes": 1}
-    assert scheduler.onload_for("reshard") == {"memory/before_reshard_bytes": 1, "memory/after_reshard_bytes": 2}
+    assert scheduler.onload_for("train") == {
+        "memory/before_train_bytes": 0,
+        "memory/after_train_bytes": 1,
+    }
+    assert scheduler.onload_for("reshard") == {
+        "memory/before_reshard_bytes": 1,
+        "memory/after_reshard_bytes": 2,
+    }
     assert scheduler.onload_for("reshard") == {}, "the phase is entered already"
 
 

@@ -38,12 +38,21 @@ class Rank:
         self.rank = rank
 
     def observe(
-        self, algorithm: str, updates: Sequence[Update], readers: Any, group_ids: Sequence[int], *samples: SampleGroup
+        self,
+        algorithm: str,
+        updates: Sequence[Update],
+        readers: Any,
+        group_ids: Sequence[int],
+        *samples: SampleGroup,
     ) -> tuple[Any, ...]:
         return self.values(updates, readers, group_ids, *samples)
 
     def values(
-        self, updates: Sequence[Update], readers: Any, group_ids: Sequence[int], *samples: SampleGroup
+        self,
+        updates: Sequence[Update],
+        readers: Any,
+        group_ids: Sequence[int],
+        *samples: SampleGroup,
     ) -> tuple[Any, ...]:
         refs = self._checked(updates, group_ids, samples)
         values = [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs]
@@ -58,16 +67,27 @@ class Rank:
             found |= piece
         assert found.keys() == ({key_of(ref) for ref in refs} if found else set())
         for ref in refs if found else ():
-            np.testing.assert_array_equal(found[key_of(ref)], np.full(ref.response_length, 10 * ref.group + ref.sample))
+            np.testing.assert_array_equal(
+                found[key_of(ref)], np.full(ref.response_length, 10 * ref.group + ref.sample)
+            )
         assert state in (None, self.rank)
-        return [{f"rank {self.rank}": lr, "state": -1 if state is None else state, "values": len(found)}] * len(updates)
+        return [
+            {f"rank {self.rank}": lr, "state": -1 if state is None else state, "values": len(found)}
+        ] * len(updates)
 
-    def _checked(self, updates: Sequence[Update], ids: Sequence[int], groups: Sequence[SampleGroup]) -> list[SampleRef]:
+    def _checked(
+        self, updates: Sequence[Update], ids: Sequence[int], groups: Sequence[SampleGroup]
+    ) -> list[SampleRef]:
         refs = [ref for one in updates for batch in one.micro_batches[0] for ref in batch]
         by_id = dict(zip(ids, groups, strict=True))
-        assert all(len(by_id[ref.group].samples[ref.sample].response_ids_T) == ref.response_length for ref in refs)
+        assert all(
+            len(by_id[ref.group].samples[ref.sample].response_ids_T) == ref.response_length
+            for ref in refs
+        )
         tokens = sum(len(sample.response_ids_T) for group in groups for sample in group.samples)
-        assert tokens == sum(ref.response_length for ref in refs), "no tokens of other shares travel"
+        assert tokens == sum(ref.response_length for ref in refs), (
+            "no tokens of other shares travel"
+        )
         return refs
 
 
@@ -119,13 +139,21 @@ def samples() -> tuple[list[SampleRef], list[Any]]:
     for group in range(GROUPS):
         lengths = 1 + rng.permutation(20)[:SAMPLES]
         made = [
-            Sample(np.zeros(length, np.int64), np.zeros(length, np.float32), "", True, (SamplePart(0, int(length)),))
+            Sample(
+                np.zeros(length, np.int64),
+                np.zeros(length, np.float32),
+                "",
+                True,
+                (SamplePart(0, int(length)),),
+            )
             for length in lengths
         ]
         nothing = np.zeros(SAMPLES, np.float32)
         prompt = Prompt("", "", tuple(range(PROMPT)), "")
         groups.append(Ref(SampleGroup(prompt, tuple(made), nothing, nothing > 0)))
-        refs += [SampleRef(group, at, PROMPT + int(one), int(one)) for at, one in enumerate(lengths)]
+        refs += [
+            SampleRef(group, at, PROMPT + int(one), int(one)) for at, one in enumerate(lengths)
+        ]
     return refs, groups
 
 
@@ -139,7 +167,9 @@ def ranks(tmp_path: Path) -> tuple[PolicyRanks, AuxiliaryRanks]:
     cluster: Any = Cluster()
     roles = resolve(recipe)
     assert roles.critic
-    return PolicyRanks(cluster, roles.policy, frozenset()), AuxiliaryRanks(cluster, roles.critic, frozenset())
+    return PolicyRanks(cluster, roles.policy, frozenset()), AuxiliaryRanks(
+        cluster, roles.critic, frozenset()
+    )
 
 
 def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(
@@ -150,7 +180,9 @@ def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(
     observation = policy.observe("ppo", refs, groups, critic.plan_of(refs))
     token_values = critic.values(refs, groups, policy.plan_of("ppo", refs))
     learnt = critic.train(token_values, 0.5, observation)
-    trained = policy.train("ppo", refs, groups, 0.5, token_values=token_values, observation=observation)
+    trained = policy.train(
+        "ppo", refs, groups, 0.5, token_values=token_values, observation=observation
+    )
     for group, updates in ((critic, learnt), (policy, trained.updates)):
         assert len(updates) == UPDATES
         assert updates[0].keys() >= {f"rank {rank}" for rank in range(len(group.workers))}
@@ -169,7 +201,9 @@ def test_each_rank_returns_its_state_and_few_of_them_token_values(
     assert [worker.returned for worker in critic.workers] == [3, 1, 3, 1, 3, 1, 3, 1]  # type: ignore[attr-defined]
 
 
-def test_a_step_without_an_auxiliary_model_has_neither(ranks: tuple[PolicyRanks, AuxiliaryRanks]) -> None:
+def test_a_step_without_an_auxiliary_model_has_neither(
+    ranks: tuple[PolicyRanks, AuxiliaryRanks],
+) -> None:
     policy, _ = ranks
     refs, groups = samples()
     updates: Any = policy.train("ppo", refs, groups, 0.5).updates

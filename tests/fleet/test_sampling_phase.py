@@ -22,13 +22,16 @@ class Cluster:
 
     def __init__(self, engines: int) -> None:
         self.workers: Any = [self._worker(index) for index in range(engines)]
-        self.running: list[list[tuple[str, int]]] = [[] for _ in range(engines)]  # prompt and its tokens, a sample each
+        # prompt and its tokens, a sample each
+        self.running: list[list[tuple[str, int]]] = [[] for _ in range(engines)]
         self.sent: list[tuple[int, str, tuple[int, ...]]] = []
         self.most, self.now = 0, 0.0
         self.background: SamplingPhase | None = None
 
     def _worker(self, index: int) -> Any:
-        def call_many(count: int, method: str, prompt: Prompt, sampling: Sampling, *begun: Any) -> tuple[Any, str]:
+        def call_many(
+            count: int, method: str, prompt: Prompt, sampling: Sampling, *begun: Any
+        ) -> tuple[Any, str]:
             self.sent.append((index, prompt.id, sampling.stream))
             samples, tokens = sampling.num_samples + sampling.with_baseline, len(prompt.token_ids)
             if begun:
@@ -48,7 +51,10 @@ class Cluster:
         return [min(reports, key=lambda ref: ref[1])] if reports else [*labels]
 
     def gather(self, labels: dict[Any, str]) -> list[Any]:
-        return [self._finished(ref[1]) if ref[0] == "take_completed" else f"summary {ref[1]}" for ref in labels]
+        return [
+            self._finished(ref[1]) if ref[0] == "take_completed" else f"summary {ref[1]}"
+            for ref in labels
+        ]
 
     def _finished(self, engine: int) -> list[CompletedSample]:
         _, tokens = self.running[engine].pop(0)
@@ -60,17 +66,27 @@ def prompts(*lengths: int) -> list[Prompt]:
 
 
 def round_of(
-    cluster: Any, capacity: Capacity, buffer: RolloutBuffer[Any], samples: int, history: EngineHistory | None = None
+    cluster: Any,
+    capacity: Capacity,
+    buffer: RolloutBuffer[Any],
+    samples: int,
+    history: EngineHistory | None = None,
 ) -> SamplingPhase:
     how, balancer = Sampling(samples, 400, with_baseline=True), RequestBalancer([capacity] * 2, 400)
-    return SamplingPhase(cluster, cluster.workers, balancer, 1, buffer.entries, how, history or EngineHistory())
+    return SamplingPhase(
+        cluster, cluster.workers, balancer, 1, buffer.entries, how, history or EngineHistory()
+    )
 
 
 class Played:
     """A round of a stock's groups on two engines."""
 
     def __init__(
-        self, capacity: Capacity, buffer: RolloutBuffer[Any], samples: int = 2, history: EngineHistory | None = None
+        self,
+        capacity: Capacity,
+        buffer: RolloutBuffer[Any],
+        samples: int = 2,
+        history: EngineHistory | None = None,
     ) -> None:
         self.cluster = cluster = Cluster(2)
         one = round_of(cluster, capacity, buffer, samples, history)
@@ -80,14 +96,18 @@ class Played:
 
 
 def played(capacity: Capacity, *lengths: int, samples: int = 2) -> Played:
-    return Played(capacity, RolloutBuffer[Any]().admitted(prompts(*lengths), (7, 3), samples + 1), samples)
+    return Played(
+        capacity, RolloutBuffer[Any]().admitted(prompts(*lengths), (7, 3), samples + 1), samples
+    )
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds are calls of `await_any`."""
     seconds = iter(range(10**6))
-    monkeypatch.setattr(sampling_phase, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(
+        sampling_phase, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
+    )
 
 
 def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
@@ -95,16 +115,28 @@ def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
     found = played(Capacity(100, 10**6), 5, 50, 20, 40)
     assert [entry.summary for entry in found.entries] == [f"summary {index}" for index in range(4)]
     assert [entry.ref for entry in found.entries] == [f"group {index}" for index in range(4)]
-    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [(0, "1"), (1, "3"), (1, "2"), (0, "0")]
+    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [
+        (0, "1"),
+        (1, "3"),
+        (1, "2"),
+        (0, "0"),
+    ]
     assert all(stream == (7, 3, int(name)) for _, name, stream in found.cluster.sent)
 
 
 def test_a_group_goes_on_by_its_reference_the_longest_first_on_any_engine() -> None:
     buffer = RolloutBuffer[Any]().admitted(prompts(50, 5, 20), (7, 3), 3)
     begun = {1: (1, 105), 2: (2, 70)}  # open samples, and the tokens of each
-    new = [replace(buffer.entries[place], summary=PartialSummary(*one), ref=one) for place, one in begun.items()]
+    new = [
+        replace(buffer.entries[place], summary=PartialSummary(*one), ref=one)
+        for place, one in begun.items()
+    ]
     found = Played(Capacity(100, 10**6), buffer.updated(new))
-    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [(0, "1"), (1, "2"), (0, "0")]
+    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [
+        (0, "1"),
+        (1, "2"),
+        (0, "0"),
+    ]
     assert found.balance is not None
     assert found.balance.group_tokens == (105 + 100 + 3 * (50 + 100), 2 * (70 + 100))
 
@@ -129,9 +161,19 @@ def test_a_round_is_expected_to_take_what_those_before_took() -> None:
     """The stand-in's engines take turns: of ten samples the first engine takes five seconds, the other ten."""
     history = EngineHistory()
     for _ in range(2):
-        found = Played(Capacity(100, 10**6), RolloutBuffer[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
+        found = Played(
+            Capacity(100, 10**6),
+            RolloutBuffer[Any]().admitted(prompts(*[10] * 10), (7, 3), 2),
+            1,
+            history,
+        )
         assert found.balance and found.balance.fit is None and found.balance.seconds == 20
-    found = Played(Capacity(100, 10**6), RolloutBuffer[Any]().admitted(prompts(*[10] * 10), (7, 3), 2), 1, history)
+    found = Played(
+        Capacity(100, 10**6),
+        RolloutBuffer[Any]().admitted(prompts(*[10] * 10), (7, 3), 2),
+        1,
+        history,
+    )
     assert found.balance and found.balance.fit and 10 <= found.balance.expected_s <= 20
 
 
@@ -161,7 +203,9 @@ class Training(Cluster):
         return super().await_any(labels)
 
 
-def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_reward_results_outlast_it() -> None:
+def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_reward_results_outlast_it() -> (
+    None
+):
     """More groups than the engines have room for: what has waited is sent meanwhile."""
     cluster = Training()
     buffer = RolloutBuffer[Any]().admitted(prompts(*[10] * 6), (7, 3), 3)
@@ -170,7 +214,9 @@ def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_rewa
     sent = len(cluster.sent)
     assert cluster.await_any({"update": "training rank 0"}) == ["update"]
     assert sent < len(cluster.sent) == 6 and len(cluster.seen) == 18
-    assert {*one.labels()} == {("summary", str(index)) for index in range(6)}, "the verdicts alone are waited for"
+    assert {*one.labels()} == {("summary", str(index)) for index in range(6)}, (
+        "the verdicts alone are waited for"
+    )
     sampled_s, cluster.scores = one.sampled_s, True
     entries, balance = one.result()
     assert [entry.ref for entry in entries] == [f"group {index}" for index in range(6)]

@@ -30,7 +30,9 @@ def test_samples_add_up_and_the_longest_decides_the_steps() -> None:
 
 def test_planted_seconds_are_found() -> None:
     found = fitted([(work, seconds_of(PLANTED, work)) for work in map(round_of, range(12))])
-    assert (found.step_s, found.sequence_s, found.read_s) == pytest.approx((0.03, 2e-4, 5e-6), rel=1e-6)
+    assert (found.step_s, found.sequence_s, found.read_s) == pytest.approx(
+        (0.03, 2e-4, 5e-6), rel=1e-6
+    )
 
 
 def test_a_round_is_foretold_from_those_before_despite_noise() -> None:
@@ -49,7 +51,9 @@ def test_a_round_is_foretold_from_those_before_despite_noise() -> None:
 
 
 @given(st.lists(st.tuples(WORK, st.floats(1e-3, 1e3)), min_size=1, max_size=8))
-def test_no_figure_is_negative_and_no_single_one_fits_better(seen: list[tuple[EngineWork, float]]) -> None:
+def test_no_figure_is_negative_and_no_single_one_fits_better(
+    seen: list[tuple[EngineWork, float]],
+) -> None:
     def error(fit: StepSeconds) -> float:
         return sum((seconds_of(fit, work) / seconds - 1) ** 2 for work, seconds in seen)
 

@@ -19,7 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 150.0
-ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the environment of a child that is to take itself for a machine without a GPU
+# the environment of a child that is to take itself for a machine without a GPU
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class Failed(RuntimeError):
@@ -33,11 +34,18 @@ class Failed(RuntimeError):
 class Child:
     """A process that makes an object of the class `served` ("module:Class") and answers for it until it is closed."""
 
-    def __init__(self, served: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> None:
+    def __init__(
+        self, served: str, environment: Mapping[str, str] | None = None, **arguments: Any
+    ) -> None:
         command = [sys.executable, "-m", "tests.gpu.child", served, json.dumps(arguments)]
         settings = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            command,
+            cwd=ROOT,
+            env=settings,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
 
     @property
@@ -56,7 +64,9 @@ class Child:
         try:
             self._process.stdin.write(json.dumps([method, arguments]).encode() + b"\n")
         except BrokenPipeError:
-            raise RuntimeError(f"the child ended with {self._process.wait()} before {method}") from None
+            raise RuntimeError(
+                f"the child ended with {self._process.wait()} before {method}"
+            ) from None
 
     def reply(self, timeout_s: float = TIMEOUT_S) -> Any:
         """What the called method returns. Raises Failed where it raises, RuntimeError on the child's end or silence."""
@@ -80,7 +90,10 @@ class Child:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.kill()
         for stream in (self._process.stdin, self._process.stdout):

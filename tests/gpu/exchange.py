@@ -44,7 +44,9 @@ class Exchange:
         started = time.perf_counter()
         with ThreadPoolExecutor(num_members) as pool:
             members = range(num_members)
-            ends = list(pool.map(lambda member: make_group(store, member, num_members, TIMEOUT_S), members))
+            ends = list(
+                pool.map(lambda member: make_group(store, member, num_members, TIMEOUT_S), members)
+            )
         self._sender, self._receiver = ends[0], ends[-1]
         return time.perf_counter() - started
 
@@ -56,7 +58,12 @@ class Exchange:
 
     def send(self, messages: int, message_bytes: int) -> dict[str, Any]:
         """Send messages in one round; whether the right bytes came, and the host's and the whole time."""
-        out = torch.arange(messages, device=DEVICE).remainder_(251).to(torch.uint8)[:, None].repeat(1, message_bytes)
+        out = (
+            torch.arange(messages, device=DEVICE)
+            .remainder_(251)
+            .to(torch.uint8)[:, None]
+            .repeat(1, message_bytes)
+        )
         into = torch.zeros_like(out)
         settle(TIMEOUT_S)
         started = time.perf_counter()
@@ -129,7 +136,11 @@ class Exchange:
         started = time.perf_counter()
         with ThreadPoolExecutor(len(executors)) as pool:
             ends = (self._sender, self._receiver)[-len(executors) :]
-            extra = list(pool.map(lambda pair: pair[0].run(pair[1], TIMEOUT_S), zip(executors, ends, strict=True)))
+            extra = list(
+                pool.map(
+                    lambda pair: pair[0].run(pair[1], TIMEOUT_S), zip(executors, ends, strict=True)
+                )
+            )
         settle(TIMEOUT_S)
         seconds = time.perf_counter() - started
         stack = sources["weight"].cpu()[None]
@@ -142,7 +153,9 @@ class Exchange:
         wrong = [name for name, found in targets.items() if not same_bytes(found, expected[name])]
         return {"wrong": wrong, "seconds": seconds, "extra_bytes": max(extra)}
 
-    def _executors(self, rounds: list[tuple[Copy, ...]], sources: Any, targets: Any) -> list[Executor]:
+    def _executors(
+        self, rounds: list[tuple[Copy, ...]], sources: Any, targets: Any
+    ) -> list[Executor]:
         if ALONE:
             plans = [MemberPlan(0, 1, (), tuple(Round(one, one) for one in rounds), frozenset())]
         else:
@@ -171,12 +184,20 @@ def _strips(rows: int) -> list[Copy]:
 def _others() -> tuple[list[Copy], Copy]:
     strided = _copy("strided", "bfloat16", "strided", "strided", (256, 128), (0, 64), (0, 0))
     quantised = _copy("weight", "float8_e4m3fn", "weight", "weight", (300, 256), (0, 0), (0, 0))
-    scales = _copy("weight" + fp8.SCALE_SUFFIX, "float32", "weight", "scales", (3, 2), (0, 0), (0, 0))
+    scales = _copy(
+        "weight" + fp8.SCALE_SUFFIX, "float32", "weight", "scales", (3, 2), (0, 0), (0, 0)
+    )
     return [strided, quantised], scales
 
 
 def _copy(
-    name: str, dtype: str, source: str, target: str, size: tuple[int, int], start: tuple[int, int], at: tuple[int, int]
+    name: str,
+    dtype: str,
+    source: str,
+    target: str,
+    size: tuple[int, int],
+    start: tuple[int, int],
+    at: tuple[int, int],
 ) -> Copy:
     box = (0, 1), (start[0], start[0] + size[0]), (start[1], start[1] + size[1])
     return Copy(name, box, dtype, SOURCE, source, (0, *start), False, TARGET, target, (0, *at))

@@ -45,7 +45,9 @@ def train_keys(**given: Any) -> dict[str, Any]:
 
 
 def _lora() -> SimpleNamespace:
-    return SimpleNamespace(rank=4, experts=2, alpha=6.0, targets=(), sync="merged", rounding="nearest")
+    return SimpleNamespace(
+        rank=4, experts=2, alpha=6.0, targets=(), sync="merged", rounding="nearest"
+    )
 
 
 def recipe(path: str, dtype: str, has_adapters: bool, gpus: int = 1, **train: Any) -> Any:
@@ -102,12 +104,21 @@ class Rank:
         of_rank, size = (shape, train_layout(made), rank), lora_size(made, shape)
         pairs = lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else ()
         split = megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE)
-        store = device.join_store(device.Address(*meet), made.run.timeout_s) if meet else HashStore()
-        self._rank = RankModel(rank, made, shape, store, slot=rank, tp_split_params=split, pairs=pairs)
+        store = (
+            device.join_store(device.Address(*meet), made.run.timeout_s) if meet else HashStore()
+        )
+        self._rank = RankModel(
+            rank, made, shape, store, slot=rank, tp_split_params=split, pairs=pairs
+        )
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(folder, shards, self._rank.params())
         if size:
-            _set_factors(lora_map.shards(*of_rank, size, model.TRANSFORMER_ENGINE), shape, size, self._rank.factors())
+            _set_factors(
+                lora_map.shards(*of_rank, size, model.TRANSFORMER_ENGINE),
+                shape,
+                size,
+                self._rank.factors(),
+            )
         self._rank.make_optimizer()
         everything = sequences(12, shape.vocab_size, 40)
         batches = [everything[:3], everything[3:8], everything[8:]]
@@ -138,7 +149,9 @@ class Rank:
         The loss is that of this rank's own sequences, 0 before the last stage of a pipeline.
         """
 
-        def loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def loss(
+            row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             per_token_T = -row.targets.advantage_T * logp_T - 0.01 * entropy_T
             total = torch.where(row.targets.loss_mask_T, per_token_T, 0.0).sum()
             return total, total.detach()
@@ -177,7 +190,16 @@ class Rank:
         """Of the weights and the optimizer's state."""
         found = hashlib.sha256()
         for one in (*self._rank.params().values(), *self._moments()):
-            found.update(one.detach().cpu().clone().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            found.update(
+                one.detach()
+                .cpu()
+                .clone()
+                .contiguous()
+                .flatten()
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
         return found.hexdigest()
 
     def draws(self) -> list[float]:
@@ -188,24 +210,32 @@ class Rank:
         return [random.random(), float(np.random.rand()), *map(float, drawn)]
 
     def _rows(self) -> list[PackedRow]:
-        return [pack(batch, split=self._rank.split, device=device.DEVICE) for batch in self._batches]
+        return [
+            pack(batch, split=self._rank.split, device=device.DEVICE) for batch in self._batches
+        ]
 
     def _moments(self) -> Iterator[torch.Tensor]:
         for chained in self._rank.optimizer.chained_optimizers:
             for group in chained.optimizer.param_groups:
                 for param in group["params"]:
                     state = chained.optimizer.state[param]
-                    yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
+                    yield from (
+                        state[name] for name in sorted(state) if torch.is_tensor(state[name])
+                    )
 
 
 @torch.no_grad()
-def _set_factors(shards: Sequence[Shard], shape: ModelShape, size: LoraSize, held: Mapping[str, torch.Tensor]) -> None:
+def _set_factors(
+    shards: Sequence[Shard], shape: ModelShape, size: LoraSize, held: Mapping[str, torch.Tensor]
+) -> None:
     """Give every factor B its part of a whole that the tensor's name decides, whichever layers and ranks have it."""
     verify_params(shards, held)
     extents = lora_map.adapted_weights(shape, size)
     for shard in (one for one in shards if ".lora_B." in one.name):
         rows = extents[weight_of(shard.name)][1]
-        planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
+        planes = [
+            plane for view in views(held, shard.param, shard.at, shard.size) for plane in view
+        ]
         for item, plane in zip(range(*shard.items), planes, strict=True):
             rng = np.random.default_rng(zlib.crc32(shard.name.format(item).encode()))
             whole = rng.normal(size=(rows, plane.shape[1]), scale=0.05).astype(np.float32)

@@ -34,17 +34,26 @@ def rows(text: str) -> list[Row]:
     """The rows of the table."""
     lines = [line.strip().strip("|") for line in text.splitlines() if line.startswith("| ")]
     table = [re.split(r"(?<!\\)\|", line) for line in lines]
-    return [Row(cells[0].strip(), tuple(re.findall(r"`([^`]+)`", cells[-1]))) for cells in table[1:]]
+    return [
+        Row(cells[0].strip(), tuple(re.findall(r"`([^`]+)`", cells[-1]))) for cells in table[1:]
+    ]
 
 
 def read(folder: Path) -> dict[int, list[Result]]:
     """Tier -> the outcomes of its tests, from the files that the plugin wrote; of those not reached, `not run`."""
     found = {}
     for file in sorted(folder.glob("[123].jsonl")):
-        names, *outcomes = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        names, *outcomes = [
+            json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()
+        ]
         done = {one["test"] for one in outcomes}
         missing = [name for name in names["collected"] if name not in done]
-        late = {"outcome": "not run", "seconds": 0, "reason": "the tier's time was over", "figures": {}}
+        late = {
+            "outcome": "not run",
+            "seconds": 0,
+            "reason": "the tier's time was over",
+            "figures": {},
+        }
         found[int(file.stem)] = outcomes + [{"test": name, **late} for name in missing]
     return found
 
@@ -68,12 +77,22 @@ def is_of(test: str, name: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Of everything that a result depends on."""
-    found = {"date": date.today().isoformat(), "Python": platform.python_version(), "torch": torch.__version__}
+    found = {
+        "date": date.today().isoformat(),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+    }
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-        found |= {"GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}", "driver": driver or "unknown"}
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        found |= {
+            "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+            "driver": driver or "unknown",
+        }
+        found |= {
+            "CUDA": str(torch.version.cuda),
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+        }
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
@@ -82,7 +101,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def page(about: Mapping[str, str], results: Mapping[int, Sequence[Result]], table: Sequence[Row]) -> str:
+def page(
+    about: Mapping[str, str], results: Mapping[int, Sequence[Result]], table: Sequence[Row]
+) -> str:
     """The page as Markdown. Without a GPU nothing is settled, whatever passed."""
     on_gpu = "GPU" in about
     where = about.get("GPU", "a machine without a GPU")
@@ -91,7 +112,13 @@ def page(about: Mapping[str, str], results: Mapping[int, Sequence[Result]], tabl
     for tier, outcomes in results.items():
         found = Counter(one["outcome"] for one in outcomes)
         counts = ", ".join(f"{found[kind]} {kind}" for kind in KINDS if found[kind])
-        lines += ["", f"## Tier {tier}: {counts}", "", "| test | outcome | s | figures |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## Tier {tier}: {counts}",
+            "",
+            "| test | outcome | s | figures |",
+            "|---|---|---|---|",
+        ]
         lines += [_line(one) for one in outcomes]
     lines += ["", "## Rows of UNVERIFIED.md", ""]
     if not on_gpu:
@@ -105,7 +132,9 @@ def page(about: Mapping[str, str], results: Mapping[int, Sequence[Result]], tabl
 
 
 def _line(one: Result) -> str:
-    figures = [f"{name} {value:.4g} {unit}".strip() for name, (value, unit) in one["figures"].items()]
+    figures = [
+        f"{name} {value:.4g} {unit}".strip() for name, (value, unit) in one["figures"].items()
+    ]
     told = "; ".join(figures + ([one["reason"]] if one["reason"] else []))
     return f"| `{one['test']}` | {one['outcome']} | {one['seconds']} | {told.replace('|', '/')} |"
 

@@ -52,7 +52,9 @@ def tiles_one_by_one(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_tiles_equal_the_cpus(shape: tuple[int, int, int], dtype: torch.dtype, record: Record) -> None:
+def test_tiles_equal_the_cpus(
+    shape: tuple[int, int, int], dtype: torch.dtype, record: Record
+) -> None:
     weights = block(shape, dtype)
     on_device = weights.to(DEVICE)
     settle(60.0)
@@ -70,15 +72,27 @@ def test_tiles_equal_the_cpus(shape: tuple[int, int, int], dtype: torch.dtype, r
 def test_a_checkpoints_tiles_are_read_as_on_the_cpu(tmp_path: Path, dtype: torch.dtype) -> None:
     """fp8 with both kinds of scales, among them a tiny and a huge one, and int4."""
     generator = torch.Generator().manual_seed(1)
-    codes = torch.randn(300, 200, generator=generator).mul_(90).clamp_(-448, 448).to(torch.float8_e4m3fn)
+    codes = (
+        torch.randn(300, 200, generator=generator)
+        .mul_(90)
+        .clamp_(-448, 448)
+        .to(torch.float8_e4m3fn)
+    )
     scales = torch.tensor([[1e-3, 2.5e-41], [3e35, 0.7], [1e-12, 1.0]])
     packed = torch.randint(-(2**31), 2**31, (300, 25), generator=generator, dtype=torch.int64).int()
     of_groups = torch.rand(300, 7, generator=generator).bfloat16()
-    files = {"a": codes, "a_scale_inv": scales, "b": codes.clone(), "b_scale_inv": scales.to(torch.float8_e8m0fnu)}
+    files = {
+        "a": codes,
+        "a_scale_inv": scales,
+        "b": codes.clone(),
+        "b_scale_inv": scales.to(torch.float8_e8m0fnu),
+    }
     save_file({**files, "c_packed": packed, "c_scale": of_groups}, tmp_path / "model.safetensors")
     with ExitStack() as stack:
         slices = Slices(tmp_path, stack)
         for name in "abc":
-            planes = [torch.zeros(200, 150, dtype=dtype, device=device) for device in ("cpu", DEVICE)]
+            planes = [
+                torch.zeros(200, 150, dtype=dtype, device=device) for device in ("cpu", DEVICE)
+            ]
             assert all(fill(plane, slices, name, (70, 270), (45, 195)) for plane in planes)
             assert same_bytes(planes[1], planes[0])

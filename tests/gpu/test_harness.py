@@ -37,7 +37,9 @@ for name in modules:
 sys.exit(pytest.main([*{list(tiers.OPTIONS[1])!r}, "--collect-only", "-q", "-p", "no:cacheprovider", "tests/gpu"]))
 """
     settings = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=settings, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=settings, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -60,18 +62,28 @@ def test_every_row_names_tests_that_exist() -> None:
             tests = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
             assert not function or function in tests, f"{row.where}: there is no {name}"
             paths = [path for tier in tiers.TIERS.values() for path in tier]
-            assert any(file == path or file.startswith(f"{path}/") for path in paths), f"no tier runs {file}"
+            assert any(file == path or file.startswith(f"{path}/") for path in paths), (
+                f"no tier runs {file}"
+            )
 
 
 def test_every_row_names_code_that_exists() -> None:
     for row in report.rows(report.UNVERIFIED.read_text(encoding="utf-8")):
         quoted = re.findall("`([^`]+)`", row.where)
         places = {name: [folder / name for folder in (ROOT, ROOT / "megarl")] for name in quoted}
-        files = {name: place for name, either in places.items() for place in either if place.is_file()}
+        files = {
+            name: place for name, either in places.items() for place in either if place.is_file()
+        }
         assert files, f"{row.where} names no file"
         code = "".join(file.read_text(encoding="utf-8") for file in files.values())
-        names = [name.rpartition(".")[2] if "/" not in name else name for name in quoted if name not in files]
-        assert [name for name in names if name not in code] == [], f"{row.where}: the code has no such name"
+        names = [
+            name.rpartition(".")[2] if "/" not in name else name
+            for name in quoted
+            if name not in files
+        ]
+        assert [name for name in names if name not in code] == [], (
+            f"{row.where}: the code has no such name"
+        )
 
 
 def test_every_tier_names_files_that_exist() -> None:
@@ -92,15 +104,23 @@ def test_the_simulated_gpu_is_run_in_the_named_folder(tmp_path: Path, has_engine
     """Which is taken as it is, if its TransformerEngine can be imported."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not has_engine)}\nprintf "%s|" "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -c ] && exit {int(not has_engine)}\nprintf "%s|" "$@"\n'
+    )
     python.chmod(0o755)
     settings = os.environ | {"MEGARL_SIMULATED_VENV": str(tmp_path)}
     command = ["bash", "scripts/gpu_check.sh", "--simulated", "-x"]
     done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
     if has_engine:
-        assert (done.returncode, done.stdout) == (0, "-m|pytest|-p|no:cacheprovider|-m||tests/gpu/simulated|-x|")
+        assert (done.returncode, done.stdout) == (
+            0,
+            "-m|pytest|-p|no:cacheprovider|-m||tests/gpu/simulated|-x|",
+        )
     else:
-        assert done.returncode == 2 and f"TransformerEngine cannot be used in {tmp_path}" in done.stderr
+        assert (
+            done.returncode == 2
+            and f"TransformerEngine cannot be used in {tmp_path}" in done.stderr
+        )
 
 
 def test_rows_are_read_with_their_tests() -> None:
@@ -119,7 +139,9 @@ def test_rows_are_read_with_their_tests() -> None:
         ([], "open"),
     ],
 )
-def test_a_row_is_settled_when_all_its_tests_passed(outcomes: list[dict[str, Any]], expected: str) -> None:
+def test_a_row_is_settled_when_all_its_tests_passed(
+    outcomes: list[dict[str, Any]], expected: str
+) -> None:
     assert report.reward_result(report.Row("a", ("t.py::x", "u.py")), outcomes) == expected
 
 
@@ -128,7 +150,11 @@ def test_the_page_has_versions_outcomes_figures_and_rows() -> None:
         result("t.py::x", figures={"rate": [12.0, "GB/s"]}),
         result("t.py::y", "failed", reason="assert 1 | 2"),
     ]
-    table = [report.Row("`a.py`", ("t.py::x",)), report.Row("`b.py`", ("t.py::y",)), report.Row("`c.py`", ("z.py",))]
+    table = [
+        report.Row("`a.py`", ("t.py::x",)),
+        report.Row("`b.py`", ("t.py::y",)),
+        report.Row("`c.py`", ("z.py",)),
+    ]
     text = report.page(ABOUT, {1: outcomes}, table)
     assert "# What was run on 1 x NVIDIA H100, 2026-01-02" in text
     assert "## Tier 1: 1 passed, 1 failed\n" in text
@@ -138,7 +164,9 @@ def test_the_page_has_versions_outcomes_figures_and_rows() -> None:
 
 
 def test_without_a_gpu_no_row_is_settled() -> None:
-    text = report.page({"date": "2026-01-02"}, {1: [result("t.py::x")]}, [report.Row("`a.py`", ("t.py::x",))])
+    text = report.page(
+        {"date": "2026-01-02"}, {1: [result("t.py::x")]}, [report.Row("`a.py`", ("t.py::x",))]
+    )
     assert "settled: " not in text and "None: only a GPU settles them." in text
 
 
@@ -151,13 +179,25 @@ def test_outcomes_are_written_when_each_test_ends(tmp_path: Path) -> None:
     )
     file = tmp_path / "1.jsonl"
     settings = os.environ | {results.VARIABLE: str(file), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.gpu.results"]
-    subprocess.run([*command, str(tmp_path / "test_it.py")], cwd=ROOT, env=settings, capture_output=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.gpu.results",
+    ]
+    subprocess.run(
+        [*command, str(tmp_path / "test_it.py")], cwd=ROOT, env=settings, capture_output=True
+    )
     good, bad, left_out = report.read(tmp_path)[1]
     assert (good["outcome"], good["figures"]) == ("passed", {"rate": [2.0, "GB/s"]})
     assert (bad["outcome"], bad["reason"]) == ("failed", "ValueError: the reason")
     assert (left_out["outcome"], left_out["reason"]) == ("skipped", "no GPU")
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))  # as of a tier that was ended
+    # as of a tier that was ended
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
     assert [one["outcome"] for one in report.read(tmp_path)[1]] == ["passed", "failed", "not run"]
 
 

@@ -95,7 +95,9 @@ def test_a_lender_that_is_killed_is_named_and_its_successor_is_mapped() -> None:
             check_shared(successor, borrows, 7.0)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="PyTorch's allocator of GPU memory has segments, that of the host has none")
+@pytest.mark.skipif(
+    not ON_GPU, reason="PyTorch's allocator of GPU memory has segments, that of the host has none"
+)
 def test_expandable_segments_are_lent_whole_or_refused(record: Record) -> None:
     with lender(**EXPANDABLE) as lends, borrower() as borrows:
         try:

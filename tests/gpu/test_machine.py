@@ -31,7 +31,9 @@ def test_hidden_gpus_are_an_error_and_a_wish_for_the_cpu_is_none() -> None:
 
     def said(**environment: str) -> str:
         own = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        done = subprocess.run([sys.executable, "-c", ERRORS], env=own, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", ERRORS], env=own, capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
 
     assert said(CUDA_VISIBLE_DEVICES="").startswith("CUDA_VISIBLE_DEVICES: ''")
@@ -57,11 +59,17 @@ def test_the_packages_that_a_run_needs_are_the_locks_and_load() -> None:
 
     lines = (ROOT / "requirements" / "gpu.txt").read_text(encoding="utf-8").splitlines()
     lock = dict(re.findall(r"^([\w.-]+)==(\S+)", "\n".join(lines), re.MULTILINE))
-    wrong = {name: version for name, version in versions().items() if lock.get(name, version) != version.split("+")[0]}
+    wrong = {
+        name: version
+        for name, version in versions().items()
+        if lock.get(name, version) != version.split("+")[0]
+    }
     assert wrong == {}
     errors = import_errors()
     optional = {"flash_attn"}  # cuDNN's attention is used
-    assert {name: errors[name] for name in MODULES if errors.get(name) and name not in optional} == {}
+    assert {
+        name: errors[name] for name in MODULES if errors.get(name) and name not in optional
+    } == {}
     importlib.import_module("transformer_engine.pytorch")
 
 

@@ -23,13 +23,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"weight_decay": 0.1, "aux_loss": 0.02, "z_loss": 1e-3},
     "deepseek-v3": {"weight_decay": 0.1, "mtp_loss": 0.1, "router_bias_rate": 1e-3},
 }
-RESUMED = 0.01 if HAS_ENGINE else 1e-5  # a step after a resume, where the device sums in any order: bfloat16, float32
+# a step after a resume, where the device sums in any order: bfloat16, float32
+RESUMED = 0.01 if HAS_ENGINE else 1e-5
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 @pytest.fixture(  # what is on CPU seen here is that these tests work
     scope="module",
-    params=[pytest.param("qwen3-moe", marks=() if DEVICE == "cuda" else pytest.mark.nightly), "deepseek-v3"],
+    params=[
+        pytest.param("qwen3-moe", marks=() if DEVICE == "cuda" else pytest.mark.nightly),
+        "deepseek-v3",
+    ],
 )
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -46,14 +50,20 @@ def reference(path: Path, family: str) -> dict[str, Any]:
     with rank(path, family, ON_CPU) as child:
         assert child.ask("device") == "cpu"
         before = child.ask("logprobs")
-        return {"before": before, "steps": [child.ask("step") for _ in range(STEPS)], "after": child.ask("logprobs")}
+        return {
+            "before": before,
+            "steps": [child.ask("step") for _ in range(STEPS)],
+            "after": child.ask("logprobs"),
+        }
 
 
 def rank(path: Path, family: str, environment: dict[str, str] | None = None, **more: Any) -> Child:
     return Child("tests.gpu.rank:Rank", environment, folder=str(path), **SETTINGS[family], **more)
 
 
-@pytest.mark.skipif(HAS_ENGINE, reason="TransformerEngine's attention takes packed rows in 16-bit types alone")
+@pytest.mark.skipif(
+    HAS_ENGINE, reason="TransformerEngine's attention takes packed rows in 16-bit types alone"
+)
 def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
     path: Path, family: str, reference: dict[str, Any], record: Record
 ) -> None:
@@ -73,7 +83,10 @@ def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
         for name in ("loss", "grad_norm"):
             assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     np.testing.assert_allclose(after, reference["after"], atol=5e-3)
-    diffs = [np.abs(np.subtract(*pair)).max() for pair in ((before, reference["before"]), (after, reference["after"]))]
+    diffs = [
+        np.abs(np.subtract(*pair)).max()
+        for pair in ((before, reference["before"]), (after, reference["after"]))
+    ]
     record("logprob gap before", diffs[0], "")
     record("logprob gap after", diffs[1], "")
     record("step", steps[-1]["seconds"], "s")
@@ -87,7 +100,9 @@ def test_bfloat16_stays_near_the_cpus_float32(
     check_bfloat16(path, family, reference, record)
 
 
-@pytest.mark.skipif(not HAS_ENGINE, reason="TransformerEngine runs on a GPU, and is not on every one")
+@pytest.mark.skipif(
+    not HAS_ENGINE, reason="TransformerEngine runs on a GPU, and is not on every one"
+)
 def test_transformer_engine_stays_near_the_cpus_float32(
     path: Path, family: str, reference: dict[str, Any], record: Record
 ) -> None:
@@ -95,7 +110,9 @@ def test_transformer_engine_stays_near_the_cpus_float32(
 
 
 @pytest.mark.skipif(not ON_GPU, reason="an optimizer on the host is for weights on a GPU")
-def test_an_optimizer_on_the_host_takes_the_same_steps(path: Path, family: str, record: Record) -> None:
+def test_an_optimizer_on_the_host_takes_the_same_steps(
+    path: Path, family: str, record: Record
+) -> None:
     found = {}
     for is_on_host in (False, True):
         with rank(path, family, dtype="bfloat16", optimizer_offload=is_on_host) as child:
@@ -109,18 +126,26 @@ def test_an_optimizer_on_the_host_takes_the_same_steps(path: Path, family: str, 
 ADAPTED = {"weight_decay": 0.1, "adapters": True}
 
 
-@pytest.mark.skipif(not ON_GPU, reason="on the CPU tests/parallel/test_lora.py holds adapters against transformers")
-def test_adapters_stay_near_the_cpus_float32(path: Path, reference: dict[str, Any], record: Record) -> None:
+@pytest.mark.skipif(
+    not ON_GPU, reason="on the CPU tests/parallel/test_lora.py holds adapters against transformers"
+)
+def test_adapters_stay_near_the_cpus_float32(
+    path: Path, reference: dict[str, Any], record: Record
+) -> None:
     """Of TransformerEngine's layers where it runs: norms inside, and the experts' weights together."""
     found = {}
     for name, how in {"cpu": {"environment": ON_CPU}, "device": {"dtype": "bfloat16"}}.items():
-        with Child("tests.gpu.rank:Rank", how.pop("environment", None), folder=str(path), **ADAPTED, **how) as child:
+        with Child(
+            "tests.gpu.rank:Rank", how.pop("environment", None), folder=str(path), **ADAPTED, **how
+        ) as child:
             alone = child.ask("logprobs_without_adapters")
             found[name] = child.ask("logprobs"), [child.ask("step") for _ in range(STEPS)], alone
     (expected, steps, alone), (logprobs, own_steps, own_alone) = found["cpu"], found["device"]
     np.testing.assert_allclose(alone, reference["before"], atol=1e-5)
     delta = np.abs(np.subtract(expected, alone)).mean()
-    diff, diff_alone = (np.abs(np.subtract(*pair)).mean() for pair in ((logprobs, expected), (own_alone, alone)))
+    diff, diff_alone = (
+        np.abs(np.subtract(*pair)).mean() for pair in ((logprobs, expected), (own_alone, alone))
+    )
     record("mean logprob gap with adapters", diff, "")
     record("what the adapters change", delta, "")
     assert diff < 0.1 * delta + 2 * diff_alone
@@ -137,7 +162,9 @@ def check_bfloat16(path: Path, family: str, reference: dict[str, Any], record: R
     assert steps[0]["grad_norm"] == pytest.approx(reference["steps"][0]["grad_norm"], rel=0.2)
 
 
-def test_a_rank_is_resumed_with_all_its_generators(path: Path, family: str, tmp_path: Path, record: Record) -> None:
+def test_a_rank_is_resumed_with_all_its_generators(
+    path: Path, family: str, tmp_path: Path, record: Record
+) -> None:
     """To the last bit as it was saved. Its next steps are the same, too, but for what the device sums in any order."""
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -151,7 +178,11 @@ def test_a_rank_is_resumed_with_all_its_generators(path: Path, family: str, tmp_
         child.ask("load", folder=str(folder))
         assert (child.ask("digest"), child.ask("draws")) == saved
         resumed = [child.ask("step") for _ in range(2)]
-    pairs = [(one[name], two[name]) for one, two in zip(steps, resumed, strict=True) for name in ("loss", "grad_norm")]
+    pairs = [
+        (one[name], two[name])
+        for one, two in zip(steps, resumed, strict=True)
+        for name in ("loss", "grad_norm")
+    ]
     is_exact = all(one == two for one, two in pairs)
     record("the next steps are exact", is_exact, "")
     assert is_exact or ON_GPU

@@ -18,7 +18,9 @@ GRADIENT_BOUND = {"bfloat16": 0.02, "float32": 1e-3}
 
 @pytest.mark.parametrize("dtype", LOGP_BOUND)
 def test_a_large_vocabulary(dtype: str, record: Record) -> None:
-    with Child("tests.gpu.vocabulary:Vocabulary", tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype=dtype) as child:
+    with Child(
+        "tests.gpu.vocabulary:Vocabulary", tokens=TOKENS, hidden=HIDDEN, vocab=VOCAB, dtype=dtype
+    ) as child:
         if not ON_GPU:
             child.ask("set_chunk", chunk_bytes=4 * VOCAB * 16)
         found = child.ask("measure")
@@ -29,7 +31,10 @@ def test_a_large_vocabulary(dtype: str, record: Record) -> None:
     for name, diff in diffs.items():
         record(f"gap of {name}", diff, "")
     assert diffs["logp"] < LOGP_BOUND[dtype] and diffs["entropy"] < LOGP_BOUND[dtype]
-    assert diffs["hidden_grad"] < GRADIENT_BOUND[dtype] and diffs["weight_grad"] < GRADIENT_BOUND[dtype]
+    assert (
+        diffs["hidden_grad"] < GRADIENT_BOUND[dtype]
+        and diffs["weight_grad"] < GRADIENT_BOUND[dtype]
+    )
     if ON_GPU:
         width = 2 if dtype == "bfloat16" else 4
         # Hidden states gathered, their gradient and this rank's share of it; the weight's gradient in float32, a

@@ -50,7 +50,11 @@ TIERS: dict[int, tuple[str, ...]] = {
 }
 # The conftest above tests/gpu imports what machines of tier 1 lack; the harness is tested where all tests run.
 OPTIONS = {
-    1: ("--confcutdir=tests/gpu", "--ignore=tests/gpu/test_harness.py", "--ignore=tests/gpu/simulated"),
+    1: (
+        "--confcutdir=tests/gpu",
+        "--ignore=tests/gpu/test_harness.py",
+        "--ignore=tests/gpu/simulated",
+    ),
 }
 
 

@@ -51,7 +51,8 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16,
-        "v_head_dim": 32,  # another than the keys', and a power of two, as fused rotary positions want it
+        # another than the keys', and a power of two, as fused rotary positions want it
+        "v_head_dim": 32,
         "rope_parameters": YARN,
         "first_k_dense_replace": 1,
         "n_routed_experts": 8,

@@ -25,8 +25,12 @@ class Vocabulary:
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
         made = torch.Generator(DEVICE).manual_seed(1)
         kind = getattr(torch, dtype)
-        self._hidden = torch.randn(tokens, hidden, generator=made, device=DEVICE).to(kind).requires_grad_()
-        weight = torch.randn(vocab, hidden, generator=made, device=DEVICE) * (LOGIT_SPREAD / hidden**0.5)
+        self._hidden = (
+            torch.randn(tokens, hidden, generator=made, device=DEVICE).to(kind).requires_grad_()
+        )
+        weight = torch.randn(vocab, hidden, generator=made, device=DEVICE) * (
+            LOGIT_SPREAD / hidden**0.5
+        )
         self._weight = weight.to(kind).requires_grad_()
         self._labels = torch.randint(vocab, (tokens,), generator=made, device=DEVICE)
         self._weigh = torch.randn(tokens, generator=made, device=DEVICE)
@@ -41,7 +45,12 @@ class Vocabulary:
         held = self._reset_peak()
         started = time.perf_counter()
         logp_T, entropy_T = hidden_logprobs(
-            self._hidden, self._weight, self._labels, vocab_size=len(self._weight), group=_group(), **self._chunk
+            self._hidden,
+            self._weight,
+            self._labels,
+            vocab_size=len(self._weight),
+            group=_group(),
+            **self._chunk,
         )
         (logp_T * self._weigh).sum().backward()
         settle(TIMEOUT_S)
@@ -52,7 +61,9 @@ class Vocabulary:
 
     def compare(self) -> dict[str, float]:
         """The largest differences to float32: of logprobs, entropy, and relative ones of the gradients' norms."""
-        grad_H, grad_V = (one.grad.float() for one in (self._hidden, self._weight) if one.grad is not None)
+        grad_H, grad_V = (
+            one.grad.float() for one in (self._hidden, self._weight) if one.grad is not None
+        )
         weight = self._weight.detach().float()
         expected_V = torch.zeros_like(weight)
         worst = {"logp": 0.0, "entropy": 0.0, "hidden_grad": 0.0}
@@ -70,7 +81,10 @@ class Vocabulary:
             expected_V += grad_CV.T @ hidden
             expected_H = grad_CV @ weight
             worst = {name: max(worst[name], float(found[name].abs().max())) for name in found} | {
-                "hidden_grad": max(worst["hidden_grad"], float((grad_H[part] - expected_H).norm() / expected_H.norm()))
+                "hidden_grad": max(
+                    worst["hidden_grad"],
+                    float((grad_H[part] - expected_H).norm() / expected_H.norm()),
+                )
             }
         return {**worst, "weight_grad": float((grad_V - expected_V).norm() / expected_V.norm())}
 

@@ -140,15 +140,21 @@ def test_all_end_with_a_parent_that_is_killed(tmp_path: Path, started: list[Kept
     assert kept.alive() == []
 
 
-def test_a_group_that_the_worker_kills_is_not_its_keepers(tmp_path: Path, started: list[Kept]) -> None:
+def test_a_group_that_the_worker_kills_is_not_its_keepers(
+    tmp_path: Path, started: list[Kept]
+) -> None:
     kept = Kept(tmp_path, "daemon(stay); say('begun'); os.killpg(0, signal.SIGKILL)")
     started.append(kept)
     assert kept.process.wait(timeout=60) == -signal.SIGKILL
     assert kept.alive() == []
 
 
-def test_daemons_that_end_leave_no_zombies_while_the_worker_goes_on(tmp_path: Path, started: list[Kept]) -> None:
-    script = "[daemon(ended) for _ in range(20)]\nwhile len(os.listdir(folder)) < 20: time.sleep(0.01)\n"
+def test_daemons_that_end_leave_no_zombies_while_the_worker_goes_on(
+    tmp_path: Path, started: list[Kept]
+) -> None:
+    script = (
+        "[daemon(ended) for _ in range(20)]\nwhile len(os.listdir(folder)) < 20: time.sleep(0.01)\n"
+    )
     kept = Kept(tmp_path, f"{script}say(os.getpid()); stay()")
     started.append(kept)
     worker = psutil.Process(int(kept.line()))
@@ -160,6 +166,9 @@ def test_daemons_that_end_leave_no_zombies_while_the_worker_goes_on(tmp_path: Pa
 
 
 def test_the_worker_knows_who_has_started_its_keeper(tmp_path: Path, started: list[Kept]) -> None:
-    kept = Kept(tmp_path, "say(parent, os.getsid(0) == os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, []))")
+    kept = Kept(
+        tmp_path,
+        "say(parent, os.getsid(0) == os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, []))",
+    )
     started.append(kept)
     assert kept.line() == f"{os.getpid()} True set()\n"

@@ -17,7 +17,11 @@ from megarl.isolation.child import HELLO
 from megarl.isolation.process import WorkerProcess
 
 _REWARD_HOST = "megarl.rollout.reward_workers.reward_host"
-_MODULES = [_REWARD_HOST, "megarl.environments.agents.agent_host", "megarl.environments.runtime.environment_host"]
+_MODULES = [
+    _REWARD_HOST,
+    "megarl.environments.agents.agent_host",
+    "megarl.environments.runtime.environment_host",
+]
 Start = Callable[[str], tuple[WorkerProcess, psutil.Process]]
 
 
@@ -47,7 +51,9 @@ def test_the_keeper_has_forked_before_any_library_was_imported(start: Start, mod
     _, worker = start(module)
     keeper = worker.parent()
     assert keeper
-    libraries = [any("numpy" in one.path for one in process.memory_maps()) for process in (keeper, worker)]
+    libraries = [
+        any("numpy" in one.path for one in process.memory_maps()) for process in (keeper, worker)
+    ]
     assert (libraries, keeper.num_threads()) == ([False, True], 1)
 
 
@@ -59,10 +65,14 @@ def test_a_stopped_keeper_ends_its_worker(start: Start) -> None:
     assert not worker.is_running()
 
 
-def test_a_keeper_that_does_not_act_is_killed_with_its_worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_does_not_act_is_killed_with_its_worker(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_process, "_KEEPER_ENDS_S", 0.2)
     process, worker = start(_REWARD_HOST)
-    monkeypatch.setattr(process.process, "terminate", lambda: process.process.send_signal(signal.SIGSTOP))
+    monkeypatch.setattr(
+        process.process, "terminate", lambda: process.process.send_signal(signal.SIGSTOP)
+    )
     monkeypatch.setattr(signal, "SIGCONT", signal.SIGSTOP)
     process.kill()
     process.reap()
@@ -105,7 +115,9 @@ def test_what_a_worker_has_forked_ends_with_it_where_its_keeper_is_killed(
     (tmp_path / "forking_worker.py").write_text(_FORKS)
     monkeypatch.syspath_prepend(str(tmp_path))
     process, worker = start("forking_worker")
-    process._socket.sendall(json.dumps({"parent": os.getpid(), "python_path": None}).encode() + b"\n")
+    process._socket.sendall(
+        json.dumps({"parent": os.getpid(), "python_path": None}).encode() + b"\n"
+    )
     forked, *others = map(psutil.Process, json.loads(process._socket.recv(1 << 16)))
     try:
         assert psutil.wait_procs([forked, *others], timeout=0.2)[0] == []

@@ -22,7 +22,9 @@ from megarl.isolation.seccomp import filter_program
 ROOT = Path(__file__).parents[2]
 TOKEN = f"token-{uuid.uuid4().hex}"
 PATIENT = SandboxLimits(wall_s=60.0, cpu_s=30)
-needs_filter = pytest.mark.skipif(filter_program() is None, reason="system calls are not filtered on this machine type")
+needs_filter = pytest.mark.skipif(
+    filter_program() is None, reason="system calls are not filtered on this machine type"
+)
 
 LIBC = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
 CALLS = LIBC + textwrap.dedent("""
@@ -60,14 +62,18 @@ class Host:
         self.secret, self.home = secret, os.path.dirname(secret)
         self.temporary, self.outside = str(folder / "secret"), str(folder / "written")
         Path(self.temporary).write_text(TOKEN)
-        self.victim = subprocess.Popen(["sleep", "600"], env={"SECRET": TOKEN, "PATH": os.environ["PATH"]})
+        self.victim = subprocess.Popen(
+            ["sleep", "600"], env={"SECRET": TOKEN, "PATH": os.environ["PATH"]}
+        )
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.udp.bind(("127.0.0.1", 0))
         self.udp.setblocking(False)
         self.unix_path, self.abstract_name = f"{secret}.socket", f"\0{TOKEN}-{os.getpid()}"
         self.listeners = [socket.socket(socket.AF_UNIX) for _ in range(2)]
-        for listener, name in zip(self.listeners, (self.unix_path, self.abstract_name), strict=True):
+        for listener, name in zip(
+            self.listeners, (self.unix_path, self.abstract_name), strict=True
+        ):
             listener.bind(name)
             listener.listen()
         self.shared = Path(f"/dev/shm/{TOKEN}-{os.getpid()}")
@@ -145,7 +151,9 @@ def test_a_datagram_does_not_arrive(host: Host) -> None:
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "8.8.8.8", "169.254.169.254"])
 def test_no_other_machine_is_reachable(isolation: None, address: str) -> None:
-    assert held(attempt("socket.socket(type=socket.SOCK_DGRAM).connect((address, 53))", address=address))
+    assert held(
+        attempt("socket.socket(type=socket.SOCK_DGRAM).connect((address, 53))", address=address)
+    )
 
 
 FILTERED = {
@@ -170,7 +178,9 @@ FILTERED = {
 
 @needs_filter
 @pytest.mark.parametrize("body", FILTERED.values(), ids=FILTERED)
-def test_calls_into_the_kernel_that_no_solution_needs_are_refused(isolation: None, body: str) -> None:
+def test_calls_into_the_kernel_that_no_solution_needs_are_refused(
+    isolation: None, body: str
+) -> None:
     program = attempt(textwrap.dedent(body))
     assert held(CALLS + program)
     assert escapes_without(CALLS + program)
@@ -204,7 +214,9 @@ def test_what_needs_rights_is_refused(isolation: None, body: str) -> None:
 
 
 def test_it_is_nobody_and_has_no_rights(isolation: None) -> None:
-    outcome = run("import os; print(os.getuid(), os.getgroups()); print(open('/proc/self/status').read())")
+    outcome = run(
+        "import os; print(os.getuid(), os.getgroups()); print(open('/proc/self/status').read())"
+    )
     assert int(outcome.stdout.split()[0]) > 1000
     assert "CapEff:\t0000000000000000" in outcome.stdout
     assert "NoNewPrivs:\t1" in outcome.stdout
@@ -227,7 +239,20 @@ print("still here")
 
 def test_only_devices_without_a_machine_behind_them(isolation: None) -> None:
     outcome = run("import os; print(*[n for n in os.listdir('/dev')])")
-    known = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "core", "fd"}
+    known = {
+        "null",
+        "zero",
+        "full",
+        "random",
+        "urandom",
+        "tty",
+        "console",
+        "ptmx",
+        "pts",
+        "shm",
+        "core",
+        "fd",
+    }
     assert set(outcome.stdout.split()) <= known | {"stdin", "stdout", "stderr"}
 
 
@@ -248,7 +273,9 @@ for descriptor in range(3, 1024):
     with secret.open() as file:
         os.set_inheritable(file.fileno(), True)
         assert TOKEN not in run(program, limits=PATIENT).stdout
-        control = subprocess.run([sys.executable, "-c", program], close_fds=False, capture_output=True, text=True)
+        control = subprocess.run(
+            [sys.executable, "-c", program], close_fds=False, capture_output=True, text=True
+        )
         assert TOKEN in control.stdout
 
 
@@ -269,7 +296,9 @@ for unsafe in (False, True):
     print({TOKEN!r} in run({program!r}, unsafe=unsafe).stdout)
 """
     environment = {**os.environ, "MEGARL_JUDGE_KEY": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run([sys.executable, "-c", parent], env=environment, capture_output=True, text=True)
+    said = subprocess.run(
+        [sys.executable, "-c", parent], env=environment, capture_output=True, text=True
+    )
     assert said.stdout.split() == ["False", "True"], said.stderr
 
 

@@ -44,8 +44,13 @@ print(written >> 20)
 
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_file_has_a_largest_size(isolation: None, unsafe: bool) -> None:
-    program = "file = open('file', 'wb', buffering=0)\nfor _ in range(8): file.write(bytes(1 << 20))"
-    assert "File too large" in run(program, limits=SandboxLimits(wall_s=60.0, file_mb=4), unsafe=unsafe).stderr
+    program = (
+        "file = open('file', 'wb', buffering=0)\nfor _ in range(8): file.write(bytes(1 << 20))"
+    )
+    assert (
+        "File too large"
+        in run(program, limits=SandboxLimits(wall_s=60.0, file_mb=4), unsafe=unsafe).stderr
+    )
     assert run(program, limits=PATIENT, unsafe=unsafe).status == 0
 
 
@@ -54,7 +59,9 @@ def test_memory_has_a_limit(isolation: None, unsafe: bool) -> None:
     program = "x = bytearray(600 << 20)"
     outcome = run(program, limits=PATIENT, unsafe=unsafe)
     assert outcome.status == 1 and outcome.stderr.splitlines()[-1].startswith("MemoryError")
-    assert run(program, limits=SandboxLimits(wall_s=60.0, memory_mb=1024), unsafe=unsafe).status == 0
+    assert (
+        run(program, limits=SandboxLimits(wall_s=60.0, memory_mb=1024), unsafe=unsafe).status == 0
+    )
 
 
 @pytest.mark.parametrize("unsafe", [False, True])
@@ -65,7 +72,11 @@ def test_a_spin_uses_up_its_time_on_the_processor(isolation: None, unsafe: bool)
 
 @pytest.mark.parametrize("unsafe", [False, True])
 def test_a_sleep_meets_the_deadline(isolation: None, unsafe: bool) -> None:
-    outcome = run("print('begun', flush=True); import time; time.sleep(600)", limits=SandboxLimits(1.0), unsafe=unsafe)
+    outcome = run(
+        "print('begun', flush=True); import time; time.sleep(600)",
+        limits=SandboxLimits(1.0),
+        unsafe=unsafe,
+    )
     assert outcome.timed_out and outcome.status is None
 
 
@@ -191,9 +202,16 @@ def await_true(condition: Any, within_s: float = 60.0) -> None:
 @pytest.mark.parametrize("unsafe", [False, True])
 @pytest.mark.parametrize(
     ("program", "status"),
-    [("", 0), ("import sys; sys.exit(7)", 7), ("1/0", 1), ("import os; os.kill(os.getpid(), 9)", 137)],
+    [
+        ("", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("1/0", 1),
+        ("import os; os.kill(os.getpid(), 9)", 137),
+    ],
 )
-def test_an_end_is_told_as_a_shell_does(isolation: None, program: str, status: int, unsafe: bool) -> None:
+def test_an_end_is_told_as_a_shell_does(
+    isolation: None, program: str, status: int, unsafe: bool
+) -> None:
     outcome = run(program, limits=PATIENT, unsafe=unsafe)
     assert outcome.status == status
     assert ("ZeroDivisionError" in outcome.stderr) == (program == "1/0")
@@ -204,8 +222,14 @@ def test_any_text_goes_in_and_out(isolation: None, unsafe: bool) -> None:
     text = "é\0\u2028 " + "many lines\n" * 50_000
     outcome = run("import sys; sys.stdout.write(sys.stdin.read())", text, PATIENT, unsafe=unsafe)
     assert outcome.stdout == text
-    assert "\ufffd" in run("import sys; sys.stdout.buffer.write(b'\\xff')", limits=PATIENT, unsafe=unsafe).stdout
-    assert run("print('\ud800')", limits=PATIENT, unsafe=unsafe).status == 0  # half a character, as a model may write
+    assert (
+        "\ufffd"
+        in run(
+            "import sys; sys.stdout.buffer.write(b'\\xff')", limits=PATIENT, unsafe=unsafe
+        ).stdout
+    )
+    # half a character, as a model may write
+    assert run("print('\ud800')", limits=PATIENT, unsafe=unsafe).status == 0
 
 
 @pytest.fixture
@@ -227,8 +251,12 @@ def test_a_missing_bubblewrap_is_said_in_a_line(other_path: Path) -> None:
 
 def test_a_bubblewrap_that_does_not_work_is_said_in_a_line(other_path: Path) -> None:
     path = other_path / "bwrap"
-    path.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    path.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
+    )
     path.chmod(0o755)
     (error,) = sandbox.sandbox_errors()
-    assert "does not work on this machine (bwrap: No permissions to create a new namespace)" in str(error)
+    assert "does not work on this machine (bwrap: No permissions to create a new namespace)" in str(
+        error
+    )
     assert "\n" not in str(error)

@@ -29,7 +29,8 @@ from tests.parallel.precision import within
 from tests.parallel.worlds import TIMEOUT_S, assign, need_gpus, ragged, recipe, run_ranks, run_world
 
 SPARSE, DENSE = ("qwen3-moe", "deepseek-v3"), ("qwen3", "qwen2", "llama")
-EVERY_LAYOUT = {  # of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
+# of up to 4 ranks; the checkpoints have 4 layers and, but for DeepSeek-V3, 2 key/value heads
+EVERY_LAYOUT = {
     "one rank": TrainLayout(1, 1, 1, 1),
     "uneven pp": TrainLayout(2, 1, 2, 1, stage_layers=(3, 1)),
     "vpp2": TrainLayout(2, 1, 2, 1, vpp=2),
@@ -52,7 +53,10 @@ CASES = [(family, name) for family in SPARSE for name in EVERY_LAYOUT | SPARSE_L
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("families")
     mtp = {"deepseek-v3": 1}
-    yield {family: write(folder / family, family, mtp_layers=mtp.get(family, 0)) for family in SPARSE + DENSE}
+    yield {
+        family: write(folder / family, family, mtp_layers=mtp.get(family, 0))
+        for family in SPARSE + DENSE
+    }
 
 
 def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -> int:
@@ -74,7 +78,9 @@ def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_the_map_describes_the_real_model(checkpoints: dict[str, Path], family: str, name: str) -> None:
+def test_the_map_describes_the_real_model(
+    checkpoints: dict[str, Path], family: str, name: str
+) -> None:
     layout = (EVERY_LAYOUT | SPARSE_LAYOUTS | DENSE_LAYOUTS)[name]
     need_gpus(layout.world_size)
     assert all(run_ranks(layout.world_size, load_real_model, checkpoints[family], layout))
@@ -82,7 +88,9 @@ def test_the_map_describes_the_real_model(checkpoints: dict[str, Path], family: 
 
 def trainer_logprobs(trainer: Any) -> list[np.ndarray] | None:
     sequences = ragged(6, trainer.shape.vocab_size, seed=3)
-    return trainer.token_outputs(assign(sequences, trainer.layout.coords(trainer.rank).dp, trainer.layout.dp, 2))
+    return trainer.token_outputs(
+        assign(sequences, trainer.layout.coords(trainer.rank).dp, trainer.layout.dp, 2)
+    )
 
 
 def transformers_logprobs(path: Path, vocab_size: int) -> list[np.ndarray]:
@@ -94,15 +102,28 @@ def transformers_logprobs(path: Path, vocab_size: int) -> list[np.ndarray]:
         tokens_T = torch.from_numpy(one.token_ids_T)
         with torch.no_grad():
             logp_TV = hf(tokens_T[None]).logits[0].log_softmax(-1)
-        found.append(np.concatenate([[0.0], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0].numpy()]))
+        found.append(
+            np.concatenate([[0.0], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0].numpy()])
+        )
     return found
 
 
 @pytest.mark.slow
 def test_routers_and_positions_of_kimi_k2(tmp_path: Path) -> None:
     """DeepSeek-V3's with one group of experts, and with a ramp of YaRN that begins and ends at the same frequency."""
-    rope = checkpoints_of_families.LATENT["rope_parameters"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}
-    path = write(tmp_path, "deepseek-v3", n_group=1, topk_group=1, routed_scaling_factor=2.827, rope_parameters=rope)
+    rope = checkpoints_of_families.LATENT["rope_parameters"] | {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+    }
+    path = write(
+        tmp_path,
+        "deepseek-v3",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        rope_parameters=rope,
+    )
     (mine,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), trainer_logprobs)
     expected = transformers_logprobs(path, model_shape(path).vocab_size)
     assert mine is not None
@@ -112,7 +133,8 @@ def test_routers_and_positions_of_kimi_k2(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SPARSE + DENSE)
 def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
-    path = write(tmp_path, family)  # without multi-token prediction, which transformers does not have
+    # without multi-token prediction, which transformers does not have
+    path = write(tmp_path, family)
     expected = transformers_logprobs(path, model_shape(path).vocab_size)
     ep = 2 if family in SPARSE else 1
     for layout in (TrainLayout(1, 1, 1, 1), TrainLayout(4, 2, 2, ep)):
@@ -121,4 +143,6 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> No
         for rank, mine in enumerate(results):
             assert (mine is None) == (layout.coords(rank).pp < layout.pp - 1)
             if mine is not None:
-                np.testing.assert_allclose(np.concatenate(mine), np.concatenate(expected), atol=within(1e-4))
+                np.testing.assert_allclose(
+                    np.concatenate(mine), np.concatenate(expected), atol=within(1e-4)
+                )

@@ -88,7 +88,9 @@ def test_shape_is_read(tmp_path: Path) -> None:
 
 
 def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
-    config = {key: value for key, value in CONFIG.items() if key != "num_experts"} | {"num_local_experts": 4}
+    config = {key: value for key, value in CONFIG.items() if key != "num_experts"} | {
+        "num_local_experts": 4
+    }
     assert model_shape(write(tmp_path, config)) == SHAPE
 
 
@@ -101,7 +103,10 @@ def test_newer_name_of_the_expert_count(tmp_path: Path) -> None:
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ({"hidden_size": "6"}, "hidden_size is '6'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has sliding_attention",
+        ),
     ],
 )
 def test_unsupported_configs(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
@@ -131,7 +136,9 @@ def test_deepseek_v3(tmp_path: Path) -> None:
 
 
 def test_deepseek_without_query_compression(tmp_path: Path) -> None:
-    shape = model_shape(write(tmp_path, DEEPSEEK | {"q_lora_rank": None, "num_nextn_predict_layers": None}))
+    shape = model_shape(
+        write(tmp_path, DEEPSEEK | {"q_lora_rank": None, "num_nextn_predict_layers": None})
+    )
     assert shape.mla == MlaShape(None, 512, 128, 64, 128)
     assert shape.num_mtp_layers == 0
 
@@ -141,12 +148,17 @@ def test_deepseek_without_query_compression(tmp_path: Path) -> None:
     [
         ({"scoring_func": "softmax"}, 'scoring_func is "softmax"'),
         ({"moe_layer_freq": 2}, "moe_layer_freq is 2"),
-        ({"topk_group": 8}, "num_experts_per_tok / topk_group is 8 / 8"),  # Megatron would score groups otherwise
-        ({"norm_topk_prob": False}, "norm_topk_prob is false"),  # these five: other numbers than transformers'
+        # Megatron would score groups otherwise
+        ({"topk_group": 8}, "num_experts_per_tok / topk_group is 8 / 8"),
+        # these five: other numbers than transformers'
+        ({"norm_topk_prob": False}, "norm_topk_prob is false"),
         ({"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok is 1"),
         ({"rope_scaling": YARN | {"attention_factor": 1.3}}, "set attention_factor"),
         ({"rope_scaling": YARN | {"truncate": False}}, "set truncate"),
-        ({"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": None}}, "set mscale without mscale_all_dim"),
+        (
+            {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": None}},
+            "set mscale without mscale_all_dim",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
     ],
 )
@@ -158,12 +170,28 @@ def test_unsupported_facts(tmp_path: Path, change: dict[str, Any], problem: str)
 
 @pytest.mark.parametrize(
     ("architecture", "qk_norm", "qkv_bias"),
-    [("Qwen3ForCausalLM", True, False), ("Qwen2ForCausalLM", False, True), ("LlamaForCausalLM", False, False)],
+    [
+        ("Qwen3ForCausalLM", True, False),
+        ("Qwen2ForCausalLM", False, True),
+        ("LlamaForCausalLM", False, False),
+    ],
 )
 def test_dense_families(tmp_path: Path, architecture: str, qk_norm: bool, qkv_bias: bool) -> None:
-    shape = model_shape(write(tmp_path, DENSE | {"architectures": [architecture], "tie_word_embeddings": True}))
+    shape = model_shape(
+        write(tmp_path, DENSE | {"architectures": [architecture], "tie_word_embeddings": True})
+    )
     assert shape == ModelShape(
-        2, 64, 4, 2, 16, 50, num_dense_layers=2, ffn_size=96, qk_norm=qk_norm, qkv_bias=qkv_bias, tied=True
+        2,
+        64,
+        4,
+        2,
+        16,
+        50,
+        num_dense_layers=2,
+        ffn_size=96,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        tied=True,
     )
     assert shape.is_dense(1)
 
@@ -205,7 +233,9 @@ def test_dense_families(tmp_path: Path, architecture: str, qk_norm: bool, qkv_bi
         (DEEPSEEK, {"rope_scaling": YARN | {"beta_fast": []}}, "beta_fast is []"),
     ],
 )  # fmt: skip
-def test_values_that_no_model_has(tmp_path: Path, base: dict[str, Any], change: dict[str, Any], problem: str) -> None:
+def test_values_that_no_model_has(
+    tmp_path: Path, base: dict[str, Any], change: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(UserError) as caught:
         model_shape(write(tmp_path, base | change))
         hf_facts(tmp_path)
@@ -229,7 +259,9 @@ def test_a_config_that_is_nested_too_deep(tmp_path: Path) -> None:
         ({}, {"eos_token_id": [0]}, {0}),
     ],
 )
-def test_end_tokens(tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, found: set[int]) -> None:
+def test_end_tokens(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, found: set[int]
+) -> None:
     write(tmp_path, CONFIG | config)
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))

@@ -60,15 +60,27 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
             Quantisation("fp8", excluded=("lm_head",)),
             "fp8 tiles of 128 x 128",
         ),
-        ({"quantization_config": INT4}, Quantisation("int4", excluded=tuple(INT4["ignore"])), "int4 groups of 32"),
-        ({"compression_config": INT4}, Quantisation("int4", excluded=tuple(INT4["ignore"])), "int4 groups of 32"),
+        (
+            {"quantization_config": INT4},
+            Quantisation("int4", excluded=tuple(INT4["ignore"])),
+            "int4 groups of 32",
+        ),
+        (
+            {"compression_config": INT4},
+            Quantisation("int4", excluded=tuple(INT4["ignore"])),
+            "int4 groups of 32",
+        ),
     ],
 )
-def test_what_is_read(tmp_path: Path, config: dict[str, Any], found: Quantisation | None, words: str) -> None:
+def test_what_is_read(
+    tmp_path: Path, config: dict[str, Any], found: Quantisation | None, words: str
+) -> None:
     facts = hf_facts(write(tmp_path, CONFIG | config))
     assert facts.quantisation == found
     assert words == (str(found) if found else "")
-    assert model_shape(tmp_path) == model_shape(write(tmp_path, CONFIG)), "the shape does not depend on it"
+    assert model_shape(tmp_path) == model_shape(write(tmp_path, CONFIG)), (
+        "the shape does not depend on it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,10 +89,16 @@ def test_what_is_read(tmp_path: Path, config: dict[str, Any], found: Quantisatio
         ({"quant_method": "awq", "bits": 4}, 'quantization_config.quant_method of {} is "awq"'),
         ({"bits": 4}, "quantization_config.quant_method of {} is null"),
         ({"quant_method": "fp8"}, "quantization_config.weight_block_size of {} is null"),
-        (FP8 | {"weight_block_size": [1, 128]}, "quantization_config.weight_block_size of {} is [1, 128]"),
+        (
+            FP8 | {"weight_block_size": [1, 128]},
+            "quantization_config.weight_block_size of {} is [1, 128]",
+        ),
         (FP8 | {"fmt": "e5m2"}, 'quantization_config.fmt of {} is "e5m2"'),
         (FP8 | {"scale_fmt": "e4m3"}, 'quantization_config.scale_fmt of {} is "e4m3"'),
-        (INT4 | {"format": "nvfp4-pack-quantized"}, 'quantization_config.format of {} is "nvfp4-pack-quantized"'),
+        (
+            INT4 | {"format": "nvfp4-pack-quantized"},
+            'quantization_config.format of {} is "nvfp4-pack-quantized"',
+        ),
         (
             changed(INT4, "config_groups/group_0/weights/group_size", 128),
             "quantization_config.config_groups.group_0.weights.group_size of {} is 128",
@@ -91,7 +109,9 @@ def test_what_is_read(tmp_path: Path, config: dict[str, Any], found: Quantisatio
         ),
     ],
 )
-def test_other_formats_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
+def test_other_formats_are_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], problem: str
+) -> None:
     model = read_model(write(tmp_path, CONFIG | {"quantization_config": config}))
     assert model.known_shape is None and model.facts is None
     file = tmp_path / "config.json"

@@ -25,12 +25,18 @@ LORA = {"rank": 4, "alpha": 6.0, "experts": 2}
 
 def lora_recipe(path: Path, layout: TrainLayout, lora: Any = None, **train: Any) -> Recipe:
     """As `worlds.recipe`, with adapters."""
-    return Recipe.model_validate(recipe(path, layout, **train).model_dump() | {"lora": LORA if lora is None else lora})
+    return Recipe.model_validate(
+        recipe(path, layout, **train).model_dump() | {"lora": LORA if lora is None else lora}
+    )
 
 
 def drawn(name: str, size: tuple[int, int]) -> np.ndarray:
     """A whole factor B that is not 0, which its name decides."""
-    return np.random.default_rng(zlib.crc32(name.encode())).normal(size=size, scale=0.05).astype(np.float32)
+    return (
+        np.random.default_rng(zlib.crc32(name.encode()))
+        .normal(size=size, scale=0.05)
+        .astype(np.float32)
+    )
 
 
 @torch.no_grad()
@@ -43,7 +49,9 @@ def set_b(trainer: Any) -> None:
         if ".lora_B." not in shard.name:
             continue
         rows = sizes[shard.name.replace(".lora_B", "")][1]
-        planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
+        planes = [
+            plane for view in views(held, shard.param, shard.at, shard.size) for plane in view
+        ]
         for item, plane in zip(range(*shard.items), planes, strict=True):
             whole = drawn(shard.name.format(item), (rows, shard.cols[1]))
             plane.copy_(torch.from_numpy(whole[slice(*shard.rows)]))

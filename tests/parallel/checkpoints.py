@@ -44,7 +44,8 @@ LATENT: Mapping[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
-FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # family -> transformers' class, what it adds to COMMON
+# family -> transformers' class, what it adds to COMMON
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-moe": (
         "Qwen3Moe",
         {
@@ -79,7 +80,12 @@ DEEPSEEK_FIELDS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func
 
 
 def write(
-    folder: Path, family: str, mtp_layers: int = 0, seed: int = 5, head: str = "ForCausalLM", **changes: Any
+    folder: Path,
+    family: str,
+    mtp_layers: int = 0,
+    seed: int = 5,
+    head: str = "ForCausalLM",
+    **changes: Any,
 ) -> Path:
     """config.json and model.safetensors in `folder`, which is returned; `changes` are fields of the config."""
     sglang_patches.declare_torchvision_operators()
@@ -87,7 +93,8 @@ def write(
 
     name, more = FAMILIES[family]
     fields = {**COMMON, **more, **changes}
-    fields["num_hidden_layers"] += mtp_layers  # a draft layer is one more layer with a few tensors around it
+    # a draft layer is one more layer with a few tensors around it
+    fields["num_hidden_layers"] += mtp_layers
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**fields))
     _randomise(model)

@@ -10,7 +10,8 @@ import torch
 
 from megarl.cpu.sglang_patches import declare_torchvision_operators
 
-VOCAB_SIZE = 200  # not a multiple of Megatron's 128 x TP: the padding must not leak into the softmax
+# not a multiple of Megatron's 128 x TP: the padding must not leak into the softmax
+VOCAB_SIZE = 200
 
 
 def write_checkpoint(folder: Path, **changes: Any) -> Path:

@@ -62,7 +62,9 @@ class Learning(Generic[Held]):
 def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
     """This rank's part of every step that the trainer (or the critic) takes inside; called on all ranks together."""
     rank_model = trainer._model
-    found = Learning(rank_model._train.grad_clip, rank_model._train.weight_decay, rectangles(trainer))
+    found = Learning(
+        rank_model._train.grad_clip, rank_model._train.weight_decay, rectangles(trainer)
+    )
     take_step = rank_model.step
 
     def record(lr: float) -> float:
@@ -76,9 +78,15 @@ def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
     found.after = rectangles(trainer)
 
 
-def uneven_steps(trainer: Any, vocab_size: int, denominator: float, lr: float, steps: int) -> dict[str, Any]:
+def uneven_steps(
+    trainer: Any, vocab_size: int, denominator: float, lr: float, steps: int
+) -> dict[str, Any]:
     """Logprobs, then so many steps on this rank's uneven micro-batches of the same random sequences."""
-    sequences, at, dp = ragged(14, vocab_size, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    sequences, at, dp = (
+        ragged(14, vocab_size, seed=3),
+        trainer.layout.coords(trainer.rank),
+        trainer.layout.dp,
+    )
     micro_batches = assign(sequences, at.dp, dp, micro_batches=4)
     mine = world_part(micro_batches, sequences, denominator)
     logprobs = trainer.token_outputs(micro_batches)
@@ -96,8 +104,14 @@ def _whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
             for bucket in buffer.buckets:
                 own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-        by_place |= {one.data_ptr(): one.main_grad for one in chunk.parameters() if hasattr(one, "main_grad")}
-    return {name: by_place[one.data_ptr()] for name, one in trained(trainer).items() if one.data_ptr() in by_place}
+        by_place |= {
+            one.data_ptr(): one.main_grad for one in chunk.parameters() if hasattr(one, "main_grad")
+        }
+    return {
+        name: by_place[one.data_ptr()]
+        for name, one in trained(trainer).items()
+        if one.data_ptr() in by_place
+    }
 
 
 def whole(ranks: Sequence[Learning[list[Rectangle]]]) -> Learning[Tensors]:
@@ -105,8 +119,13 @@ def whole(ranks: Sequence[Learning[list[Rectangle]]]) -> Learning[Tensors]:
     first = ranks[0]
     assert all((rank.rates, rank.norms) == (first.rates, first.norms) for rank in ranks)
     gradients = [assemble(step) for step in zip(*(rank.gradients for rank in ranks), strict=True)]
-    before, after = assemble([rank.before for rank in ranks]), assemble([rank.after or [] for rank in ranks])
-    return Learning(first.grad_clip, first.weight_decay, before, gradients, first.rates, first.norms, after)
+    before, after = (
+        assemble([rank.before for rank in ranks]),
+        assemble([rank.after or [] for rank in ranks]),
+    )
+    return Learning(
+        first.grad_clip, first.weight_decay, before, gradients, first.rates, first.norms, after
+    )
 
 
 def check_learning(
@@ -119,8 +138,11 @@ def check_learning(
     check_gradients(mine.gradients, expected.gradients)
     check_weights(resumed(whole(earlier), mine) if earlier else mine)
     assert mine.after and expected.after and mine.after.keys() == expected.after.keys()
-    for tensor in mine.after.keys() - mine.gradients[0].keys():  # moved by other rules (router biases), or frozen
-        np.testing.assert_allclose(mine.after[tensor], expected.after[tensor], rtol=1e-6, atol=1e-7, err_msg=tensor)
+    # moved by other rules (router biases), or frozen
+    for tensor in mine.after.keys() - mine.gradients[0].keys():
+        np.testing.assert_allclose(
+            mine.after[tensor], expected.after[tensor], rtol=1e-6, atol=1e-7, err_msg=tensor
+        )
 
 
 def resumed(first: Learning[Tensors], then: Learning[Tensors]) -> Learning[Tensors]:
@@ -128,21 +150,30 @@ def resumed(first: Learning[Tensors], then: Learning[Tensors]) -> Learning[Tenso
     assert first.after and first.after.keys() == then.before.keys()
     for tensor, values in first.after.items():
         np.testing.assert_array_equal(then.before[tensor], values, err_msg=tensor)
-    lists = {name: [*getattr(first, name), *getattr(then, name)] for name in ("gradients", "rates", "norms")}
+    lists = {
+        name: [*getattr(first, name), *getattr(then, name)]
+        for name in ("gradients", "rates", "norms")
+    }
     return replace(then, before=first.before, **lists)
 
 
 def check_gradients(mine: Sequence[Tensors], expected: Sequence[Tensors]) -> None:
     """Compare each step's gradient. Raises AssertionError with the step and the tensor."""
     for step, (gradients, others) in enumerate(zip(mine, expected, strict=True)):
-        assert gradients.keys() == others.keys(), f"step {step}: {sorted(gradients.keys() ^ others.keys())}"
+        assert gradients.keys() == others.keys(), (
+            f"step {step}: {sorted(gradients.keys() ^ others.keys())}"
+        )
         for tensor, gradient in gradients.items():
             difference, other = np.abs(gradient - others[tensor]), np.abs(others[tensor])
             if step == 0:
-                excess = float(np.max(difference / (FIRST * (other + root_mean_square(other)) + 1e-30)))
+                excess = float(
+                    np.max(difference / (FIRST * (other + root_mean_square(other)) + 1e-30))
+                )
             else:
                 excess = root_mean_square(difference) / (LATER * root_mean_square(other) + 1e-30)
-            assert excess < 1, f"step {step}: the gradient of {tensor} differs by {excess:.1f} times what it may"
+            assert excess < 1, (
+                f"step {step}: the gradient of {tensor} differs by {excess:.1f} times what it may"
+            )
 
 
 def check_moved(mine: Learning[Tensors], expected: Learning[Tensors]) -> None:
@@ -156,7 +187,9 @@ def check_moved(mine: Learning[Tensors], expected: Learning[Tensors]) -> None:
         sizes = [np.abs(step[name]) for step in expected.gradients]
         large = np.all([size > LARGE * root_mean_square(size) for size in sizes], axis=0)
         compared += np.count_nonzero(large)
-        np.testing.assert_allclose(mine.after[name][large], values[large], rtol=1e-6, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            mine.after[name][large], values[large], rtol=1e-6, atol=tolerance, err_msg=name
+        )
     assert compared > 0.75 * sum(map(np.size, expected.after.values()))
 
 
@@ -169,10 +202,16 @@ def check_weights(learning: Learning[Tensors]) -> None:
 
     Raises AssertionError with the tensor, or with the step whose gradient norm is another.
     """
-    moved = {name: torch.tensor(learning.before[name], requires_grad=True) for name in learning.gradients[0]}
+    moved = {
+        name: torch.tensor(learning.before[name], requires_grad=True)
+        for name in learning.gradients[0]
+    }
     norms = [one for name, one in moved.items() if "norm" in name or name.endswith(".bias")]
     others = [one for name, one in moved.items() if not ("norm" in name or name.endswith(".bias"))]
-    groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": learning.weight_decay}]
+    groups = [
+        {"params": norms, "weight_decay": 0.0},
+        {"params": others, "weight_decay": learning.weight_decay},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-8)
     for gradients, lr, norm in zip(learning.gradients, learning.rates, learning.norms, strict=True):
         for name, weight in moved.items():
@@ -180,10 +219,14 @@ def check_weights(learning: Learning[Tensors]) -> None:
         for group in optimizer.param_groups:
             group["lr"] = lr
         found = float(torch.nn.utils.clip_grad_norm_(moved.values(), learning.grad_clip))
-        assert found == pytest.approx(norm, rel=1e-5), "the gradient norm is not that of the gradient"
+        assert found == pytest.approx(norm, rel=1e-5), (
+            "the gradient norm is not that of the gradient"
+        )
         optimizer.step()
     assert learning.after
     for name, weight in moved.items():
         atol = 1e-4 * sum(learning.rates)
         rtol = within(1e-6, ROUNDING_OF_BFLOAT16)
-        np.testing.assert_allclose(learning.after[name], weight.detach(), rtol=rtol, atol=atol, err_msg=name)
+        np.testing.assert_allclose(
+            learning.after[name], weight.detach(), rtol=rtol, atol=atol, err_msg=name
+        )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megarl.device import DEVICE
 
-IN_BFLOAT16 = 0.1  # layouts round differently, and a router's choice may tip; not measured on a GPU yet
+# layouts round differently, and a router's choice may tip; not measured on a GPU yet
+IN_BFLOAT16 = 0.1
 ROUNDING_OF_BFLOAT16 = 2.0**-8  # of a weight that is compared with one in float32
 
 

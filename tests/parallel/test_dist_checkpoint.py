@@ -16,7 +16,14 @@ from megarl.parallel import dist_checkpoint
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel.checkpoints import load, write
-from tests.parallel.gradients import check_gradients, check_learning, check_weights, recorded, resumed, whole
+from tests.parallel.gradients import (
+    check_gradients,
+    check_learning,
+    check_weights,
+    recorded,
+    resumed,
+    whole,
+)
 from tests.parallel.precision import within
 from tests.parallel.worlds import (
     assemble,
@@ -40,7 +47,11 @@ EP1, EP2 = TrainLayout(2, 1, 2, 1), TrainLayout(2, 1, 1, 2)
 
 
 def steps(trainer: Any, count: int) -> list[dict[str, float]]:
-    sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    sequences, at, dp = (
+        ragged(14, VOCAB_SIZE, seed=3),
+        trainer.layout.coords(trainer.rank),
+        trainer.layout.dp,
+    )
     part = world_part(assign(sequences, at.dp, dp, micro_batches=4), sequences, 97.0)
     return [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(count)]
 
@@ -52,7 +63,11 @@ def moments(trainer: Any) -> list[np.ndarray]:
     inner = [chained.optimizer for chained in stepping(trainer._model.optimizer)]
     params = [param for one in inner for group in one.param_groups for param in group["params"]]
     states = {**{key: value for one in inner for key, value in one.state.items()}}
-    return [states[param][name].cpu().numpy().copy() for param in params for name in ("step", "exp_avg", "exp_avg_sq")]
+    return [
+        states[param][name].cpu().numpy().copy()
+        for param in params
+        for name in ("step", "exp_avg", "exp_avg_sq")
+    ]
 
 
 def draws() -> list[float]:
@@ -97,13 +112,17 @@ def load_and_go_one_step(trainer: Any, folder: Path, then: Path | None = None) -
     return {"metrics": metrics, "learning": learning}
 
 
-def check_two_steps(saved: list[dict[str, Any]], first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+def check_two_steps(
+    saved: list[dict[str, Any]], first: list[dict[str, Any]], second: list[dict[str, Any]]
+) -> None:
     """Those after `saved`, which were taken in two other layouts, are those of its own ranks."""
     for index, ranks in enumerate((first, second)):
         expected = next(one["metrics"][index] for one in saved if "loss" in one["metrics"][0])
         for mine in (one["metrics"][0] for one in ranks if "loss" in one["metrics"][0]):
             assert mine == pytest.approx(expected, rel=within(1e-4))
-    earlier, one, two = (whole([rank["learning"] for rank in ranks]) for ranks in (saved, first, second))
+    earlier, one, two = (
+        whole([rank["learning"] for rank in ranks]) for ranks in (saved, first, second)
+    )
     mine = resumed(whole([rank["earlier"] for rank in saved]), resumed(one, two))
     check_gradients(mine.gradients[-2:], earlier.gradients)
     check_weights(mine)
@@ -113,7 +132,10 @@ def save_and_load(trainer: Any, folder: Path) -> bool:
     """Whether loading what was just saved changes nothing."""
     steps(trainer, 1)
     trainer._model.save(folder).finish()
-    before = [*moments(trainer), *(param.cpu().numpy().copy() for param in trained(trainer).values())]
+    before = [
+        *moments(trainer),
+        *(param.cpu().numpy().copy() for param in trained(trainer).values()),
+    ]
     steps(trainer, 1)
     trainer._model.load(folder)
     after = [*moments(trainer), *(param.cpu().numpy() for param in trained(trainer).values())]
@@ -131,7 +153,9 @@ def load_random_states(trainer: Any, folder: Path) -> list[float]:
     return draws()
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"]
+)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -139,32 +163,48 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     mtp = int(family == "deepseek-v3")
-    return write(tmp_path_factory.mktemp(family), family, mtp, vocab_size=VOCAB_SIZE, pad_token_id=None)
+    return write(
+        tmp_path_factory.mktemp(family), family, mtp, vocab_size=VOCAB_SIZE, pad_token_id=None
+    )
 
 
 @pytest.fixture(scope="module")
 def settings(family: str) -> dict[str, Any]:
-    return {"weight_decay": 0.1, **({"mtp_loss": 0.1, "router_bias_rate": 1e-3} if family == "deepseek-v3" else {})}
+    return {
+        "weight_decay": 0.1,
+        **({"mtp_loss": 0.1, "router_bias_rate": 1e-3} if family == "deepseek-v3" else {}),
+    }
 
 
 @pytest.fixture(scope="module")
-def saved(path: Path, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def saved(
+    path: Path, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
     return folder, run_world(recipe(path, FROM, **settings), save_and_go_on, folder)
 
 
-def test_the_same_layout_goes_on_to_the_last_bit(saved: tuple[Path, Any], path: Path, settings: dict[str, Any]) -> None:
+def test_the_same_layout_goes_on_to_the_last_bit(
+    saved: tuple[Path, Any], path: Path, settings: dict[str, Any]
+) -> None:
     folder, expected = saved
-    for mine, other in zip(run_world(recipe(path, FROM, **settings), load_and_go_on, folder), expected, strict=True):
+    for mine, other in zip(
+        run_world(recipe(path, FROM, **settings), load_and_go_on, folder), expected, strict=True
+    ):
         assert mine["metrics"] == other["metrics"]
         for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
             assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
-        assert all(np.array_equal(one, two) for one, two in zip(mine["moments"], other["moments"], strict=True))
+        assert all(
+            np.array_equal(one, two)
+            for one, two in zip(mine["moments"], other["moments"], strict=True)
+        )
     files = [name for rank in expected for name in rank["files"]]
     assert len(files) == len(set(files)) and all((folder / name).stat().st_size for name in files)
 
 
-def test_another_layout_goes_on_within_rounding(saved: tuple[Path, Any], path: Path, settings: dict[str, Any]) -> None:
+def test_another_layout_goes_on_within_rounding(
+    saved: tuple[Path, Any], path: Path, settings: dict[str, Any]
+) -> None:
     folder, expected = saved
     ranks = run_world(recipe(path, TO, **settings), load_and_go_on, folder)
     for mine, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
@@ -194,16 +234,25 @@ def test_the_weights_alone_become_a_hugging_face_checkpoint(
     assert written.keys() == begun.keys()
     for name, values in expected.items():
         assert np.array_equal(written[name].numpy().reshape(values.shape), values), name
-        assert not np.array_equal(begun[name].numpy().reshape(values.shape), values), f"{name} was not trained"
+        assert not np.array_equal(begun[name].numpy().reshape(values.shape), values), (
+            f"{name} was not trained"
+        )
     _, said = load(tmp_path / "hf")
     assert not said["missing_keys"] and not said["mismatched_keys"]
 
 
-@pytest.mark.parametrize("layout", [TrainLayout(2, 1, 1, 1), TrainLayout(2, 1, 1, 1, cp=2)], ids=["dp2", "cp2"])
-def test_ranks_that_hold_the_same_share_the_writing(path: Path, tmp_path: Path, layout: TrainLayout) -> None:
+@pytest.mark.parametrize(
+    "layout", [TrainLayout(2, 1, 1, 1), TrainLayout(2, 1, 1, 1, cp=2)], ids=["dp2", "cp2"]
+)
+def test_ranks_that_hold_the_same_share_the_writing(
+    path: Path, tmp_path: Path, layout: TrainLayout
+) -> None:
     assert all(run_world(recipe(path, layout), save_and_load, tmp_path))
     sizes = {file.name: file.stat().st_size for file in tmp_path.glob("*.distcp")}
-    of_ranks = [sum(size for name, size in sizes.items() if name.startswith(f"__{rank}_")) for rank in range(2)]
+    of_ranks = [
+        sum(size for name, size in sizes.items() if name.startswith(f"__{rank}_"))
+        for rank in range(2)
+    ]
     assert max(of_ranks) < 2 * min(of_ranks)
 
 
@@ -217,7 +266,9 @@ def test_what_megatron_gathered_for_the_save_alone_is_not_copied_again() -> None
 
 def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
     made = recipe(path, TrainLayout(2, 2, 1, 2))
-    assert run_world(made, save_random_states, tmp_path) == run_world(made, load_random_states, tmp_path)
+    assert run_world(made, save_random_states, tmp_path) == run_world(
+        made, load_random_states, tmp_path
+    )
 
 
 def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
@@ -243,7 +294,9 @@ def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
     return said
 
 
-def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends(path: Path, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends(
+    path: Path, tmp_path: Path
+) -> None:
     with small_disk(tmp_path / "disk", "32m") as disk:
         (said,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), save_with_room, disk)
     hint = "make room there, or name a folder on another disk"

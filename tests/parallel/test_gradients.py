@@ -57,9 +57,17 @@ def without_sum() -> Any:
 
 def learn(trainer: Any) -> dict[str, Learning[Any]]:
     """One gradient again and again, at a learning rate of 0, with each error; then two steps without."""
-    sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    sequences, at, dp = (
+        ragged(14, VOCAB_SIZE, seed=3),
+        trainer.layout.coords(trainer.rank),
+        trainer.layout.dp,
+    )
     part = world_part(assign(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
-    errors = {} if trainer.layout.world_size == 1 else {name: too_large(trainer, name) for name in PLANTED}
+    errors = (
+        {}
+        if trainer.layout.world_size == 1
+        else {name: too_large(trainer, name) for name in PLANTED}
+    )
     found = {}
     for name, planted in (errors | {"no sum": without_sum(), "none": nullcontext()}).items():
         with planted, recorded(trainer) as found[name]:
@@ -73,9 +81,14 @@ def learn(trainer: Any) -> dict[str, Learning[Any]]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Learning[Any]]]]:
-    path = write(tmp_path_factory.mktemp("model"), "qwen3-moe", vocab_size=VOCAB_SIZE, num_hidden_layers=2)
+    path = write(
+        tmp_path_factory.mktemp("model"), "qwen3-moe", vocab_size=VOCAB_SIZE, num_hidden_layers=2
+    )
     layouts = {"one rank": TrainLayout(1, 1, 1, 1), "tp2 dp2": TrainLayout(4, 2, 1, 2)}
-    return {name: run_world(recipe(path, layout, weight_decay=0.1), learn) for name, layout in layouts.items()}
+    return {
+        name: run_world(recipe(path, layout, weight_decay=0.1), learn)
+        for name, layout in layouts.items()
+    }
 
 
 def gradients(worlds: Any, world: str, error: str) -> list[Tensors]:
@@ -116,7 +129,9 @@ def learnt(gradient: np.ndarray) -> Learning[Tensors]:
     weight = np.ones_like(gradient) - 2 * LR * gradient / (np.abs(gradient) + 1e-8)
     steps = {"w": gradient}
     norm = float(np.linalg.norm(gradient))
-    return Learning(1e9, 0.0, {"w": np.ones_like(gradient)}, [steps] * 2, [LR] * 2, [norm] * 2, {"w": weight})
+    return Learning(
+        1e9, 0.0, {"w": np.ones_like(gradient)}, [steps] * 2, [LR] * 2, [norm] * 2, {"w": weight}
+    )
 
 
 def test_what_rounding_decides_is_no_difference() -> None:
@@ -149,4 +164,6 @@ def test_a_gradient_that_is_missing_is_found_at_every_step(step: int) -> None:
     gradient = {"w": np.random.default_rng(2).normal(size=(200, 32)).astype(np.float32)}
     partial = {"w": gradient["w"] * np.float32(0.99)}
     with pytest.raises(AssertionError, match=f"step {step}: the gradient of w"):
-        check_gradients([partial if index == step else gradient for index in range(2)], [gradient] * 2)
+        check_gradients(
+            [partial if index == step else gradient for index in range(2)], [gradient] * 2
+        )

@@ -35,7 +35,9 @@ LAYOUTS = {
 }
 NIGHTLY = {"cp2", "vpp2 dp2"}  # parts of the others
 WIDE = Hyperparameters(aggregation="sequence_mean", clip_low=0.2, clip_high=0.2)
-PENALISED = replace(WIDE, aggregation="token_mean", entropy_coefficient=0.01, positive_nll=0.1, whiten=True)
+PENALISED = replace(
+    WIDE, aggregation="token_mean", entropy_coefficient=0.01, positive_nll=0.1, whiten=True
+)
 # Rules, and how far from the engine a near and a far sample are: the log of pi_old / mu summed, or as the tokens' mean.
 CASES: dict[str, tuple[Hyperparameters, float, float, bool]] = {
     "gspo": (WIDE, 0.0, 0.1, False),
@@ -49,7 +51,8 @@ CASES: dict[str, tuple[Hyperparameters, float, float, bool]] = {
         False,
     ),
 }
-AHEAD = (-0.5, -0.05, 0.05, 0.5)  # mean log-ratios of samples to their old policy: half of them beyond the clip
+# mean log-ratios of samples to their old policy: half of them beyond the clip
+AHEAD = (-0.5, -0.05, 0.05, 0.5)
 
 
 def samples(count: int) -> tuple[dict[int, SampleGroup], list[SampleRef]]:
@@ -57,9 +60,14 @@ def samples(count: int) -> tuple[dict[int, SampleGroup], list[SampleRef]]:
     rng = np.random.default_rng(11)
     groups, refs = {}, []
     for index in range(count):
-        prompt, length = rng.integers(0, VOCAB_SIZE, rng.integers(1, 8)), 1 if index == 3 else int(rng.integers(2, 20))
+        prompt, length = (
+            rng.integers(0, VOCAB_SIZE, rng.integers(1, 8)),
+            1 if index == 3 else int(rng.integers(2, 20)),
+        )
         nothing = np.zeros(length, np.float32)
-        sample = Sample(rng.integers(0, VOCAB_SIZE, length), nothing, "", True, (SamplePart(0, length),))
+        sample = Sample(
+            rng.integers(0, VOCAB_SIZE, length), nothing, "", True, (SamplePart(0, length),)
+        )
         one = Prompt(str(index), "", tuple(prompt.tolist()), "")
         groups[index] = SampleGroup(one, (sample,), nothing[:1], nothing[:1].astype(np.bool_))
         how = {"advantage": float(rng.normal()), "is_correct": index % 3 == 1}
@@ -81,7 +89,9 @@ def seen_by_engine(ref: SampleRef, logp_T: FloatArray, case: str) -> tuple[Float
     return old, engine
 
 
-def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[int, SampleGroup]) -> dict[str, float]:
+def update_of(
+    trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[int, SampleGroup]
+) -> dict[str, float]:
     """A step of one optimizer update, as a run plans it, after an observation of the old policy."""
     layout, rules = trainer.layout, CASES[case][0]
     (plan,) = plan_updates(
@@ -101,7 +111,9 @@ def update_of(trainer: Any, case: str, refs: Sequence[SampleRef], groups: dict[i
             own[ref.group] = replace(groups[ref.group], samples=(sample,))
     given = RankObservation([old_logp], [None], [None], None)
     with patch.object(trainer, "_hyperparameters", lambda _: rules):
-        (stats,) = trainer.train("gspo", [replace(plan, micro_batches=(mine,))], LR, given, [*own], *own.values())
+        (stats,) = trainer.train(
+            "gspo", [replace(plan, micro_batches=(mine,))], LR, given, [*own], *own.values()
+        )
     return numbers(stats) | {"samples": len(flat)}
 
 
@@ -113,8 +125,12 @@ def train(trainer: Any) -> dict[str, Any]:
     """
     groups, refs = samples(12)
     with recorded(trainer) as learning:
-        metrics = [update_of(trainer, case, part, groups) for case in CASES for part in (refs, refs[1:2])]
-    (plan,) = plan_updates(refs, updates=1, dp=1, token_budget=BUDGET, aggregation="token_mean", work=float, multiple=2)
+        metrics = [
+            update_of(trainer, case, part, groups) for case in CASES for part in (refs, refs[1:2])
+        ]
+    (plan,) = plan_updates(
+        refs, updates=1, dp=1, token_budget=BUDGET, aggregation="token_mean", work=float, multiple=2
+    )
     rules = replace(PENALISED, rollout_correction="icepop", rollout_correction_low=1.5)
     with patch.object(trainer, "_hyperparameters", lambda _: rules):
         (nothing,) = trainer.train("gspo", [plan], LR, None, [*groups], *groups.values())
@@ -123,7 +139,9 @@ def train(trainer: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("model"), "qwen3", vocab_size=VOCAB_SIZE, num_hidden_layers=4)
+    return write(
+        tmp_path_factory.mktemp("model"), "qwen3", vocab_size=VOCAB_SIZE, num_hidden_layers=4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -143,21 +161,36 @@ def check_denominators(metrics: Sequence[dict[str, float]]) -> None:
     far = [ref.group // 2 % 2 == 1 for ref in refs]
     tokens = sum(ref.response_length for ref in refs)
     of_near = sum(ref.response_length for ref, is_far in zip(refs, far, strict=True) if not is_far)
-    by_token = sum(sum(t % 3 != 1 for t in range(ref.response_length)) for ref in refs if ref.group != 5)
+    by_token = sum(
+        sum(t % 3 != 1 for t in range(ref.response_length)) for ref in refs if ref.group != 5
+    )
     assert [one["tokens"] for one in metrics] == [tokens, of_near, of_near, by_token, by_token]
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.nightly] * (one in NIGHTLY)) for one in LAYOUTS])
-def test_a_sequences_objective_equals_one_ranks(path: Path, one_rank: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.nightly] * (one in NIGHTLY)) for one in LAYOUTS]
+)
+def test_a_sequences_objective_equals_one_ranks(
+    path: Path, one_rank: dict[str, Any], name: str
+) -> None:
     layout = LAYOUTS[name]
     ranks = run_world(recipe(path, layout), train)
     counts = [[metrics.pop("samples") for metrics in rank["metrics"]] for rank in ranks]
     if layout.dp > 1:
         of_ranks = {tuple(one[1::2]) for one in counts}
-        assert of_ranks == {(0,) * len(CASES), (1,) * len(CASES)}, "a rank has nothing to learn from"
+        assert of_ranks == {(0,) * len(CASES), (1,) * len(CASES)}, (
+            "a rank has nothing to learn from"
+        )
     for rank in ranks:
         for mine, one in zip(rank["metrics"], one_rank["metrics"], strict=True):
             assert mine == pytest.approx({stat: one[stat] for stat in mine}, rel=1e-4, abs=1e-5)
-        for stat, value in {"loss": 0.0, "grad_norm": 0.0, "tokens": 0.0, "rollout_correction_masked": 1.0}.items():
-            assert rank["nothing"].get(stat, value) == value, "where nothing is kept, nothing is learnt"
+        for stat, value in {
+            "loss": 0.0,
+            "grad_norm": 0.0,
+            "tokens": 0.0,
+            "rollout_correction_masked": 1.0,
+        }.items():
+            assert rank["nothing"].get(stat, value) == value, (
+                "where nothing is kept, nothing is learnt"
+            )
     check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])

@@ -41,7 +41,9 @@ def slow_attention(inputs: list[torch.Tensor], lengths: list[int]) -> torch.Tens
 
 
 @settings(max_examples=12)
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from([(4, 4), (4, 2), (4, 1)]))
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=4), st.sampled_from([(4, 4), (4, 2), (4, 1)])
+)
 def test_packed_attention(lengths: list[int], heads: tuple[int, int]) -> None:
     torch.manual_seed(sum(lengths))
     inputs = [

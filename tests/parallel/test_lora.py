@@ -13,7 +13,15 @@ from megarl import device
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel import adapters, test_parity
-from tests.parallel.adapters import DENOMINATOR, LORA, LR, STEPS, VOCAB_SIZE, lora_recipe, without_mark
+from tests.parallel.adapters import (
+    DENOMINATOR,
+    LORA,
+    LR,
+    STEPS,
+    VOCAB_SIZE,
+    lora_recipe,
+    without_mark,
+)
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import Tensors, check_gradients, check_moved, check_weights, whole
 from tests.parallel.precision import within
@@ -44,7 +52,9 @@ CASES = [
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     changes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": None}
-    return {family: write(tmp_path_factory.mktemp(family), family, **changes) for family in FAMILIES}
+    return {
+        family: write(tmp_path_factory.mktemp(family), family, **changes) for family in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +71,12 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
     check_moved(mine, one)
 
 
-def run(path: Path, layout: TrainLayout, lora: dict[str, Any] | None = None, **options: Any) -> list[dict[str, Any]]:
-    made = lora_recipe(path, layout, lora, grad_clip=1.0, weight_decay=0.1, **LOSSES, megatron=options)
+def run(
+    path: Path, layout: TrainLayout, lora: dict[str, Any] | None = None, **options: Any
+) -> list[dict[str, Any]]:
+    made = lora_recipe(
+        path, layout, lora, grad_clip=1.0, weight_decay=0.1, **LOSSES, megatron=options
+    )
     return run_world(made, adapters.train)
 
 
@@ -90,7 +104,9 @@ def test_recomputed_activations_change_nothing(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_that_are_summed_while_others_are_computed(paths: Any, one_rank: Any, family: str) -> None:
+def test_gradients_that_are_summed_while_others_are_computed(
+    paths: Any, one_rank: Any, family: str
+) -> None:
     """In many buckets, as on a GPU with TransformerEngine. The sum over the ranks of one expert comes after them."""
     ddp, layout = {"overlap_grad_reduce": True, "bucket_size": 5_000}, ALONE["ep2 etp2"]
     made = lora_recipe(paths[family], layout, grad_clip=1.0, weight_decay=0.1, **LOSSES, ddp=ddp)
@@ -98,11 +114,15 @@ def test_gradients_that_are_summed_while_others_are_computed(paths: Any, one_ran
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("family", "layout"), [("qwen3", TrainLayout(4, 2, 2, 1)), ("qwen2", TrainLayout(2, 2, 1, 1))])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3", TrainLayout(4, 2, 2, 1)), ("qwen2", TrainLayout(2, 2, 1, 1))]
+)
 def test_dense_families(tmp_path: Path, family: str, layout: TrainLayout) -> None:
     """Qwen3's embedding is also its output layer, on two stages in two copies; Qwen2's attention has biases."""
     path = write(tmp_path, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
-    recipes = [lora_recipe(path, each, grad_clip=1.0, weight_decay=0.1) for each in (ONE_RANK, layout)]
+    recipes = [
+        lora_recipe(path, each, grad_clip=1.0, weight_decay=0.1) for each in (ONE_RANK, layout)
+    ]
     (expected,), ranks = (run_world(made, adapters.train) for made in recipes)
     check(ranks, layout, expected)
 
@@ -126,10 +146,14 @@ def test_multi_token_prediction_layers_stay_as_they_are(tmp_path: Path) -> None:
     before, after = load_file(path / "model.safetensors"), load_file(out / "model.safetensors")
     moved = {name for name, values in before.items() if not np.array_equal(after[name], values)}
     layers = {f"model.layers.{layer}." for layer in range(4)}
-    assert before.keys() == after.keys() and {name[: len("model.layers.0.")] for name in moved} == layers
+    assert (
+        before.keys() == after.keys()
+        and {name[: len("model.layers.0.")] for name in moved} == layers
+    )
 
 
-TARGETS = {  # by what is left without adapters: a part of fused layers, a stage, all but the down projections
+# by what is left without adapters: a part of fused layers, a stage, all but the down projections
+TARGETS = {
     "queries and values": {"rank": 4, "targets": ["q_proj", "v_proj"]},
     "keys": {"rank": 4, "targets": ["k_proj"]},
     "experts": {"rank": 4, "experts": 2, "targets": ["gate_proj", "up_proj"]},
@@ -174,7 +198,10 @@ def test_an_unknown_linear_layer_is_refused_by_name(param: str, says: str) -> No
     ("family", "name"),
     [
         ("qwen3-moe", "tp2 ep2 etp2"),
-        *(pytest.param("deepseek-v3", name, marks=pytest.mark.nightly) for name in ("tp4", "tp2 pp2")),
+        *(
+            pytest.param("deepseek-v3", name, marks=pytest.mark.nightly)
+            for name in ("tp4", "tp2 pp2")
+        ),
     ],
 )
 def test_every_layout_begins_with_the_same_factors(paths: Any, family: str, name: str) -> None:
@@ -185,7 +212,10 @@ def test_every_layout_begins_with_the_same_factors(paths: Any, family: str, name
     for name, values in one.items():
         np.testing.assert_array_equal(other[name], values, err_msg=name)
         assert values.any() == (".lora_A." in name)
-    assert len({values.tobytes() for name, values in one.items() if ".lora_A." in name}) == len(one) / 2
+    assert (
+        len({values.tobytes() for name, values in one.items() if ".lora_A." in name})
+        == len(one) / 2
+    )
 
 
 def logprobs(trainer: Any) -> list[list[np.ndarray]]:
@@ -200,7 +230,9 @@ def logprobs(trainer: Any) -> list[list[np.ndarray]]:
     return found
 
 
-@pytest.mark.parametrize("family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "family", [FAMILIES[0], pytest.param(FAMILIES[1], marks=pytest.mark.nightly)]
+)
 def test_without_adapters_and_with_b_0_it_is_the_frozen_model(paths: Any, family: str) -> None:
     """To the last bit."""
     layout = LAYOUTS["tp2 ep2"]
@@ -212,8 +244,12 @@ def test_without_adapters_and_with_b_0_it_is_the_frozen_model(paths: Any, family
     assert not np.allclose(moved[0], frozen[0], atol=1e-3)
 
 
-@pytest.mark.parametrize("family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.nightly)])
-def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", [FAMILIES[1], pytest.param(FAMILIES[0], marks=pytest.mark.nightly)]
+)
+def test_one_rank_equals_transformers_with_factors_by_hand(
+    paths: Any, family: str, tmp_path: Path
+) -> None:
     """transformers' model of the weights W + s B A: dB = s dW A^T, dA = s B^T dW, clipped and stepped by torch."""
     from safetensors.numpy import load_file, save_file
 
@@ -221,8 +257,13 @@ def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, family: s
     result = run_world(made, adapters.train)[0]
     mine = whole([result["learning"]])
     base = load_file(paths[family] / "model.safetensors")
-    factors = {name: torch.nn.Parameter(torch.from_numpy(values.copy())) for name, values in mine.before.items()}
-    optimizer = torch.optim.AdamW(factors.values(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+    factors = {
+        name: torch.nn.Parameter(torch.from_numpy(values.copy()))
+        for name, values in mine.before.items()
+    }
+    optimizer = torch.optim.AdamW(
+        factors.values(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
+    )
     gradients: list[Tensors] = []
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "config.json").write_bytes((paths[family] / "config.json").read_bytes())
@@ -233,12 +274,18 @@ def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, family: s
         save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
         loss, of_weights = hf_gradient(tmp_path)
         optimizer.zero_grad()
-        torch.autograd.backward(list(deltas.values()), [torch.from_numpy(of_weights[name]) for name in deltas])
-        gradients.append({name: one.grad.numpy().copy() for name, one in factors.items() if one.grad is not None})
+        torch.autograd.backward(
+            list(deltas.values()), [torch.from_numpy(of_weights[name]) for name in deltas]
+        )
+        gradients.append(
+            {name: one.grad.numpy().copy() for name, one in factors.items() if one.grad is not None}
+        )
         norm = torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
         optimizer.step()
         expected = {"loss": loss, "grad_norm": norm.item()}
-        assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=within(1e-4))
+        assert {name: metrics[name] for name in expected} == pytest.approx(
+            expected, rel=within(1e-4)
+        )
     check_gradients(mine.gradients, gradients)
     check_weights(mine)
     assert len(result["metrics"]) == STEPS
@@ -265,12 +312,16 @@ def hf_gradient(folder: Path) -> tuple[float, Tensors]:
     model = hf_model(folder / "merged")
     rows = [pack([one], split=Split(), device="cpu") for one in ragged(14, VOCAB_SIZE, seed=3)]
     logits = model(pad_sequence([row.token_ids_L for row in rows], batch_first=True)).logits
-    loss = torch.stack([hf_loss(logits[index], row) for index, row in enumerate(rows)]).sum() / DENOMINATOR
+    loss = (
+        torch.stack([hf_loss(logits[index], row) for index, row in enumerate(rows)]).sum()
+        / DENOMINATOR
+    )
     loss.backward()
     return loss.item(), gradient_of(model, folder)
 
 
-MARKS = [  # (mark, of routed experts, how their layers are cut, factor, a layout in which it matters)
+# (mark, of routed experts, how their layers are cut, factor, a layout in which it matters)
+MARKS = [
     ("sequence_parallel", False, "columns", "A", "tp2 ep2"),
     ("sequence_parallel", False, "rows", "B", "tp2 ep2"),
     ("sequence_parallel", False, "nothing", "A", "tp2 ep2"),
@@ -291,7 +342,9 @@ MARKS = [  # (mark, of routed experts, how their layers are cut, factor, a layou
 MARKS_BY_DAY = (MARKS[2], MARKS[-1])  # one of each kind of layers; of two ranks
 
 
-def train_without_mark(rank: int, meet: device.Address, made: Any, mark: str, of: dict[str, Any]) -> dict[str, Any]:
+def train_without_mark(
+    rank: int, meet: device.Address, made: Any, mark: str, of: dict[str, Any]
+) -> dict[str, Any]:
     from megarl.training.policy import PolicyRank
 
     with without_mark(mark, **of):

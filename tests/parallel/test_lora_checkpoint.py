@@ -36,8 +36,12 @@ from tests.parallel.worlds import assemble, rectangles, run_world
 
 pytestmark = pytest.mark.slow
 
-FROM = TrainLayout(4, 4, 1, 2, expert_tp=2)  # fused attention is cut inside groups of heads: unequal parts
-TO = {"pp2 ep2 with dp2": TrainLayout(4, 1, 2, 2), "tp2 vpp2 ep2 with cp2": TrainLayout(8, 2, 2, 2, cp=2, vpp=2)}
+# fused attention is cut inside groups of heads: unequal parts
+FROM = TrainLayout(4, 4, 1, 2, expert_tp=2)
+TO = {
+    "pp2 ep2 with dp2": TrainLayout(4, 1, 2, 2),
+    "tp2 vpp2 ep2 with cp2": TrainLayout(8, 2, 2, 2, cp=2, vpp=2),
+}
 
 
 def save_and_go_on(trainer: Any, folder: Path, out: Path) -> dict[str, Any]:
@@ -63,7 +67,9 @@ def load_weights(trainer: Any, folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("model"), "qwen3-moe", vocab_size=VOCAB_SIZE, pad_token_id=None)
+    return write(
+        tmp_path_factory.mktemp("model"), "qwen3-moe", vocab_size=VOCAB_SIZE, pad_token_id=None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +86,14 @@ def test_the_same_layout_goes_on_to_the_last_bit(saved: Any, path: Path) -> None
         assert mine["metrics"] == other["metrics"]
         for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
             assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
-        assert all(np.array_equal(one, two) for one, two in zip(mine["moments"], other["moments"], strict=True))
+        assert all(
+            np.array_equal(one, two)
+            for one, two in zip(mine["moments"], other["moments"], strict=True)
+        )
     base = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-    assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < base, "the frozen weights are not saved"
+    assert sum(file.stat().st_size for file in folder.glob("*.distcp")) < base, (
+        "the frozen weights are not saved"
+    )
 
 
 @pytest.mark.nightly
@@ -101,12 +112,16 @@ def test_experts_that_are_whole_on_each_rank_and_then_split_go_on_within_roundin
     saved: Any, path: Path, tmp_path: Path
 ) -> None:
     folder, _, expected = saved
-    first = run_world(lora_recipe(path, EP1, weight_decay=0.1), load_and_go_one_step, folder, tmp_path)
+    first = run_world(
+        lora_recipe(path, EP1, weight_decay=0.1), load_and_go_one_step, folder, tmp_path
+    )
     second = run_world(lora_recipe(path, EP2, weight_decay=0.1), load_and_go_one_step, tmp_path)
     check_two_steps(expected, first, second)
 
 
-def test_ranks_without_adapters_and_runs_without_them_outside_experts_are_saved(path: Path, tmp_path: Path) -> None:
+def test_ranks_without_adapters_and_runs_without_them_outside_experts_are_saved(
+    path: Path, tmp_path: Path
+) -> None:
     """The first stage has no layer, and the last no adapter among the weights that are whole in each expert's rank."""
     layout = TrainLayout(4, 1, 2, 2, stage_layers=(0, 4))
     made = lora_recipe(path, layout, LORA | {"targets": ["gate_proj", "up_proj"]})
@@ -122,7 +137,9 @@ def test_a_run_begins_with_the_adapters_of_another(saved: Any, path: Path, tmp_p
     assert all(np.array_equal(one, factors[name]) for name, one in read.items())
     peft.write(read, size, str(path), adapters)
     assert peft.check(str(adapters), model_shape(path), size) == []
-    begun = run_world(lora_recipe(path, TO["pp2 ep2 with dp2"], LORA | {"path": str(adapters)}), rectangles)
+    begun = run_world(
+        lora_recipe(path, TO["pp2 ep2 with dp2"], LORA | {"path": str(adapters)}), rectangles
+    )
     for name, values in assemble(begun).items():
         np.testing.assert_array_equal(values, factors[name], err_msg=name)
 

@@ -39,7 +39,9 @@ class Normed(torch.nn.Module):
         self.layer_norm_weight, self.eps = torch.nn.Parameter(torch.rand(cols)), EPS
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return F.linear(F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, EPS), self.weight), None
+        return F.linear(
+            F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, EPS), self.weight
+        ), None
 
 
 class Grouped(torch.nn.Module):
@@ -51,7 +53,8 @@ class Grouped(torch.nn.Module):
             self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.randn(rows, cols)))
 
     def forward(self, hidden: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, None]:
-        parts = zip(hidden.split([*m_splits]), self.parameters(), strict=False)  # adapters come behind the weights
+        # adapters come behind the weights
+        parts = zip(hidden.split([*m_splits]), self.parameters(), strict=False)
         return torch.cat([F.linear(part, weight) for part, weight in parts]), None
 
 
@@ -64,9 +67,13 @@ def chunk_of(sizes: dict[str, tuple[int, ...]]) -> torch.nn.Module:
         place = chunk
         for parent in parents:
             if not hasattr(place, parent):
-                place.add_module(parent, torch.nn.ModuleList() if parent == "layers" else torch.nn.Module())
+                place.add_module(
+                    parent, torch.nn.ModuleList() if parent == "layers" else torch.nn.Module()
+                )
             place = getattr(place, parent)
-        place.add_module(name, Grouped(count, rows, cols) if STACK in weight else Normed(rows, cols))
+        place.add_module(
+            name, Grouped(count, rows, cols) if STACK in weight else Normed(rows, cols)
+        )
     return chunk
 
 
@@ -82,14 +89,18 @@ def linears() -> dict[str, tuple[int, ...]]:
 
 
 @pytest.fixture
-def adapted(linears: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+def adapted(
+    linears: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> torch.nn.Module:
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     for name in ("tp_group", "etp_group"):
         monkeypatch.setattr(groups, name, lambda: alone)
     monkeypatch.setattr(lora, "CUTS", {Normed: "columns", Grouped: "columns"})
     torch.manual_seed(3)
     chunk = chunk_of(linears)
-    lora.attach([chunk], lora_map.pairs(SHAPE, ONE_RANK, 0, SIZE, transformer_engine=True), SIZE, seed=1)
+    lora.attach(
+        [chunk], lora_map.pairs(SHAPE, ONE_RANK, 0, SIZE, transformer_engine=True), SIZE, seed=1
+    )
     for name, factor in model.factors([chunk]).items():
         if name.endswith(".B"):
             factor.normal_()
@@ -130,13 +141,22 @@ def test_each_expert_of_a_layer_has_its_own_adapter(adapted: Any) -> None:
     splits = [3, 0, *[2] * (SHAPE.num_experts - 2)]
     hidden = torch.randn(sum(splits), linear.weight0.shape[1])
     expected = [
-        F.linear(part, merged(linear, f"weight{number}", f"model.layers.0.mlp.experts.{number}.down_proj.weight"))
+        F.linear(
+            part,
+            merged(
+                linear, f"weight{number}", f"model.layers.0.mlp.experts.{number}.down_proj.weight"
+            ),
+        )
         for number, part in enumerate(hidden.split(splits))
     ]
     found, _ = linear(hidden, splits)
     torch.testing.assert_close(found, torch.cat(expected))
     found.sum().backward()
-    factors = {name: param for name, param in linear.named_parameters() if ".lora" in name or name.startswith("lora")}
+    factors = {
+        name: param
+        for name, param in linear.named_parameters()
+        if ".lora" in name or name.startswith("lora")
+    }
     assert {name: bool(param.grad.any()) for name, param in factors.items()} == {
         name: ".1." not in name for name in factors
     }
@@ -147,8 +167,20 @@ def test_the_parallel_modes_are_those_of_megatrons_classes() -> None:
     tree = ast.parse(Path(transformer_engine.__file__).read_text(encoding="utf-8"))
     modes = {}
     for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        given = [keyword for node in ast.walk(made) if isinstance(node, ast.Call) for keyword in node.keywords]
-        found = {one.value.value for one in given if one.arg == "parallel_mode" and isinstance(one.value, ast.Constant)}
+        given = [
+            keyword
+            for node in ast.walk(made)
+            if isinstance(node, ast.Call)
+            for keyword in node.keywords
+        ]
+        found = {
+            one.value.value
+            for one in given
+            if one.arg == "parallel_mode" and isinstance(one.value, ast.Constant)
+        }
         modes |= {made.name: found}
-    expected = {"columns": {"column"}, "rows": {"row"}, "nothing": set()}  # duplicated: as its caller says
-    assert {name: modes[name] for name in lora.TE_CUTS} == {name: expected[cut] for name, cut in lora.TE_CUTS.items()}
+    # duplicated: as its caller says
+    expected = {"columns": {"column"}, "rows": {"row"}, "nothing": set()}
+    assert {name: modes[name] for name in lora.TE_CUTS} == {
+        name: expected[cut] for name, cut in lora.TE_CUTS.items()
+    }

@@ -40,7 +40,10 @@ def test_facts_as_transformers_5_writes_them(checkpoint_path: Path) -> None:
 
 
 def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
-    assert hf_facts(edited(rope_parameters=None, rope_theta=123.0, rope_scaling=None)).rope_theta == 123.0
+    assert (
+        hf_facts(edited(rope_parameters=None, rope_theta=123.0, rope_scaling=None)).rope_theta
+        == 123.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,10 @@ def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type is 'yarn'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type is 'linear'",
+        ),
     ],
 )
 def test_unsupported_variants_are_refused(edited: Any, changes: dict[str, Any], named: str) -> None:
@@ -60,14 +66,25 @@ def test_unsupported_variants_are_refused(edited: Any, changes: dict[str, Any], 
 
 def config(path: Path, options: dict[str, Any]) -> Any:
     train = TrainConfig(lr=1.0, megatron=options)
-    return transformer_config(path, model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, train)
+    return transformer_config(
+        path, model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, train
+    )
 
 
 def test_config_follows_checkpoint_and_layout(checkpoint_path: Path) -> None:
     made = config(checkpoint_path, {})
-    assert (made.num_layers, made.hidden_size, made.num_query_groups, made.kv_channels) == (4, 64, 2, 32)
+    assert (made.num_layers, made.hidden_size, made.num_query_groups, made.kv_channels) == (
+        4,
+        64,
+        2,
+        32,
+    )
     assert (made.num_moe_experts, made.moe_router_topk, made.moe_ffn_hidden_size) == (8, 2, 32)
-    assert (made.layernorm_epsilon, made.moe_router_pre_softmax, made.sequence_parallel) == (1e-5, False, True)
+    assert (made.layernorm_epsilon, made.moe_router_pre_softmax, made.sequence_parallel) == (
+        1e-5,
+        False,
+        True,
+    )
     assert (made.expert_model_parallel_size, made.expert_tensor_parallel_size) == (2, 1)
     assert made.params_dtype is made.pipeline_dtype is torch.bfloat16
 
@@ -77,7 +94,11 @@ def test_unnormalised_routing_takes_the_softmax_first(edited: Any) -> None:
 
 
 def test_options_pass_through(checkpoint_path: Path) -> None:
-    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    options = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     assert config(checkpoint_path, options).recompute_num_layers == 1
 
 
@@ -90,15 +111,24 @@ def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
 def test_a_gpu_without_transformer_engine_is_refused_by_the_package() -> None:
     with pytest.raises(UserError) as caught:
         model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=False)
-    assert str(caught.value).startswith("train.local_layers: TransformerEngine cannot be used (No module named ")
-    assert "install what requirements/gpu.txt names (docs/install.md), or set it to true" in caught.value.hint
+    assert str(caught.value).startswith(
+        "train.local_layers: TransformerEngine cannot be used (No module named "
+    )
+    assert (
+        "install what requirements/gpu.txt names (docs/install.md), or set it to true"
+        in caught.value.hint
+    )
 
 
-def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The whole model is built and run from them on CPU in every other test here."""
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
     monkeypatch.setattr(multi_latent_attention, "TELinear", None)
-    model.select_layers(TrainConfig(lr=1.0, local_layers=True), torch.float32, is_gpu=True, has_engine=False)
+    model.select_layers(
+        TrainConfig(lr=1.0, local_layers=True), torch.float32, is_gpu=True, has_engine=False
+    )
     assert moe_utils.te_general_gemm is None
     assert multi_latent_attention.TELinear is DuplicatedLinear
 

@@ -17,7 +17,16 @@ from megarl.parallel.optimizer import optimizer_config
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel.checkpoints import write
-from tests.parallel.worlds import assign, numbers, ragged, recipe, rectangles, run_ranks, weighted_loss, world_part
+from tests.parallel.worlds import (
+    assign,
+    numbers,
+    ragged,
+    recipe,
+    rectangles,
+    run_ranks,
+    weighted_loss,
+    world_part,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +67,11 @@ def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any
 
 def steps(trainer: Any, count: int) -> list[dict[str, float]]:
     """With a turn of the others after each."""
-    sequences, at, dp = ragged(14, VOCAB_SIZE, seed=3), trainer.layout.coords(trainer.rank), trainer.layout.dp
+    sequences, at, dp = (
+        ragged(14, VOCAB_SIZE, seed=3),
+        trainer.layout.coords(trainer.rank),
+        trainer.layout.dp,
+    )
     part = world_part(assign(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
     found = []
     for _ in range(count):
@@ -92,7 +105,9 @@ def keep_track(gathered: list[weakref.ref[torch.Tensor]]) -> None:
 
     def tracking(self: Any, **options: Any) -> Any:
         found = plain(self, **options)
-        kinds = [one for value in found.values() if isinstance(value, dict) for one in value.values()]
+        kinds = [
+            one for value in found.values() if isinstance(value, dict) for one in value.values()
+        ]
         gathered.extend(weakref.ref(kind[name]) for kind in kinds for name in STATE)
         return found
 
@@ -119,8 +134,15 @@ def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     trainer._model.load(folder)
     loaded = state(trainer)
     optimizers = trainer._model.optimizer.chained_optimizers
-    tensors = [one for chained in optimizers for held in chained.optimizer.state.values() for one in held.values()]
-    parts = sum(one.untyped_storage().nbytes() > one.nbytes for one in tensors if torch.is_tensor(one))
+    tensors = [
+        one
+        for chained in optimizers
+        for held in chained.optimizer.state.values()
+        for one in held.values()
+    ]
+    parts = sum(
+        one.untyped_storage().nbytes() > one.nbytes for one in tensors if torch.is_tensor(one)
+    )
     return {"loaded": loaded, "parts": parts, "after": steps(trainer, 2), "ended": state(trainer)}
 
 
@@ -131,15 +153,23 @@ def run(path: Path, offloads: bool, work: Any, folder: Path) -> list[dict[str, A
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, more = tmp_path_factory.mktemp("qwen3-moe"), {"num_hidden_layers": 2, "pad_token_id": None}
+    folder, more = (
+        tmp_path_factory.mktemp("qwen3-moe"),
+        {"num_hidden_layers": 2, "pad_token_id": None},
+    )
     return write(folder, "qwen3-moe", 0, vocab_size=VOCAB_SIZE, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def runs(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, tuple[Path, list[dict[str, Any]]]]:
+def runs(
+    path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[bool, tuple[Path, list[dict[str, Any]]]]:
     """By whether the optimizer is on the host: the checkpoint, and what the ranks say."""
     folders = {offloads: tmp_path_factory.mktemp("checkpoint") for offloads in (False, True)}
-    return {offloads: (folder, run(path, offloads, train_and_save, folder)) for offloads, folder in folders.items()}
+    return {
+        offloads: (folder, run(path, offloads, train_and_save, folder))
+        for offloads, folder in folders.items()
+    }
 
 
 def test_the_steps_are_those_of_an_optimizer_beside_the_weights(runs: Any) -> None:
@@ -151,20 +181,26 @@ def test_the_steps_are_those_of_an_optimizer_beside_the_weights(runs: Any) -> No
             np.testing.assert_allclose(values, other["ended"][key], rtol=1e-5, atol=1e-6)
         for one, two in zip(mine["weights"], other["weights"], strict=True):
             assert one[:3] == two[:3]
-            assert np.mean(one[3] != two[3]) < 1e-3, one[0]  # a master on the verge may be rounded the other way
+            # a master on the verge may be rounded the other way
+            assert np.mean(one[3] != two[3]) < 1e-3, one[0]
 
 
 def test_it_has_no_masters_beside_the_weights_and_keeps_one_of_itself(runs: Any) -> None:
     assert {(rank["beside"] > 0, rank["hybrids"]) for rank in runs[False][1]} == {(True, 0)}
-    assert {(rank["beside"], rank["hybrids"]) for rank in runs[True][1]} == {(0, 2)}  # of dense weights, of experts
+    # of dense weights, of experts
+    assert {(rank["beside"], rank["hybrids"]) for rank in runs[True][1]} == {(0, 2)}
 
 
 def test_what_was_gathered_for_a_save_is_gone_when_training_goes_on(runs: Any) -> None:
-    assert {(rank["gathered"] > 0, rank["alive"]) for _, ranks in runs.values() for rank in ranks} == {(True, 0)}
+    assert {
+        (rank["gathered"] > 0, rank["alive"]) for _, ranks in runs.values() for rank in ranks
+    } == {(True, 0)}
 
 
 @pytest.mark.parametrize(("source", "target"), [(True, True), (True, False), (False, True)])
-def test_a_checkpoint_goes_on_wherever_the_optimizer_is(path: Path, runs: Any, source: bool, target: bool) -> None:
+def test_a_checkpoint_goes_on_wherever_the_optimizer_is(
+    path: Path, runs: Any, source: bool, target: bool
+) -> None:
     folder, expected = runs[source]
     for mine, other in zip(run(path, target, load_and_go_on, folder), expected, strict=True):
         assert not mine["parts"]  # of the other ranks' state

@@ -22,11 +22,21 @@ with open(pathlib.Path(__file__).with_name("tries"), "a") as file:
     file.write("x")
 raise OSError({SYMBOL!r})
 """
-HALF = "try:\n    from . import pytorch\nexcept ImportError:\n    pass\n"  # as TransformerEngine's own __init__
+# as TransformerEngine's own __init__
+HALF = "try:\n    from . import pytorch\nexcept ImportError:\n    pass\n"
 REASONS = [
     ({"__init__.py": BROKEN}, SYMBOL),
-    ({"__init__.py": HALF, "pytorch.py": "raise ImportError('libcudnn_graph.so.9: version mismatch')"}, "libcudnn_gr"),
-    ({"__init__.py": HALF, "pytorch.py": "raise RuntimeError('Found cuDNN 9.13\\nmore')"}, "Found cuDNN 9.13"),
+    (
+        {
+            "__init__.py": HALF,
+            "pytorch.py": "raise ImportError('libcudnn_graph.so.9: version mismatch')",
+        },
+        "libcudnn_gr",
+    ),
+    (
+        {"__init__.py": HALF, "pytorch.py": "raise RuntimeError('Found cuDNN 9.13\\nmore')"},
+        "Found cuDNN 9.13",
+    ),
     ({"__init__.py": HALF, "pytorch.py": "raise RuntimeError"}, "RuntimeError"),
 ]
 
@@ -44,14 +54,18 @@ def write_engine(folder: Path, files: dict[str, str]) -> Path:
 def finder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TransformerEngineFinder]:
     """The finder of a process with a GPU, which looks for packages in tmp_path too."""
     made = TransformerEngineFinder("cuda")
-    monkeypatch.setattr(sys, "meta_path", [made, *(it for it in sys.meta_path if type(it) is not type(made))])
+    monkeypatch.setattr(
+        sys, "meta_path", [made, *(it for it in sys.meta_path if type(it) is not type(made))]
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield made
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(("files", "reason"), REASONS, ids=["library", "cuDNN", "error", "error without a text"])
+@pytest.mark.parametrize(
+    ("files", "reason"), REASONS, ids=["library", "cuDNN", "error", "error without a text"]
+)
 def test_an_engine_that_does_not_load_is_not_installed(
     finder: TransformerEngineFinder, tmp_path: Path, files: dict[str, str], reason: str
 ) -> None:
@@ -62,11 +76,17 @@ def test_an_engine_that_does_not_load_is_not_installed(
         assert str(caught.value).startswith(reason) and "\n" not in str(caught.value)
         assert not [module for module in sys.modules if module.startswith("transformer_engine")]
     if (package / "tries").exists():
-        assert (package / "tries").read_text() == "x", "loaded once, not for each of Megatron's modules"
-    assert importlib.util.find_spec("transformer_engine"), "who only asks whether it is there gets no exception"
+        assert (package / "tries").read_text() == "x", (
+            "loaded once, not for each of Megatron's modules"
+        )
+    assert importlib.util.find_spec("transformer_engine"), (
+        "who only asks whether it is there gets no exception"
+    )
 
 
-def test_a_sound_engine_is_imported_with_its_torch_part(finder: TransformerEngineFinder, tmp_path: Path) -> None:
+def test_a_sound_engine_is_imported_with_its_torch_part(
+    finder: TransformerEngineFinder, tmp_path: Path
+) -> None:
     write_engine(tmp_path, {"__init__.py": "", "pytorch.py": "answer = 42"})
     module: Any = importlib.import_module("transformer_engine")
     assert module.pytorch.answer == 42 and finder.error == ""
@@ -99,7 +119,9 @@ def test_the_cpu_leaves_it_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ("broken", True, "float32", None),
     ],
 )
-def test_which_layers_a_gpu_has(problem: str, local_layers: bool, dtype: str, where: str | None) -> None:
+def test_which_layers_a_gpu_has(
+    problem: str, local_layers: bool, dtype: str, where: str | None
+) -> None:
     error = layers_error(problem, local_layers=local_layers, dtype=dtype)
     assert (error and error.where) == where
     assert not problem or error is None or problem in error.problem
@@ -125,8 +147,14 @@ except UserError as fault:
 def test_megatron_is_imported_beside_an_engine_whose_libraries_do_not_load(tmp_path: Path) -> None:
     """In a process that takes itself for one with a GPU: a run with train.local_layers goes on, another has a line."""
     package = write_engine(tmp_path, {"__init__.py": BROKEN})
-    own = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}", "TORCHDYNAMO_DISABLE": "1"}
+    own = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
     done = subprocess.run([sys.executable, "-c", ON_A_GPU], env=own, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"train.local_layers: TransformerEngine cannot be used ({SYMBOL}); install what req")
+    assert done.stdout.startswith(
+        f"train.local_layers: TransformerEngine cannot be used ({SYMBOL}); install what req"
+    )
     assert (package / "tries").read_text() == "x"

@@ -54,7 +54,11 @@ def test_every_wrong_option_at_once() -> None:
 def test_all_that_are_listed_are_megatrons_and_take_their_defaults() -> None:
     buffers, adam = DistributedDataParallelConfig(), OptimizerConfig()
     ddp = {name: getattr(buffers, name) for name in OF_BUFFERS}
-    own = {name: str(getattr(adam, name)).removeprefix("torch.") for name in OF_OPTIMIZER if "dtype" in name}
+    own = {
+        name: str(getattr(adam, name)).removeprefix("torch.")
+        for name in OF_OPTIMIZER
+        if "dtype" in name
+    }
     own |= {name: getattr(adam, name) for name in OF_OPTIMIZER if name not in own}
     assert errors(ddp=ddp, optimizer=own) == []
 
@@ -65,7 +69,12 @@ def test_values_of_yaml_that_megatrons_fields_take() -> None:
         "recompute_modules": ["moe", "mlp"], "window_size": [128, 0], "no_rope_freq": [0, 1],
         "moe_permute_fusion": True,
     }  # fmt: skip
-    assert errors(megatron=megatron, ddp={"bucket_size": None}, optimizer={"adam_beta1": 0, "adam_eps": 1}) == []
+    assert (
+        errors(
+            megatron=megatron, ddp={"bucket_size": None}, optimizer={"adam_beta1": 0, "adam_eps": 1}
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +109,9 @@ def test_a_wrong_value_is_named(branch: str, key: str, value: Any, hint: str) ->
 
 def test_every_wrong_value_at_once() -> None:
     adam = {"exp_avg_dtype": "bf61", "adam_beta1": 5, "nonsense": 1}
-    found = errors(optimizer=adam, ddp={"bucket_size": "foo"}, megatron={"recompute_granularity": "ful"})
+    found = errors(
+        optimizer=adam, ddp={"bucket_size": "foo"}, megatron={"recompute_granularity": "ful"}
+    )
     assert len(found) == 5
 
 
@@ -112,23 +123,34 @@ def test_a_precision_aware_optimizer_is_accepted_where_transformer_engine_is_not
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
     options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
     made = optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, offloaded)
-    assert made.use_precision_aware_optimizer and made.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    assert (
+        made.use_precision_aware_optimizer and made.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    )
     assert (made.exp_avg_dtype, made.params_dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
     train = TrainConfig(lr=1.0, optimizer={"use_precision_aware_optimizer": True})
-    with pytest.raises(UserError, match=r"^train\.optimizer\.use_precision_aware_optimizer: .* with TransformerEngine"):
+    with pytest.raises(
+        UserError,
+        match=r"^train\.optimizer\.use_precision_aware_optimizer: .* with TransformerEngine",
+    ):
         optimizer.build_optimizer([], train, torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [{}, {"use_precision_aware_optimizer": True}], ids=["not set", "set"])
+@pytest.mark.parametrize(
+    "options", [{}, {"use_precision_aware_optimizer": True}], ids=["not set", "set"]
+)
 def test_what_an_optimizer_on_the_host_needs_is_no_option_in_force(options: dict[str, Any]) -> None:
     train = TrainConfig(lr=1.0, optimizer=options)
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    found = effective_options(train, config, buffers_config(train), optimizer_config(train, torch.bfloat16, True), ())
-    assert found["optimizer"].get("use_precision_aware_optimizer") == options.get("use_precision_aware_optimizer")
+    found = effective_options(
+        train, config, buffers_config(train), optimizer_config(train, torch.bfloat16, True), ()
+    )
+    assert found["optimizer"].get("use_precision_aware_optimizer") == options.get(
+        "use_precision_aware_optimizer"
+    )
 
 
 def test_options_in_force_are_those_of_a_recipe() -> None:
@@ -136,22 +158,37 @@ def test_options_in_force_are_those_of_a_recipe() -> None:
     given = TrainConfig(lr=1.0, megatron={"moe_router_dtype": "fp64"}, optimizer={"adam_eps": 1e-9})
 
     def told(train: TrainConfig) -> dict[str, dict[str, Any]]:
-        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **train.megatron)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, **train.megatron
+        )
         own = optimizer_config(train, torch.float32, offloaded=False)
-        return effective_options(train, config, buffers_config(train), own, {"deallocate_pipeline_outputs"})
+        return effective_options(
+            train, config, buffers_config(train), own, {"deallocate_pipeline_outputs"}
+        )
 
     found = told(given)
     assert found["megatron"] == {"deallocate_pipeline_outputs": False, "moe_router_dtype": "fp64"}
-    assert (found["optimizer"]["adam_eps"], found["optimizer"]["exp_avg_dtype"]) == (1e-9, "float32")
+    assert (found["optimizer"]["adam_eps"], found["optimizer"]["exp_avg_dtype"]) == (
+        1e-9,
+        "float32",
+    )
     assert told(TrainConfig(lr=1.0, **yaml.safe_load(yaml.safe_dump(found)))) == found
 
 
 def test_options_of_the_buffers_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = buffers_config(TrainConfig(lr=1.0, ddp={"bucket_size": 1_000, "check_for_nan_in_grad": True}))
-    assert (made.bucket_size, made.check_for_nan_in_grad, made.overlap_grad_reduce) == (1_000, True, False)
+    made = buffers_config(
+        TrainConfig(lr=1.0, ddp={"bucket_size": 1_000, "check_for_nan_in_grad": True})
+    )
+    assert (made.bucket_size, made.check_for_nan_in_grad, made.overlap_grad_reduce) == (
+        1_000,
+        True,
+        False,
+    )
     monkeypatch.setattr(model, "TRANSFORMER_ENGINE", True)
     assert buffers_config(TrainConfig(lr=1.0)).overlap_grad_reduce
-    assert not buffers_config(TrainConfig(lr=1.0, ddp={"overlap_grad_reduce": False})).overlap_grad_reduce
+    assert not buffers_config(
+        TrainConfig(lr=1.0, ddp={"overlap_grad_reduce": False})
+    ).overlap_grad_reduce
 
 
 def test_options_of_the_optimizer_pass_through() -> None:
@@ -165,8 +202,12 @@ def test_options_of_the_optimizer_pass_through() -> None:
 
 
 def test_a_type_that_is_none_is_named() -> None:
-    with pytest.raises(UserError, match=r"exp_avg_dtype: 'bf61' is no type .* use float32 or bfloat16"):
-        optimizer_config(TrainConfig(lr=1.0, optimizer={"exp_avg_dtype": "bf61"}), torch.bfloat16, False)
+    with pytest.raises(
+        UserError, match=r"exp_avg_dtype: 'bf61' is no type .* use float32 or bfloat16"
+    ):
+        optimizer_config(
+            TrainConfig(lr=1.0, optimizer={"exp_avg_dtype": "bf61"}), torch.bfloat16, False
+        )
 
 
 def test_megatrons_own_refusal_is_a_users_fault() -> None:

@@ -42,9 +42,14 @@ def test_by_hand() -> None:
     assert row.targets.engine_logp_T.tolist() == [-6.0, -7.0, 0.0, -9.0, 0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("longest", "bound"), [(1, 1024), (1024, 1024), (1025, 2048), (20_480, 20_480)])
+@pytest.mark.parametrize(
+    ("longest", "bound"), [(1, 1024), (1024, 1024), (1025, 2048), (20_480, 20_480)]
+)
 def test_attention_is_told_few_different_lengths(longest: int, bound: int) -> None:
-    assert pack([sequence([1] * longest), sequence([2])], split=Split(), device="cpu").max_length == bound
+    assert (
+        pack([sequence([1] * longest), sequence([2])], split=Split(), device="cpu").max_length
+        == bound
+    )
 
 
 def test_what_a_step_asks_of_a_row_needs_no_look_at_the_device() -> None:
@@ -83,10 +88,15 @@ def test_old_logprobs_are_shifted_like_the_targets() -> None:
     st.integers(1, 4),
     st.integers(1, 3),
 )
-def test_every_sequence_comes_back_from_all_ranks(tokens: list[list[int]], tp: int, cp: int) -> None:
+def test_every_sequence_comes_back_from_all_ranks(
+    tokens: list[list[int]], tp: int, cp: int
+) -> None:
     """The shares of the context-parallel ranks, put in order, are the row; what a position predicts comes with it."""
     sequences = [sequence(one) for one in tokens]
-    shares = [pack(sequences, split=Split(tp, cp, rank, 2 * cp if cp > 1 else 1), device="cpu") for rank in range(cp)]
+    shares = [
+        pack(sequences, split=Split(tp, cp, rank, 2 * cp if cp > 1 else 1), device="cpu")
+        for rank in range(cp)
+    ]
     row, total = shares[0], sum(map(len, tokens))
     assert {len(share.token_ids_L) for share in shares} == {len(row.order_T) // cp}
     assert len(row.token_ids_L) % tp == 0
@@ -106,15 +116,30 @@ def test_every_sequence_comes_back_from_all_ranks(tokens: list[list[int]], tp: i
 def test_context_parallel_ranks_attend_to_equally_many_tokens(chunks: list[int], cp: int) -> None:
     bounds = np.concatenate([[0], np.cumsum([2 * cp * chunk for chunk in chunks])])
     starts = np.repeat(bounds[:-1], np.diff(bounds))
-    seen = [int((places - starts[places] + 1).sum()) for places in (zigzag(bounds, cp, rank) for rank in range(cp))]
+    seen = [
+        int((places - starts[places] + 1).sum())
+        for places in (zigzag(bounds, cp, rank) for rank in range(cp))
+    ]
     assert len(set(seen)) == 1
 
 
 def test_the_engines_experts_are_packed_with_the_tokens_they_are_of() -> None:
     """Its last token was never an input of the engine's: nothing is known of it, nor of padding."""
-    given = [replace(sequence([5, 6, 7]), experts_TMK=np.arange(4).reshape(2, 1, 2)), sequence([8, 9])]
+    given = [
+        replace(sequence([5, 6, 7]), experts_TMK=np.arange(4).reshape(2, 1, 2)),
+        sequence([8, 9]),
+    ]
     assert pack(given, split=Split(), device="cpu").experts_LMK is None  # one sequence has none
     given[1] = replace(given[1], experts_TMK=np.full((1, 1, 2), 7))
     row = pack(given, split=Split(tp=4), device="cpu")
     assert row.experts_LMK is not None
-    assert row.experts_LMK[:, 0].tolist() == [[0, 1], [2, 3], [-1, -1], [7, 7], [-1, -1], [-1, -1], [-1, -1], [-1, -1]]
+    assert row.experts_LMK[:, 0].tolist() == [
+        [0, 1],
+        [2, 3],
+        [-1, -1],
+        [7, 7],
+        [-1, -1],
+        [-1, -1],
+        [-1, -1],
+        [-1, -1],
+    ]

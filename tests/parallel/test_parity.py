@@ -12,7 +12,15 @@ from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded, uneven_steps
 from tests.parallel.precision import within
-from tests.parallel.worlds import assign, numbers, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import (
+    assign,
+    numbers,
+    ragged,
+    recipe,
+    run_world,
+    weighted_loss,
+    world_part,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -46,10 +54,15 @@ LAYOUTS = {
 DENSE = ("qwen3", "qwen2", "llama")
 DENSE_LAYOUTS = (ONE_RANK, TrainLayout(4, 2, 2, 1), TrainLayout(4, 1, 2, 1, cp=2, vpp=2))
 RECOMPUTE = {
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
 }
-VOCAB_SIZE, STEPS, DENOMINATOR, LR = 200, 2, 97.0, 1e-3  # the second step reads the optimizer's state
+# the second step reads the optimizer's state
+VOCAB_SIZE, STEPS, DENOMINATOR, LR = 200, 2, 97.0, 1e-3
 LOSSES = {"aux_loss": 0.02, "z_loss": 1e-3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": LOSSES,
@@ -62,7 +75,9 @@ def train(trainer: Any) -> dict[str, Any]:
 
 
 def run(path: Path, family: str, layout: TrainLayout, **options: Any) -> list[dict[str, Any]]:
-    made = recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **SETTINGS[family], megatron=options)
+    made = recipe(
+        path, layout, grad_clip=1.0, weight_decay=0.1, **SETTINGS[family], megatron=options
+    )
     return run_world(made, train)
 
 
@@ -72,7 +87,13 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     found = {}
     for family in SETTINGS:
         folder = tmp_path_factory.mktemp(family)
-        path = write(folder, family, mtp_layers=int(family == "deepseek-v3"), vocab_size=VOCAB_SIZE, pad_token_id=None)
+        path = write(
+            folder,
+            family,
+            mtp_layers=int(family == "deepseek-v3"),
+            vocab_size=VOCAB_SIZE,
+            pad_token_id=None,
+        )
         found[family] = path, run(path, family, ONE_RANK)[0]
     return found
 
@@ -96,9 +117,13 @@ def test_layout_equals_one_rank(one_rank: dict[str, Any], family: str, name: str
     check(run(path, family, LAYOUTS[name]), LAYOUTS[name], expected)
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"]
+)
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recomputed_activations_change_nothing(one_rank: dict[str, Any], family: str, name: str) -> None:
+def test_recomputed_activations_change_nothing(
+    one_rank: dict[str, Any], family: str, name: str
+) -> None:
     layout = LAYOUTS["tp2 vpp2 ep2" if name == "full" else "tp2 cp2 ep4"]
     path, expected = one_rank[family]
     check(run(path, family, layout, **RECOMPUTE[name]), layout, expected)
@@ -119,25 +144,37 @@ def test_gradients_that_are_summed_while_others_are_computed(
     """In many buckets, as on a GPU with TransformerEngine."""
     path, expected = one_rank[family]
     options = {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5_000}, **SETTINGS[family]}
-    check(run_world(recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **options), train), layout, expected)
+    check(
+        run_world(recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **options), train),
+        layout,
+        expected,
+    )
 
 
 def train_unevenly(trainer: Any) -> dict[str, Any]:
     """The first data-parallel rank has everything, the others rows of padding."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = assign(sequences, 0, 1, micro_batches=4)
-    mine = micro_batches if trainer.layout.coords(trainer.rank).dp == 0 else [[] for _ in micro_batches]
+    mine = (
+        micro_batches
+        if trainer.layout.coords(trainer.rank).dp == 0
+        else [[] for _ in micro_batches]
+    )
     part = world_part(mine, sequences, DENOMINATOR)
     with recorded(trainer) as learning:
         metrics = [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(STEPS)]
     return {"metrics": metrics, "learning": learning}
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"]
+)
 def test_ranks_without_sequences(one_rank: dict[str, Any], family: str) -> None:
     """Any number of samples goes on any number of ranks."""
     path, expected = one_rank[family]
-    made = recipe(path, TrainLayout(4, 2, 1, 2), grad_clip=1.0, weight_decay=0.1, **SETTINGS[family])
+    made = recipe(
+        path, TrainLayout(4, 2, 1, 2), grad_clip=1.0, weight_decay=0.1, **SETTINGS[family]
+    )
     ranks = run_world(made, train_unevenly)
     assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
     for mine, one in zip(ranks[0]["metrics"], expected["metrics"], strict=True):
@@ -149,7 +186,9 @@ def test_ranks_without_sequences(one_rank: dict[str, Any], family: str) -> None:
 def test_dense_families(tmp_path: Path, family: str) -> None:
     """Without experts; Qwen3's embedding is also its output layer, on two stages in two copies."""
     path = write(tmp_path, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
-    made = {layout: run_world(recipe(path, layout, weight_decay=0.1), train) for layout in DENSE_LAYOUTS}
+    made = {
+        layout: run_world(recipe(path, layout, weight_decay=0.1), train) for layout in DENSE_LAYOUTS
+    }
     for layout, ranks in made.items():
         check(ranks, layout, made[ONE_RANK][0])
 
@@ -158,11 +197,17 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
     for rank, result in enumerate(ranks):
         at = layout.coords(rank)
         is_last = at.pp == layout.pp - 1
-        check_logprobs(result["logprobs"], expected["logprobs"][at.dp :: layout.dp] if is_last else None)
+        check_logprobs(
+            result["logprobs"], expected["logprobs"][at.dp :: layout.dp] if is_last else None
+        )
         for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
             assert (mine.keys() == one.keys()) == is_last
             assert mine == pytest.approx({name: one[name] for name in mine}, rel=within(1e-4))
-    last = [result["metrics"] for rank, result in enumerate(ranks) if layout.coords(rank).pp == layout.pp - 1]
+    last = [
+        result["metrics"]
+        for rank, result in enumerate(ranks)
+        if layout.coords(rank).pp == layout.pp - 1
+    ]
     assert all(metrics == last[0] for metrics in last)
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 

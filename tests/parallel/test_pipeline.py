@@ -61,7 +61,9 @@ def overhear(trainer: Any) -> list[tuple[Any, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_stage_knows_what_the_others_would_have_told_it(checkpoint_path: Any, layout: TrainLayout) -> None:
+def test_a_stage_knows_what_the_others_would_have_told_it(
+    checkpoint_path: Any, layout: TrainLayout
+) -> None:
     ranks = run_world(recipe(checkpoint_path, layout), overhear)
     for hops in ranks:
         assert [tuple(known) for known, _ in hops] == [tuple(told) for _, told in hops]

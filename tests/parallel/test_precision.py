@@ -9,7 +9,9 @@ from megarl.parallel import model
 from tests.parallel import precision, worlds
 
 
-def test_the_type_follows_transformer_engine_and_tolerances_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_type_follows_transformer_engine_and_tolerances_the_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for device, engine, dtype, tolerance in (
         ("cpu", True, "float32", 1e-4),
         ("cuda", False, "float32", 1e-4),
@@ -20,7 +22,9 @@ def test_the_type_follows_transformer_engine_and_tolerances_the_type(monkeypatch
         assert (precision.dtype(), precision.within(1e-4)) == (dtype, tolerance)
 
 
-def test_ranks_without_gpus_of_their_own_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_gpus_of_their_own_are_skipped_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(worlds.device, "DEVICE", "cpu")
     worlds.need_gpus(4)

@@ -32,7 +32,10 @@ def train(trainer: Any) -> dict[str, Any]:
     micro_batches = assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)
     logprobs = trainer.token_outputs(micro_batches)
     with recorded(trainer) as learning:
-        steps = [trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss) for _ in range(STEPS)]
+        steps = [
+            trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss)
+            for _ in range(STEPS)
+        ]
         metrics = [numbers(one) for one in steps]
     return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
@@ -50,7 +53,9 @@ def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_rank(path: Path) -> dict[str, Any]:
     losses = {"aux_loss": AUX, "z_loss": Z}
-    made = recipe(path, TrainLayout(1, 1, 1, 1), grad_clip=GRAD_CLIP, weight_decay=WEIGHT_DECAY, **losses)
+    made = recipe(
+        path, TrainLayout(1, 1, 1, 1), grad_clip=GRAD_CLIP, weight_decay=WEIGHT_DECAY, **losses
+    )
     return run_world(made, train)[0]
 
 
@@ -62,7 +67,9 @@ def hf_model(path: Path) -> Any:
 
 def test_logprobs_equal_those_of_transformers(path: Path, one_rank: dict[str, Any]) -> None:
     model = hf_model(path).eval()
-    for mine, one in zip(one_rank["logprobs"], assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, 1)[0], strict=True):
+    for mine, one in zip(
+        one_rank["logprobs"], assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, 1)[0], strict=True
+    ):
         tokens_T = torch.from_numpy(one.token_ids_T)
         with torch.no_grad():
             logp_TV = model(tokens_T[None]).logits[0].log_softmax(-1)
@@ -70,12 +77,17 @@ def test_logprobs_equal_those_of_transformers(path: Path, one_rank: dict[str, An
         np.testing.assert_allclose(mine[1:], expected_T, atol=within(1e-4))
 
 
-def test_steps_equal_transformers_and_torch(path: Path, family: str, one_rank: dict[str, Any], tmp_path: Path) -> None:
+def test_steps_equal_transformers_and_torch(
+    path: Path, family: str, one_rank: dict[str, Any], tmp_path: Path
+) -> None:
     """The same losses on transformers' model, clipped and stepped by torch: losses, gradients, weights."""
     model = hf_model(path)
     norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
     others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
-    groups = [{"params": norms, "weight_decay": 0.0}, {"params": others, "weight_decay": WEIGHT_DECAY}]
+    groups = [
+        {"params": norms, "weight_decay": 0.0},
+        {"params": others, "weight_decay": WEIGHT_DECAY},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
     rows = [pack([one], split=Split(), device="cpu") for one in ragged(14, VOCAB_SIZE, seed=3)]
     tokens = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
@@ -84,8 +96,12 @@ def test_steps_equal_transformers_and_torch(path: Path, family: str, one_rank: d
     for metrics in one_rank["metrics"]:
         optimizer.zero_grad()
         seen.clear()
-        logits = model(tokens).logits  # causal: the padding at the end of a row touches nothing before it
-        loss = torch.stack([hf_loss(logits[index], row) for index, row in enumerate(rows)]).sum() / DENOMINATOR
+        # causal: the padding at the end of a row touches nothing before it
+        logits = model(tokens).logits
+        loss = (
+            torch.stack([hf_loss(logits[index], row) for index, row in enumerate(rows)]).sum()
+            / DENOMINATOR
+        )
         aux, z = router_losses(seen, lengths, TOP_K[family], family)
         (loss + AUX * aux + Z * z).backward()
         gradients.append(gradient_of(model, tmp_path))
@@ -93,7 +109,12 @@ def test_steps_equal_transformers_and_torch(path: Path, family: str, one_rank: d
         optimizer.step()
         mine = {name: metrics[name] for name in ("loss", "aux_loss", "z_loss", "grad_norm")}
         aux, z = aux / len(seen), z / len(seen)
-        expected = {"loss": loss.item(), "aux_loss": aux.item(), "z_loss": z.item(), "grad_norm": norm.item()}
+        expected = {
+            "loss": loss.item(),
+            "aux_loss": aux.item(),
+            "z_loss": z.item(),
+            "grad_norm": norm.item(),
+        }
         assert mine == pytest.approx(expected, rel=within(1e-4))
     mine = whole([one_rank["learning"]])
     check_gradients(mine.gradients, gradients)
@@ -107,8 +128,13 @@ def gradient_of(model: Any, folder: Path) -> Tensors:
     """The gradients of all parameters, 2-D, by the names that weights have in the model's checkpoint."""
     from safetensors.numpy import load_file
 
-    model.save_pretrained(folder, state_dict={name: one.grad for name, one in model.named_parameters()})
-    return {name: one.reshape(len(one), -1) for name, one in load_file(folder / "model.safetensors").items()}
+    model.save_pretrained(
+        folder, state_dict={name: one.grad for name, one in model.named_parameters()}
+    )
+    return {
+        name: one.reshape(len(one), -1)
+        for name, one in load_file(folder / "model.safetensors").items()
+    }
 
 
 def watch_routers(model: Any) -> list[torch.Tensor]:
@@ -116,7 +142,9 @@ def watch_routers(model: Any) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
 
     def note(gate: Any, inputs: tuple[torch.Tensor, ...], _: Any) -> None:
-        seen.append(torch.nn.functional.linear(inputs[0].reshape(14, -1, inputs[0].shape[-1]), gate.weight))
+        seen.append(
+            torch.nn.functional.linear(inputs[0].reshape(14, -1, inputs[0].shape[-1]), gate.weight)
+        )
 
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
@@ -133,7 +161,11 @@ def router_losses(
         num_experts = logits.shape[-1]
         for index, length in enumerate(lengths):
             own = logits[index, :length]
-            scores = own.softmax(-1) if family == "qwen3-moe" else own.sigmoid() / own.sigmoid().sum(-1, keepdim=True)
+            scores = (
+                own.softmax(-1)
+                if family == "qwen3-moe"
+                else own.sigmoid() / own.sigmoid().sum(-1, keepdim=True)
+            )
             counts = torch.bincount(scores.topk(top_k).indices.flatten(), minlength=num_experts)
             share = counts / (top_k * length)
             balance = balance + length * num_experts * (share * scores.mean(0)).sum()

@@ -16,7 +16,15 @@ from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.precision import within
 from tests.parallel.test_parity import RECOMPUTE
-from tests.parallel.worlds import assign, numbers, ragged, recipe, run_world, weighted_loss, world_part
+from tests.parallel.worlds import (
+    assign,
+    numbers,
+    ragged,
+    recipe,
+    run_world,
+    weighted_loss,
+    world_part,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +45,9 @@ def sampled(family: str) -> list[TrainSequence]:
     found = []
     for one in ragged(14, VOCAB_SIZE, seed=3):
         size = len(one.token_ids_T) - 1, MOE_LAYERS[family]
-        experts = np.array([rng.permutation(EXPERTS)[: TOP_K[family]] for _ in range(size[0] * size[1])])
+        experts = np.array(
+            [rng.permutation(EXPERTS)[: TOP_K[family]] for _ in range(size[0] * size[1])]
+        )
         found.append(replace(one, experts_TMK=experts.reshape(*size, -1)))
     found[0].experts_TMK[::2] = -1  # type: ignore[index]
     return found
@@ -82,14 +92,18 @@ def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_engines_experts_in_every_layout(path: Path, family: str, one_rank: dict[str, Any], name: str) -> None:
+def test_the_engines_experts_in_every_layout(
+    path: Path, family: str, one_rank: dict[str, Any], name: str
+) -> None:
     layout, options = LAYOUTS[name]
     ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), replay_engine, family)
     for mine, one in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
         assert mine == pytest.approx(one, rel=within(1e-4))
     for mine, one in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):
         assert mine == pytest.approx(one, rel=within(1e-4))
-    assert {name: diff > 0 for name, diff in ranks[-1]["gaps"].items()} == dict.fromkeys(one_rank["gaps"], True)
+    assert {name: diff > 0 for name, diff in ranks[-1]["gaps"].items()} == dict.fromkeys(
+        one_rank["gaps"], True
+    )
     check_learning([rank["learning"] for rank in ranks], [one_rank["learning"]])
 
 
@@ -98,7 +112,9 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
     from megarl.parallel.routing import Choices
 
     at = trainer.layout.coords(trainer.rank)
-    micro_batches = assign(ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4)
+    micro_batches = assign(
+        ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4
+    )
     choices = [Choices(is_recording=True) for _ in micro_batches]
     before = trainer.token_outputs(micro_batches, choices)
     for one in choices:
@@ -111,15 +127,23 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
         "before": before,
         "plain": trainer.token_outputs(micro_batches),
         "replayed": trainer.token_outputs(micro_batches, choices),
-        "sums": {name: float(value) for name, value in trainer._model.pipeline.routing.sums.items()},
+        "sums": {
+            name: float(value) for name, value in trainer._model.pipeline.routing.sums.items()
+        },
     }
 
 
-@pytest.mark.parametrize("layout", [ONE_RANK, TrainLayout(8, 2, 2, 2, cp=2, vpp=2)], ids=["one rank", "8 ranks"])
-def test_the_old_policys_experts_undo_a_perturbed_router(tmp_path: Path, layout: TrainLayout) -> None:
+@pytest.mark.parametrize(
+    "layout", [ONE_RANK, TrainLayout(8, 2, 2, 2, cp=2, vpp=2)], ids=["one rank", "8 ranks"]
+)
+def test_the_old_policys_experts_undo_a_perturbed_router(
+    tmp_path: Path, layout: TrainLayout
+) -> None:
     path = write(tmp_path, "deepseek-v3", vocab_size=VOCAB_SIZE, pad_token_id=None)
     *_, last = run_world(recipe(path, layout), replay_old_policy, 0.5)
-    before, plain, replayed = (np.concatenate(last[name]) for name in ("before", "plain", "replayed"))
+    before, plain, replayed = (
+        np.concatenate(last[name]) for name in ("before", "plain", "replayed")
+    )
     assert np.abs(plain - before).max() > 0.1, "plain recomputation takes other experts"
     np.testing.assert_allclose(replayed, before, atol=within(1e-5))
     assert last["sums"]["differing_choices"] > 0.1 * last["sums"]["replayed_choices"]

@@ -54,7 +54,9 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
         for _ in range(STEPS):
             if takes_turns:
                 critic.offload()
-                assert not any(param.untyped_storage().nbytes() for param in critic.params().values())
+                assert not any(
+                    param.untyped_storage().nbytes() for param in critic.params().values()
+                )
                 critic.onload()
             found.append(numbers(critic.train_step(micro_batches, values, norms, LR)))
     return {"values": values.values, "metrics": found, "learning": learning}
@@ -69,7 +71,12 @@ def world(path: Path, layout: TrainLayout, takes_turns: bool = False) -> list[di
 def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scored:
     folder = tmp_path_factory.mktemp(request.param)
     path = write(
-        folder, request.param, head="ForSequenceClassification", vocab_size=VOCAB_SIZE, pad_token_id=None, num_labels=1
+        folder,
+        request.param,
+        head="ForSequenceClassification",
+        vocab_size=VOCAB_SIZE,
+        pad_token_id=None,
+        num_labels=1,
     )
     return path, world(path, ONE_RANK)[0]
 
@@ -80,7 +87,11 @@ def test_values_are_those_of_transformers(scored: Scored) -> None:
 
     path, mine = scored
     model: Any = AutoModelForSequenceClassification.from_pretrained(path)
-    in_order = [one for batch in assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=4) for one in batch]
+    in_order = [
+        one
+        for batch in assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=4)
+        for one in batch
+    ]
     for one, value_T in zip(in_order, mine["values"], strict=True):
         with torch.no_grad():
             hidden = model.model(torch.from_numpy(one.token_ids_T)[None]).last_hidden_state
@@ -112,7 +123,11 @@ def test_a_language_models_critic_begins_with_0_and_learns(tmp_path: Path) -> No
     (one,) = world(path, ONE_RANK)
     assert all(not value_T.any() for value_T in one["values"])
     weights = whole([one["learning"]]).after
-    assert weights and weights["score.weight"].any() and not any("layers.4." in name for name in weights)
+    assert (
+        weights
+        and weights["score.weight"].any()
+        and not any("layers.4." in name for name in weights)
+    )
     losses = [metrics["loss"] for metrics in one["metrics"]]
     assert losses[0] > losses[1] > losses[2]
 
@@ -123,7 +138,10 @@ def conversations() -> list[SampleGroup]:
     def group(number: int) -> SampleGroup:
         question, count = f"{100 + 37 * number}+{number}=", 1 + number % 3
         ids, logp, parts = np.zeros(1, np.int64), np.zeros(1, np.float32), (SamplePart(0, 1),)
-        samples = tuple(Sample(ids, logp, "12345"[: 1 + (number + index) % 5], True, parts) for index in range(count))
+        samples = tuple(
+            Sample(ids, logp, "12345"[: 1 + (number + index) % 5], True, parts)
+            for index in range(count)
+        )
         prompt = Prompt(str(number), question, (1,), "1", messages=question)
         return SampleGroup(prompt, samples, np.zeros(count, np.float32), np.zeros(count, np.bool_))
 
@@ -155,9 +173,13 @@ def classifier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 @pytest.mark.parametrize(
-    "layout", [ONE_RANK, TrainLayout(4, 2, 1, 2), TrainLayout(4, 1, 2, 1, vpp=2)], ids=["one", "tp2 ep2", "vpp2 dp2"]
+    "layout",
+    [ONE_RANK, TrainLayout(4, 2, 1, 2), TrainLayout(4, 1, 2, 1, vpp=2)],
+    ids=["one", "tp2 ep2", "vpp2 dp2"],
 )
-def test_scores_are_those_of_transformers(classifier: tuple[Path, Any], layout: TrainLayout) -> None:
+def test_scores_are_those_of_transformers(
+    classifier: tuple[Path, Any], layout: TrainLayout
+) -> None:
     """The last token's, of a chat by the model's own template; ranks have unequal numbers of groups."""
     from transformers import AutoTokenizer
 
@@ -167,8 +189,15 @@ def test_scores_are_those_of_transformers(classifier: tuple[Path, Any], layout: 
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
     tokens = partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
     for index, group in enumerate(conversations()):
-        chats = [[("user", group.prompt.text), ("assistant", sample.text)] for sample in group.samples]
-        rows = [tokens([dict(zip(("role", "content"), said, strict=True)) for said in chat]) for chat in chats]
+        chats = [
+            [("user", group.prompt.text), ("assistant", sample.text)] for sample in group.samples
+        ]
+        rows = [
+            tokens([dict(zip(("role", "content"), said, strict=True)) for said in chat])
+            for chat in chats
+        ]
         with torch.no_grad():
             expected = [float(model(torch.tensor([row])).logits[0, 0]) for row in rows]
-        np.testing.assert_allclose(found[index % layout.dp][index // layout.dp], expected, atol=1e-4)
+        np.testing.assert_allclose(
+            found[index % layout.dp][index // layout.dp], expected, atol=1e-4
+        )

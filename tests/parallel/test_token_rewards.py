@@ -39,7 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A policy, and another model of the same shape."""
     sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
     policy, teacher = (tmp_path_factory.mktemp(name) for name in ("policy", "teacher"))
-    return write_checkpoint(policy, **sizes), write_checkpoint(teacher, **sizes, initializer_range=0.05)
+    return write_checkpoint(policy, **sizes), write_checkpoint(
+        teacher, **sizes, initializer_range=0.05
+    )
 
 
 def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
@@ -49,14 +51,28 @@ def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
     for number in range(GROUPS):
         lengths = rng.integers(1, 7, number + 1)
         samples = tuple(
-            Sample(rng.integers(0, VOCAB_SIZE, n), np.full(n, -4.0, np.float32), "", True, (SamplePart(0, n),))
+            Sample(
+                rng.integers(0, VOCAB_SIZE, n),
+                np.full(n, -4.0, np.float32),
+                "",
+                True,
+                (SamplePart(0, n),),
+            )
             for n in lengths.tolist()
         )
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
         nothing = np.zeros(len(samples), np.float32)
         groups.append(SampleGroup(prompt, samples, nothing, nothing > 0))
         refs += [
-            SampleRef(number, i, 5 + int(length), int(length), reward=sign, advantage=sign, is_correct=sign > 0)
+            SampleRef(
+                number,
+                i,
+                5 + int(length),
+                int(length),
+                reward=sign,
+                advantage=sign,
+                is_correct=sign > 0,
+            )
             for i, (length, sign) in enumerate(zip(lengths, cycle([1.0, -1.0]), strict=False))
         ]
     return groups, refs
@@ -69,13 +85,18 @@ def plan(layout: TrainLayout, dp_rank: int, updates: int, outcomes: bool = True)
         refs, updates=updates, dp=layout.dp, token_budget=24, aggregation="sequence_mean", work=float,
         align=layout.tokens_align,
     )  # fmt: skip
-    return [Update((one.micro_batches[dp_rank],), one.denominator, one.tokens, one.loss_tokens) for one in plans]
+    return [
+        Update((one.micro_batches[dp_rank],), one.denominator, one.tokens, one.loss_tokens)
+        for one in plans
+    ]
 
 
 def token_values_of(refs: list[SampleRef], seed: int) -> TokenValues:
     """Token values as an auxiliary model might compute them."""
     return {
-        key_of(ref): np.random.default_rng([seed, *key_of(ref)]).normal(size=ref.response_length).astype(np.float32)
+        key_of(ref): np.random.default_rng([seed, *key_of(ref)])
+        .normal(size=ref.response_length)
+        .astype(np.float32)
         for ref in refs
     }
 
@@ -99,7 +120,11 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     trainer: Any = PolicyRank(rank, made, meet)
     layout, (groups, refs) = trainer.layout, batch()
     at, everything = layout.coords(rank), [*range(GROUPS)]
-    readers = [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))] if reports(trainer) else []
+    readers = (
+        [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))]
+        if reports(trainer)
+        else []
+    )
     found: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
         share = plan(layout, at.dp, updates=2 if algorithm in ("ppo", "prime") else 1)
@@ -126,16 +151,27 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     with host_offload.swapped_in(trainer.params(), trainer._reference):
         teacher = trainer.token_outputs(share)
     diffs = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
-    (metrics,) = trainer.train("on_policy_distillation", [update], LR, None, [*range(GROUPS)], *groups)
-    return {"diff": np.concatenate(diffs).sum() / update.denominator, "loss": numbers(metrics)["loss"]}
+    (metrics,) = trainer.train(
+        "on_policy_distillation", [update], LR, None, [*range(GROUPS)], *groups
+    )
+    return {
+        "diff": np.concatenate(diffs).sum() / update.denominator,
+        "loss": numbers(metrics)["loss"],
+    }
 
 
 def world(
-    models: tuple[Path, Path], layout: TrainLayout, work: Any, algorithm: str = "grpo", replay: str = "off"
+    models: tuple[Path, Path],
+    layout: TrainLayout,
+    work: Any,
+    algorithm: str = "grpo",
+    replay: str = "off",
 ) -> list[Any]:
     changes = {
         "reference": ReferenceConfig(use=True, path=str(models[1])),
-        "algorithm": AlgorithmConfig(name=algorithm, process_scale=0.5 if algorithm == "prime" else None),
+        "algorithm": AlgorithmConfig(
+            name=algorithm, process_scale=0.5 if algorithm == "prime" else None
+        ),
     }
     made = recipe(models[0], layout, replay=replay).model_copy(update=changes)
     return run_ranks(layout.world_size, work, made)
@@ -147,12 +183,16 @@ def one_rank(models: tuple[Path, Path]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_pays_what_one_rank_does(models: tuple[Path, Path], one_rank: dict[str, Any], name: str) -> None:
+def test_every_layout_pays_what_one_rank_does(
+    models: tuple[Path, Path], one_rank: dict[str, Any], name: str
+) -> None:
     layout = LAYOUTS[name]
     ranks = world(models, layout, pay)
     for reader, expected in enumerate(one_rank["penalties"]):
         found = [rank["penalties"][reader] for rank in ranks if rank["penalties"]]
-        assert sorted(key for penalties in found for key in penalties) == sorted(expected), "each sample once"
+        assert sorted(key for penalties in found for key in penalties) == sorted(expected), (
+            "each sample once"
+        )
         for penalties in found:
             for key, value_T in penalties.items():
                 np.testing.assert_allclose(value_T, expected[key], atol=within(1e-5))
@@ -160,7 +200,9 @@ def test_every_layout_pays_what_one_rank_does(models: tuple[Path, Path], one_ran
     for algorithm in ALGORITHMS:
         for rank in ranks:
             for mine, one in zip(rank[algorithm], one_rank[algorithm], strict=True):
-                assert mine == pytest.approx({key: one[key] for key in mine}, rel=within(2e-4), abs=1e-6), algorithm
+                assert mine == pytest.approx(
+                    {key: one[key] for key in mine}, rel=within(2e-4), abs=1e-6
+                ), algorithm
 
 
 def observe(rank: int, meet: Address, made: Any) -> list[Any]:
@@ -169,7 +211,11 @@ def observe(rank: int, meet: Address, made: Any) -> list[Any]:
 
     trainer: Any = PolicyRank(rank, made, meet)
     groups, refs = batch()
-    share, everything, values = plan(trainer.layout, 0, updates=2), [*range(GROUPS)], token_values_of(refs, 4)
+    share, everything, values = (
+        plan(trainer.layout, 0, updates=2),
+        [*range(GROUPS)],
+        token_values_of(refs, 4),
+    )
     *_, state = trainer.observe("ppo", share, [], everything, *groups)
     with patch.object(trainer, "token_outputs", side_effect=AssertionError("it computes again")):
         found = trainer.train("ppo", share, 0.0, as_by_ray(state), everything, *groups, values)
@@ -177,7 +223,9 @@ def observe(rank: int, meet: Address, made: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("replay", ["off", "r2"])
-def test_an_observation_spares_the_computation_and_changes_nothing(models: tuple[Path, Path], replay: str) -> None:
+def test_an_observation_spares_the_computation_and_changes_nothing(
+    models: tuple[Path, Path], replay: str
+) -> None:
     from megarl.training.policy import DIFFERING_SHARE
 
     for observed, computed in world(models, LAYOUTS["tp2 pp2"], observe, replay=replay):
@@ -198,7 +246,10 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
 
     model: Any = AuxiliaryRank(rank, made, meet, "process_rewards")
     groups, refs = batch()
-    share, everything = plan(model.layout, model.layout.coords(rank).dp, updates=2), [*range(GROUPS)]
+    share, everything = (
+        plan(model.layout, model.layout.coords(rank).dp, updates=2),
+        [*range(GROUPS)],
+    )
     readers = [frozenset(map(key_of, refs))] if reports(model) else []
     found = {"process_rewards": [], "metrics": []}
     for _ in range(3):
@@ -214,7 +265,9 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_process_rewards_tell_outcomes_apart(models: tuple[Path, Path], name: str) -> None:
     """At first all are 0; then correct responses are worth more; they are the same in any layout as on one rank."""
-    (one,), ranks = (world(models, layout, learn_outcomes, "prime") for layout in (ONE_RANK, LAYOUTS[name]))
+    (one,), ranks = (
+        world(models, layout, learn_outcomes, "prime") for layout in (ONE_RANK, LAYOUTS[name])
+    )
     _, refs = batch()
     assert all(not value_T.any() for value_T in one["process_rewards"][0].values())
     assert one["metrics"][0][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
@@ -223,10 +276,16 @@ def test_process_rewards_tell_outcomes_apart(models: tuple[Path, Path], name: st
         total[ref.is_correct] += one["process_rewards"][2][key_of(ref)].sum()
     assert total[True] > 0 > total[False]
     for step in range(3):
-        merged = {key: value_T for rank in ranks for key, value_T in rank["process_rewards"][step].items()}
+        merged = {
+            key: value_T for rank in ranks for key, value_T in rank["process_rewards"][step].items()
+        }
         assert merged.keys() == one["process_rewards"][step].keys()
         for key, value_T in merged.items():
-            np.testing.assert_allclose(value_T, one["process_rewards"][step][key], atol=within(1e-4))
+            np.testing.assert_allclose(
+                value_T, one["process_rewards"][step][key], atol=within(1e-4)
+            )
         for rank in ranks:
             for mine, other in zip(rank["metrics"][step], one["metrics"][step], strict=True):
-                assert mine == pytest.approx({key: other[key] for key in mine}, rel=within(1e-3), abs=1e-5)
+                assert mine == pytest.approx(
+                    {key: other[key] for key in mine}, rel=within(1e-3), abs=1e-5
+                )

@@ -69,14 +69,18 @@ def place_at(folder: Path, **fields: Any) -> Path:
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that the module `runs_x.evil`, in the working folder, writes when it is imported."""
     (tmp_path / "runs_x").mkdir()
-    (tmp_path / "runs_x" / "evil.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w').close()\nclass Kind: ...\n")
+    (tmp_path / "runs_x" / "evil.py").write_text(
+        f"open({str(tmp_path / 'canary')!r}, 'w').close()\nclass Kind: ...\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path / "canary"
 
 
 @pytest.mark.parametrize("protocol", [0, 4])
 @pytest.mark.parametrize("name", ["Kind", "Kind.__init__"])
-def test_a_module_that_an_index_names_is_not_imported(tmp_path: Path, canary: Path, protocol: int, name: str) -> None:
+def test_a_module_that_an_index_names_is_not_imported(
+    tmp_path: Path, canary: Path, protocol: int, name: str
+) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(names("runs_x.evil", name, protocol))
     with pytest.raises(UserError) as caught:
@@ -96,9 +100,20 @@ def test_a_module_that_an_index_names_is_not_imported(tmp_path: Path, canary: Pa
         Forged(torch.load, "ran"),
         ["no", "index"],
         Metadata(state_dict_metadata=[], storage_data={}),  # type: ignore[arg-type]
-        Metadata(state_dict_metadata={}, storage_data={0: filesystem._StorageInfo("../../secret", 0, 9)}),  # type: ignore
+        Metadata(
+            state_dict_metadata={}, storage_data={0: filesystem._StorageInfo("../../secret", 0, 9)}
+        ),  # type: ignore
     ],
-    ids=["system", "eval", "torch's class", "another class", "torch.load", "a list", "no names", "a file elsewhere"],
+    ids=[
+        "system",
+        "eval",
+        "torch's class",
+        "another class",
+        "torch.load",
+        "a list",
+        "no names",
+        "a file elsewhere",
+    ],
 )
 def test_an_index_that_is_forged_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forged: object
@@ -108,7 +123,9 @@ def test_an_index_that_is_forged_is_refused_in_one_line(
     (folder / ".metadata").write_bytes(pickle.dumps(forged))
     with pytest.raises(UserError) as caught:
         dist_checkpoint.read_factors(folder)
-    assert str(caught.value).startswith(f"{folder}/.metadata: ") and str(caught.value).endswith(HINT)
+    assert str(caught.value).startswith(f"{folder}/.metadata: ") and str(caught.value).endswith(
+        HINT
+    )
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
@@ -118,14 +135,18 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, path: Any) -> 
     folder = place_at(written(tmp_path / "step-000001"), relative_path=path)
     with pytest.raises(UserError) as caught:
         dist_checkpoint.read_factors(folder)
-    assert str(caught.value) == f"{folder}/.metadata: names {path!r} as a file of the checkpoint{HINT}"
+    assert (
+        str(caught.value) == f"{folder}/.metadata: names {path!r} as a file of the checkpoint{HINT}"
+    )
 
 
 @pytest.mark.parametrize("field", ["offset", "length"])
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, True, 2**63])
 def test_an_index_names_whole_parts_of_files(tmp_path: Path, field: str, value: Any) -> None:
     folder = place_at(written(tmp_path / "step-000001"), **{field: value})
-    with pytest.raises(UserError, match=f"names {value!r} bytes from|bytes from {value!r} of ") as caught:
+    with pytest.raises(
+        UserError, match=f"names {value!r} bytes from|bytes from {value!r} of "
+    ) as caught:
         dist_checkpoint.read_factors(folder)
     assert str(caught.value).endswith(HINT)
 
@@ -145,11 +166,15 @@ def test_what_an_unreadable_index_leads_to_is_an_error_of_the_checkpoint(
     tmp_path: Path, cause: BaseException, is_error: bool
 ) -> None:
     folder = written(tmp_path / "step-000001")
-    with pytest.raises(UserError if is_error else RuntimeError, match="cannot be loaded"), unpickling.reading(folder):
+    with (
+        pytest.raises(UserError if is_error else RuntimeError, match="cannot be loaded"),
+        unpickling.reading(folder),
+    ):
         raise CheckpointException("read", {0: (cause, None)})  # type: ignore[dict-item]
 
 
-_EVIL = b"N}X\x04\x00\x00\x00evilK\x01s\x86b"  # BUILD: sets the attribute `evil` of what is before it
+# BUILD: sets the attribute `evil` of what is before it
+_EVIL = b"N}X\x04\x00\x00\x00evilK\x01s\x86b"
 
 
 @pytest.mark.parametrize(
@@ -163,7 +188,9 @@ _EVIL = b"N}X\x04\x00\x00\x00evilK\x01s\x86b"  # BUILD: sets the attribute `evil
     ],
     ids=["a class", "a class from the memo", "a function", "an enum", "an enum's member"],
 )
-@pytest.mark.parametrize("end", [b".", b"0N.", b"0cos\nsystem\n."], ids=["its own", "dropped", "and fails"])
+@pytest.mark.parametrize(
+    "end", [b".", b"0N.", b"0cos\nsystem\n."], ids=["its own", "dropped", "and fails"]
+)
 def test_an_index_changes_no_class(tmp_path: Path, named: bytes, kept: object, end: bytes) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(b"\x80\x02" + named + _EVIL + end)
@@ -177,7 +204,10 @@ def test_an_index_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> N
     """In every protocol that is in use, with all that an index may hold."""
     path, folder = tmp_path / "index", written(tmp_path / "step-000001")
     index = pickle.loads((folder / ".metadata").read_bytes())
-    index.planner_data = [*WriteItemType, SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.SHARD)])]
+    index.planner_data = [
+        *WriteItemType,
+        SavePlan([WriteItem(MetadataIndex("x"), WriteItemType.SHARD)]),
+    ]
     path.write_bytes(pickle.dumps(index, protocol))
     with path.open("rb") as file:
         found = unpickling.read_index(file)
@@ -187,7 +217,9 @@ def test_an_index_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> N
     assert type(about.size) is torch.Size
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x05", b"garbage", b"\x80\x04]\x94" + b"(" * 100_000])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x05", b"garbage", b"\x80\x04]\x94" + b"(" * 100_000]
+)
 def test_an_index_that_is_no_pickle_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(content)
@@ -213,7 +245,10 @@ def test_an_error_of_the_index_is_told_where_torch_hides_it(tmp_path: Path, cana
     """Where ranks read together, torch goes on without an index and fails by an assertion of its own."""
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(names("runs_x.evil", "Kind", 2))
-    with pytest.raises(UserError, match="metadata: it cannot be loaded as data"), unpickling.reading(folder):
+    with (
+        pytest.raises(UserError, match="metadata: it cannot be loaded as data"),
+        unpickling.reading(folder),
+    ):
         load({}, storage_reader=filesystem.FileSystemReader(folder), no_dist=True)
     assert not canary.exists()
 
@@ -240,11 +275,16 @@ def test_megatrons_common_file_runs_nothing_either(tmp_path: Path, canary: Path)
     """torch.load without weights_only obeys a variable that older training scripts set."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "common.pt").write_bytes(names("runs_x.evil", "Kind", 2))
-    environment = os.environ | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     command = [sys.executable, "-W", "ignore", "-c", _UNSAFE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
-    assert done.stdout.strip() == f"UserError folder: it cannot be loaded as data ({reason}){HINT}", done.stderr
+    assert (
+        done.stdout.strip() == f"UserError folder: it cannot be loaded as data ({reason}){HINT}"
+    ), done.stderr
     assert not canary.exists()
 
 

@@ -68,7 +68,9 @@ def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
     return run_ranks(made.placement.gpus, _with_trainer, made, work, args)
 
 
-def _with_trainer(rank: int, meet: Address, made: Recipe, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _with_trainer(
+    rank: int, meet: Address, made: Recipe, work: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     from megarl.training.policy import PolicyRank
 
     return work(PolicyRank(rank, made, meet), *args)
@@ -94,7 +96,9 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
             process.join()
 
 
-def _rank_main(pipe: Connection, rank: int, meet: Address, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    pipe: Connection, rank: int, meet: Address, work: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     device.use_loopback()
     try:
         pipe.send((True, work(rank, meet, *args)))
@@ -138,7 +142,9 @@ def ragged(count: int, vocab_size: int, seed: int, longest: int = 23) -> list[Tr
     return sequences
 
 
-def assign(sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batches: int) -> list[list[TrainSequence]]:
+def assign(
+    sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batches: int
+) -> list[list[TrainSequence]]:
     """One data-parallel rank's uneven micro-batches: every dp-th sequence, split into `micro_batches` parts."""
     mine = list(sequences[dp_rank::dp])
     cuts = [round(len(mine) * (i / micro_batches) ** 1.5) for i in range(micro_batches + 1)]
@@ -147,7 +153,9 @@ def assign(sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batc
 
 def part(micro_batches: Sequence[Sequence[TrainSequence]], denominator: float, **more: Any) -> Any:
     """An update of these micro-batches alone: what one rank, or one of equal data-parallel ranks, is given."""
-    return world_part(micro_batches, [one for batch in micro_batches for one in batch], denominator, **more)
+    return world_part(
+        micro_batches, [one for batch in micro_batches for one in batch], denominator, **more
+    )
 
 
 def world_part(
@@ -165,11 +173,16 @@ def world_part(
     return UpdateShare(micro_batches, norms, **more)
 
 
-def weighted_loss(logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any) -> LossResult:
+def weighted_loss(
+    logp_T: torch.Tensor, entropy_T: torch.Tensor, old_logp_T: torch.Tensor, targets: Any
+) -> LossResult:
     """A small loss of every input, so that a misaligned one shows: sum w m (A (old - log p) - (p - e)^2 / 10)."""
     mask_T = targets.loss_mask_T
     diff_T = torch.where(mask_T, (old_logp_T - targets.engine_logp_T).abs(), 0.0)
-    per_token_T = targets.advantage_T * (old_logp_T - 1.0 - logp_T) + (logp_T - targets.engine_logp_T) ** 2 / 10
+    per_token_T = (
+        targets.advantage_T * (old_logp_T - 1.0 - logp_T)
+        + (logp_T - targets.engine_logp_T) ** 2 / 10
+    )
     loss_sum = torch.where(mask_T, per_token_T * targets.loss_weight_T, 0.0).sum()
     return loss_sum, {TOKENS: mask_T.sum(), **over_tokens(mask_T, {DIFF: diff_T, DIFF_MAX: diff_T})}
 
@@ -184,7 +197,9 @@ def trained(trainer: Any) -> dict[str, torch.Tensor]:
     if not trainer._model.adapters:
         return trainer.params()
     heads = {shard.param for shard in _head_shards(trainer)}
-    return trainer.factors() | {name: param for name, param in trainer.params().items() if name in heads}
+    return trainer.factors() | {
+        name: param for name, param in trainer.params().items() if name in heads
+    }
 
 
 def _head_shards(trainer: Any) -> list[Any]:
@@ -192,7 +207,11 @@ def _head_shards(trainer: Any) -> list[Any]:
     from megarl.resharding import megatron_map
 
     of_rank = trainer.shape, trainer.layout, trainer.rank
-    return [one for one in megatron_map.shards(*of_rank, TRANSFORMER_ENGINE) if one.name == "score.weight"]
+    return [
+        one
+        for one in megatron_map.shards(*of_rank, TRANSFORMER_ENGINE)
+        if one.name == "score.weight"
+    ]
 
 
 def trained_shards(trainer: Any) -> list[Any]:
@@ -222,9 +241,12 @@ def rectangles(trainer: Any, tensors: Mapping[str, torch.Tensor] | None = None) 
     for shard in filter(lambda one: one.area, trained_shards(trainer)):
         if tensors is not None and not all(param in tensors for param, _ in cells(shard)):
             continue
-        planes = [plane for view in views(held, shard.param, shard.at, shard.size) for plane in view]
+        planes = [
+            plane for view in views(held, shard.param, shard.at, shard.size) for plane in view
+        ]
         for item, plane in zip(range(*shard.items), planes, strict=True):
-            values = plane.float().clone().cpu().numpy()  # a storage that NumPy has seen cannot be resized any more
+            # a storage that NumPy has seen cannot be resized any more
+            values = plane.float().clone().cpu().numpy()
             found.append((shard.name.format(item), shard.rows, shard.cols, values))
     return found
 

@@ -12,27 +12,104 @@ from megarl.placement.engine_layout import EngineLayout
 MOE = ModelShape(4, 128, 8, 4, 16, 200, num_experts=8, experts_per_token=2, moe_ffn_size=128)
 DENSE = ModelShape(4, 128, 8, 4, 16, 200, num_dense_layers=4, ffn_size=96)
 DEEPSEEK = replace(
-    MOE, num_dense_layers=1, ffn_size=96, num_shared_experts=1, mla=MlaShape(128, 64, 64, 64, 64), router_bias=True
+    MOE,
+    num_dense_layers=1,
+    ffn_size=96,
+    num_shared_experts=1,
+    mla=MlaShape(128, 64, 64, 64, 64),
+    router_bias=True,
 )
 
 REFUSED = {
     "too many engines": (MOE, EngineLayout(3, 2, 1, first=1), 4, "count", "set it to 1"),
-    "too many ranks": (MOE, EngineLayout(1, 8, 8), 4, "count", "set rollout.engine.tp to at most 4"),
+    "too many ranks": (
+        MOE,
+        EngineLayout(1, 8, 8),
+        4,
+        "count",
+        "set rollout.engine.tp to at most 4",
+    ),
     "attention heads": (DENSE, EngineLayout(1, 3, 1), 16, "tp", "2 or 4"),
     "kv heads": (replace(MOE, num_heads=24), EngineLayout(1, 6, 1), 16, "tp", "4 or 8"),
-    "experts": (replace(MOE, num_experts=12), EngineLayout(1, 8, 8), 16, "ep", "set rollout.engine.ep to 4"),
+    "experts": (
+        replace(MOE, num_experts=12),
+        EngineLayout(1, 8, 8),
+        16,
+        "ep",
+        "set rollout.engine.ep to 4",
+    ),
     "ep of tp": (MOE, EngineLayout(1, 4, 8), 16, "ep", "set rollout.engine.ep to 4"),
     "dp of tp": (MOE, EngineLayout(1, 4, 1, dp=3), 16, "dp", "2 or 4"),
-    "dp of a dense model": (DENSE, EngineLayout(1, 4, 1, dp=2), 16, "dp", "set rollout.engine.dp to 1"),
-    "an expert's width": (replace(MOE, moe_ffn_size=6), EngineLayout(1, 4, 1), 16, "tp", "set rollout.engine.tp to 2"),
-    "a dense layer's width": (replace(DENSE, ffn_size=12), EngineLayout(1, 8, 1), 16, "tp", "rollout.engine.tp to 4"),
-    "shared experts": (replace(DEEPSEEK, moe_ffn_size=12), EngineLayout(1, 8, 8), 16, "tp", "to divisors of it"),
-    "whole layers without DP attention": (MOE, EngineLayout(1, 4, 1, whole_dense=True), 16, "dense", "dense to cut"),
-    "heads of groups without groups": (MOE, EngineLayout(1, 4, 1, group_head=True), 16, "head", "head to engine"),
-    "DeepEP and cut experts": (MOE, EngineLayout(1, 4, 2, 2, whole_dense=True, deepep=True), 16, "experts", "ep to 4"),
-    "DeepEP and cut layers": (MOE, EngineLayout(1, 4, 4, 2, deepep=True), 16, "experts", "dense to whole"),
-    "DeepEP without DP attention": (MOE, EngineLayout(1, 4, 4, deepep=True), 16, "experts", "dp to 2 or more"),
-    "more ranks than experts": (replace(DEEPSEEK, num_experts=4), EngineLayout(1, 8, 4), 16, "tp", "to 4"),
+    "dp of a dense model": (
+        DENSE,
+        EngineLayout(1, 4, 1, dp=2),
+        16,
+        "dp",
+        "set rollout.engine.dp to 1",
+    ),
+    "an expert's width": (
+        replace(MOE, moe_ffn_size=6),
+        EngineLayout(1, 4, 1),
+        16,
+        "tp",
+        "set rollout.engine.tp to 2",
+    ),
+    "a dense layer's width": (
+        replace(DENSE, ffn_size=12),
+        EngineLayout(1, 8, 1),
+        16,
+        "tp",
+        "rollout.engine.tp to 4",
+    ),
+    "shared experts": (
+        replace(DEEPSEEK, moe_ffn_size=12),
+        EngineLayout(1, 8, 8),
+        16,
+        "tp",
+        "to divisors of it",
+    ),
+    "whole layers without DP attention": (
+        MOE,
+        EngineLayout(1, 4, 1, whole_dense=True),
+        16,
+        "dense",
+        "dense to cut",
+    ),
+    "heads of groups without groups": (
+        MOE,
+        EngineLayout(1, 4, 1, group_head=True),
+        16,
+        "head",
+        "head to engine",
+    ),
+    "DeepEP and cut experts": (
+        MOE,
+        EngineLayout(1, 4, 2, 2, whole_dense=True, deepep=True),
+        16,
+        "experts",
+        "ep to 4",
+    ),
+    "DeepEP and cut layers": (
+        MOE,
+        EngineLayout(1, 4, 4, 2, deepep=True),
+        16,
+        "experts",
+        "dense to whole",
+    ),
+    "DeepEP without DP attention": (
+        MOE,
+        EngineLayout(1, 4, 4, deepep=True),
+        16,
+        "experts",
+        "dp to 2 or more",
+    ),
+    "more ranks than experts": (
+        replace(DEEPSEEK, num_experts=4),
+        EngineLayout(1, 8, 4),
+        16,
+        "tp",
+        "to 4",
+    ),
 }
 
 
@@ -45,13 +122,17 @@ def test_it_names_the_key_and_a_value_that_fits(case: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [MOE, DEEPSEEK, DENSE])
-@pytest.mark.parametrize("engine", [EngineLayout(1, 1, 1), EngineLayout(2, 4, 1, first=8), EngineLayout(1, 8, 1)])
+@pytest.mark.parametrize(
+    "engine", [EngineLayout(1, 1, 1), EngineLayout(2, 4, 1, first=8), EngineLayout(1, 8, 1)]
+)
 def test_what_fits_is_accepted(shape: ModelShape, engine: EngineLayout) -> None:
     assert engine.errors(shape, 16) == []
 
 
 def test_dp_attention_cuts_the_attention_over_its_groups_alone() -> None:
-    assert [error.where for error in EngineLayout(1, 16, 8).errors(MOE, 16)] == ["rollout.engine.tp"]
+    assert [error.where for error in EngineLayout(1, 16, 8).errors(MOE, 16)] == [
+        "rollout.engine.tp"
+    ]
     assert EngineLayout(1, 16, 8, dp=2).errors(MOE, 16) == []
 
 
@@ -62,7 +143,9 @@ def test_fp8_asks_that_no_rank_cuts_a_tile() -> None:
         ({"moe_ffn_size": 64}, "an expert"),
         ({"mla": replace(DEEPSEEK.mla or MlaShape(1, 1, 1, 1, 1), q_lora_rank=96)}, "q_a_proj"),
     ):
-        errors = EngineLayout(1, 1, 1, fp8=True).errors(replace(replace(DEEPSEEK, ffn_size=128), **change), 8)
+        errors = EngineLayout(1, 1, 1, fp8=True).errors(
+            replace(replace(DEEPSEEK, ffn_size=128), **change), 8
+        )
         assert any(what in error.problem for error in errors), what
         assert all("or rollout.engine.fp8 to false" in error.hint for error in errors)
 
@@ -76,8 +159,13 @@ def test_what_only_a_gpu_refuses() -> None:
 def test_what_only_a_cpu_refuses() -> None:
     assert EngineLayout(1, 2, 1).cpu_errors(MOE) == []
     assert EngineLayout(1, 1, 1).cpu_errors(DEEPSEEK) == []
-    assert [f.where for f in EngineLayout(1, 1, 1, fp8=True).cpu_errors(MOE)] == ["rollout.engine.fp8"]
-    assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_errors(MOE)] == [True, False]
+    assert [f.where for f in EngineLayout(1, 1, 1, fp8=True).cpu_errors(MOE)] == [
+        "rollout.engine.fp8"
+    ]
+    assert ["key/value heads" in f.problem for f in EngineLayout(1, 8, 8).cpu_errors(MOE)] == [
+        True,
+        False,
+    ]
     (error,) = EngineLayout(1, 2, 1).cpu_errors(DENSE)
     assert "the width 96 of a dense layer over 2" in error.problem
 

@@ -20,7 +20,9 @@ from tests.parallel.worlds import recipe
 def made(path: Path, **branches: dict[str, Any]) -> Recipe:
     """A recipe on 8 GPUs in which some branches have other values."""
     tree = recipe(path, TrainLayout(8, 2, 1, 1), mtp_loss=0.1, replay="r2").model_dump(mode="json")
-    return Recipe.model_validate(tree | {name: (tree[name] or {}) | keys for name, keys in branches.items()})
+    return Recipe.model_validate(
+        tree | {name: (tree[name] or {}) | keys for name, keys in branches.items()}
+    )
 
 
 @pytest.fixture
@@ -29,7 +31,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_role_is_resolved_from_one_reading_of_each_config(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_role_is_resolved_from_one_reading_of_each_config(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[Path] = []
     read_json = hf_config.read_json
     monkeypatch.setattr(hf_config, "read_json", lambda file: read.append(file) or read_json(file))
@@ -39,7 +43,11 @@ def test_every_role_is_resolved_from_one_reading_of_each_config(folder: Path, mo
     assert read == [folder / "config.json"] * 4
     assert list(roles.models) == ["policy", "critic", "reward_model"]
     assert [role.slots for role in roles.models.values()] == [range(8), range(8), range(4, 6)]
-    assert [role.branch for role in roles.models.values()] == ["train", "critic.ranks", "reward_model.ranks"]
+    assert [role.branch for role in roles.models.values()] == [
+        "train",
+        "critic.ranks",
+        "reward_model.ranks",
+    ]
     assert [role.shape.num_labels for role in roles.models.values()] == [0, 1, 1]
     assert roles.policy.shape == SHAPE and roles.reference and roles.reference.known_shape == SHAPE
     assert len(roles.shared_slots) == 8
@@ -47,14 +55,20 @@ def test_every_role_is_resolved_from_one_reading_of_each_config(folder: Path, mo
 
 def test_auxiliary_ranks_read_their_own_values_in_the_policys_keys(folder: Path) -> None:
     ranks = {"gpus": 4, "tp": 4}
-    critic = resolve(made(folder, algorithm={"name": "vapo"}, critic={"lr": 0.5, "ranks": ranks})).critic
+    critic = resolve(
+        made(folder, algorithm={"name": "vapo"}, critic={"lr": 0.5, "ranks": ranks})
+    ).critic
     assert critic and critic.layout == TrainLayout(4, 4, 1, 1)
     own = critic.recipe
     assert (own.train.lr, own.train.mtp_loss, own.train.replay) == (0.5, 0.0, "off")
     assert own.model.path == str(folder) and own.reference.path is None
-    nodes = made(folder, algorithm={"name": "ppo"}, placement={"network": "nodes", "gpus_per_node": 4})
+    nodes = made(
+        folder, algorithm={"name": "ppo"}, placement={"network": "nodes", "gpus_per_node": 4}
+    )
     critic = resolve(nodes).critic
-    assert critic and critic.recipe.placement.gpu_of(5) == 1, "the critic's ranks are on the same nodes"
+    assert critic and critic.recipe.placement.gpu_of(5) == 1, (
+        "the critic's ranks are on the same nodes"
+    )
 
 
 def test_engines_with_attention_groups_hold_dense_layers_whole(folder: Path) -> None:
@@ -69,7 +83,9 @@ def test_engines_with_attention_groups_hold_dense_layers_whole(folder: Path) -> 
     assert flags(dp=2, fp8=True) == [True, True, True, False]
     assert flags(dp=2, dense="cut", head="engine", fp8=True) == [False] * 4
     assert flags(dp=2, experts="deepep") == [True] * 4
-    assert flags(dense="whole", head="group") == [True, False, True, False], "which is refused: test_engine_layout.py"
+    assert flags(dense="whole", head="group") == [True, False, True, False], (
+        "which is refused: test_engine_layout.py"
+    )
 
 
 def test_prime_rewards_by_logits_and_sampling_alone_has_no_critic(folder: Path) -> None:
@@ -83,10 +99,15 @@ def test_prime_rewards_by_logits_and_sampling_alone_has_no_critic(folder: Path) 
 def test_a_checkpoint_that_is_not_there_is_an_error_of_its_role_alone(tmp_path: Path) -> None:
     roles = resolve(made(tmp_path / "gone", algorithm={"name": "ppo"}))
     assert roles.policy.layout == TrainLayout(8, 2, 1, 1) and roles.policy.model.known_shape is None
-    assert isinstance(roles.policy.model.error, UserError) and roles.policy.model.error.problem == "no such file"
+    assert (
+        isinstance(roles.policy.model.error, UserError)
+        and roles.policy.model.error.problem == "no such file"
+    )
     with pytest.raises(UserError, match="no such file"):
         _ = roles.policy.shape
-    assert resolve(made(tmp_path, algorithm={"name": "grop"})).critic is None, "that is told by its key"
+    assert resolve(made(tmp_path, algorithm={"name": "grop"})).critic is None, (
+        "that is told by its key"
+    )
 
 
 def test_a_model_that_cannot_be_built_still_has_a_shape(folder: Path) -> None:
@@ -103,7 +124,9 @@ def test_errors_have_the_keys_of_their_role(folder: Path) -> None:
 
     (line,) = wheres(resolve(made(folder, placement={"train_gpus": 7})).policy)
     assert line.startswith("placement.train_gpus: ")
-    (line,) = wheres(resolve(made(folder, algorithm={"name": "ppo"}, critic={"ranks": {"gpus": 7}})).critic)
+    (line,) = wheres(
+        resolve(made(folder, algorithm={"name": "ppo"}, critic={"ranks": {"gpus": 7}})).critic
+    )
     assert line.startswith("critic.ranks.gpus: ") and "lower critic.ranks.tp" in line
 
 

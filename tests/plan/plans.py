@@ -32,9 +32,19 @@ _QWEN3 = {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-30b": _QWEN3
-    | {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "moe_intermediate_size": 768},
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "moe_intermediate_size": 768,
+    },
     "qwen3-235b": _QWEN3
-    | {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "moe_intermediate_size": 1536},
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "moe_intermediate_size": 1536,
+    },
     "deepseek-v3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "vocab_size": 129280,
@@ -56,7 +66,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "num_nextn_predict_layers": 1,
     },
-    "kimi-k2": json.loads((Path(__file__).parents[2] / "recipes/models/kimi-k2/config.json").read_text()),
+    "kimi-k2": json.loads(
+        (Path(__file__).parents[2] / "recipes/models/kimi-k2/config.json").read_text()
+    ),
     "tiny": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "vocab_size": 300,
@@ -108,7 +120,9 @@ H800 = Hardware(
 )
 
 
-def recipe(folder: Path, model: str, gpus: int, *, engine: dict[str, Any] | None = None, **more: Any) -> Recipe:
+def recipe(
+    folder: Path, model: str, gpus: int, *, engine: dict[str, Any] | None = None, **more: Any
+) -> Recipe:
     """Of one of `CONFIGS`, written into `folder`; more: keys of `train`, and whole branches of the recipe."""
     path = folder / model
     path.mkdir(exist_ok=True)
@@ -147,7 +161,11 @@ def size(
 
 
 def count(
-    recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], *, mean_tokens: int | None = None
+    recipe: Recipe,
+    hardware: Hardware,
+    sizes: Mapping[RoleName, ModelSize],
+    *,
+    mean_tokens: int | None = None,
 ) -> MemoryPlan:
     """The memory where responses have half of the longest length, unless it is given."""
     mean = mean_tokens or recipe.data.max_prompt_tokens + math.ceil(0.5 * recipe.longest_response)
@@ -156,4 +174,6 @@ def count(
 
 def memory(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
     """The same with faults."""
-    return with_errors(recipe, hardware, sizes, lambda changed, found: count(changed, hardware, found))
+    return with_errors(
+        recipe, hardware, sizes, lambda changed, found: count(changed, hardware, found)
+    )

@@ -61,13 +61,25 @@ _STAGES = [4] * 13 + [3] * 3
 def recipe(folder: Path, config: dict[str, Any], *overrides: str) -> Recipe:
     """The quickstart's recipe with a model of which there is the config.json alone."""
     (folder / "config.json").write_text(json.dumps(config))
-    given = ["model.path=nowhere", f"model.config={folder}", "model.dtype=bfloat16", "warm_start.steps=0"]
-    return load_recipe(ROOT / "recipes" / "quickstart.yaml", [*given, f"placement.hardware={H800}", *overrides])
+    given = [
+        "model.path=nowhere",
+        f"model.config={folder}",
+        "model.dtype=bfloat16",
+        "warm_start.steps=0",
+    ]
+    return load_recipe(
+        ROOT / "recipes" / "quickstart.yaml", [*given, f"placement.hardware={H800}", *overrides]
+    )
 
 
 def small(folder: Path, *overrides: str) -> Recipe:
     """A model of 4 layers and 8 experts on two nodes of 4 GPUs."""
-    given = ["placement.gpus=8", "placement.gpus_per_node=4", "rollout.engine.count=2", "rollout.engine.tp=4"]
+    given = [
+        "placement.gpus=8",
+        "placement.gpus_per_node=4",
+        "rollout.engine.count=2",
+        "rollout.engine.tp=4",
+    ]
     return recipe(folder, SMALL, *given, *overrides)
 
 

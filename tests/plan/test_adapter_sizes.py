@@ -48,14 +48,21 @@ def test_the_factors_are_those_that_ranks_train(tmp_path: Path) -> None:
         for rank, found in enumerate(run_world(recipes[name], held)):
             stage = sizes["policy"].stages[layout.coords(rank).pp]
             for key in ("dense", "expert", "frozen"):
-                assert [one[key] for one in found] == [asdict(one)[key] for one in stage], (name, rank, key)
+                assert [one[key] for one in found] == [asdict(one)[key] for one in stage], (
+                    name,
+                    rank,
+                    key,
+                )
 
 
 def test_a_trillion_parameters_have_ten_billion_of_rank_16(tmp_path: Path) -> None:
     """Computed apart: 384 experts of 60 layers have 16 x 3 x (7168 + 2048) each, and the rest has 0.1 of 10.2 B."""
     shape = model_shape(plans.recipe(tmp_path, "kimi-k2", 1).model.path)
     experts = 60 * 384 * 16 * 3 * (7168 + 2048)
-    assert adapter_parameters(shape, LoraSize(16, 16, 32.0, ("gate_proj", "up_proj", "down_proj"))) > experts
+    assert (
+        adapter_parameters(shape, LoraSize(16, 16, 32.0, ("gate_proj", "up_proj", "down_proj")))
+        > experts
+    )
     whole = adapter_parameters(shape, LoraSize(16, 16, 32.0, ()))
     assert experts < whole < 1.02 * experts
     assert adapter_parameters(shape, LoraSize(16, 0, 32.0, ())) == whole - experts
@@ -79,11 +86,18 @@ def test_experts_share_the_rank_of_the_other_layers(tmp_path: Path) -> None:
 
 def test_sglang_makes_slots_for_all_experts_beside_any_mlp(tmp_path: Path) -> None:
     """Also where experts have no adapters; not where only the attention has."""
-    shape, engine = model_shape(plans.recipe(tmp_path, "kimi-k2", 1).model.path), EngineLayout(1, 64, 64, dp=64)
+    shape, engine = (
+        model_shape(plans.recipe(tmp_path, "kimi-k2", 1).model.path),
+        EngineLayout(1, 64, 64, dp=64),
+    )
     all_layers = LoraSize(16, 16, 32.0, (), sync="adapters")
     whole, without, attention = (
         adapter_slot_bytes(shape, engine, size, "bfloat16")[0]
-        for size in (all_layers, replace(all_layers, expert_rank=0), replace(all_layers, targets=("o_proj",)))
+        for size in (
+            all_layers,
+            replace(all_layers, expert_rank=0),
+            replace(all_layers, targets=("o_proj",)),
+        )
     )
     assert attention < whole / 5 and without == whole
 
@@ -91,7 +105,9 @@ def test_sglang_makes_slots_for_all_experts_beside_any_mlp(tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     engine = {"count": 8, "tp": 8, "ep": 8, "dp": 1}
-    return plans.recipe(tmp_path_factory.mktemp("model"), "qwen3-30b", 64, pp=2, ep=8, tp=4, engine=engine)
+    return plans.recipe(
+        tmp_path_factory.mktemp("model"), "qwen3-30b", 64, pp=2, ep=8, tp=4, engine=engine
+    )
 
 
 def with_lora(recipe: Recipe, **keys: Any) -> Recipe:
@@ -104,23 +120,36 @@ def test_what_adapters_save(recipe: Recipe) -> None:
     size, parts = lora.sizes["policy"], lora.memory.device["train"]
     assert parts.weights_bytes > full.memory.device["train"].weights_bytes
     trained = max(size.trained(stage) for stage in range(2))
-    assert parts.grads_bytes == GRADIENT_BYTES * trained < full.memory.device["train"].grads_bytes / 20
+    assert (
+        parts.grads_bytes == GRADIENT_BYTES * trained < full.memory.device["train"].grads_bytes / 20
+    )
     state = max(size.optimizer_share(stage) for stage in range(2)) * (MASTER_BYTES + MOMENTS_BYTES)
     assert parts.optimizer_bytes == pytest.approx(state, rel=1e-6)
     frozen = lora.memory.host["frozen_weights"]
-    assert 8 * parts.weights_bytes < frozen < 1.5 * 8 * parts.weights_bytes, "from which the sums are made"
-    assert lora.memory.host_bytes - frozen < full.memory.host_bytes / 2 and "frozen_weights" not in full.memory.host
+    assert 8 * parts.weights_bytes < frozen < 1.5 * 8 * parts.weights_bytes, (
+        "from which the sums are made"
+    )
+    assert (
+        lora.memory.host_bytes - frozen < full.memory.host_bytes / 2
+        and "frozen_weights" not in full.memory.host
+    )
     times, others = lora.learning["policy"], full.learning["policy"]
-    assert 0.66 < times.updates_s / others.updates_s < 0.9, "two of three products, and the same exchanges"
+    assert 0.66 < times.updates_s / others.updates_s < 0.9, (
+        "two of three products, and the same exchanges"
+    )
     assert times.gradients_s > 0
-    assert times.optimizer_s < others.optimizer_s / 20 and times.gradients_s < others.gradients_s / 20
+    assert (
+        times.optimizer_s < others.optimizer_s / 20 and times.gradients_s < others.gradients_s / 20
+    )
     assert lora.reshard == full.reshard, "the merged weights travel"
 
 
 @pytest.mark.slow
 def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
     """SGLang's two slots in every phase, its weights on the host meanwhile, and a thousandth of the bytes in a step."""
-    merged, alone = (make_plan(with_lora(recipe, sync=sync), plans.H800) for sync in ("merged", "adapters"))
+    merged, alone = (
+        make_plan(with_lora(recipe, sync=sync), plans.H800) for sync in ("merged", "adapters")
+    )
     shape, engine = alone.sizes["policy"].shape, alone.engine
     slots = adapter_slot_bytes(shape, engine, alone.sizes["policy"].lora, "bfloat16")
     for phase in ("train", "reshard"):
@@ -131,7 +160,10 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
     assert whole / 8 < slots[0] < whole / 6
     weights = weight_bytes(shape, engine, "bfloat16")[0]
     assert "frozen_weights" not in alone.memory.host
-    assert alone.memory.host["engine_weights"] == 8 * weights and "engine_weights" not in merged.memory.host
+    assert (
+        alone.memory.host["engine_weights"] == 8 * weights
+        and "engine_weights" not in merged.memory.host
+    )
     assert alone.reshard.dest_bytes.max < merged.reshard.dest_bytes.max / 20
     assert alone.reshard.expected_s < merged.reshard.expected_s / 5
     assert adapter_slot_bytes(shape, engine, merged.sizes["policy"].lora, "bfloat16") == [0] * 8
@@ -139,39 +171,58 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
 
 @pytest.mark.slow
 def test_the_reference_is_the_policy_without_adapters(recipe: Recipe) -> None:
-    with_reference = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"use": True})})
+    with_reference = recipe.model_copy(
+        update={"reference": recipe.reference.model_copy(update={"use": True})}
+    )
     kinds = with_reference, with_lora(with_reference), with_lora(with_reference, sync="adapters")
     full, merged, alone = (make_plan(one, plans.H800) for one in kinds)
     assert "reference" in full.memory.host
     assert "reference" not in merged.memory.host and "reference" not in alone.memory.host
     swapped, also, free = (one.learning["policy"].reference_s for one in (full, merged, alone))
-    assert 0 < free < swapped and also == pytest.approx(swapped, rel=0.05), "merged weights make place too"
+    assert 0 < free < swapped and also == pytest.approx(swapped, rel=0.05), (
+        "merged weights make place too"
+    )
 
 
 def test_what_adapters_refuse_is_refused_by_the_plan(recipe: Recipe) -> None:
-    offloaded = recipe.model_copy(update={"train": recipe.train.model_copy(update={"optimizer_offload": True})})
+    offloaded = recipe.model_copy(
+        update={"train": recipe.train.model_copy(update={"optimizer_offload": True})}
+    )
     with pytest.raises(UserErrors, match="train.optimizer_offload: True, but not tried with lora"):
         make_plan(with_lora(offloaded), plans.H800)
 
 
 def test_only_the_policy_has_adapters(recipe: Recipe) -> None:
-    with_critic = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"name": "vapo"})})
+    with_critic = recipe.model_copy(
+        update={"algorithm": recipe.algorithm.model_copy(update={"name": "vapo"})}
+    )
     models = resolve(with_lora(with_critic)).models
-    assert {name: role.lora is not None for name, role in models.items()} == {"policy": True, "critic": False}
+    assert {name: role.lora is not None for name, role in models.items()} == {
+        "policy": True,
+        "critic": False,
+    }
     assert ModelSize.of(models["critic"], ()).adapter_parameters == 0
 
 
 @pytest.mark.slow
 def test_a_critic_that_shares_the_weights_costs_its_adapters_and_head(recipe: Recipe) -> None:
     """Beside the policy, whose weights stay on the GPU; a critic of its own learns and moves all of its weights."""
-    content = recipe.model_dump() | {"algorithm": {"name": "ppo"}, "lora": {"rank": 16, "sync": "adapters"}}
+    content = recipe.model_dump() | {
+        "algorithm": {"name": "ppo"},
+        "lora": {"rank": 16, "sync": "adapters"},
+    }
     whole, shared = (
-        make_plan(Recipe.model_validate(content | {"critic": {"shares_weights": shares}}), plans.H800)
+        make_plan(
+            Recipe.model_validate(content | {"critic": {"shares_weights": shares}}), plans.H800
+        )
         for shares in (False, True)
     )
     size, policy = shared.sizes["critic"], shared.sizes["policy"]
     head = size.shape.hidden_size
-    assert [size.trained(stage) for stage in range(2)] == [policy.trained(0), policy.trained(1) + head]
+    assert [size.trained(stage) for stage in range(2)] == [
+        policy.trained(0),
+        policy.trained(1) + head,
+    ]
     parts = shared.memory.device["critic"]
     assert parts.weights_bytes < whole.memory.device["critic"].weights_bytes * 0.6
     assert parts.optimizer_bytes < whole.memory.device["critic"].optimizer_bytes / 20

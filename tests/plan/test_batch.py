@@ -14,7 +14,9 @@ from tests.plan import recipes as planning
 
 
 @pytest.mark.parametrize(("count", "share"), [(8192, 0.4), (100, 0.05), (1000, 0.9), (1, 0.5)])
-def test_supposed_lengths_have_the_stated_mean_and_end_at_the_longest(count: int, share: float) -> None:
+def test_supposed_lengths_have_the_stated_mean_and_end_at_the_longest(
+    count: int, share: float
+) -> None:
     lengths = response_lengths(count, 20_000, share)
     assert len(lengths) == count and lengths.min() >= 1 and lengths.max() <= 20_000
     assert lengths.mean() == pytest.approx(share * 20_000, rel=0.01)
@@ -26,14 +28,23 @@ def test_every_response_is_the_longest_at_a_share_of_1() -> None:
 
 
 def test_samples_are_counted_by_the_algorithm(tmp_path: Path) -> None:
-    given = ["rollout.prompts_per_step=30", "rollout.samples_per_prompt=4", "data.max_prompt_tokens=100"]
+    given = [
+        "rollout.prompts_per_step=30",
+        "rollout.samples_per_prompt=4",
+        "data.max_prompt_tokens=100",
+    ]
     counts = {}
     for name in ("grpo", "dapo", "remax", "sft"):
         found = step_samples(planning.small(tmp_path, *given, f"algorithm.name={name}"))
         assert len(found.responses) == found.num_drawn and len(found.lengths) == found.num_trained
         assert (found.prompt_tokens, found.longest) == (25, 105)
         counts[name] = found.drawn_prompts, found.num_drawn, found.num_trained
-    assert counts == {"grpo": (30, 120, 120), "dapo": (45, 180, 120), "remax": (30, 150, 120), "sft": (30, 30, 30)}
+    assert counts == {
+        "grpo": (30, 120, 120),
+        "dapo": (45, 180, 120),
+        "remax": (30, 150, 120),
+        "sft": (30, 30, 30),
+    }
 
 
 def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
@@ -42,11 +53,16 @@ def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
         tmp_path, "algorithm.name=grpo", "rollout.prompts_per_step=10", "rollout.samples_per_prompt=4",
         "train.tp=2", "train.pp=2", "train.replay=r3",
     )  # fmt: skip
-    found = samples_bytes(recipe, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100)
+    found = samples_bytes(
+        recipe, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100
+    )
     whole = 10 * 4 * 100 * (4 * 2 + 8 + 4)
-    assert found == [whole / 2 + 2 * whole, whole / 2 + whole]  # the first stage takes them out of whole groups
+    # the first stage takes them out of whole groups
+    assert found == [whole / 2 + 2 * whole, whole / 2 + whole]
     off = recipe.model_copy(update={"train": recipe.train.model_copy(update={"replay": "off"})})
-    bare = samples_bytes(off, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100)
+    bare = samples_bytes(
+        off, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100
+    )
     assert [one * 12 for one in found] == [one * 20 for one in bare]
 
 
@@ -83,9 +99,14 @@ def test_empty_micro_batches_do_not_keep_a_pipeline_busy(tmp_path: Path) -> None
 
 def test_what_does_not_divide_is_told_with_the_nearest_that_does(tmp_path: Path) -> None:
     keys = ["rollout.samples_per_prompt=4", "train.updates_per_step=2"]
-    fits, does_not = (planning.small(tmp_path, *keys, f"rollout.prompts_per_step={count}") for count in (12, 13))
+    fits, does_not = (
+        planning.small(tmp_path, *keys, f"rollout.prompts_per_step={count}") for count in (12, 13)
+    )
     layout = TrainLayout(16, 1, 2, 1)
     assert layout.dp == 8
     assert advice(fits, layout, 3, step_samples(fits)) == []
     told = advice(does_not, layout, 3, step_samples(does_not))
-    assert [line.rpartition("; ")[2] for line in told] == ["12 or 16 would divide", "12 or 15 would divide"]
+    assert [line.rpartition("; ")[2] for line in told] == [
+        "12 or 16 would divide",
+        "12 or 15 would divide",
+    ]

@@ -9,7 +9,9 @@ from megarl.plan.engine_memory import DEEPEP_MIB, MIB, Settings, kept_bytes
 def test_graphs_and_deepeps_buffers_are_kept() -> None:
     chosen, gather = Settings(0.8, 8192, 64, None, 2), EngineLayout(1, 32, 32, 32)
     assert kept_bytes(chosen, gather) == 64 * 2 * MIB
-    assert kept_bytes(chosen, EngineLayout(1, 32, 32, 32, deepep=True)) == (64 * 2 + DEEPEP_MIB) * MIB
+    assert (
+        kept_bytes(chosen, EngineLayout(1, 32, 32, 32, deepep=True)) == (64 * 2 + DEEPEP_MIB) * MIB
+    )
 
 
 def test_deepeps_buffers_are_about_those_of_its_own_formula() -> None:

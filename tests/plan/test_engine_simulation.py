@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedEngine, SimulatedRequest, simulate
+from megarl.plan.engine_simulation import (
+    GroupLimits,
+    OfGroups,
+    SimulatedEngine,
+    SimulatedRequest,
+    simulate,
+)
 
 LONGEST, LONGEST_PROMPT = 30, 10
 ROOMY = 10**9
@@ -118,7 +124,10 @@ class ByTheToken:
 
     def has_room(self, queue: Queue) -> bool:
         """For another token of each sequence."""
-        return len(queue.running) < 2 or sum(row.tokens + 1 for row in queue.running) <= self.limits.cache
+        return (
+            len(queue.running) < 2
+            or sum(row.tokens + 1 for row in queue.running) <= self.limits.cache
+        )
 
     def retract(self, queue: Queue) -> bool:
         if self.has_room(queue):
@@ -130,7 +139,9 @@ class ByTheToken:
             self.retracted += 1
         queue.is_full = False
         count = len(queue.running)
-        expected = (sum(row.age for row in queue.running) + 20 * count) / (count * self.limits.longest + 1)
+        expected = (sum(row.age for row in queue.running) + 20 * count) / (
+            count * self.limits.longest + 1
+        )
         queue.ratio = min(1.0, expected), self.step
         return True
 
@@ -172,7 +183,9 @@ class ByTheToken:
 
 
 @given(limits, requests)
-def test_events_are_those_of_a_simulation_token_by_token(limits: GroupLimits, asked: list[SimulatedRequest]) -> None:
+def test_events_are_those_of_a_simulation_token_by_token(
+    limits: GroupLimits, asked: list[SimulatedRequest]
+) -> None:
     expected = ByTheToken(limits, asked).run()
     ends, engine = run(limits, asked, Linear())
     assert ends == pytest.approx(expected.ends)
@@ -181,7 +194,9 @@ def test_events_are_those_of_a_simulation_token_by_token(limits: GroupLimits, as
 
 
 @given(limits, requests)
-def test_all_samples_finish_and_each_token_is_counted_once(limits: GroupLimits, asked: list[SimulatedRequest]) -> None:
+def test_all_samples_finish_and_each_token_is_counted_once(
+    limits: GroupLimits, asked: list[SimulatedRequest]
+) -> None:
     ends, engine = run(limits, asked, Linear())
     assert len(ends) == len(asked) and ends == sorted(ends)
     assert sum(engine.tokens) == sum(one.prompt_tokens + one.response_tokens for one in asked)
@@ -189,7 +204,9 @@ def test_all_samples_finish_and_each_token_is_counted_once(limits: GroupLimits, 
 
 
 @given(limits, requests)
-def test_nothing_is_retracted_where_the_cache_holds_all(limits: GroupLimits, asked: list[SimulatedRequest]) -> None:
+def test_nothing_is_retracted_where_the_cache_holds_all(
+    limits: GroupLimits, asked: list[SimulatedRequest]
+) -> None:
     ample = replace(limits, cache=2 * sum(one.prompt_tokens + LONGEST + 1 for one in asked))
     _, engine = run(ample, asked, Linear())
     assert engine.retracted == engine.tokens_again == 0
@@ -216,12 +233,20 @@ def test_equal_lengths_take_turns(slots: int, count: int, length: int) -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 def test_more_cache_is_not_slower(groups: int) -> None:
     """But for chance: other sequences wait, and a long one may begin later."""
-    lengths = np.random.default_rng(0).lognormal(np.log(1800), 0.8, 256).clip(2, 8192).astype(int).tolist()
+    lengths = (
+        np.random.default_rng(0)
+        .lognormal(np.log(1800), 0.8, 256)
+        .clip(2, 8192)
+        .astype(int)
+        .tolist()
+    )
     asked = [SimulatedRequest(100, length) for length in lengths]
     caches = [cache // groups for cache in (40_000, 80_000, 160_000, 320_000, 10**7)]
     rounds = [run(GroupLimits(groups, 256, cache, 8192), asked, Steps()) for cache in caches]
     seconds = [ends[-1] for ends, _ in rounds]
-    assert all(more <= 1.05 * less for less, more in zip(seconds, seconds[1:], strict=False)), seconds
+    assert all(more <= 1.05 * less for less, more in zip(seconds, seconds[1:], strict=False)), (
+        seconds
+    )
     assert rounds[0][1].retracted > 0 == rounds[-1][1].retracted
     assert seconds[-1] == max(lengths)
 
@@ -229,7 +254,9 @@ def test_more_cache_is_not_slower(groups: int) -> None:
 def test_groups_admit_more_than_one_group_and_retract_it() -> None:
     """With DP attention 0.3 of the reserve is kept free."""
     asked = [SimulatedRequest(100, 4000)] * 64
-    of_one, of_groups = (run(GroupLimits(groups, 64, 40_000, 8192), asked * groups, Steps())[1] for groups in (1, 2))
+    of_one, of_groups = (
+        run(GroupLimits(groups, 64, 40_000, 8192), asked * groups, Steps())[1] for groups in (1, 2)
+    )
     assert of_groups.retracted / 2 > of_one.retracted
     cautious = GroupLimits(2, 64, 40_000, 8192, conservativeness=4.0)
     assert run(cautious, asked * 2, Steps())[1].retracted < of_groups.retracted
@@ -246,5 +273,6 @@ def test_groups_wait_for_the_one_that_reads_most() -> None:
 def test_samples_that_share_their_prompt_read_it_once_and_anew_when_they_were_retracted() -> None:
     asked = [SimulatedRequest(10, 20, shares_prompt=place > 0) for place in range(4)]
     _, engine = run(GroupLimits(1, 4, 85, LONGEST, conservativeness=0.0), asked, Linear())
-    assert (engine.retracted, engine.tokens_again) == (1, 10 + 18)  # of three, which then have 84 tokens
+    # of three, which then have 84 tokens
+    assert (engine.retracted, engine.tokens_again) == (1, 10 + 18)
     assert engine.prefill_s == pytest.approx(0.35 * (10 + 28))

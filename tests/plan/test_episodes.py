@@ -13,7 +13,13 @@ from megarl.config.hardware import load_hardware
 from megarl.config.loading import overlaid
 from megarl.placement.roles import Roles, resolve
 from megarl.plan.batch import Samples, step_samples
-from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedEngine, SimulatedRequest, simulate
+from megarl.plan.engine_simulation import (
+    GroupLimits,
+    OfGroups,
+    SimulatedEngine,
+    SimulatedRequest,
+    simulate,
+)
 from megarl.plan.phase_advice import phase_advice
 from megarl.plan.report import amount, page, plan_json
 from megarl.plan.rollout_time import NO_ROLLOUT, whole_requests
@@ -110,13 +116,19 @@ def test_every_token_of_an_episode_is_sampled_or_read() -> None:
     requests = whole_requests(samples, 1, 1)
     assert [one.added_tokens for one in requests] == lengths.tolist()
     assert all(one.observed_tokens == 0 or one.turns > 1 for one in requests)
-    assert sum(one.observed_tokens for one in requests) == pytest.approx(0.25 * lengths.sum(), rel=0.05)
+    assert sum(one.observed_tokens for one in requests) == pytest.approx(
+        0.25 * lengths.sum(), rel=0.05
+    )
 
 
 def test_what_cannot_work_is_told(recipe: Recipe) -> None:
     assert not plan_errors(roles(recipe))
-    short = overlaid(recipe, {"episode": {"max_tokens": 4}, "rollout": {"ahead": 1, "max_response_tokens": 8}})
-    assert {"episode.max_tokens", "rollout.ahead"} <= {error.where for error in plan_errors(roles(short))}
+    short = overlaid(
+        recipe, {"episode": {"max_tokens": 4}, "rollout": {"ahead": 1, "max_response_tokens": 8}}
+    )
+    assert {"episode.max_tokens", "rollout.ahead"} <= {
+        error.where for error in plan_errors(roles(short))
+    }
     narrow = overlaid(recipe, {"train": {"tokens_per_micro_batch": 2048}})
     (error,) = plan_errors(roles(narrow))
     assert error.where == "train.tokens_per_micro_batch" and "episode.max_tokens" in error.problem
@@ -145,11 +157,17 @@ def test_turns_with_rewards_read_the_discount(name: str, is_read: bool, recipe: 
         ({}, 10.0, "episode.call_timeout_s"),
         ({"arguments": {"timeout_s": 4}}, 4.0, "episode.arguments.timeout_s"),
         ({"arguments": {"timeout_s": 30.0}}, 10.0, "episode.call_timeout_s"),
-        ({"arguments": {"timeout_s": "soon"}, "call_timeout_s": 2.5}, 2.5, "episode.call_timeout_s"),
+        (
+            {"arguments": {"timeout_s": "soon"}, "call_timeout_s": 2.5},
+            2.5,
+            "episode.call_timeout_s",
+        ),
         ({"arguments": {"timeout_s": 0}}, 10.0, "episode.call_timeout_s"),
     ],
 )
-def test_the_cores_of_tools_by_hand(recipe: Recipe, keys: dict[str, object], call_s: float, limit: str) -> None:
+def test_the_cores_of_tools_by_hand(
+    recipe: Recipe, keys: dict[str, object], call_s: float, limit: str
+) -> None:
     """Each of 40 episodes of 4 turns has 3 calls, in a rollout of 100 s."""
     load = tool_load(with_episode(recipe, **keys), Turns(4.0, 8, 0.2, 1600.0), 40)
     assert load and load == ToolLoad(120.0, call_s, limit)
@@ -170,12 +188,16 @@ def page_calls(plan: RunPlan) -> str:
 
 def test_a_time_that_ends_long_episodes_is_advised_against(recipe: Recipe) -> None:
     """64 sequences in each of two engines, 640 tokens a second: a step takes 0.2 s, and 2,000 of them 400 s."""
-    rollout = replace(NO_ROLLOUT, decode_s=500.0, running=64, tokens_per_s=640.0, longest=2000, turns_s=1.0)
+    rollout = replace(
+        NO_ROLLOUT, decode_s=500.0, running=64, tokens_per_s=640.0, longest=2000, turns_s=1.0
+    )
     assert rollout.longest_s(2) == pytest.approx(401.0)
     assert replace(rollout, decode_s=300.0).longest_s(2) == 301.0, "not longer than the rollout"
     assert NO_ROLLOUT.longest_s(2) == 0.0
     (line,) = timeout_advice(recipe, 401.0)
-    assert line.startswith("episode.timeout_s: 300 s after its first turn") and "up to 401 s" in line
+    assert (
+        line.startswith("episode.timeout_s: 300 s after its first turn") and "up to 401 s" in line
+    )
     assert not timeout_advice(recipe, 300.0)
     assert not timeout_advice(recipe.model_copy(update={"episode": None}), 401.0)
 
@@ -194,7 +216,10 @@ def test_the_plan_of_episodes(recipe: Recipe) -> None:
     lines["turns of a step that call tools"] = page_calls(plan)
     cores = 10 * 3 * plan.samples.num_drawn / plan.rollout.total_s
     lines["every call used its whole 10 s (episode.call_timeout_s)"] = amount(cores)
-    assert (found["tools"]["calls"], found["tools"]["cores"]) == (3 * plan.samples.num_drawn, pytest.approx(cores))
+    assert (found["tools"]["calls"], found["tools"]["cores"]) == (
+        3 * plan.samples.num_drawn,
+        pytest.approx(cores),
+    )
     assert found["tools"]["cores"] == pytest.approx(10 * found["tools"]["calls_per_s"])
     for name, value in lines.items():
         (line,) = (line for line in page(plan).splitlines() if name in line)

@@ -17,8 +17,20 @@ from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, train_layout
 from megarl.placement.train_layout import TrainLayout
-from megarl.plan.activations import activation_bytes, in_flight, kept_and_recomputed, logits_bytes, row_of
-from megarl.plan.engine_memory import Settings, running_bytes, settings_of, token_bytes, weight_bytes
+from megarl.plan.activations import (
+    activation_bytes,
+    in_flight,
+    kept_and_recomputed,
+    logits_bytes,
+    row_of,
+)
+from megarl.plan.engine_memory import (
+    Settings,
+    running_bytes,
+    settings_of,
+    token_bytes,
+    weight_bytes,
+)
 from megarl.plan.memory_parts import Parts
 from megarl.plan.model_size import ModelSize, model_sizes
 from megarl.plan.optimizer_memory import state_bytes
@@ -36,10 +48,14 @@ QWEN3 = ModelShape(
     num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936,
     num_experts=128, experts_per_token=8, moe_ffn_size=768,
 )  # fmt: skip
-CHUNK = ChunkSize(dense=400_000_000, expert=3_600_000_000, frozen=1_000_000, buffer_bytes=1000, padding=0)
+CHUNK = ChunkSize(
+    dense=400_000_000, expert=3_600_000_000, frozen=1_000_000, buffer_bytes=1000, padding=0
+)
 
 
-def sizes_of(recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize) -> dict[RoleName, ModelSize]:
+def sizes_of(
+    recipe: Recipe, chunk: ChunkSize = CHUNK, **roles: ModelSize
+) -> dict[RoleName, ModelSize]:
     """As if every rank held one such chunk for each virtual stage."""
     layout = train_layout(recipe)
     stages = ((chunk,) * layout.vpp,) * layout.pp
@@ -68,17 +84,26 @@ def test_who_computes_has_the_memory_and_the_others_their_least(made: Recipe) ->
     train, rollout, reshard = (plan.device[phase] for phase in ("train", "rollout", "reshard"))
     assert (train.weights_bytes, rollout.weights_bytes, reshard.weights_bytes) == (weights,) * 3
     assert (train.grads_bytes, rollout.grads_bytes, reshard.grads_bytes) == (16_000_000_000, 0, 0)
-    assert train.optimizer_bytes == 12 * (400_000_000 // 2 + 3_600_000_000)  # DP 2, one replica of each expert
+    # DP 2, one replica of each expert
+    assert train.optimizer_bytes == 12 * (400_000_000 // 2 + 3_600_000_000)
     assert rollout.optimizer_bytes == reshard.optimizer_bytes == 0
     assert train.engine_weights_bytes == train.kv_cache_bytes == reshard.kv_cache_bytes == 0
-    assert reshard.engine_weights_bytes == rollout.engine_weights_bytes == plan.device["rollout"].engine_weights_bytes
+    assert (
+        reshard.engine_weights_bytes
+        == rollout.engine_weights_bytes
+        == plan.device["rollout"].engine_weights_bytes
+    )
     assert reshard.reshard_bytes == 2 * made.reshard.round_bytes
-    assert plan.host["offloaded_optimizer"] == pytest.approx(PINNED_SHARE * 8 * train.optimizer_bytes)
+    assert plan.host["offloaded_optimizer"] == pytest.approx(
+        PINNED_SHARE * 8 * train.optimizer_bytes
+    )
     assert plan.slot_bytes["train"] == [train.total_bytes] * 8
 
 
 def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> None:
-    offloading = made.model_copy(update={"train": made.train.model_copy(update={"optimizer_offload": True})})
+    offloading = made.model_copy(
+        update={"train": made.train.model_copy(update={"optimizer_offload": True})}
+    )
     plan = plans.count(offloading, plans.H800, sizes_of(offloading))
     assert [parts.optimizer_bytes for parts in plan.device.values()] == [0] * 3
     share = 400_000_000 // 2 + 3_600_000_000
@@ -91,14 +116,25 @@ def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> Non
     ("options", "in_bfloat16", "in_float32"),
     [
         ({}, 12, 8),
-        ({"exp_avg_dtype": "bfloat16"}, 12, 8),  # Megatron refuses it without the precision-aware optimizer
+        # Megatron refuses it without the precision-aware optimizer
+        ({"exp_avg_dtype": "bfloat16"}, 12, 8),
         ({"use_precision_aware_optimizer": True}, 10, 12),
         ({"use_precision_aware_optimizer": True, "store_param_remainders": False}, 12, 12),
-        ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "bfloat16"}, 5, 7),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "uint8",
+                "exp_avg_sq_dtype": "bfloat16",
+            },
+            5,
+            7,
+        ),
         ({"use_precision_aware_optimizer": True, "main_params_dtype": "float16"}, 10, 10),
     ],
 )
-def test_the_optimizers_state_by_hand(options: dict[str, Any], in_bfloat16: int, in_float32: int) -> None:
+def test_the_optimizers_state_by_hand(
+    options: dict[str, Any], in_bfloat16: int, in_float32: int
+) -> None:
     """Bytes of a weight: TransformerEngine's FusedAdam keeps a bfloat16 weight's lower half, or a master of its own."""
     train = TrainConfig(lr=1.0, optimizer=options)
     assert (state_bytes(train, 2), state_bytes(train, 4)) == (in_bfloat16, in_float32)
@@ -126,7 +162,8 @@ def test_a_critic_and_a_reward_model_have_phases_of_their_own(made: Recipe) -> N
     plan = plans.count(made, plans.H800, sizes)
     assert list(plan.device) == ["rollout", "score", "critic", "train", "reshard"]
     weights = plan.device["train"].weights_bytes
-    assert plan.device["critic"].weights_bytes == 2 * weights  # the policy's, which engines map, and its own
+    # the policy's, which engines map, and its own
+    assert plan.device["critic"].weights_bytes == 2 * weights
     assert plan.device["score"].weights_bytes == 2 * weights
     assert plan.fullest_slot["score"] >= 4
     assert plan.device["score"].grads_bytes == plan.device["score"].optimizer_bytes == 0
@@ -148,23 +185,30 @@ def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
 
 def test_saving_with_replicas_gathers_from_a_part(tmp_path: Path) -> None:
     """Experts of two replicas over 16 GPUs: half of the buffer is the rank's own."""
-    made = plans.recipe(tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"every": 5}, engine={"count": 4, "tp": 4})
+    made = plans.recipe(
+        tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"every": 5}, engine={"count": 4, "tp": 4}
+    )
     plan = plans.count(made, plans.H800, sizes_of(made))
     gathered = plan.device["save"].other_bytes - plan.device["reshard"].other_bytes
     assert gathered == 4 * (2 * 3_600_000_000 + 1_800_000_000)
 
 
 def test_a_reference_waits_on_the_host(made: Recipe) -> None:
-    with_one = made.model_copy(update={"reference": made.reference.model_copy(update={"use": True})})
+    with_one = made.model_copy(
+        update={"reference": made.reference.model_copy(update={"use": True})}
+    )
     plan = plans.count(with_one, plans.H800, sizes_of(with_one))
-    assert plan.host["reference"] == pytest.approx(PINNED_SHARE * 8 * plan.device["train"].weights_bytes)
+    assert plan.host["reference"] == pytest.approx(
+        PINNED_SHARE * 8 * plan.device["train"].weights_bytes
+    )
 
 
 def test_tokens_in_the_cache_by_hand() -> None:
     """DeepSeek-V3: 61 x (512 + 64) x 2 bytes = 70,272 on every rank; Qwen3-30B at TP 4: 2 x 48 x 1 x 128 x 2."""
     assert token_bytes(DEEPSEEK, EngineLayout(1, 16, 16), 2) == 70_272
     assert token_bytes(QWEN3, EngineLayout(1, 4, 4), 2) == 24_576
-    assert token_bytes(QWEN3, EngineLayout(1, 8, 8), 2) == 24_576  # fewer heads than ranks: each is held twice
+    # fewer heads than ranks: each is held twice
+    assert token_bytes(QWEN3, EngineLayout(1, 8, 8), 2) == 24_576
     assert token_bytes(QWEN3, EngineLayout(1, 4, 4, dp=4), 1) == 49_152
 
 
@@ -172,7 +216,9 @@ def test_the_cache_is_what_the_weights_leave(made: Recipe) -> None:
     plan = plans.count(made, plans.H800, sizes_of(made), mean_tokens=4096)
     rollout = plan.device["rollout"]
     graphs = 512 * 2 * 2**20
-    standing = 2 * CONTEXT_BYTES + (communicators(train_layout(made)) + 2) * plans.H800.communicator_bytes
+    standing = (
+        2 * CONTEXT_BYTES + (communicators(train_layout(made)) + 2) * plans.H800.communicator_bytes
+    )
     free = plans.H800.memory_bytes - rollout.weights_bytes - standing
     budget = 0.8 * free - rollout.engine_weights_bytes
     assert budget - 24_576 < rollout.kv_cache_bytes <= budget
@@ -184,7 +230,9 @@ def test_the_cache_is_what_the_weights_leave(made: Recipe) -> None:
 
 def test_sglangs_own_limits_count(made: Recipe, tmp_path: Path) -> None:
     def with_engine(**sglang: Any) -> Recipe:
-        return plans.recipe(tmp_path, "qwen3-30b", 8, ep=8, engine={"count": 2, "tp": 4, "ep": 4, "sglang": sglang})
+        return plans.recipe(
+            tmp_path, "qwen3-30b", 8, ep=8, engine={"count": 2, "tp": 4, "ep": 4, "sglang": sglang}
+        )
 
     plan = plans.count(with_engine(max_total_tokens=50_000), plans.H800, sizes_of(made))
     assert plan.kv.tokens == 50_000
@@ -279,10 +327,21 @@ def test_recomputing_more_keeps_less(tmp_path: Path) -> None:
         for options in (
             {},
             {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
-            {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "mla_up_proj", "layernorm"]},
-            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+            {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["moe_act", "mla_up_proj", "layernorm"],
+            },
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 3,
+            },
             FULL,
-            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+            {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 2,
+            },
         )
     ]
     assert kept == sorted(kept, reverse=True)
@@ -303,12 +362,18 @@ def test_logits_are_in_chunks(tmp_path: Path) -> None:
     tokens=st.integers(1, 50_000),
     more=st.integers(1, 50_000),
     pp=st.sampled_from([1, 2, 4]),
-    options=st.sampled_from([{}, FULL, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}]),
+    options=st.sampled_from(
+        [{}, FULL, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}]
+    ),
 )
-def test_more_tokens_never_take_less(tokens: int, more: int, pp: int, options: dict[str, Any]) -> None:
+def test_more_tokens_never_take_less(
+    tokens: int, more: int, pp: int, options: dict[str, Any]
+) -> None:
     def taken(count: int) -> list[float]:
         recipe = Recipe.model_construct(
-            train=RECIPE.train.model_copy(update={"tokens_per_micro_batch": count, "megatron": options}),
+            train=RECIPE.train.model_copy(
+                update={"tokens_per_micro_batch": count, "megatron": options}
+            ),
             model=RECIPE.model,
         )
         size = plans.size("policy", QWEN3, recipe, TrainLayout(8, 1, pp, 2), 0, ((CHUNK,),) * pp)
@@ -334,7 +399,9 @@ RECIPE = Recipe.model_validate(
 def test_what_fits_has_no_error_and_is_json(made: Recipe) -> None:
     plan = plans.memory(made, plans.H800, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
     assert plan.errors == []
-    names = {name for parts in json.loads(json.dumps(asdict(plan)))["device"].values() for name in parts}
+    names = {
+        name for parts in json.loads(json.dumps(asdict(plan)))["device"].values() for name in parts
+    }
     assert names == {
         "weights_bytes", "grads_bytes", "optimizer_bytes", "activations_bytes", "logits_bytes",
         "engine_weights_bytes", "kv_cache_bytes", "reshard_bytes", "other_bytes",
@@ -354,7 +421,9 @@ def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     assert errors["train"].where == "train.tokens_per_micro_batch"
     assert "H800 has 3.0 GB" in errors["train"].problem
     assert f"to {2048 + 8192}" in errors["train"].hint
-    changed = made.model_copy(update={"train": made.train.model_copy(update={"tokens_per_micro_batch": 10240})})
+    changed = made.model_copy(
+        update={"train": made.train.model_copy(update={"tokens_per_micro_batch": 10240})}
+    )
     device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
 

@@ -22,8 +22,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 CARDS = {name: load_hardware(RECIPES / "hardware" / f"{name}.yaml") for name in ("h800", "h100")}
 CARD = CARDS["h800"]
 NVLINK, FABRIC = 160e9, 45e9  # bytes/s that large messages reach
-MODELS = {name: model_shape(RECIPES / "models" / name) for name in ("qwen3-235b-a22b", "qwen3-30b-a3b")}
-SHAPE = ModelShape(10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512)
+MODELS = {
+    name: model_shape(RECIPES / "models" / name) for name in ("qwen3-235b-a22b", "qwen3-30b-a3b")
+}
+SHAPE = ModelShape(
+    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
+)
 TOKENS = 4096
 MESSAGE = TOKENS * 1024 * 2
 
@@ -36,7 +40,12 @@ def layers_of(
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    assert vars(layers_of(1).exchanges(TOKENS)) == {"tensor": 0, "experts": 0, "context": 0, "pipeline": 0}
+    assert vars(layers_of(1).exchanges(TOKENS)) == {
+        "tensor": 0,
+        "experts": 0,
+        "context": 0,
+        "pipeline": 0,
+    }
 
 
 def test_tensor_parallel_ranks_gather_tokens_and_scatter_sums_in_each_layer() -> None:
@@ -44,9 +53,13 @@ def test_tensor_parallel_ranks_gather_tokens_and_scatter_sums_in_each_layer() ->
     once = 2 * 3 / 4 * MESSAGE / NVLINK
     assert layers_of(8, tp=4, ep=8).exchanges(TOKENS).tensor == pytest.approx(10 * once)
     shape = replace(SHAPE, num_dense_layers=3, ffn_size=2048)
-    assert layers_of(8, tp=4, ep=8, shape=shape).exchanges(TOKENS).tensor == pytest.approx(13 * once)
+    assert layers_of(8, tp=4, ep=8, shape=shape).exchanges(TOKENS).tensor == pytest.approx(
+        13 * once
+    )
     shape = replace(shape, num_shared_experts=1)
-    assert layers_of(8, tp=4, ep=8, shape=shape).exchanges(TOKENS).tensor == pytest.approx(20 * once)
+    assert layers_of(8, tp=4, ep=8, shape=shape).exchanges(TOKENS).tensor == pytest.approx(
+        20 * once
+    )
 
 
 def test_each_copy_of_a_token_goes_to_its_expert_and_back() -> None:
@@ -73,8 +86,12 @@ def test_ranks_that_split_an_expert_gather_its_tokens() -> None:
 
 def test_context_parallel_ranks_pass_keys_and_values_round_a_ring() -> None:
     kv_bytes = TOKENS * 2 * 4 * 64 * 2
-    assert layers_of(4, cp=4).exchanges(TOKENS).context == pytest.approx(10 * 3 / 4 * kv_bytes / NVLINK)
-    assert layers_of(8, cp=4, tp=2).exchanges(TOKENS).context == pytest.approx(10 * 3 / 4 * kv_bytes / 2 / NVLINK)
+    assert layers_of(4, cp=4).exchanges(TOKENS).context == pytest.approx(
+        10 * 3 / 4 * kv_bytes / NVLINK
+    )
+    assert layers_of(8, cp=4, tp=2).exchanges(TOKENS).context == pytest.approx(
+        10 * 3 / 4 * kv_bytes / 2 / NVLINK
+    )
     latent = replace(SHAPE, mla=MlaShape(None, 32, 128, 64, 96))
     latent_bytes = TOKENS * 16 * (128 + 64 + 96) * 2
     assert layers_of(16, cp=16, shape=latent).exchanges(TOKENS).context == pytest.approx(
@@ -85,7 +102,9 @@ def test_context_parallel_ranks_pass_keys_and_values_round_a_ring() -> None:
 def test_each_virtual_stage_sends_its_hidden_states_on() -> None:
     assert layers_of(16, pp=2).exchanges(TOKENS).pipeline == pytest.approx(MESSAGE / FABRIC)
     assert layers_of(8, pp=2).exchanges(TOKENS).pipeline == pytest.approx(MESSAGE / NVLINK)
-    assert layers_of(16, pp=2, vpp=5, tp=4).exchanges(TOKENS).pipeline == pytest.approx(5 * MESSAGE / 4 / FABRIC)
+    assert layers_of(16, pp=2, vpp=5, tp=4).exchanges(TOKENS).pipeline == pytest.approx(
+        5 * MESSAGE / 4 / FABRIC
+    )
 
 
 def test_passes_back_send_as_much_and_what_is_computed_again_is_not_received_again() -> None:
@@ -97,7 +116,9 @@ def test_passes_back_send_as_much_and_what_is_computed_again_is_not_received_aga
 
 def test_a_micro_batch_reads_weights_and_launches_kernels_however_short_it_is() -> None:
     moved, read = 3 * 2e9 + 2 * 4e9, 3.35e12 * 0.7
-    whole, deepep_s = (layers_of(8, ep=8, pp=1, deepep=on).micro_batch_s(2e9, 4e9, 2, 1) for on in (False, True))
+    whole, deepep_s = (
+        layers_of(8, ep=8, pp=1, deepep=on).micro_batch_s(2e9, 4e9, 2, 1) for on in (False, True)
+    )
     assert deepep_s == pytest.approx(moved / read + 10 * 4 * LAYER_S)
     assert whole - deepep_s == pytest.approx(10 * 2 * COUNTS_S)
 
@@ -162,8 +183,12 @@ def planned_tflops(run: Run) -> float:
     shape = MODELS[run.model]
     stages = run.pp * run.vpp
     most = -(-shape.num_layers // stages)
-    shorter = most * stages - shape.num_layers  # the first and the last stages, beside embedding and output layer
-    lengths = [most - (stage < shorter // 2 or stage >= stages - (shorter + 1) // 2) for stage in range(stages)]
+    # the first and the last stages, beside embedding and output layer
+    shorter = most * stages - shape.num_layers
+    lengths = [
+        most - (stage < shorter // 2 or stage >= stages - (shorter + 1) // 2)
+        for stage in range(stages)
+    ]
     layout = TrainLayout(run.world, run.tp, run.pp, run.ep, run.cp, run.vpp, 0, tuple(lengths))
     micro_batches = run.sequences / (layout.dp * run.micro_batch)
     tokens = run.sequences * run.length / layout.dp
@@ -172,18 +197,38 @@ def planned_tflops(run: Run) -> float:
         layout.bubble_micro_batches / micro_batches, 1.0,
     )  # fmt: skip
     experts = shape.num_experts / run.ep * 3 * shape.hidden_size * shape.moe_ffn_size
-    attention = 2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads) / run.tp
+    attention = (
+        2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads) / run.tp
+    )
     weights = shape.num_layers / run.pp * (experts + attention)
     model = ComputingModel(
-        shape, layout, work, False, False, False, 2 * weights, 4 * weights, 0.0, 1, deepep=run.deepep
+        shape,
+        layout,
+        work,
+        False,
+        False,
+        False,
+        2 * weights,
+        4 * weights,
+        0.0,
+        1,
+        deepep=run.deepep,
     )
-    samples = Samples(1, 1, run.sequences, run.sequences, 0, run.length, np.full(run.sequences, run.length))
+    samples = Samples(
+        1, 1, run.sequences, run.sequences, 0, run.length, np.full(run.sequences, run.length)
+    )
     once, again = (
         learning_time(replace(model, recomputes=recomputes), samples, CARDS[run.card], 8).updates_s
         for recomputes in (False, True)
     )
-    of_experts = 2 * shape.num_layers * shape.experts_per_token * 3 * shape.hidden_size * shape.moe_ffn_size
-    share = {"": 0.0, "experts": of_experts * run.length / forward_flops(shape, run.length), "layers": 1.0}[run.again]
+    of_experts = (
+        2 * shape.num_layers * shape.experts_per_token * 3 * shape.hidden_size * shape.moe_ffn_size
+    )
+    share = {
+        "": 0.0,
+        "experts": of_experts * run.length / forward_flops(shape, run.length),
+        "layers": 1.0,
+    }[run.again]
     seconds = once + share * (again - once)
     return run.sequences * train_flops(shape, run.length) / run.world / seconds / 1e12
 

@@ -23,7 +23,13 @@ from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan import candidates
 from megarl.plan.batch import step_samples
-from megarl.plan.candidates import Overlay, engine_overlays, train_overlays, train_variants, with_fraction
+from megarl.plan.candidates import (
+    Overlay,
+    engine_overlays,
+    train_overlays,
+    train_variants,
+    with_fraction,
+)
 from megarl.plan.estimate import SPARE, Estimator
 from megarl.plan.layer_sizes import composed, layer_sizes
 from megarl.plan.layout_search import SearchResult, Side, needs_of, search
@@ -64,7 +70,9 @@ def result(recipe: Recipe) -> SearchResult:
 @pytest.fixture(scope="module")
 def estimator(recipe: Recipe, result: SearchResult) -> Estimator:
     models = resolve(recipe).models
-    return Estimator(recipe, SMALL_CARD, step_samples(recipe), result.own.sizes, layer_sizes(models, [1, 2, 4]))
+    return Estimator(
+        recipe, SMALL_CARD, step_samples(recipe), result.own.sizes, layer_sizes(models, [1, 2, 4])
+    )
 
 
 def fits(plan: RunPlan) -> bool:
@@ -97,7 +105,11 @@ def test_what_is_found_fits_and_is_faster(result: SearchResult) -> None:
     assert seconds[0] < result.own.step.total_s
     same_needs = [row for row in result.found if row.needs <= needs_of(result.own.recipe)]
     assert min(row.plan.step.total_s for row in same_needs) <= 1.001 * result.own.step.total_s
-    assert all(row.plan.recipe.algorithm.rollout_correction == "tis" for row in result.found if "fp8" in row.needs)
+    assert all(
+        row.plan.recipe.algorithm.rollout_correction == "tis"
+        for row in result.found
+        if "fp8" in row.needs
+    )
 
 
 @pytest.mark.slow
@@ -125,7 +137,9 @@ def test_an_overlay_that_is_pasted_has_the_figures_of_its_row(
 @pytest.mark.slow
 def test_an_estimate_is_the_plan_without_its_reshard(recipe: Recipe, estimator: Estimator) -> None:
     overlays = [*list(every_engine(recipe))[::17], *list(every_train(recipe))[::43]]
-    overlays = [overlay for overlay in overlays if not reshard_errors(resolve(overlaid(recipe, overlay)))]
+    overlays = [
+        overlay for overlay in overlays if not reshard_errors(resolve(overlaid(recipe, overlay)))
+    ]
     assert len(overlays) > 6
     for overlay in overlays:
         found, plan = estimator.estimate(overlay), planned(estimator, overlay)
@@ -150,7 +164,8 @@ def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estim
         assert step.total_s - step.reshard_s == pytest.approx(best[needs], rel=1e-3)
     for needs, seconds in best.items():  # what is not shown is beaten by what needs less
         assert any(
-            row.needs <= needs and row.plan.step.total_s - row.plan.step.reshard_s <= 1.001 * seconds
+            row.needs <= needs
+            and row.plan.step.total_s - row.plan.step.reshard_s <= 1.001 * seconds
             for row in found.found
         )
 
@@ -161,14 +176,28 @@ def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estim
     [
         pytest.param(
             "tiny",
-            [{"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}, {"tp": 2, "ep": 1}, {"ep": 8}],
+            [
+                {"tp": 2, "pp": 2, "ep": 4},
+                {"pp": 2, "vpp": 2, "ep": 2},
+                {"tp": 2, "ep": 1},
+                {"ep": 8},
+            ],
             marks=pytest.mark.nightly,
         ),
-        ("tiny", [{"ep": 2, "mtp_loss": 0.1}, {"tp": 2, "pp": 2, "layers_per_stage": [3, 1], "ep": 2}]),
-        pytest.param("tiny-tied", [{"tp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "vpp": 2}], marks=pytest.mark.nightly),
+        (
+            "tiny",
+            [{"ep": 2, "mtp_loss": 0.1}, {"tp": 2, "pp": 2, "layers_per_stage": [3, 1], "ep": 2}],
+        ),
+        pytest.param(
+            "tiny-tied",
+            [{"tp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "vpp": 2}],
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
-def test_sizes_added_up_are_megatrons(model: str, layouts: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_sizes_added_up_are_megatrons(
+    model: str, layouts: list[dict[str, Any]], tmp_path: Path
+) -> None:
     made = [plans.recipe(tmp_path, model, 8, **sizes) for sizes in layouts]
     if model == "tiny":
         made[0] = overlaid(made[0], {"train": {"mtp_loss": layouts[0].get("mtp_loss", 0.0)}})
@@ -187,7 +216,10 @@ def test_stages_hold_all_layers_and_differ_little(layers: int, pp: int, vpp: int
         return
     layout = TrainLayout(16, 1, pp, 1, vpp=vpp if pp > 1 else 1, stage_layers=found)
     assert not layout._stage_errors(shape)
-    held = [sum(len(layout.layers(rank, layers, chunk)) for chunk in range(layout.vpp)) for rank in range(pp)]
+    held = [
+        sum(len(layout.layers(rank, layers, chunk)) for chunk in range(layout.vpp))
+        for rank in range(pp)
+    ]
     assert sum(held) == layers
     assert max(held) <= candidates.MOST_UNEVEN * layers / pp
 
@@ -203,7 +235,8 @@ def test_the_recipes_own_stages_stay() -> None:
 def test_candidates_are_valid_and_keep_their_gpus(tmp_path: Path) -> None:
     made = stand_ins(planning.small(tmp_path, *KEYS))[0]
     engines, trains = list(engine_overlays(made, CARD)), list(train_overlays(made))
-    assert {overlay["rollout"]["engine"]["tp"] for overlay in engines} == {1, 2, 4}  # 8 would need a network
+    # 8 would need a network
+    assert {overlay["rollout"]["engine"]["tp"] for overlay in engines} == {1, 2, 4}
     assert {overlay["rollout"]["engine"]["experts"] for overlay in engines} == {"gather", "deepep"}
     for overlay in engines:
         roles = resolve(overlaid(made, overlay))
@@ -230,7 +263,9 @@ def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> No
 
 def test_an_overlay_has_only_what_it_changes() -> None:
     tree = {"train": {"tp": 4, "ep": 8, "layers_per_stage": [], "megatron": {"a": 1}}}
-    overlay = {"train": {"tp": 4, "ep": 2, "layers_per_stage": [2, 1], "megatron": {"a": 1, "b": None}}}
+    overlay = {
+        "train": {"tp": 4, "ep": 2, "layers_per_stage": [2, 1], "megatron": {"a": 1, "b": None}}
+    }
     assert candidates.changes(overlay, tree) == {"train": {"ep": 2, "layers_per_stage": [2, 1]}}
     assert candidates.changes({"train": {"tp": 4}}, tree) == {}
 
@@ -240,15 +275,42 @@ def test_an_overlay_has_only_what_it_changes() -> None:
 def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -> None:
     card = tmp_path / "card.yaml"
     card.write_text(json.dumps(SMALL_CARD.model_dump(exclude={"deepep_token_s"})), encoding="utf-8")
-    keys = [f"model.config={folder}", "model.path=nowhere", "model.dtype=bfloat16", "warm_start.steps=0"]
-    keys += ["placement.gpus=8", "placement.gpus_per_node=4", "rollout.engine.count=2", "rollout.engine.tp=4", *KEYS]
-    command = [sys.executable, "-m", "megarl.cli", "plan", str(planning.ROOT / "recipes" / "quickstart.yaml"), *keys]
+    keys = [
+        f"model.config={folder}",
+        "model.path=nowhere",
+        "model.dtype=bfloat16",
+        "warm_start.steps=0",
+    ]
+    keys += [
+        "placement.gpus=8",
+        "placement.gpus_per_node=4",
+        "rollout.engine.count=2",
+        "rollout.engine.tp=4",
+        *KEYS,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.cli",
+        "plan",
+        str(planning.ROOT / "recipes" / "quickstart.yaml"),
+        *keys,
+    ]
     done = subprocess.run(
-        [*command, "--hardware", str(card), "--search", "engine"], capture_output=True, text=True, cwd=tmp_path
+        [*command, "--hardware", str(card), "--search", "engine"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "the recipe" in done.stdout and "rollout:" in done.stdout and "engine layouts" in done.stdout
-    (first, *_) = [line for line in done.stdout.splitlines() if line.startswith("# ") and "s a step" in line]
+    assert (
+        "the recipe" in done.stdout
+        and "rollout:" in done.stdout
+        and "engine layouts" in done.stdout
+    )
+    (first, *_) = [
+        line for line in done.stdout.splitlines() if line.startswith("# ") and "s a step" in line
+    ]
     pasted = done.stdout.split(f"{first}\n")[1].split("\n\n")[0]
     file = tmp_path / "pasted.yaml"
     file.write_text(pasted, encoding="utf-8")
@@ -260,7 +322,9 @@ def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -
 def test_json_is_what_was_found(result: SearchResult) -> None:
     found = json.loads(json.dumps(search_json(result)))
     assert found["own"]["step_s"] == result.own.step.total_s
-    assert [row["step_s"] for row in found["found"]] == [row.plan.step.total_s for row in result.found]
+    assert [row["step_s"] for row in found["found"]] == [
+        row.plan.step.total_s for row in result.found
+    ]
     assert found["found"][0]["overlay"] == json.loads(json.dumps(result.found[0].overlay))
     assert (found["engines_tried"], found["trains_tried"]) == result.tried
 

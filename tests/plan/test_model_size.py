@@ -47,8 +47,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSize]:
     folder = tmp_path_factory.mktemp("models")
     recipes = {name: plans.recipe(folder, name, 1) for name in PUBLISHED}
     stages = {"pp": 16, "ep": 32, "layers_per_stage": [3, *[4] * 14, 2]}
-    recipes |= {name: plans.recipe(folder, name, 512, **stages) for name in ("deepseek-v3", "kimi-k2")}
-    recipes |= {name: plans.recipe(folder, model, gpus, **train) for name, (model, gpus, train) in LAYOUTS.items()}
+    recipes |= {
+        name: plans.recipe(folder, name, 512, **stages) for name in ("deepseek-v3", "kimi-k2")
+    }
+    recipes |= {
+        name: plans.recipe(folder, model, gpus, **train)
+        for name, (model, gpus, train) in LAYOUTS.items()
+    }
     found = sizes_of([resolve(recipe).models for recipe in recipes.values()], whole=True)
     return {name: sizes["policy"] for name, sizes in zip(recipes, found, strict=True)}
 
@@ -56,7 +61,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSize]:
 def elements_of(config: dict[str, Any]) -> tuple[int, int]:
     """(all, of routed experts) from the tensors that a checkpoint of this config.json has, without MTP."""
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads, experts = config["num_attention_heads"], config.get("num_experts") or config["n_routed_experts"]
+    heads, experts = (
+        config["num_attention_heads"],
+        config.get("num_experts") or config["n_routed_experts"],
+    )
     dense = config.get("first_k_dense_replace", 0)
     if "kv_lora_rank" in config:
         q, kv = config["q_lora_rank"], config["kv_lora_rank"]
@@ -69,12 +77,18 @@ def elements_of(config: dict[str, Any]) -> tuple[int, int]:
     expert = 3 * hidden * config["moe_intermediate_size"]
     routed = (layers - dense) * experts * expert
     beside = hidden * experts + config.get("n_shared_experts", 0) * expert
-    total = layers * (attention + 2 * hidden) + dense * 3 * hidden * config.get("intermediate_size", 0)
-    return total + (layers - dense) * beside + routed + 2 * config["vocab_size"] * hidden + hidden, routed
+    total = layers * (attention + 2 * hidden) + dense * 3 * hidden * config.get(
+        "intermediate_size", 0
+    )
+    return total + (layers - dense) * beside + routed + 2 * config[
+        "vocab_size"
+    ] * hidden + hidden, routed
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_whole_models_have_as_many_parameters_as_published(built: dict[str, ModelSize], name: str) -> None:
+def test_whole_models_have_as_many_parameters_as_published(
+    built: dict[str, ModelSize], name: str
+) -> None:
     published, active = PUBLISHED[name]
     size = built[name]
     assert size.parameters == pytest.approx(published, rel=1e-3)
@@ -91,19 +105,28 @@ def test_prediction_ahead_is_counted_apart(built: dict[str, ModelSize]) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_together_hold_what_the_weight_map_says(built: dict[str, ModelSize], name: str) -> None:
+def test_ranks_together_hold_what_the_weight_map_says(
+    built: dict[str, ModelSize], name: str
+) -> None:
     size, layout = built[name], built[name].layout
     ranks = range(layout.world_size)
-    held = sum(chunk.elements - chunk.padding for rank in ranks for chunk in size.stages[layout.coords(rank).pp])
+    held = sum(
+        chunk.elements - chunk.padding
+        for rank in ranks
+        for chunk in size.stages[layout.coords(rank).pp]
+    )
     mapped = [shard for rank in ranks for shard in megatron_map.shards(size.shape, layout, rank)]
-    assert held == sum(shard.area for shard in mapped if not shard.name.endswith("e_score_correction_bias"))
+    assert held == sum(
+        shard.area for shard in mapped if not shard.name.endswith("e_score_correction_bias")
+    )
 
 
 @pytest.mark.parametrize("name", ["pp", "vpp", "uneven"])
 def test_stages_together_are_the_whole_model(built: dict[str, ModelSize], name: str) -> None:
     size = built[name]
     chunks = [chunk for stage in size.stages for chunk in stage]
-    copy = size.shape.vocab_size * size.shape.hidden_size  # of the embedding, beside the layer that predicts ahead
+    # of the embedding, beside the layer that predicts ahead
+    copy = size.shape.vocab_size * size.shape.hidden_size
     experts = size.shape.num_experts * 3 * size.shape.hidden_size * size.shape.moe_ffn_size
     trained = sum(chunk.dense + chunk.expert * size.layout.ep - chunk.padding for chunk in chunks)
     if size.recipe.train.mtp_loss:
@@ -142,10 +165,16 @@ def _hold(rank: int, meet: device.Address, made: Recipe) -> tuple[int, int, int]
     in_model = {param.untyped_storage().data_ptr() for param in params}
     shards = [shard for group in held.optimizer.param_groups for shard in group["params"]]
     own = [shard for shard in shards if shard.untyped_storage().data_ptr() not in in_model]
-    states = [state for one in held.optimizer.chained_optimizers for state in one.optimizer.state.values()]
+    states = [
+        state for one in held.optimizer.chained_optimizers for state in one.optimizer.state.values()
+    ]
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     grads = sum(param.main_grad.nbytes for param in params if param.requires_grad)
-    return sum(param.numel() for param in params), grads, sum(one.nbytes for one in [*own, *moments])
+    return (
+        sum(param.numel() for param in params),
+        grads,
+        sum(one.nbytes for one in [*own, *moments]),
+    )
 
 
 def test_scorers_have_one_row_in_place_of_the_vocabulary(tmp_path: Path) -> None:
@@ -172,7 +201,9 @@ def test_what_megatron_cannot_build_is_the_users_fault(tmp_path: Path) -> None:
 
 def test_stages_are_runs_of_slots_with_their_layers(tmp_path: Path) -> None:
     layout = TrainLayout(8, 2, 2, 2, vpp=2)
-    size = plans.size("policy", ModelShape(8, 64, 4, 4, 16, 300), planning.small(tmp_path), layout, 8, ())
+    size = plans.size(
+        "policy", ModelShape(8, 64, 4, 4, 16, 300), planning.small(tmp_path), layout, 8, ()
+    )
     found = size.pipeline_stages()
     assert [(one.slots, one.layers) for one in found] == [
         (range(8, 12), (0, 1, 4, 5)),

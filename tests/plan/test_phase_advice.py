@@ -16,7 +16,9 @@ from tests.plan.test_phased_rollout import recipe_of
 Tried = list[tuple[Any, ...]]  # phase_tokens, prompts_in_flight, and "ahead" where it is on
 
 
-def found(recipe: Recipe, seconds: float, bound: int | None = None, running: int = 100) -> TriedPhases:
+def found(
+    recipe: Recipe, seconds: float, bound: int | None = None, running: int = 100
+) -> TriedPhases:
     """bound: 3 with phases, and a version more ahead, unless it is given."""
     time, rollout = RolloutTime(0.0, 0.0, 0.0, running, 0.0, 0, 0.0, 1, 0.0), recipe.rollout
     phase = rollout.phase_tokens or rollout.max_response_tokens
@@ -36,7 +38,9 @@ def advise(
 
     def try_phases(changed: Recipe) -> TriedPhases | None:
         rollout = changed.rollout
-        tried.append((rollout.phase_tokens, rollout.in_flight, *(["ahead"] if rollout.ahead else [])))
+        tried.append(
+            (rollout.phase_tokens, rollout.in_flight, *(["ahead"] if rollout.ahead else []))
+        )
         one = outcome(rollout.phase_tokens, rollout.in_flight)
         if one is None:
             return None
@@ -58,7 +62,9 @@ def test_the_fastest_is_named_with_how_old_its_tokens_are() -> None:
 
 def test_the_trainers_probabilities_need_a_correction() -> None:
     recipe = recipe_of(100, 4)
-    off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})})
+    off = recipe.model_copy(
+        update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})}
+    )
     (advice,), _ = advise(off, lambda phase, count: {"seconds": 100 if phase else 300, "bound": 1})
     assert (
         " and algorithm.rollout_correction tis would take 3.0x fewer seconds" in advice
@@ -77,11 +83,20 @@ def test_of_sizes_that_are_about_as_fast_the_lowest_bound_is_named() -> None:
 @pytest.mark.parametrize(
     ("outcome", "tried"),
     [
-        (lambda phase, count: 300, [(None, 100), (100, 150), (100, 200), (100, 400), (200, 150), (50, 150)]),
-        (lambda phase, count: 400 if phase else 300, [(None, 100), (100, 150), (100, 200), (100, 400)]),
+        (
+            lambda phase, count: 300,
+            [(None, 100), (100, 150), (100, 200), (100, 400), (200, 150), (50, 150)],
+        ),
+        (
+            lambda phase, count: 400 if phase else 300,
+            [(None, 100), (100, 150), (100, 200), (100, 400)],
+        ),
         (lambda phase, count: None, [(None, 100)]),
         (lambda phase, count: None if phase else 300, [(None, 100), (100, 150)]),
-        (lambda phase, count: {"seconds": 400 if phase else 300, "running": 99}, [(None, 100), (100, 150)]),
+        (
+            lambda phase, count: {"seconds": 400 if phase else 300, "running": 99},
+            [(None, 100), (100, 150)],
+        ),
     ],
     ids=["no gain", "slower", "does not fit", "phases do not fit", "the cache is full"],
 )
@@ -90,7 +105,9 @@ def test_nothing_is_said_without_a_gain(outcome: Any, tried: Tried) -> None:
 
 
 def test_shorter_phases_are_not_tried_where_longer_ones_are_faster() -> None:
-    _, tried = advise(recipe_of(100, 4), lambda phase, count: 300 if phase is None else 200 - phase / 10)
+    _, tried = advise(
+        recipe_of(100, 4), lambda phase, count: 300 if phase is None else 200 - phase / 10
+    )
     assert tried[-1] == (200, 150)
 
 
@@ -98,12 +115,18 @@ def test_a_recipe_whose_phases_take_longer_than_whole_responses_is_told() -> Non
     recipe = recipe_of(100, 4, phase_tokens=50, prompts_in_flight=200)
     advice, tried = advise(recipe, lambda phase, count: 300 if phase else 200)
     assert tried[0] == (50, 200) and (None, 100) in tried
-    assert advice == ["rollout.phase_tokens null with prompts_in_flight null would take 1.5x fewer seconds a step"]
+    assert advice == [
+        "rollout.phase_tokens null with prompts_in_flight null would take 1.5x fewer seconds a step"
+    ]
 
 
-def test_where_engines_have_gpus_of_their_own_the_fastest_and_whole_responses_are_tried_ahead() -> None:
+def test_where_engines_have_gpus_of_their_own_the_fastest_and_whole_responses_are_tried_ahead() -> (
+    None
+):
     seconds = {None: 300, 100: 200, 200: 250, 50: 220}
-    advice, tried = advise(recipe_of(100, 4), lambda phase, count: seconds[phase], ahead_factor=0.75)
+    advice, tried = advise(
+        recipe_of(100, 4), lambda phase, count: seconds[phase], ahead_factor=0.75
+    )
     assert tried[-2:] == [(100, 150, "ahead"), (None, 100, "ahead")]
     told = "tokens are at most 4 versions old (0.6 in the mean)"
     keys = "rollout.phase_tokens 100 with prompts_in_flight 150 and ahead 1"
@@ -112,12 +135,15 @@ def test_where_engines_have_gpus_of_their_own_the_fastest_and_whole_responses_ar
 
 def test_whole_responses_ahead_are_named_where_training_hides_them() -> None:
     recipe = recipe_of(100, 4)
-    off = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})})
+    off = recipe.model_copy(
+        update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})}
+    )
     (advice,), tried = advise(off, lambda phase, count: 400 if phase else 300, ahead_factor=0.5)
     assert tried[-1:] == [(None, 100, "ahead")] and len(tried) == 5
     told = "tokens are at most 1 version old (0.6 in the mean)"
     assert (
-        advice == f"rollout.ahead 1 with algorithm.rollout_correction tis would take 2.0x fewer seconds a step; {told}"
+        advice
+        == f"rollout.ahead 1 with algorithm.rollout_correction tis would take 2.0x fewer seconds a step; {told}"
     )
 
 
@@ -131,5 +157,7 @@ def test_a_recipe_that_samples_ahead_in_vain_is_told() -> None:
 @pytest.mark.parametrize("name", ["remax", "sft"])
 def test_algorithms_that_refuse_phases_are_not_tried(name: str) -> None:
     recipe = recipe_of(100, 4)
-    other = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"name": name})})
+    other = recipe.model_copy(
+        update={"algorithm": recipe.algorithm.model_copy(update={"name": name})}
+    )
     assert advise(other, lambda phase, count: 1 if phase else 300) == ([], [])

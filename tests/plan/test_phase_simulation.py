@@ -34,19 +34,27 @@ class Run:
     def __init__(self, sizes: PhaseSizes, lengths: IntArray, steps: int | None = None) -> None:
         self.lengths = lengths
         self.phases: dict[int, list[tuple[int, IntArray]]] = defaultdict(list)
-        self.steps = list(islice(phased_steps(sizes, self.lengths_of, self.run_phase, steps=steps), STEPS))
+        self.steps = list(
+            islice(phased_steps(sizes, self.lengths_of, self.run_phase, steps=steps), STEPS)
+        )
 
     def lengths_of(self, prompt_index: int) -> IntArray:
         return self.lengths[prompt_index]
 
     def run_phase(self, groups: Sequence[OpenGroup], beside_training: bool) -> list[int]:
-        assert [group.done for group in groups] == sorted((group.done for group in groups), reverse=True)
+        assert [group.done for group in groups] == sorted(
+            (group.done for group in groups), reverse=True
+        )
         for group in groups:
             self.phases[group.prompt_index].append((group.done, group.new))
         return [group.prompt_index for group in groups]
 
     def read_again(self, prompt_indices: Sequence[int]) -> int:
-        return sum(done * len(new) for prompt_index in prompt_indices for done, new in self.phases[prompt_index])
+        return sum(
+            done * len(new)
+            for prompt_index in prompt_indices
+            for done, new in self.phases[prompt_index]
+        )
 
     @property
     def trained(self) -> list[int]:
@@ -56,7 +64,9 @@ class Run:
 def drawn_lengths(seed: int, long_share: float) -> IntArray:
     draws = np.random.default_rng(seed)
     shape = 200, SAMPLES
-    return np.where(draws.random(shape) < long_share, LONGEST, draws.integers(1, LONGEST + 1, shape))
+    return np.where(
+        draws.random(shape) < long_share, LONGEST, draws.integers(1, LONGEST + 1, shape)
+    )
 
 
 def test_a_straggler_by_hand() -> None:
@@ -65,9 +75,24 @@ def test_a_straggler_by_hand() -> None:
     lengths[1] = 16, 2
     run = Run(PhaseSizes(2, 4, SAMPLES, 4), lengths)
     assert [step.trained for step in run.steps[:4]] == [(0, 2), (3, 4), (5, 6), (1, 7)]
-    assert [step.results for step in run.steps[:4]] == [([0, 1, 2, 3],), ([1, 4, 5],), ([1, 6, 7],), ([1, 8, 9],)]
-    assert [(done, new.tolist()) for done, new in run.phases[1]] == [(0, [4, 2]), (4, [4]), (8, [4]), (12, [4])]
-    assert [step.tokens_by_age.tolist() for step in run.steps[:4]] == [[14], [7, 7], [7, 7], [4, 4 + 7, 4, 4 + 2]]
+    assert [step.results for step in run.steps[:4]] == [
+        ([0, 1, 2, 3],),
+        ([1, 4, 5],),
+        ([1, 6, 7],),
+        ([1, 8, 9],),
+    ]
+    assert [(done, new.tolist()) for done, new in run.phases[1]] == [
+        (0, [4, 2]),
+        (4, [4]),
+        (8, [4]),
+        (12, [4]),
+    ]
+    assert [step.tokens_by_age.tolist() for step in run.steps[:4]] == [
+        [14],
+        [7, 7],
+        [7, 7],
+        [4, 4 + 7, 4, 4 + 2],
+    ]
     assert run.steps[3].oldest == 3
 
 
@@ -76,8 +101,16 @@ def test_a_straggler_that_is_begun_ahead_reaches_the_bound() -> None:
     lengths = np.full((40, SAMPLES), (2, 2))
     lengths[8] = 16, 1
     run = Run(PhaseSizes(2, 4, SAMPLES, 4, ahead=1), lengths)
-    assert [step.trained for step in run.steps[3:]] == [(6, 7), (9, 10), (11, 12), (13, 14), (8, 15)]
-    assert [step.results for step in run.steps] == [([0, 1, 2, 3],), *([()] * 7)], "the others are beside training"
+    assert [step.trained for step in run.steps[3:]] == [
+        (6, 7),
+        (9, 10),
+        (11, 12),
+        (13, 14),
+        (8, 15),
+    ]
+    assert [step.results for step in run.steps] == [([0, 1, 2, 3],), *([()] * 7)], (
+        "the others are beside training"
+    )
     beside = [None, [4, 5, 6, 7], None, [8, 9, 10, 11], [8, 12, 13], [8, 14, 15], [8, 16, 17]]
     assert [step.beside for step in run.steps[:7]] == beside
     bound = staleness_bound(recipe_of(16, 4, 2, 4, 1), Hyperparameters())
@@ -87,7 +120,10 @@ def test_a_straggler_that_is_begun_ahead_reaches_the_bound() -> None:
 def test_whole_responses_ahead_are_a_version_old_and_wait_for_nothing() -> None:
     run = Run(PhaseSizes(2, 2, SAMPLES, LONGEST, ahead=1), np.full((40, SAMPLES), LONGEST))
     tokens = 2 * SAMPLES * LONGEST
-    assert [step.tokens_by_age.tolist() for step in run.steps] == [[tokens], *([[0, tokens]] * (STEPS - 1))]
+    assert [step.tokens_by_age.tolist() for step in run.steps] == [
+        [tokens],
+        *([[0, tokens]] * (STEPS - 1)),
+    ]
     assert [step.results for step in run.steps] == [([0, 1],), *([()] * (STEPS - 1))]
     assert [step.beside for step in run.steps[:2]] == [[2, 3], [4, 5]]
     assert run.steps[0].all_results == ([0, 1], [2, 3]) and run.steps[1].all_results == ([4, 5],)
@@ -98,15 +134,26 @@ def test_whole_responses_ahead_are_a_version_old_and_wait_for_nothing() -> None:
 def test_steps_are_those_that_the_controller_takes(
     seed: int, wanted: int, more: int, phase: int, long_share: float, ahead: int, steps: int | None
 ) -> None:
-    lengths, sizes = drawn_lengths(seed, long_share), PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead)
+    lengths, sizes = (
+        drawn_lengths(seed, long_share),
+        PhaseSizes(wanted, wanted + more, SAMPLES, phase, ahead),
+    )
     recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
     real = RealRun(lambda prompt_index: lengths[prompt_index].tolist(), recipe, steps=steps)
     for version, step in enumerate(Run(sizes, lengths, steps).steps):
         phases, (prompt_indices, found) = real.phases, real.step()
         assert (list(step.trained), len(step.all_results)) == (prompt_indices, real.phases - phases)
-        parts = [part for prompt_index in prompt_indices for parts in real.parts[prompt_index] for part in parts]
+        parts = [
+            part
+            for prompt_index in prompt_indices
+            for parts in real.parts[prompt_index]
+            for part in parts
+        ]
         ages = [version - part.version for part in parts]
-        assert step.tokens_by_age.tolist() == np.bincount(ages, [part.num_tokens for part in parts]).tolist()
+        assert (
+            step.tokens_by_age.tolist()
+            == np.bincount(ages, [part.num_tokens for part in parts]).tolist()
+        )
         assert found.get("stale/token_max", 0) == step.oldest
 
 
@@ -134,7 +181,9 @@ def test_tokens_are_never_older_than_the_bound_and_every_sample_is_finished(
     for step in run.steps:
         assert step.tokens_by_age.sum() == lengths[list(step.trained)].sum()
         for prompt_index in step.trained:
-            assert sum(new.sum() for _, new in run.phases[prompt_index]) == lengths[prompt_index].sum()
+            assert (
+                sum(new.sum() for _, new in run.phases[prompt_index]) == lengths[prompt_index].sum()
+            )
             assert all(new.max() <= phase for _, new in run.phases[prompt_index])
 
 
@@ -158,6 +207,9 @@ def test_phases_of_several_times_the_tokens_never_read_more_again(
 ) -> None:
     """Other longer phases may: a response of 10 tokens reads 5 again in phases of 5, and 9 in phases of 9."""
     lengths = drawn_lengths(seed, long_share)
-    short, long = (Run(PhaseSizes(wanted, wanted + more, SAMPLES, size), lengths) for size in (phase, phase * times))
+    short, long = (
+        Run(PhaseSizes(wanted, wanted + more, SAMPLES, size), lengths)
+        for size in (phase, phase * times)
+    )
     for prompt_index in {*short.trained} & {*long.trained}:
         assert long.read_again([prompt_index]) <= short.read_again([prompt_index])

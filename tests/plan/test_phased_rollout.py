@@ -24,14 +24,23 @@ LONGEST, PROMPT = 400, 50
 
 
 def recipe_of(prompts: int, samples: int, **rollout: Any) -> Recipe:
-    keys = {"prompts_per_step": prompts, "samples_per_prompt": samples, "max_response_tokens": LONGEST, **rollout}
+    keys = {
+        "prompts_per_step": prompts,
+        "samples_per_prompt": samples,
+        "max_response_tokens": LONGEST,
+        **rollout,
+    }
     overrides = [f"rollout.{key}={value}" for key, value in keys.items()]
-    return load_recipe(QUICKSTART, [*overrides, "algorithm.name=grpo", "algorithm.rollout_correction=tis"])
+    return load_recipe(
+        QUICKSTART, [*overrides, "algorithm.name=grpo", "algorithm.rollout_correction=tis"]
+    )
 
 
 def samples_of(prompts: int, samples: int, lengths: Any = None) -> Samples:
     drawn = prompts * samples
-    responses = response_lengths(drawn, LONGEST, 0.3) if lengths is None else np.full(drawn, lengths)
+    responses = (
+        response_lengths(drawn, LONGEST, 0.3) if lengths is None else np.full(drawn, lengths)
+    )
     return Samples(prompts, prompts, drawn, drawn, PROMPT, PROMPT + LONGEST, responses)
 
 
@@ -41,13 +50,18 @@ def test_two_phases_of_equal_responses_by_hand() -> None:
     recipe = recipe_of(3, 4, phase_tokens=100)
     found = phased_rollout(recipe, speed, samples_of(3, 4, 200), limits(1, 100))
     assert (found.phases, found.token_mean, found.token_max, found.bound) == (2, 0, 0, 0)
-    assert found.time.decode_s == pytest.approx(100 * (speed.step_s(12, 50 + 50) + speed.step_s(12, 150 + 50)))
+    assert found.time.decode_s == pytest.approx(
+        100 * (speed.step_s(12, 50 + 50) + speed.step_s(12, 150 + 50))
+    )
     again = 12 * sum(speed.prefill_s(PROMPT + 100))
     assert found.again_s == pytest.approx(again)
     assert found.time.prefill_s == pytest.approx(again + 3 * sum(speed.prefill_s(PROMPT)))
     assert found.again_share == 0.5
     assert (found.open_sequences, found.open_tokens) == (12, 12 * (PROMPT + 200))
-    assert found.time.alone_s == pytest.approx(100 * speed.step_s(1, PROMPT + 150)) and found.time.longest == 100
+    assert (
+        found.time.alone_s == pytest.approx(100 * speed.step_s(1, PROMPT + 150))
+        and found.time.longest == 100
+    )
 
 
 @settings(max_examples=12, deadline=None)
@@ -61,7 +75,9 @@ def test_whole_responses_take_exactly_the_seconds_of_the_plan_without_phases(
 ) -> None:
     speed = speed_of(EngineLayout(engines, 4, 4, dp=groups), kv_bytes=1e4)
     drawn = prompts * per_prompt
-    samples = replace(samples_of(prompts, per_prompt), responses=response_lengths(drawn, LONGEST, share))
+    samples = replace(
+        samples_of(prompts, per_prompt), responses=response_lengths(drawn, LONGEST, share)
+    )
     room = limits(groups, slots, cache)
     found = phased_rollout(recipe_of(prompts, per_prompt), speed, samples, room, whole=True)
     assert found.time == rollout_time(speed, samples, room)
@@ -73,7 +89,8 @@ def test_whole_responses_beside_training_take_the_seconds_of_whole_responses() -
     speed, samples, room = speed_of(EngineLayout(2, 4, 4)), samples_of(6, 4), limits(1, 30)
     found = phased_rollout(recipe_of(6, 4, ahead=1), speed, samples, room, whole=True)
     assert found.time.mean_beside_s == pytest.approx(found.time.total_s)
-    assert found.time.total_s == pytest.approx(rollout_time(speed, samples, room).total_s, rel=0.1)  # in other orders
+    # in other orders
+    assert found.time.total_s == pytest.approx(rollout_time(speed, samples, room).total_s, rel=0.1)
     assert (found.phases, found.token_mean, found.token_max, found.bound) == (1, 1, 1, 1)
 
 
@@ -96,13 +113,21 @@ def test_fewer_engines_beside_training_have_more_each() -> None:
 def test_no_token_is_older_than_the_bound(
     prompts: int, times: float, share: int, groups: int, cache: int, ahead: int, beside: int
 ) -> None:
-    keys = {"phase_tokens": -(-LONGEST // share), "prompts_in_flight": int(times * prompts), "ahead": ahead}
+    keys = {
+        "phase_tokens": -(-LONGEST // share),
+        "prompts_in_flight": int(times * prompts),
+        "ahead": ahead,
+    }
     recipe = recipe_of(prompts, 3, **keys)
     speed = speed_of(EngineLayout(2, 2, 2, dp=groups))
-    found = phased_rollout(recipe, speed, samples_of(prompts, 3), limits(groups, 20, cache), beside=beside)
+    found = phased_rollout(
+        recipe, speed, samples_of(prompts, 3), limits(groups, 20, cache), beside=beside
+    )
     assert found.token_mean <= found.token_max <= found.bound and (found.token_mean > 0) >= ahead
     assert found.again_s <= found.time.prefill_s < found.time.total_s
-    assert bool(found.time.beside_s) == bool(ahead) and found.time.mean_beside_s <= found.time.total_s * (1 + 1e-9)
+    assert bool(found.time.beside_s) == bool(
+        ahead
+    ) and found.time.mean_beside_s <= found.time.total_s * (1 + 1e-9)
     assert found.time.running <= found.open_sequences
 
 
@@ -111,7 +136,10 @@ def test_more_prompts_in_flight_shorten_a_rollout_where_there_is_room() -> None:
     speed, samples = speed_of(EngineLayout(1, 4, 4), kv_bytes=1e3), samples_of(8, 4)
     seconds = [
         phased_rollout(
-            recipe_of(8, 4, phase_tokens=100, prompts_in_flight=count), speed, samples, limits(1, 1000)
+            recipe_of(8, 4, phase_tokens=100, prompts_in_flight=count),
+            speed,
+            samples,
+            limits(1, 1000),
         ).time.decode_s
         for count in (8, 16, 32)
     ]
@@ -122,7 +150,11 @@ def test_more_prompts_in_flight_shorten_a_rollout_where_there_is_room() -> None:
 def test_a_part_of_an_engine_takes_about_as_long_as_the_whole() -> None:
     """Of 4 groups with 2,048 sequences an eighth: half of one group, with all lengths."""
     recipe = recipe_of(128, 16, phase_tokens=100, prompts_in_flight=256)
-    speed, samples, room = speed_of(EngineLayout(1, 4, 4, dp=4), 1e3), samples_of(128, 16), limits(4, 2000)
+    speed, samples, room = (
+        speed_of(EngineLayout(1, 4, 4, dp=4), 1e3),
+        samples_of(128, 16),
+        limits(4, 2000),
+    )
     assert (_part(128, 16, room).groups, _part(128, 16, room).of_group) == (4, 2)
     part, whole = (phased_rollout(recipe, speed, samples, room, whole=one) for one in (False, True))
     assert part.time.total_s == pytest.approx(whole.time.total_s, rel=0.1)
@@ -139,6 +171,9 @@ def test_a_part_has_room_for_the_longest_responses() -> None:
 def test_drawn_prompts_have_the_lengths_of_a_step_again_and_again() -> None:
     lengths = np.arange(1, 13)
     of_drawn = _lengths_of(lengths, _part(3, 4, limits(1, 10)), 4)
-    assert np.concatenate([of_drawn(prompt_index) for prompt_index in range(3)]).tolist() == lengths.tolist()
+    assert (
+        np.concatenate([of_drawn(prompt_index) for prompt_index in range(3)]).tolist()
+        == lengths.tolist()
+    )
     later = np.concatenate([of_drawn(prompt_index) for prompt_index in range(3, 6)])
     assert sorted(later) == lengths.tolist() != later.tolist()

@@ -33,7 +33,11 @@ CASES = [
 ]
 SMALLEST = "dapo_qwen2_5_32b"  # whose engines are searched by day
 # Engines of too few GPUs, in place of the recipe's; the phase that they fill; what helps. By model or recipe.
-_TOO_FEW_30B = {"tp": 1, "ep": 1, "dp": 1, "sglang.mem_fraction_static": 0.8}, ["rollout"], "rollout.engine.fp8"
+_TOO_FEW_30B = (
+    {"tp": 1, "ep": 1, "dp": 1, "sglang.mem_fraction_static": 0.8},
+    ["rollout"],
+    "rollout.engine.fp8",
+)
 TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
     "retool_qwen3_30b": _TOO_FEW_30B,
     "search_r1_qwen3_30b": _TOO_FEW_30B,
@@ -49,7 +53,9 @@ TOO_FEW: dict[str, tuple[dict[str, float], list[str], str]] = {
 def kind_of(request: dict[str, Any]) -> Any:
     recipe = Recipe.model_validate_json(request["recipe"])
     model = HfModel(recipe.model.path)
-    return model_size._kind(Role("policy", recipe, train_layout(recipe), 0, request["scores"], model))
+    return model_size._kind(
+        Role("policy", recipe, train_layout(recipe), 0, request["scores"], model)
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,20 +65,29 @@ def once() -> Iterator[None]:
     build = model_size._built
 
     def remembered(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        new = {kind_of(one): one | {"whole": False} for one in requests if kind_of(one) not in built}
+        new = {
+            kind_of(one): one | {"whole": False} for one in requests if kind_of(one) not in built
+        }
         built.update(zip(new, build(list(new.values())) if new else [], strict=True))
         return [built[kind_of(one)] for one in requests]
 
     def places(roles: Roles, *_: Any) -> Any:
         recipe = roles.recipe
-        exchange = recipe.reshard.round_bytes, recipe.placement.gpus_per_node, recipe.model.path, recipe.model.dtype
+        exchange = (
+            recipe.reshard.round_bytes,
+            recipe.placement.gpus_per_node,
+            recipe.model.path,
+            recipe.model.dtype,
+        )
         return exchange, roles.policy.layout, roles.policy.lora, roles.engines
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
         patch.setattr(model_size, "_built", remembered)
         patch.setattr(run_plan, "plan_reshard", kept(run_plan.plan_reshard, places))
-        model_size.sizes_of([resolve(stand_ins(load(*case))[0]).models for case in CASES], whole=False)
+        model_size.sizes_of(
+            [resolve(stand_ins(load(*case))[0]).models for case in CASES], whole=False
+        )
         yield
 
 
@@ -85,7 +100,9 @@ def planned(name: str, over: tuple[str, ...] = ()) -> run_plan.RunPlan:
 @pytest.mark.parametrize(
     ("name", "over"),
     [  # by day with one overlay at most
-        pytest.param(name, over, id="+".join([name, *over]), marks=[pytest.mark.nightly] * (len(over) > 1))
+        pytest.param(
+            name, over, id="+".join([name, *over]), marks=[pytest.mark.nightly] * (len(over) > 1)
+        )
         for name, over in CASES
     ],
 )
@@ -96,16 +113,25 @@ def test_it_fits(name: str, over: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("over", "cores"), [((), 57), (("retool_qwen3_235b.yaml",), 101)])
-def test_the_cores_that_programs_need_are_those_that_the_page_says(over: tuple[str, ...], cores: int) -> None:
+def test_the_cores_that_programs_need_are_those_that_the_page_says(
+    over: tuple[str, ...], cores: int
+) -> None:
     """If each used the whole 5 s that the recipe gives it, which call_timeout_s would not end."""
     found = planned("retool_qwen3_30b", over)
-    assert found.tool_load and (found.tool_load.call_s, found.tool_load.limit) == (5.0, "episode.arguments.timeout_s")
+    assert found.tool_load and (found.tool_load.call_s, found.tool_load.limit) == (
+        5.0,
+        "episode.arguments.timeout_s",
+    )
     assert round(found.tool_load.cores(found.rollout.total_s)) == cores
-    (said,) = re.findall(r"\*\*Programs\.\*\*.*?\n\n", (ROOT / "docs/environments.md").read_text(), re.DOTALL)
+    (said,) = re.findall(
+        r"\*\*Programs\.\*\*.*?\n\n", (ROOT / "docs/environments.md").read_text(), re.DOTALL
+    )
     assert re.search(rf"\b{cores}\b", said)
 
 
-@pytest.mark.parametrize(("over", "limit_s"), [((), 2100), (("fp8_rollout_deepseek671b.yaml",), 1300)])
+@pytest.mark.parametrize(
+    ("over", "limit_s"), [((), 2100), (("fp8_rollout_deepseek671b.yaml",), 1300)]
+)
 def test_deepseek_takes_less_than_it_did(over: tuple[str, ...], limit_s: int) -> None:
     """With engines of 32 GPUs and groups of four it was 3,180 s, five sixths of it to sample."""
     found = planned("dapo_deepseek671b", over)
@@ -143,18 +169,25 @@ def test_adapters_alone_are_gigabytes_not_terabytes() -> None:
 
 def held(recipe: Recipe) -> MemoryPlan:
     there = stand_ins(recipe)[0]
-    return plans.memory(there, load_hardware(recipe.placement.hardware), model_size.model_sizes(there))
+    return plans.memory(
+        there, load_hardware(recipe.placement.hardware), model_size.model_sizes(there)
+    )
 
 
 def by_phase(found: MemoryPlan) -> dict[str, Any]:
     """The faults, by the phase that their words name."""
     names = [re.search(r"the (\w+) phase|node's (host)", error.problem) for error in found.errors]
-    return {name[1] or name[2]: error for name, error in zip(names, found.errors, strict=True) if name}
+    return {
+        name[1] or name[2]: error for name, error in zip(names, found.errors, strict=True) if name
+    }
 
 
 def hints(hint: str) -> list[str]:
     """The overrides that a mend tells: `set a.b to 1, c to 2 and d.e to 3: ...`, where c is beside b."""
-    told, branch = re.findall(r"([\w.]+) to (\{[^}]*\}|\[\]|[\w.]+)", hint.partition(": then")[0]), ""
+    told, branch = (
+        re.findall(r"([\w.]+) to (\{[^}]*\}|\[\]|[\w.]+)", hint.partition(": then")[0]),
+        "",
+    )
     found = []
     for key, value in told:
         branch = key.rpartition(".")[0] or branch
@@ -162,7 +195,8 @@ def hints(hint: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CLUSTER if "lora" not in name])  # adapters leave too much room
+# adapters leave too much room
+@pytest.mark.parametrize("name", [name for name in CLUSTER if "lora" not in name])
 def test_micro_batches_that_are_too_long_fill_training(name: str) -> None:
     tokens = f"train.tokens_per_micro_batch={16 * load(name).train.tokens_per_micro_batch}"
     errors = by_phase(held(load(name, (), tokens)))
@@ -180,7 +214,9 @@ def test_micro_batches_that_are_too_long_fill_training(name: str) -> None:
 def test_engines_that_are_too_small_fill_the_rollout(name: str) -> None:
     sizes, phases, knob = TOO_FEW.get(name) or TOO_FEW[model_of(RECIPES / f"{name}.yaml")]
     count = load(name).placement.gpus // sizes["tp"]
-    overrides = [f"rollout.engine.{key}={value}" for key, value in (sizes | {"count": count}).items()]
+    overrides = [
+        f"rollout.engine.{key}={value}" for key, value in (sizes | {"count": count}).items()
+    ]
     errors = by_phase(held(load(name, (), *overrides)))
     assert {phase: error.where for phase, error in errors.items()} == dict.fromkeys(phases, knob)
     assert held(load(name, (), *overrides, *hints(errors["rollout"].hint))).errors == []
@@ -189,7 +225,10 @@ def test_engines_that_are_too_small_fill_the_rollout(name: str) -> None:
 def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:
     """And what a step then takes, as a plan of such engines says itself."""
     alone = planned("dapo_deepseek671b", ("rollout.engine.dp=1",))
-    (advised,) = [re.search(r"rollout.engine.dp (\d+) would make it ([\d,]+) s a step", one) for one in alone.advice]
+    (advised,) = [
+        re.search(r"rollout.engine.dp (\d+) would make it ([\d,]+) s a step", one)
+        for one in alone.advice
+    ]
     assert advised and float(advised[2].replace(",", "")) < alone.step.total_s / 2
     groups = planned("dapo_deepseek671b", (f"rollout.engine.dp={advised[1]}",))
     assert groups.step.total_s == pytest.approx(float(advised[2].replace(",", "")), rel=0.02)
@@ -197,7 +236,9 @@ def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:
 
 def seconds_over_the_best(found: SearchResult, plan: run_plan.RunPlan) -> float:
     """A step of a plan over one of the fastest layout that needs no more."""
-    return plan.step.total_s / min(row.plan.step.total_s for row in found.found if row.needs <= needs_of(plan.recipe))
+    return plan.step.total_s / min(
+        row.plan.step.total_s for row in found.found if row.needs <= needs_of(plan.recipe)
+    )
 
 
 def searched(name: str, side: Side) -> SearchResult:
@@ -206,7 +247,11 @@ def searched(name: str, side: Side) -> SearchResult:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == SMALLEST else pytest.param(name, marks=pytest.mark.nightly) for name in CLUSTER]
+    "name",
+    [
+        name if name == SMALLEST else pytest.param(name, marks=pytest.mark.nightly)
+        for name in CLUSTER
+    ],
 )
 def test_no_engines_are_more_than_a_twentieth_behind_the_best_of_their_kind(name: str) -> None:
     """A minute of one core for a large model. Overlays for other engines on as many GPUs are of other kinds."""
@@ -214,7 +259,9 @@ def test_no_engines_are_more_than_a_twentieth_behind_the_best_of_their_kind(name
     assert seconds_over_the_best(found, found.own) <= 1.05
     for over in OVERLAYS[model_of(RECIPES / f"{name}.yaml")]:
         if len(over) == 1 and over[0].startswith("fp8"):
-            assert seconds_over_the_best(found, planned(name, (*over, "train.mtp_loss=0"))) <= 1.05, over
+            assert (
+                seconds_over_the_best(found, planned(name, (*over, "train.mtp_loss=0"))) <= 1.05
+            ), over
 
 
 @pytest.mark.nightly

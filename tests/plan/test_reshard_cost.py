@@ -13,7 +13,14 @@ from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout
-from megarl.plan.reshard_cost import ReshardPlan, bound_s, expected_s, gather_bound_s, gathered_bytes, plan_reshard
+from megarl.plan.reshard_cost import (
+    ReshardPlan,
+    bound_s,
+    expected_s,
+    gather_bound_s,
+    gathered_bytes,
+    plan_reshard,
+)
 from megarl.preflight.model_checks import stand_ins
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import Part
@@ -51,7 +58,9 @@ def test_one_node_has_no_fabric(tmp_path: Path) -> None:
 def test_gathering_brings_everything_that_a_rank_does_not_hold(tmp_path: Path) -> None:
     found = plan_of(tmp_path, "train.tp=1", "train.pp=2", "train.ep=1")
     recipe = planning.small(tmp_path, "train.tp=1", "train.pp=2", "train.ep=1")
-    stages = [megatron_map.shards(model_shape(tmp_path), train_layout(recipe), rank) for rank in (0, 4)]
+    stages = [
+        megatron_map.shards(model_shape(tmp_path), train_layout(recipe), rank) for rank in (0, 4)
+    ]
     held = [2 * sum(shard.area for shard in stage) for stage in stages]
     assert sum(held) == small_model_bytes()
     assert found.gather_everything_bytes.mean == small_model_bytes() / 2
@@ -68,14 +77,19 @@ def test_fp8_engines_take_half_and_gathering_does_not_shrink() -> None:
     train, members = TrainLayout(4, 1, 2, 2), 4
     sources = megatron_map.parts(shape, train)
     gathered = [
-        gathered_bytes(sources, sglang_map.parts(shape, EngineLayout(1, 2, 1, fp8=fp8)), members, "bfloat16")
+        gathered_bytes(
+            sources, sglang_map.parts(shape, EngineLayout(1, 2, 1, fp8=fp8)), members, "bfloat16"
+        )
         for fp8 in (False, True)
     ]
     assert gathered[0].tolist() == gathered[1].tolist()
     layouts = [EngineLayout(1, 2, 1, fp8=is_fp8) for is_fp8 in (False, True)]
     wide, narrow = (dest_bytes(sources, sglang_map.parts(shape, layout)) for layout in layouts)
-    tiled = 2 * (4 * 3 * 256 * 256 + 256 * (4 + 2 * 4) * 128 + 4 * 128 * 256) // 2  # of a rank: layers' projections
-    assert wide - narrow == pytest.approx(tiled, rel=1e-3), "a byte less of each, but for the scales"
+    # of a rank: layers' projections
+    tiled = 2 * (4 * 3 * 256 * 256 + 256 * (4 + 2 * 4) * 128 + 4 * 128 * 256) // 2
+    assert wide - narrow == pytest.approx(tiled, rel=1e-3), (
+        "a byte less of each, but for the scales"
+    )
 
 
 def test_deepseek_gathers_what_the_architecture_says() -> None:
@@ -89,7 +103,17 @@ def test_deepseek_gathers_what_the_architecture_says() -> None:
 
 def account_of(**bytes_of: list[int]) -> Traffic:
     zeros = dict.fromkeys(
-        ("dest", "local", "node_in", "node_out", "fabric_in", "fabric_out", "minimum_wire", "minimum_fabric"), [0, 0]
+        (
+            "dest",
+            "local",
+            "node_in",
+            "node_out",
+            "fabric_in",
+            "fabric_out",
+            "minimum_wire",
+            "minimum_fabric",
+        ),
+        [0, 0],
     )
     return Traffic(**{name: np.array(values) for name, values in (zeros | bytes_of).items()})
 

@@ -20,25 +20,33 @@ from megarl.plan.rollout_time import SimulatedSpeed, rollout_time, rough_rollout
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)
-SHAPE = ModelShape(10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512)
+SHAPE = ModelShape(
+    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
+)
 V3 = model_shape(Path(__file__).parents[2] / "recipes" / "models" / "deepseek-v3")
 EXPERTS_BYTES = 10 * 64 * 3 * 1024 * 512 * 2
 
 
 def speed_of(layout: EngineLayout, kv_bytes: float = 0.0, shape: ModelShape = SHAPE) -> EngineSpeed:
-    return EngineSpeed(shape, layout, CARD, 8, "bfloat16", EXPERTS_BYTES / layout.tp + 1e8, kv_bytes)
+    return EngineSpeed(
+        shape, layout, CARD, 8, "bfloat16", EXPERTS_BYTES / layout.tp + 1e8, kv_bytes
+    )
 
 
 def limits(groups: int, slots: int, cache: int = 10**9, longest: int = 400) -> GroupLimits:
     return GroupLimits(groups, slots, cache, longest)
 
 
-SAMPLES = Samples(10, 10, 40, 40, 50, 450, np.arange(1, 41) * 10)  # the longest in the order of their prompts
+# the longest in the order of their prompts
+SAMPLES = Samples(10, 10, 40, 40, 50, 450, np.arange(1, 41) * 10)
 
 
 def test_less_room_takes_longer_and_the_fullest_engine_counts() -> None:
     speed = speed_of(EngineLayout(4, 1, 1))
-    wide, narrow = rollout_time(speed, SAMPLES, limits(1, 100)), rollout_time(speed, SAMPLES, limits(1, 3))
+    wide, narrow = (
+        rollout_time(speed, SAMPLES, limits(1, 100)),
+        rollout_time(speed, SAMPLES, limits(1, 3)),
+    )
     assert (wide.running, narrow.running) == (12, 3)  # 3 of 10 prompts, with 4 samples each
     assert narrow.total_s > wide.total_s > wide.tail_s > 0
     assert wide.tokens_per_s == pytest.approx(SAMPLES.responses.sum() / wide.total_s)
@@ -69,7 +77,9 @@ def test_equal_lengths_take_turns_of_as_many_steps() -> None:
 def test_a_small_cache_loses_sequences_and_reads_them_again() -> None:
     speed = speed_of(EngineLayout(1, 4, 4, dp=2))
     long = replace(SAMPLES, responses=20 * SAMPLES.responses)
-    wide, narrow = (rollout_time(speed, long, limits(2, 20, cache, 8000)) for cache in (10**6, 20_000))
+    wide, narrow = (
+        rollout_time(speed, long, limits(2, 20, cache, 8000)) for cache in (10**6, 20_000)
+    )
     assert wide.retracted == 0 < narrow.retracted
     assert 0 < narrow.again_share < 1
     assert narrow.prefill_s > wide.prefill_s and narrow.total_s > wide.total_s
@@ -88,11 +98,15 @@ def test_the_formula_is_near_the_simulation(cache: int) -> None:
     samples = Samples(32, 32, 256, 256, 50, 8050, responses)
     speed = speed_of(EngineLayout(1, 4, 4), kv_bytes=1e4)
     rough = rough_rollout_s(speed, samples, cache // samples.running_tokens)
-    assert rough == pytest.approx(rollout_time(speed, samples, limits(1, 256, cache, 8000)).total_s, rel=0.25)
+    assert rough == pytest.approx(
+        rollout_time(speed, samples, limits(1, 256, cache, 8000)).total_s, rel=0.25
+    )
 
 
 @pytest.mark.parametrize("draft", [0, 1])
-def test_the_simulation_has_the_seconds_of_the_step_and_waits_for_the_fullest_group(draft: int) -> None:
+def test_the_simulation_has_the_seconds_of_the_step_and_waits_for_the_fullest_group(
+    draft: int,
+) -> None:
     layout = EngineLayout(1, 32, 32, 32, whole_dense=True, group_head=True, draft=draft)
     speed = EngineSpeed(V3, layout, CARD, 8, "bfloat16", 40e9, token_bytes(V3, layout, 2))
     simulated, running = SimulatedSpeed(speed), np.full(32, 12.0)
@@ -100,4 +114,6 @@ def test_the_simulation_has_the_seconds_of_the_step_and_waits_for_the_fullest_gr
         even = running * context
         assert simulated.step_s(running, even) == pytest.approx(speed.step_s(32 * 12, context))
         uneven = even + np.eye(1, 32)[0] * 1000
-        assert simulated.step_s(running, uneven) == pytest.approx(speed.step_s(32 * 12, context + 1000 / 12))
+        assert simulated.step_s(running, uneven) == pytest.approx(
+            speed.step_s(32 * 12, context + 1000 / 12)
+        )

@@ -48,10 +48,21 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 @pytest.fixture(scope="module")
 def phased(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
     """On the second node's GPUs engines alone, and on the first's ranks alone."""
-    keys = ["rollout.max_response_tokens=400", "rollout.phase_tokens=100", "rollout.prompts_in_flight=256"]
-    split = ["placement.gpus=8", "placement.train_gpus=4", "rollout.engine.count=1", "placement.first_engine_gpu=4"]
+    keys = [
+        "rollout.max_response_tokens=400",
+        "rollout.phase_tokens=100",
+        "rollout.prompts_in_flight=256",
+    ]
+    split = [
+        "placement.gpus=8",
+        "placement.train_gpus=4",
+        "rollout.engine.count=1",
+        "placement.first_engine_gpu=4",
+    ]
     folder = tmp_path_factory.mktemp("phased")
-    return make_plan(planning.small(folder, *keys, *split, "algorithm.rollout_correction=tis"), CARD)
+    return make_plan(
+        planning.small(folder, *keys, *split, "algorithm.rollout_correction=tis"), CARD
+    )
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +82,11 @@ def report_of(plan: RunPlan, width: int = 140) -> str:
 
 def test_a_small_plan_says_who_sits_where(small: RunPlan) -> None:
     policy = small.sizes["policy"]
-    assert (list(small.sizes), policy.first_slot, policy.layout) == (["policy"], 0, TrainLayout(8, 2, 2, 2))
+    assert (list(small.sizes), policy.first_slot, policy.layout) == (
+        ["policy"],
+        0,
+        TrainLayout(8, 2, 2, 2),
+    )
     assert [stage.slots for stage in policy.pipeline_stages()] == [range(4), range(4, 8)]
     assert small.num_nodes == 2 and small.fits and small.errors == []
     layer = 256 * (8 + 2 * 4) * 32 + 8 * 32 * 256 + 2 * 32 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 128
@@ -86,9 +101,17 @@ def test_every_slot_says_node_ranks_and_engine(tmp_path: Path) -> None:
         "critic": plans.size("critic", SHAPE, recipe, critic, 6, ()),
     }
     slots = slot_map(recipe, sizes, EngineLayout(2, 3, 1, first=4))
-    assert [(one.slot, one.node, one.gpu) for one in slots[3:6]] == [(3, 0, 3), (4, 1, 0), (5, 1, 1)]
-    assert [sorted(one.ranks) for one in slots] == [["policy"]] * 6 + [["critic", "policy"]] * 2 + [["critic"]] * 2
-    assert slots[7].ranks["policy"] == policy.coords(7) and slots[7].ranks["critic"] == critic.coords(1)
+    assert [(one.slot, one.node, one.gpu) for one in slots[3:6]] == [
+        (3, 0, 3),
+        (4, 1, 0),
+        (5, 1, 1),
+    ]
+    assert [sorted(one.ranks) for one in slots] == [["policy"]] * 6 + [["critic", "policy"]] * 2 + [
+        ["critic"]
+    ] * 2
+    assert slots[7].ranks["policy"] == policy.coords(7) and slots[7].ranks[
+        "critic"
+    ] == critic.coords(1)
     assert [(one.engine, one.engine_rank) for one in slots[3:]] == [
         (None, None), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
     ]  # fmt: skip
@@ -98,18 +121,38 @@ def test_the_json_has_the_keys_that_are_promised(deepseek: RunPlan) -> None:
     found = json.loads(json.dumps(plan_json(deepseek)))
     for parts in found["memory"]["device"].values():
         assert {f"{part}_bytes" for part in PARTS} == set(parts)
-        assert sum(size for name, size in parts.items() if name != "total_bytes") == parts["total_bytes"]
+        assert (
+            sum(size for name, size in parts.items() if name != "total_bytes")
+            == parts["total_bytes"]
+        )
     assert {"rollout", "train", "reshard", "save"} <= set(found["memory"]["device"])
     assert found["memory"]["host_bytes"] > 0
     for name in ("dest", "local", "nvlink", "fabric_in", "fabric_out", "gather_everything"):
-        assert 0 < found["reshard"][f"{name}_bytes"]["mean"] <= found["reshard"][f"{name}_bytes"]["max"]
-    assert 0 < found["reshard"]["bound_s"] < found["reshard"]["expected_s"] < found["reshard"]["gather_bound_s"]
+        assert (
+            0
+            < found["reshard"][f"{name}_bytes"]["mean"]
+            <= found["reshard"][f"{name}_bytes"]["max"]
+        )
+    assert (
+        0
+        < found["reshard"]["bound_s"]
+        < found["reshard"]["expected_s"]
+        < found["reshard"]["gather_bound_s"]
+    )
     step = found["step"]
     assert min(step[f"{phase}_s"] for phase in ("rollout", "train", "reshard", "save")) > 0
-    assert step["total_s"] == pytest.approx(sum(value for name, value in step.items() if name != "total_s"))
+    assert step["total_s"] == pytest.approx(
+        sum(value for name, value in step.items() if name != "total_s")
+    )
     assert len(found["ranks"]) == 512
     last = found["ranks"][511]
-    assert (last["node"], last["gpu"], last["engine"], last["engine_rank"], last["policy"]["pp"]) == (63, 7, 15, 31, 15)
+    assert (
+        last["node"],
+        last["gpu"],
+        last["engine"],
+        last["engine_rank"],
+        last["policy"]["pp"],
+    ) == (63, 7, 15, 31, 15)
 
 
 def test_the_document_names_every_key_of_the_json(deepseek: RunPlan) -> None:
@@ -118,13 +161,17 @@ def test_the_document_names_every_key_of_the_json(deepseek: RunPlan) -> None:
     wanted = {*found["reshard"], *found["step"], *(f"{part}_bytes" for part in PARTS)}
     wanted |= {f"memory.{key}" for key in found["memory"]} - {"memory.host_capacity_bytes"}
     assert wanted <= named
-    assert {key for key in found if not any(name.split(".")[0] == key for name in named)} == {"name", "hardware"}
+    assert {key for key in found if not any(name.split(".")[0] == key for name in named)} == {
+        "name",
+        "hardware",
+    }
 
 
 def test_deepseek_is_as_large_as_published_and_what_arrives_adds_up(deepseek: RunPlan) -> None:
     policy = deepseek.sizes["policy"]
     assert policy.parameters == pytest.approx(671.03e9, rel=1e-3)
-    assert policy.active_parameters == pytest.approx(37.6e9, rel=1e-2)  # both vocabulary tables among them
+    # both vocabulary tables among them
+    assert policy.active_parameters == pytest.approx(37.6e9, rel=1e-2)
     moved = deepseek.reshard
     assert moved.dest_bytes.mean == pytest.approx(2 * policy.parameters / 32, rel=0.05)
     parts = moved.local_bytes, moved.nvlink_bytes, moved.fabric_in_bytes
@@ -137,7 +184,8 @@ def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: R
     page = report_of(deepseek)
     assert "671 B parameters (37.6 B active), on 512 H800 in 64 nodes" in page
     assert f"{deepseek.memory.peak_phase} takes most, on slot" in page
-    assert re.search(r"policy +15 +60-63 +480-511 +58-60", page)  # the last stage: nodes, slots, layers
+    # the last stage: nodes, slots, layers
+    assert re.search(r"policy +15 +60-63 +480-511 +58-60", page)
     assert re.search(r"gathering everything would bring +1,339", page)
     assert "12,288 prompts" not in page and "768 prompts drawn" in page
     assert "an estimate" in page and "docs/plan.md" in page
@@ -155,7 +203,10 @@ def test_a_reader_that_has_enough_is_no_failure() -> None:
     """As `megarl plan --json | head` is."""
     program = "from megarl.commands.output import say_all; import sys; sys.stdin.read(); say_all('x' * 10**6)"
     child = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert child.stdin and child.stdout and child.stderr
     child.stdout.close()
@@ -165,7 +216,9 @@ def test_a_reader_that_has_enough_is_no_failure() -> None:
     assert (child.wait(60), said) == (0, b"")
 
 
-def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: RunPlan, deepseek: RunPlan, tmp_path: Path) -> None:
+def test_a_picture_is_a_png_of_the_size_that_the_map_needs(
+    small: RunPlan, deepseek: RunPlan, tmp_path: Path
+) -> None:
     from matplotlib.image import imread
 
     for plan, height in ((small, 820), (deepseek, 900)):
@@ -177,8 +230,16 @@ def test_a_picture_is_a_png_of_the_size_that_the_map_needs(small: RunPlan, deeps
 
 def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(phased: RunPlan) -> None:
     plan = phased
-    assert plan.phases and plan.rollout == plan.phases.time and plan.step.rollout_s == plan.rollout.total_s
-    assert (plan.phases.phase_tokens, plan.phases.prompts_in_flight, plan.phases.bound) == (100, 256, 3)
+    assert (
+        plan.phases
+        and plan.rollout == plan.phases.time
+        and plan.step.rollout_s == plan.rollout.total_s
+    )
+    assert (plan.phases.phase_tokens, plan.phases.prompts_in_flight, plan.phases.bound) == (
+        100,
+        256,
+        3,
+    )
     assert 0 < plan.phases.token_mean < plan.phases.token_max <= 3
     page = report_of(plan)
     assert re.search(r"open sequences in a phase +[12],\d{3}", page)
@@ -194,20 +255,34 @@ def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(phased: RunPlan)
 def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPlan) -> None:
     """It samples ahead: a step takes its further phases and the longer of its training and of the phase beside it."""
     (advice,) = [one for one in phased.advice if "fewer seconds a step" in one]
-    told = re.search(r"ahead 1.* ([\d.]+)x fewer seconds a step; tokens are at most (\d+) versions old", advice)
-    keys = {key: int(value) for key, value in re.findall(r"(phase_tokens|prompts_in_flight|ahead) (\d+)", advice)}
+    told = re.search(
+        r"ahead 1.* ([\d.]+)x fewer seconds a step; tokens are at most (\d+) versions old", advice
+    )
+    keys = {
+        key: int(value)
+        for key, value in re.findall(r"(phase_tokens|prompts_in_flight|ahead) (\d+)", advice)
+    }
     plan = make_plan(overlaid(phased.recipe, {"rollout": keys}), CARD, sizes=phased.sizes)
     assert told and plan.phases and plan.phases.bound == int(told[2])
     assert phased.step.total_s / plan.step.total_s == pytest.approx(float(told[1]), abs=0.051)
     assert 0 < plan.phases.token_mean <= plan.phases.token_max <= plan.phases.bound
     step, beside = plan.step, plan.rollout.mean_beside_s
     assert step.rollout_s == pytest.approx(plan.rollout.total_s - beside, abs=1e-9)
-    assert (step.train_s, step.reshard_s, step.save_s) == (phased.step.train_s, phased.step.reshard_s, 0)
+    assert (step.train_s, step.reshard_s, step.save_s) == (
+        phased.step.train_s,
+        phased.step.reshard_s,
+        0,
+    )
     longer = step.total_s - step.rollout_s - step.reshard_s
-    assert longer == pytest.approx(step.train_s + step.ahead_s) and longer >= max(beside, step.train_s) - 1e-9
+    assert (
+        longer == pytest.approx(step.train_s + step.ahead_s)
+        and longer >= max(beside, step.train_s) - 1e-9
+    )
     assert plan.engines_wait_s == pytest.approx(longer - beside)
     assert plan.ranks_wait_s == step.rollout_s + step.ahead_s
-    told_beside = f"beside {amount(step.train_s)} s of training a phase of {amount(beside)} s is sampled"
+    told_beside = (
+        f"beside {amount(step.train_s)} s of training a phase of {amount(beside)} s is sampled"
+    )
     assert told_beside in report_of(plan) and plan_json(plan)["rollout"]["beside_s"] == beside
 
 
@@ -235,11 +310,21 @@ def test_numbers_are_told_with_three_digits() -> None:
 
 
 def test_every_error_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
-    keys = ["train.tp=3", "rollout.engine.tp=3", "train.tokens_per_micro_batch=20", "algorithm.gamma=0.5"]
+    keys = [
+        "train.tp=3",
+        "rollout.engine.tp=3",
+        "train.tokens_per_micro_batch=20",
+        "algorithm.gamma=0.5",
+    ]
     with pytest.raises(UserErrors) as caught:
         make_plan(planning.small(tmp_path, *keys), CARD)
     wheres = {error.where for error in caught.value.errors}
-    assert {"train.tp", "rollout.engine.tp", "train.tokens_per_micro_batch", "algorithm.gamma"} <= wheres
+    assert {
+        "train.tp",
+        "rollout.engine.tp",
+        "train.tokens_per_micro_batch",
+        "algorithm.gamma",
+    } <= wheres
 
 
 def test_errors_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
@@ -252,11 +337,17 @@ def test_errors_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "where"),
     [
-        (["rollout.engine.tp=8", "rollout.engine.count=1", "placement.gpus_per_node=3"], "rollout.engine.tp"),
+        (
+            ["rollout.engine.tp=8", "rollout.engine.count=1", "placement.gpus_per_node=3"],
+            "rollout.engine.tp",
+        ),
         (["train.updates_per_step=9999"], "train.updates_per_step"),
         (["algorithm.name=grop"], "algorithm.name"),
         (["model.config=null"], "nowhere/config.json"),
-        (["rollout.engine.fp8=true", "train.tp=8", "train.pp=1", "train.ep=1"], "rollout.engine.tp"),
+        (
+            ["rollout.engine.fp8=true", "train.tp=8", "train.pp=1", "train.ep=1"],
+            "rollout.engine.tp",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_named(keys: list[str], where: str, tmp_path: Path) -> None:
@@ -295,15 +386,23 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
     assert content["fits"] is False and content["hardware"]["memory_bytes"] == 3_000_000_000
     lines = said.err.splitlines()
     assert lines and len(lines) == len(content["faults"])
-    assert all(line.startswith(f"{error['where']}: ") for error, line in zip(content["faults"], lines, strict=True))
+    assert all(
+        line.startswith(f"{error['where']}: ")
+        for error, line in zip(content["faults"], lines, strict=True)
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("key", "least", "most"),
-    [("rollout.prompts_per_step", 2**15 + 1, 2**31 - 1), ("placement.gpus", run_plan.MOST_GPUS + 1, 65_536)],
+    [
+        ("rollout.prompts_per_step", 2**15 + 1, 2**31 - 1),
+        ("placement.gpus", run_plan.MOST_GPUS + 1, 65_536),
+    ],
 )
-def test_sizes_that_would_be_planned_for_hours_are_refused(tmp_path: Path, key: str, least: int, most: int) -> None:
+def test_sizes_that_would_be_planned_for_hours_are_refused(
+    tmp_path: Path, key: str, least: int, most: int
+) -> None:
     """The largest that is planned takes seconds: its faults are asked for, not the plan."""
     samples = "rollout.samples_per_prompt=2"
     for size in (least, most):
@@ -315,7 +414,9 @@ def test_sizes_that_would_be_planned_for_hours_are_refused(tmp_path: Path, key: 
     assert run_plan.size_errors(planning.small(tmp_path, f"{key}={least - 1}", samples)) == []
 
 
-def test_without_hardware_nothing_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_hardware_nothing_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(planning.small(tmp_path, "placement.hardware=null").dump_yaml())
     assert run_command(recipe) == 2

@@ -20,7 +20,9 @@ from megarl.training.flops import train_flops
 from tests.plan import recipes as planning
 
 CARD = load_hardware(planning.H800)
-SHAPE = ModelShape(10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512)
+SHAPE = ModelShape(
+    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
+)
 SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
 LAYOUT = TrainLayout(16, tp=2, pp=2, ep=4)
 MODEL = ComputingModel(
@@ -29,15 +31,21 @@ MODEL = ComputingModel(
 )  # fmt: skip
 
 
-def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_and_imbalance() -> None:
+def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_and_imbalance() -> (
+    None
+):
     layers = RankLayers(SHAPE, LAYOUT, CARD, 8)
     products = 8 * train_flops(SHAPE, 100) / (16 * 989.4e12 * CARD.compute_share)
     exchanges = layers.exchanges(8 * 100 / 4)
     each = layers.micro_batch_s(2e9, 4e9, 1, 1)
     found = step_time.learning_time(MODEL, SAMPLES, CARD, 8)
-    assert found.updates_s == pytest.approx(1.25 * ((products + exchanges.total(1, 1)) / 0.8 + 2 * 4 * each))
+    assert found.updates_s == pytest.approx(
+        1.25 * ((products + exchanges.total(1, 1)) / 0.8 + 2 * 4 * each)
+    )
     again = step_time.learning_time(replace(MODEL, recomputes=True), SAMPLES, CARD, 8)
-    whole = (products * 4 / 3 + exchanges.total(2, 1)) / 0.8 + 2 * 4 * layers.micro_batch_s(2e9, 4e9, 2, 1)
+    whole = (products * 4 / 3 + exchanges.total(2, 1)) / 0.8 + 2 * 4 * layers.micro_batch_s(
+        2e9, 4e9, 2, 1
+    )
     assert again.updates_s == pytest.approx(1.25 * whole)
 
 
@@ -63,11 +71,16 @@ def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
     assert (found.old_logprobs_s > 0, found.reference_s > 0) == (needs_old_logprobs, has_reference)
     once = replace(MODEL, share=replace(MODEL.share, updates=1))
     one_update = step_time.policy_time(recipe, once, SAMPLES, CARD, 8)
-    assert (one_update.old_logprobs_s > 0) == (keys == ["algorithm.name=reinforce_pp"])  # pays its KL in the reward
-    dropping = planning.small(tmp_path, "algorithm.kl_coefficient=null", *keys, "algorithm.rollout_correction=icepop")
+    # pays its KL in the reward
+    assert (one_update.old_logprobs_s > 0) == (keys == ["algorithm.name=reinforce_pp"])
+    dropping = planning.small(
+        tmp_path, "algorithm.kl_coefficient=null", *keys, "algorithm.rollout_correction=icepop"
+    )
     assert step_time.policy_time(dropping, once, SAMPLES, CARD, 8).old_logprobs_s > 0
     if has_reference:
-        assert found.reference_s == pytest.approx(found.old_logprobs_s + 4 * 2e9 / CARD.pcie_bytes_per_s)
+        assert found.reference_s == pytest.approx(
+            found.old_logprobs_s + 4 * 2e9 / CARD.pcie_bytes_per_s
+        )
 
 
 def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:
@@ -79,7 +92,11 @@ def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:
 
 def test_an_optimizer_on_the_host_crosses_pcie_and_is_not_moved() -> None:
     on_host = replace(MODEL, offloads=True)
-    assert step_time.memory_s(on_host, CARD) == 0 == step_time.memory_s(replace(MODEL, takes_turns=False), CARD)
+    assert (
+        step_time.memory_s(on_host, CARD)
+        == 0
+        == step_time.memory_s(replace(MODEL, takes_turns=False), CARD)
+    )
     assert step_time.memory_s(MODEL, CARD) == pytest.approx(2 * 3e9 / 50e9)
     assert step_time.optimizer_s(MODEL, CARD) == pytest.approx(2 * 3e9 / (3.35e12 * 0.7))
     assert step_time.optimizer_s(on_host, CARD) == pytest.approx(2 * 3e9 / 40e9 + 6 * 0.25e9 / 50e9)
@@ -92,7 +109,9 @@ def test_a_checkpoint_costs_its_step_the_copies_or_the_files_too(tmp_path: Path)
     assert seconds() == 0
     assert seconds("checkpoint.every=10") == pytest.approx(5e9 / 50e9 / 10)
     files = 14e9 / (2 * 5e9)
-    assert seconds("checkpoint.every=10", "checkpoint.asynchronous=false") == pytest.approx((0.1 + files) / 10)
+    assert seconds("checkpoint.every=10", "checkpoint.asynchronous=false") == pytest.approx(
+        (0.1 + files) / 10
+    )
 
 
 def test_a_total_is_the_sum_of_its_phases() -> None:

@@ -14,7 +14,14 @@ from megarl.config.loading import load_recipe
 from megarl.data.inputs import Inputs
 from megarl.model.tokenizer import load_tokenizer
 from megarl.placement.roles import resolve
-from megarl.preflight.checks_by_command import _Case, _errors, check, check_rollout, check_samples, errors_elsewhere
+from megarl.preflight.checks_by_command import (
+    _Case,
+    _errors,
+    check,
+    check_rollout,
+    check_samples,
+    errors_elsewhere,
+)
 from megarl.types import UserErrors
 from tests.parallel import checkpoints
 
@@ -25,7 +32,9 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 def good(quickstart_inputs: list[str], arithmetic: Path, tmp_path: Path) -> list[str]:
     """The quickstart, on the first rows of its data."""
     train = tmp_path / "train.jsonl"
-    train.write_text("".join((arithmetic / "train.jsonl").read_text().splitlines(keepends=True)[:100]))
+    train.write_text(
+        "".join((arithmetic / "train.jsonl").read_text().splitlines(keepends=True)[:100])
+    )
     return [*quickstart_inputs, f"run.dir={tmp_path / 'runs'}", f"data.train={train}"]
 
 
@@ -64,12 +73,18 @@ def test_a_tracker_that_is_not_installed_is_told(
         monkeypatch.setitem(sys.modules, name, None)  # no module of the name is found
     hint = "pip install 'megarl[trackers]' or leave it out"
     lines = told("run.trackers=[wandb, tensorboard, mlflow]")
-    assert lines == [f"run.trackers: {name} is not installed; {hint}" for name in ("wandb", "mlflow")]
+    assert lines == [
+        f"run.trackers: {name} is not installed; {hint}" for name in ("wandb", "mlflow")
+    ]
 
 
-def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(good: list[str]) -> None:
+def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(
+    good: list[str],
+) -> None:
     def first(seed: int) -> list[str]:
-        inputs = check(load_recipe(QUICKSTART, [*good, "evaluation.max_prompts=5", f"run.seed={seed}"]))
+        inputs = check(
+            load_recipe(QUICKSTART, [*good, "evaluation.max_prompts=5", f"run.seed={seed}"])
+        )
         assert len(inputs.eval_sets["arith"]) == 5
         return [prompt.id for prompt in inputs.prompts.take(10)]
 
@@ -153,9 +168,14 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(g
     ids=lambda value: value if isinstance(value, str) and " " not in value else None,
 )  # fmt: skip
 def test_an_error_names_its_key(
-    told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, overrides: list[str], where: str, says: str
+    told: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    where: str,
+    says: str,
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.checks_by_command.reward_errors", lambda *_, **__: [])  # it starts processes
+    # it starts processes
+    monkeypatch.setattr("megarl.preflight.checks_by_command.reward_errors", lambda *_, **__: [])
     lines = told(*overrides)
     assert any(line.startswith(f"{where}: ") and says in line for line in lines), lines
     assert len(lines) == len(set(lines))
@@ -173,16 +193,34 @@ def test_one_sample_of_a_prompt_and_a_truncated_evaluation_are_good(good: list[s
 
 def test_rewards_are_tried_on_the_data(told: Callable[..., list[str]], tmp_path: Path) -> None:
     """Of the training rows, and of those to be evaluated on."""
-    (line,) = told("reward.function=null", "reward.by_source.b.function=megarl.rollout.rewards.exact:score")
+    (line,) = told(
+        "reward.function=null", "reward.by_source.b.function=megarl.rollout.rewards.exact:score"
+    )
     assert line.startswith("reward.by_source: ") and "(and 355 more such rows)" in line
-    odd = write_rows(tmp_path / "odd.jsonl", [{"prompt": "1+2=", "answer": "3", "data_source": "b"}])
-    (line,) = told(f"data.eval.odd={odd}", "reward.by_source.b.function=megarl.rollout.rewards.exact:gone")
-    assert line.startswith("reward.by_source.b.function: megarl.rollout.rewards.exact has no 'gone'")
+    odd = write_rows(
+        tmp_path / "odd.jsonl", [{"prompt": "1+2=", "answer": "3", "data_source": "b"}]
+    )
+    (line,) = told(
+        f"data.eval.odd={odd}", "reward.by_source.b.function=megarl.rollout.rewards.exact:gone"
+    )
+    assert line.startswith(
+        "reward.by_source.b.function: megarl.rollout.rewards.exact has no 'gone'"
+    )
 
 
 def test_a_missing_checkpoint_hides_no_other_error(told: Callable[..., list[str]]) -> None:
-    lines = told("model.path=nowhere", "placement.gpus=6", "data.answer=solution", "reward.function=nowhere:f")
-    expected = ["placement.gpus: ", "nowhere/config.json: no such file", "data.train: ", "reward.function: nowhere "]
+    lines = told(
+        "model.path=nowhere",
+        "placement.gpus=6",
+        "data.answer=solution",
+        "reward.function=nowhere:f",
+    )
+    expected = [
+        "placement.gpus: ",
+        "nowhere/config.json: no such file",
+        "data.train: ",
+        "reward.function: nowhere ",
+    ]
     for start in expected:
         assert sum(line.startswith(start) for line in lines) == 1, lines
     assert len(lines) == len(expected) + 1  # the evaluation set has no such column either
@@ -200,7 +238,8 @@ def test_a_checkpoint_that_does_not_fit_its_config(
     (copy / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 128}))
     (line,) = told(f"model.path={copy}")
     assert "is [64, 64], config.json says [128, 64]" in line
-    assert f"(and {4 * 8 * 3 - 1} more such tensors)" in line  # every projection of every expert of every layer
+    # every projection of every expert of every layer
+    assert f"(and {4 * 8 * 3 - 1} more such tensors)" in line
 
 
 def with_far_token(model: Path, folder: Path, *, end: bool = False) -> Path:
@@ -230,7 +269,9 @@ def test_a_prompt_with_tokens_that_the_model_does_not_have(
 ) -> None:
     folder = with_far_token(tiny_model, tmp_path / "far")
     questions = ["1+2=", "<far>1+2=", "3<far>="]
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": question, "answer": "3"} for question in questions])
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": question, "answer": "3"} for question in questions]
+    )
     (line,) = told(f"model.path={folder}", f"{key}={data}")
     assert line.startswith(f"{key}: {data}:2: the prompt has token ") and "('<far>')" in line
     assert "(and 1 more such row)" in line
@@ -240,11 +281,15 @@ def test_an_answer_with_tokens_that_the_model_does_not_have(
     good: list[str], told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = with_far_token(tiny_model, tmp_path / "far")
-    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1=", "answer": "<far>"}])
+    data = write_rows(
+        tmp_path / "rows.jsonl",
+        [{"prompt": "1+2=", "answer": "3"}, {"prompt": "1=", "answer": "<far>"}],
+    )
     keys = [f"model.path={folder}", f"data.train={data}"]
     (line,) = told(*keys)
     assert line.startswith(f"data.train: {data}:2: the answer has token ") and "('<far>')" in line
-    check(load_recipe(QUICKSTART, [*good, *keys, "warm_start.steps=0"]))  # then nobody learns from the answers
+    # then nobody learns from the answers
+    check(load_recipe(QUICKSTART, [*good, *keys, "warm_start.steps=0"]))
 
 
 def test_a_reward_models_tokenizer_that_is_anothers(
@@ -258,14 +303,35 @@ def test_a_reward_models_tokenizer_that_is_anothers(
 @pytest.mark.parametrize(
     ("file", "key", "value", "says"),
     [
-        ("config.json", "num_experts_per_tok", 9, "num_experts_per_tok is 9, more than the experts (8);"),
+        (
+            "config.json",
+            "num_experts_per_tok",
+            9,
+            "num_experts_per_tok is 9, more than the experts (8);",
+        ),
         ("config.json", "max_position_embeddings", -1, "max_position_embeddings is -1;"),
-        ("config.json", "eos_token_id", 400, "eos_token_id is 400, and the vocabulary has 102 tokens;"),
-        ("generation_config.json", "eos_token_id", [2, -1], "eos_token_id is [2, -1], and the vocabulary has 102"),
+        (
+            "config.json",
+            "eos_token_id",
+            400,
+            "eos_token_id is 400, and the vocabulary has 102 tokens;",
+        ),
+        (
+            "generation_config.json",
+            "eos_token_id",
+            [2, -1],
+            "eos_token_id is [2, -1], and the vocabulary has 102",
+        ),
     ],
 )
 def test_a_checkpoint_whose_own_files_cannot_be(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path, file: str, key: str, value: object, says: str
+    told: Callable[..., list[str]],
+    tiny_model: Path,
+    tmp_path: Path,
+    file: str,
+    key: str,
+    value: object,
+    says: str,
 ) -> None:
     """Told once, and not once more by those who read the file after the first."""
     folder = copied(tiny_model, tmp_path / "model", file, key, value)
@@ -291,12 +357,21 @@ def test_a_chat_template_without_bounds_is_told_once_of_all_files(
     assert line.startswith("model.path: the chat template takes more than 1024 MB for "), line
 
 
-def test_losses_of_parts_that_the_model_does_not_have(told: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_losses_of_parts_that_the_model_does_not_have(
+    told: Callable[..., list[str]], tmp_path: Path
+) -> None:
     folder = checkpoints.write(tmp_path / "dense", "llama")
     keys = ["aux_loss=0.1", "z_loss=0.1", "router_bias_rate=0.1", "mtp_loss=0.1", "replay=r3"]
-    lines = told(f"model.path={folder}", "train.ep=1", "rollout.engine.tp=1", *(f"train.{key}" for key in keys))
+    lines = told(
+        f"model.path={folder}",
+        "train.ep=1",
+        "rollout.engine.tp=1",
+        *(f"train.{key}" for key in keys),
+    )
     for key in keys:
-        assert sum(line.startswith(f"train.{key.partition('=')[0]}: ") for line in lines) == 1, lines
+        assert sum(line.startswith(f"train.{key.partition('=')[0]}: ") for line in lines) == 1, (
+            lines
+        )
 
 
 def test_an_fp8_cache_is_refused_where_latent_attention_does_not_take_it(
@@ -304,12 +379,19 @@ def test_an_fp8_cache_is_refused_where_latent_attention_does_not_take_it(
 ) -> None:
     folder = checkpoints.write(tmp_path / "latent", "deepseek-v3")
     cache = "rollout.engine.sglang.kv_cache_dtype"
-    lines = told(f"model.path={folder}", f"{cache}=fp8_e4m3", "rollout.engine.sglang.attention_backend=fa3")
-    assert sum(line.startswith(f"{cache}: 'fp8_e4m3', but fa3 copies") for line in lines) == 1, lines
-    check(load_recipe(QUICKSTART, [*good, f"{cache}=fp8_e4m3"]))  # the quickstart's attention has heads of its own
+    lines = told(
+        f"model.path={folder}", f"{cache}=fp8_e4m3", "rollout.engine.sglang.attention_backend=fa3"
+    )
+    assert sum(line.startswith(f"{cache}: 'fp8_e4m3', but fa3 copies") for line in lines) == 1, (
+        lines
+    )
+    # the quickstart's attention has heads of its own
+    check(load_recipe(QUICKSTART, [*good, f"{cache}=fp8_e4m3"]))
 
 
-def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_reference_of_another_architecture(
+    told: Callable[..., list[str]], tmp_path: Path
+) -> None:
     folder = checkpoints.write(tmp_path / "other", "llama")
     (line,) = told("reference.use=true", f"reference.path={folder}")
     assert line.startswith("reference.path: ") and "is another model than model.path" in line
@@ -323,16 +405,36 @@ def test_a_reference_of_another_architecture(told: Callable[..., list[str]], tmp
         (["name=gspo", "gae_lambda=0.9"], "gae_lambda", "gspo has no critic"),
         (["gamma=0.9"], "gamma", "no token has a reward of its own with grpo"),
         (["name=prime", "value_clip=0.1"], "value_clip", "prime has no critic"),
-        (["name=vapo", "process_scale=0.1", "critic_warmup_steps=1"], "process_scale", "no process rewards"),
+        (
+            ["name=vapo", "process_scale=0.1", "critic_warmup_steps=1"],
+            "process_scale",
+            "no process rewards",
+        ),
         (["critic_warmup_steps=1"], "critic_warmup_steps", "no critic or implicit reward model"),
         (["name=sft", "clip_high=0.3"], "clip_high", "sft learns from the data's answers"),
         (["kl_place=reward"], "kl_place", "algorithm.kl_coefficient is 0"),
         (["name=on_policy_distillation"], "kl_coefficient", "learns from nothing else"),
-        (["name=reinforce_pp", "kl_coefficient=0.01"], "kl_coefficient", "as it is before the warm start"),
+        (
+            ["name=reinforce_pp", "kl_coefficient=0.01"],
+            "kl_coefficient",
+            "as it is before the warm start",
+        ),
         (["max_rounds=3"], "max_rounds", "dynamic_sampling is off"),
-        (["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"], "gae_lambda", "lambda_alpha decides"),
-        (["rollout_correction_high=3.0"], "rollout_correction_high", "algorithm.rollout_correction is off"),
-        (["rollout_correction=tis", "rollout_correction_low=0.1"], "rollout_correction_low", "an upper bound alone"),
+        (
+            ["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"],
+            "gae_lambda",
+            "lambda_alpha decides",
+        ),
+        (
+            ["rollout_correction_high=3.0"],
+            "rollout_correction_high",
+            "algorithm.rollout_correction is off",
+        ),
+        (
+            ["rollout_correction=tis", "rollout_correction_low=0.1"],
+            "rollout_correction_low",
+            "an upper bound alone",
+        ),
         (
             ["rollout_correction=icepop", "rollout_correction_low=6.0"],
             "rollout_correction_low",
@@ -346,7 +448,9 @@ def test_rules_that_contradict_or_mean_nothing(
     told: Callable[..., list[str]], overrides: list[str], where: str, says: str
 ) -> None:
     lines = told(*(f"algorithm.{one}" for one in overrides))
-    assert sum(line.startswith(f"algorithm.{where}: ") and says in line for line in lines) == 1, lines
+    assert sum(line.startswith(f"algorithm.{where}: ") and says in line for line in lines) == 1, (
+        lines
+    )
 
 
 def test_a_rule_that_is_repeated_is_no_error(good: list[str]) -> None:
@@ -356,7 +460,12 @@ def test_a_rule_that_is_repeated_is_no_error(good: list[str]) -> None:
 
 
 def test_what_nobody_asks_where_answers_are_learnt_from(told: Callable[..., list[str]]) -> None:
-    keys = ["reference.use=true", "train.replay=r3", "train.updates_per_step=200", "warm_start.steps=0"]
+    keys = [
+        "reference.use=true",
+        "train.replay=r3",
+        "train.updates_per_step=200",
+        "warm_start.steps=0",
+    ]
     lines = told(*keys, "algorithm.name=sft")
     for start in (
         "reference.use: is set, and sft learns", "train.replay: is set, and sft learns",
@@ -366,21 +475,39 @@ def test_what_nobody_asks_where_answers_are_learnt_from(told: Callable[..., list
     assert len(lines) == 3
 
 
-def test_sampling_alone_does_not_ask_how_long_a_critic_warms_up(good: list[str], tmp_path: Path) -> None:
-    keys = ["algorithm.name=vapo", "algorithm.dynamic_sampling=false", "warm_start.steps=0", "run.steps=10"]
-    assert check_rollout(load_recipe(QUICKSTART, [*good, *keys]), tmp_path / "samples.parquet").prompts
+def test_sampling_alone_does_not_ask_how_long_a_critic_warms_up(
+    good: list[str], tmp_path: Path
+) -> None:
+    keys = [
+        "algorithm.name=vapo",
+        "algorithm.dynamic_sampling=false",
+        "warm_start.steps=0",
+        "run.steps=10",
+    ]
+    assert check_rollout(
+        load_recipe(QUICKSTART, [*good, *keys]), tmp_path / "samples.parquet"
+    ).prompts
 
 
-def test_one_side_alone_samples_neither_in_phases_nor_ahead(good: list[str], tmp_path: Path) -> None:
-    recipe = load_recipe(QUICKSTART, [*good, "rollout.phase_tokens=2", "rollout.ahead=1", "warm_start.steps=0"])
+def test_one_side_alone_samples_neither_in_phases_nor_ahead(
+    good: list[str], tmp_path: Path
+) -> None:
+    recipe = load_recipe(
+        QUICKSTART, [*good, "rollout.phase_tokens=2", "rollout.ahead=1", "warm_start.steps=0"]
+    )
     with pytest.raises(UserErrors) as caught:
         check_rollout(recipe, tmp_path / "samples.parquet")
-    assert [str(error).rpartition("; ")[2] for error in caught.value.errors] == ["set it to null", "set it to 0"]
+    assert [str(error).rpartition("; ")[2] for error in caught.value.errors] == [
+        "set it to null",
+        "set it to 0",
+    ]
 
 
 def test_answers_are_not_learnt_from_a_file_of_samples(good: list[str], tmp_path: Path) -> None:
     with pytest.raises(UserErrors, match="sft learns from the data's answers, not from samples"):
-        check_samples(load_recipe(QUICKSTART, [*good, "algorithm.name=sft"]), tmp_path / "none.parquet")
+        check_samples(
+            load_recipe(QUICKSTART, [*good, "algorithm.name=sft"]), tmp_path / "none.parquet"
+        )
 
 
 def test_distillation_wants_a_teacher(told: Callable[..., list[str]]) -> None:
@@ -390,9 +517,21 @@ def test_distillation_wants_a_teacher(told: Callable[..., list[str]]) -> None:
 
 def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Path) -> None:
     """By its own keys, beside everything else; an algorithm without a critic does not look at them."""
-    folder = checkpoints.write(tmp_path / "other", "llama", num_attention_heads=2, num_key_value_heads=2)
-    keys = ["critic.ranks.tp=4", "critic.ranks.tokens_per_micro_batch=8", "critic.ranks.first_gpu=3"]
-    lines = told("algorithm.name=ppo", f"critic.path={folder}", *keys, "critic.ranks.gpus=4", "critic.ranks.pp=1")
+    folder = checkpoints.write(
+        tmp_path / "other", "llama", num_attention_heads=2, num_key_value_heads=2
+    )
+    keys = [
+        "critic.ranks.tp=4",
+        "critic.ranks.tokens_per_micro_batch=8",
+        "critic.ranks.first_gpu=3",
+    ]
+    lines = told(
+        "algorithm.name=ppo",
+        f"critic.path={folder}",
+        *keys,
+        "critic.ranks.gpus=4",
+        "critic.ranks.pp=1",
+    )
     starts = [
         "critic.ranks.gpus: its ranks are on the slots 3 to 6, placement.gpus is 4",
         "critic.ranks.tokens_per_micro_batch: 8 is less than",
@@ -402,29 +541,47 @@ def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Pa
     for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert all(line.startswith("critic.") for line in lines), lines
-    (line,) = told("algorithm.name=ppo", f"critic.path={folder}", "critic.ranks.tp=1", "critic.ranks.ep=1")
+    (line,) = told(
+        "algorithm.name=ppo", f"critic.path={folder}", "critic.ranks.tp=1", "critic.ranks.ep=1"
+    )
     assert line.startswith("critic.path: ") and "has a vocabulary of 47, the policy of" in line
     (line,) = told("algorithm.name=ppo", "critic.path=/nope")
     assert line.endswith("set critic.path to a Hugging Face checkpoint folder")
-    (line,) = told("algorithm.name=grpo", f"critic.path={folder}", *keys, "train.lr=1e-3", "model.path=nowhere")[:1]
+    (line,) = told(
+        "algorithm.name=grpo", f"critic.path={folder}", *keys, "train.lr=1e-3", "model.path=nowhere"
+    )[:1]
     assert "critic" not in line
 
 
-def test_a_reward_model_that_is_none(told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path) -> None:
+def test_a_reward_model_that_is_none(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
     (line,) = told(f"reward_model.path={tiny_model}")
-    assert line.startswith("reward_model.path: ") and "has no score.weight: it is a language model" in line
-    bare = checkpoints.write(tmp_path / "bare", "qwen3-moe", head="ForSequenceClassification", num_labels=1)
+    assert (
+        line.startswith("reward_model.path: ")
+        and "has no score.weight: it is a language model" in line
+    )
+    bare = checkpoints.write(
+        tmp_path / "bare", "qwen3-moe", head="ForSequenceClassification", num_labels=1
+    )
     (line,) = told(f"reward_model.path={bare}")
     assert line.startswith("reward_model.path: ") and "has no usable tokenizer" in line
-    many = checkpoints.write(tmp_path / "many", "qwen3-moe", head="ForSequenceClassification", num_labels=3)
+    many = checkpoints.write(
+        tmp_path / "many", "qwen3-moe", head="ForSequenceClassification", num_labels=3
+    )
     (line,) = told(f"reward_model.path={many}")
     assert "score.weight is [3, 128], config.json says [1, 128]" in line
 
 
-def test_a_classifier_is_no_policy(told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path) -> None:
+def test_a_classifier_is_no_policy(
+    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
     checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
     (line,) = told(f"model.path={tmp_path / 'classifier'}")
-    assert line.startswith(str(tmp_path / "classifier" / "config.json")) and "it is a classifier's" in line
+    assert (
+        line.startswith(str(tmp_path / "classifier" / "config.json"))
+        and "it is a classifier's" in line
+    )
 
 
 def test_every_file_may_have_columns_of_its_own(
@@ -438,10 +595,15 @@ def test_every_file_may_have_columns_of_its_own(
     (prompt,) = inputs.eval_sets["bench"]
     assert (prompt.messages, prompt.answer) == ("1+2=", "3")
     prompt_line, answer_line = sorted(told(f"data.eval.bench={bench}"), reverse=True)
-    assert "no column 'prompt'; set data.prompt to one of meta, question, or for this file alone write" in prompt_line
+    assert (
+        "no column 'prompt'; set data.prompt to one of meta, question, or for this file alone write"
+        in prompt_line
+    )
     assert f"write data.eval.bench as {{path: {bench}, answer: COLUMN}}" in answer_line
     (line,) = told(f"data.eval.bench={{path: {bench}, prompt: asked, answer: meta.final}}")
-    assert line.endswith("there is no column 'asked'; set prompt of data.eval.bench to one of meta, question")
+    assert line.endswith(
+        "there is no column 'asked'; set prompt of data.eval.bench to one of meta, question"
+    )
     (line,) = told(f"data.train=[{{path: {bench}, prompt: question, answer: meta.nothing}}]")
     assert line.endswith("there is no column 'nothing'; set answer of data.train to one of final")
 
@@ -449,8 +611,12 @@ def test_every_file_may_have_columns_of_its_own(
 def test_training_files_are_mixed_by_weight_or_read_as_one(
     good: list[str], told: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    few = write_rows(tmp_path / "few.jsonl", [{"ask": f"{n}+1=", "answer": n + 1} for n in range(10)])
-    many = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{n}+2=", "answer": n + 2} for n in range(90)])
+    few = write_rows(
+        tmp_path / "few.jsonl", [{"ask": f"{n}+1=", "answer": n + 1} for n in range(10)]
+    )
+    many = write_rows(
+        tmp_path / "many.jsonl", [{"prompt": f"{n}+2=", "answer": n + 2} for n in range(90)]
+    )
 
     def drawn(*weights: str) -> list[bool]:
         """Of 100 prompts, which are of the first file."""
@@ -463,7 +629,9 @@ def test_training_files_are_mixed_by_weight_or_read_as_one(
     assert abs(sum(drawn("3", "1")) - 75) <= 2
     given = f"data.train=[{{path: {few}, prompt: ask, weight: 2}}, {many}]"
     (line,) = told(given)
-    assert line.startswith("data.train: data.train.1 has no weight, and other files have; write a weight for every")
+    assert line.startswith(
+        "data.train: data.train.1 has no weight, and other files have; write a weight for every"
+    )
     lines = told(f"data.train=[{few}, {{path: {tmp_path}/none.jsonl}}]")
     assert [line.split(": ")[0] for line in lines] == ["data.train.0", "data.train.1"]
 
@@ -471,7 +639,9 @@ def test_training_files_are_mixed_by_weight_or_read_as_one(
 def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
     good: list[str], told: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    rows: list[dict[str, object]] = [{"prompt": "1" * length, "answer": "1"} for length in (3, 40, 4, 30, 5)]
+    rows: list[dict[str, object]] = [
+        {"prompt": "1" * length, "answer": "1"} for length in (3, 40, 4, 30, 5)
+    ]
     path = write_rows(tmp_path / "long.jsonl", rows)
     keys = [f"data.train={path}", f"data.eval.arith={path}"]
     train, evaluation = told(*keys)
@@ -483,7 +653,9 @@ def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
     assert evaluation.startswith("data.eval.arith: ")
     inputs = check(load_recipe(QUICKSTART, [*good, *keys, "data.overlong=drop"]))
     assert sorted(len(prompt.token_ids) for prompt in inputs.prompts.take(3)) == [6, 7, 8]
-    assert [prompt.id for prompt in inputs.eval_sets["arith"]] == [f"{path}:{line}" for line in (1, 3, 5)]
+    assert [prompt.id for prompt in inputs.eval_sets["arith"]] == [
+        f"{path}:{line}" for line in (1, 3, 5)
+    ]
     assert len(inputs.notes) == 2
     assert inputs.notes[0] == (
         f"data.train: 2 of the 5 prompts of {path} were dropped because they are longer than data.max_prompt_tokens;"
@@ -494,17 +666,26 @@ def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
     }  # fmt: skip
     only_long = write_rows(tmp_path / "only.jsonl", rows[1:2])
     (line,) = told(f"data.eval.arith={only_long}", "data.overlong=drop")
-    assert "exceeded by 1 of the 1 prompts" in line and line.endswith("raise data.max_prompt_tokens to 43")
+    assert "exceeded by 1 of the 1 prompts" in line and line.endswith(
+        "raise data.max_prompt_tokens to 43"
+    )
 
 
 def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    rows = [{"ask": [{"role": "user", "content": f"{n}+1="}], "reply": n + 1} for n in range(10, 20)]
+    rows = [
+        {"ask": [{"role": "user", "content": f"{n}+1="}], "reply": n + 1} for n in range(10, 20)
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     train = write_rows(tmp_path / "rows.jsonl", [dict(row) for row in rows])
-    keys = ["data.prompt=ask", "data.answer=reply", f"data.train={train}", f"data.eval.arith={tmp_path}/rows.parquet"]
+    keys = [
+        "data.prompt=ask",
+        "data.answer=reply",
+        f"data.train={train}",
+        f"data.eval.arith={tmp_path}/rows.parquet",
+    ]
     inputs = check(load_recipe(QUICKSTART, [*good, *keys]))
     texts = {prompt.text for prompt in inputs.prompts.take(10)}
     assert texts == {prompt.text for prompt in inputs.eval_sets["arith"]}
@@ -516,10 +697,21 @@ def test_drafts_on_a_cpu_and_what_does_not_go_with_them_are_told_at_once(
 ) -> None:
     folder = checkpoints.write(tmp_path / "latent", "deepseek-v3", mtp_layers=1)
     backend = "rollout.engine.sglang.attention_backend"
-    lines = told(f"model.path={folder}", "rollout.engine.draft=3", "rollout.seeded=true", f"{backend}=cutlass_mla")
-    for start in ("rollout.engine.draft: 3, but on CPU", "rollout.seeded: true, but SGLang", f"{backend}: cutlass_mla"):
+    lines = told(
+        f"model.path={folder}",
+        "rollout.engine.draft=3",
+        "rollout.seeded=true",
+        f"{backend}=cutlass_mla",
+    )
+    for start in (
+        "rollout.engine.draft: 3, but on CPU",
+        "rollout.seeded: true, but SGLang",
+        f"{backend}: cutlass_mla",
+    ):
         assert sum(line.startswith(start) for line in lines) == 1, lines
-    assert "rollout.engine.draft is 4; it should be less" in " ".join(told("rollout.engine.draft=4"))
+    assert "rollout.engine.draft is 4; it should be less" in " ".join(
+        told("rollout.engine.draft=4")
+    )
 
 
 # --- layers -----------------------------------------------------------------------------------------------------
@@ -532,11 +724,17 @@ def test_a_gpu_is_given_no_float32_before_a_process_starts(
     """A process that takes itself for one with a GPU, and finds TransformerEngine or does not."""
     problem = ""
     monkeypatch.setattr("megarl.preflight.checks_by_command.DEVICE", "cuda")
-    monkeypatch.setattr("megarl.preflight.checks_by_command.transformer_engine_problem", lambda: problem)
+    monkeypatch.setattr(
+        "megarl.preflight.checks_by_command.transformer_engine_problem", lambda: problem
+    )
 
     def errors(*keys: str) -> list[str]:
         case = _Case(kind, resolve(load_recipe(QUICKSTART, [*good, *keys])), device="cuda")  # type: ignore[arg-type]
-        return [error.where for error in _errors(case) if error.where in ("model.dtype", "train.local_layers")]
+        return [
+            error.where
+            for error in _errors(case)
+            if error.where in ("model.dtype", "train.local_layers")
+        ]
 
     expected = [] if kind == "rollout" else ["model.dtype"]
     assert errors("model.dtype=float32") == expected, "who only samples has no training rank"

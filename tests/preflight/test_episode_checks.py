@@ -70,23 +70,55 @@ def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[s
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["episode.tools=[]"], "episode: it names no tools, environment or agent; name one of the three"),
-        ([f"episode.environment={GUESS}"], "episode: it names tools and environment; name one of the three"),
-        (["episode.max_tokens=10"], "episode.max_tokens: 10 is less than a turn may have: rollout.max_response_tokens"),
-        ([*AGENT, "rollout.phase_tokens=8"], "rollout.phase_tokens: 8, but an agent's episode is sampled whole"),
-        ([*AGENT, "rollout.ahead=1"], "rollout.ahead: 1, but an agent's episode is sampled whole; leave it out"),
-        (["rollout.phase_tokens=8", "episode.phase_tool_s=5"], "episode.phase_tool_s: 5, and a longer call, which may"),
+        (
+            ["episode.tools=[]"],
+            "episode: it names no tools, environment or agent; name one of the three",
+        ),
+        (
+            [f"episode.environment={GUESS}"],
+            "episode: it names tools and environment; name one of the three",
+        ),
+        (
+            ["episode.max_tokens=10"],
+            "episode.max_tokens: 10 is less than a turn may have: rollout.max_response_tokens",
+        ),
+        (
+            [*AGENT, "rollout.phase_tokens=8"],
+            "rollout.phase_tokens: 8, but an agent's episode is sampled whole",
+        ),
+        (
+            [*AGENT, "rollout.ahead=1"],
+            "rollout.ahead: 1, but an agent's episode is sampled whole; leave it out",
+        ),
+        (
+            ["rollout.phase_tokens=8", "episode.phase_tool_s=5"],
+            "episode.phase_tool_s: 5, and a longer call, which may",
+        ),
         (["episode.tools=[odd_tools:halv]"], "episode.tools: "),
         (["episode.tools=[odd_tools:silent]"], "episode.tools: odd_tools:silent has no docstring"),
         (["episode.arguments.base=2"], "episode.arguments: no tool takes 'base'"),
-        (["episode.agent=odd_tools:ask"], "episode: it names tools and agent; name one of the three"),
-        (["episode.tools=[]", "episode.agent=odd_tools:plain"], "episode.agent: odd_tools:plain is"),
-        (["episode.tools=[]", "episode.agent=odd_tools:ask", "episode.arguments.base=2"], "episode.arguments"),
-        (["episode.endpoint=loopback"], "episode.endpoint: loopback, but only an agent asks there; leave it out"),
+        (
+            ["episode.agent=odd_tools:ask"],
+            "episode: it names tools and agent; name one of the three",
+        ),
+        (
+            ["episode.tools=[]", "episode.agent=odd_tools:plain"],
+            "episode.agent: odd_tools:plain is",
+        ),
+        (
+            ["episode.tools=[]", "episode.agent=odd_tools:ask", "episode.arguments.base=2"],
+            "episode.arguments",
+        ),
+        (
+            ["episode.endpoint=loopback"],
+            "episode.endpoint: loopback, but only an agent asks there; leave it out",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_an_error_names_its_key(quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str) -> None:
+def test_an_error_names_its_key(
+    quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str
+) -> None:
     (line,) = told(quickstart_tools_inputs, *overrides)
     assert line.startswith(says), line
 
@@ -94,33 +126,52 @@ def test_an_error_names_its_key(quickstart_tools_inputs: Sequence[str], override
 @pytest.mark.slow
 def test_what_is_right_is_read_and_proven(quickstart_tools_inputs: Sequence[str]) -> None:
     """Several tools, an environment without tools, and a recipe without episodes; none leaves a process behind."""
-    made = recipe(quickstart_tools_inputs, "episode.tools=[megarl.environments.calculator:calculate, odd_tools:halve]")
+    made = recipe(
+        quickstart_tools_inputs,
+        "episode.tools=[megarl.environments.calculator:calculate, odd_tools:halve]",
+    )
     found = read_episode(made, load_tokenizer(made.model.path))
     assert [tool["function"]["name"] for tool in found.tools] == ["calculate", "halve"]
     assert not found.errors and not found.has_reward
     assert any("calls are read as SGLang's hermes" in note for note in found.notes)
-    game = recipe(quickstart_tools_inputs, "episode.tools=[]", f"episode.environment={GUESS}", "reward.function=null")
+    game = recipe(
+        quickstart_tools_inputs,
+        "episode.tools=[]",
+        f"episode.environment={GUESS}",
+        "reward.function=null",
+    )
     played = read_episode(game, load_tokenizer(game.model.path))
     assert played.has_reward and not played.tools and not played.errors
     assert read_episode(recipe(quickstart_tools_inputs, "episode=null"), None).tools == ()
 
 
-def test_what_only_the_runs_machine_has_is_not_asked_for_elsewhere(quickstart_tools_inputs: Sequence[str]) -> None:
+def test_what_only_the_runs_machine_has_is_not_asked_for_elsewhere(
+    quickstart_tools_inputs: Sequence[str],
+) -> None:
     """A corpus of which there is no file here: everything else is checked."""
     pytest.importorskip("bm25s")
-    keys = ["episode.tools=[megarl.environments.search:search]", "episode.arguments={corpus: gone.jsonl}"]
+    keys = [
+        "episode.tools=[megarl.environments.search:search]",
+        "episode.arguments={corpus: gone.jsonl}",
+    ]
     (line,) = told(quickstart_tools_inputs, *keys)
     assert line.startswith("episode.arguments: corpus: there is no file gone.jsonl")
     found = read_episode(recipe(quickstart_tools_inputs, *keys), None, prepares=False)
     assert not found.errors and [tool["function"]["name"] for tool in found.tools] == ["search"]
-    game = recipe(quickstart_tools_inputs, "episode.tools=[]", "episode.environment=odd_tools:Unready")
+    game = recipe(
+        quickstart_tools_inputs, "episode.tools=[]", "episode.environment=odd_tools:Unready"
+    )
     (error,) = read_episode(game, None).errors
     assert "it is not ready" in str(error) and not read_episode(game, None, prepares=False).errors
 
 
-def test_a_template_that_writes_no_calls_is_refused(quickstart_tools_inputs: Sequence[str], tiny_model: Path) -> None:
+def test_a_template_that_writes_no_calls_is_refused(
+    quickstart_tools_inputs: Sequence[str], tiny_model: Path
+) -> None:
     (line,) = told(quickstart_tools_inputs, f"model.path={tiny_model}", proves=True)
-    assert line.startswith("episode.tools: the chat template leaves tool calls out of the text without an error; use a")
+    assert line.startswith(
+        "episode.tools: the chat template leaves tool calls out of the text without an error; use a"
+    )
 
 
 def test_what_the_template_would_leave_out_later_is_told(
@@ -128,12 +179,19 @@ def test_what_the_template_would_leave_out_later_is_told(
 ) -> None:
     """Qwen3's drops the reasoning of turns before a user's message; a rendered history drops it, too."""
     tokenizer_of(QWEN_3).save_pretrained(tmp_path)
-    config = json.loads((Path(recipe(quickstart_tools_inputs).model.path) / "config.json").read_text())
+    config = json.loads(
+        (Path(recipe(quickstart_tools_inputs).model.path) / "config.json").read_text()
+    )
     config |= {"vocab_size": len(tokenizer_of(QWEN_3)), "eos_token_id": sorted(stop_ids(QWEN_3))}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     def kept(history: str) -> list[str]:
-        keys = [f"model.path={tmp_path}", "episode.tools=[]", f"episode.environment={GUESS}", "reward.function=null"]
+        keys = [
+            f"model.path={tmp_path}",
+            "episode.tools=[]",
+            f"episode.environment={GUESS}",
+            "reward.function=null",
+        ]
         own = recipe(quickstart_tools_inputs, *keys, f"episode.history={history}")
         found = read_episode(own, load_tokenizer(own.model.path))
         assert not found.errors
@@ -157,17 +215,23 @@ def test_prompts_are_rendered_with_the_tools(quickstart_tools_inputs: Sequence[s
         assert "calculate" in ChatTemplate(tokenizer).decode(prompt.token_ids)
 
 
-def test_an_environments_rewards_leave_nothing_to_a_function(quickstart_tools_inputs: Sequence[str]) -> None:
+def test_an_environments_rewards_leave_nothing_to_a_function(
+    quickstart_tools_inputs: Sequence[str],
+) -> None:
     made = recipe(quickstart_tools_inputs)
     (error,) = reward_errors(made, [], has_own=True)
-    assert str(error).startswith("reward.function: is set, and episode.environment gives the rewards itself")
+    assert str(error).startswith(
+        "reward.function: is set, and episode.environment gives the rewards itself"
+    )
     own = recipe(quickstart_tools_inputs, "reward.function=null")
     assert reward_errors(own, [], has_own=True) == []
     (error,) = reward_errors(own, [])
     assert str(error).startswith("reward.function: is not set, and nothing else gives rewards")
 
 
-def test_demonstrations_are_read_before_a_run(quickstart_tools_inputs: Sequence[str], tmp_path: Path) -> None:
+def test_demonstrations_are_read_before_a_run(
+    quickstart_tools_inputs: Sequence[str], tmp_path: Path
+) -> None:
     """All rows; those of one kind are one fault, which names the first."""
 
     def errors(rows: list[dict[str, Any]], *overrides: str) -> list[UserError]:
@@ -181,11 +245,15 @@ def test_demonstrations_are_read_before_a_run(quickstart_tools_inputs: Sequence[
 
     good = {"prompt": "2*3=", "answer": "6", "messages": [{"role": "assistant", "content": "6"}]}
     assert errors([good]) == []
-    (error,) = errors([good, {**good, "messages": [{"role": "user", "content": "6"}]}, {**good, "messages": "6"}])[:1]
+    (error,) = errors(
+        [good, {**good, "messages": [{"role": "user", "content": "6"}]}, {**good, "messages": "6"}]
+    )[:1]
     assert error.where == "data.messages" and "rows.jsonl:2" in error.problem
     long = {**good, "messages": [{"role": "assistant", "content": "6" * 120}]}
     (error,) = errors([good, long])
-    assert str(error).startswith("episode.max_tokens: 96 is less than the longest demonstrated episode (121 tokens)")
+    assert str(error).startswith(
+        "episode.max_tokens: 96 is less than the longest demonstrated episode (121 tokens)"
+    )
     assert errors([long], "warm_start.steps=0") == [], "nothing reads them"
 
 
@@ -200,7 +268,9 @@ def test_what_was_found_is_told_without_a_tokenizer(quickstart_tools_inputs: Seq
 
 
 @pytest.mark.slow
-def test_a_dry_run_tells_tools_turns_and_the_format_of_calls(quickstart_tools_inputs: Sequence[str]) -> None:
+def test_a_dry_run_tells_tools_turns_and_the_format_of_calls(
+    quickstart_tools_inputs: Sequence[str],
+) -> None:
     """And what is assumed of them: half of a call in each of 512 episodes of half of three turns."""
     lines: list[str] = []
     dry_run(recipe(quickstart_tools_inputs), lines.append)

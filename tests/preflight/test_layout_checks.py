@@ -45,7 +45,9 @@ def policy(*, budget: int, cp: int = 1) -> Role:
         (9, 4, 4, ["placement.gpus"]),
     ],
 )
-def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, faulty: list[str]) -> None:
+def test_every_slot_exists_and_is_used(
+    gpus: int, train_gpus: int, first: int, faulty: list[str]
+) -> None:
     found = slot_errors(placed(gpus, train_gpus, EngineLayout(count=2, tp=2, ep=1, first=first)))
     assert [error.where for error in found] == faulty
 
@@ -60,7 +62,9 @@ def test_every_slot_exists_and_is_used(gpus: int, train_gpus: int, first: int, f
         (9, range(6, 8), ["placement.gpus"]),
     ],
 )
-def test_a_critic_has_its_place_behind_the_engines_or_among_them(gpus: int, critic: range, faulty: list[str]) -> None:
+def test_a_critic_has_its_place_behind_the_engines_or_among_them(
+    gpus: int, critic: range, faulty: list[str]
+) -> None:
     """Two slots train, the next four sample."""
     engines = EngineLayout(count=2, tp=2, ep=1, first=2)
     found = slot_errors(placed(gpus, 2, engines, critic))
@@ -80,7 +84,9 @@ def test_the_engines_follow_the_training_ranks_without_a_diff() -> None:
     assert error.where == "placement.first_engine_gpu"
 
 
-def on_nodes(*, train: dict[str, Any] | None = None, first: int = 0, critic: int = 0, **engine: Any) -> Recipe:
+def on_nodes(
+    *, train: dict[str, Any] | None = None, first: int = 0, critic: int = 0, **engine: Any
+) -> Recipe:
     """16 GPUs on nodes of 4, the critic's ranks from one of them on."""
     made = recipe(Path("none"), TrainLayout(16, 1, 1, 1), **(train or {}))
     tree: dict[str, Any] = made.model_dump(mode="json") | {"algorithm": {"name": "ppo"}}
@@ -104,20 +110,26 @@ def on_nodes(*, train: dict[str, Any] | None = None, first: int = 0, critic: int
         (on_nodes(tp=8, dp=2), []),
     ],
 )
-def test_what_talks_at_every_layer_lies_inside_a_node_and_engines_fill_nodes(made: Recipe, faulty: list[str]) -> None:
+def test_what_talks_at_every_layer_lies_inside_a_node_and_engines_fill_nodes(
+    made: Recipe, faulty: list[str]
+) -> None:
     found = node_errors(resolve(made))
     assert [error.where for error in found] == faulty
 
 
 def test_one_machine_has_no_edges() -> None:
     made = on_nodes(train={"tp": 8}, tp=16)
-    alone = made.model_copy(update={"placement": made.placement.model_copy(update={"gpus_per_node": 16})})
+    alone = made.model_copy(
+        update={"placement": made.placement.model_copy(update={"gpus_per_node": 16})}
+    )
     assert node_errors(resolve(alone)) == []
 
 
 def test_an_engine_that_is_said_to_span_nodes_needs_their_network() -> None:
     made = on_nodes(tp=8)
-    loopback = made.model_copy(update={"placement": made.placement.model_copy(update={"network": "loopback"})})
+    loopback = made.model_copy(
+        update={"placement": made.placement.model_copy(update={"network": "loopback"})}
+    )
     assert [error.where for error in node_errors(resolve(loopback))] == ["placement.network"]
     assert (made.engine_nodes, loopback.engine_nodes, on_nodes(tp=4).engine_nodes) == (2, 1, 1)
 

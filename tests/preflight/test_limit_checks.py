@@ -39,12 +39,21 @@ def refused(*overrides: str) -> list[str]:
         ("run.seed=123456789012345678901234567", "it should be less than or equal to 2147483647"),
         ("run.seed=-1", "it should be greater than or equal to 0"),
         (f"run.name={'a' * 300}", "write at most 100 characters"),
-        ("run.name=../evil", "write letters, digits, dots, dashes and underscores, a letter or a digit first"),
-        ("data.eval={../evil: a}", "write letters, digits, dots, dashes and underscores, a letter or a digit first"),
+        (
+            "run.name=../evil",
+            "write letters, digits, dots, dashes and underscores, a letter or a digit first",
+        ),
+        (
+            "data.eval={../evil: a}",
+            "write letters, digits, dots, dashes and underscores, a letter or a digit first",
+        ),
         (f"run.dir={'a' * 300}", "write at most 255 bytes between slashes, and 4095 in all"),
         (f"data.train={'ab/' * 2000}", "write at most 255 bytes between slashes, and 4095 in all"),
         (f"data.eval.x={'ä' * 128}", "write at most 255 bytes between slashes, and 4095 in all"),
-        ("run.timeout_s=0.001", "write 5 or more: no engine and no training rank starts within less"),
+        (
+            "run.timeout_s=0.001",
+            "write 5 or more: no engine and no training rank starts within less",
+        ),
         ("run.timeout_s=1e30", "it should be less than or equal to 604800"),
         ("reward.timeout_s=1e-300", "it should be greater than or equal to 0.01"),
         ("reward.timeout_s=1e9", "it should be less than or equal to 604800"),
@@ -58,17 +67,26 @@ def refused(*overrides: str) -> list[str]:
         ("train.weight_decay=1e300", "it should be less than or equal to 1000000"),
         ("train.grad_clip=1e-300", "it should be greater than or equal to"),
         ("train.tp=1000000", "it should be less than or equal to 65536"),
-        ("train.tokens_per_micro_batch=1000000000000", "it should be less than or equal to 2147483647"),
+        (
+            "train.tokens_per_micro_batch=1000000000000",
+            "it should be less than or equal to 2147483647",
+        ),
         ("rollout.temperature=1e-300", "it should be greater than or equal to 0.01"),
         ("rollout.temperature=1e9", "it should be less than or equal to 100"),
         ("rollout.top_p=1e-300", "it should be greater than or equal to"),
         ("evaluation.temperature=1e-300", "write 0 (greedy), or a number from 0.01 to 100"),
-        ("evaluation.sets.arith.temperature=1000", "write 0 (greedy), or a number from 0.01 to 100"),
+        (
+            "evaluation.sets.arith.temperature=1000",
+            "write 0 (greedy), or a number from 0.01 to 100",
+        ),
         ("rollout.samples_per_prompt=1000000000", "it should be less than or equal to 65536"),
         ("evaluation.samples=1000000000", "it should be less than or equal to 65536"),
         ("placement.gpus=100000", "it should be less than or equal to 65536"),
         ("rollout.engine.count=100000", "it should be less than or equal to 65536"),
-        ("reshard.round_bytes=100000000000000000", "it should be less than or equal to 1099511627776"),
+        (
+            "reshard.round_bytes=100000000000000000",
+            "it should be less than or equal to 1099511627776",
+        ),
         ("algorithm.clip_high=1e300", "it should be less than or equal to 1000000000"),
         ("algorithm.oversample=1e300", "it should be less than or equal to 100"),
         ("algorithm.kl_coefficient=1e300", "it should be less than or equal to 1000000"),
@@ -87,8 +105,17 @@ def leaves(kind: Any, path: str = "") -> list[tuple[str, Any]]:
     found = []
     for name, field in kind.model_fields.items():
         annotation = field.annotation
-        inner = get_args(annotation)[-1] if get_origin(annotation) not in (None, tuple) else annotation
-        branch = next((one for one in (annotation, inner) if isinstance(one, type) and issubclass(one, Branch)), None)
+        inner = (
+            get_args(annotation)[-1] if get_origin(annotation) not in (None, tuple) else annotation
+        )
+        branch = next(
+            (
+                one
+                for one in (annotation, inner)
+                if isinstance(one, type) and issubclass(one, Branch)
+            ),
+            None,
+        )
         if branch:
             found += leaves(branch, f"{path}{name}.")
         else:
@@ -111,7 +138,9 @@ def test_every_number_of_the_recipe_has_both_bounds() -> None:
         if any(one in (int, float) for one in _types(annotation))
     ]
     assert len(numbers) > 80
-    assert [key for key, annotation, metadata in numbers if bounds(annotation, metadata) != (True, True)] == []
+    assert [
+        key for key, annotation, metadata in numbers if bounds(annotation, metadata) != (True, True)
+    ] == []
 
 
 def _types(annotation: Any) -> list[Any]:
@@ -153,13 +182,18 @@ def test_one_machine_of_sixteen_gpus_is_named_so(good: list[str]) -> None:
     (error,) = limit_errors(load_recipe(QUICKSTART, overrides), "cuda")
     hint = "set it to at most 8, or placement.gpus_per_node to 16, or placement.network to nodes"
     assert (error.where, error.hint) == ("placement.gpus", hint)
-    assert limit_errors(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda") == []
+    assert (
+        limit_errors(load_recipe(QUICKSTART, [*overrides, "placement.gpus_per_node=16"]), "cuda")
+        == []
+    )
 
 
 @pytest.mark.parametrize("network", ["loopback", "nodes"])
 def test_what_one_machine_or_a_cluster_has_is_no_error(good: list[str], network: str) -> None:
     gpus = 8 if network == "loopback" else 4096
-    recipe = load_recipe(QUICKSTART, [*good, f"placement.gpus={gpus}", f"placement.network={network}"])
+    recipe = load_recipe(
+        QUICKSTART, [*good, f"placement.gpus={gpus}", f"placement.network={network}"]
+    )
     assert limit_errors(recipe, "cuda") == []
     assert not Path(recipe.run.dir).exists(), "checking makes nothing"
 
@@ -175,11 +209,26 @@ class Tokenizer:
 @pytest.mark.parametrize(
     ("own", "config", "warm_steps", "says"),
     [
-        (None, None, 0, "generation_config.json: neither it nor config.json has an eos_token_id: no response would"),
+        (
+            None,
+            None,
+            0,
+            "generation_config.json: neither it nor config.json has an eos_token_id: no response would",
+        ),
         (7, None, 0, "write eos_token_id there: 7, the tokenizer's"),
         (None, 1, 0, ""),
-        (None, 1, 3, "model.path: the tokenizer has no end-of-sequence token to teach; give it an eos_token"),
-        (7, 1, 3, "answers are taught to end with the tokenizer's token 7, and engines end responses at 1; add 7"),
+        (
+            None,
+            1,
+            3,
+            "model.path: the tokenizer has no end-of-sequence token to teach; give it an eos_token",
+        ),
+        (
+            7,
+            1,
+            3,
+            "answers are taught to end with the tokenizer's token 7, and engines end responses at 1; add 7",
+        ),
         (7, 1, 0, ""),
         (1, 1, 3, ""),
         (1, 99, 0, "eos_token_id is 99, and the vocabulary has 47 tokens"),

@@ -25,7 +25,10 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     families = ("qwen3-moe", "deepseek-v3", "llama")
-    return {name: checkpoints.write(tmp_path_factory.mktemp(name), name, num_hidden_layers=2) for name in families}
+    return {
+        name: checkpoints.write(tmp_path_factory.mktemp(name), name, num_hidden_layers=2)
+        for name in families
+    }
 
 
 def told(path: Path, *overrides: str) -> list[str]:
@@ -37,27 +40,68 @@ def test_adapters_of_all_layers_or_some_are_good(paths: dict[str, Path]) -> None
     for path in paths.values():
         assert told(path) == []
     assert told(paths["qwen3-moe"], "lora.experts=0", "lora.targets=[q_proj, down_proj]") == []
-    assert told(paths["deepseek-v3"], "lora.experts=0", "lora.targets=[kv_a_proj_with_mqa, down_proj]") == []
+    assert (
+        told(paths["deepseek-v3"], "lora.experts=0", "lora.targets=[kv_a_proj_with_mqa, down_proj]")
+        == []
+    )
     assert lora_errors(resolve(load_recipe(QUICKSTART, ["train.router_bias_rate=0.1"]))) == []
 
 
 @pytest.mark.parametrize(
     ("family", "overrides", "says"),
     [
-        ("deepseek-v3", ["train.router_bias_rate=0.1"], "train.router_bias_rate: 0.1, but with lora the routers stay"),
-        ("deepseek-v3", ["train.mtp_loss=0.1"], "train.mtp_loss: 0.1, but with lora the MTP layers stay"),
-        ("qwen3-moe", ["train.optimizer_offload=true"], "train.optimizer_offload: True, but not tried with lora"),
-        ("qwen3-moe", ["rollout.engine.fp8=true"], "rollout.engine.fp8: True, but its tiles would round most"),
-        ("deepseek-v3", ["train.megatron.moe_shared_expert_overlap=true"], "train.megatron.moe_shared_expert_overlap"),
-        ("qwen3-moe", ["lora.targets=[q_proj, kv_b_proj]"], "lora.targets: the model has no layer kv_b_proj; choose"),
-        ("qwen3-moe", ["lora.targets=[linear_qkv]"], "lora.targets: the model has no layer linear_qkv; choose"),
-        ("deepseek-v3", ["lora.targets=[k_proj]"], "lora.targets: the model has no layer k_proj; choose from o_proj"),
+        (
+            "deepseek-v3",
+            ["train.router_bias_rate=0.1"],
+            "train.router_bias_rate: 0.1, but with lora the routers stay",
+        ),
+        (
+            "deepseek-v3",
+            ["train.mtp_loss=0.1"],
+            "train.mtp_loss: 0.1, but with lora the MTP layers stay",
+        ),
+        (
+            "qwen3-moe",
+            ["train.optimizer_offload=true"],
+            "train.optimizer_offload: True, but not tried with lora",
+        ),
+        (
+            "qwen3-moe",
+            ["rollout.engine.fp8=true"],
+            "rollout.engine.fp8: True, but its tiles would round most",
+        ),
+        (
+            "deepseek-v3",
+            ["train.megatron.moe_shared_expert_overlap=true"],
+            "train.megatron.moe_shared_expert_overlap",
+        ),
+        (
+            "qwen3-moe",
+            ["lora.targets=[q_proj, kv_b_proj]"],
+            "lora.targets: the model has no layer kv_b_proj; choose",
+        ),
+        (
+            "qwen3-moe",
+            ["lora.targets=[linear_qkv]"],
+            "lora.targets: the model has no layer linear_qkv; choose",
+        ),
+        (
+            "deepseek-v3",
+            ["lora.targets=[k_proj]"],
+            "lora.targets: the model has no layer k_proj; choose from o_proj",
+        ),
         ("llama", ["lora.experts=2"], "lora.experts: the model has no experts"),
-        ("qwen3-moe", ["lora.experts=0", "lora.targets=[up_proj]"], "lora.experts: 0, and lora.targets has no other"),
+        (
+            "qwen3-moe",
+            ["lora.experts=0", "lora.targets=[up_proj]"],
+            "lora.experts: 0, and lora.targets has no other",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
-def test_what_is_refused(paths: dict[str, Path], family: str, overrides: list[str], says: str) -> None:
+def test_what_is_refused(
+    paths: dict[str, Path], family: str, overrides: list[str], says: str
+) -> None:
     (line,) = told(paths[family], *overrides)
     assert line.startswith(says), line
 
@@ -70,15 +114,36 @@ SLOT_KEYS = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, o_pr
     ("overrides", "says"),
     [
         (["rollout.engine.fp8=true"], None),
-        (["rollout.engine.draft=1"], "rollout.engine.draft: 1, but drafts were not tried with SGLang's adapters"),
-        (["rollout.engine.tp=4", "rollout.engine.dp=2"], "rollout.engine.dp: 2, but SGLang's adapters need the atten"),
+        (
+            ["rollout.engine.draft=1"],
+            "rollout.engine.draft: 1, but drafts were not tried with SGLang's adapters",
+        ),
+        (
+            ["rollout.engine.tp=4", "rollout.engine.dp=2"],
+            "rollout.engine.dp: 2, but SGLang's adapters need the atten",
+        ),
         (["rollout.engine.tp=4", "rollout.engine.dp=4"], None),
-        (["rollout.seeded=true"], "rollout.seeded: True, but SGLang's adapters depend on the batch; set it to false"),
-        (["rollout.engine.sglang.enable_two_batch_overlap=true"], "rollout.engine.sglang.enable_two_batch"),
-        (["lora.rounding=stochastic"], "lora.rounding: stochastic, but nothing is merged; leave it out"),
+        (
+            ["rollout.seeded=true"],
+            "rollout.seeded: True, but SGLang's adapters depend on the batch; set it to false",
+        ),
+        (
+            ["rollout.engine.sglang.enable_two_batch_overlap=true"],
+            "rollout.engine.sglang.enable_two_batch",
+        ),
+        (
+            ["lora.rounding=stochastic"],
+            "lora.rounding: stochastic, but nothing is merged; leave it out",
+        ),
         (["lora.targets=[]", "lora.experts=8"], None),
-        ([*EXPERTS, "rollout.engine.fp8=true"], "rollout.engine.fp8: True, but SGLang would compute experts"),
-        ([*EXPERTS, "rollout.engine.experts=deepep"], "rollout.engine.experts: deepep, but SGLang's adapters of"),
+        (
+            [*EXPERTS, "rollout.engine.fp8=true"],
+            "rollout.engine.fp8: True, but SGLang would compute experts",
+        ),
+        (
+            [*EXPERTS, "rollout.engine.experts=deepep"],
+            "rollout.engine.experts: deepep, but SGLang's adapters of",
+        ),
         (
             [*EXPERTS, "rollout.engine.sglang.moe_runner_backend=cutlass"],
             "rollout.engine.sglang.moe_runner_backend: cutlass, but of experts only Triton's layout of adapters",
@@ -96,7 +161,10 @@ def test_what_engines_with_adapters_of_their_own_are_refused_with(
 def test_what_engines_have_adapters_for_on_cpu(paths: dict[str, Path]) -> None:
     def errors(family: str, *overrides: str) -> list[str]:
         given = [f"model.path={paths[family]}", *SLOT_KEYS, *overrides]
-        return [str(one).partition(";")[0] for one in cpu_errors(resolve(load_recipe(QUICKSTART, given)))]
+        return [
+            str(one).partition(";")[0]
+            for one in cpu_errors(resolve(load_recipe(QUICKSTART, given)))
+        ]
 
     assert errors("qwen3-moe") == errors("llama", "lora.targets=[]") == []
     assert errors("qwen3-moe", "lora.sync=merged", "lora.targets=[]") == []
@@ -110,37 +178,69 @@ def test_what_engines_have_adapters_for_on_cpu(paths: dict[str, Path]) -> None:
 
 
 def test_layers_of_latent_attention_that_have_no_slots(tmp_path: Path) -> None:
-    path = checkpoints.write(tmp_path / "plain", "deepseek-v3", num_hidden_layers=2, q_lora_rank=None)
+    path = checkpoints.write(
+        tmp_path / "plain", "deepseek-v3", num_hidden_layers=2, q_lora_rank=None
+    )
     checkpoints.write(tmp_path / "compressed", "deepseek-v3", num_hidden_layers=2)
     found = told(path, *SLOT_KEYS, "lora.targets=[q_proj, kv_a_proj_with_mqa, o_proj]")
     names = [line.partition(";")[0] for line in found]
-    fp8 = told(path.parent / "compressed", *SLOT_KEYS, "lora.targets=[kv_b_proj]", "rollout.engine.fp8=true")
+    fp8 = told(
+        path.parent / "compressed",
+        *SLOT_KEYS,
+        "lora.targets=[kv_b_proj]",
+        "rollout.engine.fp8=true",
+    )
     assert [line.partition(";")[0] for line in fp8] == [
         "lora.targets: SGLang's adapters hide the scales of kv_b_proj in fp8"
     ]
-    assert names == [f"lora.targets: SGLang has no adapters for {name}" for name in ("kv_a_proj_with_mqa", "q_proj")]
+    assert names == [
+        f"lora.targets: SGLang has no adapters for {name}"
+        for name in ("kv_a_proj_with_mqa", "q_proj")
+    ]
 
 
-def test_adapters_to_begin_with_are_checked_where_they_are_read(paths: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_to_begin_with_are_checked_where_they_are_read(
+    paths: dict[str, Path], tmp_path: Path
+) -> None:
     path, size = paths["qwen3-moe"], LoraSize(4, 4, 32.0, ("q_proj",))
     extents = peft._sizes(model_shape(path), size)
-    peft.write({name: torch.zeros(extent) for name, extent in extents.items()}, size, str(path), tmp_path / "a")
+    peft.write(
+        {name: torch.zeros(extent) for name, extent in extents.items()},
+        size,
+        str(path),
+        tmp_path / "a",
+    )
 
-    def errors(*overrides: str, command: Command = "train", absent: tuple[str, ...] = ()) -> list[str]:
-        given = [f"model.path={path}", "lora.targets=[q_proj]", f"lora.path={tmp_path / 'a'}", *overrides]
+    def errors(
+        *overrides: str, command: Command = "train", absent: tuple[str, ...] = ()
+    ) -> list[str]:
+        given = [
+            f"model.path={path}",
+            "lora.targets=[q_proj]",
+            f"lora.path={tmp_path / 'a'}",
+            *overrides,
+        ]
         roles = resolve(load_recipe(QUICKSTART, given))
         case = checks_by_command._Case(command, roles, "cpu", absent)
         return [
             str(one)
-            for one in (checks_by_command._only_sampling if command == "rollout" else checks_by_command._lora)(case)
+            for one in (
+                checks_by_command._only_sampling
+                if command == "rollout"
+                else checks_by_command._lora
+            )(case)
         ]
 
     assert errors("lora.rank=4") == []
     (line,) = errors("lora.rank=8")
-    assert line.startswith(f"lora.rank: 8, and {tmp_path / 'a'}/adapter_config.json has r 4; set it to 4")
+    assert line.startswith(
+        f"lora.rank: 8, and {tmp_path / 'a'}/adapter_config.json has r 4; set it to 4"
+    )
     assert errors("lora.rank=8", absent=("lora.path",)) == []
     line = errors("lora.rank=4", command="rollout")[-1]
-    assert line.startswith(f"lora.path: {tmp_path / 'a'}, but samples are made with the weights of model.path")
+    assert line.startswith(
+        f"lora.path: {tmp_path / 'a'}, but samples are made with the weights of model.path"
+    )
     gone = load_recipe(QUICKSTART, [f"model.path={path}", "lora.path=gone"])
     assert stand_ins(gone)[1]["lora.path"] == "gone: adapters"
 
@@ -148,24 +248,49 @@ def test_adapters_to_begin_with_are_checked_where_they_are_read(paths: dict[str,
 def test_a_low_learning_rate_is_a_note() -> None:
     keys = ["lora.rank=8", "warm_start.steps=0"]
     (line,) = recipe_notes(load_recipe(QUICKSTART, [*keys, "train.lr=1e-6"]))
-    assert line.startswith("train.lr is 1e-06: adapters (lora) learn best at about 10 times the rate")
+    assert line.startswith(
+        "train.lr is 1e-06: adapters (lora) learn best at about 10 times the rate"
+    )
     assert recipe_notes(load_recipe(QUICKSTART, [*keys, "train.lr=1e-5"])) == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["lora=null", "critic.shares_weights=true"], "critic.shares_weights: set, but without lora the policy's"),
-        (["lora=null", "reward_model.adapters=judge"], "reward_model.adapters: set, but without lora the policy's"),
-        (["critic.shares_weights=true", "critic.path=models/other"], "critic.path: set, and critic.shares_weights"),
-        (["critic.shares_weights=true", "model.dtype=bfloat16"], "lora.sync: merged, but then 16-bit weights of the"),
-        (["critic.shares_weights=true", "critic.ranks.pp=1"], "critic.ranks: other slots or sizes than the policy's"),
-        (["reward_model.adapters=judge", "reward_model.ranks.first_gpu=1"], "reward_model.ranks: other slots or sizes"),
-        (["critic.shares_weights=true", "algorithm.name=prime"], "critic.shares_weights: true, but an implicit reward"),
+        (
+            ["lora=null", "critic.shares_weights=true"],
+            "critic.shares_weights: set, but without lora the policy's",
+        ),
+        (
+            ["lora=null", "reward_model.adapters=judge"],
+            "reward_model.adapters: set, but without lora the policy's",
+        ),
+        (
+            ["critic.shares_weights=true", "critic.path=models/other"],
+            "critic.path: set, and critic.shares_weights",
+        ),
+        (
+            ["critic.shares_weights=true", "model.dtype=bfloat16"],
+            "lora.sync: merged, but then 16-bit weights of the",
+        ),
+        (
+            ["critic.shares_weights=true", "critic.ranks.pp=1"],
+            "critic.ranks: other slots or sizes than the policy's",
+        ),
+        (
+            ["reward_model.adapters=judge", "reward_model.ranks.first_gpu=1"],
+            "reward_model.ranks: other slots or sizes",
+        ),
+        (
+            ["critic.shares_weights=true", "algorithm.name=prime"],
+            "critic.shares_weights: true, but an implicit reward",
+        ),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
-def test_what_cannot_share_the_policys_weights(paths: dict[str, Path], overrides: list[str], says: str) -> None:
+def test_what_cannot_share_the_policys_weights(
+    paths: dict[str, Path], overrides: list[str], says: str
+) -> None:
     """By keys of the recipe; PPO on the same ranks can."""
     start = [f"model.path={paths['qwen3-moe']}", "lora.rank=8", "algorithm.name=ppo"]
     (error,) = sharing_errors(resolve(load_recipe(QUICKSTART, [*start, *overrides])))

@@ -64,7 +64,9 @@ def test_a_head_that_is_gone_is_told_at_once(head: str, monkeypatch: pytest.Monk
     assert "nobody answers" in error.problem and "secret" not in str(error)
 
 
-def test_the_token_must_be_there(head: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_token_must_be_there(
+    head: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert wheres() == ["RAY_AUTH_TOKEN_PATH"]
     file = tmp_path / "token"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
@@ -77,10 +79,16 @@ def test_the_token_must_be_there(head: str, monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_variables_that_choose_the_attention_are_named() -> None:
     """Megatron's own assertion would end each rank, after Ray and all ranks have started."""
-    assert attention_errors({}) == attention_errors({"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "0"}) == []
-    told = attention_errors({"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": ""})
+    assert (
+        attention_errors({}) == attention_errors({"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "0"}) == []
+    )
+    told = attention_errors(
+        {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": ""}
+    )
     assert [error.where for error in told] == ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"]
-    assert str(told[0]).startswith("NVTE_FLASH_ATTN: '0', and Megatron refuses every value but 1; unset it")
+    assert str(told[0]).startswith(
+        "NVTE_FLASH_ATTN: '0', and Megatron refuses every value but 1; unset it"
+    )
 
 
 @pytest.mark.slow
@@ -98,7 +106,11 @@ def test_megatron_refuses_the_values_that_are_named() -> None:
     for value, is_refused in (("0", True), ("", True), ("1", False)):
         with mock.patch.dict(os.environ, {"NVTE_FUSED_ATTN": value}):
             assert bool(attention_errors(os.environ)) == is_refused
-            refused: Any = pytest.raises(AssertionError, match="NVTE_FUSED_ATTN") if is_refused else nullcontext()
+            refused: Any = (
+                pytest.raises(AssertionError, match="NVTE_FUSED_ATTN")
+                if is_refused
+                else nullcontext()
+            )
             with refused:
                 itself: Any = SimpleNamespace(config=SimpleNamespace(attention_backend=default))
                 LanguageModule._set_attention_backend(itself)

@@ -23,7 +23,9 @@ OVERLAYS = sorted((ROOT / "recipes" / "overlays").glob("*.yaml"))
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_and_overlays_are_told_nothing(path: Path) -> None:
-    overlays = [one for one in OVERLAYS if "kimi_k2" in path.stem or not one.stem.endswith("kimi_k2")]
+    overlays = [
+        one for one in OVERLAYS if "kimi_k2" in path.stem or not one.stem.endswith("kimi_k2")
+    ]
     for over in ([], *([str(overlay)] for overlay in overlays if path != QUICKSTART)):
         assert recipe_notes(load_recipe(path, over)) == [], over
 
@@ -95,23 +97,31 @@ def test_what_is_read_or_switched_off_is_told_nothing(overrides: list[str]) -> N
 
 def test_a_warm_start_that_was_never_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    text, num_replaced = re.subn(r"warm_start: \{steps: \d+, ", "warm_start: {", QUICKSTART.read_text())
+    text, num_replaced = re.subn(
+        r"warm_start: \{steps: \d+, ", "warm_start: {", QUICKSTART.read_text()
+    )
     assert num_replaced == 1
     path.write_text(text)
     (line,) = recipe_notes(load_recipe(path))
-    assert line.startswith("warm_start.lr and warm_start.sequences_per_step and warm_start.warmup_steps are set")
+    assert line.startswith(
+        "warm_start.lr and warm_start.sequences_per_step and warm_start.warmup_steps are set"
+    )
 
 
 def keys(kind: Any, path: str = "") -> Iterator[str]:
     for name, field in kind.model_fields.items():
-        inner = [one for one in (field.annotation, *get_args(field.annotation)) if isinstance(one, type)]
+        inner = [
+            one for one in (field.annotation, *get_args(field.annotation)) if isinstance(one, type)
+        ]
         branch = next((one for one in inner if issubclass(one, Branch)), None)
         yield from keys(branch, f"{path}{name}.") if branch else [f"{path}{name}"]
 
 
 def test_the_table_names_keys_that_there_are_and_every_section() -> None:
     known, entries = list(keys(Recipe)), unread(load_recipe(QUICKSTART))
-    assert [entry for entry in entries if not any(f"{key}.".startswith(f"{entry}.") for key in known)] == []
+    assert [
+        entry for entry in entries if not any(f"{key}.".startswith(f"{entry}.") for key in known)
+    ] == []
     assert set(Recipe.model_fields) <= {entry.partition(".")[0] for entry in entries}
 
 
@@ -132,14 +142,21 @@ def test_a_run_in_phases_is_told_how_old_its_tokens_may_be() -> None:
     """Five tokens of two each phase; of 256 prompts in flight a step trains on 128."""
     keys = ["rollout.phase_tokens=2", "algorithm.rollout_correction=tis"]
     says = "the longest response takes 3 phases: a token is trained on at most {} versions later"
-    assert recipe_notes(load_recipe(QUICKSTART, [*keys, "rollout.prompts_in_flight=256"])) == [says.format(2)]
+    assert recipe_notes(load_recipe(QUICKSTART, [*keys, "rollout.prompts_in_flight=256"])) == [
+        says.format(2)
+    ]
     waits = "rollout.prompts_in_flight is rollout.prompts_per_step: a step waits for all of them; set it to 256"
     assert recipe_notes(load_recipe(QUICKSTART, keys)) == [says.format(0), waits]
     ahead = [*keys, "rollout.prompts_in_flight=256", "rollout.ahead=1"]
     assert recipe_notes(load_recipe(QUICKSTART, ahead)) == [says.format(3)]
     tools = QUICKSTART.with_name("quickstart_tools.yaml")
-    episodes = recipe_notes(load_recipe(tools, ["rollout.phase_tokens=16", "rollout.prompts_in_flight=128"]))
-    assert "the longest episode takes 6 phases: a token is trained on at most 5 versions later" in episodes
+    episodes = recipe_notes(
+        load_recipe(tools, ["rollout.phase_tokens=16", "rollout.prompts_in_flight=128"])
+    )
+    assert (
+        "the longest episode takes 6 phases: a token is trained on at most 5 versions later"
+        in episodes
+    )
     unread = "episode.phase_tool_s is set, and nothing reads it: rollout.phase_tokens is not set"
     assert unread in recipe_notes(load_recipe(tools, ["episode.phase_tool_s=5"]))
     whole = load_recipe(QUICKSTART, ["rollout.ahead=1", "algorithm.rollout_correction=tis"])

@@ -75,7 +75,10 @@ def test_what_is_right(reward: dict[str, Any]) -> None:
     ("reward", "says"),
     [
         ({}, "reward.function: is not set, and nothing else gives rewards; "),
-        ({"function": EXACT, "penalty": -1.0}, "reward.penalty: -1.0 is set, and reward.on_failure is drop; "),
+        (
+            {"function": EXACT, "penalty": -1.0},
+            "reward.penalty: -1.0 is set, and reward.on_failure is drop; ",
+        ),
         (
             {"function": EXACT, "arguments": {"wrong": 0.0}},
             f"reward.function: {EXACT} cannot be called with (response, answer, row, wrong=...): got an unexpected",
@@ -92,8 +95,14 @@ def test_what_is_right(reward: dict[str, Any]) -> None:
             {"function": "faulty_rewards:nan_when_empty"},
             "reward.function: returned nan on response '' to rows.jsonl:1, answer '1'",
         ),
-        ({"function": "faulty_rewards:hangs", "timeout_s": 0.5}, "reward.function: took longer than 0.5 s on response"),
-        ({"function": "faulty_rewards:dies"}, "reward.function: ended its process (exit code 0) on response '1'"),
+        (
+            {"function": "faulty_rewards:hangs", "timeout_s": 0.5},
+            "reward.function: took longer than 0.5 s on response",
+        ),
+        (
+            {"function": "faulty_rewards:dies"},
+            "reward.function: ended its process (exit code 0) on response '1'",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(reward: dict[str, Any], says: str) -> None:
@@ -105,11 +114,19 @@ def test_what_is_wrong_is_one_line(reward: dict[str, Any], says: str) -> None:
 def test_functions_of_episodes_are_tried_on_one() -> None:
     """On one without a call, which some episodes of a run are; without episodes they get None."""
     episode = {"tools": ["megarl.environments.calculator:calculate"], "max_tokens": 8}
-    assert told(episode=episode, function="faulty_rewards:last_turn") == told(episode=episode, function=EXACT) == []
+    assert (
+        told(episode=episode, function="faulty_rewards:last_turn")
+        == told(episode=episode, function=EXACT)
+        == []
+    )
     (line,) = told(episode=episode, function="faulty_rewards:first_call")
-    assert line.startswith("reward.function: raised IndexError: list index out of range on response '1'")
+    assert line.startswith(
+        "reward.function: raised IndexError: list index out of range on response '1'"
+    )
     (line,) = told(function="faulty_rewards:last_turn")
-    assert line.startswith("reward.function: raised TypeError: 'NoneType' object is not subscriptable")
+    assert line.startswith(
+        "reward.function: raised TypeError: 'NoneType' object is not subscriptable"
+    )
 
 
 def test_all_errors_are_told_at_once() -> None:
@@ -138,15 +155,25 @@ def test_functions_of_ours_are_given_the_time_that_they_may_take() -> None:
     lines = told(function=CODE, arguments={"unsafe": True})
     wanted = f"reward.timeout_s: 5 is too little beside the 30 s that total_s gives {CODE}; set it to 35, or total_s"
     assert [line[: len(wanted)] for line in lines] == [wanted]
-    asks = {"function": "megarl.rollout.rewards.llm_judge:score", "arguments": {"url": "u", "model": "m"}}
+    asks = {
+        "function": "megarl.rollout.rewards.llm_judge:score",
+        "arguments": {"url": "u", "model": "m"},
+    }
     by_source = {"math": asks}
     enough = told(function=CODE, arguments={"unsafe": True, "total_s": 10}, timeout_s=15.0)
     assert not any(line.startswith("reward.timeout_s") for line in enough)
-    assert any("beside the 60 s that timeout_s gives" in line for line in told(function=EXACT, by_source=by_source))
+    assert any(
+        "beside the 60 s that timeout_s gives" in line
+        for line in told(function=EXACT, by_source=by_source)
+    )
 
 
-def test_programs_without_isolation_are_told_of_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.isolation.sandbox.find_problem", lambda: "bubblewrap (bwrap) is not installed")
+def test_programs_without_isolation_are_told_of_before_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "megarl.isolation.sandbox.find_problem", lambda: "bubblewrap (bwrap) is not installed"
+    )
     (line,) = told(function=CODE, timeout_s=60.0)
     assert line.startswith("reward.function: bubblewrap (bwrap) is not installed; ")
     (line,) = told(function=CODE, timeout_s=60.0, arguments={"url": "sandbox.local"})

@@ -23,7 +23,12 @@ HARMLESS = [
 
 
 def recipe_of(reward: dict[str, Any], **sglang: Any) -> Recipe:
-    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 8, "engine": {"sglang": sglang}}
+    rollout = {
+        "prompts_per_step": 1,
+        "samples_per_prompt": 2,
+        "max_response_tokens": 8,
+        "engine": {"sglang": sglang},
+    }
     return Recipe.model_validate(
         {
             "run": {"name": "test", "steps": 1},
@@ -46,7 +51,9 @@ def told(reward: dict[str, Any], **sglang: Any) -> list[str]:
 @pytest.mark.parametrize("key", SECRETS)
 def test_a_secret_is_refused_and_withheld(key: str) -> None:
     (line,) = told({"arguments": {key: VALUE, "names": ["a"]}})
-    assert line.startswith(f"reward.arguments.{key}: holds a secret, and the run saves its recipe; give the name of an")
+    assert line.startswith(
+        f"reward.arguments.{key}: holds a secret, and the run saves its recipe; give the name of an"
+    )
     assert without_secrets({"arguments": {key: VALUE}}) == {"arguments": {key: "(withheld)"}}
 
 
@@ -55,7 +62,9 @@ def test_other_names_are_not_refused(key: str) -> None:
     assert told({"arguments": {key: VALUE}}) == []
 
 
-@pytest.mark.parametrize("key", ["tokens", "max_tokens", "tokenizer", "monkey", "key_env", "secretary"])
+@pytest.mark.parametrize(
+    "key", ["tokens", "max_tokens", "tokenizer", "monkey", "key_env", "secretary"]
+)
 def test_what_no_name_of_a_secret_ends_is_sent(key: str) -> None:
     assert without_secrets({key: VALUE}) == {key: VALUE}
 
@@ -72,10 +81,18 @@ def test_numbers_and_names_of_variables_are_no_secrets(value: object) -> None:
 
 
 def test_secrets_are_found_wherever_they_are() -> None:
-    arguments = {"headers": {"Authorization": f"Bearer {VALUE}"}, "judges": [{"x": 1}, {"hf_token": VALUE}]}
+    arguments = {
+        "headers": {"Authorization": f"Bearer {VALUE}"},
+        "judges": [{"x": 1}, {"hf_token": VALUE}],
+    }
     url = f"http://me:{VALUE}@host/"
-    reward = {"arguments": {**arguments, "api_keys": [VALUE]}, "by_source": {"math": {"function": "a:b"}}}
-    reward["by_source"]["math"]["arguments"] = {"urls": [url, "http://host:80/me@there", "http://me@host/"]}
+    reward = {
+        "arguments": {**arguments, "api_keys": [VALUE]},
+        "by_source": {"math": {"function": "a:b"}},
+    }
+    reward["by_source"]["math"]["arguments"] = {
+        "urls": [url, "http://host:80/me@there", "http://me@host/"]
+    }
     lines = told(reward, ssl_keyfile_password=VALUE, stop_token="</s>")
     assert [line.partition(": ")[0] for line in lines] == [
         "reward.arguments.headers.Authorization",

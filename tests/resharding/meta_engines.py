@@ -31,7 +31,8 @@ from tests.resharding import meta_slots
 TIMEOUT_S = 500
 # Packages of kernels that SGLang imports on a GPU. Building a model calls none of them.
 KERNELS = {"deep_ep", "deep_gemm", "flash_attn", "flashinfer", "sgl_kernel", "triton_kernels"}
-MODELS = {"deepseek_v2", "deepseek_nextn", "qwen3_moe", "qwen3", "qwen2", "llama"}  # files of sglang/srt/models
+# files of sglang/srt/models
+MODELS = {"deepseek_v2", "deepseek_nextn", "qwen3_moe", "qwen3", "qwen2", "llama"}
 GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 
 
@@ -77,7 +78,11 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> str:
 
 def build(requests: Sequence[Request]) -> list[Built]:
     """Build all models in one child process. Importing SGLang takes it ten seconds, a model a tenth of one."""
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "SGLANG_USE_CPU_ENGINE": "0",
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "tests.resharding.meta_engines"],
         cwd=Path(__file__).parents[2],
@@ -93,7 +98,8 @@ def build(requests: Sequence[Request]) -> list[Built]:
 
 def _built(params: Mapping[str, tuple[list[int], str]], **rest: Any) -> Built:
     tensors = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for name, (shape, dtype) in params.items()
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, (shape, dtype) in params.items()
     }
     return Built(tensors, **rest)
 
@@ -135,7 +141,11 @@ class _OnMeta(TorchFunctionMode):
     """Make on the meta device what is asked for on the GPU."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         device = kwargs.get("device")
@@ -146,7 +156,9 @@ class _OnMeta(TorchFunctionMode):
 
 def take_for_hopper() -> None:
     """Let this process take itself for one with eight H100s; for good, and before SGLang is imported."""
-    card = SimpleNamespace(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132)
+    card = SimpleNamespace(
+        name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132
+    )
     answers = {
         "is_available": True,
         "device_count": 8,
@@ -219,9 +231,13 @@ def _models(request: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
         group_head=engine.group_head, deepep=engine.deepep, draft=engine.draft,
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
-    server: Any = ServerArgs(**server_arguments(settings, "megarl.rollout.sglang.weight_loader.load", "cuda"))
+    server: Any = ServerArgs(
+        **server_arguments(settings, "megarl.rollout.sglang.weight_loader.load", "cuda")
+    )
     world_rank = context.spawn_world_rank(server, tp_rank=rank, pp_rank=0)
-    context.publish(server, role="scheduler", ranks=context.SpawnRanks(world_rank=world_rank, gpu_id=0))
+    context.publish(
+        server, role="scheduler", ranks=context.SpawnRanks(world_rank=world_rank, gpu_id=0)
+    )
     parallel = context.get_parallel()
     parallel.override_permanently(**{f"{name}_group": _group(parallel, name) for name in GROUPS})
     initialize_dp_attention(server)
@@ -253,8 +269,15 @@ def _draft(server: Any, target: torch.nn.Module) -> torch.nn.Module:
     from sglang.srt.runtime_context import get_spec
     from sglang.srt.speculative.pp_draft_embedding import resolve_target_embed_and_head
 
-    path, revision = get_spec().speculative_draft_model_path, get_spec().speculative_draft_model_revision
-    with speculative_moe_backend_context(), speculative_moe_a2a_backend_context(), draft_model_build_scope():
+    path, revision = (
+        get_spec().speculative_draft_model_path,
+        get_spec().speculative_draft_model_revision,
+    )
+    with (
+        speculative_moe_backend_context(),
+        speculative_moe_a2a_backend_context(),
+        draft_model_build_scope(),
+    ):
         draft: Any = _build(server, model_path=path, model_revision=revision, is_draft_model=True)
     draft.set_embed_and_head(*resolve_target_embed_and_head(target))
     return draft
@@ -263,7 +286,12 @@ def _draft(server: Any, target: torch.nn.Module) -> torch.nn.Module:
 def _group(parallel: Any, name: str) -> SimpleNamespace:
     """What a model asks of a process group while it is built."""
     size, rank = getattr(parallel, f"{name}_size"), getattr(parallel, f"{name}_rank")
-    places = {"world_size": size, "rank_in_group": rank, "is_first_rank": rank == 0, "is_last_rank": rank == size - 1}
+    places = {
+        "world_size": size,
+        "rank_in_group": rank,
+        "is_first_rank": rank == 0,
+        "is_last_rank": rank == size - 1,
+    }
     return SimpleNamespace(**places, device_group=None, cpu_group=None)
 
 
@@ -285,12 +313,18 @@ def _examine(models: Sequence[torch.nn.Module]) -> dict[str, Any]:
         for prefix, where in list(attention.items())[: len(models)]
         for name in ("w_kc", "w_vc")
     }
-    scales = [getattr(module, name, None) for module in model.modules() for name in ("k_scale_float", "v_scale_float")]
+    scales = [
+        getattr(module, name, None)
+        for module in model.modules()
+        for name in ("k_scale_float", "v_scale_float")
+    ]
     return {
         "params": {name: _kind(param) for name, param in params.items()},
         "constants": constants,
         "cache_scales": [scale for scale in scales if isinstance(scale, float)],
-        "unknown": str(unknown or engine_model.unknown_layout(model) or engine_model.draft_error(models) or ""),
+        "unknown": str(
+            unknown or engine_model.unknown_layout(model) or engine_model.draft_error(models) or ""
+        ),
         "derived": {name: _kind(tensor) for name, tensor in derived.items() if tensor is not None},
     }
 

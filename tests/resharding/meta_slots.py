@@ -39,16 +39,24 @@ def wrong_slots(model: torch.nn.Module, server: Any, request: Mapping[str, Any])
     fill(wanted, pair.target_shards(request["rank"]), 1, DTYPE)
     wrong = [f"{name}: no such slot" for name in wanted if name not in found]
     wrong += [
-        f"{name}: {list(found[name].shape)}" for name in wanted if name in found and _differs(name, found, wanted)
+        f"{name}: {list(found[name].shape)}"
+        for name in wanted
+        if name in found and _differs(name, found, wanted)
     ]
-    return wrong + [f"{name}: not empty" for name in found if name not in wanted and found[name].any()]
+    return wrong + [
+        f"{name}: not empty" for name in found if name not in wanted and found[name].any()
+    ]
 
 
-def _differs(name: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
+def _differs(
+    name: str, found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> bool:
     return found[name].shape != wanted[name].shape or not same_bits(found[name], wanted[name])
 
 
-def _load(model: Any, server: Any, shape: ModelShape, size: LoraSize, engine: EngineLayout, rank: int) -> None:
+def _load(
+    model: Any, server: Any, shape: ModelShape, size: LoraSize, engine: EngineLayout, rank: int
+) -> None:
     """Let SGLang wrap the model's layers and load an adapter into its slot."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora.lora_manager import LoRAManager
@@ -58,9 +66,23 @@ def _load(model: Any, server: Any, shape: ModelShape, size: LoraSize, engine: En
     names, width = lora_slots.modules(shape, size), lora_slots.slot_rank(size)
     model.to_empty(device="cpu")
     manager: Any = LoRAManager(
-        model, model.config, 2, LoadConfig(), DTYPE, server, "triton", engine.tp, rank, width, set(names), []
+        model,
+        model.config,
+        2,
+        LoadConfig(),
+        DTYPE,
+        server,
+        "triton",
+        engine.tp,
+        rank,
+        width,
+        set(names),
+        [],
     )
-    uid, config = "mine", {"peft_type": "LORA", "r": width, "lora_alpha": width, "target_modules": list(names)}
+    uid, config = (
+        "mine",
+        {"peft_type": "LORA", "r": width, "lora_alpha": width, "target_modules": list(names)},
+    )
     adapter = LoRARef(lora_id=uid, lora_name=uid, lora_path=uid, pinned=True)
     result = manager.load_lora_adapter_from_tensors(adapter, dict(_tensors(shape, size)), config)
     assert result.success, result.error_message
@@ -71,11 +93,22 @@ def _tensors(shape: ModelShape, size: LoraSize) -> Iterator[tuple[str, torch.Ten
     """The factors under the names of PEFT's files; SGLang wants all of a fused layer: others are 0."""
     adapted, layers = lora_map.adapted_weights(shape, size), {*lora_slots.modules(shape, size)}
     targets = lora_map.targets_of(shape)
-    beside = tuple(one for one in targets if layers & {*lora_slots.modules(shape, replace(size, targets=(one,)))})
-    for name, (items, rows, cols) in lora_map.adapted_weights(shape, replace(size, targets=beside)).items():
+    beside = tuple(
+        one
+        for one in targets
+        if layers & {*lora_slots.modules(shape, replace(size, targets=(one,)))}
+    )
+    for name, (items, rows, cols) in lora_map.adapted_weights(
+        shape, replace(size, targets=beside)
+    ).items():
         width = size.rank_of(STACK in name)
         for letter, (height, breadth) in (("A", (width, cols)), ("B", (rows, width))):
             of_stack = factor_name(name, letter)
             content = factor(of_stack, ((0, items), (0, height), (0, breadth)), 1, DTYPE)
-            for item, matrix in enumerate(content if name in adapted else torch.zeros_like(content)):
-                yield f"base_model.model.{of_stack.format(item) if STACK in name else of_stack}", matrix
+            for item, matrix in enumerate(
+                content if name in adapted else torch.zeros_like(content)
+            ):
+                yield (
+                    f"base_model.model.{of_stack.format(item) if STACK in name else of_stack}",
+                    matrix,
+                )

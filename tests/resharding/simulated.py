@@ -18,7 +18,9 @@ Memory = dict[str, IntArray]
 
 def into_nodes(traffic: Traffic, gpus_per_node: int) -> list[int]:
     """Bytes that enter each node over the fabric."""
-    return np.add.reduceat(traffic.fabric_in, range(0, len(traffic.fabric_in), gpus_per_node)).tolist()
+    return np.add.reduceat(
+        traffic.fabric_in, range(0, len(traffic.fabric_in), gpus_per_node)
+    ).tolist()
 
 
 class World:
@@ -37,7 +39,8 @@ class World:
         self.sources = [self._filled(shards_of(sources, member)) for member in range(num_members)]
         self.expected = [self._filled(shards_of(targets, member)) for member in range(num_members)]
         self.targets = [
-            {name: np.full_like(array, EMPTY) for name, array in params.items()} for params in self.expected
+            {name: np.full_like(array, EMPTY) for name, array in params.items()}
+            for params in self.expected
         ]
 
     def _filled(self, shards: Sequence[Shard]) -> Memory:
@@ -59,7 +62,9 @@ class World:
         for index in range(len(plans[0].rounds)):
             if index in plans[0].send_stage_starts:
                 arrived = self._settle(arrived)
-            packed = [(copy, self._read(copy)) for plan in plans for copy in plan.rounds[index].sends]
+            packed = [
+                (copy, self._read(copy)) for plan in plans for copy in plan.rounds[index].sends
+            ]
             self._settle(arrived)
             arrived = packed
         self._settle(arrived)
@@ -106,7 +111,9 @@ def scatter(params: Memory, param: str, at: Cell, block: IntArray) -> None:
     plane = slice(row, row + rows), slice(col, col + cols)
     for number in range(items):
         own = STACK in param
-        array, index = (params[param.format(item + number)], 0) if own else (params[param], item + number)
+        array, index = (
+            (params[param.format(item + number)], 0) if own else (params[param], item + number)
+        )
         array[(index, *plane)] = block[number]
 
 
@@ -114,7 +121,9 @@ def all_streams(
     sources: Sequence[Part], targets: Sequence[Part], num_members: int, gpus_per_node: int
 ) -> list[Streams]:
     return [
-        plan_streams(sources, targets, member, num_members, gpus_per_node=gpus_per_node, dtype="bfloat16")
+        plan_streams(
+            sources, targets, member, num_members, gpus_per_node=gpus_per_node, dtype="bfloat16"
+        )
         for member in range(num_members)
     ]
 

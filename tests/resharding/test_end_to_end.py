@@ -87,14 +87,17 @@ def train_rank(trainer: Any, meet: Address, source: str, exported: str) -> None:
         store.set(f"answer/{number}/{rank}", carry_out(order, rank, members, params))
 
 
-def carry_out(order: dict[str, Any], rank: int, members: dict[str, Member], params: dict[str, torch.Tensor]) -> str:
+def carry_out(
+    order: dict[str, Any], rank: int, members: dict[str, Member], params: dict[str, torch.Tensor]
+) -> str:
     """Nothing, or the error."""
     if order["what"] == "perturb":
         perturb(params.values())
     elif str(rank) in order["sessions"]:
         session = Session.from_json(order["sessions"][str(rank)])
         member = members.setdefault(session.run_id, Member(session, params, "weights"))
-        breaks = rank == order["breaks"]  # having said that it is ready, when the others send already
+        # having said that it is ready, when the others send already
+        breaks = rank == order["breaks"]
         try:
             with patch.object(member, "_prepare", side_effect=BROKEN) if breaks else nullcontext():
                 member.run(order["version"], order["attempt"])
@@ -136,7 +139,11 @@ class World:
             while not self.store.check([f"{key}/{rank}"]):
                 self._thread.join(timeout=0.02)
                 if not self._thread.is_alive():
-                    raise self._failures[0] if self._failures else RuntimeError("the training ranks have ended")
+                    raise (
+                        self._failures[0]
+                        if self._failures
+                        else RuntimeError("the training ranks have ended")
+                    )
             found.append(self.store.get(f"{key}/{rank}").decode())
         return found
 
@@ -173,9 +180,15 @@ class Served:
     def reshard(self, version: int, breaks: int | None = None) -> list[str]:
         """The training ranks' answers. Raises EngineError."""
         attempt = next(self._attempts)
-        trainers = {str(rank): session.to_json() for rank, session in self.sessions.trainers.items()}
-        answers = self.world.tell(what="reshard", sessions=trainers, version=version, attempt=attempt, breaks=breaks)
-        message = self.sessions.engine_message(0, version, attempt, first=attempt == 0, steps=["weights"])
+        trainers = {
+            str(rank): session.to_json() for rank, session in self.sessions.trainers.items()
+        }
+        answers = self.world.tell(
+            what="reshard", sessions=trainers, version=version, attempt=attempt, breaks=breaks
+        )
+        message = self.sessions.engine_message(
+            0, version, attempt, first=attempt == 0, steps=["weights"]
+        )
         try:
             asyncio.run(self.engine.reshard(message, version))
         finally:
@@ -189,12 +202,19 @@ class Served:
         """The largest |engine - transformers| over all sampled tokens of all prompts."""
 
         async def sample_all() -> list[Any]:
-            return await asyncio.gather(*(self.engine.generate(prompt, Sampling(4, 8)) for prompt in PROMPTS))
+            return await asyncio.gather(
+                *(self.engine.generate(prompt, Sampling(4, 8)) for prompt in PROMPTS)
+            )
 
         groups = asyncio.run(sample_all())
-        assert {part.version for group in groups for sample in group for part in sample.parts} == {self.engine.version}
+        assert {part.version for group in groups for sample in group for part in sample.parts} == {
+            self.engine.version
+        }
         diffs = [
-            np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max()
+            np.abs(
+                sample.engine_logp_T
+                - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()
+            ).max()
             for prompt, group in zip(PROMPTS, groups, strict=True)
             for sample in group
         ]
@@ -205,7 +225,8 @@ class Served:
 def one_fork_server() -> Iterator[None]:
     """For all engines: its imports are most of an engine's start."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small to share out, and the engines want the cores
+    # the models are too small to share out, and the engines want the cores
+    torch.set_num_threads(1)
     scheduler.set_environment()
     if DEVICE == "cpu":
         sglang_patches.start_fork_server("megarl.rollout.sglang.preload")
@@ -216,7 +237,9 @@ def one_fork_server() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
     made = World(request.param, tmp_path_factory.mktemp("end-to-end"))
     yield made
     made.end()
@@ -236,7 +259,11 @@ def served(world: World, request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def test_the_export_is_the_training_ranks_weights(world: World) -> None:
@@ -244,7 +271,9 @@ def test_the_export_is_the_training_ranks_weights(world: World) -> None:
     before, exported = read(world.source), read(world.exported)
     assert exported.keys() == before.keys()
     for name, weight in before.items():
-        assert not torch.allclose(exported[name], weight, atol=1e-3), f"{name} is still the checkpoint's"
+        assert not torch.allclose(exported[name], weight, atol=1e-3), (
+            f"{name} is still the checkpoint's"
+        )
         perturb([weight])
         assert torch.allclose(exported[name], weight, atol=1e-6), name
 
@@ -257,7 +286,9 @@ def test_the_engine_has_the_training_ranks_weights(served: Served, reference: Re
     assert served.diff(reference) < TOLERANCE
 
 
-def test_a_reshard_broken_off_stops_generation_and_the_next_one_mends_it(served: Served, reference: Reference) -> None:
+def test_a_reshard_broken_off_stops_generation_and_the_next_one_mends_it(
+    served: Served, reference: Reference
+) -> None:
     assert set(served.world.wait(served.world.tell(what="perturb"))) == {""}
     with pytest.raises(EngineError, match="version 2 failed: tensor-parallel rank 0"):
         served.reshard(version=2, breaks=LAST_RANK)
@@ -272,5 +303,7 @@ def test_a_reshard_broken_off_stops_generation_and_the_next_one_mends_it(served:
 
 def reference_after(reference: Reference) -> None:
     """The training ranks' change, in transformers' model."""
-    buffers = [b for name, b in reference.model.named_buffers() if name.endswith("e_score_correction_bias")]
+    buffers = [
+        b for name, b in reference.model.named_buffers() if name.endswith("e_score_correction_bias")
+    ]
     perturb([*reference.model.parameters(), *buffers])

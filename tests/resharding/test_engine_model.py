@@ -58,7 +58,10 @@ def latent() -> Derives:
 
 
 def test_weights_are_named_once_and_buffers_are_none() -> None:
-    assert engine_model.params(latent()).keys() == {"embed_tokens.weight", "self_attn.kv_b_proj.weight"}
+    assert engine_model.params(latent()).keys() == {
+        "embed_tokens.weight",
+        "self_attn.kv_b_proj.weight",
+    }
 
 
 def test_derived_tensors_are_held_against_their_weight() -> None:
@@ -68,7 +71,9 @@ def test_derived_tensors_are_held_against_their_weight() -> None:
     assert engine_model.derived_errors(model) == []
     assert model.self_attn.w_vc is not None
     model.self_attn.w_vc[1, 2, 3] += 1e-3
-    assert engine_model.derived_errors(model) == ["self_attn.w_vc differs from its kv_b_proj.weight"]
+    assert engine_model.derived_errors(model) == [
+        "self_attn.w_vc differs from its kv_b_proj.weight"
+    ]
     model.self_attn.weight.mul_(2)
     assert len(engine_model.derived_errors(model)) == 2
     engine_model.refresh_derived(model)
@@ -80,7 +85,9 @@ def test_fp8_weights_are_multiplied_out() -> None:
     weight = torch.randn(rows, cols).to(torch.float8_e4m3fn)
     scales = torch.rand(-(-rows // 128), 1)
     model = Model(Attention(weight, scales))
-    plain = torch.cat([weight[i : i + 128].float() * scales[i // 128] for i in range(0, rows, 128)]).bfloat16()
+    plain = torch.cat(
+        [weight[i : i + 128].float() * scales[i // 128] for i in range(0, rows, 128)]
+    ).bfloat16()
     assert isinstance(model.self_attn, Attention)
     model.self_attn.derive(plain)
     assert engine_model.derived_errors(model) == []
@@ -112,7 +119,9 @@ class CachedAttention(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name in ("k_scale", "v_scale"):
-            self.register_parameter(name, torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False))
+            self.register_parameter(
+                name, torch.nn.Parameter(torch.tensor(-1.0), requires_grad=False)
+            )
         self.k_scale_float = self.v_scale_float = None
 
 
@@ -124,7 +133,9 @@ def test_the_scales_of_the_kv_cache_are_written_in_place_and_verified() -> None:
     assert engine_model.constant_errors(model) == [f"{name} is -1, not 1" for name in names]
     engine_model.write_constants(model)
     assert engine_model.constant_errors(model) == []
-    assert all(param is engine_model.constants(model)[name] for name, param in found.items()), "graphs keep the tensors"
+    assert all(param is engine_model.constants(model)[name] for name, param in found.items()), (
+        "graphs keep the tensors"
+    )
     found["self_attn.v_scale"].fill_(float("nan"))
     assert engine_model.constant_errors(model) == ["self_attn.v_scale is nan, not 1"]
 
@@ -133,15 +144,21 @@ def test_a_scale_for_each_head_is_no_constant() -> None:
     """The map must refuse what it does not know."""
     model = Model(CachedAttention())
     model.self_attn.k_scale = torch.nn.Parameter(torch.ones(4))
-    assert "self_attn.k_scale" in engine_model.params(model) and "self_attn.k_scale" not in engine_model.constants(
+    assert "self_attn.k_scale" in engine_model.params(
         model
-    )
+    ) and "self_attn.k_scale" not in engine_model.constants(model)
 
 
 UNKNOWN = [
-    (mark("module", "use_triton_kernels", True), r"self_attn: .*use_triton_kernels.*moe_runner_backend to triton"),
+    (
+        mark("module", "use_triton_kernels", True),
+        r"self_attn: .*use_triton_kernels.*moe_runner_backend to triton",
+    ),
     (mark("module", "use_flashinfer_trtllm_moe", True), "use_flashinfer_trtllm_moe.*to triton"),
-    (mark("module", "w13_swiglu_interleaved", True), "w13_swiglu_interleaved.*leave SGLANG_OPT_FUSE_SWIGLU"),
+    (
+        mark("module", "w13_swiglu_interleaved", True),
+        "w13_swiglu_interleaved.*leave SGLANG_OPT_FUSE_SWIGLU",
+    ),
     (mark("method", "load_up_proj_weight_first", True), "load_up_proj_weight_first"),
     (mark("module", "num_fused_shared_experts", 1), "fused the shared experts"),
     (mark("module", "w_kc_qrep", torch.ones(1)), "replicated the query weights"),

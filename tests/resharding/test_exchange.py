@@ -31,7 +31,17 @@ from megarl.resharding.sglang_map import DRAFT
 from megarl.rollout.sglang.weight_loader import load
 from megarl.types import UserError
 from tests.leftovers import left_since, shared_files
-from tests.resharding.worlds import MLA, MOE, TIMEOUT_S, Pair, Params, Process, fill, make_params, wrong_params
+from tests.resharding.worlds import (
+    MLA,
+    MOE,
+    TIMEOUT_S,
+    Pair,
+    Params,
+    Process,
+    fill,
+    make_params,
+    wrong_params,
+)
 
 WEIGHTS: list[PayloadName] = ["weights"]
 
@@ -56,8 +66,16 @@ class Model(torch.nn.Module):
         """w_kc [heads, nope, rank] and w_vc [heads, rank, v] of each attention, here with as many rows each."""
         for module in self.modules() if self.mla_rows else ():
             if hasattr(module, "kv_b_proj"):
-                heads = module.get_parameter("kv_b_proj.weight").detach().clone().unflatten(0, (-1, 2 * self.mla_rows))
-                module.w_kc, module.w_vc = heads[:, : self.mla_rows], heads[:, self.mla_rows :].transpose(1, 2)
+                heads = (
+                    module.get_parameter("kv_b_proj.weight")
+                    .detach()
+                    .clone()
+                    .unflatten(0, (-1, 2 * self.mla_rows))
+                )
+                module.w_kc, module.w_vc = (
+                    heads[:, : self.mla_rows],
+                    heads[:, self.mla_rows :].transpose(1, 2),
+                )
 
     def post_load_weights(self) -> None:
         """As SGLang's; `forgets` is the fault that verification must find."""
@@ -104,10 +122,17 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
             else:
                 message = json.dumps(arguments[0]).encode()
                 for called in models[: arguments[1]]:
-                    load(called, [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))])
+                    load(
+                        called,
+                        [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))],
+                    )
                 version = arguments[0]["version"]
                 wanted = make_params(shards, pair.torch_dtype)
-                pipe.send(wrong_params(dict(model.named_parameters()), wanted, shards, version, pair.torch_dtype))
+                pipe.send(
+                    wrong_params(
+                        dict(model.named_parameters()), wanted, shards, version, pair.torch_dtype
+                    )
+                )
         except Exception as error:
             pipe.send(error)
 
@@ -115,11 +140,15 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
 def made_models(params: Params, mla_rows: int) -> list[Model]:
     """An engine's model, and with drafts its draft model, which has the same embedding and output layer."""
     of_draft = {name: tensor for name, tensor in params.items() if name.startswith(DRAFT)}
-    target = Model({name: tensor for name, tensor in params.items() if name not in of_draft}, mla_rows)
+    target = Model(
+        {name: tensor for name, tensor in params.items() if name not in of_draft}, mla_rows
+    )
     if not of_draft:
         return [target]
     draft = Model({name.removeprefix(DRAFT): tensor for name, tensor in of_draft.items()}, mla_rows)
-    draft.get_submodule("model").add_module("embed_tokens", target.get_submodule("model.embed_tokens"))
+    draft.get_submodule("model").add_module(
+        "embed_tokens", target.get_submodule("model.embed_tokens")
+    )
     draft.add_module("lm_head", target.get_submodule("lm_head"))
     return [target, draft]
 
@@ -132,11 +161,15 @@ class World:
     """Forked training ranks and engine ranks of one pair; engine_dtype: what the engines really hold."""
 
     def __init__(self, pair: Pair, engine_dtype: str = "") -> None:
-        assert not pair.train.errors(pair.shape) and not pair.engine.errors(pair.shape, pair.num_members)
+        assert not pair.train.errors(pair.shape) and not pair.engine.errors(
+            pair.shape, pair.num_members
+        )
         self.pair, self.attempt, self.store = pair, 0, host_store(TIMEOUT_S)
         self.trainers = [Process(trainer, pair, rank) for rank in range(pair.train.world_size)]
         self.engines = {
-            slot: Process(engine_rank, address_of(self.store), pair, slot, engine_dtype or pair.dtype)
+            slot: Process(
+                engine_rank, address_of(self.store), pair, slot, engine_dtype or pair.dtype
+            )
             for slot in range(pair.engine.first, pair.engine.end)
         }
         self.handles = [SourceHandles.from_json(child.answer()) for child in self.trainers]
@@ -175,15 +208,23 @@ class World:
         for slot, child in self.engines.items():
             at = self.pair.engine.member(slot)
             assert at
-            message = self.sessions.engine_message(at[0], version, self.attempt, self.first, WEIGHTS)
+            message = self.sessions.engine_message(
+                at[0], version, self.attempt, self.first, WEIGHTS
+            )
             child.send(("load", message, None))
         self.first = False
         for rank in self.sessions.trainers:
             self.trainers[rank].send(("run", version, self.attempt))
         for rank in self.sessions.trainers:
             self.trainers[rank].answer()
-        wrong = [f"slot {slot}: {name}" for slot, child in self.engines.items() for name in child.answer()]
-        return wrong, collect_stats(self.store, "test", self.attempt, self.pair.num_members, WEIGHTS)
+        wrong = [
+            f"slot {slot}: {name}"
+            for slot, child in self.engines.items()
+            for name in child.answer()
+        ]
+        return wrong, collect_stats(
+            self.store, "test", self.attempt, self.pair.num_members, WEIGHTS
+        )
 
     def end(self) -> None:
         for child in [*self.trainers, *self.engines.values()]:
@@ -201,11 +242,19 @@ def world(pair: Pair, engine_dtype: str = "") -> Iterator[World]:
 
 PAIRS = {
     "a TP2 engine on two of four slots": Pair(MOE, TrainLayout(4, 2, 2, 2), EngineLayout(1, 2, 1)),
-    "engines beside the training ranks": Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(2, 1, 1, first=2), "bfloat16"),
-    "MLA on slots partly shared": Pair(
-        MLA, TrainLayout(2, 2, 1, 2), EngineLayout(1, 2, 2, first=1), gpus_per_node=2, verify="checksum"
+    "engines beside the training ranks": Pair(
+        MOE, TrainLayout(2, 1, 2, 1), EngineLayout(2, 1, 1, first=2), "bfloat16"
     ),
-    "MLA with a draft model": Pair(MLA, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 2, draft=1), verify="full"),
+    "MLA on slots partly shared": Pair(
+        MLA,
+        TrainLayout(2, 2, 1, 2),
+        EngineLayout(1, 2, 2, first=1),
+        gpus_per_node=2,
+        verify="checksum",
+    ),
+    "MLA with a draft model": Pair(
+        MLA, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 2, draft=1), verify="full"
+    ),
 }
 
 
@@ -242,7 +291,9 @@ def test_derived_tensors_are_part_of_the_exchange() -> None:
         assert not made.reshard(1)[0]
         made.engines[0].ask(("flag", "", "forgets"))
         made.fill(2)
-        with pytest.raises(RuntimeError, match=r"model.layers.0.self_attn.w_kc differs from its kv_b_proj.weight"):
+        with pytest.raises(
+            RuntimeError, match=r"model.layers.0.self_attn.w_kc differs from its kv_b_proj.weight"
+        ):
             made.reshard(2)
 
 
@@ -254,7 +305,9 @@ def test_the_derived_tensors_of_the_draft_model_too(forgetful: str) -> None:
         assert not made.reshard(1)[0]
         made.engines[0].ask(("flag", forgetful, "forgets"))
         made.fill(2)
-        wrong = r"draft.model.decoder.self_attn.w_kc" if forgetful else r"model.layers.0.self_attn.w_kc"
+        wrong = (
+            r"draft.model.decoder.self_attn.w_kc" if forgetful else r"model.layers.0.self_attn.w_kc"
+        )
         with pytest.raises(RuntimeError, match=rf"{wrong} differs from its kv_b_proj.weight"):
             made.reshard(2)
 
@@ -267,7 +320,9 @@ def test_an_update_that_ends_before_the_draft_models_turn_writes_nothing() -> No
         assert not made.reshard(1)[0]
         for child in made.engines.values():
             made.attempt += 1
-            half = made.sessions.engine_message(0, version=1, attempt=made.attempt, first=False, steps=WEIGHTS)
+            half = made.sessions.engine_message(
+                0, version=1, attempt=made.attempt, first=False, steps=WEIGHTS
+            )
             assert child.ask(("load", half, 1)) == [], "all is still what it was"
         made.fill(2)
         assert not made.reshard(2)[0]
@@ -277,7 +332,9 @@ def test_a_buffer_of_the_draft_model_alone_is_refused() -> None:
     pair = Pair(MLA, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1, draft=1))
     with world(pair) as made:
         made.engines[0].ask(("buffer", "draft.model.decoder"))
-        with pytest.raises(RuntimeError, match=r"draft.model.decoder.table: a buffer of the draft model alone"):
+        with pytest.raises(
+            RuntimeError, match=r"draft.model.decoder.table: a buffer of the draft model alone"
+        ):
             made.reshard(1)[0]
 
 
@@ -303,7 +360,10 @@ def test_nobody_joins_a_group_before_all_are_prepared() -> None:
     with world(Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))) as made:
         made.engines[0].ask(("starve",))
         started = time.perf_counter()
-        with pytest.raises(RuntimeError, match=r"^reshard: member 0 failed in the exchange: no room for its tables$"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"^reshard: member 0 failed in the exchange: no room for its tables$",
+        ):
             made.reshard(1)
         with pytest.raises(MemoryError, match="no room for its tables"):
             made.engines[0].answer()
@@ -321,7 +381,11 @@ def test_a_session_is_json() -> None:
     made = sessions(common, handles)
     assert set(made.trainers) == {0, 1, 2, 3} and [set(one) for one in made.engines] == [{0, 1}]
     assert made.engines[0][1].source is None and made.engines[0][1].num_members == 6
-    for session in (made.trainers[3], made.engines[0][1], replace(made.trainers[0], source=handles[0])):
+    for session in (
+        made.trainers[3],
+        made.engines[0][1],
+        replace(made.trainers[0], source=handles[0]),
+    ):
         assert Session.from_json(json.loads(json.dumps(session.to_json()))) == session
     with pytest.raises(UserError, match="engines begin at GPU 5, the training ranks end at 4"):
         sessions(replace(common, engine=replace(layouts[1], first=5)), handles)
@@ -329,14 +393,26 @@ def test_a_session_is_json() -> None:
 
 def test_members_that_were_told_different_things_do_not_begin() -> None:
     votes = [
-        {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [1, 3], "digest": "5", "group": "a"},
-        {"inputs": {"round_bytes": "8", "version": "1"}, "rounds": [2, 1], "digest": str(2**128 - 5), "group": "a"},
+        {
+            "inputs": {"round_bytes": "8", "version": "1"},
+            "rounds": [1, 3],
+            "digest": "5",
+            "group": "a",
+        },
+        {
+            "inputs": {"round_bytes": "8", "version": "1"},
+            "rounds": [2, 1],
+            "digest": str(2**128 - 5),
+            "group": "a",
+        },
     ]
     assert conclude("new", votes) == {"rounds": [2, 3], "group": "a"}
     assert conclude("new", [votes[0], {**votes[1], "group": ""}])["group"] == "new"
     with pytest.raises(RuntimeError, match="version is 1 for member 0 and 2 for member 1"):
         conclude("new", [votes[0], {**votes[1], "inputs": {"round_bytes": "8", "version": "2"}}])
-    with pytest.raises(RuntimeError, match="the members' plans do not match: sends differ from receives"):
+    with pytest.raises(
+        RuntimeError, match="the members' plans do not match: sends differ from receives"
+    ):
         conclude("new", [votes[0], {**votes[1], "digest": "5"}])
 
 
@@ -348,7 +424,11 @@ def test_a_member_that_does_not_come_is_named() -> None:
 
 def onload_for(pipe: Connection) -> None:
     base = torch.arange(1_000, dtype=torch.float32)
-    views = {"a": base[:600].view(20, 30), "b": base[600:].view(20, 20).t(), "c": torch.zeros(7, dtype=torch.bfloat16)}
+    views = {
+        "a": base[:600].view(20, 30),
+        "b": base[600:].view(20, 20).t(),
+        "c": torch.zeros(7, dtype=torch.bfloat16),
+    }
     pipe.send(share_params(views).to_json())
     for value in iter(pipe.recv, None):
         base[0] = value
@@ -371,7 +451,9 @@ def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
         os.kill(lender.process.pid, signal.SIGKILL)
         lender.process.join()
         assert seen["a"][0, 1] == 1.0  # the mapping outlives the lender
-        with pytest.raises(RuntimeError, match=f"cannot map the weights of training process {lender.process.pid}"):
+        with pytest.raises(
+            RuntimeError, match=f"cannot map the weights of training process {lender.process.pid}"
+        ):
             map_params(handles)
     finally:
         lender.end()

@@ -22,24 +22,36 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SIZES = st.tuples(st.integers(1, 2), st.integers(1, 300), st.integers(1, 300))
 
 
-def random_block(size: tuple[int, int, int], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_block(
+    size: tuple[int, int, int], seed: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """Tiles whose magnitudes differ by up to 1e12, so that one tile's scale would ruin its neighbour."""
     generator = torch.Generator().manual_seed(seed)
     items, rows, cols = size
-    exponents = torch.randint(-6, 7, (items, -(-rows // TILE), -(-cols // TILE)), generator=generator).double()
-    magnitude = (10.0**exponents).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :rows, :cols]
+    exponents = torch.randint(
+        -6, 7, (items, -(-rows // TILE), -(-cols // TILE)), generator=generator
+    ).double()
+    magnitude = (
+        (10.0**exponents).repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :rows, :cols]
+    )
     return (torch.randn(size, generator=generator, dtype=torch.float64) * magnitude).to(dtype)
 
 
 def dequantise(quantised: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     _, rows, cols = quantised.shape
-    return quantised.double() * scales.double().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :rows, :cols]
+    return (
+        quantised.double()
+        * scales.double().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, :rows, :cols]
+    )
 
 
 def one_tile_at_a_time(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same from the definition, each tile on its own."""
     items, rows, cols = block.shape
-    quantised, scales = torch.empty(block.shape, dtype=FP8), torch.empty(items, -(-rows // TILE), -(-cols // TILE))
+    quantised, scales = (
+        torch.empty(block.shape, dtype=FP8),
+        torch.empty(items, -(-rows // TILE), -(-cols // TILE)),
+    )
     for item in range(items):
         for row in range(0, rows, TILE):
             for col in range(0, cols, TILE):
@@ -73,7 +85,11 @@ def test_dequantised_weights_are_within_the_types_precision(
     block = random_block(size, seed, dtype)
     scales = tile_scales(block)
     error = (dequantise(quantise(block), scales) - block.double()).abs()
-    step = scales.double().repeat_interleave(TILE, 1).repeat_interleave(TILE, 2)[:, : size[1], : size[2]]
+    step = (
+        scales.double()
+        .repeat_interleave(TILE, 1)
+        .repeat_interleave(TILE, 2)[:, : size[1], : size[2]]
+    )
     assert (error <= 1.001 * torch.maximum(block.double().abs() / 16, step * 2.0**-10)).all()
 
 
@@ -83,12 +99,18 @@ def test_a_part_on_tile_boundaries_gives_the_bytes_of_the_whole(data: st.DataObj
     rows, cols = data.draw(st.integers(1, 520)), data.draw(st.integers(1, 520))
     block = random_block((2, rows, cols), data.draw(st.integers(0, 99)), data.draw(DTYPES))
     (top, bottom), (left, right) = (
-        sorted(data.draw(st.lists(st.integers(0, -(-size // TILE)), min_size=2, max_size=2, unique=True)))
+        sorted(
+            data.draw(
+                st.lists(st.integers(0, -(-size // TILE)), min_size=2, max_size=2, unique=True)
+            )
+        )
         for size in (rows, cols)
     )
     elements = (slice(None), slice(top * TILE, bottom * TILE), slice(left * TILE, right * TILE))
     part = block[elements]  # not contiguous, as a shard of a larger parameter is not
-    assert torch.equal(quantise(part).view(torch.uint8), quantise(block)[elements].view(torch.uint8))
+    assert torch.equal(
+        quantise(part).view(torch.uint8), quantise(block)[elements].view(torch.uint8)
+    )
     assert torch.equal(tile_scales(part), tile_scales(block)[:, top:bottom, left:right])
 
 
@@ -137,13 +159,16 @@ def test_agrees_with_the_reference_that_multiplies_by_the_inverse() -> None:
 
     (SGLang's copy, fp8_utils.per_block_cast_to_fp8, rounds the scale up to a power of two for Blackwell's kernels.)
     """
-    block = torch.randn(1, 256, 384, generator=torch.Generator().manual_seed(3), dtype=torch.bfloat16)
+    block = torch.randn(
+        1, 256, 384, generator=torch.Generator().manual_seed(3), dtype=torch.bfloat16
+    )
     tiles = block[0].float().view(2, TILE, 3, TILE)
     largest = tiles.abs().amax(dim=(1, 3), keepdim=True).clamp(1e-4)
     theirs = (tiles * (448.0 / largest)).to(FP8).view(256, 384).float()
     assert torch.equal(tile_scales(block)[0], (largest / 448.0).view(2, 3))
     ours = quantise(block)[0].float()
-    assert (ours != theirs).float().mean() < 1e-3  # where the two products round to different sides of a tie
+    # where the two products round to different sides of a tie
+    assert (ours != theirs).float().mean() < 1e-3
     assert ((ours - theirs).abs() <= theirs.abs() / 7).all()  # and then by one step of the type
 
 
@@ -176,7 +201,9 @@ def test_sources_offer_the_scales_that_the_engine_asks_for_and_no_others() -> No
     sources, targets = megatron_map.parts(shape, train), sglang_map.parts(shape, engine)
     offered, wanted = scales_of(with_scales(sources, targets)), scales_of(targets)
     assert offered.keys() == wanted.keys() and offered
-    assert not any("norm" in name or "embed" in name or "mlp.gate.weight" in name for name in offered)
+    assert not any(
+        "norm" in name or "embed" in name or "mlp.gate.weight" in name for name in offered
+    )
     for name, shards in wanted.items():
         area = {shard.box: shard.area for shard in offered[name]}
         assert sum(area.values()) == sum({shard.box: shard.area for shard in shards}.values()), name
@@ -186,7 +213,9 @@ def test_a_scale_stands_behind_its_weight_in_tiles_of_the_same_parameter() -> No
     weight = Shard("w", (256, 512), (0, 200), "fused", (3, 128, 0), (4, 6))
     (part,) = with_scales([Part((weight,), (0, 1))], [asking("w")])
     assert part.members == (0, 1) and part.shards[0] == weight
-    assert part.shards[1] == Shard("w_scale_inv", (2, 4), (0, 2), "fused", (3, 1, 0), (4, 6), "float32")
+    assert part.shards[1] == Shard(
+        "w_scale_inv", (2, 4), (0, 2), "fused", (3, 1, 0), (4, 6), "float32"
+    )
 
 
 def test_without_fp8_targets_nothing_is_added() -> None:
@@ -204,7 +233,8 @@ def asking(name: str) -> Part:
         Shard("w", (64, 128), (0, 128), "p"),  # starts inside a tile
         Shard("w", (0, 128), (192, 256), "p"),
         Shard("w", (0, 100), (0, 128), "p"),  # ends inside a tile that another rank goes on with
-        Shard("w", (0, 128), (0, 128), "p", (0, 64, 0)),  # sits across two tiles' rows of its own parameter
+        # sits across two tiles' rows of its own parameter
+        Shard("w", (0, 128), (0, 128), "p", (0, 64, 0)),
     ],
 )
 def test_a_tile_that_the_training_layout_cuts_is_refused_by_name(shard: Shard) -> None:
@@ -215,6 +245,9 @@ def test_a_tile_that_the_training_layout_cuts_is_refused_by_name(shard: Shard) -
 
 def test_a_real_layout_that_cuts_tiles_is_refused_by_name() -> None:
     shape = wide_model(moe_ffn_size=192)
-    sources = megatron_map.parts(shape, TrainLayout(2, tp=2, pp=1, ep=1))  # the experts' width over two ranks: 96
-    with pytest.raises(LayoutError, match=r"^model\.layers\.0\.mlp\.experts\.\{\}\.gate_proj\.weight: "):
+    # the experts' width over two ranks: 96
+    sources = megatron_map.parts(shape, TrainLayout(2, tp=2, pp=1, ep=1))
+    with pytest.raises(
+        LayoutError, match=r"^model\.layers\.0\.mlp\.experts\.\{\}\.gate_proj\.weight: "
+    ):
         with_scales(sources, [asking("model.layers.0.mlp.experts.{}.gate_proj.weight")])

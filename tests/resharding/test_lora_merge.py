@@ -21,7 +21,9 @@ SIZE = LoraSize(16, 16, 32.0, ("q_proj",))
 WIDE = replace(LLAMA, num_layers=1, hidden_size=2048)
 
 
-def merged(merge: Merge, shards: list[Shard], params: Tensors) -> dict[tuple[str, Range, Range], torch.Tensor]:
+def merged(
+    merge: Merge, shards: list[Shard], params: Tensors
+) -> dict[tuple[str, Range, Range], torch.Tensor]:
     """The merged elements of each of a rank's weights, by name, rows and columns; of experts, of each item."""
     found = {}
     for shard in shards:
@@ -40,8 +42,13 @@ Case = tuple[list[Shard], Tensors, Tensors]
 def case() -> Case:
     """(shards of the weights, weights as models have them, factors)."""
     generator = torch.Generator().manual_seed(3)
-    weights = [one for one in megatron_map.shards(WIDE, ONE_RANK, 0) if one.name.endswith("q_proj.weight")]
-    params = {name: 0.02 * torch.randn(size[1:], generator=generator) for name, size in param_table(weights).items()}
+    weights = [
+        one for one in megatron_map.shards(WIDE, ONE_RANK, 0) if one.name.endswith("q_proj.weight")
+    ]
+    params = {
+        name: 0.02 * torch.randn(size[1:], generator=generator)
+        for name, size in param_table(weights).items()
+    }
     factors = {}
     for name, size in param_table(lora_map.shards(WIDE, ONE_RANK, 0, SIZE)).items():
         uniform = 2 * torch.rand(size[1:], generator=generator) - 1
@@ -53,7 +60,9 @@ def merge_of(case: Case, rms: float, rounding: str) -> tuple[Merge, Tensors]:
     """The merge, begun with version 3; rms: of B."""
     weights, _, factors = case
     size = replace(SIZE, rounding=rounding)
-    held = {name: one if name.endswith("A") else 3**0.5 * rms * one for name, one in factors.items()}
+    held = {
+        name: one if name.endswith("A") else 3**0.5 * rms * one for name, one in factors.items()
+    }
     merge = Merge.of(size, weights, lora_map.shards(WIDE, ONE_RANK, 0, size), held)
     merge.begin(3)
     return merge, held
@@ -78,7 +87,9 @@ def test_without_a_delta_there_is_no_share_and_no_change(case: Case) -> None:
     for (name, rows, _), part in found.items():
         (shard,) = [one for one in weights if one.name == name and one.rows == rows]
         start = shard.at[1]
-        assert torch.equal(part, params[shard.param][start : start + shard.size[1]]), "numbers of the type stay"
+        assert torch.equal(part, params[shard.param][start : start + shard.size[1]]), (
+            "numbers of the type stay"
+        )
 
 
 def test_an_element_is_one_of_its_neighbours_and_their_mean(case: Case) -> None:
@@ -86,7 +97,10 @@ def test_an_element_is_one_of_its_neighbours_and_their_mean(case: Case) -> None:
     merge, held = merge_of(case, 1e-3, "stochastic")
     shard = weights[0]
     a, b = (next(one for name, one in held.items() if name.endswith(factor)) for factor in "AB")
-    exact = params[shard.param][: shard.size[1]].float() + SIZE.alpha / SIZE.rank * b[: shard.size[1]] @ a
+    exact = (
+        params[shard.param][: shard.size[1]].float()
+        + SIZE.alpha / SIZE.rank * b[: shard.size[1]] @ a
+    )
     nearest = exact.bfloat16().float()
     ulp = torch.exp2(torch.floor(torch.log2(exact.abs())) - 7)
     total, count = torch.zeros_like(exact), 64
@@ -95,9 +109,12 @@ def test_an_element_is_one_of_its_neighbours_and_their_mean(case: Case) -> None:
         part = merged(merge, [shard], params)[shard.name.format(0), shard.rows, shard.cols].float()
         assert ((part - exact).abs() < 1.001 * ulp).all()
         total += part
-    off = (total / count - exact) / ulp  # of a uniform choice between two: a deviation of at most 1 / 2 / sqrt(64)
+    # of a uniform choice between two: a deviation of at most 1 / 2 / sqrt(64)
+    off = (total / count - exact) / ulp
     assert off.mean().abs() < 1e-3 and off.std() < 0.0626
-    assert ((nearest - exact) / ulp).abs().mean() > 0.2, "which rounding to nearest does not make good"
+    assert ((nearest - exact) / ulp).abs().mean() > 0.2, (
+        "which rounding to nearest does not make good"
+    )
 
 
 def test_boxes_that_are_kept_read_the_version_of_the_exchange(case: Case) -> None:
@@ -126,7 +143,10 @@ def test_boxes_that_are_kept_read_the_version_of_the_exchange(case: Case) -> Non
 def test_layouts_round_alike(layout: TrainLayout) -> None:
     """But where float32 sums differ in their last bit."""
     shape, size = QWEN3_MOE, LoraSize(3, 2, 6.0, (), "stochastic")
-    whole = {name: one.bfloat16() if ".lora_" not in name else one for name, one in whole_tensors(shape)[0].items()}
+    whole = {
+        name: one.bfloat16() if ".lora_" not in name else one
+        for name, one in whole_tensors(shape)[0].items()
+    }
     expected = all_merged(shape, ONE_RANK, size, whole)
     found = all_merged(shape, layout, size, whole)
     assert found.keys() == expected.keys()
@@ -138,7 +158,9 @@ def all_merged(shape: ModelShape, layout: TrainLayout, size: LoraSize, whole: Te
     """The whole merged tensors that all ranks make together."""
     found: Tensors = {}
     for rank in range(layout.world_size):
-        weights = [one for one in megatron_map.shards(shape, layout, rank) if one.name.format(0) in whole]
+        weights = [
+            one for one in megatron_map.shards(shape, layout, rank) if one.name.format(0) in whole
+        ]
         factors = lora_map.shards(shape, layout, rank, size)
         params = {name: one.bfloat16() for name, one in of_rank(weights, whole).items()}
         merge = Merge.of(size, weights, factors, of_rank(factors, whole))

@@ -174,7 +174,8 @@ def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
     stats = opened.run(1)
     wanted = [shard for slot in opened.slots for shard in pair.target_shards(slot)]
     wanted_bytes = sum(shard.area * item_bytes(shard.dtype or pair.dtype) for shard in wanted)
-    assert stats.wire_bytes + stats.local_bytes == wanted_bytes  # each byte once, those of forwards included
+    # each byte once, those of forwards included
+    assert stats.wire_bytes + stats.local_bytes == wanted_bytes
     assert stats.extra_bytes < 3 * pair.round_bytes
     num_keys = pool.store.num_keys()
     opened.fill(2)
@@ -191,7 +192,9 @@ def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
 def test_what_is_rounded_by_chance_is_what_is_verified(pool: Pool) -> None:
     """In each version anew, by an executor that was made for the first."""
     size = replace(LORA, alpha=5.0, rounding="stochastic")
-    opened = pool.open(Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=size, verify="full", **BF16))
+    opened = pool.open(
+        Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=size, verify="full", **BF16)
+    )
     for version in (1, 2, 3):
         opened.fill(version)
         assert [one for one in opened.try_run(version) if isinstance(one, Exception)] == []
@@ -219,7 +222,9 @@ def test_the_attempt_after_a_failure_repairs_all(pool: Pool, sends: int, kill: b
         opened.fill(2)
     else:
         told = "member 1 failed in the exchange: the cable is broken"
-        assert "the cable is broken" in str(answers[1]) and all(told in str(answers[slot]) for slot in (0, 2, 3))
+        assert "the cable is broken" in str(answers[1]) and all(
+            told in str(answers[slot]) for slot in (0, 2, 3)
+        )
     opened.run(2)
     opened.fill(3)
     opened.run(3)
@@ -244,9 +249,21 @@ def test_large_pieces_go_alone_and_small_ones_together() -> None:
     """DIRECT_BYTES decides, of an item first, then of the copy; in a packed message wide elements come first."""
     large = copy("a", ((2, 5), (0, 64), (0, DIRECT_BYTES // 256)), "float32")
     flat = copy("b", ((0, 4), (0, 8), (0, DIRECT_BYTES // 128)), "float32")
-    small = [copy("c", ((0, 1), (0, 3), (0, 1)), "float8_e4m3fn"), copy("d", ((0, 1), (0, 3), (0, 1)), "float32")]
-    found = [[(piece.copy.name, piece.first, piece.number) for piece in one] for one in messages([*small, large, flat])]
-    assert found == [[("a", 0, 1)], [("a", 1, 1)], [("a", 2, 1)], [("b", 0, 4)], [("d", 0, 1), ("c", 0, 1)]]
+    small = [
+        copy("c", ((0, 1), (0, 3), (0, 1)), "float8_e4m3fn"),
+        copy("d", ((0, 1), (0, 3), (0, 1)), "float32"),
+    ]
+    found = [
+        [(piece.copy.name, piece.first, piece.number) for piece in one]
+        for one in messages([*small, large, flat])
+    ]
+    assert found == [
+        [("a", 0, 1)],
+        [("a", 1, 1)],
+        [("a", 2, 1)],
+        [("b", 0, 4)],
+        [("d", 0, 1), ("c", 0, 1)],
+    ]
 
 
 def copy(name: str, box: Box, dtype: str) -> Copy:

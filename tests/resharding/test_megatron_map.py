@@ -42,7 +42,9 @@ def checkpoint(shape: ModelShape) -> Tensors:
     return {name: torch.rand(size, generator=generator) for name, size in hf_tensors(shape).items()}
 
 
-def built(shape: ModelShape, whole: Tensors, layout: TrainLayout, rank: int, fused_norms: bool) -> Tensors:
+def built(
+    shape: ModelShape, whole: Tensors, layout: TrainLayout, rank: int, fused_norms: bool
+) -> Tensors:
     """The parameters of one rank as Megatron's modules make them; fused_norms: TransformerEngine's names."""
     at, wanted = layout.coords(rank), {}
     for chunk in range(layout.vpp):
@@ -51,10 +53,14 @@ def built(shape: ModelShape, whole: Tensors, layout: TrainLayout, rank: int, fus
         first, last = virtual == 0, virtual == layout.pp * layout.vpp - 1
         made: Tensors = {}
         if first or (last and shape.num_mtp_layers):
-            made["embedding.word_embeddings.weight"] = vocabulary(whole["model.embed_tokens.weight"], layout, at)
+            made["embedding.word_embeddings.weight"] = vocabulary(
+                whole["model.embed_tokens.weight"], layout, at
+            )
         here = stage_layers(shape, layout, virtual)
         for local, layer in enumerate(here):
-            made |= decoder_layer(shape, whole, layout, at, layer, f"decoder.layers.{local}.", fused_norms)
+            made |= decoder_layer(
+                shape, whole, layout, at, layer, f"decoder.layers.{local}.", fused_norms
+            )
         if shape.num_layers - 1 in here if shape.num_mtp_layers else last:
             made["decoder.final_layernorm.weight"] = whole["model.norm.weight"]
         if last:
@@ -64,12 +70,19 @@ def built(shape: ModelShape, whole: Tensors, layout: TrainLayout, rank: int, fus
 
 
 def stage_layers(shape: ModelShape, layout: TrainLayout, virtual: int) -> list[int]:
-    sizes = layout.stage_layers or (shape.num_layers // (layout.pp * layout.vpp),) * (layout.pp * layout.vpp)
+    sizes = layout.stage_layers or (shape.num_layers // (layout.pp * layout.vpp),) * (
+        layout.pp * layout.vpp
+    )
     return list(torch.arange(shape.num_layers).split(list(sizes))[virtual].tolist())
 
 
 def last_stage(
-    shape: ModelShape, whole: Tensors, layout: TrainLayout, at: RankCoords, fused_norms: bool, is_first: bool
+    shape: ModelShape,
+    whole: Tensors,
+    layout: TrainLayout,
+    at: RankCoords,
+    fused_norms: bool,
+    is_first: bool,
 ) -> Tensors:
     made: Tensors = {}
     if not shape.tied:
@@ -79,42 +92,71 @@ def last_stage(
     for index in range(shape.num_mtp_layers):
         layer = shape.num_layers + index
         name, param = f"model.layers.{layer}.", f"mtp.layers.{index}."
-        made |= decoder_layer(shape, whole, layout, at, layer, param + "transformer_layer.", fused_norms)
-        for ours, theirs in (("enorm", "enorm"), ("hnorm", "hnorm"), ("final_layernorm", "shared_head.norm")):
+        made |= decoder_layer(
+            shape, whole, layout, at, layer, param + "transformer_layer.", fused_norms
+        )
+        for ours, theirs in (
+            ("enorm", "enorm"),
+            ("hnorm", "hnorm"),
+            ("final_layernorm", "shared_head.norm"),
+        ):
             made[f"{param}{ours}.weight"] = whole[f"{name}{theirs}.weight"]
         made[param + "eh_proj.weight"] = whole[name + "eh_proj.weight"].chunk(layout.tp)[at.tp]
     return made
 
 
 def vocabulary(tensor: torch.Tensor, layout: TrainLayout, at: RankCoords) -> torch.Tensor:
-    return F.pad(tensor, (0, 0, 0, layout.padded_vocab(len(tensor)) - len(tensor))).chunk(layout.tp)[at.tp]
+    return F.pad(tensor, (0, 0, 0, layout.padded_vocab(len(tensor)) - len(tensor))).chunk(
+        layout.tp
+    )[at.tp]
 
 
 def decoder_layer(
-    shape: ModelShape, whole: Tensors, layout: TrainLayout, at: RankCoords, layer: int, param: str, fused_norms: bool
+    shape: ModelShape,
+    whole: Tensors,
+    layout: TrainLayout,
+    at: RankCoords,
+    layer: int,
+    param: str,
+    fused_norms: bool,
 ) -> Tensors:
     prefix = f"model.layers.{layer}."
-    ours = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+    ours = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in whole.items()
+        if name.startswith(prefix)
+    }
     attention = latent_attention if shape.mla else grouped_attention
-    made = {f"self_attention.{n}": t for n, t in attention(shape, ours, layout.tp, at.tp, fused_norms).items()}
+    made = {
+        f"self_attention.{n}": t
+        for n, t in attention(shape, ours, layout.tp, at.tp, fused_norms).items()
+    }
     fused_input = fused_norms and not shape.mla
-    made["self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"] = ours[
-        "input_layernorm.weight"
-    ]
+    made[
+        "self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"
+    ] = ours["input_layernorm.weight"]
     dense = layer < shape.num_dense_layers
-    norm = "mlp.linear_fc1.layer_norm_weight" if fused_norms and dense else "pre_mlp_layernorm.weight"
+    norm = (
+        "mlp.linear_fc1.layer_norm_weight" if fused_norms and dense else "pre_mlp_layernorm.weight"
+    )
     made[norm] = ours["post_attention_layernorm.weight"]
     if dense:
-        made |= gated(ours, "mlp.", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", layout.tp, at.tp)
+        made |= gated(
+            ours, "mlp.", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", layout.tp, at.tp
+        )
     else:
         made |= experts(shape, ours, layout, at, fused_norms)
     return {param + name: tensor for name, tensor in made.items()}
 
 
-def grouped_attention(shape: ModelShape, ours: Tensors, ranks: int, rank: int, fused_norms: bool) -> Tensors:
+def grouped_attention(
+    shape: ModelShape, ours: Tensors, ranks: int, rank: int, fused_norms: bool
+) -> Tensors:
     def fused(end: str) -> torch.Tensor:
         q, k, v = (ours[f"self_attn.{x}_proj.{end}"].chunk(shape.num_kv_heads) for x in "qkv")
-        return torch.cat([torch.cat(group) for group in zip(q, k, v, strict=True)]).chunk(ranks)[rank]
+        return torch.cat([torch.cat(group) for group in zip(q, k, v, strict=True)]).chunk(ranks)[
+            rank
+        ]
 
     made = {"linear_qkv.weight": fused("weight")}
     if shape.qkv_bias:
@@ -124,9 +166,15 @@ def grouped_attention(shape: ModelShape, ours: Tensors, ranks: int, rank: int, f
     return made | {"linear_proj.weight": ours["self_attn.o_proj.weight"].chunk(ranks, dim=1)[rank]}
 
 
-def latent_attention(shape: ModelShape, ours: Tensors, ranks: int, rank: int, fused_norms: bool) -> Tensors:
+def latent_attention(
+    shape: ModelShape, ours: Tensors, ranks: int, rank: int, fused_norms: bool
+) -> Tensors:
     assert shape.mla is not None
-    mine = {name.removeprefix("self_attn."): tensor for name, tensor in ours.items() if name.startswith("self_attn.")}
+    mine = {
+        name.removeprefix("self_attn."): tensor
+        for name, tensor in ours.items()
+        if name.startswith("self_attn.")
+    }
     up_norm = "linear_{}_up_proj.layer_norm_weight" if fused_norms else "{}_layernorm.weight"
     made = {
         "linear_kv_down_proj.weight": mine["kv_a_proj_with_mqa.weight"],
@@ -145,20 +193,29 @@ def latent_attention(shape: ModelShape, ours: Tensors, ranks: int, rank: int, fu
 
 def gated(ours: Tensors, prefix: str, fc1: str, fc2: str, ranks: int, rank: int) -> Tensors:
     gate, up = (ours[f"{prefix}{x}_proj.weight"].chunk(ranks)[rank] for x in ("gate", "up"))
-    return {fc1: torch.cat([gate, up]), fc2: ours[prefix + "down_proj.weight"].chunk(ranks, dim=1)[rank]}
+    return {
+        fc1: torch.cat([gate, up]),
+        fc2: ours[prefix + "down_proj.weight"].chunk(ranks, dim=1)[rank],
+    }
 
 
-def experts(shape: ModelShape, ours: Tensors, layout: TrainLayout, at: RankCoords, fused_norms: bool) -> Tensors:
+def experts(
+    shape: ModelShape, ours: Tensors, layout: TrainLayout, at: RankCoords, fused_norms: bool
+) -> Tensors:
     made = {"mlp.router.weight": ours["mlp.gate.weight"]}
     if shape.router_bias:
         made["mlp.router.expert_bias"] = ours["mlp.gate.e_score_correction_bias"]
     if shape.num_shared_experts:
         param = "mlp.shared_experts."
-        made |= gated(ours, param, f"{param}linear_fc1.weight", f"{param}linear_fc2.weight", layout.tp, at.tp)
+        made |= gated(
+            ours, param, f"{param}linear_fc1.weight", f"{param}linear_fc2.weight", layout.tp, at.tp
+        )
     per_rank = shape.num_experts // layout.ep
     for local in range(per_rank):
         fc1, fc2 = expert_param("fc1", local, fused_norms), expert_param("fc2", local, fused_norms)
-        made |= gated(ours, f"mlp.experts.{at.ep * per_rank + local}.", fc1, fc2, layout.etp, at.etp)
+        made |= gated(
+            ours, f"mlp.experts.{at.ep * per_rank + local}.", fc1, fc2, layout.etp, at.etp
+        )
     return made
 
 
@@ -177,7 +234,10 @@ PAIRS = {
     "cp2 ep2": (QWEN3_MOE, TrainLayout(4, 1, 1, 2, cp=2)),
     "uneven pp": (FOUR_LAYERS, TrainLayout(2, 1, 2, 1, stage_layers=(3, 1))),
     "vpp2": (FOUR_LAYERS, TrainLayout(4, 2, 2, 2, vpp=2)),
-    "uneven vpp2, a chunk without layers": (FOUR_LAYERS, TrainLayout(2, 1, 2, 1, vpp=2, stage_layers=(1, 2, 1, 0))),
+    "uneven vpp2, a chunk without layers": (
+        FOUR_LAYERS,
+        TrainLayout(2, 1, 2, 1, vpp=2, stage_layers=(1, 2, 1, 0)),
+    ),
     "tied, one stage": (QWEN3, TrainLayout(2, 2, 1, 1)),
     "tied, two stages": (QWEN3, TrainLayout(4, 2, 2, 1)),
     "qwen2 tp4 pp2": (QWEN2, TrainLayout(8, 4, 2, 1)),
@@ -214,7 +274,9 @@ def test_parts_hold_what_their_members_hold_alike(pair: str) -> None:
     for rank in range(layout.world_size):
         held = [shard for part in parts if rank in part.members for shard in part.shards]
         assert sorted(held) == sorted(megatron_map.shards(shape, layout, rank))
-    assert sum(len(part.members) for part in parts) == layout.world_size * (2 if shape.num_experts else 1)
+    assert sum(len(part.members) for part in parts) == layout.world_size * (
+        2 if shape.num_experts else 1
+    )
 
 
 def shards_by_layer(shape: ModelShape, layout: TrainLayout) -> Iterator[list[int]]:
@@ -237,13 +299,17 @@ def models_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, TrainLayout]:
     if not shape.num_experts:
         shape = replace(shape, num_dense_layers=sum(counts))
     ep, etp = (draw(st.sampled_from([1, 2, 4])) for _ in range(2))
-    layout = TrainLayout(tp * cp * dp * pp, tp, pp, ep, cp, vpp, etp if ep > 1 else 0, tuple(counts))
+    layout = TrainLayout(
+        tp * cp * dp * pp, tp, pp, ep, cp, vpp, etp if ep > 1 else 0, tuple(counts)
+    )
     assume(not layout.errors(shape))
     return shape, layout
 
 
 @given(models_and_layouts())
-def test_every_element_is_held_once_by_each_set_of_replicas(pair: tuple[ModelShape, TrainLayout]) -> None:
+def test_every_element_is_held_once_by_each_set_of_replicas(
+    pair: tuple[ModelShape, TrainLayout],
+) -> None:
     """Of every logical tensor: parts hold the same box or none of it in common, and all boxes make the tensor."""
     shape, layout = pair
     boxes: dict[str, set[Box]] = {}
@@ -280,7 +346,11 @@ def test_a_weight_is_split_where_another_tp_rank_holds_another_part(
     rank = data.draw(st.integers(0, layout.world_size - 1))
     at, mine = layout.coords(rank), held_by(pair, rank)
     everyone = map(layout.coords, range(layout.world_size))
-    peers = [held_by(pair, one.rank) for one in everyone if (one.cp, one.dp, one.pp) == (at.cp, at.dp, at.pp)]
+    peers = [
+        held_by(pair, one.rank)
+        for one in everyone
+        if (one.cp, one.dp, one.pp) == (at.cp, at.dp, at.pp)
+    ]
     assert len(peers) == layout.tp
     split = {param for param in mine if any(peer.get(param) != mine[param] for peer in peers)}
     experts = {param for param in mine if ".mlp.experts." in param}
@@ -292,6 +362,14 @@ def test_the_split_weights_of_latent_attention_and_experts() -> None:
     split = megatron_map.split_params(DEEPSEEK, TrainLayout(2, 2, 1, 2), 1, transformer_engine=True)
     layer = f"decoder.layers.{DEEPSEEK.num_dense_layers}."
     attention, experts = f"{layer}self_attention.linear_", f"{layer}mlp.experts.linear_"
-    assert {f"{experts}fc1.weight0", f"{experts}fc2.weight0", f"{attention}q_up_proj.weight"} < split
-    whole = {f"{attention}q_down_proj.weight", f"{attention}kv_down_proj.weight", f"{layer}mlp.router.weight"}
+    assert {
+        f"{experts}fc1.weight0",
+        f"{experts}fc2.weight0",
+        f"{attention}q_up_proj.weight",
+    } < split
+    whole = {
+        f"{attention}q_down_proj.weight",
+        f"{attention}kv_down_proj.weight",
+        f"{layer}mlp.router.weight",
+    }
     assert not whole & split

@@ -28,8 +28,18 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 
 
 def dense(family: str, **sizes: Any) -> dict[str, Any]:
-    common = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu", "max_position_embeddings": 32768}
-    return common | {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), **FEW_LAYERS, **sizes}
+    common = {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+    }
+    return common | {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        **FEW_LAYERS,
+        **sizes,
+    }
 
 
 DEEPSEEK = published("deepseek-v3", first_k_dense_replace=1)
@@ -83,7 +93,8 @@ LAYOUTS = {  # in bfloat16, and in fp8 where no tile is cut
     "llama-3.1-8b": [layout(8), layout(16)],
 }  # fmt: skip
 CUT_TILES = {"deepseek-v3": layout(32, 32, 8), "moonlight": layout(4, 2)}
-CACHE_SCALES = {"deepseek-v3": 4, "kimi-k2": 4, "moonlight": 4, "qwen2.5-32b": 2, "llama-3.1-8b": 2}  # of a layer
+# of a layer
+CACHE_SCALES = {"deepseek-v3": 4, "kimi-k2": 4, "moonlight": 4, "qwen2.5-32b": 2, "llama-3.1-8b": 2}
 
 
 class Case(NamedTuple):
@@ -95,7 +106,9 @@ class Case(NamedTuple):
         engine, kind = self.engine, "fp8" if self.engine.fp8 else "bf16"
         flags = "".join(f" {name}" for name in DEEPEP if getattr(engine, name))
         flags += f" draft {engine.draft}" if engine.draft else ""
-        return f"{self.model} {kind} tp{engine.tp} ep{engine.ep} dp{engine.dp}{flags} rank {self.rank}"
+        return (
+            f"{self.model} {kind} tp{engine.tp} ep{engine.ep} dp{engine.dp}{flags} rank {self.rank}"
+        )
 
 
 PLAIN_CACHE = Case("deepseek-v3", EngineLayout(1, 16, 16, dp=8, fp8=True), 0)
@@ -125,9 +138,13 @@ SMALL_QWEN3 = {
 ADAPTED = {
     "deepseek-v3, small": DEEPSEEK | SMALL,
     "qwen3-moe, small": published("qwen3-30b-a3b", **SMALL_QWEN3),
-    "llama, small": CONFIGS["llama-3.1-8b"] | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512},
+    "llama, small": CONFIGS["llama-3.1-8b"]
+    | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512},
 }
-ALL, SOME = LoraSize(4, 4, 4.0, (), sync="adapters"), LoraSize(4, 4, 4.0, ("q_proj", "up_proj"), sync="adapters")
+ALL, SOME = (
+    LoraSize(4, 4, 4.0, (), sync="adapters"),
+    LoraSize(4, 4, 4.0, ("q_proj", "up_proj"), sync="adapters"),
+)
 ATTENTION = LoraSize(4, 0, 4.0, (), sync="adapters")
 SLOT_CASES = [
     ("deepseek-v3, small", layout(4), ALL), ("deepseek-v3, small", layout(4, 4), ALL),
@@ -140,7 +157,11 @@ SLOT_CASES = [
 
 def slots() -> list[tuple[str, EngineLayout, LoraSize, int]]:
     """All ranks of the engines with adapters."""
-    return [(model, engine, size, rank) for model, engine, size in SLOT_CASES for rank in range(engine.tp)]
+    return [
+        (model, engine, size, rank)
+        for model, engine, size in SLOT_CASES
+        for rank in range(engine.tp)
+    ]
 
 
 class Models:
@@ -150,10 +171,18 @@ class Models:
         paths = {name: write_config(folder / name, config) for name, config in CONFIGS.items()}
         self.shapes = {name: model_shape(path) for name, path in paths.items()}
         requests = [Request(paths[case.model], case.engine, case.rank) for case in cases()]
-        requests.append(Request(paths[PLAIN_CACHE.model], PLAIN_CACHE.engine, PLAIN_CACHE.rank, FP8_CACHE))
-        requests += [Request(paths[model], replace(engine, fp8=True), 0) for model, engine in CUT_TILES.items()]
+        requests.append(
+            Request(paths[PLAIN_CACHE.model], PLAIN_CACHE.engine, PLAIN_CACHE.rank, FP8_CACHE)
+        )
+        requests += [
+            Request(paths[model], replace(engine, fp8=True), 0)
+            for model, engine in CUT_TILES.items()
+        ]
         adapted = {name: write_config(folder / name, config) for name, config in ADAPTED.items()}
-        requests += [Request(adapted[model], engine, rank, lora=size) for model, engine, size, rank in slots()]
+        requests += [
+            Request(adapted[model], engine, rank, lora=size)
+            for model, engine, size, rank in slots()
+        ]
         found = build(requests)
         self.built = dict(zip(cases(), found, strict=False))
         self.fp8_cache, *cut = found[len(cases()) :]
@@ -207,7 +236,9 @@ def test_latent_attention_derives_its_tensors_in_bfloat16(models: Models, case: 
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.engine.draft], ids=str)
-def test_the_draft_model_shares_the_targets_embedding_and_output_layer(models: Models, case: Case) -> None:
+def test_the_draft_model_shares_the_targets_embedding_and_output_layer(
+    models: Models, case: Case
+) -> None:
     names = models.built[case].params
     drafts = {name for name in names if name.startswith(sglang_map.DRAFT)}
     assert drafts and not [name for name in drafts if "embed_tokens" in name or "lm_head" in name]
@@ -243,7 +274,9 @@ DRAFTS = Case("deepseek-v3", layout(8, 8, 8, draft=1), 4)
     ],  # fmt: skip
     ids=str,
 )
-def test_another_layout_than_the_engines_is_refused(models: Models, case: Case, changes: dict[str, Any]) -> None:
+def test_another_layout_than_the_engines_is_refused(
+    models: Models, case: Case, changes: dict[str, Any]
+) -> None:
     other = case._replace(engine=replace(case.engine, **changes))
     with pytest.raises(LayoutError, match="weight map and model differ"):
         verify_params(models.shards(other), models.built[case].params)

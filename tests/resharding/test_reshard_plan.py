@@ -28,7 +28,8 @@ MLA = ModelShape(
     num_shared_experts=1, router_bias=True, num_mtp_layers=1, mla=MlaShape(8, 4, 4, 2, 4),
 )  # fmt: skip
 DENSE = ModelShape(4, 6, 8, 1, 2, 130, num_dense_layers=4, ffn_size=64, qkv_bias=True, tied=True)
-LAYERS = {1: [(), ()], 2: [(), (1, 3)], 4: [(), (1, 1, 0, 2)]}  # of so many virtual stages: even and uneven
+# of so many virtual stages: even and uneven
+LAYERS = {1: [(), ()], 2: [(), (1, 3)], 4: [(), (1, 1, 0, 2)]}
 MAX_MEMBERS = 16
 Sides = tuple[list[Part], list[Part], int]
 
@@ -43,23 +44,43 @@ def layouts(draw: st.DrawFn) -> Layouts:
     With that also the weights that SGLang then may hold whole, or in each group; with and without a draft model.
     """
     shape = draw(st.sampled_from([MOE, MLA, DENSE]))
-    (pp, vpp), tp = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1)])), draw(st.sampled_from([1, 2, 4]))
-    ep, etp = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])) if shape.num_experts else (1, 1)
+    (pp, vpp), tp = (
+        draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 1)])),
+        draw(st.sampled_from([1, 2, 4])),
+    )
+    ep, etp = (
+        draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]))
+        if shape.num_experts
+        else (1, 1)
+    )
     stage = max(tp, ep * etp) * pp
     world = draw(st.sampled_from([stage * dp for dp in (1, 2, 4) if stage * dp <= MAX_MEMBERS]))
     train = TrainLayout(world, tp, pp, ep, 1, vpp, etp, draw(st.sampled_from(LAYERS[pp * vpp])))
     engines = [
         engine
-        for count, engine_tp, ep, dp in itertools.product([1, 2, 3, 8], [1, 2, 4], [1, 2, 4], [1, 2])
+        for count, engine_tp, ep, dp in itertools.product(
+            [1, 2, 3, 8], [1, 2, 4], [1, 2, 4], [1, 2]
+        )
         for first in {0, 1, world}
-        if (engine := EngineLayout(count, engine_tp, ep, dp, first=first)).end <= max(MAX_MEMBERS, world + engine_tp)
+        if (engine := EngineLayout(count, engine_tp, ep, dp, first=first)).end
+        <= max(MAX_MEMBERS, world + engine_tp)
         and not engine.errors(shape, engine.end)
     ]
     engine = draw(st.sampled_from(engines))
-    whole = draw(st.tuples(st.booleans(), st.booleans(), st.booleans())) if engine.dp > 1 else (False, False, False)
+    whole = (
+        draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
+        if engine.dp > 1
+        else (False, False, False)
+    )
     can_draft = shape.num_mtp_layers and shape.hidden_size % tp == 0  # as TrainLayout.faults asks
     draft = draw(st.sampled_from([0, 2])) if can_draft else 0
-    return shape, train, replace(engine, whole_dense=whole[0], whole_shared=whole[1], group_head=whole[2], draft=draft)
+    return (
+        shape,
+        train,
+        replace(
+            engine, whole_dense=whole[0], whole_shared=whole[1], group_head=whole[2], draft=draft
+        ),
+    )
 
 
 def sides_of(layout: Layouts, transformer_engine: bool = False) -> Sides:
@@ -84,7 +105,8 @@ def of_random_boxes(draw: st.DrawFn) -> Sides:
                 shard = Shard(name, box[1], box[2], param, at, box[0], dtype if side else "")
                 members = draw(st.sets(st.integers(0, num_members - 1), min_size=1))
                 parts.append(Part((shard,), tuple(sorted(members))))
-                if side == 0 and draw(st.booleans()):  # another part with the same box, perhaps on the same members
+                # another part with the same box, perhaps on the same members
+                if side == 0 and draw(st.booleans()):
                     again = shard._replace(param=param + "again")
                     parts.append(Part((again,), (draw(st.integers(0, num_members - 1)),)))
     wanted = draw(st.lists(st.sampled_from(sides[1]), unique=True))
@@ -95,7 +117,11 @@ def of_random_boxes(draw: st.DrawFn) -> Sides:
 def grids(draw: st.DrawFn, size: tuple[int, int, int]) -> list[Box]:
     sides: list[list[Range]] = []
     for length in size:
-        inner = draw(st.lists(st.integers(1, length - 1), max_size=2, unique=True)) if length > 1 else []
+        inner = (
+            draw(st.lists(st.integers(1, length - 1), max_size=2, unique=True))
+            if length > 1
+            else []
+        )
         edges = [0, *sorted(inner), length]
         sides.append(list(itertools.pairwise(edges)))
     return list(itertools.product(*sides))  # pyright: ignore
@@ -107,11 +133,16 @@ def check(sides: Sides, gpus_per_node: int, slack: int) -> None:
     streams = all_streams(sources, targets, num_members, gpus_per_node)
     assert sum(one.digest for one in streams) % 2**128 == 0
     least = max(least_round_bytes(one) for one in streams)
-    assert least_of_all(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16") == (least if least > 1 else 0)
+    assert least_of_all(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16") == (
+        least if least > 1 else 0
+    )
     round_bytes = least + slack
     plans = all_plans(streams, round_bytes)
     check_pairs(plans)
-    assert max((round_bytes_of(step) for plan in plans for step in plan.rounds), default=0) <= round_bytes
+    assert (
+        max((round_bytes_of(step) for plan in plans for step in plan.rounds), default=0)
+        <= round_bytes
+    )
     world = World(sources, targets, num_members)
     world.run(plans)
     world.check()
@@ -135,8 +166,12 @@ def check_pairs(plans: Sequence[MemberPlan]) -> None:
     assert len({(len(plan.rounds), plan.send_stage_starts) for plan in plans}) == 1
     for steps in zip(*(plan.rounds for plan in plans), strict=True):
         for member, step in enumerate(steps):
-            assert [copy.target for copy in step.sends] == sorted(copy.target for copy in step.sends)
-            assert [copy.source for copy in step.receives] == sorted(copy.source for copy in step.receives)
+            assert [copy.target for copy in step.sends] == sorted(
+                copy.target for copy in step.sends
+            )
+            assert [copy.source for copy in step.receives] == sorted(
+                copy.source for copy in step.receives
+            )
             for peer, other in enumerate(steps):
                 sent = [copy for copy in step.sends if copy.target == peer]
                 assert sent == [copy for copy in other.receives if copy.source == member]
@@ -166,8 +201,12 @@ def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int)
 
 
 @settings(max_examples=25)
-@given(layouts(), st.booleans(), st.sampled_from([2, 4, 8, 16]), st.sampled_from([0, 1_000, 20_000]))
-def test_real_models(layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int) -> None:
+@given(
+    layouts(), st.booleans(), st.sampled_from([2, 4, 8, 16]), st.sampled_from([0, 1_000, 20_000])
+)
+def test_real_models(
+    layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int
+) -> None:
     check(sides_of(layout, transformer_engine), gpus_per_node, slack)
 
 
@@ -181,7 +220,9 @@ def test_random_boxes(sides: Sides, gpus_per_node: int, slack: int) -> None:
 @pytest.mark.nightly  # test_real_models, with more examples
 @settings(max_examples=120)
 @given(layouts(), st.booleans(), st.integers(1, 16), st.integers(0, 50_000))
-def test_many_real_models(layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int) -> None:
+def test_many_real_models(
+    layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int
+) -> None:
     check(sides_of(layout, transformer_engine), gpus_per_node, slack)
 
 
@@ -205,7 +246,10 @@ def test_a_change_on_one_side_shows_in_the_digest() -> None:
     streams = all_streams(*PIPELINE, 4)
     assert sum(one.digest for one in streams) % 2**128 == 0
     for changed in (
-        [part._replace(shards=tuple(s._replace(param=s.param + "x") for s in part.shards)) for part in targets],
+        [
+            part._replace(shards=tuple(s._replace(param=s.param + "x") for s in part.shards))
+            for part in targets
+        ],
         [part._replace(shards=part.shards[::-1]) for part in targets],
     ):
         other = plan_streams(sources, changed, 1, num_members, gpus_per_node=4, dtype="bfloat16")
@@ -222,7 +266,9 @@ def test_every_round_carries_every_stage() -> None:
     for step in plan.rounds:
         assert {copy.source for copy in step.receives} == {0, 1, 2, 3}
     for stage in range(4):
-        sizes = [sum(c.num_bytes for c in step.receives if c.source == stage) for step in plan.rounds]
+        sizes = [
+            sum(c.num_bytes for c in step.receives if c.source == stage) for step in plan.rounds
+        ]
         assert max(sizes) - min(sizes) <= 2 * 32 * 2  # a row more or less, of 32 elements at most
 
 
@@ -230,7 +276,10 @@ def test_send_stages_carry_every_stage_too() -> None:
     """Two nodes: what stage 0 sends in a send stage is about a quarter of what it sends at all."""
     sources = megatron_map.parts(MOE, TrainLayout(4, 1, 4, 1))
     streams = all_streams(sources, sglang_map.parts(MOE, EngineLayout(2, 2, 1, first=4)), 8, 4)[0]
-    sizes = [sum(c.num_bytes for stream in send_stage.values() for c in stream) for send_stage in streams.send_stages]
+    sizes = [
+        sum(c.num_bytes for stream in send_stage.values() for c in stream)
+        for send_stage in streams.send_stages
+    ]
     assert len(sizes) == 5
     assert sizes[-1] == 0
     assert min(sizes[:-1]) > 0
@@ -243,9 +292,14 @@ def test_float8_is_cut_between_tiles_only() -> None:
     (stream,) = streams.send_stages[0].values()
     pieces = [copy for _, copy in cut(stream, 7)]
     assert len(pieces) > 3
-    assert all(row % 128 == 0 and (end % 128 == 0 or end == 300) for copy in pieces for row, end in [copy.box[1]])
+    assert all(
+        row % 128 == 0 and (end % 128 == 0 or end == 300)
+        for copy in pieces
+        for row, end in [copy.box[1]]
+    )
     assert sum(box_area(copy.box) for copy in pieces) == wanted.area
-    assert streams.rounds_needed(2 * 128 * 4) == (8,)  # 450 bytes a round, and up to a row of tiles (512) more
+    # 450 bytes a round, and up to a row of tiles (512) more
+    assert streams.rounds_needed(2 * 128 * 4) == (8,)
     with pytest.raises(UserError, match=r"raise it to at least 1024$"):
         streams.rounds_needed(2 * 128 * 4 - 1)
 
@@ -283,7 +337,10 @@ def test_a_missing_source_is_named() -> None:
     sources, targets, _ = PIPELINE
     name = "model.layers.1.mlp.experts.{}.up_proj.weight"
     broken = [
-        part._replace(shards=tuple(s for s in part.shards if (s.name, s.items) != (name, (4, 8)))) for part in sources
+        part._replace(shards=tuple(s for s in part.shards if (s.name, s.items) != (name, (4, 8))))
+        for part in sources
     ]
-    with pytest.raises(LayoutError, match=r"up_proj\.weight: member 3 wants rows 24:32, columns 0:6 of items 4:8"):
+    with pytest.raises(
+        LayoutError, match=r"up_proj\.weight: member 3 wants rows 24:32, columns 0:6 of items 4:8"
+    ):
         plan_streams(broken, targets, 3, 8, gpus_per_node=8, dtype="bfloat16")

@@ -18,14 +18,23 @@ TENSORS = tuple(Shard(f"t{number}", (0, 10), (0, 10), f"t{number}") for number i
 TENSOR_BYTES = 100 * 2
 
 
-def transfers(sources: list[Part], targets: list[Part], num_members: int, gpus_per_node: int) -> list[Transfer]:
-    router = RouteChooser(sources, targets, num_members, gpus_per_node=gpus_per_node, dtype="bfloat16")
+def transfers(
+    sources: list[Part], targets: list[Part], num_members: int, gpus_per_node: int
+) -> list[Transfer]:
+    router = RouteChooser(
+        sources, targets, num_members, gpus_per_node=gpus_per_node, dtype="bfloat16"
+    )
     return [transfer for _, of_flow in router.flows() for transfer in of_flow]
 
 
-def routes(holders: tuple[int, ...], wanters: tuple[int, ...], gpus_per_node: int) -> list[tuple[int, int, bool]]:
+def routes(
+    holders: tuple[int, ...], wanters: tuple[int, ...], gpus_per_node: int
+) -> list[tuple[int, int, bool]]:
     parts = [Part(TENSORS, holders)], [Part(TENSORS, wanters)]
-    return [(transfer.source, transfer.target, transfer.forwarded) for transfer in transfers(*parts, 32, gpus_per_node)]
+    return [
+        (transfer.source, transfer.target, transfer.forwarded)
+        for transfer in transfers(*parts, 32, gpus_per_node)
+    ]
 
 
 def test_the_own_slot_comes_first() -> None:
@@ -56,7 +65,9 @@ def test_a_slice_enters_a_node_once_and_is_forwarded_there() -> None:
     assert sorted(Counter(entries).values()) == [2, 3, 3]
     for tensor, entry in enumerate(entries):
         (_, *forwards) = found[3 * tensor : 3 * tensor + 3]
-        assert sorted(forwards) == [(entry, member, True) for member in (8, 9, 10) if member != entry]
+        assert sorted(forwards) == [
+            (entry, member, True) for member in (8, 9, 10) if member != entry
+        ]
 
 
 def test_nodes_keep_their_sender_while_the_load_is_even() -> None:
@@ -69,14 +80,18 @@ def test_nodes_keep_their_sender_while_the_load_is_even() -> None:
 def test_pairs_begin_with_different_replicas() -> None:
     """Eight target parts that want a row each: were every pair to begin with member 0, it would send them all."""
     wanted = [Part((TENSORS[0]._replace(rows=(i, i + 1)),), (8 + i,)) for i in range(8)]
-    found = Counter(transfer.source for transfer in transfers([Part(TENSORS[:1], (0, 1, 2, 3))], wanted, 16, 4))
+    found = Counter(
+        transfer.source for transfer in transfers([Part(TENSORS[:1], (0, 1, 2, 3))], wanted, 16, 4)
+    )
     assert found == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
 def test_equal_boxes_of_several_parts_are_replicas() -> None:
     """Tied embeddings: the last stage holds, under another name, what the first one does."""
     first, last = Shard("e", (0, 10), (0, 4), "embedding"), Shard("e", (0, 10), (0, 4), "output")
-    found = transfers([Part((first,), (0,)), Part((last,), (5,))], [Part((first,), (1, 5, 6))], 8, 4)
+    found = transfers(
+        [Part((first,), (0,)), Part((last,), (5,))], [Part((first,), (1, 5, 6))], 8, 4
+    )
     assert [(transfer.source, transfer.target, transfer.shard.param) for transfer in found] == [
         (5, 5, "output"),
         (0, 1, "embedding"),
@@ -92,7 +107,12 @@ def test_a_member_sees_its_own_hops_as_the_whole_does() -> None:
     whole = transfers(sources, targets, 8, 2)
     for member in range(8):
         router = RouteChooser(sources, targets, 8, gpus_per_node=2, dtype="bfloat16")
-        mine = [transfer for _, of_flow in router.flows(member) for transfer in of_flow if member in transfer[:2]]
+        mine = [
+            transfer
+            for _, of_flow in router.flows(member)
+            for transfer in of_flow
+            if member in transfer[:2]
+        ]
         assert mine == [transfer for transfer in whole if member in transfer[:2]]
 
 
@@ -116,13 +136,18 @@ def test_members_of_a_large_world_share_the_sending() -> None:
     ],
 )
 def test_what_has_no_source_is_named(held: list, missing: str) -> None:
-    sources = [Part((Shard("t", rows, cols, "p"),), (number,)) for number, (rows, cols) in enumerate(held)]
+    sources = [
+        Part((Shard("t", rows, cols, "p"),), (number,)) for number, (rows, cols) in enumerate(held)
+    ]
     with pytest.raises(LayoutError, match=f"^t: member 3 wants {missing}, which no source holds"):
         transfers(sources, [Part((Shard("t", (2, 8), (0, 10), "p"),), (3,))], 4, 4)
 
 
 def test_sources_that_overlap_are_named() -> None:
-    a, b = Shard("t", (0, 6), (0, 4), "p", items=(0, 2)), Shard("t", (5, 9), (0, 4), "p", items=(1, 3))
+    a, b = (
+        Shard("t", (0, 6), (0, 4), "p", items=(0, 2)),
+        Shard("t", (5, 9), (0, 4), "p", items=(1, 3)),
+    )
     words = "t: source boxes overlap without being replicas: rows 5:9, columns 0:4 of items 1:3 and rows 0:6"
     with pytest.raises(LayoutError, match=words):
         transfers([Part((a,), (0,)), Part((b,), (1,))], [Part((a,), (2,))], 4, 4)
@@ -130,6 +155,13 @@ def test_sources_that_overlap_are_named() -> None:
 
 def test_what_nobody_wants_and_empty_shards_do_not_matter() -> None:
     padding = Shard("e", (10, 10), (0, 4), "embedding")
-    held = Part((Shard("e", (0, 10), (0, 4), "embedding"), Shard("mtp", (0, 4), (0, 4), "mtp")), (0,))
-    found = transfers([held, Part((padding,), (1,))], [Part((padding,), (1,)), Part((held.shards[0],), (1,))], 2, 2)
+    held = Part(
+        (Shard("e", (0, 10), (0, 4), "embedding"), Shard("mtp", (0, 4), (0, 4), "mtp")), (0,)
+    )
+    found = transfers(
+        [held, Part((padding,), (1,))],
+        [Part((padding,), (1,)), Part((held.shards[0],), (1,))],
+        2,
+        2,
+    )
     assert [transfer[:2] for transfer in found] == [(0, 1)]

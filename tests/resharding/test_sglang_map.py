@@ -40,8 +40,12 @@ def checkpoint(shape: ModelShape) -> Tensors:
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
     for layer in range(shape.num_layers + shape.num_mtp_layers):
         prefix = f"model.layers.{layer}."
-        sizes |= {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-        sizes |= {f"{prefix}self_attn.{name}": size for name, size in attention_sizes(shape).items()}
+        sizes |= {
+            f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")
+        }
+        sizes |= {
+            f"{prefix}self_attn.{name}": size for name, size in attention_sizes(shape).items()
+        }
         if shape.is_dense(layer):
             sizes |= mlp_sizes(prefix + "mlp.", hidden, shape.ffn_size)
         else:
@@ -54,7 +58,10 @@ def checkpoint(shape: ModelShape) -> Tensors:
                 width = shape.num_shared_experts * shape.moe_ffn_size
                 sizes |= mlp_sizes(prefix + "mlp.shared_experts.", hidden, width)
         if layer >= shape.num_layers:
-            sizes |= {f"{prefix}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+            sizes |= {
+                f"{prefix}{norm}.weight": (hidden,)
+                for norm in ("enorm", "hnorm", "shared_head.norm")
+            }
             sizes[prefix + "eh_proj.weight"] = (hidden, 2 * hidden)
     sizes["model.norm.weight"] = (hidden,)
     if not shape.tied:
@@ -66,7 +73,9 @@ def checkpoint(shape: ModelShape) -> Tensors:
 def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     hidden, mla, heads = shape.hidden_size, shape.mla, shape.num_heads
     if mla is None:
-        rows = {"q": heads * shape.head_dim} | dict.fromkeys("kv", shape.num_kv_heads * shape.head_dim)
+        rows = {"q": heads * shape.head_dim} | dict.fromkeys(
+            "kv", shape.num_kv_heads * shape.head_dim
+        )
         sizes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (rows[x], hidden) for x in rows}
         if shape.qkv_bias:
             sizes |= {f"{x}_proj.bias": (rows[x],) for x in rows}
@@ -97,11 +106,15 @@ def mlp_sizes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]
 def fill(shards: list[Shard], whole: Tensors, padded: Mapping[str, int]) -> Tensors:
     """Parameters [items, rows, cols] made through the map; vocabulary parameters get their padding rows, as zeros."""
     table = param_table(shards)
-    params = {n: torch.zeros(items, padded.get(n, rows), cols) for n, (items, rows, cols) in table.items()}
+    params = {
+        n: torch.zeros(items, padded.get(n, rows), cols) for n, (items, rows, cols) in table.items()
+    }
     for s in shards:
         planes = [plane for view in views(params, s.param, s.at, s.size) for plane in view]
         for item, plane in zip(range(*s.items), planes, strict=True):
-            plane.copy_(stack(whole[s.name.format(item)])[s.rows[0] : s.rows[1], s.cols[0] : s.cols[1]])
+            plane.copy_(
+                stack(whole[s.name.format(item)])[s.rows[0] : s.rows[1], s.cols[0] : s.cols[1]]
+            )
     return params
 
 
@@ -116,20 +129,34 @@ def built(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) ->
     embedding = whole["model.embed_tokens.weight"]
     wanted["model.embed_tokens.weight"] = vocabulary(embedding, engine.attention_tp, attention_rank)
     if not shape.tied:
-        wanted["lm_head.weight"] = vocabulary(whole["lm_head.weight"], engine.head_ranks, rank % engine.head_ranks)
+        wanted["lm_head.weight"] = vocabulary(
+            whole["lm_head.weight"], engine.head_ranks, rank % engine.head_ranks
+        )
     for layer in range(shape.num_layers):
-        wanted |= decoder_layer(shape, whole, engine, rank, f"model.layers.{layer}.", is_dense=shape.is_dense(layer))
+        wanted |= decoder_layer(
+            shape, whole, engine, rank, f"model.layers.{layer}.", is_dense=shape.is_dense(layer)
+        )
     if engine.draft:
         wanted |= draft_model(shape, whole, engine, rank)
     return {name: stack(tensor) for name, tensor in wanted.items()}
 
 
 def decoder_layer(
-    shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int, prefix: str, *, is_dense: bool
+    shape: ModelShape,
+    whole: Tensors,
+    engine: EngineLayout,
+    rank: int,
+    prefix: str,
+    *,
+    is_dense: bool,
 ) -> Tensors:
-    wanted = {n: whole[n] for n in (f"{prefix}{x}_layernorm.weight" for x in ("input", "post_attention"))}
+    wanted = {
+        n: whole[n] for n in (f"{prefix}{x}_layernorm.weight" for x in ("input", "post_attention"))
+    }
     build = latent_attention if shape.mla else attention
-    wanted |= build(shape, whole, engine.attention_tp, rank % engine.attention_tp, prefix + "self_attn.")
+    wanted |= build(
+        shape, whole, engine.attention_tp, rank % engine.attention_tp, prefix + "self_attn."
+    )
     if is_dense:
         return wanted | mlp(whole, engine.dense_ranks, rank % engine.dense_ranks, prefix + "mlp.")
     return wanted | experts(shape, whole, engine, rank, prefix + "mlp.")
@@ -138,11 +165,17 @@ def decoder_layer(
 def draft_model(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) -> Tensors:
     """The layer behind the last one, as models/deepseek_nextn.py has it; embedding and head are the model's own."""
     prefix = f"model.layers.{shape.num_layers}."
-    ours = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+    ours = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in whole.items()
+        if name.startswith(prefix)
+    }
     layer = {f"draft.model.decoder.{name}": tensor for name, tensor in ours.items()}
     around = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
     wanted = {f"draft.model.{name}.weight": ours[f"{name}.weight"] for name in around}
-    return wanted | decoder_layer(shape, layer, engine, rank, "draft.model.decoder.", is_dense=False)
+    return wanted | decoder_layer(
+        shape, layer, engine, rank, "draft.model.decoder.", is_dense=False
+    )
 
 
 def vocabulary(tensor: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
@@ -151,11 +184,14 @@ def vocabulary(tensor: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
 
 
 def attention(shape: ModelShape, whole: Tensors, ranks: int, rank: int, prefix: str) -> Tensors:
-    first = rank * shape.num_kv_heads // ranks  # with fewer heads than ranks, several ranks come to the same head
+    # with fewer heads than ranks, several ranks come to the same head
+    first = rank * shape.num_kv_heads // ranks
     heads = slice(first, first + max(1, shape.num_kv_heads // ranks))
 
     def fused(end: str) -> torch.Tensor:
-        key, value = (whole[f"{prefix}{x}_proj.{end}"].unflatten(0, (shape.num_kv_heads, -1)) for x in "kv")
+        key, value = (
+            whole[f"{prefix}{x}_proj.{end}"].unflatten(0, (shape.num_kv_heads, -1)) for x in "kv"
+        )
         query = whole[f"{prefix}q_proj.{end}"].chunk(ranks)[rank]
         return torch.cat([query, key[heads].flatten(0, 1), value[heads].flatten(0, 1)])
 
@@ -163,12 +199,20 @@ def attention(shape: ModelShape, whole: Tensors, ranks: int, rank: int, prefix: 
     if shape.qkv_bias:
         wanted[prefix + "qkv_proj.bias"] = fused("bias")
     wanted[prefix + "o_proj.weight"] = whole[prefix + "o_proj.weight"].chunk(ranks, dim=1)[rank]
-    return wanted | {name: tensor for name, tensor in whole.items() if name.startswith(prefix) and "norm" in name}
+    return wanted | {
+        name: tensor for name, tensor in whole.items() if name.startswith(prefix) and "norm" in name
+    }
 
 
-def latent_attention(shape: ModelShape, whole: Tensors, ranks: int, rank: int, prefix: str) -> Tensors:
+def latent_attention(
+    shape: ModelShape, whole: Tensors, ranks: int, rank: int, prefix: str
+) -> Tensors:
     assert shape.mla is not None
-    ours = {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+    ours = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in whole.items()
+        if name.startswith(prefix)
+    }
     wanted = {name: tensor for name, tensor in ours.items() if "norm" in name}
     wanted["kv_b_proj.weight"] = ours["kv_b_proj.weight"].chunk(ranks)[rank]
     wanted["o_proj.weight"] = ours["o_proj.weight"].chunk(ranks, dim=1)[rank]
@@ -185,19 +229,31 @@ def latent_attention(shape: ModelShape, whole: Tensors, ranks: int, rank: int, p
 def mlp(whole: Tensors, ranks: int, rank: int, prefix: str) -> Tensors:
     gate, up = (whole[f"{prefix}{x}_proj.weight"].chunk(ranks)[rank] for x in ("gate", "up"))
     down = whole[prefix + "down_proj.weight"].chunk(ranks, dim=1)[rank]
-    return {prefix + "gate_up_proj.weight": torch.cat([gate, up]), prefix + "down_proj.weight": down}
+    return {
+        prefix + "gate_up_proj.weight": torch.cat([gate, up]),
+        prefix + "down_proj.weight": down,
+    }
 
 
-def experts(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int, prefix: str) -> Tensors:
+def experts(
+    shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int, prefix: str
+) -> Tensors:
     per_rank, (expert_rank, part) = shape.num_experts // engine.ep, divmod(rank, engine.moe_tp)
     local = range(expert_rank * per_rank, (expert_rank + 1) * per_rank)
-    each = [list(mlp(whole, engine.moe_tp, part, f"{prefix}experts.{expert}.").values()) for expert in local]
+    each = [
+        list(mlp(whole, engine.moe_tp, part, f"{prefix}experts.{expert}.").values())
+        for expert in local
+    ]
     wanted = {
         prefix + "experts.w13_weight": torch.stack([gate_up for gate_up, _ in each]),
         prefix + "experts.w2_weight": torch.stack([down for _, down in each]),
     } | {name: tensor for name, tensor in whole.items() if name.startswith(prefix + "gate.")}
     ranks = engine.shared_ranks
-    return wanted | (mlp(whole, ranks, rank % ranks, prefix + "shared_experts.") if shape.num_shared_experts else {})
+    return wanted | (
+        mlp(whole, ranks, rank % ranks, prefix + "shared_experts.")
+        if shape.num_shared_experts
+        else {}
+    )
 
 
 PAIRS = {
@@ -213,9 +269,18 @@ PAIRS = {
     "deepseek tp4 ep2": (DEEPSEEK, EngineLayout(1, 4, 2)),
     "deepseek tp4 ep4 dp4": (DEEPSEEK, EngineLayout(1, 4, 4, dp=4)),
     "deepseek tp8 ep2 dp2": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2)),
-    "deepseek tp8 ep2 dp2, whole dense layers": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2, whole_dense=True)),
-    "deepseek tp8 ep2 dp2, whole shared experts": (DEEPSEEK, EngineLayout(1, 8, 2, dp=2, whole_shared=True)),
-    "qwen3-moe tp4 ep2 dp2, a head of each group": (QWEN3_MOE, EngineLayout(1, 4, 2, dp=2, group_head=True)),
+    "deepseek tp8 ep2 dp2, whole dense layers": (
+        DEEPSEEK,
+        EngineLayout(1, 8, 2, dp=2, whole_dense=True),
+    ),
+    "deepseek tp8 ep2 dp2, whole shared experts": (
+        DEEPSEEK,
+        EngineLayout(1, 8, 2, dp=2, whole_shared=True),
+    ),
+    "qwen3-moe tp4 ep2 dp2, a head of each group": (
+        QWEN3_MOE,
+        EngineLayout(1, 4, 2, dp=2, group_head=True),
+    ),
     "deepseek without query rank tp2": (NO_QUERY_RANK, EngineLayout(1, 2, 1)),
     "deepseek tp4 ep2, drafts": (DEEPSEEK, EngineLayout(1, 4, 2, draft=1)),
     "deepseek tp8 ep2 dp2, whole, drafts": (
@@ -232,7 +297,11 @@ def test_the_map_is_what_sglang_builds(pair: str) -> None:
     whole = checkpoint(shape)
     for rank in range(engine.tp):
         wanted = built(shape, whole, engine, rank)
-        padded = {name: len(tensor) for name, tensor in wanted.items() if "embed" in name or "lm_head" in name}
+        padded = {
+            name: len(tensor)
+            for name, tensor in wanted.items()
+            if "embed" in name or "lm_head" in name
+        }
         params = fill(sglang_map.shards(shape, engine, rank), whole, padded)
         assert params.keys() == wanted.keys()
         for name in wanted:
@@ -264,7 +333,9 @@ def test_replicas_are_one_part() -> None:
 
 
 def test_without_drafts_the_draft_layer_is_not_the_engines() -> None:
-    assert not [s for s in sglang_map.shards(DEEPSEEK, EngineLayout(1, 1, 1), 0) if "layers.3." in s.name]
+    assert not [
+        s for s in sglang_map.shards(DEEPSEEK, EngineLayout(1, 1, 1), 0) if "layers.3." in s.name
+    ]
 
 
 def test_the_router_bias_keeps_its_precision() -> None:
@@ -285,20 +356,34 @@ def test_fp8_weights_have_their_scales_in_tiles() -> None:
     engine = EngineLayout(1, 8, 8, dp=2, fp8=True)
     assert engine.errors(V3, 8) == []
     shards = {shard.name: shard for shard in sglang_map.shards(V3, engine, 5)}
-    up, scale = (shards[f"model.layers.9.mlp.experts.{{}}.up_proj.weight{end}"] for end in ("", "_scale_inv"))
-    assert (up.box, up.at, up.dtype) == (((160, 192), (0, 2048), (0, 7168)), (0, 2048, 0), "float8_e4m3fn")
-    assert (scale.box, scale.at, scale.dtype) == (((160, 192), (0, 16), (0, 56)), (0, 16, 0), "float32")
+    up, scale = (
+        shards[f"model.layers.9.mlp.experts.{{}}.up_proj.weight{end}"] for end in ("", "_scale_inv")
+    )
+    assert (up.box, up.at, up.dtype) == (
+        ((160, 192), (0, 2048), (0, 7168)),
+        (0, 2048, 0),
+        "float8_e4m3fn",
+    )
+    assert (scale.box, scale.at, scale.dtype) == (
+        ((160, 192), (0, 16), (0, 56)),
+        (0, 16, 0),
+        "float32",
+    )
     assert scale.param == "model.layers.9.mlp.experts.w13_weight_scale_inv"
     kv = shards["model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv"]
     assert (kv.rows, kv.at) == ((0, 5), (0, 12, 0)), "576 rows end inside a tile"
     assert kv.param == "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa.weight_scale_inv"
     quantised = {name for name, shard in shards.items() if shard.dtype == "float8_e4m3fn"}
-    assert {f"{name}_scale_inv" for name in quantised} == {name for name in shards if name.endswith("_scale_inv")}
+    assert {f"{name}_scale_inv" for name in quantised} == {
+        name for name in shards if name.endswith("_scale_inv")
+    }
     plain = {name.split(".")[-2] for name, shard in shards.items() if shard.dtype == ""}
     norms = {"input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm"}
     assert plain == {"embed_tokens", "lm_head", "norm", "gate"} | norms
     with_draft = sglang_map.shards(V3, replace(engine, draft=1), 5)
-    of_draft = {shard.param: shard.dtype for shard in with_draft if shard.param.startswith("draft.")}
+    of_draft = {
+        shard.param: shard.dtype for shard in with_draft if shard.param.startswith("draft.")
+    }
     assert of_draft["draft.model.eh_proj.weight"] == ""
     assert of_draft["draft.model.decoder.mlp.experts.w2_weight"] == "float8_e4m3fn"
 
@@ -330,7 +415,9 @@ def test_a_cut_tile_is_refused_by_name(engine: EngineLayout, what: str, hint: st
     assert {error.where for error in errors} == {"rollout.engine.tp"}
     assert any(what in error.problem for error in errors)
     assert all(hint in error.hint for error in errors)
-    with pytest.raises(LayoutError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: .* cut a tile of 128"):
+    with pytest.raises(
+        LayoutError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: .* cut a tile of 128"
+    ):
         sglang_map.parts(V3, engine)
 
 
@@ -350,4 +437,6 @@ def calls_of_mapping(engine: EngineLayout) -> int:
 @pytest.mark.parametrize("ep", [1, 8])
 def test_a_cluster_sixteen_times_as_large_costs_less_than_sixteen_times_as_much(ep: int) -> None:
     assert len(sglang_map.parts(V3, EngineLayout(16, 32, ep * 4))) == 33
-    assert calls_of_mapping(EngineLayout(16, 32, ep * 4)) < 8 * calls_of_mapping(EngineLayout(4, 8, ep))
+    assert calls_of_mapping(EngineLayout(16, 32, ep * 4)) < 8 * calls_of_mapping(
+        EngineLayout(4, 8, ep)
+    )

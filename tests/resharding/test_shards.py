@@ -44,10 +44,22 @@ def change(name: str, tensor: torch.Tensor | None):
 BREAKS = [
     (change("model.norm.weight", None), r"model\.norm\.weight: the model has no such parameter"),
     (change("model.extra.bias", torch.zeros(3)), r"model\.extra\.bias: the map does not know"),
-    (change("model.norm.weight", torch.zeros(7)), r"model\.norm\.weight: the map needs \[1, 6, 1\]"),
-    (change("lm_head.weight", torch.zeros(149, 6)), r"lm_head\.weight: the map needs \[1, 160, 6\]"),
-    (change("model.layers.1.mlp.experts.w2_weight", torch.zeros(8, 16, 6)), r"layers\.1\.mlp\.experts\.w2_weight"),
-    (change("lm_head.weight", torch.zeros(6, 192).t()), r"lm_head\.weight: the parameter is not contiguous"),
+    (
+        change("model.norm.weight", torch.zeros(7)),
+        r"model\.norm\.weight: the map needs \[1, 6, 1\]",
+    ),
+    (
+        change("lm_head.weight", torch.zeros(149, 6)),
+        r"lm_head\.weight: the map needs \[1, 160, 6\]",
+    ),
+    (
+        change("model.layers.1.mlp.experts.w2_weight", torch.zeros(8, 16, 6)),
+        r"layers\.1\.mlp\.experts\.w2_weight",
+    ),
+    (
+        change("lm_head.weight", torch.zeros(6, 192).t()),
+        r"lm_head\.weight: the parameter is not contiguous",
+    ),
 ]
 
 
@@ -90,7 +102,9 @@ def elements(box: Box) -> set[tuple[int, int, int]]:
 
 @given(st.lists(boxes, max_size=5))
 def test_boxes_overlap_where_their_elements_do(found: list[Box]) -> None:
-    assert overlapping(found) == (sum(map(len, map(elements, found))) > len(set().union(*map(elements, found))))
+    assert overlapping(found) == (
+        sum(map(len, map(elements, found))) > len(set().union(*map(elements, found)))
+    )
 
 
 @given(boxes, boxes)

@@ -13,7 +13,9 @@ WHOLE = Shard("t", (0, 10), (0, 4), "t")  # 80 bytes of bfloat16
 
 def test_every_wire_is_counted_at_both_ends() -> None:
     """Nodes of two. 0 holds t; 0, 1, 2 and 3 want it: on the slot, in the node, over the fabric, forwarded."""
-    found = count_traffic([Part((WHOLE,), (0,))], [Part((WHOLE,), (0, 1, 2, 3))], 4, gpus_per_node=2, dtype="bfloat16")
+    found = count_traffic(
+        [Part((WHOLE,), (0,))], [Part((WHOLE,), (0, 1, 2, 3))], 4, gpus_per_node=2, dtype="bfloat16"
+    )
     assert found.dest.tolist() == [80, 80, 80, 80]
     assert found.local.tolist() == [80, 0, 0, 0]
     assert found.minimum_wire.tolist() == [0, 80, 80, 80]
@@ -27,7 +29,10 @@ def test_every_wire_is_counted_at_both_ends() -> None:
 
 
 def test_the_targets_type_decides_the_bytes() -> None:
-    wanted = [WHOLE._replace(dtype="float8_e4m3fn"), Shard("bias", (0, 3), (0, 1), "b", dtype="float32")]
+    wanted = [
+        WHOLE._replace(dtype="float8_e4m3fn"),
+        Shard("bias", (0, 3), (0, 1), "b", dtype="float32"),
+    ]
     held = Part((WHOLE, Shard("bias", (0, 3), (0, 1), "b")), (0,))
     found = count_traffic([held], [Part(tuple(wanted), (1,))], 2, gpus_per_node=8, dtype="bfloat16")
     assert found.wire_in.tolist() == [0, 40 + 12]

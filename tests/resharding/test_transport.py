@@ -112,7 +112,9 @@ def test_what_blocks_for_ever_ends_with_a_peers_words(monkeypatch: pytest.Monkey
     """As NCCL's start does where a member never comes to it."""
     monkeypatch.setattr(transport, "PEER_CHECK_S", 0.01)
     never, store = Event(), HashStore()
-    Agreement(PrefixStore("a", store), 1, 2, 60.0).refuse("done", "failed in the exchange: out of memory")
+    Agreement(PrefixStore("a", store), 1, 2, 60.0).refuse(
+        "done", "failed in the exchange: out of memory"
+    )
     ask = partial(Agreement(PrefixStore("a", store), 0, 2, 60.0).ask, "done")
     with pytest.raises(RuntimeError, match="member 1 failed in the exchange: out of memory"):
         transport.bounded(never.wait, 60.0, ask)
@@ -148,4 +150,6 @@ def test_nccl_connects_when_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     transport.make_group(HashStore(), 0, 1, 60.0)
     assert connected == chosen == [torch.device("cuda", 3)]
-    assert "arg0: torch.device) -> None" in (dist.ProcessGroupGloo.eager_connect_single_device.__doc__ or "")
+    assert "arg0: torch.device) -> None" in (
+        dist.ProcessGroupGloo.eager_connect_single_device.__doc__ or ""
+    )

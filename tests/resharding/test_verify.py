@@ -78,7 +78,11 @@ def test_the_right_weights_pass(opened: Opened) -> None:
 def test_one_bit(opened: Opened) -> None:
     """Slot 3 is engine 1's TP rank 1, which holds experts 4 to 7; row 65 is its up projection's second."""
     said = errors(opened, 3, flip_bit)
-    assert "model.layers.1.mlp.experts.{}.up_proj.weight" in said and "engine 1, TP rank 1" in said and W13 in said
+    assert (
+        "model.layers.1.mlp.experts.{}.up_proj.weight" in said
+        and "engine 1, TP rank 1" in said
+        and W13 in said
+    )
     if opened.pair.verify == "full":
         assert "items (5, 6), rows (1, 2), columns (3, 4)" in said
 
@@ -158,4 +162,6 @@ def test_strips_are_the_copy_in_order(pool: Pool) -> None:
             strips = list(_strips(copy, max_bytes))
             assert sum(strip.num_bytes for strip in strips) == copy.num_bytes
             assert strips == sorted(strips, key=lambda strip: strip.box)
-            assert all(s.num_bytes <= max(max_bytes, 4 * (s.box[2][1] - s.box[2][0])) for s in strips)
+            assert all(
+                s.num_bytes <= max(max_bytes, 4 * (s.box[2][1] - s.box[2][0])) for s in strips
+            )

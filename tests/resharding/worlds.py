@@ -65,12 +65,18 @@ def delta(shard: Shard, version: int, dtype: torch.dtype, size: LoraSize) -> tor
     """What the adapters add to a shard of a weight."""
     width = (0, size.rank_of(STACK in shard.name))
     boxes = {"A": (shard.items, width, shard.cols), "B": (shard.items, shard.rows, width)}
-    a, b = (factor(factor_name(shard.name, each), box, version, dtype) for each, box in boxes.items())
+    a, b = (
+        factor(factor_name(shard.name, each), box, version, dtype) for each, box in boxes.items()
+    )
     return size.scale_of(STACK in shard.name) * (b @ a)
 
 
 def wanted_content(
-    shard: Shard, version: int, dtype: torch.dtype, size: LoraSize | None = None, adapted: frozenset[str] = frozenset()
+    shard: Shard,
+    version: int,
+    dtype: torch.dtype,
+    size: LoraSize | None = None,
+    adapted: frozenset[str] = frozenset(),
 ) -> torch.Tensor:
     """What a shard must hold; of an fp8 engine the model's own values, quantised as a whole.
 
@@ -99,7 +105,10 @@ def make_params(shards: Sequence[Shard], dtype: torch.dtype) -> Params:
     params: Params = {}
     for wanted in sorted(set(dtypes.values()), key=str):
         sizes = {name: size for name, size in param_table(shards).items() if dtypes[name] == wanted}
-        sizes = {name: (items, rows + 5 * (name in vocabulary), cols) for name, (items, rows, cols) in sizes.items()}
+        sizes = {
+            name: (items, rows + 5 * (name in vocabulary), cols)
+            for name, (items, rows, cols) in sizes.items()
+        }
         lengths = [items * rows * cols for items, rows, cols in sizes.values()]
         flat = torch.full((sum(lengths),), PADDING, dtype=wanted)
         for part, (name, size) in zip(flat.split(lengths), sizes.items(), strict=True):
@@ -107,17 +116,26 @@ def make_params(shards: Sequence[Shard], dtype: torch.dtype) -> Params:
     return params
 
 
-def fill(params: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype, *adapters: Any) -> None:
+def fill(
+    params: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype, *adapters: Any
+) -> None:
     """Write the version's content into every shard; dtype: the model's; adapters: as of `wanted_content`."""
     for shard in shards:
         content = wanted_content(shard, version, dtype, *adapters)
         found = views(params, shard.param, shard.at, shard.size)
-        for place, part in zip(found, [content] if len(found) == 1 else content.split(1), strict=True):
+        for place, part in zip(
+            found, [content] if len(found) == 1 else content.split(1), strict=True
+        ):
             place.copy_(part)
 
 
 def wrong_params(
-    params: Params, wanted: Params, shards: Sequence[Shard], version: int, dtype: torch.dtype, *adapters: Any
+    params: Params,
+    wanted: Params,
+    shards: Sequence[Shard],
+    version: int,
+    dtype: torch.dtype,
+    *adapters: Any,
 ) -> list[str]:
     """Names of parameters that differ from the wanted content in any bit, padding included; wanted: new ones."""
     fill(wanted, shards, version, dtype, *adapters)
@@ -190,7 +208,11 @@ class Pair:
 
     def source_shards(self, slot: int) -> list[Shard]:
         inside = slot < self.train.world_size
-        return megatron_map.shards(self.shape, self.train, slot, self.transformer_engine) if inside else []
+        return (
+            megatron_map.shards(self.shape, self.train, slot, self.transformer_engine)
+            if inside
+            else []
+        )
 
     def factor_shards(self, slot: int) -> list[Shard]:
         if self.lora is None or slot >= self.train.world_size:
@@ -205,7 +227,9 @@ class Pair:
     @property
     def adapted(self) -> frozenset[str]:
         """The weights with adapters."""
-        factors = [one.name for slot in range(self.train.world_size) for one in self.factor_shards(slot)]
+        factors = [
+            one.name for slot in range(self.train.world_size) for one in self.factor_shards(slot)
+        ]
         return frozenset(name.replace(".lora_A.", ".") for name in factors if ".lora_A." in name)
 
     def target_shards(self, slot: int) -> list[Shard]:
@@ -270,7 +294,9 @@ class Slot:
     def wrong(self, version: int) -> list[str]:
         wanted = self.pair.made_targets(self.session.member)
         adapters = () if self.pair.sends_frozen_weights else (self.pair.lora, self.adapted)
-        return wrong_params(self.targets, wanted, self.target_shards, version, self.pair.torch_dtype, *adapters)
+        return wrong_params(
+            self.targets, wanted, self.target_shards, version, self.pair.torch_dtype, *adapters
+        )
 
     def verify(self) -> None:
         self.member.verify(self.targets)
@@ -278,7 +304,10 @@ class Slot:
     def streams(self) -> list[Copy]:
         """All that goes out of or comes into this slot."""
         return [
-            copy for send_stage in self.member.streams.send_stages for copies in send_stage.values() for copy in copies
+            copy
+            for send_stage in self.member.streams.send_stages
+            for copies in send_stage.values()
+            for copy in copies
         ]
 
     def change(self, how: Callable[[Slot], None]) -> None:
@@ -335,7 +364,13 @@ class Opened:
     """A pool's slots at work on one pair."""
 
     def __init__(self, pool: Pool, pair: Pair, run_id: str, timeout_s: float) -> None:
-        self.pool, self.pair, self.run_id, self.timeout_s, self.attempt = pool, pair, run_id, timeout_s, 0
+        self.pool, self.pair, self.run_id, self.timeout_s, self.attempt = (
+            pool,
+            pair,
+            run_id,
+            timeout_s,
+            0,
+        )
         self.slots = range(pair.num_members)
         for slot in self.slots:
             self.open_slot(slot)
@@ -379,4 +414,6 @@ class Opened:
         """One attempt that must bring every bit to every slot."""
         answers = self.try_run(version)
         assert answers == [[]] * len(self.slots)
-        return collect_stats(self.pool.store, self.run_id, self.attempt, len(self.slots), [self.pair.payload])
+        return collect_stats(
+            self.pool.store, self.run_id, self.attempt, len(self.slots), [self.pair.payload]
+        )

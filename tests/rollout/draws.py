@@ -18,15 +18,22 @@ LEAST_P, MOST_DEVIATIONS = 1e-7, 5.3  # one right engine in ten million fails by
 FEWEST_EXPECTED = 5.0  # draws of a cell of the chi-square test; rarer answers are counted together
 
 
-def check_draws(engines: Sequence[Engine], reference: Reference, *, temperature: float = 1.0) -> None:
+def check_draws(
+    engines: Sequence[Engine], reference: Reference, *, temperature: float = 1.0
+) -> None:
     """1,000 groups of 8 answers of two tokens, each group's shared out over the engines."""
     answers_GS = asyncio.run(_drawn(engines, temperature))
     probs_VV = answer_probs(reference, temperature)
-    firsts_V, probs_V = np.bincount(answers_GS.ravel() // len(probs_VV), minlength=len(probs_VV)), probs_VV.sum(1)
+    firsts_V, probs_V = (
+        np.bincount(answers_GS.ravel() // len(probs_VV), minlength=len(probs_VV)),
+        probs_VV.sum(1),
+    )
     answers_N = np.bincount(answers_GS.ravel(), minlength=probs_VV.size)
     assert chi_square_p(firsts_V, probs_V) > LEAST_P, "the first token of an answer"
     assert chi_square_p(answers_N, probs_VV.ravel()) > LEAST_P, "whole answers"
-    assert deviations(answers_GS, probs_VV.ravel()) < MOST_DEVIATIONS, "the number of distinct answers in a group"
+    assert deviations(answers_GS, probs_VV.ravel()) < MOST_DEVIATIONS, (
+        "the number of distinct answers in a group"
+    )
 
 
 async def _drawn(engines: Sequence[Engine], temperature: float) -> np.ndarray:
@@ -37,8 +44,12 @@ async def _drawn(engines: Sequence[Engine], temperature: float) -> np.ndarray:
         for group in range(NUM_GROUPS)
         for number, engine in enumerate(engines)
     ]
-    tokens = [sample.response_ids_T for samples in await asyncio.gather(*calls) for sample in samples]
-    return np.array([int(one[0]) * 47 + int(one[-1]) for one in tokens]).reshape(NUM_GROUPS, NUM_SAMPLES)
+    tokens = [
+        sample.response_ids_T for samples in await asyncio.gather(*calls) for sample in samples
+    ]
+    return np.array([int(one[0]) * 47 + int(one[-1]) for one in tokens]).reshape(
+        NUM_GROUPS, NUM_SAMPLES
+    )
 
 
 def answer_probs(reference: Reference, temperature: float) -> np.ndarray:
@@ -55,16 +66,21 @@ def chi_square_p(counts_N: np.ndarray, probs_N: np.ndarray) -> float:
     """The probability of counts that are at least as far from what is expected (Pearson's test)."""
     expected_N = counts_N.sum() * probs_N
     is_rare_N = expected_N < FEWEST_EXPECTED
-    counts, expected = (np.append(one[~is_rare_N], one[is_rare_N].sum()) for one in (counts_N, expected_N))
+    counts, expected = (
+        np.append(one[~is_rare_N], one[is_rare_N].sum()) for one in (counts_N, expected_N)
+    )
     used = expected > 0
     statistic = ((counts[used] - expected[used]) ** 2 / expected[used]).sum()
-    return float(torch.special.gammaincc(torch.tensor((used.sum() - 1) / 2.0), torch.tensor(statistic / 2.0)))
+    return float(
+        torch.special.gammaincc(torch.tensor((used.sum() - 1) / 2.0), torch.tensor(statistic / 2.0))
+    )
 
 
 def deviations(answers_GS: np.ndarray, probs_N: np.ndarray) -> float:
     """Of the mean number of distinct answers in a group from that of independent draws, in its standard deviations."""
     absent_N = (1 - probs_N) ** answers_GS.shape[1]
-    pairs_NN = np.maximum(1 - probs_N[:, None] - probs_N, 0) ** answers_GS.shape[1]  # neither of two is in a group
+    # neither of two is in a group
+    pairs_NN = np.maximum(1 - probs_N[:, None] - probs_N, 0) ** answers_GS.shape[1]
     variance = pairs_NN.sum() - np.trace(pairs_NN) + absent_N.sum() - absent_N.sum() ** 2
     distinct = np.mean([len(set(group)) for group in answers_GS.tolist()])
     return float(abs(distinct - (1 - absent_N).sum()) / np.sqrt(variance / len(answers_GS)))

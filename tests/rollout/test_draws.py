@@ -30,7 +30,9 @@ def test_the_statistics_tell_repeated_draws_and_those_of_another_temperature() -
     """Draws of NumPy's own generator, in which engines have no part."""
     rng = np.random.default_rng(1)
     logits_N = 1.1 * rng.normal(size=47)
-    probs_N, cooler_N = (np.exp(logits_N / one) / np.exp(logits_N / one).sum() for one in (1.0, 0.9))
+    probs_N, cooler_N = (
+        np.exp(logits_N / one) / np.exp(logits_N / one).sum() for one in (1.0, 0.9)
+    )
     drawn_GS = rng.choice(47, size=(1000, 8), p=probs_N)
     counts_N = np.bincount(drawn_GS.ravel(), minlength=47)
     assert chi_square_p(counts_N, probs_N) > LEAST_P > chi_square_p(counts_N, cooler_N)
@@ -55,16 +57,22 @@ def test_engines_and_their_attention_groups_draw_independently_and_ranks_togethe
 ) -> None:
     check_draws(engines, reference)
     groups = asyncio.run(sample_all(engines[0], Sampling(4, 12, 1.3)))
-    assert worst_diff(groups, reference, 1.3) < TOLERANCE, "ranks that draw other tokens have other caches"
+    assert worst_diff(groups, reference, 1.3) < TOLERANCE, (
+        "ranks that draw other tokens have other caches"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_attention_groups_alone_draw_independently(engines: list[Engine], reference: Reference) -> None:
+def test_attention_groups_alone_draw_independently(
+    engines: list[Engine], reference: Reference
+) -> None:
     check_draws(engines[:1], reference)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_single_rank_draws_by_the_temperature(engines: list[Engine], reference: Reference) -> None:
+def test_a_single_rank_draws_by_the_temperature(
+    engines: list[Engine], reference: Reference
+) -> None:
     check_draws(engines[1:], reference, temperature=1.3)

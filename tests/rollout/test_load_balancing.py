@@ -12,8 +12,12 @@ from megarl.rollout.load_balancing import Capacity, RequestBalancer
 
 LONGEST = 400
 WIDE = Capacity(10**6, 10**9)
-requests = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 4), st.integers(1, LONGEST)), max_size=40)
-capacities = st.lists(st.builds(Capacity, st.integers(1, 12), st.integers(1, 3000)), min_size=1, max_size=5)
+requests = st.lists(
+    st.tuples(st.integers(1, 300), st.integers(1, 4), st.integers(1, LONGEST)), max_size=40
+)
+capacities = st.lists(
+    st.builds(Capacity, st.integers(1, 12), st.integers(1, 3000)), min_size=1, max_size=5
+)
 
 
 @given(requests, capacities, st.randoms(use_true_random=False))
@@ -28,7 +32,9 @@ def test_everything_is_dealt_once_within_the_rooms(asked, capacities, random) ->
             prompt, samples, response = waiting[0]
             receiver = balancer.assign(prompt, samples)
             if receiver is None:
-                assert all(held[one] for one in range(len(capacities))), "a receiver idles while work waits"
+                assert all(held[one] for one in range(len(capacities))), (
+                    "a receiver idles while work waits"
+                )
                 break
             assert held[receiver] < capacities[receiver].sequences
             assert not held[receiver] or balancer.expected_tokens(receiver) > 0
@@ -37,13 +43,17 @@ def test_everything_is_dealt_once_within_the_rooms(asked, capacities, random) ->
             assigned[receiver] += samples
         balancer.finish(*running.pop(random.randrange(len(running))))
     assert assigned.total() == sum(samples for _, samples, _ in asked)
-    assert [balancer.expected_tokens(one) for one in range(len(capacities))] == [0] * len(capacities)
+    assert [balancer.expected_tokens(one) for one in range(len(capacities))] == [0] * len(
+        capacities
+    )
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(0, 40))
 def test_equal_requests_go_round(receivers: int, samples: int, count: int) -> None:
     balancer = RequestBalancer([WIDE] * receivers, LONGEST)
-    assert [balancer.assign(7, samples) for _ in range(count)] == [one % receivers for one in range(count)]
+    assert [balancer.assign(7, samples) for _ in range(count)] == [
+        one % receivers for one in range(count)
+    ]
 
 
 def test_the_one_with_the_least_left_gets_the_next() -> None:
@@ -57,7 +67,12 @@ def test_the_one_with_the_least_left_gets_the_next() -> None:
 
 def test_long_prompts_count() -> None:
     balancer = RequestBalancer([WIDE] * 2, LONGEST)
-    assert [balancer.assign(1000), balancer.assign(10), balancer.assign(10), balancer.assign(10)] == [0, 1, 1, 1]
+    assert [
+        balancer.assign(1000),
+        balancer.assign(10),
+        balancer.assign(10),
+        balancer.assign(10),
+    ] == [0, 1, 1, 1]
 
 
 def test_the_mean_begins_with_the_round_before() -> None:
@@ -70,9 +85,13 @@ def test_the_mean_begins_with_the_round_before() -> None:
     assert balancer.mean_response == pytest.approx((100 + 200 + 300 + 300) / 4)
     balancer.assign(10, 2)
     balancer.finish(0, 10, 10)
-    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), "of the round before, and of this one"
+    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), (
+        "of the round before, and of this one"
+    )
     balancer.withdraw(0, 10)
-    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), "an aborted one says nothing"
+    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), (
+        "an aborted one says nothing"
+    )
     assert balancer.expected_tokens(0) == 0
 
 

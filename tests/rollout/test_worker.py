@@ -70,9 +70,20 @@ def test_an_engines_settings_come_from_the_recipe() -> None:
         ({"name": "remax"}, {}, {}, 20),  # with the greedy sample
         ({"name": "ppo"}, {"samples_per_prompt": 1}, {}, 4),
         ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 5}, 4),
-        ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 9, "samples": 3, "temperature": 1.0}, 15),
-        ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 9, "sets": {"hard": {"samples": 3}}}, 15),
-        ({"name": "ppo"}, {"samples_per_prompt": 1, "dp": 2}, {"max_prompts": 9, "samples": 3}, 16),  # 8 of each group
+        (
+            {"name": "ppo"},
+            {"samples_per_prompt": 1},
+            {"max_prompts": 9, "samples": 3, "temperature": 1.0},
+            15,
+        ),
+        (
+            {"name": "ppo"},
+            {"samples_per_prompt": 1},
+            {"max_prompts": 9, "sets": {"hard": {"samples": 3}}},
+            15,
+        ),
+        # 8 of each group
+        ({"name": "ppo"}, {"samples_per_prompt": 1, "dp": 2}, {"max_prompts": 9, "samples": 3}, 16),
     ],
 )
 def test_an_engine_runs_all_at_once_that_it_is_given(
@@ -85,14 +96,19 @@ def test_an_engine_runs_all_at_once_that_it_is_given(
     tree["rollout"] |= rollout
     tree["rollout"]["engine"]["dp"] = dp
     if evaluation:
-        tree["data"]["eval"], tree["evaluation"] = {"easy": "easy.jsonl", "hard": "hard.jsonl"}, evaluation
+        tree["data"]["eval"], tree["evaluation"] = (
+            {"easy": "easy.jsonl", "hard": "hard.jsonl"},
+            evaluation,
+        )
     made = Recipe.model_validate(tree)
     assert engine_settings(made, index=0).concurrency == sequences
     assert step_sequences(made) == (sequences if not evaluation else 4)
 
 
 @pytest.mark.parametrize(("replay", "asked"), [("off", False), ("r2", False), ("r3", True)])
-def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(replay: str, asked: bool) -> None:
+def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(
+    replay: str, asked: bool
+) -> None:
     tree = recipe("somewhere").model_dump()
     tree["rollout"]["seeded"] = True
     tree["train"]["replay"] = replay
@@ -103,10 +119,18 @@ def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(replay: st
 
 def test_a_summary_is_the_group_without_its_tokens() -> None:
     samples = tuple(
-        Sample(np.arange(n, dtype=np.int64), np.zeros(n, dtype=np.float32), "x" * n, n < 3, (SamplePart(4, n),))
+        Sample(
+            np.arange(n, dtype=np.int64),
+            np.zeros(n, dtype=np.float32),
+            "x" * n,
+            n < 3,
+            (SamplePart(4, n),),
+        )
         for n in (1, 2, 3)
     )
-    group = SampleGroup(PROMPT, samples, np.array([0.0, 1.0, 0.5], dtype=np.float32), np.array([False, True, False]))
+    group = SampleGroup(
+        PROMPT, samples, np.array([0.0, 1.0, 0.5], dtype=np.float32), np.array([False, True, False])
+    )
     short = summary(group)
     assert (short.prompt_text, short.answer, short.prompt_length) == (PROMPT.text, "3", 6)
     assert short.responses == ("x", "xx", "xxx")
@@ -127,7 +151,13 @@ def test_verifications_of_a_baseline_do_not_count() -> None:
 
 def samples(*texts: str) -> list[Sample]:
     return [
-        Sample(np.arange(1 + n, dtype=np.int64), np.zeros(1 + n, np.float32), text, True, (SamplePart(4, 1 + n),))
+        Sample(
+            np.arange(1 + n, dtype=np.int64),
+            np.zeros(1 + n, np.float32),
+            text,
+            True,
+            (SamplePart(4, 1 + n),),
+        )
         for n, text in enumerate(texts)
     ]
 
@@ -137,7 +167,9 @@ RIGHT, LATE, NAN = RewardResult(1.0, True), Failure("took longer than 5 s"), Fai
 
 def test_a_failed_reward_result_drops_its_sample() -> None:
     reward_results = [LATE, RIGHT, NAN, RewardResult(0.5, False)]
-    short, kept = scored(PROMPT, samples("a", "b", "c", "d"), reward_results, RewardConfig(function="a:b"))
+    short, kept = scored(
+        PROMPT, samples("a", "b", "c", "d"), reward_results, RewardConfig(function="a:b")
+    )
     assert short.responses == tuple(sample.text for sample in kept.samples) == ("b", "d")
     assert short.response_lengths_G.tolist() == [2, 4]
     assert kept.rewards_G.tolist() == short.rewards_G.tolist() == [1.0, 0.5]
@@ -152,17 +184,30 @@ def test_a_failed_reward_result_drops_its_sample() -> None:
 def test_a_group_may_be_left_with_one_sample_but_not_with_none() -> None:
     short, kept = scored(PROMPT, samples("a", "b"), [LATE, RIGHT], RewardConfig(function="a:b"))
     assert short.responses == ("b",) and len(kept.samples) == 1
-    with pytest.raises(UserError, match="reward.function: took longer than 5 s on response 'a' to rows.jsonl:1"):
+    with pytest.raises(
+        UserError, match="reward.function: took longer than 5 s on response 'a' to rows.jsonl:1"
+    ):
         scored(PROMPT, samples("a", "b"), [LATE, NAN], RewardConfig(function="a:b"))
 
     drawn, greedy = samples("a", "b")
     with pytest.raises(UserError, match="as did all of the group"):
-        scored(PROMPT, [drawn, replace(greedy, is_baseline=True)], [LATE, RIGHT], RewardConfig(function="a:b"))
+        scored(
+            PROMPT,
+            [drawn, replace(greedy, is_baseline=True)],
+            [LATE, RIGHT],
+            RewardConfig(function="a:b"),
+        )
 
 
 @pytest.mark.parametrize("texts", ["a", "abc"])
 def test_an_evaluation_may_lose_all_answers_to_a_prompt(texts: str) -> None:
-    short, kept = scored(PROMPT, samples(*texts), [LATE] * len(texts), RewardConfig(function="a:b"), may_lose_all=True)
+    short, kept = scored(
+        PROMPT,
+        samples(*texts),
+        [LATE] * len(texts),
+        RewardConfig(function="a:b"),
+        may_lose_all=True,
+    )
     assert kept.samples == () and short.responses == ()
     assert len(short.failures) == short.num_dropped == len(texts)
 
@@ -174,8 +219,15 @@ def test_a_failed_reward_result_may_be_penalised_or_stop_the_run() -> None:
         assert short.rewards_G.tolist() == rewards and not kept.correct_G[0]
         assert len(short.failures) == rewards.count(-1.0) and short.num_dropped == 0
     with pytest.raises(UserError, match="returned nan on response 'b'"):
-        scored(PROMPT, samples("a", "b"), [RIGHT, NAN], RewardConfig(function="a:b", on_failure="stop"))
-    assert scored(PROMPT, samples("a"), [RIGHT], RewardConfig(function="a:b", on_failure="stop"))[0].failures == ()
+        scored(
+            PROMPT, samples("a", "b"), [RIGHT, NAN], RewardConfig(function="a:b", on_failure="stop")
+        )
+    assert (
+        scored(PROMPT, samples("a"), [RIGHT], RewardConfig(function="a:b", on_failure="stop"))[
+            0
+        ].failures
+        == ()
+    )
 
 
 class Phases:
@@ -186,9 +238,14 @@ class Phases:
     def __init__(self) -> None:
         self.version = 0
 
-    async def generate(self, prompt_ids: Any, sampling: Sampling, begun: Sequence[Sample] = ()) -> list[Sample]:
+    async def generate(
+        self, prompt_ids: Any, sampling: Sampling, begun: Sequence[Sample] = ()
+    ) -> list[Sample]:
         self.version += 1
-        return [self.continued(place, begun[place] if begun else None) for place in range(len(self.LENGTHS))]
+        return [
+            self.continued(place, begun[place] if begun else None)
+            for place in range(len(self.LENGTHS))
+        ]
 
     def continued(self, place: int, sample: Sample | None) -> Sample:
         if sample and not sample.is_open:
@@ -198,7 +255,9 @@ class Phases:
         parts = (*(sample.parts if sample else ()), SamplePart(self.version, now - before))
         is_open = now < length
         text = "" if is_open else "x" * length
-        return Sample(np.arange(now), np.zeros(now, np.float32), text, not is_open, parts, is_open=is_open)
+        return Sample(
+            np.arange(now), np.zeros(now, np.float32), text, not is_open, parts, is_open=is_open
+        )
 
 
 def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
@@ -225,7 +284,10 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
         short, group = asyncio.run(worker.sample(PROMPT, how, group))
         found.append(short)
         assert isinstance(group, PartialGroup)
-    assert found == [PartialSummary(2, len(PROMPT.token_ids) + 2), PartialSummary(1, len(PROMPT.token_ids) + 4)]
+    assert found == [
+        PartialSummary(2, len(PROMPT.token_ids) + 2),
+        PartialSummary(1, len(PROMPT.token_ids) + 4),
+    ]
     assert group is not None and group.reward_results == (RewardResult(1.0, True), LATE, None)
     worker._reward = RewardConfig(function="a:b", on_failure="stop")
     with pytest.raises(UserError, match="took longer than 5 s on response 'xxx'"):
@@ -233,15 +295,27 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
     worker._reward = RewardConfig(function="a:b")
     short, whole = asyncio.run(worker.sample(PROMPT, how, group))
     assert isinstance(short, GroupSummary) and isinstance(whole, SampleGroup)
-    assert [asked[place] for place in (0, 1, 3)] == [["x"], ["xxx"], ["xxxxx"]], "each response once"
-    assert (short.responses, short.rewards_G.tolist(), short.num_dropped) == (("x", "xxxxx"), [1.0, 5.0], 1)
-    assert short.parts_G == ((SamplePart(1, 1),), (SamplePart(1, 2), SamplePart(2, 2), SamplePart(4, 1)))
+    assert [asked[place] for place in (0, 1, 3)] == [["x"], ["xxx"], ["xxxxx"]], (
+        "each response once"
+    )
+    assert (short.responses, short.rewards_G.tolist(), short.num_dropped) == (
+        ("x", "xxxxx"),
+        [1.0, 5.0],
+        1,
+    )
+    assert short.parts_G == (
+        (SamplePart(1, 1),),
+        (SamplePart(1, 2), SamplePart(2, 2), SamplePart(4, 1)),
+    )
 
 
 def test_a_demonstration_is_the_answer_and_its_end(tokenizer: Any) -> None:
     group = demonstration(PROMPT, tokenizer)
     (sample,) = group.samples
-    assert sample.response_ids_T.tolist() == [*tokenizer.convert_tokens_to_ids(["3"]), tokenizer.eos_token_id]
+    assert sample.response_ids_T.tolist() == [
+        *tokenizer.convert_tokens_to_ids(["3"]),
+        tokenizer.eos_token_id,
+    ]
     assert sample.engine_logp_T.tolist() == [0.0, 0.0]
     assert sample.finished
     assert group.prompt is PROMPT
@@ -267,9 +341,13 @@ def reward_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def worker(checkpoint: Path, reward_path: str, fork_server: None, loader_path: str) -> Iterator[RolloutWorker]:
+def worker(
+    checkpoint: Path, reward_path: str, fork_server: None, loader_path: str
+) -> Iterator[RolloutWorker]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.rollout.worker.Engine", functools.partial(Engine, weight_loader=loader_path))
+        patch.setattr(
+            "megarl.rollout.worker.Engine", functools.partial(Engine, weight_loader=loader_path)
+        )
         built = RolloutWorker(recipe(str(checkpoint), reward_path), 0)
     yield built
     built.shutdown()

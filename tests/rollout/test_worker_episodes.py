@@ -20,7 +20,15 @@ from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples import accounting
 from megarl.samples.buffer import PartialGroup, PartialSummary
-from megarl.types import EpisodeFacts, GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserError
+from megarl.types import (
+    EpisodeFacts,
+    GroupSummary,
+    Prompt,
+    Sample,
+    SampleGroup,
+    SamplePart,
+    UserError,
+)
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
@@ -43,7 +51,9 @@ def test_an_engine_has_room_for_a_prompt_and_an_episode(evaluation: dict[str, in
     """Whatever a turn may have, also in an evaluation set whose turns may be longer than an episode."""
     assert engine_settings(with_episodes(100, **evaluation), index=0).context_tokens == 32 + 100
     without = with_episodes(100, **evaluation).model_copy(update={"episode": None})
-    assert engine_settings(without, index=0).context_tokens == 32 + evaluation.get("max_response_tokens", 8)
+    assert engine_settings(without, index=0).context_tokens == 32 + evaluation.get(
+        "max_response_tokens", 8
+    )
 
 
 # --- failed environments -----------------------------------------------------------------------------------------
@@ -54,7 +64,9 @@ def failed(tokens: int) -> Sample:
     facts = EpisodeFacts(int(tokens > 0), 0, 0, 0.1, "environment", tokens)
     parts = (SamplePart(4, tokens),) if tokens else ()
     ids_T = np.arange(tokens, dtype=np.int64)
-    return Sample(ids_T, np.full(tokens, -1.0, np.float32), "so", finished=False, parts=parts, facts=facts)
+    return Sample(
+        ids_T, np.full(tokens, -1.0, np.float32), "so", finished=False, parts=parts, facts=facts
+    )
 
 
 def answered(tokens: int) -> Sample:
@@ -68,7 +80,10 @@ GONE, RIGHT = Failure("reset raised ValueError: no row"), RewardResult(1.0, True
 
 def test_a_failed_environment_is_penalised_where_the_model_has_sampled_anything() -> None:
     """An episode without a token has nothing to train on: it is dropped, and counts as failed all the same."""
-    samples, penalise = [failed(3), failed(0), answered(2)], RewardConfig(on_failure="penalise", penalty=-1.0)
+    samples, penalise = (
+        [failed(3), failed(0), answered(2)],
+        RewardConfig(on_failure="penalise", penalty=-1.0),
+    )
     short, kept = scored(PROMPT, samples, [GONE, GONE, RIGHT], penalise)
     assert (short.rewards_G.tolist(), short.correct_G.tolist()) == ([-1.0, 1.0], [False, True])
     assert kept.samples == (samples[0], samples[2]) and short.response_lengths_G.tolist() == [3, 2]
@@ -89,7 +104,9 @@ def test_a_group_of_failed_environments_without_a_token_is_the_users_fault() -> 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_a_failed_environment_may_stop_the_run(tokens: int) -> None:
     with pytest.raises(UserError, match="reset raised ValueError: no row") as told:
-        scored(PROMPT, [answered(2), failed(tokens)], [RIGHT, GONE], RewardConfig(on_failure="stop"))
+        scored(
+            PROMPT, [answered(2), failed(tokens)], [RIGHT, GONE], RewardConfig(on_failure="stop")
+        )
     assert told.value.where == "episode" and "as did all" not in told.value.problem
 
 
@@ -104,7 +121,13 @@ class Places(Model):
         self.of_place, self.asked = turns, list[int]()
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         self.asked.append(place)
         self.turns = list(self.of_place[place])  # read before anything is awaited
@@ -118,18 +141,31 @@ def walks() -> Iterator[EnvironmentThread]:
     thread.shutdown()
 
 
-def worker_of(walks: EnvironmentThread, turns: Mapping[int, Sequence[str]]) -> tuple[RolloutWorker, Places, Prompt]:
+def worker_of(
+    walks: EnvironmentThread, turns: Mapping[int, Sequence[str]]
+) -> tuple[RolloutWorker, Places, Prompt]:
     """A worker whose engine is scripted, and whose environments are real."""
     tokenizer: Any = make_tokenizer(tools=True)
     turn_tokenizer = TurnTokenizer(tokenizer, [tokenizer.eos_token_id], walks.schemas)
-    config, model = EpisodeConfig(environment=WALK, max_turns=2, max_tokens=120), Places(tokenizer, turns)
+    config, model = (
+        EpisodeConfig(environment=WALK, max_turns=2, max_tokens=120),
+        Places(tokenizer, turns),
+    )
     worker: Any = RolloutWorker.__new__(RolloutWorker)
-    worker._episodes = EpisodeRunner(config, model, walks, turn_tokenizer, None, max_prompt_tokens=60)
+    worker._episodes = EpisodeRunner(
+        config, model, walks, turn_tokenizer, None, max_prompt_tokens=60
+    )
     worker._reward, worker._rewarding, worker._num_transcripts = RewardConfig(), "environment", 9
-    return worker, model, Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"opening": "begin"}, "go")
+    return (
+        worker,
+        model,
+        Prompt("row 1", "", tuple(turn_tokenizer.first("go")), "", {"opening": "begin"}, "go"),
+    )
 
 
-def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(walks: EnvironmentThread) -> None:
+def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(
+    walks: EnvironmentThread,
+) -> None:
     """Of three the first ends in the first phase, and is not asked for again; the group is that of one phase."""
     turns = {0: ["a", "b"], 1: ["go on and on and on", "b"], 2: ["a", "over there, to the end"]}
     worker, model, prompt = worker_of(walks, turns)
@@ -143,7 +179,10 @@ def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(walks: Enviro
     model.version, model.asked, model.completed = 1, [], []
     short, group = asyncio.run(worker.sample(prompt, sampling, begun))
     assert isinstance(short, GroupSummary) and isinstance(group, SampleGroup)
-    assert set(model.asked) == {1, 2} and [assigned for assigned, _ in model.completed] == [longest] * 2
+    assert (
+        set(model.asked) == {1, 2}
+        and [assigned for assigned, _ in model.completed] == [longest] * 2
+    )
     whole_worker, *_ = worker_of(walks, turns)
     whole, same = asyncio.run(whole_worker.sample(prompt, replace(sampling, phase_tokens=None)))
     assert isinstance(whole, GroupSummary) and isinstance(same, SampleGroup)

@@ -47,12 +47,16 @@ def first_row(**changes: Any) -> EpisodeRow:
 
 
 def later_row(**changes: Any) -> EpisodeRow:
-    made = EpisodeRow(np.array([5, 6]), floats(-1, -1), (SamplePart(4, 2),), prompt_ids=np.array(OWN))
+    made = EpisodeRow(
+        np.array([5, 6]), floats(-1, -1), (SamplePart(4, 2),), prompt_ids=np.array(OWN)
+    )
     return replace(made, **changes)
 
 
 def group(*samples: Sample) -> SampleGroup:
-    return SampleGroup(PROMPT, samples, np.ones(len(samples), np.float32), np.ones(len(samples), np.bool_))
+    return SampleGroup(
+        PROMPT, samples, np.ones(len(samples), np.float32), np.ones(len(samples), np.bool_)
+    )
 
 
 def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
@@ -60,7 +64,10 @@ def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
     both = sample_of([first_row(), later_row()])
     short = summary(group(both, plain))
     assert short.rows == (
-        (RowSummary(8, 5, 3, (SamplePart(3, 2), SamplePart(4, 1))), RowSummary(6, 2, 2, (SamplePart(4, 2),))),
+        (
+            RowSummary(8, 5, 3, (SamplePart(3, 2), SamplePart(4, 1))),
+            RowSummary(6, 2, 2, (SamplePart(4, 2),)),
+        ),
         (RowSummary(7, 4, 4, (SamplePart(4, 4),)),),
     )
     assert short.response_lengths_G.tolist() == [5, 4]
@@ -79,18 +86,30 @@ def test_a_summary_of_plain_samples_has_nothing_of_episodes() -> None:
 
 
 def test_an_open_episode_is_as_long_as_its_longest_row() -> None:
-    opened = replace(sample_of([first_row(), later_row()]), is_open=True, finished=False, facts=None)
+    opened = replace(
+        sample_of([first_row(), later_row()]), is_open=True, finished=False, facts=None
+    )
     other = replace(sample_of([later_row()]), is_open=True, finished=False, facts=None)
-    assert partial_summary(PartialGroup(PROMPT, (opened, other), (None, None))) == PartialSummary(2, 8)
+    assert partial_summary(PartialGroup(PROMPT, (opened, other), (None, None))) == PartialSummary(
+        2, 8
+    )
 
 
-@given(turns=st.integers(1, 6), seed=st.integers(0, 999), before=st.lists(st.integers(1, 6), max_size=3))
-def test_parts_are_of_sampled_tokens_however_the_episode_is_cut(turns: int, seed: int, before: list[int]) -> None:
+@given(
+    turns=st.integers(1, 6),
+    seed=st.integers(0, 999),
+    before=st.lists(st.integers(1, 6), max_size=3),
+)
+def test_parts_are_of_sampled_tokens_however_the_episode_is_cut(
+    turns: int, seed: int, before: list[int]
+) -> None:
     """So is the number of stale tokens: the first ones of each row."""
     whole = episode(np.random.default_rng(seed), turns)
     rows = cut(PROMPT, whole, before)
     assert sample_error(PROMPT, whole) is None and sample_error(PROMPT, rows) is None
-    versions_T = np.repeat([one.version for one in whole.parts], [one.num_tokens for one in whole.parts])
+    versions_T = np.repeat(
+        [one.version for one in whole.parts], [one.num_tokens for one in whole.parts]
+    )
     assert whole.trained_T is not None
     sampled = versions_T[whole.trained_T].tolist()
     for one in (whole, rows):
@@ -123,8 +142,12 @@ def test_an_account_that_is_wrong_stops_the_step(row: EpisodeRow, says: str) -> 
         summary(group(sample_of([row, later_row()])))
 
 
-@pytest.mark.parametrize(("sampled", "unawaited", "anew"), [(6, 0, 0), (5, 1, 0), (5, 0, 1), (4, 0, 0), (6, 1, 1)])
-def test_each_sampled_token_is_in_a_row_or_dropped_for_a_reason(sampled: int, unawaited: int, anew: int) -> None:
+@pytest.mark.parametrize(
+    ("sampled", "unawaited", "anew"), [(6, 0, 0), (5, 1, 0), (5, 0, 1), (4, 0, 0), (6, 1, 1)]
+)
+def test_each_sampled_token_is_in_a_row_or_dropped_for_a_reason(
+    sampled: int, unawaited: int, anew: int
+) -> None:
     facts = EpisodeFacts(3, 2, 0, 0.0, "done", sampled, unawaited, anew)
     dropped = f"of which {unawaited + anew} were dropped (unawaited {unawaited}, anew {anew})"
     problem = f"has 5 tokens to train on, and {sampled} tokens that the engine sampled, {dropped}"
@@ -136,7 +159,9 @@ def test_each_sampled_token_is_in_a_row_or_dropped_for_a_reason(sampled: int, un
 
 def test_a_demonstrated_conversation_is_masked_where_others_wrote() -> None:
     """The prompt is what comes before the model's first token; what comes after its last is nothing to learn from."""
-    made = demonstrated_conversation(PROMPT, [1, 2, 3, 5, 6, 7, 8, 9], [False] * 3 + [True, True, False, True, False])
+    made = demonstrated_conversation(
+        PROMPT, [1, 2, 3, 5, 6, 7, 8, 9], [False] * 3 + [True, True, False, True, False]
+    )
     (one,) = made.samples
     assert one.prompt_ids is None and one.response_ids_T.tolist() == [5, 6, 7, 8]
     assert one.trained_T is not None and one.trained_T.tolist() == [True, True, False, True]
@@ -150,7 +175,9 @@ def test_a_conversation_of_one_answer_is_the_usual_demonstration(tokenizer: Any)
     usual = demonstration(PROMPT, tokenizer)
     (expected,) = usual.samples
     ids = [*PROMPT.token_ids, *expected.response_ids_T.tolist()]
-    (made,) = demonstrated_conversation(PROMPT, ids, [False] * 3 + [True] * (len(ids) - 3), PROMPT.answer).samples
+    (made,) = demonstrated_conversation(
+        PROMPT, ids, [False] * 3 + [True] * (len(ids) - 3), PROMPT.answer
+    ).samples
     for name, value in expected.__dict__.items():
         np.testing.assert_array_equal(getattr(made, name), value)
 

@@ -28,7 +28,9 @@ PROMPT_TOKENS = 3
 Lengths = Callable[[int], Sequence[int]]  # the responses' of a ticket
 
 
-def recipe_of(longest: int, phase: int | None, wanted: int, in_flight: int | None, ahead: int = 0) -> Recipe:
+def recipe_of(
+    longest: int, phase: int | None, wanted: int, in_flight: int | None, ahead: int = 0
+) -> Recipe:
     keys = {"max_response_tokens": longest, "phase_tokens": phase, "prompts_per_step": wanted}
     keys |= {"prompts_in_flight": in_flight, "samples_per_prompt": 2, "ahead": ahead}
     return RECIPE.model_copy(update={"rollout": RECIPE.rollout.model_copy(update=keys)})
@@ -48,7 +50,8 @@ class Run:
     is_mixed: Callable[[int], bool] = lambda number: True
     version: int = 0
     buffer: GroupBuffer = field(default_factory=GroupBuffer)
-    parts: dict[int, list[tuple[SamplePart, ...]]] = field(default_factory=dict)  # of each sample of a ticket
+    # of each sample of a ticket
+    parts: dict[int, list[tuple[SamplePart, ...]]] = field(default_factory=dict)
     phases: int = 0
     streams: list[tuple[int, ...]] = field(default_factory=list)  # of the tickets that were begun
     steps: int | None = None
@@ -62,7 +65,9 @@ class Run:
     def take(self, count: int) -> list[Prompt]:
         return [Prompt("", "", (1,) * PROMPT_TOKENS, "")] * count
 
-    def begin(self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False) -> Any:
+    def begin(
+        self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False
+    ) -> Any:
         """The round of a phase, which has the weights of now, whenever its result is asked for."""
         self.phases += 1
         self.streams += [entry.drawn.stream for entry in entries if entry.ref is None]
@@ -80,10 +85,20 @@ class Run:
         still = [n for n, length in zip(done, lengths, strict=True) if n < length]
         if still:
             assert len(set(still)) == 1, "open samples are equally long"
-            return replace(entry, summary=PartialSummary(len(still), PROMPT_TOKENS + still[0]), ref=number)
+            return replace(
+                entry, summary=PartialSummary(len(still), PROMPT_TOKENS + still[0]), ref=number
+            )
         correct_G = np.array([True, not self.is_mixed(number)])
-        facts = np.array(done), np.ones(2, np.bool_), correct_G.astype(np.float32), correct_G, tuple(parts)
-        return replace(entry, summary=GroupSummary("", "", ("", ""), PROMPT_TOKENS, *facts), ref=number)
+        facts = (
+            np.array(done),
+            np.ones(2, np.bool_),
+            correct_G.astype(np.float32),
+            correct_G,
+            tuple(parts),
+        )
+        return replace(
+            entry, summary=GroupSummary("", "", ("", ""), PROMPT_TOKENS, *facts), ref=number
+        )
 
     def step(self) -> tuple[list[int], dict[str, float]]:
         """The tickets that are trained on, and how old their tokens are."""
@@ -91,7 +106,9 @@ class Run:
         is_phased = rollout.phase_tokens is not None
         left = None if self.steps is None else self.steps - self.version - 1
         sizes = rollout.prompts_per_step, rollout.in_flight
-        limits = Limits(*sizes, self.hyperparameters, rollout.ahead, is_phased=is_phased, steps_left=left)
+        limits = Limits(
+            *sizes, self.hyperparameters, rollout.ahead, is_phased=is_phased, steps_left=left
+        )
         fleet: Any = self
         step = StepRollout(self.recipe, limits, fleet, fleet, self.version + 1, lambda: None)
         bound = max(staleness_bound(self.recipe, self.hyperparameters), self.buffer.loaded_bound)
@@ -107,7 +124,9 @@ class Run:
         numbers: Any = groups.refs
         assert all(len(self.lengths(n)) == 2 for n in numbers)
         for number, summary in zip(numbers, groups.summaries, strict=True):
-            assert summary.response_lengths_G.tolist() == list(self.lengths(number)), "no sample is trained on cut"
+            assert summary.response_lengths_G.tolist() == list(self.lengths(number)), (
+                "no sample is trained on cut"
+            )
         return numbers, found
 
 
@@ -120,7 +139,10 @@ def test_a_straggler_goes_on_while_steps_train_on_the_others() -> None:
     run = Run(lambda number: (16, 2) if number == 1 else (3, 4), recipe_of(16, 4, 2, 4))
     trained = [run.step()[0] for _ in range(4)]
     assert trained == [[0, 2], [3, 4], [5, 6], [1, 7]]
-    assert run.parts[1] == [tuple(SamplePart(version, 4) for version in range(4)), (SamplePart(0, 2),)]
+    assert run.parts[1] == [
+        tuple(SamplePart(version, 4) for version in range(4)),
+        (SamplePart(0, 2),),
+    ]
     assert run.phases == 4, "one a step"
 
 
@@ -132,11 +154,15 @@ def test_without_phases_every_token_is_of_the_policy() -> None:
 
 def test_ahead_a_step_begins_with_a_phase_of_the_weights_before() -> None:
     """The same tickets as without: the first phase of a step is a version older, and streams are the step's."""
-    plain, ahead = (Run(lambda number: (3, 1 + number % 4), recipe_of(4, 2, 2, 4, one)) for one in (0, 1))
+    plain, ahead = (
+        Run(lambda number: (3, 1 + number % 4), recipe_of(4, 2, 2, 4, one)) for one in (0, 1)
+    )
     for run in (plain, ahead):
         run.trained = [run.step()[0] for _ in range(4)]  # type: ignore[attr-defined]
     assert plain.trained == ahead.trained  # type: ignore[attr-defined]
-    plain, ahead = (Run(lambda number: (16, 16), recipe_of(16, None, 2, None, one)) for one in (0, 1))
+    plain, ahead = (
+        Run(lambda number: (16, 16), recipe_of(16, None, 2, None, one)) for one in (0, 1)
+    )
     found = [run.step() for run in (ahead, ahead, ahead)]
     assert [numbers for numbers, _ in found] == [[0, 1], [2, 3], [4, 5]]
     assert [ages["stale/token_max"] for _, ages in found] == [0, 1, 1]
@@ -148,7 +174,12 @@ def test_ahead_a_step_begins_with_a_phase_of_the_weights_before() -> None:
 def test_ahead_prompts_that_a_step_draws_itself_have_streams_from_round_1_on() -> None:
     """Of the four that were drawn ahead for step 2 two have groups of right answers alone."""
     how = Hyperparameters(dynamic_sampling=True, oversample=1.0)
-    run = Run(lambda number: (2, 2), recipe_of(4, None, 4, None, 1), how, lambda number: number not in (5, 6))
+    run = Run(
+        lambda number: (2, 2),
+        recipe_of(4, None, 4, None, 1),
+        how,
+        lambda number: number not in (5, 6),
+    )
     assert [run.step()[0] for _ in range(2)] == [[0, 1, 2, 3], [4, 7, 8, 9]]
     rounds = [stream[1:-1] for stream in run.streams]
     assert rounds == [(1, 1)] * 4 + [(2,)] * 4 + [(2, 1)] * 2 + [(3,)] * 4
@@ -163,7 +194,9 @@ def test_ahead_prompts_that_a_step_draws_itself_have_streams_from_round_1_on() -
         (6, lambda number: (16, 1) if number < 3 else (2, 2), 4),  # and two more before it
     ],
 )
-def test_the_bound_is_reached_by_planted_lengths(in_flight: int, lengths: Lengths, reached: int) -> None:
+def test_the_bound_is_reached_by_planted_lengths(
+    in_flight: int, lengths: Lengths, reached: int
+) -> None:
     run = Run(lengths, recipe_of(16, 4, 2, in_flight))
     assert oldest(run, 8) == reached
     bound = staleness_bound(run.recipe, Hyperparameters())
@@ -181,12 +214,18 @@ def test_the_bound_with_ahead_is_reached_by_a_straggler_of_a_later_step() -> Non
 def test_the_bound_is_reached_with_dynamic_sampling(when_short: Any) -> None:
     """Whatever a short step does: three stragglers of four phases, of six in flight, two a step."""
     hyperparameters = Hyperparameters(dynamic_sampling=True, oversample=1.0, when_short=when_short)
-    run = Run(lambda number: (16, 1) if number < 3 else (2, 2), recipe_of(16, 4, 2, 6), hyperparameters)
+    run = Run(
+        lambda number: (16, 1) if number < 3 else (2, 2), recipe_of(16, 4, 2, 6), hyperparameters
+    )
     assert oldest(run, 8) == staleness_bound(run.recipe, hyperparameters) == 4
 
 
-@pytest.mark.parametrize(("wanted", "in_flight", "oversample"), [(2, 8, 1.0), (3, 9, 1.5), (1, 4, 2.0)])
-def test_groups_that_were_loaded_wait_for_steps_of_another_size(wanted: int, in_flight: int, oversample: float) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "in_flight", "oversample"), [(2, 8, 1.0), (3, 9, 1.5), (1, 4, 2.0)]
+)
+def test_groups_that_were_loaded_wait_for_steps_of_another_size(
+    wanted: int, in_flight: int, oversample: float
+) -> None:
     """The bound of complete groups comes from themselves: eight groups a step, and what those leave, then fewer."""
     before = Hyperparameters(dynamic_sampling=True, oversample=oversample + 0.5)
     run = Run(lambda number: (3, 2), recipe_of(16, None, 8, None), before)
@@ -216,7 +255,10 @@ def test_no_prompt_is_lost_or_older_than_the_bound(
     lengths = np.where(draws.random((1000, 2)) < long_share, 12, draws.integers(1, 13, (1000, 2)))
     is_mixed = draws.random(1000) < 0.6
     hyperparameters = Hyperparameters(
-        dynamic_sampling=dynamic, oversample=oversample, when_short=when_short, max_rounds=max_rounds
+        dynamic_sampling=dynamic,
+        oversample=oversample,
+        when_short=when_short,
+        max_rounds=max_rounds,
     )
     recipe = recipe_of(12, phase, wanted, wanted + more, ahead)
     run = Run(lambda n: lengths[n].tolist(), recipe, hyperparameters, lambda n: bool(is_mixed[n]))
@@ -254,10 +296,15 @@ def test_trained_lengths_are_planted_lengths() -> None:
         mine = lengths[list(numbers)].ravel()
         return float(max(abs((mine[:, None] <= at).mean(0) - (planted[:, None] <= at).mean(0))))
 
-    bound = 1.95 * (1 / (2 * wanted * steps)) ** 0.5  # of as many independent draws, 1 in 1000 is farther
+    # of as many independent draws, 1 in 1000 is farther
+    bound = 1.95 * (1 / (2 * wanted * steps)) ** 0.5
     assert distance(trained) < bound
-    by_length = np.argsort(lengths[: len(trained) + in_flight].max(1), kind="stable")[: len(trained)]
-    assert distance(by_length.tolist()) > bound, "had the shortest of all that were drawn been trained on"
+    by_length = np.argsort(lengths[: len(trained) + in_flight].max(1), kind="stable")[
+        : len(trained)
+    ]
+    assert distance(by_length.tolist()) > bound, (
+        "had the shortest of all that were drawn been trained on"
+    )
     missing = np.setdiff1d(np.arange(len(trained)), trained)
     assert len(missing) < in_flight - wanted, "each of the first tickets is trained on, or waits"
 
@@ -266,12 +313,20 @@ def test_the_buffer_of_a_step_is_the_same_whatever_finishes_first() -> None:
     """A phase's entries may come in any order: the stock keeps the numbers'."""
 
     class Reversed(Run):
-        def begin(self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False) -> Any:
+        def begin(
+            self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False
+        ) -> Any:
             return super().begin(entries[::-1], sampling)
 
-    made = [kind(lambda number: (1 + number % 9, 3), recipe_of(9, 2, 2, 5)) for kind in (Run, Reversed)]
+    made = [
+        kind(lambda number: (1 + number % 9, 3), recipe_of(9, 2, 2, 5)) for kind in (Run, Reversed)
+    ]
     for _ in range(6):
         assert made[0].step()[0] == made[1].step()[0]
-    assert [one.drawn for one in made[0].buffer.entries] == [one.drawn for one in made[1].buffer.entries]
+    assert [one.drawn for one in made[0].buffer.entries] == [
+        one.drawn for one in made[1].buffer.entries
+    ]
     assert made[0].buffer.trained == made[1].buffer.trained and made[0].parts == made[1].parts
-    assert RolloutBatch.of(made[0].buffer.finished).refs == [entry.ref for entry in made[0].buffer.finished]
+    assert RolloutBatch.of(made[0].buffer.finished).refs == [
+        entry.ref for entry in made[0].buffer.finished
+    ]

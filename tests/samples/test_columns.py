@@ -34,7 +34,12 @@ from tests.training.episodes import cut, episode
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
 SEED = 2**63 - 1
 FACTS = EpisodeFacts(3, 2, 1, 0.1, "bad_calls", 9, 1, 1, 40, 30, 1, SEED)
-CALL: TranscriptCall = {"name": "say", "arguments": {"words": "\ud800\u2028"}, "result": "x", "error": None}
+CALL: TranscriptCall = {
+    "name": "say",
+    "arguments": {"words": "\ud800\u2028"},
+    "result": "x",
+    "error": None,
+}
 TRANSCRIPT: tuple[TranscriptEntry, ...] = (
     {"role": "user", "text": "\x1b[2J", "calls": [], "reward": 0.0},
     {"role": "assistant", "text": "so", "calls": [CALL], "reward": 0.1},
@@ -66,14 +71,25 @@ def read(path: Path, *groups: SampleGroup) -> list[SampleGroup]:
 
 
 @settings(max_examples=15)
-@given(seed=st.integers(0, 9999), turns=st.lists(st.integers(1, 4), min_size=1, max_size=3), pays=st.booleans())
-def test_every_bit_of_every_row_comes_back(tmp_path_factory: Any, seed: int, turns: list[int], pays: bool) -> None:
+@given(
+    seed=st.integers(0, 9999),
+    turns=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    pays=st.booleans(),
+)
+def test_every_bit_of_every_row_comes_back(
+    tmp_path_factory: Any, seed: int, turns: list[int], pays: bool
+) -> None:
     """Whole, cut into rows with experts of their own, with an own prompt; and plain samples beside them."""
     rng = np.random.default_rng(seed)
     whole = [episode(rng, count, pays=pays) for count in turns]
     rows = [cut(PROMPT, one, rng.integers(1, 4, 2).tolist()) for one in whole]
     routed = [
-        replace(row, routed_experts=rng.integers(0, 8, (3 + len(row.response_ids_T) - 1, 2, 2)).astype(np.int16))
+        replace(
+            row,
+            routed_experts=rng.integers(0, 8, (3 + len(row.response_ids_T) - 1, 2, 2)).astype(
+                np.int16
+            ),
+        )
         for row in rows[0].more_rows
         if row.prompt_ids is None
     ]
@@ -82,20 +98,29 @@ def test_every_bit_of_every_row_comes_back(tmp_path_factory: Any, seed: int, tur
     usual = Sample(np.arange(3), np.full(3, -0.1, np.float32), "x", True, (SamplePart(1, 3),))
     given_groups = [group_of(*whole, *rows, usual), group_of(*others, own), group_of(usual)]
     found = read(tmp_path_factory.mktemp("file") / "f.parquet", *given_groups)
-    assert [plain(list(one.samples)) for one in found] == [plain(list(one.samples)) for one in given_groups]
+    assert [plain(list(one.samples)) for one in found] == [
+        plain(list(one.samples)) for one in given_groups
+    ]
 
 
 def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Path) -> None:
     """As that of an agent that never asked the model, or one that is open before its first turn."""
     silent = Sample(*NOTHING, facts=replace(FACTS, sampled_tokens=2, seed=None))
     one = episode(np.random.default_rng(0), 2)
-    one = replace(one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2), transcript=TRANSCRIPT)
+    one = replace(
+        one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2), transcript=TRANSCRIPT
+    )
     (found,) = read(tmp_path / "f.parquet", group_of(silent, one))
     assert [sample.facts for sample in found.samples] == [silent.facts, one.facts]
     assert [sample.transcript for sample in found.samples] == [(), TRANSCRIPT]
     assert plain(list(found.samples)) == plain([silent, one])
     unbegun = Sample(*NOTHING, is_open=True, open_episode=EpisodeProgress(1, {"tool_s": 0.1}))
-    account = {"turns": 1, "tool_s": 0.1 + 0.2, "sampled_tokens": one.num_trained + 2, "dropped_anew": 2}
+    account = {
+        "turns": 1,
+        "tool_s": 0.1 + 0.2,
+        "sampled_tokens": one.num_trained + 2,
+        "dropped_anew": 2,
+    }
     opened = EpisodeProgress(
         *(2, account, "message", 1 / 3, ("0f" * 64,), 3, (5, 2**31)),
         *(({"role": "user", "content": "\u2713 \ud800"},), '[[[["open"], null]]]', True, 2),
@@ -106,7 +131,11 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
         file.write([partial])
     (buffered,) = open_samples(tmp_path / "stock.parquet").buffered_groups()
     assert plain(list(buffered.samples)) == plain(list(partial.samples))
-    assert [sample.open_episode for sample in buffered.samples] == [None, opened, unbegun.open_episode]
+    assert [sample.open_episode for sample in buffered.samples] == [
+        None,
+        opened,
+        unbegun.open_episode,
+    ]
     dropped = replace(waiting, open_episode=replace(opened, account=account | {"dropped_anew": 0}))
     unread = replace(waiting, open_episode=FACTS)  # type: ignore[arg-type]
     for bad, says in ((dropped, "were dropped"), (unread, "an open episode that cannot be read")):
@@ -138,7 +167,9 @@ def rows_before(path: Path) -> list[dict[str, Any]]:
 
 def test_a_file_without_open_episodes_is_read(tmp_path: Path) -> None:
     path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
-    facts = replace(FACTS, sampled_tokens=one.num_trained + 2, dropped_unawaited=2, dropped_anew=0, begun_anew=0)
+    facts = replace(
+        FACTS, sampled_tokens=one.num_trained + 2, dropped_unawaited=2, dropped_anew=0, begun_anew=0
+    )
     one = replace(one, facts=replace(facts, reusable_tokens=0, cached_tokens=0, seed=None))
     read(path, group_of(one))
     rows = rows_before(path)
@@ -158,14 +189,27 @@ def test_dropped_tokens_of_a_file_without_reasons_get_the_only_one_there_can_be(
     path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
     counts = {"sampled_tokens": one.num_trained + 5, "begun_anew": times}
     ended = replace(one, facts=replace(FACTS, **counts, dropped_unawaited=0, dropped_anew=5))
-    opened = replace(one, is_open=True, finished=False, open_episode=EpisodeProgress(1, counts | {"dropped_anew": 5}))
+    opened = replace(
+        one,
+        is_open=True,
+        finished=False,
+        open_episode=EpisodeProgress(1, counts | {"dropped_anew": 5}),
+    )
     with writing(path, 99, 1.0) as file:
-        file.write([PartialGroup(PROMPT, (ended, replace(opened, facts=None)), (RewardResult(1.0, True), None))])
+        file.write(
+            [
+                PartialGroup(
+                    PROMPT, (ended, replace(opened, facts=None)), (RewardResult(1.0, True), None)
+                )
+            ]
+        )
     import pyarrow.parquet
 
     rows = pyarrow.parquet.read_table(path).to_pylist()
     for row in rows:
-        row["open_episode"] = row["open_episode"] and row["open_episode"].replace("dropped_anew", "dropped_tokens")
+        row["open_episode"] = row["open_episode"] and row["open_episode"].replace(
+            "dropped_anew", "dropped_tokens"
+        )
         facts = row["facts"] or {"dropped_unawaited": 0, "dropped_anew": 0}
         facts["dropped_tokens"] = facts["dropped_unawaited"] + facts["dropped_anew"]
     write_as(8, path, rows)
@@ -219,16 +263,26 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
         ("own_prompt_ids", [], "has 0 prompt tokens"),
         ("more_rows", [second | {"response_ids": None}], "has a row without response_ids"),
         ("more_rows", [None], "has a row without response_ids"),
-        ("more_rows", [second | {"response_ids": [-1], "engine_logp": [0.0]}], "has a negative token id"),
+        (
+            "more_rows",
+            [second | {"response_ids": [-1], "engine_logp": [0.0]}],
+            "has a negative token id",
+        ),
         ("more_rows", None, r"has \d+ tokens to train on, and \d+ tokens that the engine sampled"),
         ("facts", facts | {"end": "bored"}, "has the facts .*bored"),
         ("facts", facts | {"turns": None}, "has the facts "),
         ("transcript", "[", "has the transcript '.', which is not JSON"),
         ("transcript", '{"role": "user"}', "has the transcript "),
-        ("transcript", '[{"role": "user", "text": 1}]', "has a transcript with {'role': 'user', 'text': 1}"),
+        (
+            "transcript",
+            '[{"role": "user", "text": 1}]',
+            "has a transcript with {'role': 'user', 'text': 1}",
+        ),
         ("transcript", json.dumps([TRANSCRIPT[0] | {"calls": [{}]}]), "has a transcript with "),
     ):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row | {column: value}], schema=table.schema), path)
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist([row | {column: value}], schema=table.schema), path
+        )
         with pytest.raises(UserError, match=says) as caught:
             open_samples(path).groups(1)
         assert caught.value.problem.startswith("sample 0 of step 1 ")
@@ -236,7 +290,13 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
 
 def test_a_data_row_is_what_the_processes_of_environments_get(tmp_path: Path) -> None:
     """Also where its values have no type in JSON."""
-    row = {"many": np.arange(2), "raw": b"x\xff", "day": date(2026, 1, 2), "text": "\ud800\u2028", "number": 0.1}
+    row = {
+        "many": np.arange(2),
+        "raw": b"x\xff",
+        "day": date(2026, 1, 2),
+        "text": "\ud800\u2028",
+        "number": 0.1,
+    }
     prompt = replace(PROMPT, row=row)
     whole = replace(group_of(episode(np.random.default_rng(0), 1)), prompt=prompt)
     (found,) = read(tmp_path / "f.parquet", whole)

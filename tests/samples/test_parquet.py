@@ -28,15 +28,23 @@ from megarl.types.reward_result import Failure, RewardResult
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TEMPERATURE = 0.7
-SHAPE = ModelShape(4, 64, 4, 2, 16, vocab_size=32, num_experts=8, experts_per_token=2, num_dense_layers=1)
+SHAPE = ModelShape(
+    4, 64, 4, 2, 16, vocab_size=32, num_experts=8, experts_per_token=2, num_dense_layers=1
+)
 
 
 def parts(length: int, seed: int) -> tuple[SamplePart, ...]:
     """Of two versions where there are two tokens."""
-    return (SamplePart(seed, 1), SamplePart(seed + 2, length - 1)) if length > 1 else (SamplePart(seed, 1),)
+    return (
+        (SamplePart(seed, 1), SamplePart(seed + 2, length - 1))
+        if length > 1
+        else (SamplePart(seed, 1),)
+    )
 
 
-def group(seed: int, *, samples: int = 3, experts: type | None = None, top_id: int = 31) -> SampleGroup:
+def group(
+    seed: int, *, samples: int = 3, experts: type | None = None, top_id: int = 31
+) -> SampleGroup:
     random = np.random.default_rng(seed)
     row = {"n": seed, "nested": [1.5, None, "\u2713"]}
     prompt = Prompt(f"row {seed}", "two\n\u00fcber", (1, 2, top_id), "4", row)
@@ -46,7 +54,14 @@ def group(seed: int, *, samples: int = 3, experts: type | None = None, top_id: i
         if experts is not None:
             routed = random.integers(0, 8, (3 + length - 1, 3, 2)).astype(experts)
         logp = -random.random(length, dtype=np.float32) * np.float32(1e-3)
-        own = random.integers(0, 31, length), logp, f"r{length}", length % 2 == 0, parts(length, seed), routed
+        own = (
+            random.integers(0, 31, length),
+            logp,
+            f"r{length}",
+            length % 2 == 0,
+            parts(length, seed),
+            routed,
+        )
         return Sample(*own, verifications=length + seed, prefills=length)
 
     rewards = random.random(samples, dtype=np.float32)
@@ -57,10 +72,22 @@ def bits(group: SampleGroup) -> list[Any]:
     """Everything about a group that can be compared, arrays with their types and bytes."""
 
     def of(array: np.ndarray | None) -> tuple[Any, ...] | None:
-        return None if array is None else (array.dtype.str, array.shape, array.tobytes(), array.flags.writeable)
+        return (
+            None
+            if array is None
+            else (array.dtype.str, array.shape, array.tobytes(), array.flags.writeable)
+        )
 
     samples = [
-        (of(s.response_ids_T), of(s.engine_logp_T), s.text, s.finished, s.parts, s.is_open, of(s.routed_experts))
+        (
+            of(s.response_ids_T),
+            of(s.engine_logp_T),
+            s.text,
+            s.finished,
+            s.parts,
+            s.is_open,
+            of(s.routed_experts),
+        )
         + (s.verifications, s.prefills)
         for s in group.samples
     ]
@@ -82,18 +109,28 @@ def recipe(*overrides: str) -> Recipe:
 def roles(*overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> Roles:
     """Those of the quickstart, with a policy of this shape and context."""
     found = resolve(recipe(*overrides))
-    return replace(found, policy=replace(found.policy, model=HfModel("", shape, context_tokens=context)))
+    return replace(
+        found, policy=replace(found.policy, model=HfModel("", shape, context_tokens=context))
+    )
 
 
-def told(samples: SampleFile, *overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> list[str]:
-    return [str(error) for error in sample_file_errors(samples, roles(*overrides, context=context, shape=shape))]
+def told(
+    samples: SampleFile, *overrides: str, context: int | None = None, shape: ModelShape = SHAPE
+) -> list[str]:
+    return [
+        str(error)
+        for error in sample_file_errors(samples, roles(*overrides, context=context, shape=shape))
+    ]
 
 
 @pytest.mark.parametrize("experts", [None, np.uint8, np.int16])
 def test_every_bit_of_every_group_comes_back(tmp_path: Path, experts: type | None) -> None:
     odd = group(7, samples=1, experts=experts)
     odd.samples[0].engine_logp_T.view(np.uint32)[:] = 0x7FC00123  # a NaN that says something
-    steps = [[group(1, experts=experts), group(2, samples=2, experts=experts)], [odd, group(1, experts=experts)]]
+    steps = [
+        [group(1, experts=experts), group(2, samples=2, experts=experts)],
+        [odd, group(1, experts=experts)],
+    ]
     file = write(tmp_path / "samples.parquet", *steps)
     assert file.num_samples == (5, 4)
     for number, groups in enumerate(steps, start=1):
@@ -107,9 +144,16 @@ def test_samples_with_and_without_experts_may_be_neighbours(tmp_path: Path) -> N
     assert [bits(one) for one in file.groups(1)] == [bits(one) for one in groups]
 
 
-def test_a_buffer_has_complete_groups_and_partial_ones_with_their_reward_results(tmp_path: Path) -> None:
+def test_a_buffer_has_complete_groups_and_partial_ones_with_their_reward_results(
+    tmp_path: Path,
+) -> None:
     whole, other = group(1), group(2, samples=4, experts=np.uint8)
-    reward_results = RewardResult(0.5, True, "7"), RewardResult(-1.0, False), Failure("took too long"), None
+    reward_results = (
+        RewardResult(0.5, True, "7"),
+        RewardResult(-1.0, False),
+        Failure("took too long"),
+        None,
+    )
     opened = replace(other.samples[3], text="", finished=False, is_open=True)
     partial = PartialGroup(other.prompt, (*other.samples[:3], opened), reward_results)
     with writing(tmp_path / "stock.parquet", SHAPE.vocab_size, TEMPERATURE) as file:
@@ -126,12 +170,17 @@ def test_a_buffer_has_complete_groups_and_partial_ones_with_their_reward_results
     assert bits(SampleGroup(second.prompt, second.samples, nothing, nothing > 0)) == bits(
         SampleGroup(partial.prompt, partial.samples, nothing, nothing > 0)
     )
-    with pytest.raises(UserError, match="step 2 has samples that have not ended, as in a checkpoint's file"):
+    with pytest.raises(
+        UserError, match="step 2 has samples that have not ended, as in a checkpoint's file"
+    ):
         buffer.groups(2)
 
 
 def test_a_file_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "samples.parquet", 32, TEMPERATURE) as file:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        writing(tmp_path / "samples.parquet", 32, TEMPERATURE) as file,
+    ):
         file.write([group(1)])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
@@ -157,7 +206,10 @@ def test_a_damaged_file_is_named_whichever_byte_it_is(tmp_path: Path) -> None:
 
     assert all(damage(whole[:end]) for end in (0, 3, 8, len(whole) // 2, len(whole) - 1))
     data = whole.index(b"r1")
-    flipped = [damage(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :]) for at in range(4, len(whole), 11)]
+    flipped = [
+        damage(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        for at in range(4, len(whole), 11)
+    ]
     assert any(flipped)
     assert damage(whole[:data] + b"q" + whole[data + 1 :])
 
@@ -168,7 +220,9 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 
     other = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
-    with pytest.raises(UserError, match="its format is not ours, this version reads 5, 6, 7, 8 and 9"):
+    with pytest.raises(
+        UserError, match="its format is not ours, this version reads 5, 6, 7, 8 and 9"
+    ):
         open_samples(other)
     with pytest.raises(UserError, match="gone.parquet: not a complete file of samples"):
         open_samples(tmp_path / "gone.parquet")
@@ -176,10 +230,20 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "description",
-    [b"[" * 200_000, b"[1]", b"5", b"{'", b'"\xff"', b'{"temperature": "hot"}', b'{"vocab_size": null}'],
+    [
+        b"[" * 200_000,
+        b"[1]",
+        b"5",
+        b"{'",
+        b'"\xff"',
+        b'{"temperature": "hot"}',
+        b'{"vocab_size": null}',
+    ],
     ids=["deep", "list", "number", "no JSON", "no UTF-8", "temperature", "vocab_size"],
 )
-def test_a_description_that_somebody_changed_is_refused_in_one_line(tmp_path: Path, description: bytes) -> None:
+def test_a_description_that_somebody_changed_is_refused_in_one_line(
+    tmp_path: Path, description: bytes
+) -> None:
     import pyarrow.parquet
 
     path = write(tmp_path / "samples.parquet", [group(1)]).path
@@ -201,7 +265,10 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     path = tmp_path / "samples.parquet"
     with writing(path, 32, TEMPERATURE, "--out") as first:
         with (
-            pytest.raises(UserError, match="--out: another process writes .*samples.parquet; wait until it has ended"),
+            pytest.raises(
+                UserError,
+                match="--out: another process writes .*samples.parquet; wait until it has ended",
+            ),
             writing(path, 32, TEMPERATURE, "--out"),
         ):
             pytest.fail("two write")
@@ -220,7 +287,9 @@ def test_a_disk_without_locks_is_refused_in_one_line(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    told = f"--out: files in {tmp_path} cannot be locked ({os.strerror(number)}); mount it with locks"
+    told = (
+        f"--out: files in {tmp_path} cannot be locked ({os.strerror(number)}); mount it with locks"
+    )
     with (
         pytest.raises(UserError, match=re.escape(told)),
         writing(tmp_path / "samples.parquet", 32, TEMPERATURE, "--out"),
@@ -233,7 +302,9 @@ def test_a_reward_that_is_no_number_is_refused_where_it_would_be_trained_on(tmp_
     for reward in (np.nan, np.inf):
         bad = replace(group(2), rewards_G=np.array([0, reward, 1], np.float32))
         file = write(tmp_path / "samples.parquet", [group(1), bad])
-        with pytest.raises(UserError, match="group 1 of step 1 has a reward that is not a finite number"):
+        with pytest.raises(
+            UserError, match="group 1 of step 1 has a reward that is not a finite number"
+        ):
             file.groups(1)
 
 
@@ -271,22 +342,43 @@ def test_experts_of_a_part_of_the_tokens_are_refused(tmp_path: Path) -> None:
     one = group(1, experts=np.uint8)
     cut = [replace(sample, routed_experts=sample.routed_experts[1:]) for sample in one.samples]  # type: ignore[index]
     file = write(tmp_path / "samples.parquet", [replace(one, samples=tuple(cut))])
-    with pytest.raises(UserError, match="sample 0 of step 1 has the experts of 2 tokens, and 4 tokens"):
+    with pytest.raises(
+        UserError, match="sample 0 of step 1 has the experts of 2 tokens, and 4 tokens"
+    ):
         file.groups(1)
 
 
 def test_a_file_that_fits_has_no_error(tmp_path: Path) -> None:
-    file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)])
-    assert told(file, "train.replay=r3", "train.tokens_per_micro_batch=6", "train.updates_per_step=3", context=6) == []
+    file = write(
+        tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)]
+    )
+    assert (
+        told(
+            file,
+            "train.replay=r3",
+            "train.tokens_per_micro_batch=6",
+            "train.updates_per_step=3",
+            context=6,
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
     ("overrides", "context", "says"),
     [
         (["run.steps=3"], None, "run.steps: 3 is more than the 2 steps in "),
-        (["train.tokens_per_micro_batch=5"], None, "train.tokens_per_micro_batch: 5 is less than the longest"),
+        (
+            ["train.tokens_per_micro_batch=5"],
+            None,
+            "train.tokens_per_micro_batch: 5 is less than the longest",
+        ),
         ([], 5, "its longest sequence has 6 tokens, the model's context is 5"),
-        (["train.updates_per_step=4"], None, "train.updates_per_step: 4 is more than the 3 samples of a step"),
+        (
+            ["train.updates_per_step=4"],
+            None,
+            "train.updates_per_step: 4 is more than the 3 samples of a step",
+        ),
         (["rollout.temperature=1.0"], None, "rollout.temperature: 1.0, and "),
         (["train.replay=r3"], None, "train.replay: r3 replays the experts that the engine chose"),
     ],
@@ -309,12 +401,18 @@ def test_a_sequence_is_held_against_the_budget_as_long_as_it_is_padded(tmp_path:
 def test_another_vocabulary_is_told(tmp_path: Path) -> None:
     file = write(tmp_path / "samples.parquet", [group(1, top_id=40)], [group(2)])
     (line,) = told(file)
-    assert line.startswith(f"{file.path}: it was sampled from a vocabulary of 32 (highest id 40); the vocabulary of")
+    assert line.startswith(
+        f"{file.path}: it was sampled from a vocabulary of 32 (highest id 40); the vocabulary of"
+    )
 
 
 def test_experts_of_another_model_are_not_replayed(tmp_path: Path) -> None:
-    file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)])
-    (line,) = told(file, "train.replay=r3", shape=ModelShape(**{**SHAPE.__dict__, "num_dense_layers": 0}))
+    file = write(
+        tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2, experts=np.uint8)]
+    )
+    (line,) = told(
+        file, "train.replay=r3", shape=ModelShape(**{**SHAPE.__dict__, "num_dense_layers": 0})
+    )
     assert line.startswith("train.replay: ")
 
 
@@ -322,7 +420,10 @@ def test_another_temperature_is_told_with_what_to_write(tmp_path: Path) -> None:
     path = write(tmp_path / "samples.parquet", [group(1)], [group(2)]).path
     assert told(open_samples(path), f"rollout.temperature={TEMPERATURE}") == []
     (line,) = told(open_samples(path), "rollout.temperature=1.3")
-    assert line == f"rollout.temperature: 1.3, and {path} was sampled at 0.7; set it to 0.7, or sample anew"
+    assert (
+        line
+        == f"rollout.temperature: 1.3, and {path} was sampled at 0.7; set it to 0.7, or sample anew"
+    )
 
 
 def test_samples_without_company_are_refused_where_they_are_compared(tmp_path: Path) -> None:
@@ -333,7 +434,10 @@ def test_samples_without_company_are_refused_where_they_are_compared(tmp_path: P
     assert sample_file_errors(alone, roles("algorithm.name=ppo")) == []
     (error,) = sample_file_errors(alone, roles())
     assert error.where == "algorithm.name"
-    assert error.problem == f"grpo compares the samples of a prompt, and {alone.path} has one of each prompt"
+    assert (
+        error.problem
+        == f"grpo compares the samples of a prompt, and {alone.path} has one of each prompt"
+    )
 
 
 def test_the_data_row_is_kept_as_json(tmp_path: Path) -> None:
@@ -351,7 +455,9 @@ def test_groups_that_lost_samples_come_back_as_they_are(tmp_path: Path) -> None:
 
 
 def test_greedy_samples_come_back_and_are_missed(tmp_path: Path) -> None:
-    with_one = replace(group(1), samples=(*group(1).samples[:-1], replace(group(1).samples[-1], is_baseline=True)))
+    with_one = replace(
+        group(1), samples=(*group(1).samples[:-1], replace(group(1).samples[-1], is_baseline=True))
+    )
     file = write(tmp_path / "f.parquet", [with_one, group(2)])
     assert [sample.is_baseline for sample in file.groups(1)[0].samples] == [False, False, True]
     assert summary(file.groups(1)[0]).baseline == len(with_one.samples) - 1

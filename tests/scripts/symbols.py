@@ -15,7 +15,9 @@ from pathlib import Path
 
 _TAG = re.compile(r"\((NEEDED|SONAME)\).*\[(.+)\]")
 # Num: Value Size Type Bind Vis Ndx Name, where the name may have a version: memcpy@GLIBC_2.14, cuInit@@libcuda.so.1
-_SYMBOL = re.compile(r"^\s*\d+: [0-9a-f]+ +\S+ +\S+ +(\S+) +\S+ +(?:\[.*\] +)?(\S+) (\S+)", re.MULTILINE)
+_SYMBOL = re.compile(
+    r"^\s*\d+: [0-9a-f]+ +\S+ +\S+ +(\S+) +\S+ +(?:\[.*\] +)?(\S+) (\S+)", re.MULTILINE
+)
 
 _DRIVERS = re.compile(r"(cu|nv)[A-Z]|nvml")  # how the symbols of the driver's libraries begin
 
@@ -50,7 +52,9 @@ def read(paths: Iterable[Path]) -> list[Library]:
     for path in paths:
         command = ["readelf", "--wide", "--dynamic", "--dyn-syms", str(path)]
         english = {**os.environ, "LC_ALL": "C"}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=english)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", env=english
+        )
         if done.returncode == 0 and done.stdout.strip():
             found.append(_parsed(path, done.stdout))
     return found
@@ -66,7 +70,9 @@ def _parsed(path: Path, text: str) -> Library:
             wanted.add(name)
     sonames = [name for tag, name in tags if tag == "SONAME"]
     needed = [name for tag, name in tags if tag == "NEEDED"]
-    return Library(str(path), (sonames or [path.name])[0], needed, frozenset(offered), frozenset(wanted))
+    return Library(
+        str(path), (sonames or [path.name])[0], needed, frozenset(offered), frozenset(wanted)
+    )
 
 
 def shared_libraries(folder: Path) -> Iterator[Path]:
@@ -78,7 +84,9 @@ def shared_libraries(folder: Path) -> Iterator[Path]:
 
 def system_libraries() -> dict[str, Path]:
     """The libraries of the machine by file name, as its loader lists them."""
-    listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True
+    ).stdout
     found: dict[str, Path] = {}
     for name, path in re.findall(r"^\s+(\S+) \(libc6,x86-64.*\) => (\S+)$", listed, re.MULTILINE):
         found.setdefault(name, Path(path))
@@ -105,7 +113,9 @@ def missing(
     for library in libraries:
         closure = resolver.closure(library.soname, start=library)
         places = [*closure.libraries.values(), *before]
-        lacking = [name for name in library.wanted if not any(name in place.offered for place in places)]
+        lacking = [
+            name for name in library.wanted if not any(name in place.offered for place in places)
+        ]
         if closure.absent:
             lacking = [name for name in lacking if not _DRIVERS.match(name)]
         unfound = sorted(set(library.needed) & closure.unfound)
@@ -126,7 +136,9 @@ class _Closure:
 class _Resolver:
     """Finds libraries by name: first among the given ones, then the machine's, which are read when they are needed."""
 
-    def __init__(self, known: dict[str, Library], system: dict[str, Path], absent: frozenset[str]) -> None:
+    def __init__(
+        self, known: dict[str, Library], system: dict[str, Path], absent: frozenset[str]
+    ) -> None:
         self._known, self._system, self._absent = known, system, absent
 
     def closure(self, name: str, start: Library | None = None) -> _Closure:

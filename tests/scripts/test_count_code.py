@@ -34,7 +34,9 @@ def test_a_ternary_and_an_assignment_of_two_values_are_counted() -> None:
 
 
 def test_expressions_are_nodes_of_the_syntax_tree() -> None:
-    assert count("a = b + 1\n") == Counts(lines=1, code_lines=1, expressions=4, ternaries=0, tuple_assignments=0)
+    assert count("a = b + 1\n") == Counts(
+        lines=1, code_lines=1, expressions=4, ternaries=0, tuple_assignments=0
+    )
     assert count('"""Only words."""\n').expressions == 0
 
 

@@ -23,7 +23,11 @@ def test_the_first_row_of_each_prompt_is_kept_as_it_is(tmp_path: Path) -> None:
     """Prompts are lists of messages, as DAPO-Math-17k has them, in more rows than are read at once."""
     source, target = tmp_path / "in.parquet", tmp_path / "out.parquet"
     rows = [
-        {"prompt": _messages(f"p{number % 50}"), "reward_model": {"ground_truth": str(number % 50)}, "number": number}
+        {
+            "prompt": _messages(f"p{number % 50}"),
+            "reward_model": {"ground_truth": str(number % 50)},
+            "number": number,
+        }
         for number in range(20_000)
     ]
     pq.write_table(pa.Table.from_pylist(rows), source)

@@ -20,7 +20,9 @@ def instructions(text: str) -> list[tuple[str, str]]:
     """Of a Dockerfile: each instruction with its arguments, lines that go on joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", "\n", "\n".join(lines).replace("\\\n", "\x00"))
-    found = [line.replace("\x00", "\\\n").partition(" ") for line in joined.splitlines() if line.strip()]
+    found = [
+        line.replace("\x00", "\\\n").partition(" ") for line in joined.splitlines() if line.strip()
+    ]
     return [(name, arguments.strip()) for name, _, arguments in found]
 
 
@@ -36,14 +38,20 @@ def section(name: str) -> str:
 
 def is_in_context(path: str) -> bool:
     """Whether Docker sends a path of the tree. The last line of .dockerignore that fits its first folder counts."""
-    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    lines = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     fits = [line for line in lines if fnmatch.fnmatch(path.split("/")[0], line.removeprefix("!"))]
     return not fits or fits[-1].startswith("!")
 
 
 def tracked() -> set[str]:
     """The files of the tree, without what runs and tools have left there."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode:
         pytest.skip("the tree is no git repository")
     files = listed.stdout.split()
@@ -70,11 +78,19 @@ def test_every_stage_begins_with_the_pinned_base_or_another_stage() -> None:
 def test_every_path_that_is_copied_is_there() -> None:
     there = tracked()
     copies = [arguments.split()[:-1] for name, arguments in dockerfile() if name == "COPY"]
-    for path in (path for paths in copies if "--from" not in paths[0] for path in paths if path != "."):
+    for path in (
+        path for paths in copies if "--from" not in paths[0] for path in paths if path != "."
+    ):
         assert path in there and is_in_context(path), path
-    kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    kept = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     assert set(kept) <= there
-    assert not any(is_in_context(path) for path in (".venv", ".git", "models", "data", "runs", "tests"))
+    assert not any(
+        is_in_context(path) for path in (".venv", ".git", "models", "data", "runs", "tests")
+    )
     both = [line.split() for line in section("files").strip().splitlines()]
     assert all(source in there and target == f"/opt/megarl/{source}" for source, target in both)
     assert {source for source, _ in both} == set(kept)
@@ -82,7 +98,11 @@ def test_every_path_that_is_copied_is_there() -> None:
 
 def test_both_images_are_the_same() -> None:
     dockers, apptainers = (ROOT / "Dockerfile").read_text(), (ROOT / "apptainer.def").read_text()
-    for pattern in (BASE.pattern, r"install -y --no-install-recommends \\\n\s+([^&\n\\]+)", r"source (scripts/\S+)'"):
+    for pattern in (
+        BASE.pattern,
+        r"install -y --no-install-recommends \\\n\s+([^&\n\\]+)",
+        r"source (scripts/\S+)'",
+    ):
         first, second = re.search(pattern, dockers), re.search(pattern, apptainers)
         assert first and second, pattern
         assert first[0].split() == second[0].split(), pattern
@@ -92,7 +112,9 @@ def test_both_images_are_the_same() -> None:
 def test_the_base_has_the_cuda_and_a_python_of_the_lock() -> None:
     text = (ROOT / "Dockerfile").read_text()
     base = BASE.search(text)
-    assert base and lock("gpu")["cuda-toolkit"].startswith(f"{base[1]}."), "apex wants torch's own CUDA"
+    assert base and lock("gpu")["cuda-toolkit"].startswith(f"{base[1]}."), (
+        "apex wants torch's own CUDA"
+    )
     assert set(re.findall(r"python(3\.\d+)", text)) <= set(PYTHONS)
 
 
@@ -103,22 +125,32 @@ def test_the_build_sees_all_that_the_set_up_reads() -> None:
     assert {"requirements/gpu.txt", "setup.py", "pyproject.toml"} <= named
     text = (ROOT / "Dockerfile").read_text().split("AS environment")[1].split("FROM base")[0]
     copied = set(re.findall(r"(?m)^COPY (.*) \S+$", text))
-    assert {path.partition("/")[0] if "/" in path else path for path in named} <= {x for c in copied for x in c.split()}
+    assert {path.partition("/")[0] if "/" in path else path for path in named} <= {
+        x for c in copied for x in c.split()
+    }
 
 
 def test_apex_is_the_same_commit_everywhere() -> None:
     texts = [(ROOT / name).read_text() for name in ("Dockerfile", "docs/install.md")]
     commits = {commit for text in texts for commit in re.findall(r"\b[0-9a-f]{40}\b", text)}
-    assert len(commits) == 1 and all(commits & set(re.findall(r"\b[0-9a-f]{40}\b", text)) for text in texts)
+    assert len(commits) == 1 and all(
+        commits & set(re.findall(r"\b[0-9a-f]{40}\b", text)) for text in texts
+    )
 
 
 @pytest.mark.parametrize("of", ["Dockerfile", "apptainer.def"])
 def test_the_commands_are_sound_shell(of: str, tmp_path: Path) -> None:
-    runs = [arguments for name, arguments in dockerfile() if name == "RUN"] if of == "Dockerfile" else [section("post")]
+    runs = (
+        [arguments for name, arguments in dockerfile() if name == "RUN"]
+        if of == "Dockerfile"
+        else [section("post")]
+    )
     shellcheck = Path(sys.executable).with_name("shellcheck")
     for number, text in enumerate(runs):
         script = tmp_path / f"{number}.sh"
         script.write_text(f"{text}\n")
         # APEX and APEX_COMMIT come from ARG; Apptainer ends %post at the first failure, so that cd needs no check.
-        done = subprocess.run([shellcheck, "-s", "sh", "-e", "SC2154,SC2164", script], capture_output=True, text=True)
+        done = subprocess.run(
+            [shellcheck, "-s", "sh", "-e", "SC2154,SC2164", script], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout

@@ -29,15 +29,24 @@ def split(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_a_deepseek_keeps_its_first_layers_and_no_prediction_layer(tmp_path: Path, is_split: bool) -> None:
-    model, out = checkpoints.write(tmp_path / "model", "deepseek-v3", mtp_layers=1), tmp_path / "out"
+def test_a_deepseek_keeps_its_first_layers_and_no_prediction_layer(
+    tmp_path: Path, is_split: bool
+) -> None:
+    model, out = (
+        checkpoints.write(tmp_path / "model", "deepseek-v3", mtp_layers=1),
+        tmp_path / "out",
+    )
     whole = split(model) if is_split else load_file(model / "model.safetensors")
     (model / "tokenizer.json").write_text("{}")
     keep_layers(model, out, 2)
     shape = model_shape(out)
     assert (shape.num_layers, shape.num_dense_layers, shape.num_mtp_layers) == (2, 1, 0)
     assert check_hf(out, shape) == []
-    kept = {name: tensor for file in out.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    kept = {
+        name: tensor
+        for file in out.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     beyond = tuple(f"model.layers.{layer}." for layer in (2, 3, 4))
     assert set(kept) == {name for name in whole if not name.startswith(beyond)}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in kept.items())

@@ -34,8 +34,12 @@ def test_there_is_a_launcher_for_every_algorithm_and_model() -> None:
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_launchers_differ_in_their_recipe_alone(path: Path) -> None:
     name = path.stem.removeprefix("run_")
-    (recipe,) = re.findall(r"^exec megarl train recipes/(\w+)\.yaml ", path.read_text(), re.MULTILINE)
-    assert recipe.removesuffix("_64gpus") == name and (ROOT / "recipes" / f"{recipe}.yaml").is_file()
+    (recipe,) = re.findall(
+        r"^exec megarl train recipes/(\w+)\.yaml ", path.read_text(), re.MULTILINE
+    )
+    assert (
+        recipe.removesuffix("_64gpus") == name and (ROOT / "recipes" / f"{recipe}.yaml").is_file()
+    )
     plain = path.read_text().replace(recipe, "NAME").replace(name, "NAME")
     assert plain == RUNS[0].read_text().replace(RUNS[0].stem[4:], "NAME")
 
@@ -74,14 +78,20 @@ def test_a_missing_megarl_is_said_in_a_line(desk: Desk, tmp_path: Path) -> None:
     [
         (("head",), {}, "usage: ray_node.sh head FILE | worker HOST:PORT"),
         (("worker", "h:1"), {}, "RAY_AUTH_TOKEN_PATH names no file"),
-        (("worker", "h:1"), {"RAY_AUTH_TOKEN": "x", "SLURMD_NODENAME": "127.0.0.2"}, "this node has no GPU"),
+        (
+            ("worker", "h:1"),
+            {"RAY_AUTH_TOKEN": "x", "SLURMD_NODENAME": "127.0.0.2"},
+            "this node has no GPU",
+        ),
     ],
 )
 def test_what_a_node_lacks_is_said_in_a_line(
     desk: Desk, arguments: tuple[str, ...], more: dict[str, str], says: str
 ) -> None:
     gpus = {"MEGARL_GPUS_PER_NODE": "0"}
-    code, out = ended(desk.start("bash", ROOT / "scripts" / "ray_node.sh", *arguments, **more, **gpus))
+    code, out = ended(
+        desk.start("bash", ROOT / "scripts" / "ray_node.sh", *arguments, **more, **gpus)
+    )
     assert code == 2
     assert out.startswith(f"megarl: {says}") and out.count("\n") == 1
 
@@ -89,14 +99,29 @@ def test_what_a_node_lacks_is_said_in_a_line(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({}, "this node has several addresses (10.0.0.7, 192.168.0.7): set MEGARL_NODE_ADDRESS or MEGARL_INTERFACE"),
-        ({"MEGARL_NODE_ADDRESS": "node7"}, "MEGARL_NODE_ADDRESS is node7: write a numeric IPv4 address"),
-        ({"MEGARL_NODE_ADDRESS": "fe80::7"}, "MEGARL_NODE_ADDRESS is fe80::7: write a numeric IPv4 address"),
+        (
+            {},
+            "this node has several addresses (10.0.0.7, 192.168.0.7): set MEGARL_NODE_ADDRESS or MEGARL_INTERFACE",
+        ),
+        (
+            {"MEGARL_NODE_ADDRESS": "node7"},
+            "MEGARL_NODE_ADDRESS is node7: write a numeric IPv4 address",
+        ),
+        (
+            {"MEGARL_NODE_ADDRESS": "fe80::7"},
+            "MEGARL_NODE_ADDRESS is fe80::7: write a numeric IPv4 address",
+        ),
     ],
 )
-def test_the_address_of_a_node_is_not_guessed(desk: Desk, tmp_path: Path, more: dict[str, str], says: str) -> None:
+def test_the_address_of_a_node_is_not_guessed(
+    desk: Desk, tmp_path: Path, more: dict[str, str], says: str
+) -> None:
     stub(tmp_path, "getent", "echo '127.0.1.1 STREAM node7'")
-    stub(tmp_path, "hostname", "[[ $# == 0 ]] && echo node7 || echo '127.0.1.1 10.0.0.7 192.168.0.7 fe80::7'")
+    stub(
+        tmp_path,
+        "hostname",
+        "[[ $# == 0 ]] && echo node7 || echo '127.0.1.1 10.0.0.7 192.168.0.7 fe80::7'",
+    )
     path = os.pathsep.join([str(tmp_path), desk.path])
     command = ["bash", ROOT / "scripts" / "ray_node.sh", "worker", "h:1"]
     code, out = ended(desk.start(*command, PATH=path, RAY_AUTH_TOKEN="x", **more))
@@ -115,8 +140,14 @@ def test_paths_are_of_the_callers_folder(desk: Desk, tmp_path: Path) -> None:
     code, out = ended(desk.start(*command))
     assert code == 0, out
     assert desk.lives()[0]["argv"][2:] == [f"{caller}/own.yaml", *given[1:]]
-    own = {"MEGARL_RAY_DIR": ".", "RAY_AUTH_TOKEN_PATH": "token", "MEGARL_NODE_ADDRESS": "127.0.0.2"}
-    node = desk.start("bash", ROOT / "scripts" / "ray_node.sh", "head", "address", MEGARL_GPUS_PER_NODE="1", **own)
+    own = {
+        "MEGARL_RAY_DIR": ".",
+        "RAY_AUTH_TOKEN_PATH": "token",
+        "MEGARL_NODE_ADDRESS": "127.0.0.2",
+    }
+    node = desk.start(
+        "bash", ROOT / "scripts" / "ray_node.sh", "head", "address", MEGARL_GPUS_PER_NODE="1", **own
+    )
     wait_until((caller / "address").exists)
     (folder,) = caller.glob("megarl-ray-*")
     assert desk.ray("127.0.0.2")["env"]["TMPDIR"] == f"{caller}/./{folder.name}/tmp"
@@ -131,5 +162,11 @@ def test_every_variable_is_described() -> None:
     names = {name for file in files for name in re.findall(r"MEGARL_[A-Z_]+", file.read_text())}
     text = (ROOT / "docs" / "cluster.md").read_text()
     # Of the set-up (MEGARL_VENV for the GPU check alone), between the GPU check and its tests, and inside enroot's.
-    elsewhere = {"MEGARL_TORCH_INDEX", "MEGARL_VENV", "MEGARL_GPU_RESULTS", "MEGARL_SIMULATED_VENV", "MEGARL_DIRECTORY"}
+    elsewhere = {
+        "MEGARL_TORCH_INDEX",
+        "MEGARL_VENV",
+        "MEGARL_GPU_RESULTS",
+        "MEGARL_SIMULATED_VENV",
+        "MEGARL_DIRECTORY",
+    }
     assert {name for name in names if f"`{name}`" not in text} == elsewhere

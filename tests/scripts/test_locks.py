@@ -26,7 +26,9 @@ RESOLVE = ["--python-platform", "x86_64-manylinux_2_35", "--no-header", "--no-an
 def pins(text: str) -> dict[str, str]:
     """Versions by name; every line that is no comment names one package and its version, and nothing else."""
     found: dict[str, str] = {}
-    for line in filter(None, (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())):
+    for line in filter(
+        None, (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+    ):
         match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s=<>!*,;]+)", line)
         assert match, line
         name = canonicalize_name(match[1])
@@ -41,25 +43,38 @@ def lock(device: str) -> dict[str, str]:
 
 def overrides() -> dict[str, str | None]:
     """The versions that the GPU lock has whatever packages ask for, by name; None: the package is left out."""
-    lines = re.sub(r"(?m)^#.*", "", (FOLDER / "gpu-overrides.txt").read_text(encoding="utf-8")).split("\n")
+    lines = re.sub(
+        r"(?m)^#.*", "", (FOLDER / "gpu-overrides.txt").read_text(encoding="utf-8")
+    ).split("\n")
     found: dict[str, str | None] = {}
     for one in map(Requirement, filter(None, lines)):
         (version,) = [specifier.version for specifier in one.specifier] or [None]
-        is_left_out = one.marker is not None and not one.marker.evaluate(PLATFORM | {"python_version": PYTHONS[0]})
+        is_left_out = one.marker is not None and not one.marker.evaluate(
+            PLATFORM | {"python_version": PYTHONS[0]}
+        )
         found[canonicalize_name(one.name)] = None if is_left_out else version
     return found
 
 
 def wishes(texts: list[str] | None, python: str, extra: str = "") -> list[Requirement]:
     """Requirements that count on Linux x86-64 with this Python."""
-    environment = {**PLATFORM, "python_version": python, "python_full_version": f"{python}.1", "extra": extra}
+    environment = {
+        **PLATFORM,
+        "python_version": python,
+        "python_full_version": f"{python}.1",
+        "extra": extra,
+    }
     wanted = [Requirement(text) for text in texts or []]
     return [one for one in wanted if not one.marker or one.marker.evaluate(environment)]
 
 
 def unmet(wanted: list[Requirement], found: dict[str, str]) -> list[str]:
     versions = [(one, found.get(canonicalize_name(one.name))) for one in wanted]
-    return [str(one) for one, version in versions if not version or not one.specifier.contains(version, True)]
+    return [
+        str(one)
+        for one, version in versions
+        if not version or not one.specifier.contains(version, True)
+    ]
 
 
 def packaging_lists() -> tuple[list[str], dict[str, list[str]]]:
@@ -90,7 +105,9 @@ def test_core_is_small_and_every_dependency_says_why() -> None:
 
 def test_every_list_of_pythons_is_the_same() -> None:
     assert 'python_requires=">=3.11,<3.13"' in (ROOT / "setup.py").read_text()
-    assert "for name in python3.11 python3.12; do" in (ROOT / "scripts" / "setup_env.sh").read_text()
+    assert (
+        "for name in python3.11 python3.12; do" in (ROOT / "scripts" / "setup_env.sh").read_text()
+    )
     assert "with Python 3.11 or 3.12 and no GPU" in (ROOT / "README.md").read_text()
     assert 'target-version = "py311"' in (ROOT / "pyproject.toml").read_text()
 
@@ -117,10 +134,18 @@ def unmet_on_cpu(python: str) -> set[str]:
         assert SpecifierSet(headers.get("Requires-Python") or "").contains(f"{python}.1"), name
         for text in package.requires or []:
             wanted = Requirement(text)
-            environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
+            environment = {
+                "python_version": python,
+                "python_full_version": f"{python}.1",
+                "extra": "",
+            }
             pin = pins.get(canonicalize_name(wanted.name), "")
             if not wanted.marker or wanted.marker.evaluate(environment):
-                found |= {f"{name} wants {text}"} if not pin or not wanted.specifier.contains(pin) else set()
+                found |= (
+                    {f"{name} wants {text}"}
+                    if not pin or not wanted.specifier.contains(pin)
+                    else set()
+                )
     return found
 
 
@@ -128,13 +153,16 @@ def test_the_cpu_lock_lacks_the_same_under_every_python() -> None:
     """Left out is what the tests do without, most of it SGLang's kernels: they run under one Python, here are both."""
     first, second = map(unmet_on_cpu, PYTHONS)
     assert first == second
-    lacking = {line.split()[0] for line in first} - {"torch"}  # of which a CUDA build needs CUDA's packages
+    # of which a CUDA build needs CUDA's packages
+    lacking = {line.split()[0] for line in first} - {"torch"}
     assert lacking == {"sglang", "huggingface-hub", "pyright", "python-dateutil", "databricks-sdk"}
 
 
 def fits_one_python(name: str) -> bool:
     """Whether the wheel that is installed has machine code for this Python alone."""
-    tags = re.findall(r"^Tag: (\S+)", metadata.distribution(name).read_text("WHEEL") or "", re.MULTILINE)
+    tags = re.findall(
+        r"^Tag: (\S+)", metadata.distribution(name).read_text("WHEEL") or "", re.MULTILINE
+    )
     return all(tag.startswith("cp") and "-abi3-" not in tag for tag in tags)
 
 
@@ -143,13 +171,23 @@ def fits_one_python(name: str) -> bool:
 def test_pip_finds_every_pinned_package_for_the_other_python(tmp_path: Path) -> None:
     """For this one they are installed. A newer pip reads what a package index says of its files, and fetches none."""
     install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1"]
-    fetched = subprocess.run([*install, "--target", tmp_path / "pip", "pip>=25"], capture_output=True, text=True)
+    fetched = subprocess.run(
+        [*install, "--target", tmp_path / "pip", "pip>=25"], capture_output=True, text=True
+    )
     if fetched.returncode:
         pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
     (other,) = set(PYTHONS) - {f"3.{sys.version_info.minor}"}
     pins = [f"{name}=={version}" for name, version in lock("cpu").items() if fits_one_python(name)]
     assert {"numpy", "ray", "torch"} <= {pin.split("==")[0] for pin in pins}
-    asked = ["--dry-run", "--only-binary=:all:", "--target", tmp_path / "x", "--python-version", other, *pins]
+    asked = [
+        "--dry-run",
+        "--only-binary=:all:",
+        "--target",
+        tmp_path / "x",
+        "--python-version",
+        other,
+        *pins,
+    ]
     settings = os.environ | {"PYTHONPATH": str(tmp_path / "pip")}
     done = subprocess.run([*install, *asked], env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -174,7 +212,10 @@ def test_the_gpu_lock_is_what_setup_py_asks_for() -> None:
 def test_every_source_of_the_gpu_lock_is_named_there_as_setup_py_names_it() -> None:
     """So that a package which setup.py gains, or another version of the engine, cannot be forgotten."""
     lines = re.sub(r"\s*#.*", "", (FOLDER / "gpu.in").read_text(encoding="utf-8")).split("\n")
-    named = {canonicalize_name(one.name): one for one in map(Requirement, filter(lambda x: x and x[0] != "-", lines))}
+    named = {
+        canonicalize_name(one.name): one
+        for one in map(Requirement, filter(lambda x: x and x[0] != "-", lines))
+    }
     core, extras = packaging_lists()
     for text in [*core, *extras["gpu"], *extras["search"], *extras["trackers"], *extras["dev"]]:
         wanted = Requirement(text)
@@ -188,7 +229,9 @@ def test_the_gpu_lock_has_the_versions_that_override_what_packages_ask_for() -> 
     asked, found = overrides(), lock("gpu")
     assert asked == {"nvidia-cublas": "13.2.0.9", "cuda-tile": None}
     assert {name: found.get(name) for name in asked} == asked
-    assert "--override requirements/gpu-overrides.txt" in (FOLDER / "gpu.in").read_text(encoding="utf-8")
+    assert "--override requirements/gpu-overrides.txt" in (FOLDER / "gpu.in").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("python", PYTHONS)
@@ -198,15 +241,27 @@ def test_the_gpu_lock_has_all_that_the_installed_packages_ask_for(python: str) -
     for name, version in lock("cpu").items():
         package = metadata.distribution(name)
         assert package.version.split("+")[0] == version, name
-        wanted = [one for one in wishes(package.requires, python) if canonicalize_name(one.name) not in decided]
+        wanted = [
+            one
+            for one in wishes(package.requires, python)
+            if canonicalize_name(one.name) not in decided
+        ]
         assert unmet(wanted, found) == [], name
-    kernels = [one for one in wishes(metadata.requires("sglang"), python) if re.search("kernel|flash|deep-", one.name)]
-    assert {"sglang-kernel", "flashinfer-python", "sgl-deep-gemm"} <= {canonicalize_name(one.name) for one in kernels}
+    kernels = [
+        one
+        for one in wishes(metadata.requires("sglang"), python)
+        if re.search("kernel|flash|deep-", one.name)
+    ]
+    assert {"sglang-kernel", "flashinfer-python", "sgl-deep-gemm"} <= {
+        canonicalize_name(one.name) for one in kernels
+    }
 
 
 def test_the_gpu_lock_is_of_one_cuda() -> None:
     found = lock("gpu")
-    assert not [name for name in found if re.search(r"(?<!libs)-cu12$", name)], "one folder takes one core"
+    assert not [name for name in found if re.search(r"(?<!libs)-cu12$", name)], (
+        "one folder takes one core"
+    )
     assert {"transformer-engine-cu13", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= found.keys()
     engine = {version for name, version in found.items() if name.startswith("transformer-engine")}
     assert len(engine) == 1, "TransformerEngine refuses parts of several versions"
@@ -216,7 +271,19 @@ def test_the_gpu_lock_is_of_one_cuda() -> None:
 def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The resolver, which unlike pip reads what a source package asks for without building it."""
     folder = tmp_path_factory.mktemp("uv")
-    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1", "--target", folder, "uv"]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--no-deps",
+        "--retries",
+        "1",
+        "--target",
+        folder,
+        "uv",
+    ]
     fetched = subprocess.run(install, capture_output=True, text=True)
     if fetched.returncode:
         pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
@@ -228,12 +295,24 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_gpu_lock_still_resolves(python: str, uv: Path, tmp_path: Path) -> None:
     """From gpu.in, held to the lock's versions: each is still offered, and they still agree. Nothing is installed."""
-    command = [uv, "pip", "compile", "-q", FOLDER / "gpu.in", "-c", FOLDER / "gpu.txt", "--python-version", python]
+    command = [
+        uv,
+        "pip",
+        "compile",
+        "-q",
+        FOLDER / "gpu.in",
+        "-c",
+        FOLDER / "gpu.txt",
+        "--python-version",
+        python,
+    ]
     command += ["--override", FOLDER / "gpu-overrides.txt"]
     settings = os.environ | {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_SYSTEM_CERTS": "1"}
     if index := os.environ.get("PIP_INDEX_URL"):
         settings |= {"UV_DEFAULT_INDEX": index}
-    done = subprocess.run([*command, *RESOLVE], cwd=tmp_path, env=settings, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, *RESOLVE], cwd=tmp_path, env=settings, capture_output=True, text=True
+    )
     if "error sending request" in done.stderr:
         pytest.skip(f"no package index is in reach: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr

@@ -14,17 +14,27 @@ from megarl.rollout.rewards.short_answer import score
 from scripts import make_search_data
 
 ROWS = [
-    {"question": "who got the first nobel prize in physics", "golden_answers": ["Röntgen ", ""], "data_source": "nq"},
+    {
+        "question": "who got the first nobel prize in physics",
+        "golden_answers": ["Röntgen ", ""],
+        "data_source": "nq",
+    },
     {"question": "Which is larger?", "golden_answers": ["yes", "Yes"], "data_source": "hotpotqa"},
     {"question": "Who?", "golden_answers": [""], "data_source": "hotpotqa"},
 ]
 
 
-def write(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[dict[str, object]]:
+def write(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> list[dict[str, object]]:
     source, out = folder / "test.parquet", folder / "made" / "out.jsonl"
-    published = [row | {"id": "test_0", "reward_model": {"ground_truth": {"target": []}}} for row in ROWS]
+    published = [
+        row | {"id": "test_0", "reward_model": {"ground_truth": {"target": []}}} for row in ROWS
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(published), source)
-    monkeypatch.setattr(sys, "argv", ["make_search_data", str(source), "--out", str(out), *arguments])
+    monkeypatch.setattr(
+        sys, "argv", ["make_search_data", str(source), "--out", str(out), *arguments]
+    )
     make_search_data.main()
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
@@ -54,7 +64,9 @@ def test_a_broken_line_is_told(
 ) -> None:
     source = tmp_path / "test.jsonl"
     source.write_text(json.dumps(ROWS[0]) + "\n{\n")
-    monkeypatch.setattr(sys, "argv", ["make_search_data", str(source), "--out", str(tmp_path / "out.jsonl")])
+    monkeypatch.setattr(
+        sys, "argv", ["make_search_data", str(source), "--out", str(tmp_path / "out.jsonl")]
+    )
     with pytest.raises(SystemExit):
         make_search_data.main()
     assert "test.jsonl:2" in capsys.readouterr().err

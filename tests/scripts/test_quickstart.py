@@ -33,7 +33,9 @@ def start(sandbox: Sandbox, *arguments: str, megarl: str = "exit 0") -> tuple[in
     command = ["bash", sandbox.repo / "scripts" / "quickstart.sh", *arguments]
     done = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
     ran = [line.replace("BIN/", "").replace("REPO/.venv/bin/", "") for line in sandbox.commands()]
-    return done.returncode, [line for line in ran if line.startswith(("megarl ", "python scripts/"))]
+    return done.returncode, [
+        line for line in ran if line.startswith(("megarl ", "python scripts/"))
+    ]
 
 
 def test_the_quickstart_is_one_run_whose_end_is_its_own(sandbox: Sandbox) -> None:
@@ -45,7 +47,9 @@ def test_the_quickstart_is_one_run_whose_end_is_its_own(sandbox: Sandbox) -> Non
     ])  # fmt: skip
 
 
-def test_the_quickstart_with_tools_runs_the_same_without_them_and_compares(sandbox: Sandbox) -> None:
+def test_the_quickstart_with_tools_runs_the_same_without_them_and_compares(
+    sandbox: Sandbox,
+) -> None:
     """All that is given goes to both runs, and to the lines about them."""
     code, ran = start(sandbox, "tools", "run.steps=2", "--resume")
     made, (first, second, *shown) = ran[:2], ran[2:]
@@ -53,11 +57,17 @@ def test_the_quickstart_with_tools_runs_the_same_without_them_and_compares(sandb
         "python scripts/make_tiny_moe.py --tools --out models/tiny-qwen3-moe-tools",
         "python scripts/make_arithmetic.py --tools --out data/tools",
     ]
-    assert (first, second) == (f"{TOOLS} run.steps=2 --resume", f"{TOOLS} run.steps=2 --resume {WITHOUT}")
+    assert (first, second) == (
+        f"{TOOLS} run.steps=2 --resume",
+        f"{TOOLS} run.steps=2 --resume {WITHOUT}",
+    )
     assert [line.partition(" recipes/")[2] for line in shown] == [
         line.partition(" recipes/")[2] for line in (first, second)
     ]  # fmt: skip
-    assert all(line.startswith("python scripts/show_accuracies.py held-out products with") for line in shown)
+    assert all(
+        line.startswith("python scripts/show_accuracies.py held-out products with")
+        for line in shown
+    )
 
 
 @pytest.mark.parametrize(("ends", "runs"), [(FIRST_ENDS, 1), (SECOND_ENDS, 2)])
@@ -76,10 +86,14 @@ FOUR = "model.dtype=bfloat16 train.tp=2 train.ep=2 rollout.engine.tp=2"
 EIGHT = f"{FOUR} placement.gpus=8 rollout.engine.count=4"
 
 
-def start_on_gpus(sandbox: Sandbox, num_gpus: int, *arguments: str, **environment: str) -> tuple[int, list[str]]:
+def start_on_gpus(
+    sandbox: Sandbox, num_gpus: int, *arguments: str, **environment: str
+) -> tuple[int, list[str]]:
     """The exit code on a machine whose nvidia-smi lists so many GPUs, and the runs of megarl."""
     with_gpus(sandbox)
-    lines = "".join(f'echo "GPU {number}: NVIDIA H800 (UUID: GPU-{number})"\n' for number in range(num_gpus))
+    lines = "".join(
+        f'echo "GPU {number}: NVIDIA H800 (UUID: GPU-{number})"\n' for number in range(num_gpus)
+    )
     sandbox.stand_in("nvidia-smi", lines or "exit 0")
     sandbox.stand_in("megarl", "exit 0")
     command = ["bash", sandbox.repo / "scripts" / "quickstart.sh", *arguments]
@@ -90,9 +104,12 @@ def start_on_gpus(sandbox: Sandbox, num_gpus: int, *arguments: str, **environmen
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "keys"), [(1, ONE), (2, TWO), (3, TWO), (4, FOUR), (7, FOUR), (8, EIGHT), (16, EIGHT)]
+    ("num_gpus", "keys"),
+    [(1, ONE), (2, TWO), (3, TWO), (4, FOUR), (7, FOUR), (8, EIGHT), (16, EIGHT)],
 )
-def test_the_quickstart_takes_as_many_slots_as_there_are_gpus(sandbox: Sandbox, num_gpus: int, keys: str) -> None:
+def test_the_quickstart_takes_as_many_slots_as_there_are_gpus(
+    sandbox: Sandbox, num_gpus: int, keys: str
+) -> None:
     """The caller's own keys come last, where they hold."""
     code, ran = start_on_gpus(sandbox, num_gpus, "run.steps=2", "--resume")
     assert (code, ran) == (0, [f"megarl train recipes/quickstart.yaml {keys} run.steps=2 --resume"])
@@ -112,8 +129,13 @@ def test_both_runs_with_tools_take_the_slots(sandbox: Sandbox) -> None:
     ],
     ids=["one is visible", "two are visible", "the CPU is asked for"],
 )
-def test_hidden_gpus_give_no_slots(sandbox: Sandbox, environment: dict[str, str], code: int, keys: str) -> None:
-    assert start_on_gpus(sandbox, 8, **environment) == (code, [f"megarl train recipes/quickstart.yaml{keys}"])
+def test_hidden_gpus_give_no_slots(
+    sandbox: Sandbox, environment: dict[str, str], code: int, keys: str
+) -> None:
+    assert start_on_gpus(sandbox, 8, **environment) == (
+        code,
+        [f"megarl train recipes/quickstart.yaml{keys}"],
+    )
 
 
 def test_gpus_that_are_elsewhere_give_none(sandbox: Sandbox) -> None:
@@ -134,7 +156,9 @@ def test_the_keys_fit_the_recipes_on_gpus(
 def show(folder: Path, since: float, *arguments: str) -> str:
     command = [sys.executable, ROOT / "scripts" / "show_accuracies.py", "with it", str(since)]
     recipe = ROOT / "recipes" / "quickstart_tools.yaml"
-    done = subprocess.run([*command, recipe, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*command, recipe, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 

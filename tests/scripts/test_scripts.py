@@ -60,7 +60,9 @@ def test_arithmetic_is_the_same_for_the_same_seed(arithmetic: Path, tmp_path: Pa
     assert digests(tmp_path / "other")["train.jsonl"] != digests(arithmetic)["train.jsonl"]
 
 
-def test_multiplications_are_right_and_a_quarter_of_them_is_demonstrated_with_the_calculator(tmp_path: Path) -> None:
+def test_multiplications_are_right_and_a_quarter_of_them_is_demonstrated_with_the_calculator(
+    tmp_path: Path,
+) -> None:
     make("make_arithmetic.py", "--tools", "--out", tmp_path)
     train, evaluation = rows(tmp_path / "train.jsonl"), rows(tmp_path / "eval.jsonl")
     assert (len(train), len(evaluation)) == (8100 - 256, 256)
@@ -114,7 +116,9 @@ assert model.model.layers[0].self_attn.q_norm.weight.shape == (32,)
 logits = model(torch.arange(12)[None]).logits
 assert logits.shape == (1, 12, model.config.vocab_size) and logits.isfinite().all() and logits.std() > 0
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
 
 
 def test_the_tokenizer_reads_one_character_a_token_and_chats(tiny_model: Path) -> None:
@@ -132,17 +136,30 @@ def test_the_tokenizer_reads_one_character_a_token_and_chats(tiny_model: Path) -
     question = [{"role": "user", "content": "12+34="}]
     answered = [*question, {"role": "assistant", "content": "46"}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-    assert tokenizer.apply_chat_template(answered, tokenize=False) == f"{prompt}46{tokenizer.eos_token}"
+    assert (
+        tokenizer.apply_chat_template(answered, tokenize=False)
+        == f"{prompt}46{tokenizer.eos_token}"
+    )
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     assert prompt_ids[0] == tokenizer.bos_token_id
     assert len(prompt_ids) == len("12+34=") + 3
-    assert tokenizer.decode([*tokenizer.encode("46"), tokenizer.eos_token_id], skip_special_tokens=True) == "46"
+    assert (
+        tokenizer.decode(
+            [*tokenizer.encode("46"), tokenizer.eos_token_id], skip_special_tokens=True
+        )
+        == "46"
+    )
 
 
 @pytest.mark.slow
-def test_the_model_with_tools_differs_in_its_vocabulary_alone(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_model_with_tools_differs_in_its_vocabulary_alone(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     make("make_tiny_moe.py", "--tools", "--out", tmp_path / "tools")
-    config, plain = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "tools", tiny_model))
+    config, plain = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (tmp_path / "tools", tiny_model)
+    )
     assert config.pop("vocab_size") == 112 and plain.pop("vocab_size") == 102
     assert config == plain
 
@@ -173,7 +190,20 @@ class Sandbox:
     """A copy of what the set-up reads, a PATH with nothing on it but our stand-ins and the usual tools."""
 
     TOOLS = (
-        *("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp", "rm", "cp"),
+        *(
+            "bash",
+            "cat",
+            "df",
+            "awk",
+            "dirname",
+            "flock",
+            "grep",
+            "sha256sum",
+            "mkdir",
+            "mktemp",
+            "rm",
+            "cp",
+        ),
         "readlink",
     )
 
@@ -196,14 +226,20 @@ class Sandbox:
 
     def set_up(self, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
         """Source setup_env.sh; the environment is the caller's, with PATH ours."""
-        command = ["bash", "-c", f'source {self.repo}/scripts/setup_env.sh; echo "at $PWD ${{PYTHONPATH-clean}}"']
+        command = [
+            "bash",
+            "-c",
+            f'source {self.repo}/scripts/setup_env.sh; echo "at $PWD ${{PYTHONPATH-clean}}"',
+        ]
         env = {"PATH": str(self.bin), **environment}
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 
     def commands(self) -> list[str]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         self.log.unlink(missing_ok=True)
-        return [line.replace(str(self.repo), "REPO").replace(str(self.bin), "BIN") for line in lines]
+        return [
+            line.replace(str(self.repo), "REPO").replace(str(self.bin), "BIN") for line in lines
+        ]
 
 
 @pytest.fixture
@@ -224,13 +260,19 @@ def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_
         "REPO/.venv/bin/python -m compileall -q -j 0 REPO/.venv/lib megarl",
     ]
     second = sandbox.set_up(Path("/"))
-    assert second.stdout.splitlines() == [f"megarl: using {sandbox.repo}/.venv", f"at {sandbox.repo} clean"]
+    assert second.stdout.splitlines() == [
+        f"megarl: using {sandbox.repo}/.venv",
+        f"at {sandbox.repo} clean",
+    ]
     assert sandbox.commands() == []
 
 
 @pytest.mark.parametrize(
     ("environment", "index", "otherwise"),
-    [({}, CPU_INDEX, ""), ({"MEGARL_TORCH_INDEX": "https://i"}, "https://i", "--index-url https://i ")],
+    [
+        ({}, CPU_INDEX, ""),
+        ({"MEGARL_TORCH_INDEX": "https://i"}, "https://i", "--index-url https://i "),
+    ],
     ids=["default", "named"],
 )
 def test_where_the_cpu_index_has_no_torch_another_build_without_cuda_is_taken(
@@ -239,7 +281,10 @@ def test_where_the_cpu_index_has_no_torch_another_build_without_cuda_is_taken(
     sandbox.stand_in("python3.11", f"{NO_CPU_BUILD}\n{MAKES_VENV}")
     result = sandbox.set_up(tmp_path, **environment)
     assert (result.returncode, result.stderr) == (0, "")
-    assert f"megarl: no torch 2.13.0+cpu from {index} (ERROR: none): looking for another build" in result.stdout
+    assert (
+        f"megarl: no torch 2.13.0+cpu from {index} (ERROR: none): looking for another build"
+        in result.stdout
+    )
     assert [line for line in sandbox.commands() if "torch==" in line] == [
         f"{PIP} {FROM_CPU_INDEX} --index-url {index} {TORCH}+cpu",
         f"{PIP} {otherwise}--dry-run --ignore-installed --report - {TORCH}",
@@ -247,7 +292,9 @@ def test_where_the_cpu_index_has_no_torch_another_build_without_cuda_is_taken(
     ]
 
 
-@pytest.mark.parametrize("report", ['echo \'["nvidia-cublas; platform_system == \\"Linux\\""]\'', "exit 1"])
+@pytest.mark.parametrize(
+    "report", ['echo \'["nvidia-cublas; platform_system == \\"Linux\\""]\'', "exit 1"]
+)
 @pytest.mark.parametrize(("name", "tag"), [("python3.11", "cp311"), ("python3.12", "cp312")])
 def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
     sandbox: Sandbox, tmp_path: Path, name: str, tag: str, report: str
@@ -263,11 +310,17 @@ def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
     )
     assert "PIP_FIND_LINKS=" in line
     assert "MEGARL_TORCH_INDEX=" in line
-    assert not [one for one in sandbox.commands() if "-r " in one or one.endswith(TORCH) and "--dry-run" not in one]
+    assert not [
+        one
+        for one in sandbox.commands()
+        if "-r " in one or one.endswith(TORCH) and "--dry-run" not in one
+    ]
 
 
 TWO_GPUS = 'echo "GPU 0: NVIDIA H800 (UUID: GPU-0)"; echo "GPU 1: NVIDIA H800 (UUID: GPU-1)"'
-NO_DRIVER = 'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9'
+NO_DRIVER = (
+    'echo "NVIDIA-SMI has failed because it couldn\'t communicate with the NVIDIA driver."; exit 9'
+)
 TOOLKIT = 'echo "Cuda compilation tools, release 13.0, V13.0.88"'
 CUDA_BUILD = '[[ "$*" == *--report* ]] && echo \'["nvidia-cudnn-cu13"]\''
 ENGINE = "transformer-engine-torch==2.14.1"
@@ -295,14 +348,17 @@ def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox, tmp_path
         f"{PIP} --no-build-isolation -e .",
     ]
     whole = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
-    assert [line for line in whole if line not in done] == [line for line in whole if line.startswith(ENGINE)]
+    assert [line for line in whole if line not in done] == [
+        line for line in whole if line.startswith(ENGINE)
+    ]
     assert sandbox.set_up(tmp_path).stdout.startswith(f"megarl: using {sandbox.repo}/.venv")
 
 
 # A stand-in for nvcc: says its release, what it was compiled with, and where it was called.
 NVCC = 'if [[ $1 == --dryrun ]]; then echo "#\\$ _HERE_=$(dirname "$0")" >&2; else echo "release 13.0, V13.0.88"; fi'
 KEEPS_SETTINGS = (
-    '[[ "$*" != *transformer-engine-torch==* ]] || echo "CUDA_HOME $CUDA_HOME, first on PATH ${{PATH%%:*}}" >>{log}'
+    '[[ "$*" != *transformer-engine-torch==* ]] '
+    '|| echo "CUDA_HOME $CUDA_HOME, first on PATH ${{PATH%%:*}}" >>{log}'
 )
 
 
@@ -313,7 +369,9 @@ def nvcc_at(path: Path, body: str = NVCC) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", ["itself", "link", "wrapper", "wrapper of a link", "CUDA_HOME", "CUDA_HOME is wrong"])
+@pytest.mark.parametrize(
+    "kind", ["itself", "link", "wrapper", "wrapper of a link", "CUDA_HOME", "CUDA_HOME is wrong"]
+)
 def test_transformer_engine_is_compiled_by_the_toolkit_of_nvcc_and_the_locks_ninja(
     sandbox: Sandbox, tmp_path: Path, kind: str
 ) -> None:
@@ -371,15 +429,30 @@ def test_another_device_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path
     ("python", "nvcc", "environment", "says"),
     [
         (CUDA_BUILD, None, {}, "no CUDA toolkit 13 (nvcc)"),
-        (CUDA_BUILD, 'echo "Cuda compilation tools, release 12.9, V12.9.86"', {}, "no CUDA toolkit 13 (nvcc)"),
-        ('[[ "$*" == *--report* ]] && echo \'["filelock"]\'', TOOLKIT, {}, "pip would install torch's CPU build"),
+        (
+            CUDA_BUILD,
+            'echo "Cuda compilation tools, release 12.9, V12.9.86"',
+            {},
+            "no CUDA toolkit 13 (nvcc)",
+        ),
+        (
+            '[[ "$*" == *--report* ]] && echo \'["filelock"]\'',
+            TOOLKIT,
+            {},
+            "pip would install torch's CPU build",
+        ),
         ('[[ "$*" == *--report* ]] && exit 1', TOOLKIT, {}, "pip finds no torch 2.13.0"),
         (CUDA_BUILD, TOOLKIT, {"MEGARL_DEVICE": "gpu"}, "MEGARL_DEVICE is gpu: write cpu or cuda"),
     ],
     ids=["no toolkit", "an older toolkit", "CPU build", "no torch", "unknown device"],
 )
 def test_what_gpus_lack_is_said_in_a_line(
-    sandbox: Sandbox, tmp_path: Path, python: str, nvcc: str | None, environment: dict[str, str], says: str
+    sandbox: Sandbox,
+    tmp_path: Path,
+    python: str,
+    nvcc: str | None,
+    environment: dict[str, str],
+    says: str,
 ) -> None:
     with_gpus(sandbox, python, nvcc)
     result = sandbox.set_up(tmp_path, **environment)
@@ -390,7 +463,9 @@ def test_what_gpus_lack_is_said_in_a_line(
 
 
 @pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])
-def test_a_changed_lock_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path, file: str) -> None:
+def test_a_changed_lock_makes_a_new_environment(
+    sandbox: Sandbox, tmp_path: Path, file: str
+) -> None:
     sandbox.set_up(tmp_path)
     sandbox.commands()
     with (sandbox.repo / file).open("a") as text:
@@ -409,12 +484,16 @@ def own_environment(venv: Path, stamp: str = "") -> Path:
 
 
 @pytest.mark.parametrize("stamp", ["", "/another/clone"], ids=["no stamp", "of another clone"])
-def test_an_environment_of_others_is_not_emptied(sandbox: Sandbox, tmp_path: Path, stamp: str) -> None:
+def test_an_environment_of_others_is_not_emptied(
+    sandbox: Sandbox, tmp_path: Path, stamp: str
+) -> None:
     kept = own_environment(sandbox.repo / ".venv", stamp)
     result = sandbox.set_up(tmp_path)
     assert result.returncode == 2 and kept.exists() and not sandbox.commands()
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"megarl: {sandbox.repo}/.venv was made by {stamp or 'another program'}, and an")
+    assert line.startswith(
+        f"megarl: {sandbox.repo}/.venv was made by {stamp or 'another program'}, and an"
+    )
     assert line.endswith(f"remove it (rm -r {sandbox.repo}/.venv) and run this again")
 
 
@@ -434,21 +513,30 @@ def test_what_a_link_leads_to_is_not_emptied(sandbox: Sandbox, tmp_path: Path) -
     result = sandbox.set_up(tmp_path)
     assert result.returncode == 2 and kept.exists() and not sandbox.commands()
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"megarl: {sandbox.repo}/.venv is a link to {tmp_path}/theirs, and an installation")
+    assert line.startswith(
+        f"megarl: {sandbox.repo}/.venv is a link to {tmp_path}/theirs, and an installation"
+    )
     assert line.endswith(f"remove the link (rm {sandbox.repo}/.venv) and run this again")
 
 
-def test_a_moved_repository_asks_to_remove_its_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_moved_repository_asks_to_remove_its_environment(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     """A container sees the host's clone under another name, too: the host still needs what is there."""
     sandbox.set_up(tmp_path)
     before = sandbox.repo
     sandbox.repo = sandbox.repo.rename(tmp_path / "elsewhere")
     result = sandbox.set_up(tmp_path)
     assert result.returncode == 2
-    assert f".venv was made by {before}, and an installation would empty it: remove it (rm -r " in result.stderr
+    assert (
+        f".venv was made by {before}, and an installation would empty it: remove it (rm -r "
+        in result.stderr
+    )
 
 
-def test_an_empty_folder_on_another_disk_takes_the_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_an_empty_folder_on_another_disk_takes_the_environment(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     (sandbox.repo / ".venv").mkdir()
     result = sandbox.set_up(tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
@@ -466,7 +554,11 @@ def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: P
     ("name", "body", "says"),
     [
         ("df", "echo head; echo disk 9 9 1048576 1% /", "1 GiB free on the disk of"),
-        ("python3.11", NO_VENV, "python3.11 cannot make environments: install its venv package (python3.11-venv)"),
+        (
+            "python3.11",
+            NO_VENV,
+            "python3.11 cannot make environments: install its venv package (python3.11-venv)",
+        ),
     ],
 )
 def test_what_the_machine_lacks_is_said_in_a_line(
@@ -484,7 +576,9 @@ def test_a_missing_python_is_said_in_a_line(sandbox: Sandbox, tmp_path: Path) ->
     (sandbox.bin / "python3.11").unlink()
     result = sandbox.set_up(tmp_path)
     assert result.returncode == 2
-    missing = "python3.11 and python3.12 are missing: install Python 3.11 or 3.12 and run this again"
+    missing = (
+        "python3.11 and python3.12 are missing: install Python 3.11 or 3.12 and run this again"
+    )
     assert result.stderr == f"megarl: {missing}\n"
 
 
@@ -515,20 +609,29 @@ def test_the_set_up_takes_the_python_that_is_there(
 
 
 @pytest.mark.parametrize(("limit", "first", "others"), [(None, "560", "480"), ("77", "77", "77")])
-def test_the_first_tier_has_more_time(tmp_path: Path, limit: str | None, first: str, others: str) -> None:
+def test_the_first_tier_has_more_time(
+    tmp_path: Path, limit: str | None, first: str, others: str
+) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$2" != tests.gpu.tiers ] || [ -n "$3" ] || echo 1 2 3\n')
     python.chmod(0o755)
-    own = {name: value for name, value in os.environ.items() if name != "LIMIT_S"} | {"PYTHON": str(python)}
+    own = {name: value for name, value in os.environ.items() if name != "LIMIT_S"} | {
+        "PYTHON": str(python)
+    }
     own |= {"LIMIT_S": limit} if limit else {}
-    done = subprocess.run(["bash", ROOT / "scripts" / "gpu_check.sh"], env=own, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "gpu_check.sh"], env=own, capture_output=True, text=True
+    )
     told = [f"tier {tier}: at most {first if tier == 1 else others} s" for tier in (1, 2, 3)]
     assert (done.returncode, done.stdout.splitlines()) == (0, told)
 
 
 # --- test.sh -----------------------------------------------------------------------------------------------------
 
-PROGRAMS = {"bwrap": ("bubblewrap", "the tests of the sandbox"), "slurmctld": ("Slurm", "the tests of Slurm jobs")}
+PROGRAMS = {
+    "bwrap": ("bubblewrap", "the tests of the sandbox"),
+    "slurmctld": ("Slurm", "the tests of Slurm jobs"),
+}
 PACKAGES = {"bwrap": "bubblewrap", "slurmctld": "munge slurm-client slurmctld slurmd"}
 MISSING = "{name} ({program}) is missing: {tests} will be skipped"
 INSTALLING = "installing {name} for {tests}"
@@ -553,7 +656,10 @@ def run_test_sh(sandbox: Sandbox) -> list[str]:
     return result.stdout.splitlines()
 
 
-FRONT, LAST = "--ignore=tests/tracking -m slow and not nightly", " tests/tracking -m slow and not nightly"
+FRONT, LAST = (
+    "--ignore=tests/tracking -m slow and not nightly",
+    " tests/tracking -m slow and not nightly",
+)
 
 
 @pytest.mark.parametrize("fails", ["tests/end_to_end", "-m not slow", FRONT, LAST])
@@ -568,7 +674,9 @@ def test_test_sh_fails_where_any_part_does(sandbox: Sandbox, tmp_path: Path, fai
     assert done.returncode == 3, done.stderr
     told = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
     ends = (FRONT, "tests/end_to_end", "-m not slow", LAST)
-    assert [line.endswith(end) for line, end in zip(told, ends, strict=True)] == [True] * 4, "the background's last"
+    assert [line.endswith(end) for line, end in zip(told, ends, strict=True)] == [True] * 4, (
+        "the background's last"
+    )
 
 
 def test_test_sh_installs_no_slurm_beside_a_clusters_own(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -596,10 +704,23 @@ def test_test_sh_installs_no_slurm_beside_a_clusters_own(sandbox: Sandbox, tmp_p
         ("1000", "cp {file} BIN/{program}", [MISSING], []),
         ("0", "there already", [], []),
     ],
-    ids=["at once", "after an update", "not at all", "without apt-get", "without rights", "there already"],
+    ids=[
+        "at once",
+        "after an update",
+        "not at all",
+        "without apt-get",
+        "without rights",
+        "there already",
+    ],
 )
 def test_test_sh_provides_a_program_where_it_can(
-    sandbox: Sandbox, tmp_path: Path, program: str, uid: str, apt_get: str | None, says: list[str], does: list[str]
+    sandbox: Sandbox,
+    tmp_path: Path,
+    program: str,
+    uid: str,
+    apt_get: str | None,
+    says: list[str],
+    does: list[str],
 ) -> None:
     prepare_test_sh(sandbox, tmp_path)
     file = tmp_path / "program"
@@ -612,8 +733,12 @@ def test_test_sh_provides_a_program_where_it_can(
             sandbox.stand_in(other, "")
     sandbox.stand_in("id", f"echo {uid}")
     if apt_get not in (None, "there already"):
-        body = apt_get.format(file=file, program=program, updated=tmp_path / "updated").replace("BIN", str(sandbox.bin))
+        body = apt_get.format(file=file, program=program, updated=tmp_path / "updated").replace(
+            "BIN", str(sandbox.bin)
+        )
         sandbox.stand_in("apt-get", f"echo noise; echo noise >&2; {body}")
     lines = [line for line in run_test_sh(sandbox) if name in line or "noise" in line]
     assert lines == [f"megarl: {line.format(**told)}" for line in says]
-    assert [line for line in sandbox.commands() if "apt-get" in line] == [line.format(**told) for line in does]
+    assert [line for line in sandbox.commands() if "apt-get" in line] == [
+        line.format(**told) for line in does
+    ]

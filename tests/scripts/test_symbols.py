@@ -28,14 +28,26 @@ OPTIONAL = {  # libraries that nothing of a run loads -> why they lack something
 }
 
 needs_compiler = pytest.mark.skipif(
-    not (shutil.which("gcc") and shutil.which("readelf")), reason="gcc and readelf make and read the libraries"
+    not (shutil.which("gcc") and shutil.which("readelf")),
+    reason="gcc and readelf make and read the libraries",
 )
 
 
 def compiled(folder: Path, name: str, source: str, *options: str) -> Path:
     """A shared library lib<name>.so of a C source; the options name the libraries that it is linked to."""
     path = folder / f"lib{name}.so"
-    command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-x", "c", "-", "-o", str(path), f"-Wl,-soname,lib{name}.so"]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        "-nostdlib",
+        "-x",
+        "c",
+        "-",
+        "-o",
+        str(path),
+        f"-Wl,-soname,lib{name}.so",
+    ]
     subprocess.run([*command, "-x", "none", *options], input=source, text=True, check=True)
     return path
 
@@ -55,13 +67,23 @@ def test_a_symbol_that_another_version_of_a_library_has_is_missing(tmp_path: Pat
 
 
 @needs_compiler
-def test_a_symbol_comes_from_what_a_needed_library_needs_and_from_nowhere_else(tmp_path: Path) -> None:
+def test_a_symbol_comes_from_what_a_needed_library_needs_and_from_nowhere_else(
+    tmp_path: Path,
+) -> None:
     base = compiled(tmp_path, "base", "void deep(void){}")
     middle = compiled(tmp_path, "middle", "void deep(void); void half(void){deep();}", str(base))
-    user = compiled(tmp_path, "user", "void deep(void); void f(void){deep();}", "-Wl,--no-as-needed", str(middle))
+    user = compiled(
+        tmp_path,
+        "user",
+        "void deep(void); void f(void){deep();}",
+        "-Wl,--no-as-needed",
+        str(middle),
+    )
     alone = compiled(tmp_path, "alone", "void deep(void); void g(void){deep();}")
     assert lacking(tmp_path) == [Missing(str(alone), (), ("deep",))]
-    assert lacking(tmp_path, "libbase.so") == [], "a program that has loaded it offers its symbols to all"
+    assert lacking(tmp_path, "libbase.so") == [], (
+        "a program that has loaded it offers its symbols to all"
+    )
     middle.unlink()
     assert lacking(tmp_path, "libbase.so") == [Missing(str(user), ("libmiddle.so",), ())]
 
@@ -69,7 +91,9 @@ def test_a_symbol_comes_from_what_a_needed_library_needs_and_from_nowhere_else(t
 @needs_compiler
 def test_a_symbol_of_another_version_is_another_symbol(tmp_path: Path) -> None:
     (tmp_path / "two.map").write_text("V1 { global: f; };\n")
-    versioned = compiled(tmp_path, "v", "void f(void){}", f"-Wl,--version-script={tmp_path / 'two.map'}")
+    versioned = compiled(
+        tmp_path, "v", "void f(void){}", f"-Wl,--version-script={tmp_path / 'two.map'}"
+    )
     user = compiled(tmp_path, "user", "void f(void); void g(void){f();}", str(versioned))
     assert lacking(tmp_path) == []
     (tmp_path / "two.map").write_text("V2 { global: f; };\n")
@@ -108,11 +132,26 @@ def gpu_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("30 GiB of disk are needed for the packages of the GPU lock")
     lines = (ROOT / "requirements" / "gpu.txt").read_text().splitlines()
     names = folder / "names.txt"
-    names.write_text("\n".join(line for line in lines if not line.startswith("transformer-engine-torch==")))
-    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--no-cache-dir"]
-    done = subprocess.run([*install, "--target", folder / "packages", "-r", names], capture_output=True, text=True)
+    names.write_text(
+        "\n".join(line for line in lines if not line.startswith("transformer-engine-torch=="))
+    )
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--no-deps",
+        "--no-compile",
+        "--no-cache-dir",
+    ]
+    done = subprocess.run(
+        [*install, "--target", folder / "packages", "-r", names], capture_output=True, text=True
+    )
     if done.returncode:
-        pytest.skip(f"the packages of the GPU lock are not in reach: {done.stderr.strip().splitlines()[-1]}")
+        pytest.skip(
+            f"the packages of the GPU lock are not in reach: {done.stderr.strip().splitlines()[-1]}"
+        )
     return folder / "packages"
 
 
@@ -123,7 +162,13 @@ def test_every_library_of_the_gpu_lock_finds_its_symbols(gpu_environment: Path) 
     """Of the driver's libraries alone, which no package has, symbols are taken as given."""
     program = read([Path(sys.executable).resolve()])
     libraries = read(shared_libraries(gpu_environment))
-    assert {"libtorch_cuda.so", "libtransformer_engine.so", "libcublasLt.so.13"} <= {it.soname for it in libraries}
+    assert {"libtorch_cuda.so", "libtransformer_engine.so", "libcublasLt.so.13"} <= {
+        it.soname for it in libraries
+    }
     before = (program[0].soname, *LOADED_BEFORE)
-    found = missing([*libraries, *program], system_libraries(), loaded_before=before, absent=DRIVERS)
-    assert [it for it in found if not any(re.search(pattern, it.library) for pattern in OPTIONAL)] == []
+    found = missing(
+        [*libraries, *program], system_libraries(), loaded_before=before, absent=DRIVERS
+    )
+    assert [
+        it for it in found if not any(re.search(pattern, it.library) for pattern in OPTIONAL)
+    ] == []

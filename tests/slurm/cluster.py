@@ -15,7 +15,17 @@ from pathlib import Path
 import psutil
 
 NODES = ("127.0.0.2", "127.0.0.3")
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "sinfo", "squeue")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scancel",
+    "scontrol",
+    "sinfo",
+    "squeue",
+)
 _START_S = 120.0
 _STOP_S = 30.0
 _POLL_S = 0.1
@@ -87,7 +97,11 @@ class Slurm:
         """folder: empty, with a short path."""
         self._folder, self._conf = folder, folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH_", "SRUN_"))}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SLURM", "SBATCH_", "SRUN_"))
+        }
         self.environment = own | {"SLURM_CONF": str(self._conf)}
 
     def __enter__(self) -> Slurm:
@@ -103,7 +117,9 @@ class Slurm:
 
     def call(self, *command: str) -> str:
         """Standard output of one of Slurm's commands."""
-        return subprocess.run(command, env=self.environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, env=self.environment, check=True, capture_output=True, text=True
+        ).stdout
 
     def end(self, job: str) -> None:
         """Cancel it, if it has not ended."""
@@ -116,7 +132,11 @@ class Slurm:
 
     def kill_node(self, node: str, processes: list[psutil.Process]) -> None:
         """Its slurmd, with the parents of `processes`, which watch over a job's steps, and these: all at once."""
-        parents = [parent for one in processes if (parent := one.parent()) and parent.name() == "slurmstepd"]
+        parents = [
+            parent
+            for one in processes
+            if (parent := one.parent()) and parent.name() == "slurmstepd"
+        ]
         slurmd = self._daemons.pop(node)
         for one in [psutil.Process(slurmd.pid), *parents, *processes]:
             with suppress(psutil.NoSuchProcess):
@@ -130,7 +150,9 @@ class Slurm:
         folder, user = self._folder, psutil.Process().username()
         folder.chmod(0o711)  # munged offers its socket to every user, or not at all
         host = socket.gethostname().partition(".")[0]
-        self._conf.write_text(_CONF.format(folder=folder, host=host, nodes=NODES, user=user, ports=_free_ports(3)))
+        self._conf.write_text(
+            _CONF.format(folder=folder, host=host, nodes=NODES, user=user, ports=_free_ports(3))
+        )
         (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in _GPUS))
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))
@@ -165,13 +187,20 @@ class Slurm:
         return word in self._tell(*command).split()
 
     def log(self) -> str:
-        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self._folder.glob("*.out")))
+        return "\n".join(
+            f"{path.name}:\n{path.read_text()[-3000:]}"
+            for path in sorted(self._folder.glob("*.out"))
+        )
 
     def _stop(self) -> None:
         """Jobs first: a slurmstepd that outlives the controller reports to it for minutes."""
         daemons = {daemon.pid for daemon in self._daemons.values()}
-        jobs = [one for one in processes_with("SLURM_CONF", str(self._conf)) if one.pid not in daemons]
-        watchers = {parent for one in jobs if (parent := one.parent()) and parent.name() == "slurmstepd"}
+        jobs = [
+            one for one in processes_with("SLURM_CONF", str(self._conf)) if one.pid not in daemons
+        ]
+        watchers = {
+            parent for one in jobs if (parent := one.parent()) and parent.name() == "slurmstepd"
+        }
         if "slurmctld" in self._daemons:
             for job in self._tell("squeue", "-h", "-o", "%A").split():
                 self.end(job)

@@ -36,7 +36,9 @@ class Desk:
         (room / "nodes").mkdir()
         path = [SLURM, SLURM / "stubs", Path(sys.executable).parent, os.environ["PATH"]]
         self.path = os.pathsep.join(map(str, path))
-        handed_on = {name: value for name, value in os.environ.items() if not name.startswith(_NOT_HANDED_ON)}
+        handed_on = {
+            name: value for name, value in os.environ.items() if not name.startswith(_NOT_HANDED_ON)
+        }
         self._environment = handed_on | {
             "PATH": self.path,
             "FAKE_SLURM": str(room),
@@ -53,7 +55,9 @@ class Desk:
         self.started.append(process)
         return process
 
-    def submit(self, *arguments: str, nodes: int = 2, lives: str = "0", **more: str) -> subprocess.Popen[str]:
+    def submit(
+        self, *arguments: str, nodes: int = 2, lives: str = "0", **more: str
+    ) -> subprocess.Popen[str]:
         command = ["sbatch", f"--nodes={nodes}", "scripts/slurm/megarl.sbatch", *arguments]
         return self.start(*command, lives=lives, **more)
 

@@ -46,7 +46,9 @@ def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
     (life,) = desk.lives()
     keys = ["placement.network=nodes", "run.name=a b"]
     assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *keys, "--resume"]
-    assert life["nodes"] == ["127.0.0.2", "127.0.0.3", "127.0.0.4"], "all of them were there before it began"
+    assert life["nodes"] == ["127.0.0.2", "127.0.0.3", "127.0.0.4"], (
+        "all of them were there before it began"
+    )
     assert life["env"]["RAY_ADDRESS"] == "127.0.0.2:6001"
     assert life["env"]["RAY_AUTH_MODE"] == "token"
     assert "--address=127.0.0.2:6001" in desk.ray("127.0.0.4")["argv"]
@@ -74,10 +76,17 @@ def test_with_a_container_nothing_of_megarl_is_needed_outside(desk: Desk) -> Non
 
 
 def test_enroot_is_told_what_a_job_needs_of_the_hosts_environment() -> None:
-    given = {"RAY_AUTH_TOKEN_PATH": "/t", "SLURM_JOB_ID": "7", "TMPDIR": "/x", "LD_LIBRARY_PATH": "/l"}
+    given = {
+        "RAY_AUTH_TOKEN_PATH": "/t",
+        "SLURM_JOB_ID": "7",
+        "TMPDIR": "/x",
+        "LD_LIBRARY_PATH": "/l",
+    }
     command = ["bash", "-c", f"source {ROOT}/scripts/slurm/enroot_conf.sh && environ"]
     environment = given | {"PATH": os.environ["PATH"]}
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     assert sorted(told.splitlines()) == [
         f"MEGARL_DIRECTORY={os.getcwd()}",
         "RAY_AUTH_TOKEN_PATH=/t",
@@ -104,7 +113,10 @@ def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:
 def test_a_job_from_elsewhere_is_answered_in_a_line(desk: Desk, tmp_path: Path) -> None:
     code, out = ended(desk.submit("r.yaml", MEGARL_ROOT=str(tmp_path)))
     assert code == 2
-    assert out == f"megarl: {tmp_path} is not the repository: submit the job there, or set MEGARL_ROOT\n"
+    assert (
+        out
+        == f"megarl: {tmp_path} is not the repository: submit the job there, or set MEGARL_ROOT\n"
+    )
 
 
 def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
@@ -114,12 +126,21 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
     head = desk.ray("127.0.0.2")
     assert {"--port=0", "--min-worker-port=0", "--max-worker-port=0"} <= set(head["argv"])
     port = next(one for one in head["argv"] if one.startswith("--ray-client-server-port="))
-    assert 24711 <= int(port.split("=")[1]) < 32000, "by the job's number, unless another job has it"
-    assert {"--num-gpus=2", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"} <= set(head["argv"])
+    assert 24711 <= int(port.split("=")[1]) < 32000, (
+        "by the job's number, unless another job has it"
+    )
+    assert {
+        "--num-gpus=2",
+        "--num-cpus=2",
+        "--include-dashboard=false",
+        "--disable-usage-stats",
+    } <= set(head["argv"])
     wanted = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
     assert int(next(one for one in head["argv"] if "--object-store" in one).split("=")[1]) <= 2**35
     wanted |= {"RAY_memory_usage_threshold": "0.99"}
-    assert (wanted | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head["env"].items()
+    assert (wanted | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head[
+        "env"
+    ].items()
 
 
 @pytest.mark.parametrize(
@@ -140,8 +161,12 @@ def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int)
     assert out.splitlines()[-1] == f"megarl: job 4711: {last_line}"
     assert len(desk.lives()) == len(lives.split())
     kept = [str(index) for index, end in enumerate(lives.split()) if end not in ("0", "75")]
-    assert {one.name for one in desk.jobs.iterdir()} <= {"4711.logs"}, "neither a token nor a count is left"
-    assert sorted(one.name for one in desk.jobs.glob("4711.logs/*")) == kept, "of each life that failed"
+    assert {one.name for one in desk.jobs.iterdir()} <= {"4711.logs"}, (
+        "neither a token nor a count is left"
+    )
+    assert sorted(one.name for one in desk.jobs.glob("4711.logs/*")) == kept, (
+        "of each life that failed"
+    )
     tokens = {life["env"]["RAY_AUTH_TOKEN_PATH"] for life in desk.lives()}
     assert len(tokens) == len(lives.split()), "each life has a cluster of its own"
 
@@ -193,9 +218,15 @@ def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_pat
     arguments = ["recipes/quickstart.yaml", f"run.dir={tmp_path}", "run.name=x", "--dry-run"]
     saves = str(tmp_path / "x" / "checkpoints")
     lives = "75 75+ 75+ 75 75"
-    code, out = ended(desk.submit(*arguments, nodes=1, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1"))
+    code, out = ended(
+        desk.submit(*arguments, nodes=1, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1")
+    )
     assert code == 75, out
-    said = [line.removeprefix("megarl: job 4711: ") for line in out.splitlines() if "queued again" in line]
+    said = [
+        line.removeprefix("megarl: job 4711: ")
+        for line in out.splitlines()
+        if "queued again" in line
+    ]
     early = "ended before its time limit"
     assert said == [
         *[f"{early} and is queued again"] * 3,
@@ -207,10 +238,15 @@ def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_pat
 
 def test_one_node_of_many_that_does_not_start_is_noticed(desk: Desk) -> None:
     """srun itself goes on for as long as any node of its step does."""
-    code, out = ended(desk.submit("r.yaml", nodes=3, FAKE_BROKEN="127.0.0.4", MEGARL_MAX_RESTARTS="0"))
+    code, out = ended(
+        desk.submit("r.yaml", nodes=3, FAKE_BROKEN="127.0.0.4", MEGARL_MAX_RESTARTS="0")
+    )
     assert code == 1, out
     reason = "127.0.0.4: Ray ended (exit code 7), this node is broken"
-    assert f"megarl: Ray ended on a node while Ray on all 3 nodes was awaited: {reason}" in out.splitlines()
+    assert (
+        f"megarl: Ray ended on a node while Ray on all 3 nodes was awaited: {reason}"
+        in out.splitlines()
+    )
     assert list((desk.room / "nodes").iterdir()) == []
 
 
@@ -232,12 +268,16 @@ def test_a_node_whose_ray_does_not_start_is_a_failure(desk: Desk, broken: str) -
     assert f"megarl: Ray ended on {broken} (exit code 7)" in out
     assert "megarl: Ray ended on a node while Ray" in out
     assert out.count("is queued again, restart 1 of 1") == 1
-    assert out.splitlines()[-1].endswith("failed (exit code 1) and is not queued again after 1 restarts")
+    assert out.splitlines()[-1].endswith(
+        "failed (exit code 1) and is not queued again after 1 restarts"
+    )
     assert desk.lives() == []
 
 
 def test_ray_is_not_waited_for_without_end(desk: Desk) -> None:
-    code, out = ended(desk.submit("r.yaml", FAKE_MUTE="1", MEGARL_START_S="1", MEGARL_MAX_RESTARTS="0"))
+    code, out = ended(
+        desk.submit("r.yaml", FAKE_MUTE="1", MEGARL_START_S="1", MEGARL_MAX_RESTARTS="0")
+    )
     assert code == 1, out
     assert "megarl: waited 1 s in vain for Ray's head" in out.splitlines()
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megarl.tracking.health import Health
 from megarl.types import Metrics
 
-RECORDED = Path(__file__).parent / "recorded"  # the metrics that conditions read, of runs of the quickstart
+# the metrics that conditions read, of runs of the quickstart
+RECORDED = Path(__file__).parent / "recorded"
 
 
 def reported(history: list[Metrics], *, learns_from_rewards: bool = True) -> list[str]:
@@ -43,7 +44,12 @@ def step(number: int, **changed: float) -> Metrics:
 
 def equal(number: int, reward: float, **changed: float) -> Metrics:
     """A step whose samples all have this reward."""
-    of_rewards = {"mean": reward, "std": 0.0, "accuracy": float(reward >= 1), "groups_without_variance": 1.0}
+    of_rewards = {
+        "mean": reward,
+        "std": 0.0,
+        "accuracy": float(reward >= 1),
+        "groups_without_variance": 1.0,
+    }
     return step(number, **{**of_rewards, "grad_norm": 0.0, **changed})
 
 
@@ -68,7 +74,10 @@ def history(*stretches: tuple[int, dict[str, float]]) -> list[Metrics]:
         ),
         (step(3, groups_without_variance=1.0), "rollout.samples_per_prompt or rollout.temperature"),
         (step(3, groups_without_variance=1.0, entropy=0.0), "train/entropy is 0: lower train.lr"),
-        (step(3, grad_norm=0.0), "train/grad_norm is 0, so that the policy does not change; train.lr"),
+        (
+            step(3, grad_norm=0.0),
+            "train/grad_norm is 0, so that the policy does not change; train.lr",
+        ),
         (step(3, grad_norm=0.0) | {"train/clipped": 1.0}, "every token is clipped: lower train.lr"),
         (
             step(3, grad_norm=0.0) | {"train/rollout_correction_masked": 1.0},
@@ -77,17 +86,24 @@ def history(*stretches: tuple[int, dict[str, float]]) -> list[Metrics]:
         (step(3, entropy=0.0), "train/entropy is 0, so that the policy gives one answer"),
     ],
 )
-def test_a_step_that_is_sick_is_reported_at_once_with_the_likely_key(now: Metrics, says: str) -> None:
+def test_a_step_that_is_sick_is_reported_at_once_with_the_likely_key(
+    now: Metrics, says: str
+) -> None:
     lines = reported([*history((2, {})), now])
     assert says in lines[0] and lines[0].startswith("step 3: ")
 
 
 def test_a_reward_that_never_differs_is_the_functions_fault() -> None:
     (line,) = reported([equal(number, 0.5) for number in range(1, 9)])
-    assert line.startswith("step 1: every sample has the reward 0.5, ") and "reward.function may not tell" in line
+    assert (
+        line.startswith("step 1: every sample has the reward 0.5, ")
+        and "reward.function may not tell" in line
+    )
     for reward in (0.0, 1.0):
         (line,) = reported([equal(number, reward) for number in range(1, 9)])
-        assert "(try it with megarl reward-check), or data.train may be too hard or too easy" in line
+        assert (
+            "(try it with megarl reward-check), or data.train may be too hard or too easy" in line
+        )
     rounded = {"mean": 0.7, "std": 3e-8, "accuracy": 0.0, "groups_without_variance": 1.0}
     (line,) = reported([step(1, **rounded)])
     assert "every sample has the reward 0.7" in line, "a float32 mean of equal rewards has a spread"
@@ -101,7 +117,10 @@ def test_a_reward_that_never_differs_is_the_functions_fault() -> None:
             "97% of the groups have equal rewards",
         ),
         ({"grad_norm": 1e-4}, "train/grad_norm has fallen from 1 to 0.0001"),
-        ({"entropy": 0.03}, "train/entropy has fallen from 0.4 to 0.03, with reward/accuracy from 50% to 50% alone"),
+        (
+            {"entropy": 0.03},
+            "train/entropy has fallen from 0.4 to 0.03, with reward/accuracy from 50% to 50% alone",
+        ),
     ],
 )
 def test_a_collapse_is_reported_when_it_lasts(sick: dict[str, float], says: str) -> None:
@@ -111,9 +130,22 @@ def test_a_collapse_is_reported_when_it_lasts(sick: dict[str, float], says: str)
 
 
 def test_a_policy_that_is_right_may_be_certain() -> None:
-    certain = {"entropy": 0.01, "grad_norm": 0.01, "groups_without_variance": 0.98, "accuracy": 0.99, "std": 0.1}
+    certain = {
+        "entropy": 0.01,
+        "grad_norm": 0.01,
+        "groups_without_variance": 0.98,
+        "accuracy": 0.99,
+        "std": 0.1,
+    }
     assert reported(history((6, {}), (9, certain))) == []
-    assert len(reported(history((6, {}), (9, {**certain, "accuracy": 0.7, "groups_without_variance": 0.5})))) == 1
+    assert (
+        len(
+            reported(
+                history((6, {}), (9, {**certain, "accuracy": 0.7, "groups_without_variance": 0.5}))
+            )
+        )
+        == 1
+    )
 
 
 def test_a_condition_that_returns_is_reported_again_once_it_was_over() -> None:
@@ -128,7 +160,10 @@ def test_steps_without_a_metric_neither_show_nor_end_a_condition() -> None:
     sick, bare = step(1, grad_norm=0.0), {"step": 2, "reward/mean": 0.5}
     later = [{"step": 3, "train/grad_norm": math.nan}, bare, bare, bare, step(6, grad_norm=0.0)]
     assert len(reported([sick, *later])) == 1
-    before_training = [{"step": 0, "train/grad_norm": 0.0}, {"step": 0, "warm_start/step": 1, "reward/std": 0.0}]
+    before_training = [
+        {"step": 0, "train/grad_norm": 0.0},
+        {"step": 0, "warm_start/step": 1, "reward/std": 0.0},
+    ]
     assert reported([*before_training, bare]) == []
 
 

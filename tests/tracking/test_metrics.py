@@ -52,7 +52,9 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 ARRAYS = ("response_lengths_G", "finished_G", "rewards_G", "correct_G")
 
 
-def group(prompt: str, rewards: list[float], lengths: list[int], finished: list[bool] | None = None) -> GroupSummary:
+def group(
+    prompt: str, rewards: list[float], lengths: list[int], finished: list[bool] | None = None
+) -> GroupSummary:
     return GroupSummary(
         prompt_text=prompt,
         answer="7",
@@ -81,13 +83,23 @@ def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
 
 def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
     quick = replace(group("a", [1.0, 1.0], [11, 21]), verifications=15, prefills=2)
-    slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3, prefills=2)  # the first token of each needs none
-    assert rollout_metrics([quick, slow], compares_samples=False)["rollout/accepted"] == (10 + 20 + 3) / 18
+    # the first token of each needs none
+    slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3, prefills=2)
     assert (
-        rollout_metrics([quick, slow, group("c", [1.0], [500])], compares_samples=False)["rollout/accepted"] == 33 / 18
+        rollout_metrics([quick, slow], compares_samples=False)["rollout/accepted"]
+        == (10 + 20 + 3) / 18
+    )
+    assert (
+        rollout_metrics([quick, slow, group("c", [1.0], [500])], compares_samples=False)[
+            "rollout/accepted"
+        ]
+        == 33 / 18
     ), "of no drafts"
     phased = replace(quick, prefills=7)  # responses of four phases and of three
-    assert rollout_metrics([phased, slow], compares_samples=False)["rollout/accepted"] == (32 - 7 + 3) / 18
+    assert (
+        rollout_metrics([phased, slow], compares_samples=False)["rollout/accepted"]
+        == (32 - 7 + 3) / 18
+    )
     greedy = replace(group("a", [1.0, 1.0], [11, 999]), verifications=5, prefills=1, baseline=1)
     assert rollout_metrics([greedy], compares_samples=False)["rollout/accepted"] == 2.0
 
@@ -98,7 +110,9 @@ def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> Non
     seconds = {"rollout/tail_s": 3.0, "rollout/idle_s": 1.25}
     assert balance_metrics(rounds) == {"rollout/imbalance": pytest.approx(34 / 23)} | seconds
     ahead = PhaseBalance((7,), 0.0, 0.0, 1.0)  # on one of the two engines
-    assert balance_metrics([*rounds, ahead])["rollout/imbalance"] == pytest.approx((34 + 7) / (23 + 7))
+    assert balance_metrics([*rounds, ahead])["rollout/imbalance"] == pytest.approx(
+        (34 + 7) / (23 + 7)
+    )
     assert balance_metrics([]) == {}, "all groups were left over from the step before"
 
 
@@ -107,8 +121,14 @@ def test_what_rounds_were_expected_to_take_is_compared_with_what_they_took() -> 
     rounds = [PhaseBalance((1,), 0.0, 0.0, 7.0), PhaseBalance((1,), 0.0, 0.0, 4.0, fit, 3.0)]
     rounds.append(PhaseBalance((1,), 0.0, 0.0, 6.0, fit, 6.0))
     found = balance_metrics(rounds)
-    assert found["plan/rollout_error"] == pytest.approx(0.1), "of the rounds that have rounds before them"
-    assert (found["plan/step_s"], found["plan/sequence_s"], found["plan/read_s"]) == (0.5, 0.25, 0.125)
+    assert found["plan/rollout_error"] == pytest.approx(0.1), (
+        "of the rounds that have rounds before them"
+    )
+    assert (found["plan/step_s"], found["plan/sequence_s"], found["plan/read_s"]) == (
+        0.5,
+        0.25,
+        0.125,
+    )
 
 
 def test_gpus_that_only_train_wait_for_samples_and_those_that_only_sample_for_the_rest() -> None:
@@ -124,17 +144,35 @@ def test_failed_reward_results_are_a_share_of_all_samples_dropped_or_not() -> No
     assert rollout_metrics([dropped, penalised], compares_samples=False)["reward/failed"] == 0.5
     assert failed_share([]) == 0.0
     metrics = eval_metrics({"hard": [dropped, empty], "easy": [empty, penalised]})
-    assert metrics["eval/hard/accuracy"] == 1.0 and metrics["eval/easy/accuracy"] == 0.25, "of those that were judged"
+    assert metrics["eval/hard/accuracy"] == 1.0 and metrics["eval/easy/accuracy"] == 0.25, (
+        "of those that were judged"
+    )
     assert metrics["eval/failed"] == 0.6
-    assert [sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3, {})] == ["a", "b", "b"]
+    assert [sample["prompt"] for sample in pick_samples([dropped, empty, penalised], 3, {})] == [
+        "a",
+        "b",
+        "b",
+    ]
 
 
 def test_train_metrics_of_several_updates() -> None:
     """Means over the updates, means over all their tokens, and each update's own loss, gradient norm and tokens."""
     aux_loss = Statistic("aux_loss", UPDATE_MEAN)
-    first: Statistics = {LOSS: (0.5,), GRAD_NORM: (2.0,), TOKENS: (6.0,), CLIPPED: (3.0, 6.0), DIFF: (1.0, 6.0)}
+    first: Statistics = {
+        LOSS: (0.5,),
+        GRAD_NORM: (2.0,),
+        TOKENS: (6.0,),
+        CLIPPED: (3.0, 6.0),
+        DIFF: (1.0, 6.0),
+    }
     first |= {DIFF_MAX: (0.4, 6.0), aux_loss: (1.0,)}
-    second: Statistics = {LOSS: (0.3,), GRAD_NORM: (1.0,), TOKENS: (2.0,), CLIPPED: (1.0, 2.0), DIFF: (1.0, 2.0)}
+    second: Statistics = {
+        LOSS: (0.3,),
+        GRAD_NORM: (1.0,),
+        TOKENS: (2.0,),
+        CLIPPED: (1.0, 2.0),
+        DIFF: (1.0, 2.0),
+    }
     second |= {DIFF_MAX: (0.6, 2.0), aux_loss: (3.0,)}
     assert train_metrics([first, second]) == {
         "train/loss": 0.4,
@@ -173,16 +211,28 @@ def test_statistics_of_some_updates_alone_and_of_nothing() -> None:
 def test_a_new_statistic_is_published_as_its_reduction_says() -> None:
     """No table knows it: what a loss declares is enough, from its tokens on, over micro-batches and processes."""
     new = [Statistic("mean"), Statistic("room/largest", MAX), Statistic("total", SUM)]
-    mask_T, values_T = torch.tensor([True, False, True, True, True]), torch.tensor([1.0, 9.0, 2.0, 0.0, 0.0])
+    mask_T, values_T = (
+        torch.tensor([True, False, True, True, True]),
+        torch.tensor([1.0, 9.0, 2.0, 0.0, 0.0]),
+    )
     found = over_tokens(mask_T, dict.fromkeys(new, values_T))
-    update = pickle.loads(pickle.dumps({one: tuple(value.reshape(-1).tolist()) for one, value in found.items()}))
+    update = pickle.loads(
+        pickle.dumps({one: tuple(value.reshape(-1).tolist()) for one, value in found.items()})
+    )
     assert train_metrics([update]) == {"train/mean": 0.75, "room/largest": 2.0, "train/total": 3.0}
 
 
 def test_every_evaluation_set_weighs_the_same() -> None:
-    sets = {"hard": [group("a", [0.0], [1])], "easy": [group("b", [1.0], [1]), group("c", [1.0], [1])]}
+    sets = {
+        "hard": [group("a", [0.0], [1])],
+        "easy": [group("b", [1.0], [1]), group("c", [1.0], [1])],
+    }
     found = eval_metrics(sets)
-    assert (found["eval/hard/accuracy"], found["eval/easy/accuracy"], found["eval/accuracy"]) == (0.0, 1.0, 0.5)
+    assert (found["eval/hard/accuracy"], found["eval/easy/accuracy"], found["eval/accuracy"]) == (
+        0.0,
+        1.0,
+        0.5,
+    )
     assert found["eval/failed"] == 0.0
     assert not any("@" in name for name in found), "one answer to each prompt"
     assert eval_metrics({}) == {}
@@ -195,12 +245,16 @@ def test_several_answers_to_a_prompt() -> None:
     for name, text in answers.items():
         said = tuple(one.strip() for one in (text.split(",") if "," in text else text.split()))
         right = [float(one == "7") for one in said]
-        sets.append(replace(group(name, right, [1] * 4), given_answers=said, correct_G=np.array(right) > 0))
+        sets.append(
+            replace(group(name, right, [1] * 4), given_answers=said, correct_G=np.array(right) > 0)
+        )
     found = eval_metrics({"set": sets})
     assert found["eval/set/avg@4"] == found["eval/set/accuracy"] == 5 / 16
     assert found["eval/set/pass@4"] == 3 / 4
     assert found["eval/set/maj@4"] == (1 + 0.5 + 0 + 0) / 4
-    lost = replace(sets[0], responses=sets[0].responses[:3], num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(3)))
+    lost = replace(
+        sets[0], responses=sets[0].responses[:3], num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(3))
+    )
     lost = replace(lost, given_answers=lost.given_answers[:3])
     assert "eval/set/maj@4" in eval_metrics({"set": [lost, lost]}), "as many as were asked for"
 
@@ -210,17 +264,33 @@ def test_an_episode_has_one_vote_whatever_its_rows() -> None:
     rows = RowSummary(9, 4, 2, (SamplePart(3, 2),))
     one = replace(group("a", [1.0, 1.0, 0.0], [2, 2, 6]), given_answers=("7", "7", "8"))
     found = eval_metrics({"set": [replace(one, rows=((rows,), (rows,), (rows,) * 3))]})
-    assert (found["eval/set/maj@3"], found["eval/set/pass@3"], found["eval/set/avg@3"]) == (1.0, 1.0, 2 / 3)
+    assert (found["eval/set/maj@3"], found["eval/set/pass@3"], found["eval/set/avg@3"]) == (
+        1.0,
+        1.0,
+        2 / 3,
+    )
 
 
 def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
-    rows = ((RowSummary(9, 4, 2, (SamplePart(3, 2),)),), (RowSummary(9, 4, 3, ()), RowSummary(9, 2, 2, ())))
-    facts = EpisodeFacts(1, 0, 0, 0.0, "answered", 2), EpisodeFacts(4, 3, 1, 2.5, "max_turns", 9, 3, 1, 40, 30)
-    one = replace(group("a", [1.0, 0.0], [2, 5]), rows=rows, facts=facts, turn_rewards_G=np.array([0.5, 0.0]))
+    rows = (
+        (RowSummary(9, 4, 2, (SamplePart(3, 2),)),),
+        (RowSummary(9, 4, 3, ()), RowSummary(9, 2, 2, ())),
+    )
+    facts = (
+        EpisodeFacts(1, 0, 0, 0.0, "answered", 2),
+        EpisodeFacts(4, 3, 1, 2.5, "max_turns", 9, 3, 1, 40, 30),
+    )
+    one = replace(
+        group("a", [1.0, 0.0], [2, 5]), rows=rows, facts=facts, turn_rewards_G=np.array([0.5, 0.0])
+    )
     found = rollout_metrics([one, group("b", [1.0], [100])], compares_samples=False)
-    ends = {name: value for name, value in found.items() if name.startswith("episode/end/") and value}
+    ends = {
+        name: value for name, value in found.items() if name.startswith("episode/end/") and value
+    }
     assert ends == {"episode/end/answered": 0.5, "episode/end/max_turns": 0.5}
-    assert sum(name.startswith("episode/end/") for name in found) == len(get_args(EpisodeEnd)), "all ends in all steps"
+    assert sum(name.startswith("episode/end/") for name in found) == len(get_args(EpisodeEnd)), (
+        "all ends in all steps"
+    )
     assert {name: value for name, value in found.items() if "episode/" in name and "/end/" not in name} == {
         "episode/turns_mean": 2.5, "episode/turns_max": 4.0, "episode/calls_mean": 1.5, "episode/call_errors": 1 / 3,
         "episode/tool_s_mean": 1.25, "episode/tool_s_max": 2.5, "episode/rows_mean": 1.5,
@@ -228,8 +298,14 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
         "episode/dropped/unawaited": 3.0, "episode/dropped/anew": 1.0,
         "episode/prefix_hit_share": 0.75, "episode/begun_anew": 0.0,
     }  # fmt: skip
-    assert found["reward/mean"] == pytest.approx(2.5 / 3) and found["rollout/response_length_max"] == 100
-    assert not any("episode" in name for name in rollout_metrics([group("b", [1.0], [100])], compares_samples=False))
+    assert (
+        found["reward/mean"] == pytest.approx(2.5 / 3)
+        and found["rollout/response_length_max"] == 100
+    )
+    assert not any(
+        "episode" in name
+        for name in rollout_metrics([group("b", [1.0], [100])], compares_samples=False)
+    )
     greedy = rollout_metrics([replace(one, baseline=1)], compares_samples=False)
     assert (greedy["episode/turns_max"], greedy["episode/rows_mean"]) == (1.0, 1.0)
     assert "episode/prefix_hit_share" not in greedy, "nothing could be cached"
@@ -238,24 +314,43 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
 
 def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
     """Each set's, in the mean over its episodes; a prompt whose verdicts failed has none."""
-    facts = [EpisodeFacts(turns, calls, 0, 0.0, "answered", 2) for turns, calls in ((1, 0), (4, 3), (3, 4))]
-    one, two = replace(group("a", [1.0, 0.0], [2, 5]), facts=tuple(facts[:2])), group("b", [1.0], [2])
+    facts = [
+        EpisodeFacts(turns, calls, 0, 0.0, "answered", 2)
+        for turns, calls in ((1, 0), (4, 3), (3, 4))
+    ]
+    one, two = (
+        replace(group("a", [1.0, 0.0], [2, 5]), facts=tuple(facts[:2])),
+        group("b", [1.0], [2]),
+    )
     lost = replace(two, responses=(), num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(0)))
     found = eval_metrics({"hard": [one, replace(two, facts=(facts[2],)), lost], "plain": [two]})
     assert (found["eval/hard/turns_mean"], found["eval/hard/calls_mean"]) == (8 / 3, 7 / 3)
-    assert not [name for name in found if name.startswith("eval/plain/") and ("turns" in name or "calls" in name)]
+    assert not [
+        name
+        for name in found
+        if name.startswith("eval/plain/") and ("turns" in name or "calls" in name)
+    ]
 
 
 def test_samples_come_from_as_many_groups_as_possible() -> None:
     groups = [group("a", [1.0, 0.0], [1, 1]), group("b", [0.0, 1.0, 1.0], [1, 1, 1])]
-    assert [sample["response"] for sample in pick_samples(groups, 4, {})] == ["a0", "b0", "a1", "b1"]
+    assert [sample["response"] for sample in pick_samples(groups, 4, {})] == [
+        "a0",
+        "b0",
+        "a1",
+        "b1",
+    ]
     assert len(pick_samples(groups, 99, {})) == 5
     assert pick_samples([], 3, {}) == []
 
 
 def test_a_picked_sample_has_its_places_and_its_advantage() -> None:
     """Places from 0, by which the samples of a prompt are found; a sample that is not trained on has no advantage."""
-    groups = [group("a", [1.0, 0.0], [1, 1]), group("b", [0.0], [1]), group("c", [0.5, 0.0], [1, 1])]
+    groups = [
+        group("a", [1.0, 0.0], [1, 1]),
+        group("b", [0.0], [1]),
+        group("c", [0.5, 0.0], [1, 1]),
+    ]
     advantages = {(0, 0): 0.7, (0, 1): -0.7, (1, 0): None, (2, 1): 0.0}
     found = [
         (sample["response"], sample["group"], sample["sample"], sample["advantage"])
@@ -275,7 +370,9 @@ def test_groups_without_variance_are_those_whose_drawn_samples_have_one_reward()
     )
     share = "reward/groups_without_variance"
     assert rollout_metrics([equal, mixed, single, mixed], compares_samples=True)[share] == 0.5
-    assert share not in rollout_metrics([equal, mixed], compares_samples=False), "the algorithm compares no samples"
+    assert share not in rollout_metrics([equal, mixed], compares_samples=False), (
+        "the algorithm compares no samples"
+    )
     turns = replace(mixed, turn_rewards_G=np.array([0.0, 1.0]))  # 1 + 0 and 0 + 1
     assert rollout_metrics([turns, mixed], compares_samples=True)[share] == 0.5
     greedy = replace(mixed, baseline=1)
@@ -285,7 +382,9 @@ def test_groups_without_variance_are_those_whose_drawn_samples_have_one_reward()
 
 def test_samples_of_episodes_have_all_that_was_said() -> None:
     facts = EpisodeFacts(1, 0, 0, 0.5, "answered", 2)
-    first: tuple[TranscriptEntry, ...] = ({"role": "assistant", "text": "a0", "calls": [], "reward": 0.0},)
+    first: tuple[TranscriptEntry, ...] = (
+        {"role": "assistant", "text": "a0", "calls": [], "reward": 0.0},
+    )
     one = replace(group("a", [1.0, 0.0], [2, 2]), facts=(facts, facts), transcripts=(first,))
     shown, other = pick_samples([one], 2, {})
     assert shown["episode"] == {
@@ -296,15 +395,29 @@ def test_samples_of_episodes_have_all_that_was_said() -> None:
 
 def test_what_a_critics_values_explain_of_the_returns() -> None:
     """Returns 0, 1, 1, 2 (variance 1/2); values 0.5 too low for two of them: the errors' variance is 1/16."""
-    update: Statistics = {LOSS: (0.3,), GRAD_NORM: (2.0,), CLIPPED: (1.0, 4.0), VALUE: (3.0, 4.0), RETURN: (4.0, 4.0)}
+    update: Statistics = {
+        LOSS: (0.3,),
+        GRAD_NORM: (2.0,),
+        CLIPPED: (1.0, 4.0),
+        VALUE: (3.0, 4.0),
+        RETURN: (4.0, 4.0),
+    }
     update[EXPLAINED_VARIANCE] = (4.0, 6.0, 1.0, 0.5, 4.0)
     found = update_metrics([update, update], "critic")
     assert found["critic/explained_variance"] == pytest.approx(1 - (0.125 - 0.0625) / 0.5)
-    assert (found["critic/loss"], found["critic/clipped"], found["critic/value_mean"]) == (0.3, 0.25, 0.75)
+    assert (found["critic/loss"], found["critic/clipped"], found["critic/value_mean"]) == (
+        0.3,
+        0.25,
+        0.75,
+    )
     flat: Statistics = {EXPLAINED_VARIANCE: (4.0, 4.0, 1.0, 0.5, 4.0)}
-    assert update_metrics([flat], "critic") == {"critic/explained_variance": 0.0}, "nothing to explain"
+    assert update_metrics([flat], "critic") == {"critic/explained_variance": 0.0}, (
+        "nothing to explain"
+    )
 
 
 def test_the_effective_sample_size_is_a_share_of_the_tokens() -> None:
     """Kish: weights 1, 1, 0, 0 are as good as half of the samples."""
-    assert train_metrics([{ESS: (2.0, 2.0, 4.0)}]) == {"train/rollout_correction_ess": pytest.approx(0.5)}
+    assert train_metrics([{ESS: (2.0, 2.0, 4.0)}]) == {
+        "train/rollout_correction_ess": pytest.approx(0.5)
+    }

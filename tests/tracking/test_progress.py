@@ -17,7 +17,9 @@ def test_a_log_file_gets_one_line_of_what_is_long(
     assert capsys.readouterr() == ("", told)
 
 
-def test_a_terminal_gets_a_bar_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "120")
     with progress_bar("[data] of a", 20_000) as done:

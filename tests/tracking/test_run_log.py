@@ -52,7 +52,12 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
             with log.step(step) as record:
                 with record.phase("rollout"):
                     groups = [group("p", [1.0, 0.0], [2, 3])]
-                record.add({**rollout_metrics(groups, compares_samples=False), "rollout/logprob_diff_max": step * 1e-6})
+                record.add(
+                    {
+                        **rollout_metrics(groups, compares_samples=False),
+                        "rollout/logprob_diff_max": step * 1e-6,
+                    }
+                )
                 record.samples(groups)
                 record.learnt_from({(0, 0): 0.5, (0, 1): -0.5})
                 if step == 4:
@@ -65,7 +70,9 @@ def test_reward_results_that_failed_are_told_in_a_line(tmp_path: Path) -> None:
     with RunLog(recipe_in(tmp_path), console) as log:
         for step in (1, 2):
             with log.step(step) as record:
-                bad = replace(group("p", [1.0, 0.0], [2, 3]), failures=("took longer on response 'r'",) * step)
+                bad = replace(
+                    group("p", [1.0, 0.0], [2, 3]), failures=("took longer on response 'r'",) * step
+                )
                 record.failed([bad] * step)
     lines = [line for line in text.getvalue().splitlines() if " failed, " in line]
     assert lines == [
@@ -81,10 +88,16 @@ def test_calls_that_failed_by_their_tools_are_told_in_a_line(tmp_path: Path) -> 
     with RunLog(recipe_in(tmp_path), console) as log:
         for step, words in enumerate(said, start=1):
             with log.step(step) as record:
-                record.failed([replace(group("p", [1.0, 0.0], [2, 3]), failed_calls=(words,) * step)] * step)
+                record.failed(
+                    [replace(group("p", [1.0, 0.0], [2, 3]), failed_calls=(words,) * step)] * step
+                )
         with log.step(3) as record:
             record.failed([group("p", [1.0, 0.0], [2, 3])])
-    lines = [line for line in text.getvalue().splitlines() if " failed, " in line or line.startswith("step 9")]
+    lines = [
+        line
+        for line in text.getvalue().splitlines()
+        if " failed, " in line or line.startswith("step 9")
+    ]
     assert lines == [
         "step 1: 1 call of a tool failed, the first: price ran out of memory.",
         r"step 2: 4 calls of tools failed, the first: price returned \x1b]0;x\x07\r\nstep 9: no",
@@ -98,10 +111,16 @@ def test_refused_fields_of_agents_are_told_in_a_line(tmp_path: Path) -> None:
         many = {"a\nstep 9": 1, "seed": 2, **{f"x{number}": 1 for number in range(9)}}
         for step, fields in enumerate(({"seed": 1}, many), start=1):
             with log.step(step) as record:
-                record.failed([replace(group("p", [1.0, 0.0], [2, 3]), refused_fields=fields)] * step)
+                record.failed(
+                    [replace(group("p", [1.0, 0.0], [2, 3]), refused_fields=fields)] * step
+                )
         with log.step(3) as record:
             record.failed([group("p", [1.0, 0.0], [2, 3])])
-    lines = [line for line in text.getvalue().splitlines() if " refused " in line or line.startswith("step 9")]
+    lines = [
+        line
+        for line in text.getvalue().splitlines()
+        if " refused " in line or line.startswith("step 9")
+    ]
     assert lines == [
         "step 1: 1 request of an agent was refused for a field or a path: seed (1)",
         r"step 2: 24 requests of agents were refused for a field or a path: seed (4), a\nstep 9 (2), x0 (2), x1 (2), "
@@ -134,7 +153,9 @@ def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) ->
     }
     assert len(samples) == 8
     events = EventAccumulator(str(folder / "events")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(s, 0.5) for s in (1, 2, 3, 4)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (s, 0.5) for s in (1, 2, 3, 4)
+    ]
     assert (folder / "curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
@@ -203,7 +224,9 @@ def test_closing_table_compares_first_and_last(tmp_path: Path) -> None:
     assert "time/rollout_s, mean" in table
 
 
-def test_eta_is_the_mean_step_times_the_steps_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eta_is_the_mean_step_times_the_steps_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [100.0]
     monkeypatch.setattr("megarl.tracking.run_log.time.perf_counter", lambda: now[0])
     console, text = plain()
@@ -220,7 +243,10 @@ def test_eta_is_the_mean_step_times_the_steps_left(tmp_path: Path, monkeypatch: 
 
 def test_a_failed_run_keeps_its_records_and_prints_no_table(tmp_path: Path) -> None:
     console, text = plain()
-    with pytest.raises(ValueError, match="broke"), RunLog(recipe_in(tmp_path, "run.trackers=[]"), console) as log:
+    with (
+        pytest.raises(ValueError, match="broke"),
+        RunLog(recipe_in(tmp_path, "run.trackers=[]"), console) as log,
+    ):
         with log.step(1) as record:
             record.add({"reward/mean": math.nan})
         with log.step(2):
@@ -250,7 +276,9 @@ def test_the_warm_start_is_visible(tmp_path: Path) -> None:
                     record.add({"eval/accuracy": 0.25})
     records = json_lines(log.folder / "metrics.jsonl")
     assert [record["warm_start/step"] for record in records] == list(range(1, 21))
-    assert [record["warm_start/loss"] for record in records] == [2.0 / step for step in range(1, 21)]
+    assert [record["warm_start/loss"] for record in records] == [
+        2.0 / step for step in range(1, 21)
+    ]
     assert all(record["step"] == 0 for record in records)
     lines = [line for line in text.getvalue().splitlines() if line.startswith("warm start")]
     assert len(lines) == 10
@@ -263,7 +291,9 @@ def test_the_warm_start_is_visible(tmp_path: Path) -> None:
 
 def sick_step(log: RunLog, step: int, reward: float, std: float) -> None:
     with log.step(step) as record:
-        record.add({"reward/mean": reward, "reward/std": std, "reward/accuracy": reward, "train/lr": 0.5})
+        record.add(
+            {"reward/mean": reward, "reward/std": std, "reward/accuracy": reward, "train/lr": 0.5}
+        )
 
 
 def test_a_sick_run_is_told_once_also_over_a_resume(tmp_path: Path) -> None:
@@ -277,20 +307,34 @@ def test_a_sick_run_is_told_once_also_over_a_resume(tmp_path: Path) -> None:
     lines = text.getvalue().splitlines()
     (told,) = [number for number, line in enumerate(lines) if "teach nothing" in line]
     assert lines[told - 1].startswith("step 2/4")
-    assert lines[told].startswith("step 2: every sample has the reward 0, ") and "train.lr (0.5)" in lines[told]
+    assert (
+        lines[told].startswith("step 2: every sample has the reward 0, ")
+        and "train.lr (0.5)" in lines[told]
+    )
 
     for after, is_told_again in ((2, False), (1, True)):
         console, text = plain()
-        with RunLog(recipe_in(tmp_path, "run.trackers=[]"), console, resume=True, step=after) as log:
+        with RunLog(
+            recipe_in(tmp_path, "run.trackers=[]"), console, resume=True, step=after
+        ) as log:
             sick_step(log, 3, 0.0, 0.0)
         assert ("step 3: every sample has the reward 0" in text.getvalue()) == is_told_again
         assert not is_told_again or "was 0.5 in step 1: train.lr (0.5)" in text.getvalue()
 
 
-@pytest.mark.parametrize(("algorithm", "is_told"), [("grpo", True), ("ppo", True), ("on_policy_distillation", False)])
-def test_a_teacher_needs_no_rewards_that_differ(tmp_path: Path, algorithm: str, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "is_told"), [("grpo", True), ("ppo", True), ("on_policy_distillation", False)]
+)
+def test_a_teacher_needs_no_rewards_that_differ(
+    tmp_path: Path, algorithm: str, is_told: bool
+) -> None:
     console, text = plain()
-    keys = (f"algorithm.name={algorithm}", "reference.path=x", "critic.path=x", "algorithm.kl_coefficient=0.1")
+    keys = (
+        f"algorithm.name={algorithm}",
+        "reference.path=x",
+        "critic.path=x",
+        "algorithm.kl_coefficient=0.1",
+    )
     with RunLog(recipe_in(tmp_path, "run.trackers=[]", *keys), console) as log:
         sick_step(log, 1, 0.0, 0.0)
     assert ("teach nothing" in text.getvalue()) == is_told
@@ -316,7 +360,9 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
         file.write('{"step": 4, "rew')
     went(tmp_path, 2, resume=True, step=2)
     assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [one["prompt"] for one in json_lines(folder / "samples.jsonl")] == [f"prompt\u2028{n}" for n in (1, 2, 3, 4)]
+    assert [one["prompt"] for one in json_lines(folder / "samples.jsonl")] == [
+        f"prompt\u2028{n}" for n in (1, 2, 3, 4)
+    ]
     assert [one.name for one in tmp_path.iterdir()] == ["try"]
     log = RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=4)
     with log:
@@ -329,12 +375,17 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) ->
     went(tmp_path, 1, resume=True)
     folder = tmp_path / "try"
     assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1]
-    assert [one["step"] for one in json_lines(folder / "metrics.1.jsonl")] == [1, 2], "nothing is lost"
+    assert [one["step"] for one in json_lines(folder / "metrics.1.jsonl")] == [1, 2], (
+        "nothing is lost"
+    )
     assert (folder / "samples.1.jsonl").exists() and (folder / "events.1").exists()
 
 
 def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
-    with RunLog(recipe_in(tmp_path), Console(file=io.StringIO())), pytest.raises(UserError, match="another process"):
+    with (
+        RunLog(recipe_in(tmp_path), Console(file=io.StringIO())),
+        pytest.raises(UserError, match="another process"),
+    ):
         RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=1)
 
 
@@ -354,5 +405,10 @@ def test_a_disk_without_locks_is_refused_in_one_line(
     monkeypatch.setattr(fcntl, "flock", fail)
     told = f"run.dir: files in {tmp_path} cannot be locked (Function not implemented); mount it with locks"
     with pytest.raises(UserError, match=re.escape(told)):
-        RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=resume, step=1 if resume else -1)
+        RunLog(
+            recipe_in(tmp_path),
+            Console(file=io.StringIO()),
+            resume=resume,
+            step=1 if resume else -1,
+        )
     assert sorted(tmp_path.rglob("*")) == before

@@ -13,12 +13,17 @@ from megarl.types import EpisodeFacts, EpisodeRow, Prompt, Sample, SamplePart, w
 VOCABULARY = 99
 
 
-def episode(rng: np.random.Generator, turns: int, *, longest: int = 4, version: int = 4, pays: bool = True) -> Sample:
+def episode(
+    rng: np.random.Generator, turns: int, *, longest: int = 4, version: int = 4, pays: bool = True
+) -> Sample:
     """An episode of one row: turns and observations of 1 to `longest` tokens, the first turns of older versions."""
     ids, logps, trained, rewards, parts = [], [], [], [], ()
     versions = np.sort(rng.integers(version - 2, version + 1, turns)).tolist()
     for turn, of_version in enumerate(versions):
-        own, seen = int(rng.integers(1, longest + 1)), int(rng.integers(1, longest + 1)) * (turn < turns - 1)
+        own, seen = (
+            int(rng.integers(1, longest + 1)),
+            int(rng.integers(1, longest + 1)) * (turn < turns - 1),
+        )
         ids += rng.integers(0, VOCABULARY, own + seen).tolist()
         logps += [*(-rng.integers(1, 8, own) / 4).tolist(), *[0.0] * seen]
         trained += [True] * own + [False] * seen
@@ -36,7 +41,11 @@ def sample_of(rows: Sequence[EpisodeRow], **more: Any) -> Sample:
     first, *others = rows
     sampled, turns = sum(row.num_trained for row in rows), sum(len(_turns(row)) for row in rows)
     facts = EpisodeFacts(turns, turns - 1, 0, 0.5, "answered", sampled)
-    own = {"prompt_ids": first.prompt_ids, "trained_T": first.trained_T, "token_rewards_T": first.token_rewards_T}
+    own = {
+        "prompt_ids": first.prompt_ids,
+        "trained_T": first.trained_T,
+        "token_rewards_T": first.token_rewards_T,
+    }
     own |= {"more_rows": tuple(others), "facts": facts} | more
     return Sample(
         first.response_ids_T, first.engine_logp_T, "", True, first.parts, first.routed_experts, **own
@@ -52,7 +61,9 @@ def cut(prompt: Prompt, sample: Sample, before: Sequence[int]) -> Sample:
     turns = _turns(row)
     bounds = [0, *sorted({turn for turn in before if 0 < turn < len(turns)}), len(turns)]
     all_ids_T = np.concatenate([np.asarray(prompt.token_ids, np.int64), row.response_ids_T])
-    versions_T = np.repeat([one.version for one in row.parts], [one.num_tokens for one in row.parts])
+    versions_T = np.repeat(
+        [one.version for one in row.parts], [one.num_tokens for one in row.parts]
+    )
     rows = []
     for first, end in zip(bounds[:-1], bounds[1:], strict=True):
         own = slice(turns[first][0], turns[end - 1][1])
@@ -69,11 +80,18 @@ def cut(prompt: Prompt, sample: Sample, before: Sequence[int]) -> Sample:
                 token_rewards_T=None if rewards_T is None else rewards_T[own],
             )
         )  # fmt: skip
-    return replace(sample_of(rows), facts=sample.facts, finished=sample.finished, is_baseline=sample.is_baseline)
+    return replace(
+        sample_of(rows),
+        facts=sample.facts,
+        finished=sample.finished,
+        is_baseline=sample.is_baseline,
+    )
 
 
 def _turns(row: EpisodeRow) -> list[tuple[int, int]]:
     """Begin and end of each run of trained tokens."""
-    trained_T = np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+    trained_T = (
+        np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
+    )
     edges = np.flatnonzero(np.diff(np.pad(trained_T.astype(np.int64), 1)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.training.batching import SampleRef, Update, key_of, own_samples, plan_updates, refs_of, shuffled
+from megarl.training.batching import (
+    SampleRef,
+    Update,
+    key_of,
+    own_samples,
+    plan_updates,
+    refs_of,
+    shuffled,
+)
 from megarl.training.train_sequences import train_sequence, train_sequences
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 
@@ -22,7 +30,10 @@ def _work(length: int) -> float:
 
 
 def _refs(lengths: list[int]) -> list[SampleRef]:
-    return [SampleRef(group=i // 4, sample=i % 4, length=n, response_length=n - 1) for i, n in enumerate(lengths)]
+    return [
+        SampleRef(group=i // 4, sample=i % 4, length=n, response_length=n - 1)
+        for i, n in enumerate(lengths)
+    ]
 
 
 def _plan(samples: list[SampleRef], **changes: Any) -> list[Update]:
@@ -33,7 +44,12 @@ def _plan(samples: list[SampleRef], **changes: Any) -> list[Update]:
 
 def _works(update: Update) -> np.ndarray:
     """[dp, micro-batches]"""
-    return np.array([[sum(_work(ref.length) for ref in batch) for batch in rank] for rank in update.micro_batches])
+    return np.array(
+        [
+            [sum(_work(ref.length) for ref in batch) for batch in rank]
+            for rank in update.micro_batches
+        ]
+    )
 
 
 def _lognormal(count: int) -> list[int]:
@@ -51,11 +67,14 @@ def _lognormal(count: int) -> list[int]:
 def test_every_sample_lands_once_within_the_budget(lengths, dp, updates, align, multiple):
     samples = _refs(lengths)
     plans = _plan(samples, updates=updates, dp=dp, align=align, multiple=multiple)
-    landed = [ref for plan in plans for rank in plan.micro_batches for batch in rank for ref in batch]
+    landed = [
+        ref for plan in plans for rank in plan.micro_batches for batch in rank for ref in batch
+    ]
     assert sorted(landed, key=lambda r: (r.group, r.sample)) == samples
     for plan in plans:
         assert len(plan.micro_batches) == dp
-        (count,) = {len(rank) for rank in plan.micro_batches}  # expert all-to-all needs equal counts
+        # expert all-to-all needs equal counts
+        (count,) = {len(rank) for rank in plan.micro_batches}
         assert count % multiple == 0
         batches = [batch for rank in plan.micro_batches for batch in rank]
         taken = [sum(-(-ref.length // align) * align for ref in batch) for batch in batches]
@@ -73,7 +92,9 @@ def test_every_sample_lands_once_within_the_budget(lengths, dp, updates, align, 
 def test_order_of_arrival_does_not_change_the_shares(order, dp):
     samples = _refs([2 + i * 7 % 60 for i in range(40)])
     shuffled = [samples[i] for i in order]
-    assert _plan(samples, dp=dp, aggregation="sequence_mean") == _plan(shuffled, dp=dp, aggregation="sequence_mean")
+    assert _plan(samples, dp=dp, aggregation="sequence_mean") == _plan(
+        shuffled, dp=dp, aggregation="sequence_mean"
+    )
 
 
 def test_denominators_do_not_depend_on_the_number_of_ranks():
@@ -123,7 +144,12 @@ def test_a_pipeline_takes_more_micro_batches_than_the_budget_asks_for():
     """They keep its stages busy, until what each costs in itself outweighs that."""
     samples = _refs([2048] * 32)
     for stages, multiple, count in ((0, 1, 4), (0.1, 1, 4), (7, 1, 6), (7, 8, 24)):
-        options = {"token_budget": 16384, "work": float, "multiple": multiple, "bubble_micro_batches": stages}
+        options = {
+            "token_budget": 16384,
+            "work": float,
+            "multiple": multiple,
+            "bubble_micro_batches": stages,
+        }
         assert len(_plan(samples, **options)[0].micro_batches[0]) == count
 
 
@@ -131,12 +157,19 @@ def test_a_pipeline_takes_more_micro_batches_than_the_budget_asks_for():
 def test_ranks_wait_hardly_longer_than_the_longest_sample_makes_them(seed, dp):
     """While it is computed the other ranks have at most the longest samples for which all budgets have room."""
     budget = 32768
-    lengths = np.sort(np.random.default_rng(seed).lognormal(7.5, 0.8, 8192).clip(2, budget).astype(int))[::-1]
+    lengths = np.sort(
+        np.random.default_rng(seed).lognormal(7.5, 0.8, 8192).clip(2, budget).astype(int)
+    )[::-1]
     work = [length + length**2 / 40000 for length in lengths.tolist()]  # as of Qwen3-30B-A3B
     beside = sum(work[: 1 + int(np.searchsorted(np.cumsum(lengths), dp * budget))])
     least = max(sum(work) / dp, work[0] + (sum(work) - beside) / dp)
-    (plan,) = _plan(_refs(lengths.tolist()), dp=dp, token_budget=budget, work=lambda n: n + n**2 / 40000)
-    by_place = [[sum(n.length + n.length**2 / 40000 for n in batch) for batch in rank] for rank in plan.micro_batches]
+    (plan,) = _plan(
+        _refs(lengths.tolist()), dp=dp, token_budget=budget, work=lambda n: n + n**2 / 40000
+    )
+    by_place = [
+        [sum(n.length + n.length**2 / 40000 for n in batch) for batch in rank]
+        for rank in plan.micro_batches
+    ]
     assert np.array(by_place).max(0).sum() < 1.015 * least
 
 
@@ -171,27 +204,48 @@ def test_impossible_batches_say_why(lengths, changes, message):
     [("token_mean", 1.0), ("sequence_mean", 0.5), ("sequence_sum", 1.0), ("constant", 1.0)],
 )
 def test_a_row_learns_from_its_response_alone(aggregation, weight):
-    sample = Sample(np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, (SamplePart(3, 2),))
-    group = SampleGroup(Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool))
-    row = train_sequence(group, SampleRef(0, 0, 5, 2, reward=2.0, is_correct=True, num_stale=1), aggregation)
+    sample = Sample(
+        np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, (SamplePart(3, 2),)
+    )
+    group = SampleGroup(
+        Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool)
+    )
+    row = train_sequence(
+        group, SampleRef(0, 0, 5, 2, reward=2.0, is_correct=True, num_stale=1), aggregation
+    )
     assert row.token_ids_T.tolist() == [1, 2, 3, 7, 8]
     assert row.loss_mask_T.tolist() == [False, False, False, True, True]
     assert row.loss_weight_T.tolist() == [0, 0, 0, weight, weight]
     assert (row.reward, row.outcome, row.advantage_T) == (2.0, 1.0, None)
     assert row.engine_logp_T.tolist() == [0, 0, 0, -0.5, -1.5]
-    assert row.is_stale_T is not None and row.is_stale_T.tolist() == [False, False, False, True, False]
+    assert row.is_stale_T is not None and row.is_stale_T.tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_correct_samples_weigh_together_what_the_recipe_says():
     """Of 4 + 2 correct tokens and a denominator of 9: 0.1 of their mean is 0.1 x 9 / 6 of each."""
     refs = [SampleRef(0, i, 2 + n, n, is_correct=n % 2 == 0) for i, n in enumerate((4, 3, 2))]
-    (update,) = plan_updates(refs, updates=1, dp=2, token_budget=99, aggregation="token_mean", work=float)
+    (update,) = plan_updates(
+        refs, updates=1, dp=2, token_budget=99, aggregation="token_mean", work=float
+    )
     assert (update.denominator, update.correct_tokens) == (9, 6)
     assert update.nll_weight(0.1) == pytest.approx(0.15)
-    (none,) = plan_updates(refs[1:2], updates=1, dp=1, token_budget=99, aggregation="token_mean", work=float)
+    (none,) = plan_updates(
+        refs[1:2], updates=1, dp=1, token_budget=99, aggregation="token_mean", work=float
+    )
     assert none.nll_weight(0.1) == 0.0
-    samples = tuple(Sample(np.arange(n), np.zeros(n, np.float32), "", True, (SamplePart(0, n),)) for n in (4, 3, 2))
-    group = SampleGroup(Prompt("", "", (1, 2), ""), samples, np.zeros(3, np.float32), np.zeros(3, np.bool_))
+    samples = tuple(
+        Sample(np.arange(n), np.zeros(n, np.float32), "", True, (SamplePart(0, n),))
+        for n in (4, 3, 2)
+    )
+    group = SampleGroup(
+        Prompt("", "", (1, 2), ""), samples, np.zeros(3, np.float32), np.zeros(3, np.bool_)
+    )
     right, wrong = (train_sequence(group, ref, "token_mean", 0.15) for ref in refs[:2])
     assert right.nll_weight_T is not None and wrong.nll_weight_T is None
     assert right.nll_weight_T.tolist() == pytest.approx([0, 0, 0.15, 0.15, 0.15, 0.15])
@@ -203,17 +257,26 @@ def test_a_share_needs_no_more_than_its_own_samples():
 
     def group(lengths: list[int]) -> SampleGroup:
         samples = tuple(
-            Sample(np.arange(n), np.full(n, -0.5, np.float32), "x" * n, True, (SamplePart(0, n),)) for n in lengths
+            Sample(np.arange(n), np.full(n, -0.5, np.float32), "x" * n, True, (SamplePart(0, n),))
+            for n in lengths
         )
-        return SampleGroup(prompt, samples, np.ones(len(lengths), np.float32), np.ones(len(lengths), np.bool_))
+        return SampleGroup(
+            prompt, samples, np.ones(len(lengths), np.float32), np.ones(len(lengths), np.bool_)
+        )
 
     groups = {3: group([4, 5, 6]), 7: group([7, 8])}
     named = [(3, 2), (7, 0), (3, 0)]
-    refs = [SampleRef(at, which, 2 + len(groups[at].samples[which].response_ids_T), 4) for at, which in named]
+    refs = [
+        SampleRef(at, which, 2 + len(groups[at].samples[which].response_ids_T), 4)
+        for at, which in named
+    ]
     updates = [Update(((tuple(refs[:2]),),), 1.0, 1, 1), Update(((tuple(refs[2:]),),), 1.0, 1, 1)]
     ids, *kept = own_samples(updates, [3, 7], *groups.values())
     assert ids == [3, 7]
-    assert [[len(one.response_ids_T) for one in group.samples] for group in kept] == [[4, 0, 6], [7, 0]]
+    assert [[len(one.response_ids_T) for one in group.samples] for group in kept] == [
+        [4, 0, 6],
+        [7, 0],
+    ]
     assert "".join(one.text for one in kept[0].samples) == "x" * 10
     for update in updates:
         (batch,) = update.micro_batches[0]
@@ -227,7 +290,13 @@ def test_a_share_needs_no_more_than_its_own_samples():
 def _samples_of_rows(rows: list[int]) -> list[SampleRef]:
     """Samples with so many rows each."""
     return [
-        SampleRef(number // 4, number % 4, length=2 + number % 30, response_length=1 + number % 30, row=row)
+        SampleRef(
+            number // 4,
+            number % 4,
+            length=2 + number % 30,
+            response_length=1 + number % 30,
+            row=row,
+        )
         for number, count in enumerate(rows)
         for row in range(count)
     ]
@@ -267,5 +336,7 @@ def test_updates_are_alike_in_tokens_and_a_sample_is_in_any(count: int) -> None:
     steps = [_plan(shuffled(refs, 1, step), updates=8, token_budget=10**5) for step in range(200)]
     tokens = np.array([[plan.loss_tokens for plan in plans] for plans in steps])
     assert tokens.std(1).mean() / tokens.mean() < 0.1, "at random it is 0.25"
-    places = np.array([[key_of(refs[0]) in map(key_of, refs_of([plan])) for plan in plans] for plans in steps]).sum(0)
+    places = np.array(
+        [[key_of(refs[0]) in map(key_of, refs_of([plan])) for plan in plans] for plans in steps]
+    ).sum(0)
     assert places.min() > 200 / 8 / 3, "the longest sample is in each update about as often"

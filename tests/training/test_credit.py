@@ -56,8 +56,13 @@ def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
     """As if one rank had everything; a rank without sequences changes nothing."""
     sequences = [sequence(2, 3, 1.0), sequence(1, 1, 0.0), sequence(4, 2, 0.5)]
     rng = np.random.default_rng(1)
-    advantages = [(rng.normal(5, 2, len(one.loss_mask_T)) * one.loss_mask_T).astype(np.float32) for one in sequences]
-    everything = np.concatenate([a[one.loss_mask_T] for a, one in zip(advantages, sequences, strict=True)])
+    advantages = [
+        (rng.normal(5, 2, len(one.loss_mask_T)) * one.loss_mask_T).astype(np.float32)
+        for one in sequences
+    ]
+    everything = np.concatenate(
+        [a[one.loss_mask_T] for a, one in zip(advantages, sequences, strict=True)]
+    )
     cuts = np.cumsum([0, *parts])
     slices = [slice(*cuts[i : i + 2]) for i in range(len(parts))]
 
@@ -95,7 +100,9 @@ def refs_of(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef
     for index, (one, group) in enumerate(zip(sequences, groups, strict=True)):
         length, response = len(one.loss_mask_T), int(one.loss_mask_T.sum())
         number = groups[:index].count(group)
-        found.append(SampleRef(group, number, length, response, reward=one.reward, advantage=one.reward))
+        found.append(
+            SampleRef(group, number, length, response, reward=one.reward, advantage=one.reward)
+        )
     return found
 
 
@@ -114,13 +121,17 @@ def test_a_penalty_is_paid_by_the_tokens_before_it() -> None:
     """REINFORCE++: R - sum of the penalties from here on (arXiv 2501.03262)."""
     hparams = replace(ALGORITHMS["reinforce_pp"].hyperparameters, whiten=False)
     pays = [np.array([7, 7, -0.25, -0.5, -1.0], np.float32), np.array([7, -0.125], np.float32)]
-    found = assign("reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, hparams=hparams)
+    found = assign(
+        "reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, hparams=hparams
+    )
     assert found == [[-0.75, -0.5, 0.0], [-1.125]]
 
 
 def test_distillation_pays_each_token_by_itself() -> None:
     pays = [np.array([7, -0.25, -0.5], np.float32)]
-    assert assign("on_policy_distillation", [sequence(1, 2, 0.0)], penalties=pays) == [[-0.25, -0.5]]
+    assert assign("on_policy_distillation", [sequence(1, 2, 0.0)], penalties=pays) == [
+        [-0.25, -0.5]
+    ]
 
 
 def test_a_critic_sees_penalties_as_rewards() -> None:
@@ -128,12 +139,19 @@ def test_a_critic_sees_penalties_as_rewards() -> None:
     hparams = replace(ALGORITHMS["ppo"].hyperparameters, whiten=False, gae_lambda=0.5)
     said = {(0, 0, 0): np.array([0.5, 0.25], np.float32)}
     # deltas: -0.25 + 0.25 - 0.5, -0.5 + 1 - 0.25
-    assert assign("ppo", sequences, said=said, penalties=pays, hparams=hparams) == [[-0.5 + 0.125, 0.25]]
+    assert assign("ppo", sequences, said=said, penalties=pays, hparams=hparams) == [
+        [-0.5 + 0.125, 0.25]
+    ]
 
 
 def test_process_rewards_are_held_against_the_others() -> None:
     """arXiv 2502.01456: less the mean of the others' means; a group of one has none."""
-    sequences = [sequence(2, 2, 0.5), sequence(1, 1, -0.5), sequence(3, 2, 0.0), sequence(1, 2, 0.25)]
+    sequences = [
+        sequence(2, 2, 0.5),
+        sequence(1, 1, -0.5),
+        sequence(3, 2, 0.0),
+        sequence(1, 2, 0.25),
+    ]
     refs = refs_of(sequences, [0, 0, 0, 2])
     said = {
         (0, 0, 0): np.array([1.0, 3.0], np.float32),  # the others' means: 4 and 0.5

@@ -26,16 +26,33 @@ from megarl.samples.summaries import summary
 from megarl.tracking.metrics import update_metrics
 from megarl.training import kept_tokens
 from megarl.training.auxiliary import critic_returns
-from megarl.training.batching import Key, SampleRef, TokenValues, Update, key_of, plan_updates, refs_of, spread
+from megarl.training.batching import (
+    Key,
+    SampleRef,
+    TokenValues,
+    Update,
+    key_of,
+    plan_updates,
+    refs_of,
+    spread,
+)
 from megarl.training.credit import with_token_advantages
 from megarl.training.train_sequences import train_sequence, train_sequences
-from megarl.types import Aggregation, FloatArray, Hyperparameters, Prompt, SampleGroup, TrainSequence
+from megarl.types import (
+    Aggregation,
+    FloatArray,
+    Hyperparameters,
+    Prompt,
+    SampleGroup,
+    TrainSequence,
+)
 from tests.training.episodes import cut, episode
 
 VERSION, LONGEST, BUDGET, ROOMY = 4, 40, 72, 10_000
 AGGREGATIONS: list[Aggregation] = ["token_mean", "sequence_mean", "sequence_sum", "constant"]
 ALONE = {"sum_over_all": lambda one: one, "max_over_all": lambda one: one}
-NUMBERS = np.random.default_rng(0).normal(size=(7, 4, 4, 40)).astype(np.float32)  # by seed, group, sample and token
+# by seed, group, sample and token
+NUMBERS = np.random.default_rng(0).normal(size=(7, 4, 4, 40)).astype(np.float32)
 Tokens = tuple[list[tuple[int, int]], np.ndarray]  # group and sample of each token, and its values
 
 
@@ -45,7 +62,9 @@ def groups_of(seed: int, turns: Sequence[int], per_group: int = 3) -> list[Sampl
     found = []
     for number, start in enumerate(range(0, len(turns), per_group)):
         own = turns[start : start + per_group]
-        prompt = Prompt(str(number), "", tuple(rng.integers(0, 99, rng.integers(1, 6)).tolist()), "7")
+        prompt = Prompt(
+            str(number), "", tuple(rng.integers(0, 99, rng.integers(1, 6)).tolist()), "7"
+        )
         made = [episode(rng, count, pays=bool(rng.integers(2))) for count in (*own, 2)]
         made[-1] = replace(made[-1], is_baseline=True)
         rewards_G = (rng.integers(0, 3, len(made)) / 2).astype(np.float32)
@@ -59,7 +78,11 @@ def cut_up(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
 
     def of_group(number: int, group: SampleGroup) -> SampleGroup:
         made = [
-            cut(group.prompt, one, [*rng.integers(0, 6, 3).tolist(), *([1] if (number, at) == (0, 0) else [])])
+            cut(
+                group.prompt,
+                one,
+                [*rng.integers(0, 6, 3).tolist(), *([1] if (number, at) == (0, 0) else [])],
+            )
             for at, one in enumerate(group.samples)
         ]
         return replace(group, samples=tuple(made))
@@ -90,22 +113,38 @@ def on_tokens(refs: Sequence[SampleRef], groups: Sequence[SampleGroup], seed: in
 
 
 def step_of(
-    name: str, groups: Sequence[SampleGroup], *, dp: int = 1, updates: int = 1, budget: int = ROOMY, **changes: Any
+    name: str,
+    groups: Sequence[SampleGroup],
+    *,
+    dp: int = 1,
+    updates: int = 1,
+    budget: int = ROOMY,
+    **changes: Any,
 ) -> Step:
     row = ALGORITHMS[name]
-    hparams = replace(row.hyperparameters, **({"positive_nll": 0.5} if row.surrogate else {}), **changes)
-    hparams = replace(hparams, lambda_alpha=1.0 if hparams.lambda_alpha else 0.0)  # 0.05 is 0 for so few tokens
+    hparams = replace(
+        row.hyperparameters, **({"positive_nll": 0.5} if row.surrogate else {}), **changes
+    )
+    # 0.05 is 0 for so few tokens
+    hparams = replace(hparams, lambda_alpha=1.0 if hparams.lambda_alpha else 0.0)
     refs = samples_of([summary(one) for one in groups], name, version=VERSION)
     plans = plan_updates(
         refs, updates=updates, dp=dp, token_budget=budget, aggregation=hparams.aggregation, longest_response=LONGEST,
         work=lambda length: float(length**2),
     )  # fmt: skip
-    shares = [replace(one, micro_batches=(one.micro_batches[rank],)) for rank in range(dp) for one in plans]
+    shares = [
+        replace(one, micro_batches=(one.micro_batches[rank],))
+        for rank in range(dp)
+        for one in plans
+    ]
     made = [
         one
         for share in shares
         for batch in train_sequences(
-            share.micro_batches[0], dict(enumerate(groups)), hparams.aggregation, share.nll_weight(hparams.positive_nll)
+            share.micro_batches[0],
+            dict(enumerate(groups)),
+            hparams.aggregation,
+            share.nll_weight(hparams.positive_nll),
         )
         for one in batch
     ]
@@ -123,9 +162,24 @@ def tokens_of(step: Step, extra: Sequence[Sequence[FloatArray]] = ()) -> Tokens:
     samples, values = [], []
     for place in sorted(range(len(step.refs)), key=lambda place: key_of(step.refs[place])):
         ref, one = step.refs[place], step.sequences[place]
-        nothing_T, turn_T = np.zeros(ref.length), one.loss_mask_T if one.turn_T is None else one.turn_T
-        rows = [one.loss_weight_T, one.engine_logp_T, one.advantage_T, one.nll_weight_T, one.is_stale_T, turn_T]
-        rows = np.array([nothing_T if row_T is None else row_T for row_T in (*rows, *(of[place] for of in extra))])
+        nothing_T, turn_T = (
+            np.zeros(ref.length),
+            one.loss_mask_T if one.turn_T is None else one.turn_T,
+        )
+        rows = [
+            one.loss_weight_T,
+            one.engine_logp_T,
+            one.advantage_T,
+            one.nll_weight_T,
+            one.is_stale_T,
+            turn_T,
+        ]
+        rows = np.array(
+            [
+                nothing_T if row_T is None else row_T
+                for row_T in (*rows, *(of[place] for of in extra))
+            ]
+        )
         assert not rows[:, ~one.loss_mask_T].any(), "0 where nothing is trained on"
         of_sample = np.full((ref.length, 2), [one.reward, one.outcome])
         values.append(np.column_stack([one.token_ids_T, *rows, of_sample])[one.loss_mask_T])
@@ -147,7 +201,9 @@ TURNS = st.lists(st.integers(1, 5), min_size=2, max_size=7)
     turns=TURNS, seed=st.integers(0, 2**20), dp=st.integers(1, 3), updates=st.integers(1, 2),
     budget=st.sampled_from([BUDGET, ROOMY]), aggregation=st.sampled_from([None, *AGGREGATIONS]),
 )  # fmt: skip
-def test_cutting_an_episode_into_rows_changes_nothing(name, turns, seed, dp, updates, budget, aggregation):
+def test_cutting_an_episode_into_rows_changes_nothing(
+    name, turns, seed, dp, updates, budget, aggregation
+):
     """Nor do ranks, updates, and micro-batches in which the rows of an episode do not fit together."""
     groups = groups_of(seed, turns)
     how: dict[str, Any] = {"aggregation": aggregation} if aggregation else {}
@@ -158,13 +214,24 @@ def test_cutting_an_episode_into_rows_changes_nothing(name, turns, seed, dp, upd
         assert (mine.denominator, mine.loss_tokens, mine.correct_tokens) == (
             other.denominator, other.loss_tokens, other.correct_tokens,
         )  # fmt: skip
-        samples = [{key_of(ref)[:2] for hand in one.micro_batches for b in hand for ref in b} for one in (mine, other)]
+        samples = [
+            {key_of(ref)[:2] for hand in one.micro_batches for b in hand for ref in b}
+            for one in (mine, other)
+        ]
         assert samples[0] == samples[1], "all rows of a sample are in its update"
-        ranks = [{key_of(ref)[:2] for batch in hand for ref in batch} for hand in mine.micro_batches]
+        ranks = [
+            {key_of(ref)[:2] for batch in hand for ref in batch} for hand in mine.micro_batches
+        ]
         assert sum(map(len, ranks)) == len(set().union(*ranks)), "and on one rank"
-        assert all(sum(ref.length for ref in batch) <= budget for hand in mine.micro_batches for batch in hand)
+        assert all(
+            sum(ref.length for ref in batch) <= budget
+            for hand in mine.micro_batches
+            for batch in hand
+        )
         if budget == ROOMY:
-            batches = [{key_of(ref)[:2] for ref in batch} for hand in mine.micro_batches for batch in hand]
+            batches = [
+                {key_of(ref)[:2] for ref in batch} for hand in mine.micro_batches for batch in hand
+            ]
             assert sum(map(len, batches)) == len(set().union(*batches)), "and in one micro-batch"
 
 
@@ -175,13 +242,19 @@ def test_a_critics_returns_are_of_the_whole_episode(turns, seed):
     for made in (groups, cut_up(groups, seed)):
         step = step_of("ppo", made)
         values, pays = on_tokens(step.refs, made, 1), on_tokens(step.refs, made, 2)
-        old_values, penalties = ([spread(one[key_of(ref)], ref) for ref in step.refs] for one in (values, pays))
+        old_values, penalties = (
+            [spread(one[key_of(ref)], ref) for ref in step.refs] for one in (values, pays)
+        )
         hparams = replace(step.hyperparameters, critic_lambda=0.7, gamma=0.9)
-        found.append(tokens_of(step, [critic_returns(step.sequences, old_values, penalties, hparams)]))
+        found.append(
+            tokens_of(step, [critic_returns(step.sequences, old_values, penalties, hparams)])
+        )
     same(found[1], found[0])
 
 
-def losses(name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **changes: Any) -> list[Any]:
+def losses(
+    name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **changes: Any
+) -> list[Any]:
     """Loss sum / denominator of the row's own loss, the gradient of each trained token, and the gaps by turns.
 
     Of an auxiliary model's too, where the row has one. Everything of a masked token is not a number.
@@ -193,12 +266,18 @@ def losses(name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **cha
     total, auxiliary, diffs = 0.0, 0.0, {}
     gradient: dict[Key, FloatArray] = {}
     for refs in [batch for hand in plan.micro_batches for batch in hand if batch]:
-        arrays = {seed: [spread(of[key_of(ref)], ref) for ref in refs] for seed, of in outputs.items()}
+        arrays = {
+            seed: [spread(of[key_of(ref)], ref) for ref in refs] for seed, of in outputs.items()
+        }
         made = [by_key[key_of(ref)] for ref in refs]
-        packed: PackedRow = pack(made, arrays[4], arrays[5], arrays[6], arrays[6], split=Split(), device="cpu")
+        packed: PackedRow = pack(
+            made, arrays[4], arrays[5], arrays[6], arrays[6], split=Split(), device="cpu"
+        )
         logp_T = of_sequences(packed, arrays[3]).requires_grad_()
         assert packed.old_logp_T is not None
-        loss, _ = row.loss(step.hyperparameters)(logp_T, logp_T.detach() ** 2, packed.old_logp_T, packed.targets)
+        loss, _ = row.loss(step.hyperparameters)(
+            logp_T, logp_T.detach() ** 2, packed.old_logp_T, packed.targets
+        )
         if row.critic == "process_rewards":
             auxiliary += float(outcome_loss(logp_T.detach(), packed.targets, scale=0.05)[0])
         if row.critic == "values":
@@ -207,11 +286,15 @@ def losses(name: str, groups: Sequence[SampleGroup], budget: int, dp: int, **cha
         total += float(loss.detach())
         assert logp_T.grad is not None
         for ref, start in zip(refs, packed.starts, strict=True):
-            gradient[key_of(ref)] = np.pad(logp_T.grad.numpy()[start : start + ref.length - 1], (1, 0))
+            gradient[key_of(ref)] = np.pad(
+                logp_T.grad.numpy()[start : start + ref.length - 1], (1, 0)
+            )
         for statistic, value in turn_diffs(packed.old_logp_T, packed.targets).items():
             diffs[statistic] = np.add(diffs.get(statistic, 0.0), value.numpy())
     ordered = [gradient[key_of(ref)] for ref in step.refs]
-    assert all(not one_T[~of.loss_mask_T].any() for one_T, of in zip(ordered, step.sequences, strict=True))
+    assert all(
+        not one_T[~of.loss_mask_T].any() for one_T, of in zip(ordered, step.sequences, strict=True)
+    )
     by_token = tokens_of(step, [ordered])[1][:, -3].tolist()
     assert math.isfinite(total) and math.isfinite(auxiliary) and any(by_token)
     return [
@@ -241,7 +324,9 @@ def of_kept(step: Step, old_logp: TokenValues) -> tuple[dict[Key, TrainSequence]
     divided = kept_tokens.divided_by_kept(plan, counts, hparams, LONGEST)
     made = [kept_tokens.reweighted(hand, divided, hparams) for hand in made]
     keys = [key_of(ref) for hand in plan.micro_batches for batch in hand for ref in batch]
-    return dict(zip(keys, [one for hand in made for batch in hand for one in batch], strict=True)), divided
+    return dict(
+        zip(keys, [one for hand in made for batch in hand for one in batch], strict=True)
+    ), divided
 
 
 def of_sequences(row: PackedRow, arrays: Sequence[FloatArray]) -> torch.Tensor:
@@ -254,15 +339,23 @@ def of_sequences(row: PackedRow, arrays: Sequence[FloatArray]) -> torch.Tensor:
 
 @pytest.mark.parametrize("rollout_correction", ["off", *ROLLOUT_CORRECTION_BOUNDS])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_losses_of_whole_sequences_are_of_whole_episodes(name: str, rollout_correction: Any) -> None:
+def test_losses_of_whole_sequences_are_of_whole_episodes(
+    name: str, rollout_correction: Any
+) -> None:
     """GSPO's ratio, a mismatch of sequences and PRIME's cross-entropy add up the tokens of all rows of an episode."""
     groups = groups_of(5, [3, 1, 4, 2, 5, 2])
-    changes: dict[str, Any] = {"rollout_correction": rollout_correction, "aggregation": "sequence_mean"}
+    changes: dict[str, Any] = {
+        "rollout_correction": rollout_correction,
+        "aggregation": "sequence_mean",
+    }
     if rollout_correction == "mis_sequence":
         changes |= {"rollout_correction_high": 400.0}
     if rollout_correction == "mis_geometric":
         changes |= {"rollout_correction_low": 0.3, "rollout_correction_high": 3.0}
-    whole, rows = losses(name, groups, ROOMY, 1, **changes), losses(name, cut_up(groups, 5), ROOMY, 2, **changes)
+    whole, rows = (
+        losses(name, groups, ROOMY, 1, **changes),
+        losses(name, cut_up(groups, 5), ROOMY, 2, **changes),
+    )
     assert rows[0] == pytest.approx(whole[0], rel=1e-5, abs=1e-6)
     assert rows[1] == pytest.approx(whole[1], rel=1e-5)
     assert rows[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-6)
@@ -284,17 +377,43 @@ def test_what_the_model_did_not_sample_is_context_alone() -> None:
         made, response_ids_T=np.array([5, 6, 7, 8, 9]), engine_logp_T=np.array([-1, -2, 0, 0, -3], np.float32),
         trained_T=np.array([True, True, False, False, True]), token_rewards_T=np.array([0, 0.5, 0, 0, 0], np.float32),
     )  # fmt: skip
-    group = SampleGroup(Prompt("p", "", (1, 2), ""), (made,), np.ones(1, np.float32), np.ones(1, np.bool_))
+    group = SampleGroup(
+        Prompt("p", "", (1, 2), ""), (made,), np.ones(1, np.float32), np.ones(1, np.bool_)
+    )
     ref = SampleRef(0, 0, 7, 5, num_trained=3, num_stale=2, is_correct=True, reward=1.0)
     one = train_sequence(group, ref, "sequence_mean", 0.25)
     assert one.token_ids_T.tolist() == [1, 2, 5, 6, 7, 8, 9]
     assert one.loss_mask_T.tolist() == [False, False, True, True, False, False, True]
     np.testing.assert_allclose(one.loss_weight_T, [0, 0, 1 / 3, 1 / 3, 0, 0, 1 / 3], rtol=1e-6)
     assert one.engine_logp_T.tolist() == [0, 0, -1, -2, 0, 0, -3]
-    assert one.is_stale_T is not None and one.is_stale_T.tolist() == [False, False, True, True, False, False, False]
-    assert one.nll_weight_T is not None and one.nll_weight_T.tolist() == [0, 0, 0.25, 0.25, 0, 0, 0.25]
+    assert one.is_stale_T is not None and one.is_stale_T.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert one.nll_weight_T is not None and one.nll_weight_T.tolist() == [
+        0,
+        0,
+        0.25,
+        0.25,
+        0,
+        0,
+        0.25,
+    ]
     assert one.turn_T is not None and one.turn_T.tolist() == [0, 0, 1, 1, 0, 0, 2]
-    assert one.token_rewards_T is not None and one.token_rewards_T.tolist() == [0, 0, 0, 0.5, 0, 0, 0]
+    assert one.token_rewards_T is not None and one.token_rewards_T.tolist() == [
+        0,
+        0,
+        0,
+        0.5,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +428,9 @@ def test_what_the_model_did_not_sample_is_context_alone() -> None:
         ("prime", [1.5, 1.5, 1.5]),
     ],
 )
-def test_a_turns_reward_is_earned_by_the_tokens_before_it_or_compared(name: str, expected: list[float]) -> None:
+def test_a_turns_reward_is_earned_by_the_tokens_before_it_or_compared(
+    name: str, expected: list[float]
+) -> None:
     """0.5 for the first of two turns and 1 for the whole, beside an episode (and a greedy one) without any reward."""
     rng = np.random.default_rng(1)
     one, other = (episode(rng, 2, longest=1, pays=False) for _ in range(2))
@@ -324,7 +445,10 @@ def test_a_turns_reward_is_earned_by_the_tokens_before_it_or_compared(name: str,
     rewards_G = np.array([1.0, 0.0, 0.0], np.float32)[: len(samples)]
     group = SampleGroup(Prompt("p", "", (1, 2), ""), samples, rewards_G, rewards_G > 0)
     short, row = summary(group), ALGORITHMS[name]
-    assert short.total_rewards_G[:2].tolist() == [1.5, 0.0] and short.rewards_G[:2].tolist() == [1.0, 0.0]
+    assert short.total_rewards_G[:2].tolist() == [1.5, 0.0] and short.rewards_G[:2].tolist() == [
+        1.0,
+        0.0,
+    ]
     refs = samples_of([short], name)
     made = [train_sequence(group, ref, "token_mean") for ref in refs]
     hparams = replace(row.hyperparameters, whiten=False, gae_lambda=1.0, kl_coefficient=0.0)
@@ -341,17 +465,28 @@ def test_a_turns_reward_is_earned_by_the_tokens_before_it_or_compared(name: str,
 def test_a_rank_with_and_one_without_turns_say_the_same_statistics() -> None:
     """Also one whose row is padding: they are added up over all ranks."""
     groups = groups_of(1, [1, 3])
-    made = [train_sequence(groups[0], ref, "token_mean") for ref in samples_of([summary(groups[0])], "grpo")]
+    made = [
+        train_sequence(groups[0], ref, "token_mean")
+        for ref in samples_of([summary(groups[0])], "grpo")
+    ]
     plain = [replace(one, turn_T=None) for one in made]
     found = []
     for sequences in (made, plain, []):
-        row = pack(sequences, [one.engine_logp_T + 1 for one in sequences], split=Split(), device="cpu")
+        row = pack(
+            sequences, [one.engine_logp_T + 1 for one in sequences], split=Split(), device="cpu"
+        )
         assert row.old_logp_T is not None
-        found.append({one: value.tolist() for one, value in turn_diffs(row.old_logp_T, row.targets).items()})
+        found.append(
+            {one: value.tolist() for one, value in turn_diffs(row.old_logp_T, row.targets).items()}
+        )
     assert found[0].keys() == found[1].keys() == found[2].keys()
     tokens = sum(int(one.loss_mask_T.sum()) for one in made)
     stale = sum(int(one.is_stale_T.sum()) for one in made if one.is_stale_T is not None)
     for values in found[:2]:
-        assert sum(count for _, count in values.values()) == sum(diff for diff, _ in values.values()) == tokens - stale
+        assert (
+            sum(count for _, count in values.values())
+            == sum(diff for diff, _ in values.values())
+            == tokens - stale
+        )
     assert not any(map(any, found[2].values()))
     assert sum(value[1] > 0 for value in found[1].values()) == 1

@@ -13,7 +13,9 @@ from megarl.model.shape import MlaShape, ModelShape
 from megarl.training import flops
 from tests.parallel import checkpoints
 
-QWEN3_30B = ModelShape(48, 2048, 32, 4, 128, 151936, num_experts=128, experts_per_token=8, moe_ffn_size=768)
+QWEN3_30B = ModelShape(
+    48, 2048, 32, 4, 128, 151936, num_experts=128, experts_per_token=8, moe_ffn_size=768
+)
 DEEPSEEK_V3 = ModelShape(
     61, 7168, 128, 128, 128, 129280, num_experts=256, experts_per_token=8, moe_ffn_size=2048, num_dense_layers=3,
     ffn_size=18432, num_shared_experts=1, num_mtp_layers=1, mla=MlaShape(1536, 512, 128, 64, 128),
@@ -28,7 +30,11 @@ def test_a_dense_layer_by_hand() -> None:
     pair = 2 * 2 * 2 * 4  # scores and values of two heads
     assert flops.forward_flops(shape, 1) == one_token + pair
     assert flops.forward_flops(shape, 3) == 3 * one_token + 6 * pair
-    assert flops.train_flops(shape, 3) == flops.train_work(shape)(3) == 3 * flops.forward_flops(shape, 3)
+    assert (
+        flops.train_flops(shape, 3)
+        == flops.train_work(shape)(3)
+        == 3 * flops.forward_flops(shape, 3)
+    )
 
 
 @pytest.mark.parametrize(("shape", "active"), [(QWEN3_30B, 3.03e9), (DEEPSEEK_V3, 36.6e9)])
@@ -42,16 +48,24 @@ def test_torch_counts_the_same(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     path = checkpoints.write(tmp_path, family)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
     if "moe" in family or "deepseek" in family:
         model.set_experts_implementation("eager")
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(torch.arange(LENGTH)[None])
     by_module = counter.get_flop_counts()
-    positions = sum(sum(ops.values()) for name, ops in by_module.items() if name.endswith(".rotary_emb"))
+    positions = sum(
+        sum(ops.values()) for name, ops in by_module.items() if name.endswith(".rotary_emb")
+    )
     shape = model_shape(path)
-    width = shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim if shape.mla else 2 * shape.head_dim
+    width = (
+        shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim
+        if shape.mla
+        else 2 * shape.head_dim
+    )
     hidden_pairs = LENGTH * (LENGTH - 1) // 2  # eager attention computes them, and masks them
     masked = 2 * hidden_pairs * shape.num_layers * shape.num_heads * width
     assert counter.get_total_flops() - positions - masked == flops.forward_flops(shape, LENGTH)

@@ -24,20 +24,37 @@ def sequence(far: list[int], *, key: tuple[int, int, int], correct: bool = False
     nll_T = mask_T.astype(np.float32) if correct else None
     weight_T = mask_T.astype(np.float32)
     return TrainSequence(
-        np.zeros(len(mask_T), np.int64), mask_T, weight_T, engine_T, outcome=float(correct), nll_weight_T=nll_T, key=key
+        np.zeros(len(mask_T), np.int64),
+        mask_T,
+        weight_T,
+        engine_T,
+        outcome=float(correct),
+        nll_weight_T=nll_T,
+        key=key,
     )
 
 
 # Micro-batches of a sample of two rows, and of two samples, of which one is far from the engine as a whole.
 BATCHES = [
-    [sequence([0, 1, 0], key=(0, 0, 0), correct=True), sequence([1, 0], key=(0, 0, 1), correct=True)],
+    [
+        sequence([0, 1, 0], key=(0, 0, 0), correct=True),
+        sequence([1, 0], key=(0, 0, 1), correct=True),
+    ],
     [sequence([1, 1], key=(0, 1, 0), correct=True), sequence([0, 0, 0, 1], key=(1, 0, 0))],
 ]
 
 
-def divided(aggregation: Aggregation, **more: Any) -> tuple[Update, list[list[TrainSequence]], list[int]]:
-    hparams = Hyperparameters(rollout_correction="icepop", aggregation=aggregation, positive_nll=0.5, **more)
-    old = [np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32) for batch in BATCHES for one in batch]
+def divided(
+    aggregation: Aggregation, **more: Any
+) -> tuple[Update, list[list[TrainSequence]], list[int]]:
+    hparams = Hyperparameters(
+        rollout_correction="icepop", aggregation=aggregation, positive_nll=0.5, **more
+    )
+    old = [
+        np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32)
+        for batch in BATCHES
+        for one in batch
+    ]
     made = kept_tokens.without_dropped(BATCHES, old, hparams)
     counts = kept_tokens.counts_of(made).tolist()
     update = kept_tokens.divided_by_kept(PLANNED, counts, hparams, 10)
@@ -46,7 +63,12 @@ def divided(aggregation: Aggregation, **more: Any) -> tuple[Update, list[list[Tr
 
 @pytest.mark.parametrize(
     ("aggregation", "denominator", "first", "last"),
-    [("token_mean", 6, 1, 1), ("sequence_mean", 2, 1 / 3, 1 / 3), ("sequence_sum", 2, 1, 1), ("constant", 20, 1, 1)],
+    [
+        ("token_mean", 6, 1, 1),
+        ("sequence_mean", 2, 1 / 3, 1 / 3),
+        ("sequence_sum", 2, 1, 1),
+        ("constant", 20, 1, 1),
+    ],
 )
 def test_denominators_and_weights_are_of_kept_tokens(
     aggregation: Aggregation, denominator: float, first: float, last: float
@@ -54,15 +76,24 @@ def test_denominators_and_weights_are_of_kept_tokens(
     """By hand: 3 tokens of the sample of two rows are kept, 3 of the last, and none of the one between them."""
     update, ((row, other), (gone, alone)), counts = divided(aggregation)
     assert counts == [6, 2, 3]
-    assert (update.denominator, update.loss_tokens, update.correct_tokens, update.tokens) == (denominator, 6, 3, 30)
+    assert (update.denominator, update.loss_tokens, update.correct_tokens, update.tokens) == (
+        denominator,
+        6,
+        3,
+        30,
+    )
     np.testing.assert_allclose(row.loss_weight_T, np.array([0, 1, 0, 1]) * first, rtol=1e-6)
     np.testing.assert_allclose(other.loss_weight_T, np.array([0, 0, 1]) * first, rtol=1e-6)
     np.testing.assert_allclose(alone.loss_weight_T, np.array([0, 1, 1, 1, 0]) * last, rtol=1e-6)
     assert (
-        not gone.loss_mask_T.any() and not gone.loss_weight_T.any() and gone.sampled_T.tolist() == [False, True, True]
+        not gone.loss_mask_T.any()
+        and not gone.loss_weight_T.any()
+        and gone.sampled_T.tolist() == [False, True, True]
     )
     assert row.nll_weight_T is not None and alone.nll_weight_T is None
-    np.testing.assert_allclose(row.nll_weight_T, np.array([0, 1, 0, 1]) * 0.5 * denominator / 3, rtol=1e-6)
+    np.testing.assert_allclose(
+        row.nll_weight_T, np.array([0, 1, 0, 1]) * 0.5 * denominator / 3, rtol=1e-6
+    )
 
 
 def test_an_update_of_which_nothing_is_kept_is_divided_by_one() -> None:
@@ -83,7 +114,16 @@ def test_a_rank_without_a_sample_counts_nothing() -> None:
 
 def test_samples_are_decided_over_their_rows_together() -> None:
     """Of the first, five tokens have a product of e^6; of the last, four have e^3: the bound is e^4."""
-    hparams = Hyperparameters(rollout_correction="mis_sequence", rollout_correction_high=float(np.exp(4)))
-    old = [np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32) for batch in BATCHES for one in batch]
+    hparams = Hyperparameters(
+        rollout_correction="mis_sequence", rollout_correction_high=float(np.exp(4))
+    )
+    old = [
+        np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32)
+        for batch in BATCHES
+        for one in batch
+    ]
     made = kept_tokens.without_dropped(BATCHES, old, hparams)
-    assert [[bool(one.loss_mask_T.any()) for one in batch] for batch in made] == [[False, False], [False, True]]
+    assert [[bool(one.loss_mask_T.any()) for one in batch] for batch in made] == [
+        [False, False],
+        [False, True],
+    ]

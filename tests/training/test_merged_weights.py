@@ -22,7 +22,9 @@ DTYPE = {"dtype": "bfloat16"}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("model"), "deepseek-v3", vocab_size=VOCAB_SIZE, pad_token_id=None)
+    return write(
+        tmp_path_factory.mktemp("model"), "deepseek-v3", vocab_size=VOCAB_SIZE, pad_token_id=None
+    )
 
 
 class TwoFactors(torch.nn.Module):
@@ -68,7 +70,10 @@ def look(trainer: Any) -> dict[str, Any]:
         right.append(all_equal(trainer.params(), frozen))
     right.append(bits_equal(trainer, found["params"]))
     uneven_steps(trainer, VOCAB_SIZE, 97.0, LR, 1)
-    right += [all_equal(trainer.params(), sums_of(trainer, frozen)), not bits_equal(trainer, found["params"])]
+    right += [
+        all_equal(trainer.params(), sums_of(trainer, frozen)),
+        not bits_equal(trainer, found["params"]),
+    ]
     return found | {"right": right, "kept": trainer.round_weights(7)}
 
 
@@ -77,7 +82,9 @@ def clones(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def bits(trainer: Any) -> dict[str, np.ndarray]:
-    return {name: param.view(torch.uint8).numpy().copy() for name, param in trainer.params().items()}
+    return {
+        name: param.view(torch.uint8).numpy().copy() for name, param in trainer.params().items()
+    }
 
 
 def bits_equal(trainer: Any, wanted: dict[str, np.ndarray]) -> bool:
@@ -88,14 +95,18 @@ def all_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     return all(torch.equal(param, wanted[name]) for name, param in found.items())
 
 
-def sums_of(trainer: Any, frozen: dict[str, torch.Tensor], version: int | None = None) -> dict[str, torch.Tensor]:
+def sums_of(
+    trainer: Any, frozen: dict[str, torch.Tensor], version: int | None = None
+) -> dict[str, torch.Tensor]:
     """What resharding sends of frozen weights where it merges them itself."""
     from megarl.placement.roles import lora_size
     from megarl.resharding.lora_merge import Merge
 
     size = lora_size(trainer._recipe, trainer.shape)
     assert size
-    merge = Merge.of_rank(size, trainer.shape, trainer.layout, trainer.rank, False, trainer.factors())
+    merge = Merge.of_rank(
+        size, trainer.shape, trainer.layout, trainer.rank, False, trainer.factors()
+    )
     found = {name: param.clone() for name, param in frozen.items()}
     merge.begin(version)
     for box, target in zip(merge.all_boxes(frozen), merge.all_boxes(found), strict=True):
@@ -125,7 +136,10 @@ def test_a_rank_computes_with_what_engines_get(path: Path) -> None:
         for name, wanted in (("logp", same), ("reference", frozen)):
             for mine, other in zip(of_rank[name], wanted, strict=True):
                 np.testing.assert_array_equal(mine, other)
-    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(found[0]["logp"], found[0]["reference"], strict=True))
+    assert any(
+        np.abs(a - b).max() > 1e-3
+        for a, b in zip(found[0]["logp"], found[0]["reference"], strict=True)
+    )
 
 
 def published(trainer: Any) -> list[str]:
@@ -144,7 +158,9 @@ def published(trainer: Any) -> list[str]:
 @pytest.mark.slow
 def test_stochastic_rounding_is_that_of_the_version(path: Path) -> None:
     lora = LORA | {"rounding": "stochastic"}
-    for first, second, again in run_world(lora_recipe(path, TrainLayout(1, 1, 1, 1), lora, **DTYPE), published):
+    for first, second, again in run_world(
+        lora_recipe(path, TrainLayout(1, 1, 1, 1), lora, **DTYPE), published
+    ):
         assert first == again != second
 
 

@@ -39,7 +39,15 @@ DIGESTS = {
     "vapo": "402dd4a164e8c4b1",
     "sft": "e5cf86e7dbcfc588",
 }
-FIELDS = ("token_ids_T", "loss_mask_T", "loss_weight_T", "engine_logp_T", "nll_weight_T", "is_stale_T", "experts_TMK")
+FIELDS = (
+    "token_ids_T",
+    "loss_mask_T",
+    "loss_weight_T",
+    "engine_logp_T",
+    "nll_weight_T",
+    "is_stale_T",
+    "experts_TMK",
+)
 
 
 def groups(seed: int) -> list[SampleGroup]:
@@ -49,12 +57,27 @@ def groups(seed: int) -> list[SampleGroup]:
     def sample(length: int, is_baseline: bool) -> Sample:
         old = int(rng.integers(0, length))
         parts = (*([SamplePart(3, old)] if old else []), SamplePart(VERSION, length - old))
-        logp, experts = rng.integers(-8, 0, length).astype(np.float32), rng.integers(0, 8, (length, 2, 2), np.uint8)
-        return Sample(rng.integers(0, 99, length), logp, "x" * length, length < 16, parts, experts, is_baseline)
+        logp, experts = (
+            rng.integers(-8, 0, length).astype(np.float32),
+            rng.integers(0, 8, (length, 2, 2), np.uint8),
+        )
+        return Sample(
+            rng.integers(0, 99, length),
+            logp,
+            "x" * length,
+            length < 16,
+            parts,
+            experts,
+            is_baseline,
+        )
 
     def group(number: int) -> SampleGroup:
-        prompt = Prompt(str(number), "", tuple(rng.integers(0, 99, rng.integers(1, 30)).tolist()), "7")
-        made = tuple(sample(int(2 ** rng.integers(0, 5)), index == SAMPLES) for index in range(SAMPLES + 1))
+        prompt = Prompt(
+            str(number), "", tuple(rng.integers(0, 99, rng.integers(1, 30)).tolist()), "7"
+        )
+        made = tuple(
+            sample(int(2 ** rng.integers(0, 5)), index == SAMPLES) for index in range(SAMPLES + 1)
+        )
         rewards_G = (rng.integers(0, 3, SAMPLES + 1) / 2).astype(np.float32)
         return SampleGroup(prompt, made, rewards_G, rewards_G > 0.5)
 
@@ -64,7 +87,9 @@ def groups(seed: int) -> list[SampleGroup]:
 def learnt(name: str, seed: int) -> tuple[list[Any], list[Any]]:
     """The plan of a step, and the arrays of its sequences, as plain tuples and bytes."""
     row, made = ALGORITHMS[name], groups(seed)
-    hparams = replace(row.hyperparameters, whiten=False, gae_lambda=0.5, critic_lambda=None, positive_nll=0.5)
+    hparams = replace(
+        row.hyperparameters, whiten=False, gae_lambda=0.5, critic_lambda=None, positive_nll=0.5
+    )
     hparams = replace(hparams, lambda_alpha=2.0 if hparams.lambda_alpha else 0.0)
     refs = samples_of([summary(one) for one in made], name, version=VERSION)
     middle = len(refs) // 2
@@ -83,17 +108,30 @@ def learnt(name: str, seed: int) -> tuple[list[Any], list[Any]]:
             one
             for update in share
             for batch in train_sequences(
-                update.micro_batches[0], dict(enumerate(made)), hparams.aggregation, update.nll_weight(0.5)
+                update.micro_batches[0],
+                dict(enumerate(made)),
+                hparams.aggregation,
+                update.nll_weight(0.5),
             )
             for one in batch
         ]
         own = refs_of(share)
         rng = np.random.default_rng([seed, rank])
-        values = {key_of(ref): (rng.integers(-8, 8, ref.response_length) / 4).astype(np.float32) for ref in own}
-        pays = [(rng.integers(-8, 8, ref.length) / 4).astype(np.float32) for ref in own] if hparams.pays_kl else None
+        values = {
+            key_of(ref): (rng.integers(-8, 8, ref.response_length) / 4).astype(np.float32)
+            for ref in own
+        }
+        pays = (
+            [(rng.integers(-8, 8, ref.length) / 4).astype(np.float32) for ref in own]
+            if hparams.pays_kl
+            else None
+        )
         alone = {"sum_over_all": lambda one: one, "max_over_all": lambda one: one}
         for one in with_token_advantages(row, hparams, own, sequences, values, pays, **alone):
-            arrays += [(one.reward, one.outcome), *(_bytes(getattr(one, field)) for field in FIELDS)]
+            arrays += [
+                (one.reward, one.outcome),
+                *(_bytes(getattr(one, field)) for field in FIELDS),
+            ]
             arrays.append(_bytes(one.advantage_T))
     return [_plan(one) for one in plans], arrays
 

@@ -24,7 +24,8 @@ from tests.training.episodes import cut, episode
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE = 100  # padded to 256 at TP 2, so that the second rank's half of the vocabulary is all padding
+# padded to 256 at TP 2, so that the second rank's half of the vocabulary is all padding
+VOCAB_SIZE = 100
 IDLE_S = 1.0
 STEPS = 200  # of a run that may not grow
 TEMPERATURE = 0.7
@@ -33,7 +34,9 @@ DIFF = "logprob_diff_mean"
 
 @pytest.fixture(scope="module")
 def small_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("small-vocabulary"), vocab_size=VOCAB_SIZE, num_hidden_layers=2)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("small-vocabulary"), vocab_size=VOCAB_SIZE, num_hidden_layers=2
+    )
 
 
 def explore(trainer: Any) -> dict[str, Any]:
@@ -42,34 +45,49 @@ def explore(trainer: Any) -> dict[str, Any]:
     from megarl.resharding.memory_handles import map_params
     from megarl.resharding.shards import verify_params
 
-    verify_params(megatron_map.shards(trainer.shape, trainer.layout, trainer.rank), trainer.params())
+    verify_params(
+        megatron_map.shards(trainer.shape, trainer.layout, trainer.rank), trainer.params()
+    )
     batches = assign(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     facts: dict[str, Any] = {"logprobs": trainer.token_outputs(batches)}
 
     storages = [buffer.grad_data.untyped_storage() for buffer in _buffers(trainer)]
     full_bytes = [storage.nbytes() for storage in storages]
     facts["held_when_given_back"] = []
-    device.empty_cache = lambda: facts["held_when_given_back"].append(sum(storage.nbytes() for storage in storages))
+    device.empty_cache = lambda: facts["held_when_given_back"].append(
+        sum(storage.nbytes() for storage in storages)
+    )
     trainer.offload()
     facts["offloaded_bytes"] = [storage.nbytes() for storage in storages]
     facts["logprobs_offloaded"] = trainer.token_outputs(batches)
     trainer.onload()
     facts["is_restored"] = [storage.nbytes() for storage in storages] == full_bytes
-    facts["gradients_after_onload"] = max(float(buffer.grad_data.abs().max()) for buffer in _buffers(trainer))
+    facts["gradients_after_onload"] = max(
+        float(buffer.grad_data.abs().max()) for buffer in _buffers(trainer)
+    )
 
     mapped = map_params(trainer.publish().source)
     before = {name: tensor.clone() for name, tensor in mapped.items()}
     facts["first"] = numbers(trainer.train_step(part(batches, 50.0), 1e-2, weighted_loss))
-    facts["unchanged"] = [name for name, tensor in mapped.items() if torch.equal(tensor, before[name])]
-    facts["is_same_memory"] = all(torch.equal(mapped[name], param) for name, param in trainer.params().items())
+    facts["unchanged"] = [
+        name for name, tensor in mapped.items() if torch.equal(tensor, before[name])
+    ]
+    facts["is_same_memory"] = all(
+        torch.equal(mapped[name], param) for name, param in trainer.params().items()
+    )
 
     facts["on_policy"] = numbers(trainer.train_step(part(batches, 50.0), 0.0, weighted_loss))
     off_policy = part(batches, 50.0, old_logp=facts["logprobs"])
     facts["off_policy"] = numbers(trainer.train_step(off_policy, 0.0, weighted_loss))
-    facts["grpo"] = [[numbers(one) for one in trainer.train("grpo", *step)] for step in (_step(1), _step(2))]
+    facts["grpo"] = [
+        [numbers(one) for one in trainer.train("grpo", *step)] for step in (_step(1), _step(2))
+    ]
     facts["sft"] = [[numbers(one) for one in trainer.train("sft", *_step(1))] for _ in range(8)]
     facts["episodes"] = {
-        name: [numbers(trainer.train(name, *_episodes(how))[0]) for how in ("whole", "cut", "other words")]
+        name: [
+            numbers(trainer.train(name, *_episodes(how))[0])
+            for how in ("whole", "cut", "other words")
+        ]
         for name in ("grpo", "gspo")
     }
     facts["idle_share"] = _idle_share()
@@ -79,7 +97,11 @@ def explore(trainer: Any) -> dict[str, Any]:
 
 
 def _buffers(trainer: Any) -> list[Any]:
-    return [buffer for chunk in trainer._model.chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    return [
+        buffer
+        for chunk in trainer._model.chunks
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    ]
 
 
 def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
@@ -88,14 +110,27 @@ def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
     groups, refs = [], []
     for group in range(2):
         samples = [
-            Sample(rng.integers(0, VOCAB_SIZE, n), np.full(n, -4.0, np.float32), "", True, (SamplePart(0, n),))
+            Sample(
+                rng.integers(0, VOCAB_SIZE, n),
+                np.full(n, -4.0, np.float32),
+                "",
+                True,
+                (SamplePart(0, n),),
+            )
             for n in rng.integers(1, longest + 1, 4).tolist()
         ]
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
-        groups.append(SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_)))
+        groups.append(
+            SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_))
+        )
         lengths = [len(sample.response_ids_T) for sample in samples]
-        refs += [SampleRef(group, i, 5 + length, length, advantage=(-1.0) ** i) for i, length in enumerate(lengths)]
-    plan = plan_updates(refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float)
+        refs += [
+            SampleRef(group, i, 5 + length, length, advantage=(-1.0) ** i)
+            for i, length in enumerate(lengths)
+        ]
+    plan = plan_updates(
+        refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float
+    )
     return plan, 1e-2, None, [0, 1], *groups
 
 
@@ -113,9 +148,13 @@ def _episodes(how: str) -> tuple[Any, ...]:
         changed_T = one.response_ids_T.copy()
         changed_T[np.flatnonzero(~one.trained_T)[0]] ^= 1
         one = replace(one, response_ids_T=changed_T)
-    group = SampleGroup(prompt, (one, other), np.array([1.0, 0.0], np.float32), np.array([True, False]))
+    group = SampleGroup(
+        prompt, (one, other), np.array([1.0, 0.0], np.float32), np.array([True, False])
+    )
     refs = samples_of([summary(group)], "grpo", version=0)
-    plan = plan_updates(refs, updates=1, dp=1, token_budget=99, aggregation="sequence_mean", work=float)
+    plan = plan_updates(
+        refs, updates=1, dp=1, token_budget=99, aggregation="sequence_mean", work=float
+    )
     return plan, 0.0, None, [0], group
 
 
@@ -137,15 +176,21 @@ def world(small_vocabulary: Path) -> list[dict[str, Any]]:
     return run_world(recipe(small_vocabulary, TrainLayout(2, 2, 1, 2)), explore)
 
 
-def test_logprobs_where_one_rank_holds_only_padding(world: list[dict[str, Any]], small_vocabulary: Path) -> None:
+def test_logprobs_where_one_rank_holds_only_padding(
+    world: list[dict[str, Any]], small_vocabulary: Path
+) -> None:
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(small_vocabulary, dtype=torch.float32).eval()
-    for mine, other, one in zip(*(rank["logprobs"] for rank in world), ragged(10, VOCAB_SIZE, seed=5), strict=True):
+    for mine, other, one in zip(
+        *(rank["logprobs"] for rank in world), ragged(10, VOCAB_SIZE, seed=5), strict=True
+    ):
         tokens_T = torch.from_numpy(one.token_ids_T)
         with torch.no_grad():
             logp_TV = model(tokens_T[None]).logits[0].log_softmax(-1)
-        np.testing.assert_allclose(mine[1:], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0], atol=1e-4)
+        np.testing.assert_allclose(
+            mine[1:], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0], atol=1e-4
+        )
         assert mine[0] == 0.0
         np.testing.assert_array_equal(mine, other)
 
@@ -162,7 +207,8 @@ def test_offload_frees_the_gradients_and_keeps_the_weights(world: list[dict[str,
 def test_steps_write_into_the_published_memory(world: list[dict[str, Any]]) -> None:
     assert all(rank["is_same_memory"] for rank in world)
     assert world[0]["unchanged"] == []
-    assert world[1]["unchanged"] == ["embedding.word_embeddings.weight", "output_layer.weight"]  # all padding
+    # all padding
+    assert world[1]["unchanged"] == ["embedding.word_embeddings.weight", "output_layer.weight"]
 
 
 def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str, Any]]) -> None:
@@ -177,7 +223,9 @@ def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str,
 
 def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None:
     assert world[0]["first"] == world[1]["first"]
-    assert {"loss", "grad_norm", "entropy", "tokens", DIFF, "logprob_diff_max"} == world[0]["first"].keys()
+    assert {"loss", "grad_norm", "entropy", "tokens", DIFF, "logprob_diff_max"} == world[0][
+        "first"
+    ].keys()
 
 
 def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
@@ -186,13 +234,19 @@ def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
-def test_what_the_model_did_not_sample_has_no_gradient(world: list[dict[str, Any]], name: str) -> None:
+def test_what_the_model_did_not_sample_has_no_gradient(
+    world: list[dict[str, Any]], name: str
+) -> None:
     """A row in which an observation is a part of the prompt learns the same as one in which it is masked.
 
     It is a part of the context all the same: another one gives other probabilities.
     """
     whole, rows, other = world[0]["episodes"][name]
-    assert whole.keys() == rows.keys() and whole["logprob_diff_turn_3"] > 0 and "logprob_diff_turn_4" not in whole
+    assert (
+        whole.keys() == rows.keys()
+        and whole["logprob_diff_turn_3"] > 0
+        and "logprob_diff_turn_4" not in whole
+    )
     assert rows == pytest.approx(whole, rel=1e-4, abs=1e-6)
     assert whole["grad_norm"] > 1e-3
     assert other["logprob_diff_turn_1"] == pytest.approx(whole["logprob_diff_turn_1"], rel=1e-4)
@@ -214,17 +268,27 @@ def drift(trainer: Any) -> dict[str, Any]:
     plan, _, *rest = _step(1)
     still = {name: numbers(trainer.train(name, plan, 0.0, *rest)[0]) for name in ("grpo", "sft")}
     batches = assign(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
-    before, places = trainer.token_outputs(batches), {name: one.data_ptr() for name, one in trainer.params().items()}
-    kls = [numbers(update).get("reference_kl") for (update,) in (trainer.train("grpo", *_step(1)) for _ in range(3))]
+    before, places = (
+        trainer.token_outputs(batches),
+        {name: one.data_ptr() for name, one in trainer.params().items()},
+    )
+    kls = [
+        numbers(update).get("reference_kl")
+        for (update,) in (trainer.train("grpo", *_step(1)) for _ in range(3))
+    ]
     weights = {name: param.clone() for name, param in trainer.params().items()}
     with host_offload.swapped_in(trainer.params(), trainer._reference):
         during = trainer.token_outputs(batches)
     return {
         "still": still,
         "kls": kls,
-        "same": [np.array_equal(one, two) for one, two in zip(before or (), during or (), strict=True)],
+        "same": [
+            np.array_equal(one, two) for one, two in zip(before or (), during or (), strict=True)
+        ],
         "back": all(torch.equal(weights[name], param) for name, param in trainer.params().items()),
-        "moved": [name for name, param in trainer.params().items() if param.data_ptr() != places[name]],
+        "moved": [
+            name for name, param in trainer.params().items() if param.data_ptr() != places[name]
+        ],
         "dtypes": {str(param.dtype) for param in trainer.params().values()},
     }
 
@@ -248,9 +312,12 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     assert all(kl > 1e-3 for kl in later)
     (update,), *_ = _step(1)
     tempered_T, plain_T = (_response_logps(small_vocabulary, one) for one in (TEMPERATURE, 1.0))
-    distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()  # the engine's logprob of every token is -4
+    # the engine's logprob of every token is -4
+    distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()
     tolerance = 1e-5 if dtype == "float32" else 5e-3
-    assert last["still"]["grpo"][DIFF] == pytest.approx(distance / update.loss_tokens, rel=tolerance)
+    assert last["still"]["grpo"][DIFF] == pytest.approx(
+        distance / update.loss_tokens, rel=tolerance
+    )
     assert last["still"]["sft"]["loss"] == pytest.approx(nll / update.denominator, rel=tolerance)
     assert abs(np.abs(plain_T + 4.0).sum() - distance) > 0.05 * distance
     assert abs(tempered_T.sum() - plain_T.sum()) > 0.05 * nll
@@ -267,7 +334,9 @@ def _response_logps(path: Path, temperature: float) -> np.ndarray:
             ids = torch.tensor([[*group.prompt.token_ids, *sample.response_ids_T.tolist()]])
             with torch.no_grad():
                 logp_TV = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-            found.append(logp_TV.gather(-1, ids[0, 1:, None])[-len(sample.response_ids_T) :, 0].numpy())
+            found.append(
+                logp_TV.gather(-1, ids[0, 1:, None])[-len(sample.response_ids_T) :, 0].numpy()
+            )
     return np.concatenate(found)
 
 
@@ -319,10 +388,19 @@ def learn(trainer: Any) -> dict[str, Any]:
     batches = assign(ragged(10, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     start = trainer.token_outputs(batches)
     start_weights = {name: param.clone() for name, param in trainer.params().items()}
-    norms = [numbers(trainer.train_step(part(batches, 50.0), 1e-5, weighted_loss)) for _ in range(12)]
+    norms = [
+        numbers(trainer.train_step(part(batches, 50.0), 1e-5, weighted_loss)) for _ in range(12)
+    ]
     matrices = {name: param for name, param in trainer.params().items() if param.ndim == 2}
-    moved = [float((param != start_weights[name]).float().mean()) for name, param in matrices.items()]
-    return {"logprobs": start, "metrics": norms, "moved": moved, "dtypes": {p.dtype for p in trainer.params().values()}}
+    moved = [
+        float((param != start_weights[name]).float().mean()) for name, param in matrices.items()
+    ]
+    return {
+        "logprobs": start,
+        "metrics": norms,
+        "moved": moved,
+        "dtypes": {p.dtype for p in trainer.params().values()},
+    }
 
 
 def test_bfloat16_over_two_stages(small_vocabulary: Path, world: list[dict[str, Any]]) -> None:
@@ -334,7 +412,9 @@ def test_bfloat16_over_two_stages(small_vocabulary: Path, world: list[dict[str, 
     stages = run_world(recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype="bfloat16"), learn)
     assert all(stage["dtypes"] == {torch.bfloat16} for stage in stages)
     assert all(np.mean(stage["moved"]) > 0.06 for stage in stages)
-    mine, float32 = (np.concatenate(arrays) for arrays in (stages[1]["logprobs"], world[0]["logprobs"]))
+    mine, float32 = (
+        np.concatenate(arrays) for arrays in (stages[1]["logprobs"], world[0]["logprobs"])
+    )
     assert 1e-6 < np.abs(mine - float32).mean() < 0.1
     losses = [metrics["loss"] for metrics in stages[1]["metrics"]]
     assert losses[-1] < losses[0]

@@ -39,16 +39,25 @@ def step_of(name: str) -> Step:
     correct_G = np.array(CORRECT + [True] * len(greedy))
     summary = replace(summary, correct_G=correct_G, baseline=len(REWARDS) if greedy else None)
     refs = samples_of([summary], name, version=4)
-    samples = tuple(Sample(np.arange(n), np.full(n, -n, np.float32), "", True, (SamplePart(3, n),)) for n in LENGTHS)
+    samples = tuple(
+        Sample(np.arange(n), np.full(n, -n, np.float32), "", True, (SamplePart(3, n),))
+        for n in LENGTHS
+    )
     # The rewards of the object store are those from before reward model and overlong penalty: they are not read.
     unread = np.full(len(LENGTHS), np.nan, np.float32)
     group = SampleGroup(Prompt("p", "", PROMPT, ""), samples, unread, unread > 0)
     hparams = row.hyperparameters
     made = [train_sequence(group, ref, hparams.aggregation, 0.5) for ref in refs]
     values = {key_of(ref): np.array(VALUES[ref.sample], np.float32) for ref in refs}
-    pays = [np.array([9.0] * len(PROMPT) + one, np.float32) for one in PENALTIES] if hparams.pays_kl else None
+    pays = (
+        [np.array([9.0] * len(PROMPT) + one, np.float32) for one in PENALTIES]
+        if hparams.pays_kl
+        else None
+    )
     alone = {"sum_over_all": lambda one: one, "max_over_all": lambda one: one}
-    return Step(row, refs, made, with_token_advantages(row, hparams, refs, made, values, pays, **alone))
+    return Step(
+        row, refs, made, with_token_advantages(row, hparams, refs, made, values, pays, **alone)
+    )
 
 
 def later_sum(own: list[float], last: float, gamma: float = 1.0) -> list[float]:
@@ -133,13 +142,18 @@ def test_advantages_are_advantages_or_absent(name: str) -> None:
     if None in wanted:
         assert [one.advantage_T for one in step.with_token_advantages] == wanted
         return
-    expected = [np.broadcast_to(np.array(one, float), length) for one, length in zip(wanted, LENGTHS, strict=True)]
+    expected = [
+        np.broadcast_to(np.array(one, float), length)
+        for one, length in zip(wanted, LENGTHS, strict=True)
+    ]
     if step.row.hyperparameters.whiten:
         flat = np.concatenate(expected)
         expected = [(one - flat.mean()) / flat.std() for one in expected]
     for one, own in zip(step.with_token_advantages, expected, strict=True):
         assert one.advantage_T is not None
-        np.testing.assert_allclose(one.advantage_T, [*[0.0] * len(PROMPT), *own], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            one.advantage_T, [*[0.0] * len(PROMPT), *own], rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -147,11 +161,15 @@ def test_a_samples_advantage_compares_rewards_or_is_absent(name: str) -> None:
     """A critic's values make the advantages of tokens: there is none of the sample as a whole."""
     step = step_of(name)
     found = [ref.advantage for ref in step.refs]
-    assert [ref.reward for ref in step.refs] == REWARDS and [ref.is_correct for ref in step.refs] == CORRECT
+    assert [ref.reward for ref in step.refs] == REWARDS and [
+        ref.is_correct for ref in step.refs
+    ] == CORRECT
     if step.row.critic == "values" or step.row.learns_from == "demonstrations":
         assert found == [None] * len(LENGTHS)
     elif name == "on_policy_distillation":
         assert found == [0.0] * len(LENGTHS), "the rewards count in the metrics only"
     else:
-        formula = {"prime": EXPECTED["rloo"], "reinforce_pp": lambda index: REWARDS[index]}.get(name, EXPECTED[name])
+        formula = {"prime": EXPECTED["rloo"], "reinforce_pp": lambda index: REWARDS[index]}.get(
+            name, EXPECTED[name]
+        )
         assert found == pytest.approx([formula(index) for index in range(len(LENGTHS))])

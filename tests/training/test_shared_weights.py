@@ -35,8 +35,16 @@ def policy_weights(trainer: Any) -> dict[str, torch.Tensor]:
     from megarl.resharding import megatron_map
 
     shards = megatron_map.shards(trainer.shape, trainer.layout, trainer.rank, TRANSFORMER_ENGINE)
-    found = {name: torch.empty_like(param) for name, param in trainer.params().items() if "output_layer" not in name}
-    load_hf(trainer._recipe.model.path, [shard for shard in shards if shard.name != "score.weight"], found)
+    found = {
+        name: torch.empty_like(param)
+        for name, param in trainer.params().items()
+        if "output_layer" not in name
+    }
+    load_hf(
+        trainer._recipe.model.path,
+        [shard for shard in shards if shard.name != "score.weight"],
+        found,
+    )
     return found
 
 
@@ -65,7 +73,9 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
         for _ in range(STEPS):
             critic.offload()
             held = (critic.params() | critic.factors()).items()
-            assert {name for name, param in held if param.untyped_storage().nbytes()} == frozen.keys()
+            assert {
+                name for name, param in held if param.untyped_storage().nbytes()
+            } == frozen.keys()
             critic.onload()
             found.append(numbers(critic.train_step(micro_batches, first, norms, LR)))
     if folder and (folder / "metadata.json").exists():
@@ -91,12 +101,17 @@ def is_same_memory(critic: Any, frozen: dict[str, torch.Tensor]) -> bool:
     for name, param in frozen.items():
         param.copy_(kept[name])
     heads = {"output_layer.weight"} if critic._model.is_last_stage else set()
-    return seen == frozen.keys() and {name.rpartition("vpp1.")[2] for name in critic.params().keys() - seen} == heads
+    return (
+        seen == frozen.keys()
+        and {name.rpartition("vpp1.")[2] for name in critic.params().keys() - seen} == heads
+    )
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("model"), "qwen3-moe", vocab_size=VOCAB_SIZE, pad_token_id=None)
+    return write(
+        tmp_path_factory.mktemp("model"), "qwen3-moe", vocab_size=VOCAB_SIZE, pad_token_id=None
+    )
 
 
 def world(path: Path, layout: TrainLayout, folder: Path | None = None) -> list[dict[str, Any]]:
@@ -116,7 +131,8 @@ def test_a_critic_learns_in_every_layout_what_one_rank_does(
     """Its head too; and what it has learnt is in a checkpoint, which another layout reads."""
     expected, folder = alone
     layout = LAYOUTS[name]
-    ranks = world(path, layout, folder if layout.ep == 1 else None)  # Megatron's optimizers do not change that
+    # Megatron's optimizers do not change that
+    ranks = world(path, layout, folder if layout.ep == 1 else None)
     for rank, result in enumerate(ranks):
         at = layout.coords(rank)
         is_last = at.pp == layout.pp - 1
@@ -158,7 +174,9 @@ def score(rank: int, meet: Address, made: Any) -> Any:
     assert sum(storages.values()) == sum(4 * one.numel() for one in kept), "nothing else stays"
     reward_model.offload()
     reward_model.onload()
-    assert np.array_equal(np.concatenate(found), np.concatenate(reward_model.score(*conversations())))
+    assert np.array_equal(
+        np.concatenate(found), np.concatenate(reward_model.score(*conversations()))
+    )
     return found
 
 
@@ -166,7 +184,9 @@ def test_a_reward_models_scores_are_those_of_peft(tiny_model: Path, tmp_path: Pa
     """Adapters of a rank and of targets of their own, and a head, as PEFT writes them of a classifier."""
     model = write_rewarding_adapters(tiny_model, tmp_path / "adapters")
     layout = TrainLayout(2, 2, 1, 2)
-    made = lora_recipe(tiny_model, layout).model_dump() | {"reward_model": {"adapters": str(tmp_path / "adapters")}}
+    made = lora_recipe(tiny_model, layout).model_dump() | {
+        "reward_model": {"adapters": str(tmp_path / "adapters")}
+    }
     role = resolve(Recipe.model_validate(made)).reward_model
     assert role and role.lora and (role.lora.rank, role.lora.targets) == (6, ("o_proj", "q_proj"))
     assert reward_model_errors(resolve(Recipe.model_validate(made)), []) == []

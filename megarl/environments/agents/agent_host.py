@@ -104,15 +104,25 @@ class _AgentHost:
     def forget(self, number: int) -> None:
         self._runs.pop(number, None)
 
-    def _begin(self, number: int, row: Any, prompt: Any, seed: int, access: Sequence[str] | None) -> None:
+    def _begin(
+        self, number: int, row: Any, prompt: Any, seed: int, access: Sequence[str] | None
+    ) -> None:
         try:
             run = _RunThread(self, number, self._agent, row)
             run.chat = Chat(run.send, prompt, seed, Access(*access) if access else None)
             self._runs[number] = run
             run.start()
-        except (MemoryError, OSError, RuntimeError) as error:  # RuntimeError: there is no room for a thread
+        except (
+            MemoryError,
+            OSError,
+            RuntimeError,
+        ) as error:  # RuntimeError: there is no room for a thread
             self.forget(number)
-            words = f"could not be started ({describe_error(error)})" if isinstance(error, OSError) else OUT_OF_MEMORY
+            words = (
+                f"could not be started ({describe_error(error)})"
+                if isinstance(error, OSError)
+                else OUT_OF_MEMORY
+            )
             self.write(as_line([number, "error", words, True]))
 
 
@@ -160,7 +170,9 @@ class _RunThread:
         asyncio.set_event_loop(self._loop)
         try:
             message = ["end", self._result()]
-        except BaseException as error:  # a user's function raises any exception, and must not end this process
+        except (
+            BaseException
+        ) as error:  # a user's function raises any exception, and must not end this process
             message = ["end", None] if _is_over(error) else ["error", _words(error)]
         self.chat.end("the episode has ended")
         try:
@@ -168,7 +180,9 @@ class _RunThread:
         except BaseException:  # of a task that the agent left behind
             is_left = True
         self._host.forget(self._number)
-        self._write(as_line([self._number, *message, is_left or message[1] == OUT_OF_MEMORY]), is_last=True)
+        self._write(
+            as_line([self._number, *message, is_left or message[1] == OUT_OF_MEMORY]), is_last=True
+        )
         self._loop.close()
 
     def _result(self) -> list[Any] | None:
@@ -196,7 +210,11 @@ class _RunThread:
         self._loop.run_until_complete(asyncio.wait_for(self._loop.shutdown_asyncgens(), _LEAVE_S))
         self._executor.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + _LEAVE_S
-        threads = [one for one in threading.enumerate() if one.name.startswith(f"run-{self._number}-executor")]
+        threads = [
+            one
+            for one in threading.enumerate()
+            if one.name.startswith(f"run-{self._number}-executor")
+        ]
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
         return bool(pending) or any(thread.is_alive() for thread in threads)

@@ -7,7 +7,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, cast
 
-from megarl.isolation.function_loading import PREPARE, is_coroutine_function, kind_of, load_object, prepare
+from megarl.isolation.function_loading import (
+    PREPARE,
+    is_coroutine_function,
+    kind_of,
+    load_object,
+    prepare,
+)
 from megarl.types import UserError
 
 AGENT, ARGUMENTS = "episode.agent", "episode.arguments"
@@ -40,7 +46,9 @@ def _check_call(agent: Agent, path: str, arguments: Mapping[str, Any]) -> None:
     try:
         signature.bind_partial(None, {})
     except TypeError as error:
-        raise UserError(AGENT, f"{path} cannot be called with (chat, row): {error}", _FORM) from None
+        raise UserError(
+            AGENT, f"{path} cannot be called with (chat, row): {error}", _FORM
+        ) from None
     try:
         signature.bind(None, {}, **arguments)
     except TypeError as error:

@@ -71,7 +71,11 @@ class AgentRun(Job):
 
     def ends_at(self) -> float:
         """Its deadline; after that, the end of the grace."""
-        return self.began + self.timeout_s if self.cancelled_at is None else self.cancelled_at + _GRACE_S
+        return (
+            self.began + self.timeout_s
+            if self.cancelled_at is None
+            else self.cancelled_at + _GRACE_S
+        )
 
 
 class AgentProcess(WorkerProcess):
@@ -84,7 +88,12 @@ class AgentProcess(WorkerProcess):
         self.is_retired = False
 
     def has_room(self) -> bool:
-        return self.is_ready and not self.is_ending and not self.is_retired and len(self.in_flight) < AT_ONCE
+        return (
+            self.is_ready
+            and not self.is_ending
+            and not self.is_retired
+            and len(self.in_flight) < AT_ONCE
+        )
 
     def deadline(self) -> float | None:
         if self.is_ending:
@@ -113,7 +122,12 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         self._settings = settings
 
     async def run(
-        self, message: Sequence[Any], timeout_s: float, requests: RequestHandler, *, has_asked: bool = False
+        self,
+        message: Sequence[Any],
+        timeout_s: float,
+        requests: RequestHandler,
+        *,
+        has_asked: bool = False,
     ) -> RunResult:
         """Run an episode. message: row, messages of the prompt, seed, access, as the process reads them.
 
@@ -128,7 +142,9 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         except (TypeError, ValueError, RecursionError) as error:
             return Failure(f"cannot be sent its row ({error})")
         result = self._loop.create_future()
-        run = AgentRun(number, result, line=line, timeout_s=timeout_s, requests=requests, has_asked=has_asked)
+        run = AgentRun(
+            number, result, line=line, timeout_s=timeout_s, requests=requests, has_asked=has_asked
+        )
         self._waiting.append(run)
         self._feed()
         try:
@@ -193,7 +209,12 @@ class AgentWorkers(WorkerPool[AgentProcess]):
                 bool(spoiled),
             ]:
                 if abs(reward) <= LARGEST_REWARD:
-                    self._end_run(worker, number, RewardResult(float(reward), correct, answer), is_spoiled=spoiled)
+                    self._end_run(
+                        worker,
+                        number,
+                        RewardResult(float(reward), correct, answer),
+                        is_spoiled=spoiled,
+                    )
                 else:
                     self._replace(worker, GARBAGE)
             case [int(number), "error", str(words), bool(is_spoiled)]:
@@ -201,7 +222,9 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             case _:
                 self._replace(worker, GARBAGE)
 
-    def _end_run(self, worker: AgentProcess, number: int, result: RunResult, *, is_spoiled: bool) -> None:
+    def _end_run(
+        self, worker: AgentProcess, number: int, result: RunResult, *, is_spoiled: bool
+    ) -> None:
         """A run has ended by itself, or because it was cancelled."""
         run = worker.in_flight.pop(number, None)
         if run is not None and run.cancelled_at is not None:

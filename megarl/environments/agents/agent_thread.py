@@ -9,8 +9,20 @@ from functools import partial
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.environments.agents.agent_processes import AgentRun, AgentSettings, AgentWorkers, Outcome, overdue
-from megarl.environments.agents.chat import Access, ChatHandler, ChatRefused, ChatRequest, EpisodeOver
+from megarl.environments.agents.agent_processes import (
+    AgentRun,
+    AgentSettings,
+    AgentWorkers,
+    Outcome,
+    overdue,
+)
+from megarl.environments.agents.chat import (
+    Access,
+    ChatHandler,
+    ChatRefused,
+    ChatRequest,
+    EpisodeOver,
+)
 from megarl.isolation.loop_thread import LoopThread
 from megarl.types.reward_result import Failure, RewardResult
 
@@ -25,7 +37,9 @@ class AgentTimeout(AgentFailure):
     """The agent took longer than its episode may."""
 
 
-def agent_settings(recipe: Recipe, workers: int | None = None, *, prepares: bool = True) -> AgentSettings:
+def agent_settings(
+    recipe: Recipe, workers: int | None = None, *, prepares: bool = True
+) -> AgentSettings:
     """workers: in place of the recipe's. prepares: as of `AgentSettings`."""
     episode = recipe.episode
     assert episode and episode.agent
@@ -76,8 +90,15 @@ class AgentThread:
         what the handler raises beside ChatRefused and EpisodeOver, and UserError when the processes cannot be started
         again.
         """
-        message = [dict(row), [*map(dict, prompt)], seed, access and [access.url, access.key, access.socket]]
-        requests = _CallerRequests(handler, partial(self._thread.call_soon, self._workers.answer), on_begin)
+        message = [
+            dict(row),
+            [*map(dict, prompt)],
+            seed,
+            access and [access.url, access.key, access.socket],
+        ]
+        requests = _CallerRequests(
+            handler, partial(self._thread.call_soon, self._workers.answer), on_begin
+        )
         running = self._workers.run(message, timeout_s, requests, has_asked=access is not None)
         work = asyncio.ensure_future(self._thread.run(running))
         requests.on_error = work.cancel
@@ -92,7 +113,11 @@ class AgentThread:
         if requests.error:
             raise requests.error
         if isinstance(result, Failure):
-            raise AgentTimeout(result.words) if result == overdue(timeout_s) else AgentFailure(result.words)
+            raise (
+                AgentTimeout(result.words)
+                if result == overdue(timeout_s)
+                else AgentFailure(result.words)
+            )
         return result
 
     def shutdown(self) -> None:

@@ -63,10 +63,16 @@ class ChatAnswer:
     def message(self) -> dict[str, Any]:
         """The assistant's message in OpenAI's form, which the agent appends to its messages."""
         calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
             for call in self.calls
         ]
-        return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
+        return {"role": "assistant", "content": self.content} | (
+            {"tool_calls": calls} if calls else {}
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ class Chat:
     loopback and on a Unix socket; None where it is off.
     """
 
-    def __init__(self, send: _Send, prompt: Sequence[Mapping[str, Any]], seed: int, access: Access | None) -> None:
+    def __init__(
+        self, send: _Send, prompt: Sequence[Mapping[str, Any]], seed: int, access: Access | None
+    ) -> None:
         """send: writes a message to the parent: its kind, the number of the request, and JSON."""
         self.seed = seed
         self.url = access.url if access else None
@@ -44,7 +46,9 @@ class Chat:
         return copy.deepcopy([*map(dict, self._prompt)])
 
     async def __call__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """The assistant's message in OpenAI's form, with `tool_calls` where the model calls.
 

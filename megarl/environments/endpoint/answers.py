@@ -9,11 +9,19 @@ from typing import Any
 from megarl.environments.agents.chat import ChatAnswer
 from megarl.environments.endpoint.request_fields import Completion
 
-_CHUNK_CHARACTERS = 4096  # some clients read lines of at most 64 KiB, and JSON writes a character in 12 bytes at most
+# some clients read lines of at most 64 KiB, and JSON writes a character in 12 bytes at most
+_CHUNK_CHARACTERS = 4096
 
 
 def error(message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "invalid_request_error", "param": param or None, "code": code}}
+    return {
+        "error": {
+            "message": message,
+            "type": "invalid_request_error",
+            "param": param or None,
+            "code": code,
+        }
+    }
 
 
 def models(created: int) -> dict[str, Any]:
@@ -24,14 +32,24 @@ def models(created: int) -> dict[str, Any]:
 
 def whole(asked: Completion, answer: ChatAnswer, number: str, created: int) -> dict[str, Any]:
     """The completion. number: its id; created: seconds since 1970."""
-    choice = {"index": 0, "message": answer.message(), "logprobs": None, "finish_reason": answer.finish}
+    choice = {
+        "index": 0,
+        "message": answer.message(),
+        "logprobs": None,
+        "finish_reason": answer.finish,
+    }
     head = {"id": number, "object": "chat.completion", "created": created, "model": asked.model}
     return {**head, "choices": [choice], "usage": _usage(answer)}
 
 
 def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> Iterator[bytes]:
     """The same as server-sent events."""
-    head = {"id": number, "object": "chat.completion.chunk", "created": created, "model": asked.model}
+    head = {
+        "id": number,
+        "object": "chat.completion.chunk",
+        "created": created,
+        "model": asked.model,
+    }
     usage = {"usage": None} if asked.include_usage else {}
     deltas = list(_deltas(answer))
     for index, delta in enumerate([*deltas, {}]):
@@ -49,7 +67,11 @@ def _deltas(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield {"content": piece}
     for index, call in enumerate(answer.calls):
         function = {"name": call.name, "arguments": ""}
-        yield {"tool_calls": [{"index": index, "id": call.id, "type": "function", "function": function}]}
+        yield {
+            "tool_calls": [
+                {"index": index, "id": call.id, "type": "function", "function": function}
+            ]
+        }
         for piece in _pieces(call.arguments):
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
 

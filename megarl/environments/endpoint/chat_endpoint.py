@@ -76,11 +76,14 @@ class ChatEndpoint:
     async def _listen(self) -> tuple[list[web.ServerRunner], str]:
         # One thread reads the bodies of all, so that they have at most half of the interpreter's time.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, "endpoint-bodies"))
-        runners = [web.ServerRunner(make_server(self._answer), shutdown_timeout=_GRACE_S) for _ in range(2)]
+        runners = [
+            web.ServerRunner(make_server(self._answer), shutdown_timeout=_GRACE_S) for _ in range(2)
+        ]
         with socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
             tcp.bind((LOOPBACK, 0))
             unix.bind(self._socket)
-            os.chmod(self._socket, 0o666)  # a sandbox that it is bound into has another user; the folder is this user's
+            # a sandbox that it is bound into has another user; the folder is this user's
+            os.chmod(self._socket, 0o666)
             for runner, listener in zip(runners, (tcp, unix), strict=True):
                 await runner.setup()
                 # The server has a descriptor of its own, so that it alone closes what it listens to.
@@ -96,10 +99,15 @@ class ChatEndpoint:
         episode = self._episodes.find(_key(request))
         if episode is None:
             unauthenticated(request)
-            return await send(request, refusal(403, "No episode is open for this key.", "no_episode"))
+            return await send(
+                request, refusal(403, "No episode is open for this key.", "no_episode")
+            )
         with authenticated(request) as has_place:
             if not has_place:
-                return await send(request, refusal(429, "Too many connections have requests.", "too_many_requests"))
+                return await send(
+                    request,
+                    refusal(429, "Too many connections have requests.", "too_many_requests"),
+                )
             return await send(request, await reply_to(request, episode))
 
 

@@ -27,7 +27,8 @@ class ConnectionLimits(Generic[Connection]):
     """
 
     def __init__(self) -> None:
-        self._refused: dict[Connection, None] = {}  # unauthenticated, after a request without a key; the oldest first
+        # unauthenticated, after a request without a key; the oldest first
+        self._refused: dict[Connection, None] = {}
         self._unauthenticated: dict[Connection, None] = {}  # the others of these; the oldest first
         self._idle: dict[Connection, None] = {}  # the longest idle first
         self._busy: dict[Connection, None] = {}

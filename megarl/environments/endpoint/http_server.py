@@ -16,7 +16,8 @@ from megarl.environments.endpoint.connection_limits import ConnectionLimits
 IDLE_S = 60.0  # until a connection is closed that has not sent the whole head of a request
 _LINGERING_S = 2.0  # to send what is left of a body that was refused
 
-_silent = logging.Logger("megarl.endpoint.http")  # aiohttp's messages quote heads of requests, and they have the keys
+# aiohttp's messages quote heads of requests, and they have the keys
+_silent = logging.Logger("megarl.endpoint.http")
 _silent.disabled = True
 
 

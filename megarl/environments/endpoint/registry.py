@@ -45,7 +45,8 @@ class OpenEpisode:
 
     def __init__(self, handler: ChatHandler, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._handler, self._loop = handler, loop
-        self._record: dict[bytes, Exchange] = {}  # by the body's hash: the latest exchange, in flight or answered
+        # by the body's hash: the latest exchange, in flight or answered
+        self._record: dict[bytes, Exchange] = {}
         self._in_flight: set[Exchange] = set()
         self._admitted, self._body_bytes = 0, 0
         self._body_was_read = asyncio.Event()  # another one for each body
@@ -82,7 +83,9 @@ class OpenEpisode:
             self._body_bytes -= num_bytes
             self._wake()
 
-    async def ask(self, digest: bytes, request: ChatRequest, *, is_retry: bool) -> tuple[Exchange, ChatAnswer]:
+    async def ask(
+        self, digest: bytes, request: ChatRequest, *, is_retry: bool
+    ) -> tuple[Exchange, ChatAnswer]:
         """The handler's answer; a retry is given the one that its body has, or waits for it. digest: of the body.
 
         Once nobody waits for an answer any more, its request is cancelled. Raises what the handler raises, and
@@ -139,7 +142,9 @@ class OpenEpisode:
         """As a task of its own, whose cancellation reaches the loop that it is in."""
         if self._loop is None:
             return asyncio.ensure_future(self._handler.answer(request))
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._handler.answer(request), self._loop))
+        return asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._handler.answer(request), self._loop)
+        )
 
     def _forget(self, digest: bytes, exchange: Exchange) -> None:
         if self._record.get(digest) is exchange:

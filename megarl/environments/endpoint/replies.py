@@ -23,14 +23,16 @@ from megarl.environments.endpoint.request_fields import BadField, Completion, re
 
 BODY_S = 30.0  # to send a request's body
 READING_S = 60.0  # to read an answer
-_RETRY_COUNT = "x-stainless-retry-count"  # OpenAI's clients count with it how often they have sent a request again
+# OpenAI's clients count with it how often they have sent a request again
+_RETRY_COUNT = "x-stainless-retry-count"
 _PART = re.compile(r"[.\[]")  # what begins the part of a field, as in messages[1].content
 _INSTEAD = {  # other ways of OpenAI's API to ask a model, and what does the same here
     "/v1/responses": "There is no Responses API, only chat completions: client.chat.completions.create of openai, "
     'set_default_openai_api("chat_completions") or OpenAIChatCompletionsModel of openai-agents.',
     "/v1/completions": "There are no completions of texts, only chat completions: client.chat.completions.create.",
 }
-_RESET = struct.pack("ii", 1, 0)  # struct linger: what has not been read is dropped, and not kept by the kernel
+# struct linger: what has not been read is dropped, and not kept by the kernel
+_RESET = struct.pack("ii", 1, 0)
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +56,9 @@ async def reply_to(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
             episode.count_refused(request.path)
             return refusal(404, _INSTEAD[request.path], "not_found")
         if (request.method, request.path) != ("POST", "/v1/chat/completions"):
-            return refusal(404, "There are POST /v1/chat/completions and GET /v1/models alone.", "not_found")
+            return refusal(
+                404, "There are POST /v1/chat/completions and GET /v1/models alone.", "not_found"
+            )
         return await _complete(request, episode)
     except BadField as problem:
         if problem.param:
@@ -84,7 +88,9 @@ async def _complete(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
     if asked.stream:
         events = answers.events(asked, answer, exchange.number, exchange.created)
         return Reply(200, events, "text/event-stream")
-    return Reply(200, [json.dumps(answers.whole(asked, answer, exchange.number, exchange.created)).encode()])
+    return Reply(
+        200, [json.dumps(answers.whole(asked, answer, exchange.number, exchange.created)).encode()]
+    )
 
 
 async def _body(request: web.BaseRequest, episode: OpenEpisode) -> tuple[bytes, Completion] | Reply:
@@ -131,7 +137,9 @@ def refusal(status: int, message: str, code: str, param: str | None = None) -> R
 
 
 async def send(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
-    response = web.StreamResponse(status=reply.status, headers={"Content-Type": reply.kind, **reply.headers})
+    response = web.StreamResponse(
+        status=reply.status, headers={"Content-Type": reply.kind, **reply.headers}
+    )
     if isinstance(reply.parts, list):
         response.content_length = sum(map(len, reply.parts))
     try:

@@ -26,13 +26,24 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {  # the values with which these change n
     "service_tier": ("auto", "default"),
 }
 # With one seed all samples of a prompt, which are compared with each other, would be the same.
-_REFUSED = {"seed": "is not supported by this endpoint: run.seed of the recipe seeds the samples; leave it out"}
+_REFUSED = {
+    "seed": "is not supported by this endpoint: run.seed of the recipe seeds the samples; leave it out"
+}
 MOST_STOPS = 16
-MOST_STOP_BYTES = 128  # of one of them: the engine decodes as many tokens after each that it samples
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_EMPTY_EXTRAS = ("refusal", "annotations", "audio", "function_call")  # of answers, as clients send them back
+# of one of them: the engine decodes as many tokens after each that it samples
+MOST_STOP_BYTES = 128
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+# of answers, as clients send them back
+_EMPTY_EXTRAS = ("refusal", "annotations", "audio", "function_call")
 _MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON fails near 1000
-MOST_MARKS = 2**18  # commas and opening brackets, which bound the time of Python's JSON: it lets no other thread run
+# commas and opening brackets, which bound the time of Python's JSON: it lets no other thread run
+MOST_MARKS = 2**18
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -69,10 +80,14 @@ def read_body(body: bytes) -> Completion:
     read = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
     if read[-1]["role"] == "assistant":
         raise BadField("messages", "ends with the assistant's, which is the model's to write")
-    tools = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(_typed(fields, "tools", list))]
+    tools = [
+        _tool(f"tools[{index}]", tool) for index, tool in enumerate(_typed(fields, "tools", list))
+    ]
     choice = fields.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise BadField("tool_choice", 'is not supported by this endpoint, unless it is "auto" or "none"')
+        raise BadField(
+            "tool_choice", 'is not supported by this endpoint, unless it is "auto" or "none"'
+        )
     return Completion(
         model=_typed(fields, "model", str, required=True),
         chat=ChatRequest(
@@ -95,7 +110,9 @@ def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise BadField("stop", "must be a text or a list of texts, and none may be empty")
     if len(texts) > MOST_STOPS or any(len(text.encode()) > MOST_STOP_BYTES for text in texts):
-        raise BadField("stop", f"may have {MOST_STOPS} texts of {MOST_STOP_BYTES} bytes in UTF-8 at most")
+        raise BadField(
+            "stop", f"may have {MOST_STOPS} texts of {MOST_STOP_BYTES} bytes in UTF-8 at most"
+        )
     return tuple(texts)
 
 
@@ -133,7 +150,9 @@ def _parse(body: bytes) -> dict[str, Any]:
         inner = (value.values() if isinstance(value, dict) else value for value in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
     if level:
-        raise BadField("", f"the body is not read, because it is nested deeper than {_MAX_DEPTH} levels")
+        raise BadField(
+            "", f"the body is not read, because it is nested deeper than {_MAX_DEPTH} levels"
+        )
     return fields
 
 
@@ -141,7 +160,9 @@ def _no_number(text: str) -> None:
     raise ValueError(f"JSON has no {text}")
 
 
-def _typed(fields: Mapping[str, Any], name: str, kind: type, *, required: bool = False, where: str = "") -> Any:
+def _typed(
+    fields: Mapping[str, Any], name: str, kind: type, *, required: bool = False, where: str = ""
+) -> Any:
     """A field's value, or the empty value of its type. Raises BadField where it is missing or of another type."""
     value = fields.get(name)
     if value is None and not required:
@@ -168,12 +189,17 @@ def _message(where: str, message: object) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         raise BadField(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
     calls = given.pop("tool_calls", [])
-    read: dict[str, Any] = {"role": _ROLES[role], "content": _text(f"{where}.content", given.pop("content", None))}
+    read: dict[str, Any] = {
+        "role": _ROLES[role],
+        "content": _text(f"{where}.content", given.pop("content", None)),
+    }
     if calls and role != "assistant":
         raise BadField(f"{where}.tool_calls", "belongs to the assistant's messages")
     if calls:
         calls = _typed({"tool_calls": calls}, "tool_calls", list, where=f"{where}.")
-        read["tool_calls"] = [_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+        read["tool_calls"] = [
+            _call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)
+        ]
     if role == "tool":
         read["tool_call_id"] = _typed(given, "tool_call_id", str, required=True, where=f"{where}.")
         del given["tool_call_id"]
@@ -198,9 +224,13 @@ def _text(where: str, content: object) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             what = f"of the type {kind[:100]}" if isinstance(kind, str) else "without a type"
-            raise BadField(f"{where}[{index}]", f"is a part {what}; the model reads parts of the type text alone")
+            raise BadField(
+                f"{where}[{index}]",
+                f"is a part {what}; the model reads parts of the type text alone",
+            )
     return "".join(
-        _typed(part, "text", str, required=True, where=f"{where}[{index}].") for index, part in enumerate(content)
+        _typed(part, "text", str, required=True, where=f"{where}[{index}].")
+        for index, part in enumerate(content)
     )
 
 
@@ -208,7 +238,11 @@ def _call(where: str, value: object) -> dict[str, Any]:
     call, function = _function(where, value)
     arguments = _typed(function, "arguments", str, required=True, where=f"{where}.function.")
     number = _typed(call, "id", str, required=True, where=f"{where}.")
-    return {"id": number, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return {
+        "id": number,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _tool(where: str, value: object) -> dict[str, Any]:

@@ -65,7 +65,9 @@ def main(parent_pid: int) -> None:
         if spec["environment"] is None:
             toolbox = load_tools(spec["tools"], spec["arguments"], prepares=spec["prepares"])
         else:
-            toolbox = load_environment(spec["environment"], spec["arguments"], prepares=spec["prepares"])
+            toolbox = load_environment(
+                spec["environment"], spec["arguments"], prepares=spec["prepares"]
+            )
     except UserError as error:
         parent.write(as_line([error.where, error.problem, error.hint]))
         return
@@ -85,7 +87,9 @@ def _ready(toolbox: Toolbox) -> list[Any]:
 class EnvironmentHost:
     """The instances of a process, and the two threads that run their functions."""
 
-    def __init__(self, parent: ParentSocket, toolbox: Toolbox, timeout_s: float, result_bytes: int) -> None:
+    def __init__(
+        self, parent: ParentSocket, toolbox: Toolbox, timeout_s: float, result_bytes: int
+    ) -> None:
         self._parent, self._toolbox = parent, toolbox
         self._timeout_s, self._result_bytes = timeout_s, result_bytes
         self._instances: dict[int, Environment] = {}
@@ -106,7 +110,9 @@ class EnvironmentHost:
             job = self._plain.get()
             try:
                 answer = self._answer(job, self._perform(job))
-            except BaseException as error:  # a user's function raises any exception, and must not end this process
+            except (
+                BaseException
+            ) as error:  # a user's function raises any exception, and must not end this process
                 answer = _error(job, error)
             self._loop.call_soon_threadsafe(self._write, answer)
 
@@ -121,7 +127,9 @@ class EnvironmentHost:
         os._exit(0)
 
     async def _read(self) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._parent.socket, limit=LINE_BYTES)
+        reader, self._writer = await asyncio.open_connection(
+            sock=self._parent.socket, limit=LINE_BYTES
+        )
         self._is_connected.set()
         tasks: set[asyncio.Task[None]] = set()
         while line := await reader.readline():
@@ -179,10 +187,18 @@ class EnvironmentHost:
             reward_result = reward_result_of(result)
             if isinstance(reward_result, Failure):
                 raise BadResult(reward_result.words)
-            return [number, "reward_result", reward_result.reward, reward_result.correct, reward_result.answer]
+            return [
+                number,
+                "reward_result",
+                reward_result.reward,
+                reward_result.correct,
+                reward_result.answer,
+            ]
         if operation == "open":
             if not isinstance(result, str):
-                raise BadResult(f"returned a value of type {type(result).__name__}, which is neither text nor None")
+                raise BadResult(
+                    f"returned a value of type {type(result).__name__}, which is neither text nor None"
+                )
             return [number, "text", cut(result, self._result_bytes), 0.0, False]
         seen = observation_of(result, self._result_bytes)
         return [number, "text", seen.text, seen.reward, seen.done]

@@ -140,7 +140,9 @@ class EnvironmentPool:
         (result,) = await self._perform(opened, [("open", row, seed)])
         return None if result is None else self._text(opened, "reset", result).text
 
-    async def resume(self, episode: str, row: Mapping[str, Any], seed: int, history: str | None) -> int:
+    async def resume(
+        self, episode: str, row: Mapping[str, Any], seed: int, history: str | None
+    ) -> int:
         """Begin an episode that `leave` has ended, with the state that it had: what was done is done again.
 
         Returns how many operations that were, as `leave` counts them.
@@ -301,16 +303,24 @@ class EnvironmentPool:
             raise ReplayFailure(_NOT_REPLAYABLE)
         return [results[index] for index in range(len(operations))]
 
-    async def _do(self, episode: _Episode, operation: Operation, *, alone: bool = False) -> JobResult:
+    async def _do(
+        self, episode: _Episode, operation: Operation, *, alone: bool = False
+    ) -> JobResult:
         kind, *rest = operation
         message = [kind, episode.instance, *rest]
         is_plain = function_of(operation) not in self.offer.is_async
         try:
-            return await self._workers.do(message, is_plain=is_plain, worker=episode.worker, alone=alone)
+            return await self._workers.do(
+                message, is_plain=is_plain, worker=episode.worker, alone=alone
+            )
         except (TypeError, ValueError, RecursionError) as error:
             if kind == "call":
-                return JobFailure("arguments", f"{rest[0]} was not called: its arguments are no JSON ({error}).")
-            raise self._failure(episode, f"the row cannot be sent to its process ({error})") from None
+                return JobFailure(
+                    "arguments", f"{rest[0]} was not called: its arguments are no JSON ({error})."
+                )
+            raise self._failure(
+                episode, f"the row cannot be sent to its process ({error})"
+            ) from None
 
     async def _restore(self, episode: _Episode) -> None:
         """Make the state of an episode anew, in another instance, if its process has ended or it is spoiled."""
@@ -336,7 +346,9 @@ class EnvironmentPool:
                 if isinstance(now, Lost):
                     return False
                 if timeless(now) != timeless(before):
-                    raise ReplayFailure(f"{function_of(operation)} gave another result in the replay")
+                    raise ReplayFailure(
+                        f"{function_of(operation)} gave another result in the replay"
+                    )
         return True
 
     def _text(self, episode: _Episode, name: str, result: JobResult) -> CallResult:

@@ -70,7 +70,9 @@ def unknown(name: str, tools: str) -> CallResult:
 
 def sentence(name: str, failure: JobFailure) -> str:
     """What the function of this name did."""
-    return f"{name} raised {failure.words}" if failure.kind == "raised" else f"{name} {failure.words}"
+    return (
+        f"{name} raised {failure.words}" if failure.kind == "raised" else f"{name} {failure.words}"
+    )
 
 
 @dataclass(kw_only=True)
@@ -100,7 +102,11 @@ class EnvironmentProcess(WorkerProcess):
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         """Raises OSError when no process can be started."""
-        spec = {**vars(settings), "tools": list(settings.tools), "arguments": dict(settings.arguments)}
+        spec = {
+            **vars(settings),
+            "tools": list(settings.tools),
+            "arguments": dict(settings.arguments),
+        }
         longest = max(_LEAST_LINE_BYTES, _BYTES_OF_JSON * settings.result_bytes + 2**16)
         super().__init__("megarl.environments.runtime.environment_host", spec, longest)
         self._timeout_s = settings.call_timeout_s
@@ -121,14 +127,22 @@ class EnvironmentProcess(WorkerProcess):
         if len(jobs) == 1:
             return jobs[0]
         now = asyncio.get_running_loop().time()
-        overdue = [job for job in jobs if job.is_plain and now >= self._ends(job) and self.message_at > job.began]
+        overdue = [
+            job
+            for job in jobs
+            if job.is_plain and now >= self._ends(job) and self.message_at > job.began
+        ]
         return next(iter(overdue), None)
 
     def _ends(self, job: EnvironmentJob) -> float:
         """The job's deadline. With many calls in flight a process may be late in cancelling one that is `async def`:
         its deadline moves while the process still sends messages."""
         end = job.began + self._timeout_s
-        return end if job.is_plain else max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S
+        return (
+            end
+            if job.is_plain
+            else max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S
+        )
 
 
 class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
@@ -136,7 +150,12 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         where = TOOLS if settings.environment is None else ENVIRONMENT
-        super().__init__(where, settings.environment or ", ".join(settings.tools), settings.workers, settings.start_s)
+        super().__init__(
+            where,
+            settings.environment or ", ".join(settings.tools),
+            settings.workers,
+            settings.start_s,
+        )
         self._settings = settings
         self.offer: Offer | None = None
         self.num_ended = 0  # processes that were ended by a limit, or ended themselves
@@ -148,7 +167,12 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         return min(self._workers, key=lambda worker: worker.instances)
 
     async def do(
-        self, message: Sequence[Any], *, is_plain: bool, worker: EnvironmentProcess | None, alone: bool = False
+        self,
+        message: Sequence[Any],
+        *,
+        is_plain: bool,
+        worker: EnvironmentProcess | None,
+        alone: bool = False,
     ) -> JobResult:
         """Do an operation in a process, or in any. Raises UserError when the processes cannot be started again.
 
@@ -161,7 +185,9 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
             return Lost(is_suspect=False)
         number = next(self._numbers)
         line = as_line([number, *message])
-        job = EnvironmentJob(number, self._loop.create_future(), 0.0, alone, worker, line=line, is_plain=is_plain)
+        job = EnvironmentJob(
+            number, self._loop.create_future(), 0.0, alone, worker, line=line, is_plain=is_plain
+        )
         (self._waiting if worker is None else worker.waiting).append(job)
         self._feed()
         return await job.result
@@ -199,7 +225,8 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
                     worker.send(job)
                     continue
                 kept.append(job)
-                if job.alone or not (self.offer and self.offer.is_async):  # no other of them has room either
+                # no other of them has room either
+                if job.alone or not (self.offer and self.offer.is_async):
                     break
             jobs.extendleft(reversed(kept))
 
@@ -222,9 +249,13 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
                 abs(reward) <= LARGEST_REWARD
             ):
                 result = CallResult(text, float(reward), done)
-            case [int(number), "reward_result", int() | float() as reward, bool(correct), str() | None as answer] if (
-                abs(reward) <= LARGEST_REWARD
-            ):
+            case [
+                int(number),
+                "reward_result",
+                int() | float() as reward,
+                bool(correct),
+                str() | None as answer,
+            ] if abs(reward) <= LARGEST_REWARD:
                 result = RewardResult(float(reward), correct, answer)
             case [int(number), "error", str(kind), str(words), bool(is_last)] if kind in _ERRORS:
                 result = JobFailure(kind, words)  # type: ignore[arg-type]

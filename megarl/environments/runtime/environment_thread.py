@@ -12,10 +12,13 @@ from megarl.environments.runtime.results import CallResult
 from megarl.isolation.loop_thread import LoopThread
 from megarl.types.reward_result import RewardResult
 
-_BYTES_OF_TOKEN = 16  # more than a token's text usually has; what is longer is cut by tokens afterwards
+# more than a token's text usually has; what is longer is cut by tokens afterwards
+_BYTES_OF_TOKEN = 16
 
 
-def environment_settings(recipe: Recipe, workers: int | None = None, *, prepares: bool = True) -> EnvironmentSettings:
+def environment_settings(
+    recipe: Recipe, workers: int | None = None, *, prepares: bool = True
+) -> EnvironmentSettings:
     """workers: in place of the recipe's. prepares: as of `EnvironmentSettings`."""
     episode = recipe.episode
     assert episode
@@ -85,7 +88,9 @@ class EnvironmentThread:
     async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None:
         return await self._thread.run(self._pool.open(episode, row, seed))
 
-    async def resume(self, episode: str, row: Mapping[str, Any], seed: int, history: str | None) -> int:
+    async def resume(
+        self, episode: str, row: Mapping[str, Any], seed: int, history: str | None
+    ) -> int:
         return await self._thread.run(self._pool.resume(episode, row, seed, history))
 
     async def leave(self, episode: str, operations: int) -> str | None:

@@ -11,7 +11,8 @@ from megarl.environments.runtime.environment_processes import JobFailure, JobRes
 from megarl.environments.runtime.results import CallResult
 
 Operation = tuple[Any, ...]  # as the worker reads it, without its number and its instance
-Together = dict[int, tuple[Operation, JobResult]]  # operations that were done together, by their places
+# operations that were done together, by their places
+Together = dict[int, tuple[Operation, JobResult]]
 
 
 def to_json(history: Sequence[Together]) -> str | None:
@@ -19,7 +20,9 @@ def to_json(history: Sequence[Together]) -> str | None:
 
     Calls whose arguments did not fit, which the environment has not seen, are left out.
     """
-    steps = [[[_written(step), _result(result)] for step, result in _seen(done)] for done in history]
+    steps = [
+        [[_written(step), _result(result)] for step, result in _seen(done)] for done in history
+    ]
     try:
         return json.dumps(steps)
     except (RecursionError, TypeError, ValueError):  # arguments that a model has nested too deeply
@@ -29,7 +32,10 @@ def to_json(history: Sequence[Together]) -> str | None:
 def from_json(text: str, row: Mapping[str, Any], seed: int) -> list[Together]:
     """The history that `to_json` wrote. Raises ValueError and RecursionError where it cannot be read."""
     return [
-        {place: (_read(step, row, seed), _result_of(result)) for place, (step, result) in enumerate(done)}
+        {
+            place: (_read(step, row, seed), _result_of(result))
+            for place, (step, result) in enumerate(done)
+        }
         for done in json.loads(text)
     ]
 
@@ -52,7 +58,9 @@ def timeless(result: JobResult) -> JobResult:
 
 def _seen(done: Together) -> list[tuple[Operation, JobResult]]:
     steps = (done[place] for place in sorted(done))
-    return [one for one in steps if not (isinstance(one[1], JobFailure) and one[1].kind == "arguments")]
+    return [
+        one for one in steps if not (isinstance(one[1], JobFailure) and one[1].kind == "arguments")
+    ]
 
 
 def _written(operation: Operation) -> list[Any]:
@@ -64,7 +72,9 @@ def _read(operation: Sequence[Any], row: Mapping[str, Any], seed: int) -> Operat
 
 
 def _result(result: JobResult) -> dict[str, Any] | None:
-    assert result is None or isinstance(result, CallResult | JobFailure), "a reward or a lost job is in no history"
+    assert result is None or isinstance(result, CallResult | JobFailure), (
+        "a reward or a lost job is in no history"
+    )
     return None if result is None else asdict(result)
 
 

@@ -13,7 +13,8 @@ from megarl.printable import short
 from megarl.types.reward_result import LARGEST_REWARD
 
 CallError = Literal["unknown", "arguments", "raised", "result", "timeout", "memory", "ended"]
-TOOL_ERRORS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})  # errors to be mended in the tool
+# errors to be mended in the tool
+TOOL_ERRORS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"})
 
 
 class BadResult(Exception):
@@ -44,7 +45,9 @@ def observation_of(result: Any, most_bytes: int) -> Observation:
     if not isinstance(result.text, str):
         raise BadResult(f"returned an observation whose text is {short(result.text)}")
     if not (
-        isinstance(result.reward, Real) and isfinite(result.reward) and abs(float(result.reward)) <= LARGEST_REWARD
+        isinstance(result.reward, Real)
+        and isfinite(result.reward)
+        and abs(float(result.reward)) <= LARGEST_REWARD
     ):
         raise BadResult(f"returned an observation whose reward is {short(result.reward)}")
     return Observation(cut(result.text, most_bytes), float(result.reward), bool(result.done))
@@ -56,7 +59,9 @@ def _text_of(result: Any) -> str:
     try:
         return json.dumps(result, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise BadResult(f"returned a value of type {type(result).__name__}, which is neither text nor JSON") from None
+        raise BadResult(
+            f"returned a value of type {type(result).__name__}, which is neither text nor JSON"
+        ) from None
 
 
 def cut(text: str, most_bytes: int) -> str:

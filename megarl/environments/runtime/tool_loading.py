@@ -15,7 +15,8 @@ from megarl.types import UserError
 TOOLS, ENVIRONMENT, ARGUMENTS = "episode.tools", "episode.environment", "episode.arguments"
 _FORM = "module:name"
 _EXAMPLE = "write module:name, for example megarl.environments.{}"
-_RESERVED = {"reset": ({},), "reply": ("text",), "reward": (), "close": ()}  # name -> arguments of its call
+# name -> arguments of its call
+_RESERVED = {"reset": ({},), "reply": ("text",), "reward": (), "close": ()}
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,9 @@ class Toolbox:
         return made
 
 
-def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
+def load_tools(
+    paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: bool = True
+) -> Toolbox:
     """The functions at `paths`, each with those of the arguments that it takes. Raises UserError.
 
     prepares: whether what they have as `prepare` is called.
@@ -54,7 +57,9 @@ def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: 
             raise UserError(TOOLS, problem, "name a function with def or async def")
         name = path.rpartition(":")[2]
         if name in tools:
-            raise UserError(TOOLS, f"two tools have the name {name!r}", "give one of them another name")
+            raise UserError(
+                TOOLS, f"two tools have the name {name!r}", "give one of them another name"
+            )
         tools[name] = make_tool(function, name, TOOLS, path, arguments=arguments, is_method=False)
         taken |= tools[name].bound.keys()
         if prepares:
@@ -62,7 +67,9 @@ def load_tools(paths: Sequence[str], arguments: Mapping[str, Any], *, prepares: 
     if not tools:
         raise UserError(TOOLS, "no tool is named", _EXAMPLE.format("calculator:calculate"))
     if unknown := sorted(arguments.keys() - taken):
-        raise UserError(ARGUMENTS, f"no tool takes {unknown[0]!r}", "leave it out, or correct its name")
+        raise UserError(
+            ARGUMENTS, f"no tool takes {unknown[0]!r}", "leave it out, or correct its name"
+        )
     return Toolbox(tools)
 
 
@@ -73,7 +80,11 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
         problem = f"{path} is {kind_of(found)}, not a subclass of megarl.environments.Environment"
         raise UserError(ENVIRONMENT, problem, "let it inherit from Environment")
     _check_call(found, path, arguments)
-    own = [base for base in reversed(found.__mro__) if issubclass(base, Environment) and base is not Environment]
+    own = [
+        base
+        for base in reversed(found.__mro__)
+        if issubclass(base, Environment) and base is not Environment
+    ]
     methods = {name: value for base in own for name, value in vars(base).items()}
     has = frozenset(name for name in _RESERVED if name in methods)
     for name in has:
@@ -81,11 +92,15 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
     tools = {
         name: _method_tool(found, name, path)
         for name in methods
-        if not name.startswith("_") and name not in (*_RESERVED, PREPARE) and inspect.isroutine(getattr(found, name))
+        if not name.startswith("_")
+        and name not in (*_RESERVED, PREPARE)
+        and inspect.isroutine(getattr(found, name))
     }
     if not tools and "reply" not in has:
         problem = f"{path} has neither a tool nor `reply`"
-        raise UserError(ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)")
+        raise UserError(
+            ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)"
+        )
     if prepares:
         prepare(found.prepare, arguments, ENVIRONMENT, path)
     is_async = frozenset(name for name in has if inspect.iscoroutinefunction(getattr(found, name)))
@@ -97,7 +112,9 @@ def _method_tool(environment: type[Environment], name: str, path: str) -> Tool:
     function: Callable[..., Any] = getattr(environment, name)
     if isinstance(raw, staticmethod | classmethod):
         problem = f"{path}.{name} is a {type(raw).__name__}"
-        raise UserError(ENVIRONMENT, problem, "make it a plain method, or begin its name with an underscore")
+        raise UserError(
+            ENVIRONMENT, problem, "make it a plain method, or begin its name with an underscore"
+        )
     if not (function.__doc__ or "").strip():
         problem = f"the public method {name} of {path} has no docstring"
         hint = "say in one what it does if it is a tool, else begin its name with an underscore"
@@ -117,5 +134,9 @@ def _check_reserved(method: Callable[..., Any], name: str, path: str) -> None:
     try:
         inspect.signature(method).bind(None, *_RESERVED[name])
     except TypeError as error:
-        form = {"reset": "reset(self, row)", "reply": "reply(self, text)"}.get(name, f"{name}(self)")
-        raise UserError(ENVIRONMENT, f"{path}.{name} cannot be called ({error})", f"write it as {form}") from None
+        form = {"reset": "reset(self, row)", "reply": "reply(self, text)"}.get(
+            name, f"{name}(self)"
+        )
+        raise UserError(
+            ENVIRONMENT, f"{path}.{name} cannot be called ({error})", f"write it as {form}"
+        ) from None

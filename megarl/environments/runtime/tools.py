@@ -21,7 +21,8 @@ from megarl.types import UserError
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 _ENTRY = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 _MOST_ERRORS = 3  # told of one call
-_VERBATIM = ("default", "const", "enum", "examples")  # keys of a JSON schema whose values are no schemas
+# keys of a JSON schema whose values are no schemas
+_VERBATIM = ("default", "const", "enum", "examples")
 
 
 class BadArguments(Exception):
@@ -50,18 +51,30 @@ class Tool:
         try:
             found = self.model.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
-            errors = [_error(one["type"], one["loc"], one["msg"], one["input"]) for one in error.errors()]
+            errors = [
+                _error(one["type"], one["loc"], one["msg"], one["input"]) for one in error.errors()
+            ]
             more = f" and {len(errors) - _MOST_ERRORS} more" if len(errors) > _MOST_ERRORS else ""
             told = "; ".join(errors[:_MOST_ERRORS])
             raise BadArguments(f"{self.name} was not called: {told}{more}.") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise BadArguments(f"{self.name} was not called: {describe_error(error)}.") from None
-        given = {name: getattr(found, field) for name, field in self.fields.items() if field in found.model_fields_set}
+        given = {
+            name: getattr(found, field)
+            for name, field in self.fields.items()
+            if field in found.model_fields_set
+        }
         return {**self.bound, **given}
 
 
 def make_tool(
-    function: Callable[..., Any], name: str, where: str, path: str, *, arguments: Mapping[str, Any], is_method: bool
+    function: Callable[..., Any],
+    name: str,
+    where: str,
+    path: str,
+    *,
+    arguments: Mapping[str, Any],
+    is_method: bool,
 ) -> Tool:
     """The tool that a function is. path: its name in messages; arguments: the recipe's, bound where it takes them.
 
@@ -69,10 +82,14 @@ def make_tool(
     UserError(where) when it is not typed, documented, or callable with what JSON can hold.
     """
     if not _NAME.fullmatch(name):
-        raise UserError(where, f"{path} has a name that no model can call", "use ASCII letters, digits and _")
+        raise UserError(
+            where, f"{path} has a name that no model can call", "use ASCII letters, digits and _"
+        )
     text = inspect.getdoc(function) if function.__doc__ else ""
     if not (text and text.strip()):
-        raise UserError(where, f"{path} has no docstring", "say in one what it does: it is what the model reads")
+        raise UserError(
+            where, f"{path} has no docstring", "say in one what it does: it is what the model reads"
+        )
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:  # an annotation may be any expression
@@ -91,23 +108,37 @@ def make_tool(
             problem = f"the argument {parameter.name!r} of {path} has no type"
             raise UserError(where, problem, "annotate it, for example `expression: str`")
         default = ... if parameter.default is parameter.empty else parameter.default
-        names[parameter.name] = field = f"argument_{len(names)}"  # of a model's own names none can be in the way
-        fields[field] = (hints[parameter.name], _field(default, parameter.name, told.pop(parameter.name, None)))
-    bound = {key: value for key, value in arguments.items() if key in inspect.signature(function).parameters}
+        # of a model's own names none can be in the way
+        names[parameter.name] = field = f"argument_{len(names)}"
+        fields[field] = (
+            hints[parameter.name],
+            _field(default, parameter.name, told.pop(parameter.name, None)),
+        )
+    bound = {
+        key: value
+        for key, value in arguments.items()
+        if key in inspect.signature(function).parameters
+    }
     if unknown := [key for key in told if key not in inspect.signature(function).parameters]:
         problem = f"the docstring of {path} describes {unknown[0]!r}, which is no argument of it"
         raise UserError(where, problem, "correct the section `Args:`")
     model, parameters = _model(name, fields, path, where)
     schema = {"name": name, "description": description, "parameters": parameters}
     is_async = inspect.iscoroutinefunction(function)
-    return Tool(name, function, bound, is_async, {"type": "function", "function": schema}, model, names)
+    return Tool(
+        name, function, bound, is_async, {"type": "function", "function": schema}, model, names
+    )
 
 
-def _parameters(function: Callable[..., Any], path: str, where: str, *, skip: bool) -> list[inspect.Parameter]:
+def _parameters(
+    function: Callable[..., Any], path: str, where: str, *, skip: bool
+) -> list[inspect.Parameter]:
     try:
         found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        raise UserError(where, f"{path} has no signature", "write a Python function around it") from None
+        raise UserError(
+            where, f"{path} has no signature", "write a Python function around it"
+        ) from None
     found = found[1:] if skip else found
     for one in found:
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
@@ -124,11 +155,14 @@ def _check_default(parameter: inspect.Parameter, path: str, where: str) -> None:
 
 
 def _field(default: Any, alias: str, description: str | None) -> FieldInfo:
-    own: dict[str, Any] = {} if description is None else {"description": description}  # None would hide an annotation's
+    # None would hide an annotation's
+    own: dict[str, Any] = {} if description is None else {"description": description}
     return Field(default, alias=alias, **own)
 
 
-def _model(name: str, fields: Mapping[str, Any], path: str, where: str) -> tuple[type[BaseModel], dict[str, Any]]:
+def _model(
+    name: str, fields: Mapping[str, Any], path: str, where: str
+) -> tuple[type[BaseModel], dict[str, Any]]:
     """The model of a tool's arguments and their JSON schema."""
     try:
         model = create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields)
@@ -139,9 +173,12 @@ def _model(name: str, fields: Mapping[str, Any], path: str, where: str) -> tuple
     except (PydanticUserError, PydanticJsonSchemaWarning, TypeError, ValueError) as error:
         reason = describe_error(error).partition(" For further information")[0]
         problem = f"an argument of {path} has a type or a default that JSON cannot hold ({reason})"
-        raise UserError(where, problem, "use str, int, float, bool, Literal, list, dict or dataclasses") from None
+        raise UserError(
+            where, problem, "use str, int, float, bool, Literal, list, dict or dataclasses"
+        ) from None
     parameters = _untitled(schema)
-    parameters.pop("additionalProperties", None)  # the templates of models show what transformers makes of a function
+    # the templates of models show what transformers makes of a function
+    parameters.pop("additionalProperties", None)
     parameters.pop("description", None)
     return model, {"type": "object", "properties": {}, **parameters}
 
@@ -153,7 +190,9 @@ def _untitled(schema: Any, *, is_map: bool = False) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in _VERBATIM and not is_map else _untitled(value, is_map=_is_map(key) and not is_map)
+        key: value
+        if key in _VERBATIM and not is_map
+        else _untitled(value, is_map=_is_map(key) and not is_map)
         for key, value in schema.items()
         if is_map or key != "title"
     }

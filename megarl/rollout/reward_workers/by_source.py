@@ -25,7 +25,10 @@ def reward_specs(reward: RewardConfig, start_s: float) -> dict[str, RewardSpec]:
     }
     if reward.function:
         named[DEFAULT] = (WHERE, reward.function, reward.arguments)
-    return {source: RewardSpec(*spec, reward.timeout_s, reward.memory_mb, start_s) for source, spec in named.items()}
+    return {
+        source: RewardSpec(*spec, reward.timeout_s, reward.memory_mb, start_s)
+        for source, spec in named.items()
+    }
 
 
 def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:

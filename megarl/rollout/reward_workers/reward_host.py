@@ -67,7 +67,9 @@ def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
         number, response, *episode = message
         try:
             result = reward_result_of(reward(response, answer, row, **_keywords(episode)))
-        except BaseException as error:  # a user's function raises any exception, and must not end this process
+        except (
+            BaseException
+        ) as error:  # a user's function raises any exception, and must not end this process
             result = _failure(error)
         _reply(parent.write, number, result)
 
@@ -114,7 +116,8 @@ def _reply(write: Callable[[bytes], object], number: int, result: RewardResult |
     else:
         write(_line([number, result.words, result is _OUT_OF_MEMORY]))
     while result is _OUT_OF_MEMORY:
-        signal.pause()  # its memory is too fragmented to go on; the parent kills it when it has read the reply
+        # its memory is too fragmented to go on; the parent kills it when it has read the reply
+        signal.pause()
 
 
 def _line(message: object) -> bytes:

@@ -39,7 +39,13 @@ class Pool(WorkerPool[RewardProcess]):
         except (TypeError, ValueError, RecursionError) as error:
             return [Failure(f"the row cannot be sent to its process ({error})") for _ in responses]
         requests = [
-            Request(next(self._numbers), self._loop.create_future(), context=context, response=one, episode=episode)
+            Request(
+                next(self._numbers),
+                self._loop.create_future(),
+                context=context,
+                response=one,
+                episode=episode,
+            )
             for one, episode in zip(responses, episodes or [None] * len(responses), strict=True)
         ]
         self._waiting += requests
@@ -67,9 +73,12 @@ class Pool(WorkerPool[RewardProcess]):
         match message:
             case [int(number), str(words), bool(is_last)] if number in worker.in_flight:
                 result = Failure(words)
-            case [int(number), int() | float() as reward, bool(correct), str() | None as answer] if (
-                number in worker.in_flight and abs(reward) <= LARGEST_REWARD
-            ):
+            case [
+                int(number),
+                int() | float() as reward,
+                bool(correct),
+                str() | None as answer,
+            ] if number in worker.in_flight and abs(reward) <= LARGEST_REWARD:
                 result, is_last = RewardResult(reward, correct, answer), False
             case _:
                 self._replace(worker, GARBAGE)
@@ -90,7 +99,10 @@ class Pool(WorkerPool[RewardProcess]):
     def _fill(self, worker: RewardProcess) -> None:
         if not worker.has_room():
             return
-        now, most = self._loop.time(), AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch
+        now, most = (
+            self._loop.time(),
+            AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch,
+        )
         taken = 0
         while self._waiting and taken < most:
             request = self._waiting[0]

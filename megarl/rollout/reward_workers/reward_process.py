@@ -68,7 +68,11 @@ class RewardProcess(WorkerProcess):
         if first is None or self.is_ending:
             return None
         end = first.began + self._timeout_s
-        return max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S if self.is_async else end
+        return (
+            max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S
+            if self.is_async
+            else end
+        )
 
     def culprit(self) -> Request | None:
         """The first in flight; of several in flight to an asynchronous function it is not known."""

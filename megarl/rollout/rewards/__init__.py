@@ -36,13 +36,22 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
     function = load_object(path, where, "module:function", _FORM)
     if not callable(function):
         raise UserError(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
-    key, given = f"{where.rpartition('.')[0]}.arguments", {EPISODE: None} if takes_episode(function) else {}
+    key, given = (
+        f"{where.rpartition('.')[0]}.arguments",
+        {EPISODE: None} if takes_episode(function) else {},
+    )
     if given.keys() & arguments.keys():
-        raise UserError(key, f"{EPISODE!r} is megarl's own: {path} gets the episode in it", "give it another name")
+        raise UserError(
+            key,
+            f"{EPISODE!r} is megarl's own: {path} gets the episode in it",
+            "give it another name",
+        )
     try:
         inspect.signature(function).bind("response", "answer", {}, **given, **arguments)
     except TypeError as error:
-        call = ", ".join(["response", "answer", "row", *(f"{key}=..." for key in (*given, *arguments))])
+        call = ", ".join(
+            ["response", "answer", "row", *(f"{key}=..." for key in (*given, *arguments))]
+        )
         hint = f"write into {key} what it takes after response, answer and row"
         raise UserError(where, f"{path} cannot be called with ({call}): {error}", hint) from None
     except ValueError:  # a function that is written in C may have no signature

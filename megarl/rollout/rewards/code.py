@@ -28,7 +28,9 @@ from megarl.rollout.rewards.inside_tests import BEGUN
 from megarl.types.reward_result import RewardResult
 
 _INSIDE = Path(__file__).with_name("inside_tests.py").read_text(encoding="utf-8")
-_BLOCK = re.compile(r"^[ \t]*```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I)
+_BLOCK = re.compile(
+    r"^[ \t]*```[ \t]*(?:python3?|py)[ \t]*\r?\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.I
+)
 _OUTPUT_BYTES = 4 << 20  # of one test
 _ALL_OUTPUT_BYTES = 64 << 20
 
@@ -84,7 +86,9 @@ class _Runner:
     limits: SandboxLimits
     timeout_s: float
 
-    def reports(self, program: str, setup: str, tests: Sequence[dict[str, Any]], *, stop: bool) -> list[TestReport]:
+    def reports(
+        self, program: str, setup: str, tests: Sequence[dict[str, Any]], *, stop: bool
+    ) -> list[TestReport]:
         """A report for each test that was run, in order. stop: run no test after one that exits with an error."""
         job = {
             "program": program,
@@ -131,5 +135,10 @@ def _passed(runner: _Runner, program: str, suite: Suite, *, stop: bool) -> list[
     conditions = [{"expression": result} for result in results if isinstance(result, str)]
     left_s = runner.limits.wall_s - (time.monotonic() - began)
     rest = replace(runner, limits=replace(runner.limits, wall_s=left_s))
-    answers = iter(rest.reports("", suite.setup, conditions, stop=False) if conditions and left_s > 0 else ())
-    return [result if isinstance(result, bool) else next(answers, {}).get("value") == "true" for result in results]
+    answers = iter(
+        rest.reports("", suite.setup, conditions, stop=False) if conditions and left_s > 0 else ()
+    )
+    return [
+        result if isinstance(result, bool) else next(answers, {}).get("value") == "true"
+        for result in results
+    ]

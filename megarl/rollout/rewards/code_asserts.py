@@ -51,7 +51,9 @@ def cut(text: str, imports: str) -> list[Cut] | None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    statements = [node for node in _parsed(text).body if not isinstance(node, ast.Import | ast.ImportFrom)]
+    statements = [
+        node for node in _parsed(text).body if not isinstance(node, ast.Import | ast.ImportFrom)
+    ]
     try:
         return [_cut_one(statement, known) for statement in statements]
     except _Inseparable:
@@ -67,7 +69,9 @@ def _cut_one(statement: ast.stmt, known: set[str]) -> Cut:
         raise _Inseparable
     literal = None
     match condition.body:
-        case ast.Compare(left=ast.Name(id="_0"), ops=[ast.Eq()], comparators=[right]) if len(cutter.expressions) == 1:
+        case ast.Compare(left=ast.Name(id="_0"), ops=[ast.Eq()], comparators=[right]) if (
+            len(cutter.expressions) == 1
+        ):
             literal = _literal(right)
     return Cut(tuple(cutter.expressions), ast.unparse(condition), literal)
 
@@ -101,7 +105,11 @@ def _root(node: ast.AST) -> str | None:
 
 def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
     """The names that are read (ast.Load) or assigned (ast.Store) in a node."""
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, context)}
+    return {
+        part.id
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, context)
+    }
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:

@@ -17,7 +17,8 @@ _NAMES = ("fn_name", "func_name")
 # Tasks that give a function's signature annotate it with these names.
 _CALL_SETUP = "from typing import *"
 
-_NO_VALUE = (ValueError, TypeError, LookupError, RecursionError)  # of a report whose value the program wrote itself
+# of a report whose value the program wrote itself
+_NO_VALUE = (ValueError, TypeError, LookupError, RecursionError)
 
 TestReport = Mapping[str, Any]  # of one test, by inside_tests.py
 
@@ -81,7 +82,13 @@ def _stdin(given: Any, expected: Any) -> Check:
 
 
 def _text(lines: Any) -> str:
-    return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
+    return (
+        lines
+        if isinstance(lines, str)
+        else "\n".join(map(str, lines))
+        if isinstance(lines, list)
+        else str(lines)
+    )
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -116,10 +123,16 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 def _calls(name: str, inputs: list[Any], outputs: list[Any]) -> Suite:
     # LiveCodeBench writes an argument a line, as JSON; APPS puts every result into a list of one.
-    arguments = [list(map(json.loads, each.splitlines())) if isinstance(each, str) else each for each in inputs]
+    arguments = [
+        list(map(json.loads, each.splitlines())) if isinstance(each, str) else each
+        for each in inputs
+    ]
     results = [_from_json(output) for output in outputs]
     wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
-    return Suite(_CALL_SETUP, tuple(_call(name, *pair, wrapped) for pair in zip(arguments, results, strict=True)))
+    return Suite(
+        _CALL_SETUP,
+        tuple(_call(name, *pair, wrapped) for pair in zip(arguments, results, strict=True)),
+    )
 
 
 def _from_json(output: Any) -> Any:
@@ -145,13 +158,19 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
-        ours, theirs = ({str(key): item for key, item in each.items()} for each in (value, expected))
-        return ours.keys() == theirs.keys() and all(same_value(ours[key], theirs[key]) for key in ours)
+        ours, theirs = (
+            {str(key): item for key, item in each.items()} for each in (value, expected)
+        )
+        return ours.keys() == theirs.keys() and all(
+            same_value(ours[key], theirs[key]) for key in ours
+        )
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, float) or (isinstance(expected, float) and isinstance(value, int)):
         number = isinstance(expected, int | float) and max(abs(value), abs(expected)) < 1e300
-        return value == expected or (number and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE))
+        return value == expected or (
+            number and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        )
     return type(value) is type(expected) and value == expected
 
 
@@ -164,7 +183,9 @@ def _asserts(texts: Sequence[str]) -> Suite:
     for text in texts:
         cuts = cut(text, imports)
         if cuts is None:
-            checks.append(Check(({"inside": text},), lambda own: own[0]["status"] == 0 and own[0]["passed"]))
+            checks.append(
+                Check(({"inside": text},), lambda own: own[0]["status"] == 0 and own[0]["passed"])
+            )
         elif cuts:
             checks.append(_assertions(cuts))
     if not checks:

@@ -37,7 +37,8 @@ def score(
         return RewardResult(wrong, False, "")
     if function is None:
         return reward
-    given = found.groupdict().get("answer", response) or ""  # a group that took no part in the match is None
+    # a group that took no part in the match is None
+    given = found.groupdict().get("answer", response) or ""
     inner = _inner(function)
     more = {EPISODE: episode} if takes_episode(inner) else {}
     reward_result = reward_result_of(inner(given.strip(), answer, row, **more, **(arguments or {})))

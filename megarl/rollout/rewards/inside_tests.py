@@ -40,7 +40,12 @@ class Encoder:
             return ["complex", complex.__repr__(value)]
         if isinstance(value, bytes | bytearray):
             return [type(value).__name__, bytes(value).hex()]
-        for kind, name in ((list, "list"), (tuple, "tuple"), (set, "set"), (frozenset, "frozenset")):
+        for kind, name in (
+            (list, "list"),
+            (tuple, "tuple"),
+            (set, "set"),
+            (frozenset, "frozenset"),
+        ):
             if isinstance(value, kind):
                 return [name, [self.encode(item) for item in value]]
         if isinstance(value, dict):
@@ -63,7 +68,8 @@ def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: in
     """
     run, evaluate, build, read, write, leave = exec, eval, compile, os.read, os.write, os._exit
     encode, dump = Encoder().encode, json.dumps
-    name = "__main__" if "stdin" in test else "solution"  # a tested function's module must not run as __main__
+    # a tested function's module must not run as __main__
+    name = "__main__" if "stdin" in test else "solution"
     module = sys.modules["__main__"] = sys.modules[name] = type(sys)(name)
     space: dict[str, Any] = module.__dict__
     run(build(setup, "<setup>", "exec"), space)
@@ -74,9 +80,17 @@ def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: in
         run(build(test["inside"], "<test>", "exec"), space)
         write(answer, read(token, 64))
     elif "expression" in test:
-        write_all(write, answer, dump(encode(evaluate(build(test["expression"], "<test>", "eval"), space))).encode())
+        write_all(
+            write,
+            answer,
+            dump(encode(evaluate(build(test["expression"], "<test>", "eval"), space))).encode(),
+        )
     else:
-        function = space[test["call"]] if test["call"] in space else getattr(space["Solution"](), test["call"])
+        function = (
+            space[test["call"]]
+            if test["call"] in space
+            else getattr(space["Solution"](), test["call"])
+        )
         write_all(write, answer, dump(encode(function(*test["arguments"]))).encode())
     leave(0)
 
@@ -96,7 +110,9 @@ def become_program(stdin: int, stdout: int, *kept: int) -> None:
         os.closerange(first, descriptor)
         first = descriptor + 1
     os.closerange(first, 1 << 16)
-    streams = [io.FileIO(standard, mode, closefd=False) for standard, mode in enumerate(("rb", "wb", "wb"))]
+    streams = [
+        io.FileIO(standard, mode, closefd=False) for standard, mode in enumerate(("rb", "wb", "wb"))
+    ]
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(streams[0]), encoding="utf-8")
     sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(streams[1]), encoding="utf-8")
     sys.stderr = sys.__stderr__ = io.TextIOWrapper(io.BufferedWriter(streams[2]), encoding="utf-8")
@@ -154,14 +170,20 @@ def main() -> None:
             run_test(code, job["setup"], test, token_read, value)
             return
         os.close(stdin)
-        token = os.urandom(16).hex()  # made after the fork, so that it is not in the memory of the program's process
+        # made after the fork, so that it is not in the memory of the program's process
+        token = os.urandom(16).hex()
         os.write(token_write, token.encode())
-        os.close(token_read)  # not before: the child may have ended, and a pipe without a reader cannot be written
+        # not before: the child may have ended, and a pipe without a reader cannot be written
+        os.close(token_read)
         status = await_child(pid, job["wall_s"])
         os.close(token_write)
         answer = read_from_start(value, job["output_bytes"])
         passed = "inside" not in test or answer == token
-        report = {"status": status, "stdout": read_from_start(stdout, job["output_bytes"]), "passed": passed}
+        report = {
+            "status": status,
+            "stdout": read_from_start(stdout, job["output_bytes"]),
+            "passed": passed,
+        }
         print(json.dumps(report | {"value": answer if "inside" not in test else ""}), flush=True)
         if job["stop"] and (status != 0 or not passed):
             return

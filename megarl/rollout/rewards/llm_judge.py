@@ -95,7 +95,9 @@ async def score(
     try:
         # A server on this machine is not asked through a proxy that the environment names.
         client = httpx.AsyncClient(timeout=timeout_s, trust_env=not local, verify=_certificates())
-        post = functools.partial(client.post, f"{url.rstrip('/')}/chat/completions", headers=headers, json=body)
+        post = functools.partial(
+            client.post, f"{url.rstrip('/')}/chat/completions", headers=headers, json=body
+        )
         async with asyncio.timeout(timeout_s), client:
             value = await _value(post, retries)
     except TimeoutError:
@@ -112,7 +114,9 @@ def _certificates() -> ssl.SSLContext:
 def _question(row: Mapping[str, Any], column: str) -> str:
     """The question's text; all turns of a conversation."""
     if column not in row:
-        raise ValueError(f"judge: the row has no column {column!r}, name the question's with `question`")
+        raise ValueError(
+            f"judge: the row has no column {column!r}, name the question's with `question`"
+        )
     question = row[column]
     if isinstance(question, str):
         return question
@@ -137,7 +141,9 @@ def _headers(key_env: str, *, allowed: bool) -> dict[str, str]:
     if not key:
         return {}
     if not allowed:
-        raise ValueError(f"judge: the key in {key_env} would go over plain http, use https or set `insecure: true`")
+        raise ValueError(
+            f"judge: the key in {key_env} would go over plain http, use https or set `insecure: true`"
+        )
     if not (key.isascii() and key.isprintable()):  # httpx would write it into its error
         raise ValueError(f"judge: the value of {key_env} is not a key")
     return {"Authorization": f"Bearer {key}"}
@@ -163,9 +169,13 @@ async def _reply(post: _Post) -> str:
     except httpx.TransportError as error:
         raise _Retry(type(error).__name__) from None
     if answer.status_code == 429 or answer.status_code >= 500:
-        raise _Retry(f"status {answer.status_code}", _wished_wait_s(answer.headers.get("Retry-After", "")))
+        raise _Retry(
+            f"status {answer.status_code}", _wished_wait_s(answer.headers.get("Retry-After", ""))
+        )
     if answer.status_code != 200:
-        raise JudgeError(f"the judge answered with status {answer.status_code}: correct url, model or key")
+        raise JudgeError(
+            f"the judge answered with status {answer.status_code}: correct url, model or key"
+        )
     try:
         choice = answer.json()["choices"][0]
         text, reason = choice["message"]["content"], choice.get("finish_reason")

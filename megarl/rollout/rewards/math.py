@@ -34,7 +34,8 @@ _ORNAMENT = re.compile(r"\\(?:left|right)(?![a-z])|\\[!,;]|\\?\$|\s|\.$")
 _UNDONE = re.compile(r"\\(?:sum|prod|o?i+nt|lim)(?![a-z])")
 _TARGETS = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that there is no timeout; the worker has one
+# it warns that there is no timeout; the worker has one
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 def score(
@@ -50,7 +51,11 @@ def score(
     right = RewardResult(correct, True, _bare(answer))
     if given and _bare(given) == _bare(answer):
         return right
-    if not given or is_hostile(given, answer) or (_UNDONE.search(given) and not _UNDONE.search(answer)):
+    if (
+        not given
+        or is_hostile(given, answer)
+        or (_UNDONE.search(given) and not _UNDONE.search(answer))
+    ):
         return RewardResult(wrong, False, _bare(given) if given.startswith("\\boxed") else "")
     gold = _gold(answer)
     found = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
@@ -103,5 +108,7 @@ def _closing(text: str, opening: int) -> int:
 
 @lru_cache(maxsize=64)  # a group's samples have one answer
 def _gold(answer: str) -> list[Any]:
-    is_marked = bool(_DOLLAR.search(answer)) or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
+    is_marked = (
+        bool(_DOLLAR.search(answer)) or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
+    )
     return parse(answer if is_marked else f"\\boxed{{{answer}}}", _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]

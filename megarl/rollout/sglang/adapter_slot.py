@@ -57,7 +57,12 @@ def start_empty(slot: AdapterSlot) -> None:
     from sglang.srt.lora.lora_config import LoRAConfig
 
     # Of rank and alpha alike, so that SGLang multiplies with 1 (lora_slots.py).
-    config = {"peft_type": "LORA", "r": slot.rank, "lora_alpha": slot.rank, "target_modules": list(slot.modules)}
+    config = {
+        "peft_type": "LORA",
+        "r": slot.rank,
+        "lora_alpha": slot.rank,
+        "target_modules": list(slot.modules),
+    }
     LoRAConfig.get_lora_config = lambda self, dummy=False: config
     LoRAConfig.get_added_tokens_config = lambda self: None
     LoRAAdapter.initialize_weights = lambda self: None

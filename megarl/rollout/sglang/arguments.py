@@ -40,20 +40,45 @@ _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "enable_lora": "lora.sync",
 }
 _NOT_IN_RECIPES = (
-    *("device", "base_gpu_id", "pp_size", "nnodes", "node_rank", "dist_init_addr", "enable_memory_saver", "log_level"),
-    *("load_format", "weight_version", "custom_weight_loader", "skip_tokenizer_init", "trust_remote_code"),
+    *(
+        "device",
+        "base_gpu_id",
+        "pp_size",
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "enable_memory_saver",
+        "log_level",
+    ),
+    *(
+        "load_format",
+        "weight_version",
+        "custom_weight_loader",
+        "skip_tokenizer_init",
+        "trust_remote_code",
+    ),
     *("disable_shared_experts_fusion", "enable_weights_cpu_backup"),
 )
-_REFUSED_FOR = {  # the reason why resharding does not support a server argument -> prefixes of such arguments
+# the reason why resharding does not support a server argument -> prefixes of such arguments
+_REFUSED_FOR = {
     "it moves experts between ranks while the engine runs": ("enable_eplb", "elastic_ep_backend"),
     "it holds some experts twice": ("ep_num_redundant_experts",),
     "it assigns the experts to ranks in another order": ("init_expert_location",),
     "it keeps weights in other places than resharding writes to": (
         *("enable_elastic_expert_backup", "enable_lora_", "lora_", "max_lora", "max_loaded_lora"),
-        *("experts_shared_outer", "cpu_offload_gb", "offload_group_size", "weight_cache_mode", "kt_"),
+        *(
+            "experts_shared_outer",
+            "cpu_offload_gb",
+            "offload_group_size",
+            "weight_cache_mode",
+            "kt_",
+        ),
     ),
     "it changes the number of ranks": ("ep_join_mode",),
-    "it fuses the shared experts with the routed ones": ("enable_waterfill", "enforce_shared_experts_fusion"),
+    "it fuses the shared experts with the routed ones": (
+        "enable_waterfill",
+        "enforce_shared_experts_fusion",
+    ),
     "it changes which ranks hold the experts": ("moe_dp_size", "dwdp_size"),
     "it changes which ranks hold the attention": ("attn_cp_size", "dcp_"),
     "it sets up NCCL in engines alone; NCCL_NVLS_ENABLE and NCCL_CUMEM_ENABLE of the environment hold for all": (
@@ -66,7 +91,8 @@ REFUSED = {prefix: reason for reason, prefixes in _REFUSED_FOR.items() for prefi
 # Attention backends that read the keys of MLA from an fp8 cache (SGLang's layers/attention). The others, among them
 # SGLang's default on Hopper, cast a layer's whole cache to the model's data type in every step (`.to(q.dtype)`).
 LATENT_FP8_BACKENDS = ("cutedsl_mla", "flashmla", "tokenspeed_mla", "triton", "trtllm_mla")
-_SPARE_CONTEXT = 8  # SGLang keeps two positions of the context free after a response, and six after a prompt
+# SGLang keeps two positions of the context free after a response, and six after a prompt
+_SPARE_CONTEXT = 8
 _PLAIN_CACHES = ("auto", "bf16", "bfloat16")
 
 
@@ -147,9 +173,13 @@ class EngineSettings:
         return self.span.node * self.tp // self.span.nodes if self.span else 0
 
 
-def server_arguments(settings: EngineSettings, weight_loader: str, device: str = DEVICE) -> dict[str, Any]:
+def server_arguments(
+    settings: EngineSettings, weight_loader: str, device: str = DEVICE
+) -> dict[str, Any]:
     """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` overrides our defaults."""
-    limit = running_limit(settings.tp, settings.concurrency, deepep=settings.deepep, draft=settings.draft)
+    limit = running_limit(
+        settings.tp, settings.concurrency, deepep=settings.deepep, draft=settings.draft
+    )
     # SGLang takes no input that fills its whole KV cache either.
     room = (settings.context_tokens + _SPARE_CONTEXT) * settings.concurrency
     arguments: dict[str, Any] = {
@@ -172,12 +202,15 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
         "moe_a2a_backend": "deepep" if settings.deepep else "none",
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
         "enable_return_routed_experts": settings.routed_experts,
-        "watchdog_timeout": 2 * settings.timeout_s,  # later than the host's check, which names the rank that hangs
+        # later than the host's check, which names the rank that hangs
+        "watchdog_timeout": 2 * settings.timeout_s,
     }
     if settings.draft:
         arguments |= _draft_arguments(settings.draft)
     if settings.model_context:
-        arguments["context_length"] = min(settings.context_tokens + _SPARE_CONTEXT, settings.model_context)
+        arguments["context_length"] = min(
+            settings.context_tokens + _SPARE_CONTEXT, settings.model_context
+        )
     if settings.span:
         host, port = settings.span.rendezvous
         arguments |= {"nnodes": settings.span.nodes, "node_rank": settings.span.node}
@@ -192,15 +225,21 @@ def server_arguments(settings: EngineSettings, weight_loader: str, device: str =
     if settings.adapter:
         arguments |= adapter_slot.server_arguments(settings.adapter, device)
     arguments |= settings.sglang
-    arguments["max_running_requests"] = arguments["max_running_requests"] or limit  # null: as the plan counts
-    if settings.seeded:  # last, because seeded samples must not depend on the recipe's own arguments
+    # null: as the plan counts
+    arguments["max_running_requests"] = arguments["max_running_requests"] or limit
+    # last, because seeded samples must not depend on the recipe's own arguments
+    if settings.seeded:
         arguments |= deterministic.server_arguments(room, device)
     return arguments
 
 
 def _gpu_arguments(settings: EngineSettings) -> dict[str, Any]:
     # The memory saver releases the engine's memory to training between rollouts.
-    arguments: dict[str, Any] = {"base_gpu_id": settings.first_gpu, "enable_memory_saver": True, "sleep_on_idle": True}
+    arguments: dict[str, Any] = {
+        "base_gpu_id": settings.first_gpu,
+        "enable_memory_saver": True,
+        "sleep_on_idle": True,
+    }
     # SGLang's own choice on NVIDIA GPUs are graphs of prompts too ("breakable"): a pool beside mem_fraction_static that
     # stays while training has the GPU, for steps that are mostly decoding. A named backend wins over this switch.
     arguments["disable_prefill_cuda_graph"] = True
@@ -212,7 +251,8 @@ def _gpu_arguments(settings: EngineSettings) -> dict[str, Any]:
         concurrency=settings.concurrency,
         given=settings.sglang,
     )
-    if not settings.fp8:  # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
+    # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
+    if not settings.fp8:
         arguments["moe_runner_backend"] = "deep_gemm" if settings.deepep else "triton"
     return arguments
 
@@ -240,12 +280,20 @@ def sglang_errors(arguments: Mapping[str, Any]) -> list[UserError]:
     for key in arguments:
         owner = "speculative_" if key.startswith("speculative_") else key
         if owner in _SET_BY_MEGARL or key in _NOT_IN_RECIPES:
-            hint = f"set {_SET_BY_MEGARL[owner]} and remove it" if owner in _SET_BY_MEGARL else "remove it"
+            hint = (
+                f"set {_SET_BY_MEGARL[owner]} and remove it"
+                if owner in _SET_BY_MEGARL
+                else "remove it"
+            )
             errors.append(UserError(f"{WHERE}.{key}", "is set by megarl itself", hint))
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
-            errors.append(UserError(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it"))
+            errors.append(
+                UserError(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it")
+            )
         elif key not in known:
-            hint = did_you_mean(near(key, sorted(known)), "see SGLang's ServerArgs for the names it has")
+            hint = did_you_mean(
+                near(key, sorted(known)), "see SGLang's ServerArgs for the names it has"
+            )
             errors.append(UserError(f"{WHERE}.{key}", "SGLang has no such server argument", hint))
     return errors
 
@@ -261,8 +309,12 @@ def latent_cache_errors(arguments: Mapping[str, Any]) -> list[UserError]:
         problem = f"SGLang's latent attention does not take a cache in {cached!r}"
         return [UserError(where, problem, "set it to fp8_e4m3, or remove it")]
     default = arguments.get("attention_backend")
-    named = [arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")]
-    unsupported = sorted({str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS})
+    named = [
+        arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")
+    ]
+    unsupported = sorted(
+        {str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS}
+    )
     if unsupported:
         problem = f"'{cached}', but {unsupported[0]} copies a layer's whole cache of latent attention into another type"
         return [UserError(where, problem, hint)]
@@ -277,13 +329,17 @@ def server_fields() -> frozenset[str]:
     """The names of SGLang's server arguments, parsed from its source because importing SGLang takes seconds."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
-        raise UserError("rollout.engine", "sglang is not installed", "install the package that setup.py pins")
+        raise UserError(
+            "rollout.engine", "sglang is not installed", "install the package that setup.py pins"
+        )
     folder = Path(spec.origin).parent / "srt" / "arg_groups" / "fields"
     return frozenset(name for source in folder.glob("*.py") for name in _annotated_names(source))
 
 
 def _annotated_names(source: Path) -> set[str]:
-    classes = [node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
     statements = [statement for node in classes for statement in node.body]
     return {
         statement.target.id

@@ -9,10 +9,12 @@ from typing import Any
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.config import Recipe
 
-DEEPEP_TOKENS = 128  # that a GPU sends in a decoding step, at most (SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK)
+# that a GPU sends in a decoding step, at most (SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK)
+DEEPEP_TOKENS = 128
 _GROUP_CHUNK = 2048  # tokens of prompts that an attention group reads at once
 _GATHERED_CHUNK = 16384  # of all groups, where each GPU gets them all
-_MOST_IN_GRAPHS = 512  # sequences of a group in the largest CUDA graph, as SGLang's own limit on large cards
+# sequences of a group in the largest CUDA graph, as SGLang's own limit on large cards
+_MOST_IN_GRAPHS = 512
 
 
 def step_sequences(recipe: Recipe) -> int:
@@ -26,7 +28,9 @@ def step_sequences(recipe: Recipe) -> int:
 def most_sequences(recipe: Recipe) -> int:
     """The most sequences that an engine runs at once, in a round or an evaluation; a multiple of its groups."""
     sets, engine = [recipe.evaluation.of(name) for name in recipe.data.eval], recipe.rollout.engine
-    of_sets = [math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets]
+    of_sets = [
+        math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets
+    ]
     most = max(step_sequences(recipe), *of_sets) if of_sets else step_sequences(recipe)
     return math.ceil(most / engine.dp) * engine.dp
 
@@ -40,9 +44,18 @@ def limit_of(recipe: Recipe, wanted: int) -> int:
 
 def given_sizes(recipe: Recipe) -> dict[str, Any]:
     """The recipe's own server arguments over those of `group_arguments`."""
-    engine, most, deepep = recipe.rollout.engine, most_sequences(recipe), recipe.rollout.engine.experts == "deepep"
+    engine, most, deepep = (
+        recipe.rollout.engine,
+        most_sequences(recipe),
+        recipe.rollout.engine.experts == "deepep",
+    )
     own = group_arguments(
-        engine.tp, engine.dp, deepep=deepep, draft=engine.draft, concurrency=most, given=engine.sglang
+        engine.tp,
+        engine.dp,
+        deepep=deepep,
+        draft=engine.draft,
+        concurrency=most,
+        given=engine.sglang,
     )
     return own | engine.sglang
 

@@ -19,7 +19,8 @@ from megarl.device import DEVICE
 from megarl.types.sampling import sample_seed
 
 _BLOCK = 16  # rows of every matrix product on CPU
-_LINE = 32  # a row's width is a multiple: it starts on a cache line and fills whole vector registers
+# a row's width is a multiple: it starts on a cache line and fills whole vector registers
+_LINE = 32
 _LOW = 0xFFFFFFFF
 
 
@@ -57,7 +58,11 @@ def sample_by_seed() -> None:
     from sglang.srt.layers import sampler
 
     def choose(
-        self: Any, probs: torch.Tensor, info: Any, positions: torch.Tensor, simple_sampling_case: bool
+        self: Any,
+        probs: torch.Tensor,
+        info: Any,
+        positions: torch.Tensor,
+        simple_sampling_case: bool,
     ) -> tuple[torch.Tensor, None]:
         kept = probs if simple_sampling_case else truncated(probs, info.top_ks, info.top_ps)
         chosen = sampler.multinomial_with_seed(torch.log(kept), info.sampling_seed, positions)
@@ -112,7 +117,9 @@ def use_log_softmax() -> None:
     sampler.Sampler = Sampler
 
 
-def murmur_hash(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def murmur_hash(
+    seeds: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
     """MurmurHash3 (32 bits) of the words (seed low, seed high, position, column): int64 [rows, columns] below 2^32.
 
     seeds: uint64 [rows]; positions: [rows]; columns: [columns]. Int64 products wrap, but their low 32 bits are exact.
@@ -155,7 +162,8 @@ def use_batch_invariant_kernels() -> None:
     _KEPT_LIBRARIES.append(library)
 
 
-_KEPT_LIBRARIES: list[torch.library.Library] = []  # a Library that is garbage collected removes its kernels
+# a Library that is garbage collected removes its kernels
+_KEPT_LIBRARIES: list[torch.library.Library] = []
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -171,7 +179,12 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def sum_with_product(
-    addend: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+    addend: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
 ) -> torch.Tensor:
     """beta addend + alpha left x right"""
     return product(left, right) * alpha + addend * beta

@@ -29,7 +29,9 @@ def draft_errors(recipe: Recipe) -> list[UserError]:
     for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if (backend := engine.sglang.get(key)) and backend not in DRAFT_BACKENDS:
             problem = f"{backend} does not run a draft model"
-            found.append(UserError(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}"))
+            found.append(
+                UserError(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}")
+            )
     if recipe.train.replay == "r3":
         found += _capture_errors(recipe)
     return found

@@ -24,7 +24,8 @@ from megarl.types import Sample, SamplePart, with_part
 from megarl.types.sampling import Sampling, sample_seed
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
-_RELEASED = ("kv_cache", "weights")  # SGLang's tags of the memory that training uses in between; CUDA graphs stay
+# SGLang's tags of the memory that training uses in between; CUDA graphs stay
+_RELEASED = ("kv_cache", "weights")
 _NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
 _UNBEGUN = Sample(*_NOTHING, "", finished=False, parts=(), prefills=0, is_open=True)
 
@@ -37,16 +38,30 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
-        self._tp, self._seeded, self._routed_experts = settings.tp, settings.seeded, settings.routed_experts
-        self._groups, self._weight_loader, self._timeout_s = settings.dp, weight_loader, settings.timeout_s
+        self._tp, self._seeded, self._routed_experts = (
+            settings.tp,
+            settings.seeded,
+            settings.routed_experts,
+        )
+        self._groups, self._weight_loader, self._timeout_s = (
+            settings.dp,
+            weight_loader,
+            settings.timeout_s,
+        )
         self._adapter = ADAPTER_NAME if settings.adapter else None
         self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # takes seconds, while the schedulers start
 
-        self._tokenizer = AutoTokenizer.from_pretrained(settings.model_path, trust_remote_code=False)
+        self._tokenizer = AutoTokenizer.from_pretrained(
+            settings.model_path, trust_remote_code=False
+        )
         # The reason why the weights cannot be sampled from, or None.
-        self._stale = None if settings.load_weights else "the engine has no weights: none were resharded into it yet"
+        self._stale = (
+            None
+            if settings.load_weights
+            else "the engine has no weights: none were resharded into it yet"
+        )
 
     @property
     def version(self) -> int:
@@ -70,10 +85,14 @@ class Engine:
             raise EngineError(self._stale)
         samples = list(begun) or [_UNBEGUN] * sampling.num_samples
         places = [place for place, sample in enumerate(samples) if sample.is_open]
-        outputs = await self._host.run(self._sglang_generate(list(prompt_ids), sampling, samples, places))
+        outputs = await self._host.run(
+            self._sglang_generate(list(prompt_ids), sampling, samples, places)
+        )
         for place, output in zip(places, outputs, strict=True):
             rows = _rows_before(samples[place], len(prompt_ids))
-            samples[place] = self._continued(samples[place], output, len(prompt_ids), sampling, rows)
+            samples[place] = self._continued(
+                samples[place], output, len(prompt_ids), sampling, rows
+            )
         return samples
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
@@ -81,7 +100,13 @@ class Engine:
         await self._host.run(self._manager.queue.place(conversation, prompt_tokens))
 
     async def turn(
-        self, conversation: str, number: int, context_ids: Sequence[int], sampling: Sampling, place: int, rows: int
+        self,
+        conversation: str,
+        number: int,
+        context_ids: Sequence[int],
+        sampling: Sampling,
+        place: int,
+        rows: int,
     ) -> Sample:
         """One response to a conversation so far, as a sample whose prompt is all of that; `number` counts its turns.
 
@@ -92,7 +117,12 @@ class Engine:
         if self._stale is not None:
             raise EngineError(self._stale)
         limits = replace(sampling, num_samples=1, phase_tokens=None)
-        ask = self._ask([list(context_ids)], [self._parameters(limits, place, 0)], rows, [f"{conversation}/{number}"])
+        ask = self._ask(
+            [list(context_ids)],
+            [self._parameters(limits, place, 0)],
+            rows,
+            [f"{conversation}/{number}"],
+        )
         (output,) = await self._host.run(ask)
         sample = self._continued(_UNBEGUN, output, len(context_ids), limits, rows)
         return replace(sample, cached_tokens=output["meta_info"]["cached_tokens"])
@@ -123,8 +153,12 @@ class Engine:
         Raises EngineError with what a loader raised, and on which rank; the engine then refuses to generate until a
         reshard succeeds.
         """
-        self._stale = f"the engine has half-written weights: the reshard to version {version} did not finish"
-        failure = await self._host.run(self._sglang_reshard({**message, "version": version}, str(version)))
+        self._stale = (
+            f"the engine has half-written weights: the reshard to version {version} did not finish"
+        )
+        failure = await self._host.run(
+            self._sglang_reshard({**message, "version": version}, str(version))
+        )
         if failure is not None:
             self._stale = f"the engine has half-written weights: the reshard to version {version} failed: {failure}"
             raise EngineError(f"the reshard to version {version} failed: {failure}")
@@ -159,7 +193,11 @@ class Engine:
         self._host.stop()
 
     async def _sglang_generate(
-        self, prompt_ids: list[int], sampling: Sampling, samples: Sequence[Sample], places: Sequence[int]
+        self,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        samples: Sequence[Sample],
+        places: Sequence[int],
     ) -> list[dict[str, Any]]:
         """Continue the samples at these places, which are equally long.
 
@@ -167,8 +205,12 @@ class Engine:
         """
         responses = {place: samples[place].response_ids_T.tolist() for place in places}
         input_ids = [prompt_ids + response_ids for response_ids in responses.values()]
-        parameters = [self._parameters(sampling, place, len(given)) for place, given in responses.items()]
-        return await self._ask(input_ids, parameters, _rows_before(samples[places[0]], len(prompt_ids)))
+        parameters = [
+            self._parameters(sampling, place, len(given)) for place, given in responses.items()
+        ]
+        return await self._ask(
+            input_ids, parameters, _rows_before(samples[places[0]], len(prompt_ids))
+        )
 
     def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
@@ -209,10 +251,15 @@ class Engine:
 
         self._manager.auto_create_handle_loop()
         until = time.monotonic() + self._timeout_s
-        while not all(one.success for one in await self._manager.flush_cache_communicator(FlushCacheReqInput())):
+        while not all(
+            one.success
+            for one in await self._manager.flush_cache_communicator(FlushCacheReqInput())
+        ):
             if time.monotonic() > until:
                 waited = f"{self._timeout_s:g} s (run.timeout_s)"
-                raise EngineError(f"requests still run {waited} after the engine was to release its memory")
+                raise EngineError(
+                    f"requests still run {waited} after the engine was to release its memory"
+                )
             await asyncio.sleep(0.01)
 
     async def _sglang_reshard(self, message: Mapping[str, Any], version: str) -> str | None:
@@ -238,7 +285,12 @@ class Engine:
         return next((text for good, text in ((loaded, loading), (ended, ending)) if not good), None)
 
     def _continued(
-        self, sample: Sample, output: Mapping[str, Any], prompt_length: int, sampling: Sampling, rows: int
+        self,
+        sample: Sample,
+        output: Mapping[str, Any],
+        prompt_length: int,
+        sampling: Sampling,
+        rows: int,
     ) -> Sample:
         """The sample with the tokens of SGLang's output after its own; rows: as of `_ask`."""
         meta, length = output["meta_info"], len(sample.response_ids_T)
@@ -246,8 +298,11 @@ class Engine:
         if reason["type"] == "abort":
             raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
         new_ids_T = np.asarray(output["output_ids"], dtype=np.int64)
-        new_logp_T = np.asarray([logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32)
-        (span,) = meta["weight_versions"]  # a reshard waits for running requests: one version made all tokens
+        new_logp_T = np.asarray(
+            [logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32
+        )
+        # a reshard waits for running requests: one version made all tokens
+        (span,) = meta["weight_versions"]
         response_ids_T = np.concatenate([sample.response_ids_T, new_ids_T])
         num_rows = prompt_length + len(response_ids_T) - 1 - rows
         is_at_limit = reason["type"] == "length" and len(new_ids_T) == sampling.new_tokens(length)
@@ -269,11 +324,15 @@ class Engine:
         """The sample's routed experts, then those of `num_rows` further tokens, from SGLang's base64 int32."""
         config = self._manager.model_config.hf_text_config
         shape = num_rows, config.num_hidden_layers, config.num_experts_per_tok
-        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(shape)
+        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(
+            shape
+        )
         num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
         smallest = np.uint8 if num_experts <= 256 else np.int16
         new = experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
-        return new if sample.routed_experts is None else np.concatenate([sample.routed_experts, new])
+        return (
+            new if sample.routed_experts is None else np.concatenate([sample.routed_experts, new])
+        )
 
 
 class Schedulers:

@@ -22,7 +22,8 @@ class GroupQueue:
     def __init__(self, capacity: Capacity, groups: int, longest_response: int) -> None:
         """capacity: of each group."""
         self._balancer = RequestBalancer([capacity] * groups, longest_response)
-        self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()  # with the tokens of the prompt
+        # with the tokens of the prompt
+        self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()
         self._placed: dict[str, tuple[int, int]] = {}  # group and tokens of the prompt, by request
         self._completed: list[CompletedSample] = []
         self._has_finished = asyncio.Event()

@@ -24,7 +24,8 @@ from megarl.types import Silence
 Result = TypeVar("Result")
 _LOG_LINES = 30
 _PRELOAD = "megarl.rollout.sglang.preload"  # what the schedulers of a CPU share
-PREFIX = "megarl-engine-"  # of the engine's temporary folder, which lies in the run's own if there is a run
+# of the engine's temporary folder, which lies in the run's own if there is a run
+PREFIX = "megarl-engine-"
 
 
 class EngineError(RuntimeError):
@@ -80,7 +81,9 @@ class Host:
             self.server = self._outcome(started)
         except BaseException as raised:
             error = self._error or self._death()
-            error = error or EngineError(f"the engine did not start: {type(raised).__name__}: {raised}")
+            error = error or EngineError(
+                f"the engine did not start: {type(raised).__name__}: {raised}"
+            )
             self.stop()
             if not isinstance(raised, Exception):
                 raise
@@ -93,7 +96,9 @@ class Host:
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in SGLang's event loop. Raises EngineError when a scheduler dies before it is done."""
         self._refuse_if_gone(work)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop))
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+        )
 
     def pids(self) -> list[int]:
         """The scheduler processes, by tensor-parallel rank."""
@@ -127,14 +132,17 @@ class Host:
         self._loop.run_forever()
         for task in asyncio.all_tasks(self._loop):
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True))
+        self._loop.run_until_complete(
+            asyncio.gather(*asyncio.all_tasks(self._loop), return_exceptions=True)
+        )
         if started.exception() is None:
             started.result().shutdown()
         self._entry.kill()
         self._loop.close()
 
     async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
-        self._refuse_if_gone(work)  # again, now in the event loop's thread, which cancels the waiting tasks
+        # again, now in the event loop's thread, which cancels the waiting tasks
+        self._refuse_if_gone(work)
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         try:
@@ -167,7 +175,10 @@ class Host:
 
     def _watch(self) -> None:
         """Kill all schedulers when one dies or hangs, because its peers would wait for it in a collective."""
-        waited: list[Any] = [self._stop_reader, *(process.sentinel for process in self._entry.processes)]
+        waited: list[Any] = [
+            self._stop_reader,
+            *(process.sentinel for process in self._entry.processes),
+        ]
         while not (ended := connection.wait(waited, self._standstill.period_s)):
             if self._look():
                 break
@@ -184,14 +195,22 @@ class Host:
             return None
         rank, process = min(dead, key=lambda item: (item[1].exitcode or 0) >= 0)
         code = process.exitcode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         log = self._entry.log_path(rank)
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
         reason = f": {lines[-1].strip()}" if lines and code > 0 else ""
-        return EngineError(f"engine scheduler {rank} (pid {process.pid}) {how}{reason}", "\n".join(lines))
+        return EngineError(
+            f"engine scheduler {rank} (pid {process.pid}) {how}{reason}", "\n".join(lines)
+        )
 
     def _fail_host(self, error: BaseException) -> None:
-        self._fail(EngineError(f"the engine's tokenizer manager failed: {type(error).__name__}: {error}"))
+        self._fail(
+            EngineError(f"the engine's tokenizer manager failed: {type(error).__name__}: {error}")
+        )
 
     def _fail(self, error: EngineError) -> None:
         self._error = self._error or error

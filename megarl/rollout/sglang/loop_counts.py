@@ -14,7 +14,8 @@ from megarl.cluster import processes
 
 _COUNT = struct.Struct("q")
 _EXEMPT = -1  # the current operation has a timeout of its own
-PEERS_S = 5.0  # a process that waits for a hanging one is reported this much later than the hanging one
+# a process that waits for a hanging one is reported this much later than the hanging one
+PEERS_S = 5.0
 
 
 class LoopCounter:
@@ -68,13 +69,25 @@ class Standstill:
         counts = [count for (count,) in _COUNT.iter_unpack(self._file.read_bytes())]
         for index, process in enumerate(schedulers):
             is_stopped = process.pid is not None and processes.is_stopped(process.pid)
-            self._stopped_s[index] = self._stopped_s.get(index, 0.0) + passed_s if is_stopped else 0.0
+            self._stopped_s[index] = (
+                self._stopped_s.get(index, 0.0) + passed_s if is_stopped else 0.0
+            )
             is_same = counts[index] > 0 and counts[index] == self._counts.get(index)
             self._same_s[index] = self._same_s.get(index, 0.0) + passed_s if is_same else 0.0
             self._counts[index] = counts[index]
-        names = [f"{first_rank + index} (pid {process.pid})" for index, process in enumerate(schedulers)]
+        names = [
+            f"{first_rank + index} (pid {process.pid})" for index, process in enumerate(schedulers)
+        ]
         for index, name in enumerate(names):
             if self._stopped_s[index] >= self._timeout_s:
                 return f"engine scheduler {name} was stopped by a signal, {self._timeout_s:g} s ago"
-        still = [name for index, name in enumerate(names) if self._same_s[index] >= self._timeout_s + PEERS_S]
-        return f"engine scheduler {', '.join(still)} has done nothing for {self._timeout_s:g} s" if still else None
+        still = [
+            name
+            for index, name in enumerate(names)
+            if self._same_s[index] >= self._timeout_s + PEERS_S
+        ]
+        return (
+            f"engine scheduler {', '.join(still)} has done nothing for {self._timeout_s:g} s"
+            if still
+            else None
+        )

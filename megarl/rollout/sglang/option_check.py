@@ -38,7 +38,9 @@ def server_errors(arguments: Mapping[str, Any]) -> Errors:
     """
     struct: Any = ServerArgs  # its fields are made at run time, which type checkers do not see
     kinds = {field.name: field.type for field in msgspec.structs.fields(struct)}
-    errors = [error for key, value in arguments.items() for error in _field_errors(key, value, kinds[key])]
+    errors = [
+        error for key, value in arguments.items() for error in _field_errors(key, value, kinds[key])
+    ]
     return errors or _resolution_errors(arguments)
 
 
@@ -47,10 +49,16 @@ def _field_errors(key: str, value: Any, kind: Any) -> Errors:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        return [UserError(where, f"{value!r:.60} has the wrong type", str(error).replace("Expected", "write"))]
+        return [
+            UserError(
+                where, f"{value!r:.60} has the wrong type", str(error).replace("Expected", "write")
+            )
+        ]
     except TypeError:
         return []  # a union of lists, which msgspec does not tell apart
-    choices = next((annotation.choices for annotation in get_args(kind) if isinstance(annotation, Arg)), None)
+    choices = next(
+        (annotation.choices for annotation in get_args(kind) if isinstance(annotation, Arg)), None
+    )
     if choices and value is not None and value not in choices:
         hint = f"use one of {', '.join(map(str, choices))}"
         return [UserError(where, f"{value!r} is none of SGLang's choices", hint)]
@@ -65,9 +73,15 @@ def _resolution_errors(arguments: Mapping[str, Any]) -> Errors:
             server = ServerArgs(**arguments)
             server.resolve_once()
             server.check_server_args()
-    except Exception as error:  # the checks raise exceptions of any type, among them assertions without a text
-        words = str(error).strip().splitlines() or [traceback.extract_tb(error.__traceback__)[-1].line or ""]
+    except (
+        Exception
+    ) as error:  # the checks raise exceptions of any type, among them assertions without a text
+        words = str(error).strip().splitlines() or [
+            traceback.extract_tb(error.__traceback__)[-1].line or ""
+        ]
         if any(sign in words[0] for sign in _NO_GPU):
             return []
-        return [UserError(WHERE, f"SGLang refuses the engine's arguments ({words[0]})", "change them")]
+        return [
+            UserError(WHERE, f"SGLang refuses the engine's arguments ({words[0]})", "change them")
+        ]
     return []

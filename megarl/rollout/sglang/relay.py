@@ -33,23 +33,34 @@ class Relay:
         """folder: of this node's Unix sockets. The first node publishes its ports in the store span.rendezvous."""
         self._context, self._endpoint, self._folder = zmq.Context(), span.endpoint, folder
         self._context.linger = 0  # this and the next are options of every socket
-        self._context.sndhwm = self._context.rcvhwm = 0  # no limit, as SGLang's own: no sender waits for a slow reader
-        leaders = [group * (tp // dp) // (tp // span.nodes) for group in range(dp)]  # the node of each group's leader
+        # no limit, as SGLang's own: no sender waits for a slow reader
+        self._context.sndhwm = self._context.rcvhwm = 0
+        # the node of each group's leader
+        leaders = [group * (tp // dp) // (tp // span.nodes) for group in range(dp)]
         groups = [group for group, node in enumerate(leaders) if node and span.node in (0, node)]
         try:
-            pairs = self._follow(groups, span.rendezvous) if span.node else self._lead(groups, span.rendezvous)
+            pairs = (
+                self._follow(groups, span.rendezvous)
+                if span.node
+                else self._lead(groups, span.rendezvous)
+            )
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._thread = threading.Thread(target=self._forward, args=(pairs,), name="engine-relay", daemon=True)
+        self._thread = threading.Thread(
+            target=self._forward, args=(pairs,), name="engine-relay", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
         """Close every connection; may be called again."""
-        self._context.term()  # ends the thread's poll, and waits until the thread has closed its sockets
+        # ends the thread's poll, and waits until the thread has closed its sockets
+        self._context.term()
         self._thread.join()
 
-    def _lead(self, groups: list[int], rendezvous: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    def _lead(
+        self, groups: list[int], rendezvous: Address
+    ) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
         host, ports = own_address(rendezvous.host), {}
         answers = self._socket(zmq.PULL)
         ports[_ANSWERS] = answers.bind_to_random_port(f"tcp://{host}")
@@ -61,7 +72,9 @@ class Relay:
         join_store(rendezvous, _JOIN_S).set(_PORTS, json.dumps({"host": host, "ports": ports}))
         return pairs
 
-    def _follow(self, groups: list[int], rendezvous: Address) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    def _follow(
+        self, groups: list[int], rendezvous: Address
+    ) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
         found = json.loads(join_store(rendezvous, _JOIN_S).get(_PORTS))
 
         def joined(kind: int, name: str) -> zmq.Socket[bytes]:

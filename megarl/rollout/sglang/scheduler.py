@@ -31,11 +31,16 @@ def set_environment(*, whole_shared: bool = False) -> None:
     use_loopback()
     os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(whole_shared))
-    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # otherwise the start does not return on other nodes
-    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"  # a /dev/shm file that survives a SIGKILL
-    os.environ["SGLANG_NUMA_BIND_V2"] = "0"  # it runs a script in /tmp that everyone may write; SGLang has another way
-    os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"  # training uses the engine's GPUs unevenly
-    os.environ["SGLANG_SIMULATE_ACC_LEN"] = "-1"  # a bench's option: so many drafts are accepted unseen
+    # otherwise the start does not return on other nodes
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    # a /dev/shm file that survives a SIGKILL
+    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
+    # it runs a script in /tmp that everyone may write; SGLang has another way
+    os.environ["SGLANG_NUMA_BIND_V2"] = "0"
+    # training uses the engine's GPUs unevenly
+    os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
+    # a bench's option: so many drafts are accepted unseen
+    os.environ["SGLANG_SIMULATE_ACC_LEN"] = "-1"
     use_sglang_nccl_settings()
     if DEVICE == "cpu":
         sglang_patches.set_environment()
@@ -83,7 +88,10 @@ class SchedulerEntry:
             host, port = self.settings.span.rendezvous
             method = f"tcp://{host}:{port}"
             # With these variables torch joins the existing store and starts none (distributed/rendezvous.py).
-            os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+            os.environ |= {
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+            }
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = method
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -94,7 +102,14 @@ class SchedulerEntry:
             sglang_patches.prepare()
 
     def __call__(
-        self, server_args: Any, port_args: Any, gpu_id: int, tp_rank: int, pp_rank: int, _: None, *rest: Any
+        self,
+        server_args: Any,
+        port_args: Any,
+        gpu_id: int,
+        tp_rank: int,
+        pp_rank: int,
+        _: None,
+        *rest: Any,
     ) -> None:
         os.environ.update(self.environment)
         self._set_rendezvous()
@@ -113,12 +128,19 @@ class SchedulerEntry:
             _patch_scheduler(scheduler, rounds, has_adapter=self.settings.adapter is not None)
             # Load snapshots for balancers are files in /dev/shm that we do not read and that survive a SIGKILL.
             scheduler.create_load_snapshot_writer = lambda *args, **kwargs: None
-            tqdm.set_lock(threading.RLock())  # its default lock is a named semaphore, which a SIGKILL leaves
+            # its default lock is a named semaphore, which a SIGKILL leaves
+            tqdm.set_lock(threading.RLock())
             _report_failed_loads(rounds)
-            group = tp_rank * server_args.dp_size // server_args.tp_size if server_args.dp_size > 1 else None
+            group = (
+                tp_rank * server_args.dp_size // server_args.tp_size
+                if server_args.dp_size > 1
+                else None
+            )
             address = group_address(port_args.scheduler_input_ipc_name, group or 0)
             port_args = replace(port_args, scheduler_input_ipc_name=address)
-            scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, pp_rank, group, *rest)
+            scheduler.run_scheduler_process(
+                server_args, port_args, gpu_id, tp_rank, pp_rank, group, *rest
+            )
 
 
 def patch_sglang(repeatable: bool) -> None:
@@ -201,8 +223,11 @@ def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with _exit_with_traceback():
                 super().__init__(*args, **kwargs)
-                set_random_seed(deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank))
-                self.tokenizer = StopTextDecoder(self.server_args.model_path)  # SGLang would have none
+                set_random_seed(
+                    deterministic.generator_seed(self.random_seed, get_parallel().attn_dp_rank)
+                )
+                # SGLang would have none
+                self.tokenizer = StopTextDecoder(self.server_args.model_path)
                 if has_adapter:
                     adapter_slot.occupy_slot(self.tp_worker.model_runner)
 

@@ -22,7 +22,12 @@ from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
 from megarl.rollout.load_balancing import Capacity
 from megarl.rollout.sglang.group_queue import GroupQueue
-from megarl.rollout.sglang.scheduler import SchedulerEntry, group_address, inherited_environment, ipc_address
+from megarl.rollout.sglang.scheduler import (
+    SchedulerEntry,
+    group_address,
+    inherited_environment,
+    ipc_address,
+)
 
 if DEVICE == "cpu":
     sglang_patches.prepare()
@@ -42,7 +47,9 @@ asyncio.set_event_loop_policy(_loop_policy)  # SGLang's import sets uvloop for t
 
 def leave_logging_alone() -> None:
     """Set only the level of SGLang's own loggers; SGLang would reconfigure the root logger of the host process."""
-    sglang_engine.configure_logger = lambda *args, **kwargs: logging.getLogger("sglang").setLevel(logging.ERROR)
+    sglang_engine.configure_logger = lambda *args, **kwargs: logging.getLogger("sglang").setLevel(
+        logging.ERROR
+    )
 
 
 class Tokenizer(TokenizerManager):
@@ -60,7 +67,10 @@ class Tokenizer(TokenizerManager):
         super().init_ipc_channels(port_args)
         first: zmq.Socket[Any] = cast(Any, self.send_to_scheduler)
         address, groups = port_args.scheduler_input_ipc_name, range(1, get_parallel().dp_size)
-        others = [get_zmq_socket(first.context, zmq.PUSH, group_address(address, group), True) for group in groups]
+        others = [
+            get_zmq_socket(first.context, zmq.PUSH, group_address(address, group), True)
+            for group in groups
+        ]
         self._groups = [first, *cast(Any, others)]
 
     def init_request_dispatcher(self) -> None:
@@ -68,16 +78,24 @@ class Tokenizer(TokenizerManager):
         self.sampling_params_class = StopTextParams
 
     async def _send_one_request(self, tokenized_obj: Any) -> None:
-        await self._send_placed([tokenized_obj], functools.partial(super()._send_one_request, tokenized_obj))
+        await self._send_placed(
+            [tokenized_obj], functools.partial(super()._send_one_request, tokenized_obj)
+        )
 
     def _should_use_batch_tokenization(self, batch_size: int, requests: Any) -> bool:
         """SGLang sends a batch as one message, to one group. Its own answer is that of the process's last engine."""
-        return len(self._groups) == 1 and super()._should_use_batch_tokenization(batch_size, requests)
+        return len(self._groups) == 1 and super()._should_use_batch_tokenization(
+            batch_size, requests
+        )
 
     async def _send_batch_request(self, tokenized_objs: Sequence[Any]) -> None:
-        await self._send_placed(tokenized_objs, functools.partial(super()._send_batch_request, list(tokenized_objs)))
+        await self._send_placed(
+            tokenized_objs, functools.partial(super()._send_batch_request, list(tokenized_objs))
+        )
 
-    async def _send_placed(self, requests: Sequence[Any], send: Callable[[], Awaitable[None]]) -> None:
+    async def _send_placed(
+        self, requests: Sequence[Any], send: Callable[[], Awaitable[None]]
+    ) -> None:
         try:
             for request in requests:
                 await self.queue.place(request.rid, len(request.input_ids))
@@ -95,7 +113,9 @@ class Tokenizer(TokenizerManager):
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         await super()._handle_batch_output(recv_obj)
-        ended = zip(recv_obj.rids, recv_obj.finished_reasons, recv_obj.completion_tokens, strict=True)
+        ended = zip(
+            recv_obj.rids, recv_obj.finished_reasons, recv_obj.completion_tokens, strict=True
+        )
         for request, reason, response_tokens in ended:
             if reason is not None:
                 self.queue.finish(request, response_tokens)
@@ -121,7 +141,9 @@ class SglangEngine(sglang_engine.Engine):
     tokenizer_manager: Any
     send_to_rpc: Any
     init_tokenizer_manager_func = staticmethod(
-        functools.partial(cast(Any, sglang_engine.init_tokenizer_manager), TokenizerManagerClass=Tokenizer)
+        functools.partial(
+            cast(Any, sglang_engine.init_tokenizer_manager), TokenizerManagerClass=Tokenizer
+        )
     )
 
     def __init__(self, entry: SchedulerEntry, **server_args: Any) -> None:
@@ -135,7 +157,8 @@ class SglangEngine(sglang_engine.Engine):
             self._close_sockets()
             raise
         if self.tokenizer_manager is not None:  # on the first node alone
-            self.tokenizer_manager._subprocess_watchdog.stop()  # it would send SIGQUIT to this process
+            # it would send SIGQUIT to this process
+            self.tokenizer_manager._subprocess_watchdog.stop()
             self.tokenizer_manager.queue = self._group_queue()
 
     @property
@@ -150,25 +173,35 @@ class SglangEngine(sglang_engine.Engine):
         capacity = self.group_capacity if groups > 1 else Capacity(sys.maxsize, sys.maxsize)
         return GroupQueue(capacity, groups, self.tokenizer_manager.context_len)
 
-    def _launch_subprocesses(self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any) -> Any:
+    def _launch_subprocesses(
+        self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any
+    ) -> Any:
         def keep(*args: Any) -> Any:
             made = init_tokenizer_manager_func(*args)
             self._tokenizer = made[0]  # SGLang drops it when a scheduler fails
             return made
 
         ports = private_ports(self.entry)
-        return super()._launch_subprocesses(port_args=ports, init_tokenizer_manager_func=keep, **kwargs)
+        return super()._launch_subprocesses(
+            port_args=ports, init_tokenizer_manager_func=keep, **kwargs
+        )
 
     @classmethod
     def _launch_scheduler_processes(
-        cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: SchedulerEntry, **kwargs: Any
+        cls,
+        server_args: ServerArgs,
+        port_args: PortArgs,
+        run_scheduler_process_func: SchedulerEntry,
+        **kwargs: Any,
     ) -> Any:
         entry = run_scheduler_process_func
         entry.environment = inherited_environment(os.environ)
         if DEVICE == "cpu":
             multiprocessing.set_start_method("forkserver", force=True)
         with _without_controller():
-            result, processes = cast(Any, super())._launch_scheduler_processes(server_args, port_args, entry, **kwargs)
+            result, processes = cast(Any, super())._launch_scheduler_processes(
+                server_args, port_args, entry, **kwargs
+            )
         entry.processes.extend(processes)
         return result, processes
 

@@ -46,7 +46,9 @@ class StopTextDecoder:
 
     def decode(self, ids: Sequence[int]) -> str:
         """As the splice decodes a turn, in which the text is looked for again."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     @cached_property
     def _tokenizer(self) -> Any:

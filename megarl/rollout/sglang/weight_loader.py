@@ -23,7 +23,8 @@ from megarl.resharding.shards import first_of
 from megarl.resharding.verify import VerifyError
 
 _exchanges: dict[str, Exchanges] = {}  # of this process, by run id
-_loaded: dict[str, tuple[int, list[torch.nn.Module]]] = {}  # (attempt, its models up to now), by run id
+# (attempt, its models up to now), by run id
+_loaded: dict[str, tuple[int, list[torch.nn.Module]]] = {}
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -61,19 +62,25 @@ def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> 
     unread: Exception | None = None  # why this rank lacks the weights that it reads itself
     for step in message["steps"]:
         if step == "factors":
-            exchanges.of(step).run(version, attempt, engine_model.adapter_slots(models[0]), error=unread)
+            exchanges.of(step).run(
+                version, attempt, engine_model.adapter_slots(models[0]), error=unread
+            )
             continue
         error = engine_model.unknown_layout(whole) or engine_model.draft_error(models)
         finish = partial(_finish, whole, models, exchanges.session)
         if step == "read":
             unread = error or _error_of_reading(whole, exchanges.session, finish)
             continue
-        exchanges.of(step).run(version, attempt, engine_model.params(whole), error=error, finish=finish)
+        exchanges.of(step).run(
+            version, attempt, engine_model.params(whole), error=error, finish=finish
+        )
     if unread:
         raise unread
 
 
-def _error_of_reading(whole: torch.nn.Module, session: Session, finish: Callable[[], None]) -> Exception | None:
+def _error_of_reading(
+    whole: torch.nn.Module, session: Session, finish: Callable[[], None]
+) -> Exception | None:
     """Take this rank's weights from the checkpoint; returns why it cannot, for the exchange that all members await."""
     at = session.engine.member(session.member)
     assert at and session.fp8_checkpoint

@@ -28,7 +28,8 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": MlflowRun,
 }
 END_S = 60.0  # how long the end of a run waits for all trackers together
-EARLY_END_S = 7.0  # the same for a run that is stopped or fails: Slurm kills all processes 30 s after its signal
+# the same for a run that is stopped or fails: Slurm kills all processes 30 s after its signal
+EARLY_END_S = 7.0
 _LAST_S, _EARLY_LAST_S = 10.0, 1.0  # how long abandoned trackers may then take, together
 _MOST_WAITING = 1000  # writes in the queue of a tracker; further ones are dropped
 
@@ -38,7 +39,13 @@ _Call = tuple[str, Callable[[], None]]  # (description of the write, function th
 class Trackers:
     """All trackers of a run. No method raises a tracker's exception, and only `close` waits for trackers."""
 
-    def __init__(self, names: Sequence[str], run: TrackedRun, say: Callable[[str], None], end_s: float = END_S) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        run: TrackedRun,
+        say: Callable[[str], None],
+        end_s: float = END_S,
+    ) -> None:
         """say: prints a line for the user; called from several threads."""
         self._end_s = end_s
         self._writers: list[Writer] = []
@@ -68,7 +75,9 @@ class Trackers:
 
         A second signal ends the waiting; trackers that would keep the process from ending are abandoned even then.
         """
-        wait_s, last_s = (self._end_s, _LAST_S) if state == "finished" else (EARLY_END_S, _EARLY_LAST_S)
+        wait_s, last_s = (
+            (self._end_s, _LAST_S) if state == "finished" else (EARLY_END_S, _EARLY_LAST_S)
+        )
         deadline = time.monotonic() + min(wait_s, self._end_s)
         writers, self._writers = self._writers, []
         with ExitStack() as cleanup:  # it runs all callbacks even if a signal interrupts one

@@ -72,9 +72,19 @@ class Tracker(Protocol):
 def code_commit() -> str:
     """The commit of megarl's code, with `-dirty` where files differ from it; "" without a repository or git."""
     folder = Path(megarl.__file__).parents[1]
-    if not (folder / ".git").exists():  # a repository further up, around an installed package, is not megarl's
+    # a repository further up, around an installed package, is not megarl's
+    if not (folder / ".git").exists():
         return ""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):

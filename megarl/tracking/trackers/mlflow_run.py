@@ -28,7 +28,8 @@ class MlflowRun(Tracker):
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # it may hold a password
+        # it may hold a password
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -46,7 +47,10 @@ class MlflowRun(Tracker):
 
     def _begin(self) -> str:
         """Create the run with its parameters, which MLflow cannot change at a later start; returns its id."""
-        client, name = self._client, self._run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")
+        client, name = (
+            self._client,
+            self._run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl"),
+        )
         experiment = client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else client.create_experiment(name)
         found = client.create_run(number, run_name=self._run.name).info.run_id
@@ -57,7 +61,9 @@ class MlflowRun(Tracker):
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time_ns() // 10**6
-        self._client.log_batch(self._id, [self._metric(_name(key), it, now, step) for key, it in metrics.items()])
+        self._client.log_batch(
+            self._id, [self._metric(_name(key), it, now, step) for key, it in metrics.items()]
+        )
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
         text = io.StringIO()

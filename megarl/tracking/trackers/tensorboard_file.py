@@ -19,7 +19,13 @@ class TensorboardFile(Tracker):
 
     def __init__(self, run: TrackedRun) -> None:
         """TensorBoard ignores the steps of earlier files from the run's first step on."""
-        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+        from tensorboard.compat.proto import (
+            event_pb2,
+            summary_pb2,
+            tensor_pb2,
+            tensor_shape_pb2,
+            types_pb2,
+        )
         from tensorboard.plugins.text import metadata
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -46,7 +52,8 @@ class TensorboardFile(Tracker):
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._write(step=run.first_step, session_log=start)
         recipe = yaml.safe_dump(dict(run.recipe), sort_keys=False)
-        indented = "".join(f"    {line}\n" for line in recipe.splitlines())  # Markdown's block of code
+        # Markdown's block of code
+        indented = "".join(f"    {line}\n" for line in recipe.splitlines())
         self._strings(run.first_step, "recipe", [[indented]])
         self._strings(run.first_step, "commit", [[run.commit]])
         return ""
@@ -57,7 +64,11 @@ class TensorboardFile(Tracker):
         self._write(step=step, summary=self._summary.Summary(value=values))
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
-        self._strings(step, "samples", [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)])
+        self._strings(
+            step,
+            "samples",
+            [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)],
+        )
 
     def close(self, state: State) -> None:
         self._file.close()

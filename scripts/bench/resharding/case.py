@@ -36,13 +36,17 @@ class Case:
     def engine_as_megatron(self) -> TrainLayout:
         """The engines' layout where Megatron itself is the engine: its engines are data-parallel replicas."""
         engine = self.engine
-        return TrainLayout(self.num_processes, tp=engine.tp, pp=1, ep=engine.ep, expert_tp=engine.moe_tp)
+        return TrainLayout(
+            self.num_processes, tp=engine.tp, pp=1, ep=engine.ep, expert_tp=engine.moe_tp
+        )
 
     def node(self, member: int) -> int:
         return member // self.gpus_per_node
 
 
-def make_case(target: str, num_processes: int, num_nodes: int, num_layers: int, hidden_size: int) -> Case:
+def make_case(
+    target: str, num_processes: int, num_nodes: int, num_layers: int, hidden_size: int
+) -> Case:
     """TP2 PP2 EP(n/4) training; engines of TP8 ("tp") or of TP4 EP4 ("ep") on the same GPUs."""
     shape = ModelShape(
         num_layers=num_layers,
@@ -63,7 +67,8 @@ def make_case(target: str, num_processes: int, num_nodes: int, num_layers: int, 
 def values(name: str, box: Box) -> torch.Tensor:
     """[items, rows, cols] of bfloat16: a hash of the tensor's name and of the element's place in it, as 16 bits."""
     items, rows, cols = (torch.arange(*ends, dtype=torch.int32) for ends in box)
-    mixed = items.view(-1, 1, 1) * 73856093 + rows.view(-1, 1) * 19349663 + cols * 83492791  # wraps, as a hash may
+    # wraps, as a hash may
+    mixed = items.view(-1, 1, 1) * 73856093 + rows.view(-1, 1) * 19349663 + cols * 83492791
     mixed += zlib.crc32(name.encode()) & 0x7FFFFFFF
     mixed ^= mixed >> 15
     mixed *= 0x2C1B3C6D
@@ -100,7 +105,10 @@ def forget(params: Params) -> None:
 
 def is_exact(params: Params, wanted: Params) -> bool:
     """Whether every bit is as wanted."""
-    return all(torch.equal(params[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted)
+    return all(
+        torch.equal(params[name].view(torch.int16), wanted[name].view(torch.int16))
+        for name in wanted
+    )
 
 
 def num_bytes(sizes: Mapping[str, Sequence[int]]) -> int:

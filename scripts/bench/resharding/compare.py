@@ -30,7 +30,8 @@ class World:
             theirs.close()
             self._processes.append(work)
             self._pipes.append(ours)
-        self._store = host_store(process.TIMEOUT_S)  # only now: it has threads, which a fork does not take along
+        # only now: it has threads, which a fork does not take along
+        self._store = host_store(process.TIMEOUT_S)
         for pipe in self._pipes:
             pipe.send(address_of(self._store))
         self._answers()
@@ -55,7 +56,9 @@ class World:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
             ready = wait(list(waiting), timeout=process.TIMEOUT_S)
             if not ready:
-                raise TimeoutError(f"ranks {sorted(waiting.values())} did not answer in {process.TIMEOUT_S} s")
+                raise TimeoutError(
+                    f"ranks {sorted(waiting.values())} did not answer in {process.TIMEOUT_S} s"
+                )
             for pipe in ready:
                 good, found[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
                 if not good:

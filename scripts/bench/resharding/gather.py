@@ -56,7 +56,10 @@ class Bucket(NamedTuple):
     def params(self, row: torch.Tensor) -> Params:
         """The parameters inside one row."""
         parts = row.split([math.prod(size) for size in self.sizes.values()])
-        return {name: part.view(size) for (name, size), part in zip(self.sizes.items(), parts, strict=True)}
+        return {
+            name: part.view(size)
+            for (name, size), part in zip(self.sizes.items(), parts, strict=True)
+        }
 
 
 def one_by_one(shards: Sequence[Shard]) -> Iterator[Shard]:
@@ -74,7 +77,9 @@ def one_by_one(shards: Sequence[Shard]) -> Iterator[Shard]:
 class Gather:
     """One rank's side, for training layouts with ETP 1."""
 
-    def __init__(self, case: Case, rank: int, sources: Params, targets: Params, bucket_bytes: int) -> None:
+    def __init__(
+        self, case: Case, rank: int, sources: Params, targets: Params, bucket_bytes: int
+    ) -> None:
         assert case.train.etp == 1
         self._case, self._rank, self._sources, self._targets = case, rank, sources, targets
         self._bucket_elements = bucket_bytes // torch.bfloat16.itemsize
@@ -118,7 +123,11 @@ class Gather:
     def _all_gather(self, bucket: Bucket, rows: torch.Tensor) -> list[dist.Work]:
         if not bucket.axis:
             return []
-        group, number, me = self._groups[bucket.axis], len(rows), bucket.members.index(bucket.holder)
+        group, number, me = (
+            self._groups[bucket.axis],
+            len(rows),
+            bucket.members.index(bucket.holder),
+        )
         works = []
         for step in range(1, number):
             source, target = (me + step) % number, (me - step) % number
@@ -145,7 +154,9 @@ class Gather:
                 by_param[shard.param].append(shard)
         return found
 
-    def _stage_buckets(self, holder: int, held: Mapping[int, Mapping[str, list[Shard]]]) -> Iterator[Bucket]:
+    def _stage_buckets(
+        self, holder: int, held: Mapping[int, Mapping[str, list[Shard]]]
+    ) -> Iterator[Bucket]:
         tp_ranks, ep_ranks = (axis_ranks(self._case.train, holder, axis) for axis in ("tp", "ep"))
         for wanted_axis, members in (("tp", tp_ranks), ("ep", ep_ranks), ("", (holder,))):
             bucket = Bucket(holder, wanted_axis, members, {})
@@ -164,7 +175,10 @@ class Gather:
                 yield bucket
 
     def _slices(
-        self, bucket: Bucket, held: Mapping[int, Mapping[str, list[Shard]]], wanted: Mapping[str, list[Shard]]
+        self,
+        bucket: Bucket,
+        held: Mapping[int, Mapping[str, list[Shard]]],
+        wanted: Mapping[str, list[Shard]],
     ) -> list[Slice]:
         found = []
         for row, member in enumerate(bucket.members):

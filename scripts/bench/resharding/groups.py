@@ -19,7 +19,11 @@ def axis_ranks(layout: TrainLayout, rank: int, axis: str) -> tuple[int, ...]:
     """The ranks that differ from `rank` along one axis alone, and itself; rising."""
     at, everyone = layout.coords(rank), map(layout.coords, range(layout.world_size))
     fixed = FIXED_AXES[axis]
-    return tuple(one.rank for one in everyone if all(getattr(one, other) == getattr(at, other) for other in fixed))
+    return tuple(
+        one.rank
+        for one in everyone
+        if all(getattr(one, other) == getattr(at, other) for other in fixed)
+    )
 
 
 def axis_group(layout: TrainLayout, axis: str) -> dist.ProcessGroup:

@@ -84,7 +84,9 @@ class MegatronCore:
 
     def plan(self) -> None:
         """Rank 0 plans for everyone and broadcasts the plans."""
-        self._plan = build_centralized_reshard_plan(self._source, self._target, num_experts=self._num_experts)
+        self._plan = build_centralized_reshard_plan(
+            self._source, self._target, num_experts=self._num_experts
+        )
 
     def run(self) -> None:
         """Fill the targets."""

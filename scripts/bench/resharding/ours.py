@@ -19,14 +19,23 @@ def cost(case: Case) -> Traffic:
     """The bytes that the planner says the exchange takes."""
     sources = megatron_map.parts(case.shape, case.train, True)
     targets = sglang_map.parts(case.shape, case.engine)
-    return count_traffic(sources, targets, case.num_processes, gpus_per_node=case.gpus_per_node, dtype=DTYPE)
+    return count_traffic(
+        sources, targets, case.num_processes, gpus_per_node=case.gpus_per_node, dtype=DTYPE
+    )
 
 
 class Megarl:
     """One member's side."""
 
     def __init__(
-        self, case: Case, rank: int, sources: Params, targets: Params, store: Store, round_bytes: int, timeout_s: float
+        self,
+        case: Case,
+        rank: int,
+        sources: Params,
+        targets: Params,
+        store: Store,
+        round_bytes: int,
+        timeout_s: float,
     ) -> None:
         self._case, self._rank, self._sources, self._targets = case, rank, sources, targets
         self._round_bytes, self._timeout_s = round_bytes, timeout_s

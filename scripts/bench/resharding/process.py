@@ -45,12 +45,18 @@ class Contender(NamedTuple):
 class Process:
     """What the commands of the parent do; every one runs on all ranks at once."""
 
-    def __init__(self, meet: Address, case: Case, rank: int, round_bytes: int, bucket_bytes: int) -> None:
+    def __init__(
+        self, meet: Address, case: Case, rank: int, round_bytes: int, bucket_bytes: int
+    ) -> None:
         use_loopback()
         store = join_store(meet, TIMEOUT_S)
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group(
-            "gloo", store=PrefixStore("world", store), rank=rank, world_size=case.num_processes, timeout=timeout
+            "gloo",
+            store=PrefixStore("world", store),
+            rank=rank,
+            world_size=case.num_processes,
+            timeout=timeout,
         )
         held = megatron_map.shards(case.shape, case.train, rank, True)
         sources = fill(make_params(held), held)
@@ -65,7 +71,9 @@ class Process:
             "megarl": Contender(megarl, ours, wanted),
             "gather": Contender(Gather(case, rank, sources, ours, bucket_bytes), ours, wanted),
             "megatron_core": Contender(
-                MegatronCore(case, rank, sources, theirs), theirs, fill(make_params(of_megatron), of_megatron)
+                MegatronCore(case, rank, sources, theirs),
+                theirs,
+                fill(make_params(of_megatron), of_megatron),
             ),
         }
 

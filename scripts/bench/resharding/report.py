@@ -19,7 +19,9 @@ def _mean(numbers: Iterable[int]) -> int:
     return round(mean(map(int, numbers)))
 
 
-def as_json(target: str, case: Case, figures: Mapping[str, Figures], minimum: Traffic) -> dict[str, Any]:
+def as_json(
+    target: str, case: Case, figures: Mapping[str, Figures], minimum: Traffic
+) -> dict[str, Any]:
     """The object that --json prints. Bytes per rank are what a rank receives, in the mean over the ranks."""
     return {
         "target": target,
@@ -39,7 +41,9 @@ def as_json(target: str, case: Case, figures: Mapping[str, Figures], minimum: Tr
     }
 
 
-def show(target: str, case: Case, figures: Mapping[str, Figures], minimum: Traffic, own_namespace: bool) -> list[str]:
+def show(
+    target: str, case: Case, figures: Mapping[str, Figures], minimum: Traffic, own_namespace: bool
+) -> list[str]:
     """The same for people, with the spread and the cross-checks."""
     found, least = as_json(target, case, figures, minimum), max(1, _mean(minimum.minimum_wire))
     least_fabric = sum(minimum.minimum_fabric) / case.num_processes

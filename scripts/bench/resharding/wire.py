@@ -88,8 +88,13 @@ def enter_namespace() -> bool:
             fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh14x", b"lo", UP))
         return True
     command = ["unshare", "--net"] if os.geteuid() == 0 else ["unshare", "--net", "--map-root-user"]
-    if shutil.which("unshare") and not subprocess.run([*command, "true"], capture_output=True).returncode:
-        os.execvpe(command[0], [*command, sys.executable, *sys.argv], {**os.environ, IN_NAMESPACE: "1"})
+    if (
+        shutil.which("unshare")
+        and not subprocess.run([*command, "true"], capture_output=True).returncode
+    ):
+        os.execvpe(
+            command[0], [*command, sys.executable, *sys.argv], {**os.environ, IN_NAMESPACE: "1"}
+        )
     return False
 
 

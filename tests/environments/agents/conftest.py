@@ -69,7 +69,9 @@ class Agents:
     def __init__(self, settings: AgentSettings) -> None:
         self.thread = AgentThread(settings)
 
-    async def run(self, do: str, handler: Scripted | None = None, *, timeout_s: float = 60.0, **row: Any) -> Any:
+    async def run(
+        self, do: str, handler: Scripted | None = None, *, timeout_s: float = 60.0, **row: Any
+    ) -> Any:
         """The reward, or None. The row is `do` and the other keywords."""
         reward_result = await self.reward_result(do, handler, timeout_s=timeout_s, **row)
         return reward_result and reward_result.reward
@@ -79,7 +81,9 @@ class Agents:
     ) -> RewardResult | None:
         prompt = [{"role": "user", "content": "prompt"}]
         handler = handler or Scripted()
-        return await self.thread.run({"do": do, **row}, prompt, 5, handler, row.get("access"), timeout_s)
+        return await self.thread.run(
+            {"do": do, **row}, prompt, 5, handler, row.get("access"), timeout_s
+        )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +93,9 @@ def build() -> Iterator[Callable[..., Agents]]:
     built: list[Agents] = []
 
     def make(agent: str = "odd_agents:run", **settings: Any) -> Agents:
-        built.append(Agents(AgentSettings(**{"agent": agent, "workers": 1, "start_s": 120.0, **settings})))
+        built.append(
+            Agents(AgentSettings(**{"agent": agent, "workers": 1, "start_s": 120.0, **settings}))
+        )
         return built[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +104,9 @@ def build() -> Iterator[Callable[..., Agents]]:
     for one in built:
         one.thread.shutdown()
         assert not one.thread.pids()
-    assert not set(psutil.Process().children(recursive=True)) - before, "every process is ended and reaped"
+    assert not set(psutil.Process().children(recursive=True)) - before, (
+        "every process is ended and reaped"
+    )
 
 
 @pytest.fixture(scope="module")

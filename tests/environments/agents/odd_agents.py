@@ -61,7 +61,14 @@ async def _play(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResul
 
 
 async def _return(chat: Chat, row: Mapping[str, Any], worth: float) -> Any:
-    found = {"none": None, "object": object(), "nan": float("nan"), "text": "1", "int": 1, "true": True}
+    found = {
+        "none": None,
+        "object": object(),
+        "nan": float("nan"),
+        "text": "1",
+        "int": 1,
+        "true": True,
+    }
     return found[row["value"]]
 
 
@@ -69,7 +76,9 @@ async def _raise(chat: Chat, row: Mapping[str, Any], worth: float) -> None:
     if row["error"] == "task_exit":
         asyncio.get_running_loop().create_task(_raise(chat, {"error": "exit"}, worth))
         await asyncio.Event().wait()
-    raise {"key": KeyError("x"), "exit": SystemExit(3), "cancelled": asyncio.CancelledError()}[row["error"]]
+    raise {"key": KeyError("x"), "exit": SystemExit(3), "cancelled": asyncio.CancelledError()}[
+        row["error"]
+    ]
 
 
 async def _together(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResult:
@@ -157,7 +166,8 @@ async def _refused(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardRe
     circle: list[Any] = []
     circle.append(circle)
     words = []
-    bad = ["text", [1], user(circle), user("\ud800"), user(float("nan")), user(object()), user("x" * 2**24)]  # type: ignore[arg-type]
+    contents: list[Any] = [circle, "\ud800", float("nan"), object(), "x" * 2**24]
+    bad = ["text", [1], *(user(content) for content in contents)]
     for messages in [*bad, user("refuse")]:
         try:
             await chat(messages)  # type: ignore[arg-type]

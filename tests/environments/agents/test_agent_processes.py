@@ -68,7 +68,10 @@ def test_an_agent_that_blocks_holds_up_itself_alone(agents: Agents, tmp_path: Pa
     async def scenario() -> None:
         (before,) = agents.thread.pids()
         waiting = await Waiting(agents, tmp_path, "a", ask_first=True).begun()
-        stuck = [asyncio.create_task(outcome(agents.run(do, seconds=1000, timeout_s=0.5))) for do in ("loop", "sleep")]
+        stuck = [
+            asyncio.create_task(outcome(agents.run(do, seconds=1000, timeout_s=0.5)))
+            for do in ("loop", "sleep")
+        ]
         stuck.append(asyncio.create_task(outcome(agents.run("cling", timeout_s=0.5))))
         for _ in range(3):
             assert await agents.run("where") == before
@@ -113,17 +116,24 @@ def test_an_agent_that_has_the_endpoint_does_not_begin_anew(agents: Agents, tmp_
     async def scenario() -> None:
         row = {"do": "hang", "begun": str(tmp_path / "begun")}
         access = Access("http://127.0.0.1:1/v1", "secret", "/tmp/socket")
-        other = asyncio.create_task(outcome(agents.thread.run(row, [], 0, Scripted(), access, 60.0)))
+        other = asyncio.create_task(
+            outcome(agents.thread.run(row, [], 0, Scripted(), access, 60.0))
+        )
         while not (tmp_path / "begun").exists():
             await asyncio.sleep(0.005)
         assert await outcome(agents.run("exit")) == "ended its process (exit code 7)"
-        assert await other == "its process was ended because it or another agent ended its process (exit code 7)"
+        assert (
+            await other
+            == "its process was ended because it or another agent ended its process (exit code 7)"
+        )
 
     asyncio.run(scenario())
 
 
 @pytest.mark.slow
-def test_runs_that_lose_their_process_begin_anew_before_they_have_asked(agents: Agents, tmp_path: Path) -> None:
+def test_runs_that_lose_their_process_begin_anew_before_they_have_asked(
+    agents: Agents, tmp_path: Path
+) -> None:
     words = "its process was ended because it or another agent ended its process (exit code 7)"
 
     async def scenario() -> None:
@@ -134,14 +144,19 @@ def test_runs_that_lose_their_process_begin_anew_before_they_have_asked(agents: 
         assert await outcome(agents.run("exit_once", once=str(tmp_path / "once"))) == 0.25
         alone = await outcome(agents.run("exit"))
         assert alone == "ended its process (exit code 7)", "it has begun anew, and is to blame"
-        assert await unasked.run == words, "it has begun three times, and each time its process was ended"
+        assert await unasked.run == words, (
+            "it has begun three times, and each time its process was ended"
+        )
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("text", ['[1, "end"]', "x" * 20_000_000])
 def test_what_is_no_message_ends_the_process(agents: Agents, text: str) -> None:
-    assert asyncio.run(outcome(agents.run("garbage", text=text))) == "wrote to the socket of its worker process"
+    assert (
+        asyncio.run(outcome(agents.run("garbage", text=text)))
+        == "wrote to the socket of its worker process"
+    )
 
 
 def test_work_that_is_left_behind_ends_with_the_process(agents: Agents) -> None:
@@ -158,7 +173,10 @@ def test_runs_are_dealt_to_the_process_with_the_fewest(build: Build, tmp_path: P
 
     async def scenario() -> None:
         agents = build(workers=2)
-        runs = [await Waiting(agents, tmp_path, str(number), ask_first=False).begun() for number in range(4)]
+        runs = [
+            await Waiting(agents, tmp_path, str(number), ask_first=False).begun()
+            for number in range(4)
+        ]
         assert {await runs[0].released(), await runs[1].released()} == set(agents.thread.pids())
         deaf = asyncio.create_task(agents.run("loop"))
         await asyncio.to_thread(agents.thread.shutdown)
@@ -171,7 +189,9 @@ def test_runs_are_dealt_to_the_process_with_the_fewest(build: Build, tmp_path: P
 def test_what_cannot_be_used_is_an_error(build: Build) -> None:
     with pytest.raises(UserError) as caught:
         build("odd_agents:plain")
-    assert str(caught.value).startswith("episode.agent: odd_agents:plain is not an async def function")
+    assert str(caught.value).startswith(
+        "episode.agent: odd_agents:plain is not an async def function"
+    )
 
 
 def test_an_agent_that_can_no_longer_be_imported_is_an_error(

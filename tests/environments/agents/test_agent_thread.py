@@ -46,7 +46,9 @@ def test_an_agent_asks_and_gives_a_reward_result(agents: Agents) -> None:
 
 def test_values_that_are_reward_results(agents: Agents) -> None:
     async def scenario() -> list[Any]:
-        return [await agents.reward_result("return", value=value) for value in ("none", "int", "true")]
+        return [
+            await agents.reward_result("return", value=value) for value in ("none", "int", "true")
+        ]
 
     assert asyncio.run(scenario()) == [None, RewardResult(1.0, True), RewardResult(1.0, True)]
 
@@ -80,7 +82,9 @@ def test_sub_agents_ask_at_once(agents: Agents) -> None:
 
 
 def test_plain_code_in_a_thread_asks_too(agents: Agents) -> None:
-    assert asyncio.run(_with(agents, Scripted(), "in_threads")) == RewardResult(0.25, True, "heard deep")
+    assert asyncio.run(_with(agents, Scripted(), "in_threads")) == RewardResult(
+        0.25, True, "heard deep"
+    )
 
 
 def test_requests_that_cannot_be_answered_are_refused_in_a_sentence(agents: Agents) -> None:
@@ -91,7 +95,9 @@ def test_requests_that_cannot_be_answered_are_refused_in_a_sentence(agents: Agen
     assert words[2] == "the request is no JSON (Circular reference detected)"
     assert "surrogates not allowed" in words[3] and "float values are not JSON" in words[4]
     assert words[5] == "the request is no JSON (Object of type object is not JSON serializable)"
-    assert words[6].startswith("the request has 167772") and words[6].endswith("16777216 are the most")
+    assert words[6].startswith("the request has 167772") and words[6].endswith(
+        "16777216 are the most"
+    )
     assert words[7:] == ["no", "heard"]
 
 
@@ -136,7 +142,9 @@ def test_a_caller_that_is_cancelled_leaves_no_request(agents: Agents) -> None:
 def test_a_process_has_many_runs_and_the_others_wait(agents: Agents) -> None:
     async def scenario() -> int:
         handler = Scripted(together=AT_ONCE)
-        runs = [agents.run("together", handler, names=[str(number)]) for number in range(AT_ONCE + 6)]
+        runs = [
+            agents.run("together", handler, names=[str(number)]) for number in range(AT_ONCE + 6)
+        ]
         assert await asyncio.gather(*runs) == [0.5] * len(runs)
         return handler.most_open
 
@@ -150,8 +158,13 @@ def test_it_is_told_when_a_run_begins(agents: Agents) -> None:
         handler, begun = Scripted(), list[int]()
 
         def run(number: int) -> asyncio.Task[Any]:
-            row, began = {"do": "together", "names": ["never"]}, lambda: begun.append(len(handler.requests))
-            return asyncio.ensure_future(agents.thread.run(row, [], number, handler, None, 60.0, began))
+            row, began = (
+                {"do": "together", "names": ["never"]},
+                lambda: begun.append(len(handler.requests)),
+            )
+            return asyncio.ensure_future(
+                agents.thread.run(row, [], number, handler, None, 60.0, began)
+            )
 
         runs = [run(number) for number in range(AT_ONCE + 1)]
         await handler.until(lambda: handler.open == AT_ONCE)
@@ -163,26 +176,45 @@ def test_it_is_told_when_a_run_begins(agents: Agents) -> None:
     asyncio.run(scenario())
 
 
-def test_what_agents_print_goes_to_standard_error(capfd: pytest.CaptureFixture[str], build: Build) -> None:
+def test_what_agents_print_goes_to_standard_error(
+    capfd: pytest.CaptureFixture[str], build: Build
+) -> None:
     """At once: the process is killed when it is not needed any more."""
     assert asyncio.run(build().run("print")) == 1.0
     assert capfd.readouterr() == ("", "an agent has printed this, and read: ''\n")
 
 
 def test_the_settings_are_the_recipes() -> None:
-    keys = {"agent": "my_agent:run", "arguments": {"x": 1}, "max_tokens": 99, "workers": 3, "memory_mb": 7}
+    keys = {
+        "agent": "my_agent:run",
+        "arguments": {"x": 1},
+        "max_tokens": 99,
+        "workers": 3,
+        "memory_mb": 7,
+    }
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [f"episode={json.dumps(keys)}"])
-    assert agent_settings(recipe) == AgentSettings("my_agent:run", {"x": 1}, 3, 7, recipe.run.timeout_s)
+    assert agent_settings(recipe) == AgentSettings(
+        "my_agent:run", {"x": 1}, 3, 7, recipe.run.timeout_s
+    )
     assert agent_settings(recipe, workers=1).workers == 1
 
 
 def test_a_worker_imports_nothing_heavy() -> None:
-    script = (
-        "import sys, megarl.environments.agents.agent_host; print([m for m in ('torch', 'sglang', 'ray', 'pyarrow', "
-    )
-    script += "'transformers', 'httpx', 'pydantic', 'megarl.config') if m in sys.modules])"
+    heavy = [
+        "torch",
+        "sglang",
+        "ray",
+        "pyarrow",
+        "transformers",
+        "httpx",
+        "pydantic",
+        "megarl.config",
+    ]
+    script = f"import sys, megarl.environments.agents.agent_host; print([m for m in {heavy} if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

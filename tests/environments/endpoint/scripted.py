@@ -65,14 +65,24 @@ BODY: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 CONTENT = json.dumps(BODY).encode()
 
 
-def post(access: Access, key: str | None = None, content: bytes = CONTENT, **headers: Any) -> httpx.Response:
+def post(
+    access: Access, key: str | None = None, content: bytes = CONTENT, **headers: Any
+) -> httpx.Response:
     """headers: by name with _ for -."""
     given: dict[str, Any] = {"Authorization": f"Bearer {access.key if key is None else key}"}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
-    return httpx.post(f"{access.url}/chat/completions", headers=given, content=content, timeout=WAIT_S, verify=False)
+    return httpx.post(
+        f"{access.url}/chat/completions",
+        headers=given,
+        content=content,
+        timeout=WAIT_S,
+        verify=False,
+    )
 
 
-async def apost(client: httpx.AsyncClient, access: Access, retries: int = 0, **fields: Any) -> httpx.Response:
+async def apost(
+    client: httpx.AsyncClient, access: Access, retries: int = 0, **fields: Any
+) -> httpx.Response:
     """The request as OpenAI's client sends it for this time after the first."""
     headers = {"Authorization": f"Bearer {access.key}", "x-stainless-retry-count": str(retries)}
     return await client.post(f"{access.url}/chat/completions", json=BODY | fields, headers=headers)
@@ -82,7 +92,8 @@ def connect(access: Access, path: str | None = None) -> socket.socket:
     """Over TCP, or over the Unix socket of this path."""
     if path is not None:
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path)  # without a time limit it waits until the endpoint takes connections
+        # without a time limit it waits until the endpoint takes connections
+        connection.connect(path)
         connection.settimeout(WAIT_S)
         return connection
     parts = urlsplit(access.url)
@@ -92,7 +103,13 @@ def connect(access: Access, path: str | None = None) -> socket.socket:
 def head(access: Access, length: int | None, *more: str) -> bytes:
     """The head of a request for a completion. length: of its body, or None for a body in chunks."""
     body = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {access.key}", body, *more]
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: x",
+        f"Authorization: Bearer {access.key}",
+        body,
+        *more,
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 

@@ -20,7 +20,16 @@ import pytest
 from megarl.environments.agents.chat import Access, ChatAnswer, ChatRequest
 from megarl.environments.endpoint import registry
 from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
-from tests.environments.endpoint.scripted import CONTENT, WAIT_S, Scripted, apost, connect, head, post, say
+from tests.environments.endpoint.scripted import (
+    CONTENT,
+    WAIT_S,
+    Scripted,
+    apost,
+    connect,
+    head,
+    post,
+    say,
+)
 
 
 def test_it_listens_on_loopback_and_in_a_private_folder_alone() -> None:
@@ -29,12 +38,19 @@ def test_it_listens_on_loopback_and_in_a_private_folder_alone() -> None:
     endpoint = ChatEndpoint()
     try:
         access = endpoint.open(Scripted())
-        opened = [at for at in psutil.Process().net_connections("inet") if (at.laddr, at.status) not in before]
+        opened = [
+            at
+            for at in psutil.Process().net_connections("inet")
+            if (at.laddr, at.status) not in before
+        ]
         assert [(at.laddr.ip, at.laddr.port, at.status) for at in opened] == [
             ("127.0.0.1", urlsplit(access.url).port, "LISTEN")
         ]
         folder = os.path.dirname(access.socket)
-        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700 and os.stat(folder).st_uid == os.geteuid()
+        assert (
+            stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+            and os.stat(folder).st_uid == os.geteuid()
+        )
         assert len(access.socket) < 108 and access.socket.startswith(tempfile.gettempdir())
     finally:
         endpoint.shutdown()
@@ -56,16 +72,25 @@ def test_wrong_late_and_missing_keys_are_refused_alike(endpoint: ChatEndpoint) -
     refusals.append(httpx.post(f"{access.url}/chat/completions", content=CONTENT, verify=False))
     refusals += [httpx.get(f"{access.url}/{path}", verify=False) for path in ("models", "nothing")]
     assert {(one.status_code, one.content) for one in refusals} == {(403, refusals[0].content)}
-    assert refusals[0].json()["error"]["code"] == "no_episode" and not (handler.requests or other.requests)
+    assert refusals[0].json()["error"]["code"] == "no_episode" and not (
+        handler.requests or other.requests
+    )
     with connect(access) as connection:
         connection.sendall(head(late, registry.MOST_BODY_BYTES))
         assert b" 403 " in connection.recv(1 << 16)
 
 
-def test_a_key_is_in_no_log_and_no_answer(endpoint: ChatEndpoint, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_is_in_no_log_and_no_answer(
+    endpoint: ChatEndpoint, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     access = endpoint.open(Scripted(say("fine"), ValueError("broken")))
-    found = [post(access).text, post(access).text, post(access, content=b"{").text, post(access, f"x{access.key}").text]
+    found = [
+        post(access).text,
+        post(access).text,
+        post(access, content=b"{").text,
+        post(access, f"x{access.key}").text,
+    ]
     for line in (f"Bad\x00: {access.key}", f"Authorization: \x01{access.key}", access.key * 300):
         with connect(access) as connection:
             connection.sendall(head(access, 2, line) + b"{}")
@@ -78,8 +103,18 @@ def test_a_key_is_in_no_log_and_no_answer(endpoint: ChatEndpoint, caplog: pytest
 def test_other_paths_and_methods_are_not_there(endpoint: ChatEndpoint) -> None:
     access = endpoint.open(Scripted())
     headers = {"Authorization": f"Bearer {access.key}"}
-    asked = [("GET", "chat/completions"), ("POST", "models"), ("POST", "completions"), ("PUT", "chat/completions")]
-    asked += [("OPTIONS", "models"), ("GET", "../metrics"), ("DELETE", "models/policy"), ("POST", "chat/completions/")]
+    asked = [
+        ("GET", "chat/completions"),
+        ("POST", "models"),
+        ("POST", "completions"),
+        ("PUT", "chat/completions"),
+    ]
+    asked += [
+        ("OPTIONS", "models"),
+        ("GET", "../metrics"),
+        ("DELETE", "models/policy"),
+        ("POST", "chat/completions/"),
+    ]
     for method, path in asked:
         answer = httpx.request(method, f"{access.url}/{path}", headers=headers, verify=False)
         assert answer.status_code == 404, (method, path)
@@ -88,9 +123,14 @@ def test_other_paths_and_methods_are_not_there(endpoint: ChatEndpoint) -> None:
 def test_a_disconnect_cancels_the_request(endpoint: ChatEndpoint) -> None:
     handler = Scripted(holds=True)
     access = endpoint.open(handler)
-    for address, family in ((access.socket, socket.AF_UNIX), (urlsplit(access.url), socket.AF_INET)):
+    for address, family in (
+        (access.socket, socket.AF_UNIX),
+        (urlsplit(access.url), socket.AF_INET),
+    ):
         with socket.socket(family) as connection:
-            connection.connect(address if isinstance(address, str) else (address.hostname, address.port))
+            connection.connect(
+                address if isinstance(address, str) else (address.hostname, address.port)
+            )
             connection.sendall(head(access, len(CONTENT)) + CONTENT)
             assert handler.await_event() == "asked"
         assert handler.await_event() == "cancelled"
@@ -179,7 +219,9 @@ def test_a_retry_in_flight_gets_the_same_answer(in_episode: Any) -> None:
     assert (contents(found), len(handler.requests)) == (["first"] * 3, 1)
 
 
-def test_only_a_retry_of_the_same_body_and_key_is_given_it(in_episode: Any, endpoint: ChatEndpoint) -> None:
+def test_only_a_retry_of_the_same_body_and_key_is_given_it(
+    in_episode: Any, endpoint: ChatEndpoint
+) -> None:
     handler = Scripted(*(say(str(number)) for number in range(9)))
     foreign = Scripted(say("foreign"))
 
@@ -206,7 +248,9 @@ def test_a_refused_request_is_asked_again(in_episode: Any) -> None:
     assert failed.status_code == 500 and contents([mended]) == ["mended"]
 
 
-def test_an_episode_has_so_many_requests_in_flight(in_episode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_has_so_many_requests_in_flight(
+    in_episode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One more is answered 429, which clients try again."""
     monkeypatch.setattr(registry, "MOST_IN_FLIGHT", 2)
     handler = Scripted(holds=True)

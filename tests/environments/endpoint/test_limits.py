@@ -18,9 +18,24 @@ import httpx
 import pytest
 
 from megarl.environments.agents.chat import Access
-from megarl.environments.endpoint import connection_limits, http_server, registry, replies, request_fields
+from megarl.environments.endpoint import (
+    connection_limits,
+    http_server,
+    registry,
+    replies,
+    request_fields,
+)
 from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
-from tests.environments.endpoint.scripted import CONTENT, WAIT_S, Scripted, connect, head, post, read_all, say
+from tests.environments.endpoint.scripted import (
+    CONTENT,
+    WAIT_S,
+    Scripted,
+    connect,
+    head,
+    post,
+    read_all,
+    say,
+)
 
 
 def test_a_large_body_is_refused(endpoint: ChatEndpoint) -> None:
@@ -41,7 +56,9 @@ def test_a_large_body_is_refused(endpoint: ChatEndpoint) -> None:
     assert len(handler.requests) == 1
 
 
-def test_requests_count_from_their_heads_on(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_count_from_their_heads_on(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those whose bodies have not come yet are in flight, too; when they have ended, others are admitted."""
     monkeypatch.setattr(registry, "MOST_IN_FLIGHT", 2)
     access, until = endpoint.open(Scripted()), time.monotonic() + WAIT_S
@@ -56,7 +73,9 @@ def test_requests_count_from_their_heads_on(endpoint: ChatEndpoint, monkeypatch:
     assert post(access).status_code == 200
 
 
-def test_a_body_is_read_off_the_event_loop(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_is_read_off_the_event_loop(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Others are served meanwhile."""
     begun, may_end, read_body = threading.Event(), threading.Event(), replies.read_body
 
@@ -71,7 +90,12 @@ def test_a_body_is_read_off_the_event_loop(endpoint: ChatEndpoint, monkeypatch: 
         asked = pool.submit(post, access)
         assert begun.wait(WAIT_S)
         headers = {"Authorization": f"Bearer {access.key}"}
-        assert httpx.get(f"{access.url}/models", headers=headers, timeout=WAIT_S, verify=False).status_code == 200
+        assert (
+            httpx.get(
+                f"{access.url}/models", headers=headers, timeout=WAIT_S, verify=False
+            ).status_code
+            == 200
+        )
         may_end.set()
         assert asked.result().status_code == 200
 
@@ -80,8 +104,13 @@ def test_a_body_of_too_many_parts_is_not_parsed(endpoint: ChatEndpoint) -> None:
     """Python's JSON would let no other thread run for many seconds."""
     access = endpoint.open(Scripted())
     for part in (b"[],", b"0,", b'{"a":', b'"",'):
-        answer = post(access, content=b'{"metadata":[' + part * ((registry.MOST_BODY_BYTES - 20) // len(part)))
-        assert answer.status_code == 400 and "commas and opening brackets" in answer.json()["error"]["message"]
+        answer = post(
+            access, content=b'{"metadata":[' + part * ((registry.MOST_BODY_BYTES - 20) // len(part))
+        )
+        assert (
+            answer.status_code == 400
+            and "commas and opening brackets" in answer.json()["error"]["message"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +141,9 @@ def test_a_broken_body_is_refused(endpoint: ChatEndpoint) -> None:
         assert b" 400 " in connection.recv(1 << 16)
 
 
-def test_an_unread_answer_ends_its_connection(endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unread_answer_ends_its_connection(
+    endpoint: ChatEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replies, "READING_S", 0.2)
     access = endpoint.open(Scripted(say("x" * (32 << 20))))
     with connect(access) as connection:
@@ -157,7 +188,9 @@ def many_files() -> Iterator[int]:
 
 
 @pytest.mark.parametrize(("says", "most"), [("nothing", 2500), ("a wrong key", 700)])
-def test_connections_without_a_key_crowd_out_none_with_one(many_files: int, says: str, most: int) -> None:
+def test_connections_without_a_key_crowd_out_none_with_one(
+    many_files: int, says: str, most: int
+) -> None:
     """Over TCP and the Unix socket; connections that have shown a key stay open all the time."""
     endpoint = ChatEndpoint()
     try:
@@ -246,17 +279,26 @@ def test_the_endpoint_raises_its_limit_of_files(many_files: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     ChatEndpoint().shutdown()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (10_240 if hard < 0 else min(10_240, hard))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (
+        10_240 if hard < 0 else min(10_240, hard)
+    )
 
 
-def test_the_longest_idle_connection_makes_room_for_another_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_idle_connection_makes_room_for_another_episode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One episode cannot hold all places of those with a key; without any place the client is told to try again."""
     monkeypatch.setattr(connection_limits, "MOST_AUTHENTICATED", 2)
     endpoint = ChatEndpoint()
     try:
         greedy, handler = endpoint.open(Scripted()), Scripted(holds=True)
         access = endpoint.open(handler)
-        with connect(greedy) as first, connect(greedy) as second, connect(access) as third, connect(access) as fourth:
+        with (
+            connect(greedy) as first,
+            connect(greedy) as second,
+            connect(access) as third,
+            connect(access) as fourth,
+        ):
             for served in (first, second):
                 ask(served, greedy)
             for served in (third, fourth):

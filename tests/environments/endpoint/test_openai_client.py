@@ -15,7 +15,10 @@ from tests.environments.endpoint.scripted import Scripted, say
 
 openai = pytest.importorskip("openai")
 
-TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
 HI: Any = {"role": "user", "content": "Hi"}
 LONG = "long \u2028 \U0001f600 " * 3000
 
@@ -26,9 +29,13 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     clients: list[Any] = []
 
     def make(access: Access, **settings: Any) -> Any:
-        transport = httpx.HTTPTransport(uds=access.socket if request.param == "unix" else None, verify=False)
+        transport = httpx.HTTPTransport(
+            uds=access.socket if request.param == "unix" else None, verify=False
+        )
         http = httpx.Client(transport=transport)
-        clients.append(openai.OpenAI(base_url=access.url, api_key=access.key, http_client=http, **settings))
+        clients.append(
+            openai.OpenAI(base_url=access.url, api_key=access.key, http_client=http, **settings)
+        )
         return clients[-1]
 
     yield make
@@ -41,19 +48,40 @@ def test_a_conversation(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> 
     first = say("I add.", ("add", '{"a": 1}'), ("add", "not JSON"))
     handler = Scripted(first, say("cut", length=True))
     client = connect(endpoint.open(handler))
-    done = client.chat.completions.create(model="any", messages=[HI], tools=[TOOL], stop="x", max_tokens=1)
+    done = client.chat.completions.create(
+        model="any", messages=[HI], tools=[TOOL], stop="x", max_tokens=1
+    )
     (choice,) = done.choices
-    assert (done.model, choice.finish_reason, choice.message.content) == ("any", "tool_calls", "I add.")
+    assert (done.model, choice.finish_reason, choice.message.content) == (
+        "any",
+        "tool_calls",
+        "I add.",
+    )
     assert [(call.id, call.function.arguments) for call in choice.message.tool_calls] == [
         ("call_0", '{"a": 1}'), ("call_1", "not JSON")
     ]  # fmt: skip
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (7, 6, 13)
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in choice.message.tool_calls]
-    done = client.chat.completions.create(model="any", messages=[HI, choice.message, *results], tools=[TOOL])
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (
+        7,
+        6,
+        13,
+    )
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        for call in choice.message.tool_calls
+    ]
+    done = client.chat.completions.create(
+        model="any", messages=[HI, choice.message, *results], tools=[TOOL]
+    )
     assert (done.choices[0].finish_reason, done.choices[0].message.tool_calls) == ("length", None)
     assert [list(asked.tools) for asked in handler.requests] == [[TOOL], [TOOL]]
-    assert [(asked.stop, asked.max_tokens) for asked in handler.requests] == [(("x",), 1), ((), None)]
-    assert [list(asked.messages) for asked in handler.requests] == [[HI], [HI, first.message(), *results]]
+    assert [(asked.stop, asked.max_tokens) for asked in handler.requests] == [
+        (("x",), 1),
+        ((), None),
+    ]
+    assert [list(asked.messages) for asked in handler.requests] == [
+        [HI],
+        [HI, first.message(), *results],
+    ]
 
 
 @pytest.mark.parametrize("usage", [True, False])
@@ -73,10 +101,14 @@ def test_a_stream(endpoint: ChatEndpoint, connect: Callable[..., Any], usage: bo
     for call in (call for delta in deltas for call in delta.tool_calls or []):
         made = calls.setdefault(call.index, [call.id, call.function.name, ""])
         made[2] += call.function.arguments
-    assert calls == {index: [call.id, call.name, call.arguments] for index, call in enumerate(answer.calls)}
+    assert calls == {
+        index: [call.id, call.name, call.arguments] for index, call in enumerate(answer.calls)
+    }
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
     assert len({chunk.id for chunk in chunks}) == 1
-    assert [chunk.usage.total_tokens for chunk in chunks if chunk.usage] == ([7 + len(LONG)] if usage else [])
+    assert [chunk.usage.total_tokens for chunk in chunks if chunk.usage] == (
+        [7 + len(LONG)] if usage else []
+    )
 
 
 def test_many_at_once(endpoint: ChatEndpoint) -> None:
@@ -85,8 +117,14 @@ def test_many_at_once(endpoint: ChatEndpoint) -> None:
 
     async def ask() -> list[str]:
         accesses = [endpoint.open(handler) for handler in handlers]
-        clients = [openai.AsyncOpenAI(base_url=access.url, api_key=access.key) for access in accesses]
-        asked = [client.chat.completions.create(model="m", messages=[HI]) for client in clients for _ in range(8)]
+        clients = [
+            openai.AsyncOpenAI(base_url=access.url, api_key=access.key) for access in accesses
+        ]
+        asked = [
+            client.chat.completions.create(model="m", messages=[HI])
+            for client in clients
+            for _ in range(8)
+        ]
         found = await asyncio.gather(*asked)
         for client, access in zip(clients, accesses, strict=True):
             await client.close()
@@ -110,7 +148,12 @@ def test_the_list_of_models(endpoint: ChatEndpoint, connect: Callable[..., Any])
     ],
 )
 def test_a_refusal_is_not_asked_again(
-    endpoint: ChatEndpoint, connect: Callable[..., Any], failure: Exception, error: str, status: int, code: str
+    endpoint: ChatEndpoint,
+    connect: Callable[..., Any],
+    failure: Exception,
+    error: str,
+    status: int,
+    code: str,
 ) -> None:
     handler = Scripted(failure)
     client = connect(endpoint.open(handler), max_retries=3)
@@ -128,7 +171,9 @@ def test_an_unsupported_field_is_named(endpoint: ChatEndpoint, connect: Callable
     assert caught.value.param == "seed" and not handler.requests
 
 
-def test_the_responses_api_is_refused_with_what_to_use(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> None:
+def test_the_responses_api_is_refused_with_what_to_use(
+    endpoint: ChatEndpoint, connect: Callable[..., Any]
+) -> None:
     """As openai-agents asks by default; the legacy completions, too."""
     client = connect(endpoint.open(Scripted()))
     with pytest.raises(openai.NotFoundError, match=r'set_default_openai_api\("chat_completions"\)'):
@@ -140,14 +185,23 @@ def test_the_responses_api_is_refused_with_what_to_use(endpoint: ChatEndpoint, c
 def test_refused_fields_are_counted(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> None:
     """By their names, those of the episode's own refusals among them; a program cannot make up any number of names."""
     words = "temperature 0.5 cannot be had"
-    access = endpoint.open(Scripted(ChatRefused(words, "temperature"), ChatRefused("too long"), say("fine")))
+    access = endpoint.open(
+        Scripted(ChatRefused(words, "temperature"), ChatRefused("too long"), say("fine"))
+    )
     client = connect(access)
     with pytest.raises(openai.BadRequestError, match=words) as caught:
         client.chat.completions.create(model="m", messages=[HI], temperature=0.5)
     assert (caught.value.param, caught.value.code) == ("temperature", "unsupported")
     image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    ways: list[dict[str, Any]] = [{"messages": [HI, image]}, {"messages": [HI]}, {"messages": [HI], "seed": 1}]
-    for way in [*ways, *({"messages": [HI], "extra_body": {f"made_{number}": 1}} for number in range(40))]:
+    ways: list[dict[str, Any]] = [
+        {"messages": [HI, image]},
+        {"messages": [HI]},
+        {"messages": [HI], "seed": 1},
+    ]
+    for way in [
+        *ways,
+        *({"messages": [HI], "extra_body": {f"made_{number}": 1}} for number in range(40)),
+    ]:
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="m", **way)
     with pytest.raises(openai.NotFoundError):
@@ -202,7 +256,9 @@ def test_a_client_that_gives_up_is_cancelled(endpoint: ChatEndpoint) -> None:
             assert await asyncio.to_thread(handler.await_event) == "cancelled"
             handler.release()
             again = {"x-stainless-retry-count": "1"}
-            done = await client.chat.completions.create(model="m", messages=[HI], extra_headers=again)
+            done = await client.chat.completions.create(
+                model="m", messages=[HI], extra_headers=again
+            )
             return done.choices[0].message.content
 
     assert asyncio.run(work()) == "read"

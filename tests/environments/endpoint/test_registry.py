@@ -19,7 +19,9 @@ def test_a_retry_keeps_the_request_whose_connection_is_lost() -> None:
     episode = OpenEpisode(handler)
 
     async def work() -> None:
-        first, second = (asyncio.ensure_future(episode.ask(b"x", HI, is_retry=retry)) for retry in (False, True))
+        first, second = (
+            asyncio.ensure_future(episode.ask(b"x", HI, is_retry=retry)) for retry in (False, True)
+        )
         assert await asyncio.to_thread(handler.await_event) == "asked"
         first.cancel()
         await asyncio.wait({first})
@@ -49,7 +51,10 @@ def test_bodies_wait_for_room() -> None:
 
         gates = [asyncio.Event() for _ in range(4)]
         sizes = [MOST_BODY_BYTES - 1, 1, 1, MOST_BODY_BYTES]
-        tasks = [asyncio.create_task(body(number, size, gates[number])) for number, size in enumerate(sizes)]
+        tasks = [
+            asyncio.create_task(body(number, size, gates[number]))
+            for number, size in enumerate(sizes)
+        ]
         assert [await entered.get(), await entered.get()] == [0, 1]
         gates[1].set()
         assert await entered.get() == 2 and entered.empty()
@@ -87,6 +92,8 @@ def test_each_key_finds_its_own_episode_until_it_is_removed() -> None:
     keys = [opened.add(episode) for episode in made]
     assert len({*keys}) == 100 and {len(key) for key in keys} == {43}, "256 bits in base64"
     assert [opened.find(key) for key in keys] == made
-    assert opened.remove(keys[3]) is made[3] and opened.find(keys[3]) is opened.remove(keys[3]) is None
+    assert (
+        opened.remove(keys[3]) is made[3] and opened.find(keys[3]) is opened.remove(keys[3]) is None
+    )
     assert not any(key in repr(vars(opened)) for key in keys)
     assert len(opened.clear()) == 99 and opened.find(keys[0]) is None

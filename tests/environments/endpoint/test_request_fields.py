@@ -56,7 +56,10 @@ def test_messages_keep_their_text_their_calls_and_nothing_else() -> None:
 
 
 def test_tools_are_offered_unless_the_choice_is_none() -> None:
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True, "description": None}}
+    strict = {
+        "type": "function",
+        "function": {**TOOL["function"], "strict": True, "description": None},
+    }
     assert read_body(body(tools=[strict])).chat.tools == [TOOL]
     assert read_body(body(tools=[TOOL], tool_choice="auto")).chat.tools == [TOOL]
     assert read_body(body(tools=[TOOL], tool_choice="none")).chat.tools == ()
@@ -65,9 +68,28 @@ def test_tools_are_offered_unless_the_choice_is_none() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": None, "top_p": None, "max_tokens": None, "max_completion_tokens": None, "seed": None},
-        {"user": "x", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "service_tier": "auto"},
-        {"n": 1, "stop": [], "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "logprobs": False},
+        {
+            "temperature": None,
+            "top_p": None,
+            "max_tokens": None,
+            "max_completion_tokens": None,
+            "seed": None,
+        },
+        {
+            "user": "x",
+            "metadata": {"a": "b"},
+            "store": False,
+            "parallel_tool_calls": True,
+            "service_tier": "auto",
+        },
+        {
+            "n": 1,
+            "stop": [],
+            "presence_penalty": 0,
+            "frequency_penalty": 0.0,
+            "logit_bias": {},
+            "logprobs": False,
+        },
         {"response_format": {"type": "text"}, "functions": None, "top_logprobs": None, "tools": []},
     ],
 )
@@ -95,9 +117,14 @@ def test_what_would_change_the_samples_is_refused_by_name(name: str, value: obje
 
 def test_what_is_asked_of_the_sampling_is_read() -> None:
     """`stop` as one text or several; of two limits the smaller counts."""
-    asked = read_body(body(stop="\n", temperature=0.5, top_p=1, max_tokens=7, max_completion_tokens=5)).chat
+    asked = read_body(
+        body(stop="\n", temperature=0.5, top_p=1, max_tokens=7, max_completion_tokens=5)
+    ).chat
     assert (asked.stop, asked.temperature, asked.top_p, asked.max_tokens) == (("\n",), 0.5, 1, 5)
-    assert read_body(body(stop=["Observation:", "x" * 128])).chat.stop == ("Observation:", "x" * 128)
+    assert read_body(body(stop=["Observation:", "x" * 128])).chat.stop == (
+        "Observation:",
+        "x" * 128,
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,13 +152,21 @@ def test_an_image_is_refused_by_its_type() -> None:
 
 
 def test_a_bad_tool_is_refused_by_its_place() -> None:
-    for tool, where in (({"type": "custom"}, ".type"), ({"type": "function"}, ".function"), (1, ".type")):
+    for tool, where in (
+        ({"type": "custom"}, ".type"),
+        ({"type": "function"}, ".function"),
+        (1, ".type"),
+    ):
         assert refused(body(tools=[TOOL, tool])).startswith(f"tools[1]{where} ")
-    assert refused(body(tools=[{"type": "function", "function": {"name": 1}}])).startswith("tools[0].function.name ")
+    assert refused(body(tools=[{"type": "function", "function": {"name": 1}}])).startswith(
+        "tools[0].function.name "
+    )
 
 
 def test_the_last_message_is_not_the_models() -> None:
-    assert refused(body(messages=[USER, {"role": "assistant", "content": "x"}])).startswith("messages ends")
+    assert refused(body(messages=[USER, {"role": "assistant", "content": "x"}])).startswith(
+        "messages ends"
+    )
 
 
 def test_options_of_a_stream() -> None:
@@ -155,7 +190,9 @@ def test_a_long_text_has_room_for_as_many_marks_as_a_model_reads() -> None:
     rows = "[1,2],\n" * (MOST_MARKS // 3 - 10)
     message = {"role": "user", "content": rows}
     assert read_body(body(messages=[message])).chat.messages == [message]
-    assert "more than" in refused(body(messages=[{"role": "user", "content": rows + "[],[],[],[]," * 10}]))
+    assert "more than" in refused(
+        body(messages=[{"role": "user", "content": rows + "[],[],[],[]," * 10}])
+    )
 
 
 def test_a_pair_of_surrogates_is_text() -> None:

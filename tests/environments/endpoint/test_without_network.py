@@ -43,7 +43,9 @@ print("SECRET" in os.environ)
 def test_the_example_asks_without_network(
     endpoint: ChatEndpoint, tmp_path: Path, isolation: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, agent = re.findall(r"^```python\n(# my_(?:client|sandbox).py\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    client, agent = re.findall(
+        r"^```python\n(# my_(?:client|sandbox).py\n.*?)^```", PAGE, re.DOTALL | re.MULTILINE
+    )
     script = tmp_path / "my_client.py"
     script.write_text(client + PROBE)
     handler = Scripted(say("Six."))
@@ -57,7 +59,11 @@ def test_the_example_asks_without_network(
         """In place of asyncio's."""
         assert "my_client.py" in words and not any(access.key in word for word in words)
         settings = {"capture_output": True, "text": True, "timeout": 2 * WAIT_S}
-        ended.append(await asyncio.to_thread(subprocess.run, command(words, script), env=env | more, **settings))
+        ended.append(
+            await asyncio.to_thread(
+                subprocess.run, command(words, script), env=env | more, **settings
+            )
+        )
         return SimpleNamespace(wait=lambda: asyncio.sleep(0))
 
     names: dict[str, Any] = {}
@@ -65,7 +71,12 @@ def test_the_example_asks_without_network(
     monkeypatch.setattr(asyncio, "create_subprocess_exec", run)
     asyncio.run(names["run"](access, {}))
     (found,) = ended
-    assert found.stdout.splitlines() == ["Six.", "ConnectionRefusedError False", "b'200'", "False"], found.stderr
+    assert found.stdout.splitlines() == [
+        "Six.",
+        "ConnectionRefusedError False",
+        "b'200'",
+        "False",
+    ], found.stderr
     assert [list(asked.messages) for asked in handler.requests] == [
         [{"role": "user", "content": "What do two apples cost?"}]
     ]
@@ -78,8 +89,17 @@ def command(words: Sequence[str], script: Path) -> list[str]:
         if word == "--bind":
             for hidden in {sys.prefix, str(script.parent)}:
                 found += ["--ro-bind", hidden, hidden] if hidden.startswith("/tmp/") else []
-        if word == "--unshare-all" and os.geteuid() == 0:  # without a user namespace, to become another user inside
-            found += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--cap-drop", "ALL", "--cap-add", "CAP_SETUID"]
+        # without a user namespace, to become another user inside
+        if word == "--unshare-all" and os.geteuid() == 0:
+            found += [
+                "--unshare-pid",
+                "--unshare-net",
+                "--unshare-ipc",
+                "--cap-drop",
+                "ALL",
+                "--cap-add",
+                "CAP_SETUID",
+            ]
             continue
         found.append({"python": sys.executable, "my_client.py": str(script)}.get(word, word))
     return found

@@ -26,7 +26,9 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     def run(scenario: Callable[[EnvironmentPool], Awaitable[Result]], **settings: Any) -> Result:
-        return asyncio.run(_played(scenario, EnvironmentSettings(**{"workers": 1, "start_s": 120.0, **settings})))
+        return asyncio.run(
+            _played(scenario, EnvironmentSettings(**{"workers": 1, "start_s": 120.0, **settings}))
+        )
 
     return run
 
@@ -38,7 +40,9 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-async def _played(scenario: Callable[[EnvironmentPool], Awaitable[Result]], settings: EnvironmentSettings) -> Result:
+async def _played(
+    scenario: Callable[[EnvironmentPool], Awaitable[Result]], settings: EnvironmentSettings
+) -> Result:
     before = set(psutil.Process().children(recursive=True))
     pool = EnvironmentPool(settings)
     try:

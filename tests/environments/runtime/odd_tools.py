@@ -88,7 +88,9 @@ def misbehave(what: str) -> Any:
             os.write(1, b'[0, "none"]\n')
             return sys.stdin.read() + "printed"
         case "spawn":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+            child = subprocess.Popen(
+                [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
+            )
             Path(f"{rest}.partial").write_text(str(child.pid))
             os.replace(f"{rest}.partial", rest)
             time.sleep(1000)

@@ -30,7 +30,9 @@ def told(results: list[CallResult]) -> list[tuple[str, str | None]]:
     return [(result.text, result.error) for result in results]
 
 
-def called(play: Play, calls: list[tuple[str, Any]], **settings: Any) -> list[tuple[str, str | None]]:
+def called(
+    play: Play, calls: list[tuple[str, Any]], **settings: Any
+) -> list[tuple[str, str | None]]:
     """What comes of calls that are made together."""
 
     async def scenario(pool: EnvironmentPool) -> list[CallResult]:
@@ -55,7 +57,10 @@ def test_calls_are_answered_in_their_order_and_refused_in_a_sentence(play: Play)
     assert found == [
         ("42", None),
         ("There is no tool 'add'. The tools are: calculate, work.", "unknown"),
-        ("work was not called: the argument 'what' is missing; there is no argument 'text'.", "arguments"),
+        (
+            "work was not called: the argument 'what' is missing; there is no argument 'text'.",
+            "arguments",
+        ),
         ("work was not called: its arguments are not a JSON object.", "arguments"),
         ("ValueError: no unit", "raised"),
         ("", None),
@@ -78,7 +83,9 @@ def test_observations_have_rewards_and_ends(play: Play) -> None:
     assert [(one.text, one.reward, one.done, one.error) for one in found[:2]] == [
         ("t!", 0.5, True, None), ("t!", 2.0, True, None)
     ]  # fmt: skip
-    assert [one.error for one in found[2:]] == ["result", "result"] and not any(one.done for one in found[2:])
+    assert [one.error for one in found[2:]] == ["result", "result"] and not any(
+        one.done for one in found[2:]
+    )
 
 
 @pytest.mark.slow
@@ -97,12 +104,22 @@ def test_observations_have_rewards_and_ends(play: Play) -> None:
         ("shut", "work closed the socket of its worker process.", "ended"),
         ("garbage []", "work wrote to the socket of its worker process.", "ended"),
         ('garbage [99, "none"]', "work wrote to the socket of its worker process.", "ended"),
-        ('garbage [1, "text", "t", NaN, false]', "work wrote to the socket of its worker process.", "ended"),
-        ('garbage [1, "error", "mine", "words", false]', "work wrote to the socket of its worker process.", "ended"),
+        (
+            'garbage [1, "text", "t", NaN, false]',
+            "work wrote to the socket of its worker process.",
+            "ended",
+        ),
+        (
+            'garbage [1, "error", "mine", "words", false]',
+            "work wrote to the socket of its worker process.",
+            "ended",
+        ),
         (f"garbage {'[' * 100_000}", "work wrote to the socket of its worker process.", "ended"),
     ],
 )
-def test_a_call_that_ends_its_process_costs_no_other(play: Play, what: str, text: str, error: str) -> None:
+def test_a_call_that_ends_its_process_costs_no_other(
+    play: Play, what: str, text: str, error: str
+) -> None:
     calls = [("work", {"what": one}) for one in ("before", what, "after", "last")]
     limit_s = 1.0 if error == "timeout" else 60.0
     found = called(play, calls, tools=(WORK,), call_timeout_s=limit_s, memory_mb=200)
@@ -122,10 +139,24 @@ def test_a_call_that_ends_its_process_costs_no_other(play: Play, what: str, text
         ("raise no", "ValueError: no", "raised"),
     ],
 )
-def test_an_async_call_that_ends_its_process_costs_no_other(play: Play, what: str, text: str, error: str) -> None:
+def test_an_async_call_that_ends_its_process_costs_no_other(
+    play: Play, what: str, text: str, error: str
+) -> None:
     calls = [("patient", {"what": one}) for one in ("sleep 0.01", what, "after", "sleep 0.02")]
-    found = called(play, [*calls, ("work", {"what": "w"})], tools=(PATIENT, WORK), call_timeout_s=1.0, memory_mb=200)
-    assert found == [("sleep 0.01", None), (text, error), ("after", None), ("sleep 0.02", None), ("w", None)]
+    found = called(
+        play,
+        [*calls, ("work", {"what": "w"})],
+        tools=(PATIENT, WORK),
+        call_timeout_s=1.0,
+        memory_mb=200,
+    )
+    assert found == [
+        ("sleep 0.01", None),
+        (text, error),
+        ("after", None),
+        ("sleep 0.02", None),
+        ("w", None),
+    ]
 
 
 def test_async_calls_run_together(play: Play) -> None:
@@ -154,7 +185,9 @@ def test_a_plain_call_that_hangs_holds_up_no_async_call(play: Play) -> None:
 
 
 @pytest.mark.slow
-def test_a_plain_call_is_not_blamed_for_an_async_one_that_blocks(play: Play, tmp_path: Path) -> None:
+def test_a_plain_call_is_not_blamed_for_an_async_one_that_blocks(
+    play: Play, tmp_path: Path
+) -> None:
     """It would be overdue first: the process has a second more for calls that it can cancel."""
 
     async def scenario(pool: EnvironmentPool) -> None:
@@ -184,11 +217,17 @@ def test_a_plain_call_that_hangs_holds_up_no_other_process(play: Play) -> None:
 
 
 def test_a_flood_is_cut_in_its_process(play: Play) -> None:
-    calls = [("work", {"what": f"flood {50 * 2**20}"}), ("work", {"what": "flood 1000"}), ("work", {"what": "print"})]
+    calls = [
+        ("work", {"what": f"flood {50 * 2**20}"}),
+        ("work", {"what": "flood 1000"}),
+        ("work", {"what": "print"}),
+    ]
     (flood, bounded, printed) = called(play, calls, tools=(WORK,), result_bytes=1000)
     assert flood[1] is None and len(flood[0]) < 1100 and "52427800 characters left out" in flood[0]
     assert bounded == ("x" * 1000, None)
-    assert printed == ("printed", None), "what it prints is not the protocol, and its input is empty"
+    assert printed == ("printed", None), (
+        "what it prints is not the protocol, and its input is empty"
+    )
 
 
 def test_the_largest_result_of_escaped_letters_arrives(play: Play) -> None:
@@ -202,14 +241,18 @@ def test_the_largest_result_of_escaped_letters_arrives(play: Play) -> None:
 
 @pytest.mark.slow
 def test_what_a_tool_started_ends_with_it(play: Play, tmp_path: Path) -> None:
-    found = called(play, [("work", {"what": f"spawn {tmp_path / 'pid'}"})], tools=(WORK,), call_timeout_s=2.0)
+    found = called(
+        play, [("work", {"what": f"spawn {tmp_path / 'pid'}"})], tools=(WORK,), call_timeout_s=2.0
+    )
     assert found == [("work took longer than 2 s.", "timeout")]
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("named", [None, "WANDB_API_KEY"])
-def test_secrets_of_the_run_are_not_passed_on(play: Play, monkeypatch: pytest.MonkeyPatch, named: str | None) -> None:
+def test_secrets_of_the_run_are_not_passed_on(
+    play: Play, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
     """Unless an argument names one: a judge may ask with the same key."""
     secrets = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"}
     secrets |= {"MLFLOW_TRACKING_TOKEN"}
@@ -217,7 +260,9 @@ def test_secrets_of_the_run_are_not_passed_on(play: Play, monkeypatch: pytest.Mo
     for name in secrets | own:
         monkeypatch.setenv(name, "set")
     arguments = {"key_env": named} if named else {}
-    ((text, error),) = called(play, [("variables", {})], tools=("odd_tools:variables",), arguments=arguments)
+    ((text, error),) = called(
+        play, [("variables", {})], tools=("odd_tools:variables",), arguments=arguments
+    )
     assert error is None and own <= {*json.loads(text)}
     assert secrets & {*json.loads(text)} == {named} - {None}
 
@@ -239,15 +284,31 @@ def test_an_episode_is_named_once(play: Play) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"tools": ("odd_tools:nothing_there",)}, "episode.tools: odd_tools has no 'nothing_there'"),
-        ({"tools": ("odd_tools:misbehave",), "arguments": {"x": 1}}, "episode.arguments: no tool takes 'x'"),
+        (
+            {"tools": ("odd_tools:nothing_there",)},
+            "episode.tools: odd_tools has no 'nothing_there'",
+        ),
+        (
+            {"tools": ("odd_tools:misbehave",), "arguments": {"x": 1}},
+            "episode.arguments: no tool takes 'x'",
+        ),
         ({"environment": "odd_tools:work"}, "episode.environment: odd_tools:work is a function"),
-        ({"tools": ("dying:tool",)}, "episode.tools: dying:tool ended its process (exit code 5) while it was imported"),
-        ({"tools": ("late:tool",), "start_s": 1.0}, "episode.tools: late:tool was not imported within 1 s"),
+        (
+            {"tools": ("dying:tool",)},
+            "episode.tools: dying:tool ended its process (exit code 5) while it was imported",
+        ),
+        (
+            {"tools": ("late:tool",), "start_s": 1.0},
+            "episode.tools: late:tool was not imported within 1 s",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_an_error(
-    play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], error: str
+    play: Play,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    error: str,
 ) -> None:
     (tmp_path / "dying.py").write_text("import os\nos._exit(5)\n")
     (tmp_path / "late.py").write_text("import time\ntime.sleep(1000)\n")
@@ -265,7 +326,9 @@ def test_what_cannot_be_used_is_an_error(
 def test_tools_that_can_no_longer_be_imported_are_an_error(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "once.py").write_text('import os\ndef tool() -> str:\n    """End."""\n    os._exit(1)\n')
+    (tmp_path / "once.py").write_text(
+        'import os\ndef tool() -> str:\n    """End."""\n    os._exit(1)\n'
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def scenario(pool: EnvironmentPool) -> None:
@@ -283,7 +346,9 @@ def test_who_waits_at_the_end_is_cancelled(play: Play) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         for name in "abcd":
             await pool.open(name, {}, 0)
-        tasks = [asyncio.create_task(pool.call(name, [("work", {"what": "deaf"})])) for name in "abc"]
+        tasks = [
+            asyncio.create_task(pool.call(name, [("work", {"what": "deaf"})])) for name in "abc"
+        ]
         await pool.call("d", [("patient", {"what": "x"})])
         await pool.end()
         found = await asyncio.gather(*tasks, return_exceptions=True)
@@ -295,7 +360,9 @@ def test_who_waits_at_the_end_is_cancelled(play: Play) -> None:
 def test_it_runs_in_uvloop(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     """As engines do."""
     uvloop = pytest.importorskip("uvloop")
-    monkeypatch.setattr(asyncio, "run", lambda work: asyncio.Runner(loop_factory=uvloop.new_event_loop).run(work))
+    monkeypatch.setattr(
+        asyncio, "run", lambda work: asyncio.Runner(loop_factory=uvloop.new_event_loop).run(work)
+    )
     calls = [("work", {"what": what}) for what in ("x", "exit 3", "y")]
     assert [text for text, _ in called(play, calls, tools=(WORK,))] == [
         "x",
@@ -318,14 +385,18 @@ def test_processes_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert parent.stdout
     workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     assert len(workers) == 2
     parent.send_signal(signal.SIGKILL)
     parent.communicate()
     deadline = time.monotonic() + 20
-    while any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
+    while any(
+        worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -335,5 +406,7 @@ def test_a_worker_imports_nothing_heavy() -> None:
     module = "megarl.environments.runtime.environment_host"
     script = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.strip() == "[]"

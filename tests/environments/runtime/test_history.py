@@ -44,9 +44,13 @@ def test_an_episode_goes_on_in_another_process_as_if_nothing_had_been(play: Play
         history = await pool.leave("left", 3)
         assert isinstance(json.loads(history or ""), list)
         assert await pool.resume("again", ROW, 5, history) == 3
-        assert await texts(pool, "again", add(7), ("draw", {})) == await texts(pool, "whole", add(7), ("draw", {}))
+        assert await texts(pool, "again", add(7), ("draw", {})) == await texts(
+            pool, "whole", add(7), ("draw", {})
+        )
         left = await pool.leave("again", 4)
-        assert await pool.resume("again", ROW, 5, left) == 4, "the name is free, and what it went on with is in it"
+        assert await pool.resume("again", ROW, 5, left) == 4, (
+            "the name is free, and what it went on with is in it"
+        )
         assert await texts(pool, "again", add(1)) == ["10"]
         assert await pool.finish("again") == RewardResult(10.0, False)
 
@@ -71,7 +75,12 @@ def test_a_call_that_was_cut_leaves_no_trace(play: Play, tmp_path: Path) -> None
         assert pool.counts == PoolCounts(0, 2, 0)
         assert (tmp_path / "closed").read_text() == "one\n" * 4
 
-    play(scenario, environment=COUNTER, arguments={"closed": str(tmp_path / "closed")}, call_timeout_s=1.0)
+    play(
+        scenario,
+        environment=COUNTER,
+        arguments={"closed": str(tmp_path / "closed")},
+        call_timeout_s=1.0,
+    )
 
 
 def test_a_call_that_was_given_up_leaves_no_trace_in_the_reward(play: Play) -> None:
@@ -134,8 +143,18 @@ def test_a_history_is_read_as_it_was_written() -> None:
     row, told = {"a": 1}, CallResult("t\u2713", 0.5, False, None, 0.25)
     unfit = ("call", "add", {"x": float("nan")}), JobFailure("arguments", "no")
     call = ("call", "add", {"x": [1, "\ud800"]})
-    history = [{0: (("open", row, 3), None)}, {1: (call, told), 0: unfit}, {}, {0: (("reply", "w"), None)}]
-    assert from_json(to_json(history) or "", row, 3) == [history[0], {0: (call, told)}, {}, history[3]]
+    history = [
+        {0: (("open", row, 3), None)},
+        {1: (call, told), 0: unfit},
+        {},
+        {0: (("reply", "w"), None)},
+    ]
+    assert from_json(to_json(history) or "", row, 3) == [
+        history[0],
+        {0: (call, told)},
+        {},
+        history[3],
+    ]
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]

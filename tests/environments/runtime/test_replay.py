@@ -13,7 +13,11 @@ from typing import Any
 import pytest
 
 from megarl.environments import RewardResult
-from megarl.environments.runtime.environment_pool import EnvironmentFailure, EnvironmentPool, PoolCounts
+from megarl.environments.runtime.environment_pool import (
+    EnvironmentFailure,
+    EnvironmentPool,
+    PoolCounts,
+)
 from megarl.environments.runtime.results import CallResult
 
 Play = Callable[..., Any]
@@ -51,11 +55,19 @@ def test_an_episode_has_an_instance_with_its_seed(play: Play, tmp_path: Path) ->
         assert await pool.open("b", {"name": "second"}, 5) is None
         for episode in "ab":
             assert told(await pool.call(episode, [add(1), add(2)])) == [("4", None), ("6", None)]
-            assert await one(pool, episode, ("draw", {})) == (str(random.Random(5).randrange(10**9)), None)
+            assert await one(pool, episode, ("draw", {})) == (
+                str(random.Random(5).randrange(10**9)),
+                None,
+            )
         for hidden in ("reset", "reward", "_sum", "close"):
             assert (await one(pool, "a", (hidden, {})))[1] == "unknown"
         answer = await pool.reply("a", "well")
-        assert answer and (answer.text, answer.reward, answer.done, answer.error) == ("well", 6.0, False, None)
+        assert answer and (answer.text, answer.reward, answer.done, answer.error) == (
+            "well",
+            6.0,
+            False,
+            None,
+        )
         assert await pool.reply("b", "end") is None
         assert await pool.finish("a") == RewardResult(6.0, False)
         await pool.drop("b")
@@ -80,7 +92,12 @@ def test_all_of_an_environment_may_be_async(play: Play) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["exit 3", pytest.param("fill", marks=pytest.mark.slow), pytest.param("hang", marks=pytest.mark.slow)]
+    "what",
+    [
+        "exit 3",
+        pytest.param("fill", marks=pytest.mark.slow),
+        pytest.param("hang", marks=pytest.mark.slow),
+    ],
 )
 def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None:
     """They draw the same random numbers as without it, and the guilty one goes on from before its call."""
@@ -103,12 +120,18 @@ def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None
             draws = [(str(dice.randrange(10**9)), None) for _ in range(4)]
             assert results[:3] == [(str(number), None), *draws[:2]]
             assert results[3][1] == (error if number == 3 else None)
-            assert results[4:] == [*draws[2:], (str(total), None), RewardResult(float(total), False)]
+            assert results[4:] == [
+                *draws[2:],
+                (str(total), None),
+                RewardResult(float(total), False),
+            ]
         counts = pool.counts
         assert counts.ended == 1 and counts.lost == 0 and 1 <= counts.replayed <= 8
         assert pool.pids() != before and len(pool.pids()) == 1
 
-    play(scenario, environment=COUNTER, call_timeout_s=1.5 if what == "hang" else 60.0, memory_mb=200)
+    play(
+        scenario, environment=COUNTER, call_timeout_s=1.5 if what == "hang" else 60.0, memory_mb=200
+    )
 
 
 @pytest.mark.slow
@@ -118,7 +141,9 @@ def test_it_is_found_out_which_async_call_is_to_blame(play: Play, what: str) -> 
         name = str(number)
         await pool.open(name, {}, number)
         found = told(await pool.call(name, [add(number), ("draw", {})]))
-        found += told(await pool.call(name, [("slow", {"what": what if number == 3 else "sleep 0.05"})]))
+        found += told(
+            await pool.call(name, [("slow", {"what": what if number == 3 else "sleep 0.05"})])
+        )
         return [*found, *told(await pool.call(name, [("draw", {})])), await pool.finish(name)]
 
     async def scenario(pool: EnvironmentPool) -> None:
@@ -158,7 +183,9 @@ def test_a_restart_ends_every_process_and_loses_no_episode(play: Play) -> None:
         before = pool.pids()
         await pool.restart()
         assert not {*before} & {*pool.pids()} and len(pool.pids()) == 2
-        assert [await one(pool, episode, add(1)) for episode in "abc"] == [(str(n), None) for n in (1, 2, 3)]
+        assert [await one(pool, episode, add(1)) for episode in "abc"] == [
+            (str(n), None) for n in (1, 2, 3)
+        ]
         assert pool.counts == PoolCounts(2, 3, 0)
 
     play(scenario, environment=COUNTER, workers=2)
@@ -171,7 +198,9 @@ def test_another_outcome_in_the_replay_is_a_failure(play: Play) -> None:
             await pool.call(episode, [add(2)])
         await pool.call("a", [("where", {})])
         await kill_idle(pool)
-        with pytest.raises(EnvironmentFailure, match="its state had to be made anew, and where gave another result"):
+        with pytest.raises(
+            EnvironmentFailure, match="its state had to be made anew, and where gave another result"
+        ):
             await pool.call("a", [add(1)])
         with pytest.raises(EnvironmentFailure, match="where gave another result"):
             await pool.reply("a", "text")
@@ -187,7 +216,9 @@ def test_what_cannot_be_repeated_fails_with_its_process(play: Play) -> None:
         for episode in "abc":
             await pool.open(episode, {}, 0)
         assert await one(pool, "a", add(1)) == ("1", None)
-        with pytest.raises(EnvironmentFailure, match="its state had to be made anew, and it cannot be replayed"):
+        with pytest.raises(
+            EnvironmentFailure, match="its state had to be made anew, and it cannot be replayed"
+        ):
             await pool.call("b", [odd("exit 3")])
         with pytest.raises(EnvironmentFailure, match="cannot be replayed"):
             await pool.call("a", [add(1)])
@@ -205,7 +236,10 @@ def test_a_cancelled_async_call_costs_no_state(play: Play) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         await pool.open("a", {}, 0)
         await pool.call("a", [add(1)])
-        assert await one(pool, "a", ("slow", {"what": "wait"})) == ("slow took longer than 0.3 s.", "timeout")
+        assert await one(pool, "a", ("slow", {"what": "wait"})) == (
+            "slow took longer than 0.3 s.",
+            "timeout",
+        )
         assert await one(pool, "a", add(1)) == ("2", None)
         assert pool.counts.ended == 0
 
@@ -233,7 +267,10 @@ def test_an_episode_that_its_caller_gives_up_still_has_its_reward(play: Play) ->
     ("row", "says"),
     [
         ({"reset": "raise no"}, "reset raised ValueError: no"),
-        ({"reset": "object"}, "reset returned a value of type object, which is neither text nor None"),
+        (
+            {"reset": "object"},
+            "reset returned a value of type object, which is neither text nor None",
+        ),
         ({"reset": "exit 3"}, r"reset ended its process \(exit code 3\)"),
         pytest.param({"reset": "fill"}, "reset ran out of memory", marks=pytest.mark.slow),
         ({("a", "b"): 1}, "the row cannot be sent to its process"),
@@ -302,8 +339,12 @@ def test_64_episodes_of_which_four_hang_end_by_the_deadline(play: Play) -> None:
     async def scenario(pool: EnvironmentPool) -> None:
         began = asyncio.get_running_loop().time()
         found = await asyncio.gather(*(episode(pool, number) for number in range(64)))
-        assert [one.reward for one in found] == [4.0 if number % 16 == 5 else 6.0 for number in range(64)]
-        assert asyncio.get_running_loop().time() - began < 4 * limit_s + 20, "no more than the hung calls in a row"
+        assert [one.reward for one in found] == [
+            4.0 if number % 16 == 5 else 6.0 for number in range(64)
+        ]
+        assert asyncio.get_running_loop().time() - began < 4 * limit_s + 20, (
+            "no more than the hung calls in a row"
+        )
         counts = pool.counts
         assert counts.ended == 4 and counts.lost == 0
 
@@ -317,7 +358,10 @@ def test_a_plain_call_in_flight_is_sent_again_once(play: Play, tmp_path: Path) -
         for name in "ab":
             await pool.open(name, {}, 0)
         path = str(tmp_path / "count")
-        calls = [pool.call("a", [("count_to_file", {"path": path})]), pool.call("b", [("process", {"text": "x"})])]
+        calls = [
+            pool.call("a", [("count_to_file", {"path": path})]),
+            pool.call("b", [("process", {"text": "x"})]),
+        ]
         (first,), (second,) = await asyncio.gather(*calls)
         assert first.error == "ended" and second.error is None
         assert Path(path).read_text() == "x\n"

@@ -16,7 +16,15 @@ from megarl.environments.runtime.results import BadResult, cut, observation_of
 
 @pytest.mark.parametrize(
     ("result", "text"),
-    [("x", "x"), (None, ""), (7, "7"), (0.5, "0.5"), (True, "true"), ({"a": ["ä"]}, '{"a": ["ä"]}'), ("", "")],
+    [
+        ("x", "x"),
+        (None, ""),
+        (7, "7"),
+        (0.5, "0.5"),
+        (True, "true"),
+        ({"a": ["ä"]}, '{"a": ["ä"]}'),
+        ("", ""),
+    ],
 )
 def test_text_and_what_json_holds_are_results(result: Any, text: str) -> None:
     assert observation_of(result, 100) == Observation(text)
@@ -24,7 +32,11 @@ def test_text_and_what_json_holds_are_results(result: Any, text: str) -> None:
 
 def test_an_observation_keeps_its_reward_and_its_end() -> None:
     found = observation_of(Observation("x" * 1000, np.float32(0.5), np.bool_(True)), 100)  # type: ignore[arg-type]
-    assert (found.reward, found.done) == (0.5, True) and type(found.reward) is float and type(found.done) is bool
+    assert (
+        (found.reward, found.done) == (0.5, True)
+        and type(found.reward) is float
+        and type(found.done) is bool
+    )
     assert "left out" in found.text
 
 
@@ -60,4 +72,6 @@ def test_a_text_is_whole_or_keeps_its_ends(text: str, most_bytes: int) -> None:
     assert clean.startswith(head) and clean.endswith(tail)
     assert len(head) + int(number) + len(tail) == len(text)
     assert len(head.encode()) + len(tail.encode()) <= most_bytes
-    assert len(head.encode()) + len(tail.encode()) > most_bytes - 8, "no more is left out than letters demand"
+    assert len(head.encode()) + len(tail.encode()) > most_bytes - 8, (
+        "no more is left out than letters demand"
+    )

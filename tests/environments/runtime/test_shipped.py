@@ -21,7 +21,9 @@ SESSION = "megarl.environments.python:PythonSession"
 @pytest.mark.usefixtures("isolation")
 def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("\n".join(json.dumps({"contents": f"number {word}"}) for word in ("one", "two", "three")))
+    corpus.write_text(
+        "\n".join(json.dumps({"contents": f"number {word}"}) for word in ("one", "two", "three"))
+    )
 
     async def episode(pool: EnvironmentPool, number: int) -> list[str]:
         name = str(number)
@@ -41,7 +43,10 @@ def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> No
         assert found == [[str(n * n), "[1] number three", str(n * n)] for n in range(12)]
         assert pool.counts.ended == 0
 
-    tools = tuple(f"megarl.environments.{name}" for name in ("calculator:calculate", "python:python", "search:search"))
+    tools = tuple(
+        f"megarl.environments.{name}"
+        for name in ("calculator:calculate", "python:python", "search:search")
+    )
     play(
         scenario,
         tools=tools,
@@ -57,7 +62,10 @@ def test_a_python_call_that_is_cut_costs_no_state(play: Play) -> None:
 
     async def scenario(pool: EnvironmentPool) -> None:
         async def told(*cells: str) -> list[str]:
-            return [one.text for one in await pool.call("a", [("python", {"code": cell}) for cell in cells])]
+            return [
+                one.text
+                for one in await pool.call("a", [("python", {"code": cell}) for cell in cells])
+            ]
 
         assert await pool.open("a", {}, 0) is None
         assert await told("x = 1", "x") == ["The code printed nothing.", "1"]

@@ -17,7 +17,9 @@ Write = Callable[[str], None]
 
 
 @pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Callable[[str], str]:
+def write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Callable[[str], str]:
     """Write a module with the usual imports; its name is another for each test."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -81,9 +83,8 @@ def test_an_environment_may_extend_another(write: Callable[[str], str]) -> None:
 
 
 def test_the_seed_is_there_in_the_constructor(write: Callable[[str], str]) -> None:
-    body = (
-        "class Game(Environment):\n    def __init__(self): self.twice = 2 * self.seed\n    def reply(self, text): ...\n"
-    )
+    body = "class Game(Environment):\n    def __init__(self): self.twice = 2 * self.seed\n"
+    body += "    def reply(self, text): ...\n"
     assert vars(load_environment(f"{write(body)}:Game", {}).make(21))["twice"] == 42
 
 
@@ -125,32 +126,53 @@ def method(body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("class Game:\n    pass\n", "is the class Game, not a subclass of megarl.environments.Environment"),
+        (
+            "class Game:\n    pass\n",
+            "is the class Game, not a subclass of megarl.environments.Environment",
+        ),
         ("def Game(): ...\n", "is a function, not a subclass"),
-        ("class Game(Environment):\n    def reset(self, row): ...\n", "has neither a tool nor `reply`"),
+        (
+            "class Game(Environment):\n    def reset(self, row): ...\n",
+            "has neither a tool nor `reply`",
+        ),
         (method("def move(self, place: int): return ''"), "the public method move of"),
         (method("def move(self, place):\n        'Move.'"), "the argument 'place' of"),
         (method("def move(self, *places: int):\n        'Move.'"), "takes *places"),
         (method("@staticmethod\n    def move(place: int):\n        'Move.'"), "is a staticmethod"),
-        (method("@classmethod\n    def move(cls, place: int):\n        'Move.'"), "is a classmethod"),
+        (
+            method("@classmethod\n    def move(cls, place: int):\n        'Move.'"),
+            "is a classmethod",
+        ),
         (method("def reset(self): ..."), "reset cannot be called (too many positional arguments)"),
-        (method("def close(self, how): ..."), "close cannot be called (missing a required argument: 'how')"),
+        (
+            method("def close(self, how): ..."),
+            "close cannot be called (missing a required argument: 'how')",
+        ),
         ("raise RuntimeError('no display')\n", "cannot be imported (RuntimeError: no display)"),
-        (method("@classmethod\n    def prepare(cls, **_): raise OSError('no index')"), "cannot be prepared (OSError"),
+        (
+            method("@classmethod\n    def prepare(cls, **_): raise OSError('no index')"),
+            "cannot be prepared (OSError",
+        ),
     ],
 )
-def test_environments_that_cannot_be_used_are_errors(write: Callable[[str], str], body: str, problem: str) -> None:
+def test_environments_that_cannot_be_used_are_errors(
+    write: Callable[[str], str], body: str, problem: str
+) -> None:
     with pytest.raises(UserError) as caught:
         load_environment(f"{write(body)}:Game", {})
     assert caught.value.where == "episode.environment" and problem in caught.value.problem
 
 
-def test_arguments_that_the_constructor_does_not_take_are_an_error(write: Callable[[str], str]) -> None:
+def test_arguments_that_the_constructor_does_not_take_are_an_error(
+    write: Callable[[str], str],
+) -> None:
     with pytest.raises(UserError, match="^episode.arguments: .*unexpected keyword argument 'sise'"):
         load_environment(f"{write(GAME)}:Game", {"sise": 3})
 
 
-def test_preparation_gets_the_arguments_and_raises_its_own_errors(write: Callable[[str], str]) -> None:
+def test_preparation_gets_the_arguments_and_raises_its_own_errors(
+    write: Callable[[str], str],
+) -> None:
     body = (
         "from megarl.types import UserError\n"
         'def find(word: str, *, index: str = "") -> str:\n    """Find."""\n'
@@ -164,4 +186,11 @@ def test_preparation_gets_the_arguments_and_raises_its_own_errors(write: Callabl
 def test_the_base_has_defaults() -> None:
     row: Mapping[str, Any] = {}
     base = Environment()
-    assert base.reset(row) is base.reply("") is base.reward() is base.close() is Environment.prepare() is None
+    assert (
+        base.reset(row)
+        is base.reply("")
+        is base.reward()
+        is base.close()
+        is Environment.prepare()
+        is None
+    )

@@ -18,7 +18,9 @@ from megarl.types import UserError
 
 
 def tool(function: Callable[..., Any], **arguments: Any) -> Tool:
-    return make_tool(function, function.__name__, "episode.tools", "m:f", arguments=arguments, is_method=False)
+    return make_tool(
+        function, function.__name__, "episode.tools", "m:f", arguments=arguments, is_method=False
+    )
 
 
 def schema(function: Callable[..., Any], **arguments: Any) -> Any:
@@ -64,7 +66,10 @@ def everything(
 def test_a_schema_is_made_of_types_defaults_and_docstring() -> None:
     made = schema(everything)
     assert made["name"] == "everything"
-    assert made["description"] == "Take everything.\n\nIt has more lines.\n\nReturns:\n    nothing of use"
+    assert (
+        made["description"]
+        == "Take everything.\n\nIt has more lines.\n\nReturns:\n    nothing of use"
+    )
     parameters = made["parameters"]
     properties = parameters["properties"]
     assert properties["text"] == {"type": "string", "description": "what to take, on two lines"}
@@ -77,7 +82,10 @@ def test_a_schema_is_made_of_types_defaults_and_docstring() -> None:
     assert properties["copy"]["default"] == {}
     assert parameters["required"] == [*everything.__annotations__][:9]
     (point,) = parameters["$defs"].values()
-    assert point["properties"]["title"] == {"type": "string", "default": "none"} and "title" not in point
+    assert (
+        point["properties"]["title"] == {"type": "string", "default": "none"}
+        and "title" not in point
+    )
     assert "additionalProperties" not in parameters and "title" not in parameters
 
 
@@ -105,13 +113,20 @@ def test_arguments_of_the_recipe_are_hidden_from_the_model() -> None:
 
 
 def test_arguments_come_as_the_types_of_the_function() -> None:
-    def move(point: Point, day: datetime.date, rest: tuple[int, ...] = (), ratio: float = 1.0) -> str:
+    def move(
+        point: Point, day: datetime.date, rest: tuple[int, ...] = (), ratio: float = 1.0
+    ) -> str:
         """Move."""
         return ""
 
     made = tool(move)
     values = made.values({"point": {"x": 1}, "day": "2026-01-02", "rest": [1, 2], "ratio": 3})
-    assert values == {"point": Point(1), "day": datetime.date(2026, 1, 2), "rest": (1, 2), "ratio": 3.0}
+    assert values == {
+        "point": Point(1),
+        "day": datetime.date(2026, 1, 2),
+        "rest": (1, 2),
+        "ratio": 3.0,
+    }
     assert made.values({"point": {"x": 1}, "day": "2026-01-02"}).keys() == {"point", "day"}
 
 
@@ -119,10 +134,22 @@ def test_arguments_come_as_the_types_of_the_function() -> None:
     ("arguments", "says"),
     [
         ({}, "paint was not called: the argument 'colour' is missing."),
-        ({"colour": 3}, "paint was not called: the argument 'colour' is 3, and input should be a valid string."),
-        ({"colour": "x", "size": "1"}, "the argument 'size' is '1', and input should be a valid integer"),
-        ({"colour": "x", "size": True}, "the argument 'size' is True, and input should be a valid integer"),
-        ({"colour": "x", "size": 1.5}, "the argument 'size' is 1.5, and input should be a valid integer"),
+        (
+            {"colour": 3},
+            "paint was not called: the argument 'colour' is 3, and input should be a valid string.",
+        ),
+        (
+            {"colour": "x", "size": "1"},
+            "the argument 'size' is '1', and input should be a valid integer",
+        ),
+        (
+            {"colour": "x", "size": True},
+            "the argument 'size' is True, and input should be a valid integer",
+        ),
+        (
+            {"colour": "x", "size": 1.5},
+            "the argument 'size' is 1.5, and input should be a valid integer",
+        ),
         ({"color": "x"}, "the argument 'colour' is missing; there is no argument 'color'."),
         ({str(n): n for n in range(9)}, " and 7 more."),
         ([], "its arguments are not a JSON object."),
@@ -142,7 +169,9 @@ def test_arguments_that_do_not_fit_are_told_in_a_sentence(arguments: Any, says: 
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -154,7 +183,9 @@ def test_arguments_are_taken_as_they_are_or_refused(arguments: Any) -> None:
     except BadArguments:
         values = None
     right = isinstance(arguments, dict) and arguments.keys() <= {"colour", "size"}
-    right = right and isinstance(arguments.get("colour"), str) and type(arguments.get("size", 0)) is int
+    right = (
+        right and isinstance(arguments.get("colour"), str) and type(arguments.get("size", 0)) is int
+    )
     if right and not any("\ud800" <= letter <= "\udfff" for letter in arguments["colour"]):
         assert values == arguments
     elif not right:
@@ -248,7 +279,11 @@ def needs(text: str, *, corpus: str) -> str:
 def test_what_cannot_be_a_tool_is_an_error(function: Callable[..., Any], problem: str) -> None:
     with pytest.raises(UserError) as caught:
         tool(function)
-    assert caught.value.where == "episode.tools" and problem in caught.value.problem and caught.value.hint
+    assert (
+        caught.value.where == "episode.tools"
+        and problem in caught.value.problem
+        and caught.value.hint
+    )
 
 
 def test_a_name_that_no_model_can_call_is_an_error() -> None:

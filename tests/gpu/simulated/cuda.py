@@ -93,7 +93,14 @@ def _replace_cuda() -> None:
         "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "is_bf16_supported": True,
         "is_current_stream_capturing": False, "current_stream": stream, "default_stream": stream,
     }  # fmt: skip
-    silent = ("init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "seed_all")
+    silent = (
+        "init",
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "seed_all",
+    )
     torch.cuda.__dict__.update(
         random,
         _initialized=True,
@@ -145,7 +152,9 @@ def _gathering_uneven_lists(all_gather: Any) -> Any:
     """NCCL gathers tensors of different sizes by broadcasts (ProcessGroupNCCL::allgather); gloo refuses them."""
 
     @functools.wraps(all_gather)
-    def gathered(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gathered(
+        parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if len({part.shape for part in parts}) == 1:
             return all_gather(parts, own, group=group, async_op=async_op)
         parts[dist.get_rank(group)].copy_(own)
@@ -160,7 +169,9 @@ def _scattering_uneven_lists(reduce_scatter: Any) -> Any:
     """NCCL reduces tensors of different sizes one by one (ProcessGroupNCCL::reduce_scatter); gloo refuses them."""
 
     @functools.wraps(reduce_scatter)
-    def scattered(own: torch.Tensor, parts: list[torch.Tensor], *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def scattered(
+        own: torch.Tensor, parts: list[torch.Tensor], *args: Any, group: Any = None, **kwargs: Any
+    ) -> Any:
         if len({part.shape for part in parts}) == 1:
             return reduce_scatter(own, parts, *args, group=group, **kwargs)
         for rank, part in enumerate(parts):
@@ -192,7 +203,9 @@ def _keeping_attributes(to: Any) -> Any:
         before = {name: vars(param).copy() for name, param in self.named_parameters()}
         result = to(self, *args, **kwargs)
         for name, param in self.named_parameters():
-            vars(param).update({key: value for key, value in before[name].items() if key not in vars(param)})
+            vars(param).update(
+                {key: value for key, value in before[name].items() if key not in vars(param)}
+            )
         return result
 
     return moved

@@ -58,7 +58,14 @@ def te_general_grouped_gemm(
 
 
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quantizer: Any, kind: Any, sm: int, is_centred: bool
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor | None,
+    quantizer: Any,
+    kind: Any,
+    sm: int,
+    is_centred: bool,
 ) -> tuple[Tensor, None, Tensor]:
     rsigma = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
     made = (x.float() * rsigma[..., None] * (weight.float() + is_centred)).to(x.dtype)
@@ -96,25 +103,47 @@ def multi_tensor_l2norm(
     return each.norm().reshape(1), each if per_tensor else torch.empty(0, device="cuda")
 
 
-def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: float) -> None:
+def multi_tensor_scale(
+    chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: float
+) -> None:
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
 
 
 def fused_rope_forward(
-    t: Tensor, freqs: Tensor, start: Any, layout: Any, interleaved: bool, bounds: Tensor, cp: int, rank: int
+    t: Tensor,
+    freqs: Tensor,
+    start: Any,
+    layout: Any,
+    interleaved: bool,
+    bounds: Tensor,
+    cp: int,
+    rank: int,
 ) -> Tensor:
     return _rotated(t, freqs, bounds, cp, rank, interleaved, is_backward=False)
 
 
 def fused_rope_backward(
-    t: Tensor, freqs: Tensor, start: Any, layout: Any, interleaved: bool, bounds: Tensor, cp: int, rank: int
+    t: Tensor,
+    freqs: Tensor,
+    start: Any,
+    layout: Any,
+    interleaved: bool,
+    bounds: Tensor,
+    cp: int,
+    rank: int,
 ) -> Tensor:
     return _rotated(t, freqs, bounds, cp, rank, interleaved, is_backward=True)
 
 
 def _rotated(
-    t: Tensor, freqs: Tensor, bounds: Tensor, cp: int, rank: int, interleaved: bool, is_backward: bool
+    t: Tensor,
+    freqs: Tensor,
+    bounds: Tensor,
+    cp: int,
+    rank: int,
+    interleaved: bool,
+    is_backward: bool,
 ) -> Tensor:
     """Of packed segments [T, heads, d], whose bounds are those of all context-parallel ranks together."""
     from megarl.parallel.packing import zigzag
@@ -153,7 +182,9 @@ def attention(
     packed = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(packed)
     packed.softmax_scale, packed.group = self.fused_attention.softmax_scale, cp_group()
-    return packed(query, key, value, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu_seqlens_q))
+    return packed(
+        query, key, value, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu_seqlens_q)
+    )
 
 
 def _torch_type(kind: Any) -> torch.dtype:
@@ -183,6 +214,10 @@ def install() -> None:
     replaced = {id(getattr(tex, kernel.__name__)): _counted(kernel) for kernel in KERNELS}
     for name, module in list(sys.modules.items()):
         if module is not None and name.startswith(("transformer_engine", "megatron")):
-            held = {key: replaced[id(value)] for key, value in vars(module).items() if id(value) in replaced}
+            held = {
+                key: replaced[id(value)]
+                for key, value in vars(module).items()
+                if id(value) in replaced
+            }
             vars(module).update(held)
     te.DotProductAttention.forward = attention

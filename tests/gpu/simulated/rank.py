@@ -67,7 +67,9 @@ def _set_as_the_engine() -> None:
     set_tp_attributes = rank_model.set_tp_attributes
 
     def set_after_the_engine(chunks: Any, *given: Any) -> None:
-        for param_name, param in ((name, param) for chunk in chunks for name, param in chunk.named_parameters()):
+        for param_name, param in (
+            (name, param) for chunk in chunks for name, param in chunk.named_parameters()
+        ):
             if ".experts." in param_name:
                 param.tensor_model_parallel = False
             elif "_down_proj." in param_name:

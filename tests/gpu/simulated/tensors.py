@@ -37,7 +37,9 @@ def plain(value: Any) -> Any:
         return value
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
         same = torch.empty(0, dtype=value.dtype)
-        return same.set_(value.untyped_storage(), value.storage_offset(), value.size(), value.stride())
+        return same.set_(
+            value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
+        )
 
 
 def simulated(value: Any, requires_grad: bool = False) -> Any:
@@ -73,16 +75,25 @@ class SimulatedTensor(Tensor):
 def _refuse_mixture(name: str, args: Any, kwargs: Any) -> None:
     """Raise as CUDA does; in a backward pass autograd itself adds numbers of the CPU."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    on_cpu = [tensor for tensor in tensors if not isinstance(tensor, SimulatedTensor) and tensor.dim()]
+    on_cpu = [
+        tensor for tensor in tensors if not isinstance(tensor, SimulatedTensor) and tensor.dim()
+    ]
     is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
     if on_cpu and not is_backward and not name.startswith(MAY_MIX):
-        sizes = [("cuda" if isinstance(tensor, SimulatedTensor) else "cpu", tuple(tensor.shape)) for tensor in tensors]
+        sizes = [
+            ("cuda" if isinstance(tensor, SimulatedTensor) else "cpu", tuple(tensor.shape))
+            for tensor in tensors
+        ]
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {sizes}")
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SimulatedTensor | None:
     """The simulated tensor that an operator writes and returns, if that is what it does."""
-    if len(schema.returns) != 1 or not (alias := schema.returns[0].alias_info) or not alias.is_write:
+    if (
+        len(schema.returns) != 1
+        or not (alias := schema.returns[0].alias_info)
+        or not alias.is_write
+    ):
         return None
     for number, argument in enumerate(schema.arguments):
         info = argument.alias_info
@@ -96,7 +107,9 @@ def _resized(written: SimulatedTensor, result: Any) -> SimulatedTensor:
     """The tensor itself, with the size that an operator such as `set_` or `resize_` gave its memory."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
         if isinstance(result, Tensor) and result.size() != written.size():
-            written.set_(result.untyped_storage(), result.storage_offset(), result.size(), result.stride())
+            written.set_(
+                result.untyped_storage(), result.storage_offset(), result.size(), result.stride()
+            )
     return written
 
 
@@ -127,7 +140,11 @@ def place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _made_on_gpu(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {key: plain(value) for key, value in kwargs.items() if key not in ("pin_memory", "requires_grad")}
+    given = {
+        key: plain(value)
+        for key, value in kwargs.items()
+        if key not in ("pin_memory", "requires_grad")
+    }
     made = raw(func, *tree_map(plain, args), **{**given, "device": torch.device("cpu")})
     if func in (torch.as_tensor, torch.asarray):
         made = made.clone()  # the memory of a CPU tensor is not the GPU's
@@ -136,7 +153,8 @@ def _made_on_gpu(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _pin(tensor: Tensor) -> Tensor:
     storage = raw(Tensor.untyped_storage, tensor)
-    _pinned[storage._cdata] = StorageWeakRef(storage)  # which keeps the address from being used again
+    # which keeps the address from being used again
+    _pinned[storage._cdata] = StorageWeakRef(storage)
     return tensor
 
 
@@ -195,7 +213,9 @@ def _is_pinned(tensor: Tensor, *_: Any) -> bool:
 
 def _pin_memory(tensor: Tensor, *_: Any) -> Tensor:
     if isinstance(tensor, SimulatedTensor):
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        raise RuntimeError(
+            "cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned"
+        )
     return _pin(raw(Tensor.clone, tensor))
 
 
@@ -232,7 +252,9 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     torch.device: _made_device,
     _OF_DEVICE[0].__get__: _device,
     _OF_DEVICE[1].__get__: lambda tensor: isinstance(tensor, SimulatedTensor),
-    _OF_DEVICE[2].__get__: lambda tensor: not isinstance(tensor, SimulatedTensor) and _device(tensor).type == "cpu",
+    _OF_DEVICE[2].__get__: lambda tensor: (
+        not isinstance(tensor, SimulatedTensor) and _device(tensor).type == "cpu"
+    ),
     Tensor.get_device: lambda tensor: 0 if isinstance(tensor, SimulatedTensor) else -1,
     Tensor.is_pinned: _is_pinned,
     Tensor.pin_memory: _pin_memory,

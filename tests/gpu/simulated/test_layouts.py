@@ -34,7 +34,9 @@ LAYOUTS = {
 }
 BY_DAY = ("deepseek-v3", "tp2 ep2", "weights")
 HAS_ENGINE = importlib.util.find_spec("transformer_engine") is not None
-need_engine = pytest.mark.skipif(not HAS_ENGINE, reason="bash scripts/gpu_check.sh --simulated has TransformerEngine")
+need_engine = pytest.mark.skipif(
+    not HAS_ENGINE, reason="bash scripts/gpu_check.sh --simulated has TransformerEngine"
+)
 
 
 def marks(family: str, name: str, trained: str) -> Any:
@@ -54,7 +56,10 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: tiny.write(tmp_path_factory.mktemp("models") / family, family) for family in SETTINGS}
+    return {
+        family: tiny.write(tmp_path_factory.mktemp("models") / family, family)
+        for family in SETTINGS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +70,18 @@ def on_cpu(paths: dict[str, Path]) -> Any:
     def expected(family: str, trained: str) -> dict[str, Any]:
         if (family, trained) not in made:
             settings = SETTINGS[family] if trained == "weights" else ADAPTED
-            with Child("tests.gpu.rank:Rank", ON_CPU, folder=str(paths[family]), dtype="float32", **settings) as rank:
+            with Child(
+                "tests.gpu.rank:Rank",
+                ON_CPU,
+                folder=str(paths[family]),
+                dtype="float32",
+                **settings,
+            ) as rank:
                 logprobs = rank.ask("logprobs")
-                made[family, trained] = {"logprobs": logprobs, "steps": [rank.ask("step") for _ in range(STEPS)]}
+                made[family, trained] = {
+                    "logprobs": logprobs,
+                    "steps": [rank.ask("step") for _ in range(STEPS)],
+                }
         return made[family, trained]
 
     return expected
@@ -81,7 +95,12 @@ def test_a_layout_learns_what_one_rank_on_the_cpu_does(
     layout, expected = LAYOUTS[name], on_cpu(family, trained)
     settings = SETTINGS[family] if trained == "weights" else ADAPTED
     has_engines_attributes = trained == "weights"
-    given = {**settings, **axes(layout), "dtype": "float32", "has_engines_attributes": has_engines_attributes}
+    given = {
+        **settings,
+        **axes(layout),
+        "dtype": "float32",
+        "has_engines_attributes": has_engines_attributes,
+    }
     with world(paths[family], layout.world_size, **given) as ranks:
         assert set(ranks.ask("device")) == {"cuda"}
         if trained == "weights":
@@ -116,10 +135,14 @@ def check_resumed(ranks: World, folder: Path, steps: list[Any]) -> None:
     assert ranks.ask("digest") == saved
     again = ranks.ask("step")
     for name in ("loss", "grad_norm"):
-        assert [rank[name] for rank in again] == pytest.approx([rank[name] for rank in steps[-1]], rel=1e-5)
+        assert [rank[name] for rank in again] == pytest.approx(
+            [rank[name] for rank in steps[-1]], rel=1e-5
+        )
 
 
-def check_step(ranks: list[dict[str, float]], expected: dict[str, float], layout: TrainLayout) -> None:
+def check_step(
+    ranks: list[dict[str, float]], expected: dict[str, float], layout: TrainLayout
+) -> None:
     """Every rank knows the norm; a loss is that of the sequences of one data-parallel rank, on its last stage."""
     at = [layout.coords(rank) for rank in range(layout.world_size)]
     ends = {one.dp: ranks[one.rank]["loss"] for one in at if one.pp == layout.pp - 1}
@@ -129,7 +152,9 @@ def check_step(ranks: list[dict[str, float]], expected: dict[str, float], layout
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("is_on_host", [False, True], ids=["optimizer on the gpu", "optimizer on the host"])
+@pytest.mark.parametrize(
+    "is_on_host", [False, True], ids=["optimizer on the gpu", "optimizer on the host"]
+)
 @pytest.mark.parametrize("name", ["one rank", "tp2 ep2"])
 @pytest.mark.parametrize("family", SETTINGS)
 def test_bfloat16_stays_near_the_cpus_float32(
@@ -137,7 +162,12 @@ def test_bfloat16_stays_near_the_cpus_float32(
 ) -> None:
     """A router may choose other experts, as on a GPU: the bound is that of tests/gpu/test_rank.py."""
     layout, steps = LAYOUTS[name], []
-    given = {**SETTINGS[family], **axes(layout), "dtype": "bfloat16", "optimizer_offload": is_on_host}
+    given = {
+        **SETTINGS[family],
+        **axes(layout),
+        "dtype": "bfloat16",
+        "optimizer_offload": is_on_host,
+    }
     with world(paths[family], layout.world_size, **given) as ranks:
         for logprobs in ranks.ask("logprobs"):
             diff = np.abs(np.subtract(logprobs, on_cpu(family, "weights")["logprobs"]))
@@ -151,7 +181,9 @@ def test_bfloat16_stays_near_the_cpus_float32(
         ranks.ask("load", folder=str(tmp_path))
         assert ranks.ask("digest") == saved
     norm = on_cpu(family, "weights")["steps"][0]["grad_norm"]
-    assert [rank["grad_norm"] for rank in steps[0]] == pytest.approx([norm] * layout.world_size, rel=0.2)
+    assert [rank["grad_norm"] for rank in steps[0]] == pytest.approx(
+        [norm] * layout.world_size, rel=0.2
+    )
 
 
 @pytest.mark.nightly

@@ -36,7 +36,14 @@ class Gpu:
         pinned = torch.empty(4, pin_memory=True).copy_(moved.detach())
         device, kind = str(moved[:2].device), torch.zeros_like(moved).type()
         assert host.grad is not None
-        return [device, kind, host.grad.device.type, host.grad.tolist(), pinned.is_pinned(), host.is_pinned()]
+        return [
+            device,
+            kind,
+            host.grad.device.type,
+            host.grad.tolist(),
+            pinned.is_pinned(),
+            host.is_pinned(),
+        ]
 
     def resized(self) -> list[float]:
         """The bytes of a storage that is given away and taken back, under a view of it."""
@@ -51,7 +58,14 @@ class Gpu:
 
 def test_it_refuses_and_computes_as_a_gpu_does() -> None:
     with Child("tests.gpu.simulated.test_tensors:Gpu", ENVIRONMENT) as gpu:
-        assert gpu.ask("facts") == ["cuda:0", "torch.cuda.FloatTensor", "cpu", [1.0, 1.0, 3.0, 3.0], True, False]
+        assert gpu.ask("facts") == [
+            "cuda:0",
+            "torch.cuda.FloatTensor",
+            "cpu",
+            [1.0, 1.0, 3.0, 3.0],
+            True,
+            False,
+        ]
         assert gpu.ask("resized") == [32, 0, 16]
         with pytest.raises(Failed, match="same device"):
             gpu.ask("add_both_devices")

@@ -45,24 +45,39 @@ def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Rewa
     async def judge_all(pick: Callable[[str], list[str]]) -> Mapping[str, Sequence[object]]:
         async with asyncio.timeout(120):
             rows = [(source, answer) for source, (answer, _, _) in CORPUS.items()]
-            calls = [court.reward_results(answer, {"data_source": source}, pick(source)) for source, answer in rows]
+            calls = [
+                court.reward_results(answer, {"data_source": source}, pick(source))
+                for source, answer in rows
+            ]
             return dict(zip(CORPUS, await asyncio.gather(*calls), strict=True))
 
     right = {source: [response] * 4 for source, (_, response, _) in CORPUS.items()}
     found = asyncio.run(judge_all(right.__getitem__))
     assert all(
-        isinstance(one, RewardResult) and one.correct for reward_results in found.values() for one in reward_results
+        isinstance(one, RewardResult) and one.correct
+        for reward_results in found.values()
+        for one in reward_results
     )
     found = asyncio.run(judge_all(lambda source: CORPUS[source][2]))
     for source, reward_results in found.items():
         for response, one in zip(CORPUS[source][2], reward_results, strict=True):
-            assert not (isinstance(one, RewardResult) and (one.correct or one.reward > 0)), (source, response[:80], one)
+            assert not (isinstance(one, RewardResult) and (one.correct or one.reward > 0)), (
+                source,
+                response[:80],
+                one,
+            )
     judged = [one for one in found["math"] if isinstance(one, RewardResult)]
-    assert len(judged) >= 0.85 * len(MATH), "the usual hostile answer is wrong, and no worker is killed for it"
-    assert any(not isinstance(one, RewardResult) for one in found["format"]), "the pattern does backtrack without end"
+    assert len(judged) >= 0.85 * len(MATH), (
+        "the usual hostile answer is wrong, and no worker is killed for it"
+    )
+    assert any(not isinstance(one, RewardResult) for one in found["format"]), (
+        "the pattern does backtrack without end"
+    )
     found = asyncio.run(judge_all(right.__getitem__))
     assert all(
-        isinstance(one, RewardResult) and one.correct for reward_results in found.values() for one in reward_results
+        isinstance(one, RewardResult) and one.correct
+        for reward_results in found.values()
+        for one in reward_results
     )
     last = court.pids()
     assert len(last) == 8 and set(last) != set(first)

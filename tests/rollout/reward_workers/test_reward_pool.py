@@ -97,7 +97,9 @@ def test_a_failure_is_said_in_words_and_costs_nobody_else_a_reward_result(
     assert gone(before)
 
 
-def test_what_it_prints_and_reads_is_not_the_protocol(judges: Build, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_it_prints_and_reads_is_not_the_protocol(
+    judges: Build, capfd: pytest.CaptureFixture[str]
+) -> None:
     odd = judges(ODD, workers=1)
     assert odd.wait_for_rewards("7", {}, ["flood", "read", "nest 3", "7"]) == [
         RewardResult(0.25, False), RewardResult(0.0, False), RewardResult(1.0, True), RewardResult(1.0, True)
@@ -119,7 +121,9 @@ def test_what_it_started_ends_with_it(judges: Build, tmp_path: Path, word: str) 
 def test_a_child_of_a_worker_that_ended_by_itself_ends_too(judges: Build, tmp_path: Path) -> None:
     odd = judges(ODD, workers=1, timeout_s=30.0)
     (found,) = odd.wait_for_rewards("7", {}, [f"fork_and_leave {tmp_path / 'pid'}"])
-    assert found == Failure("ended its process (exit code 3)"), "the child does not keep the news from coming"
+    assert found == Failure("ended its process (exit code 3)"), (
+        "the child does not keep the news from coming"
+    )
     assert gone([int((tmp_path / "pid").read_text())])
 
 
@@ -140,14 +144,18 @@ def test_groups_are_judged_in_any_loop_and_in_order(judges: Build) -> None:
     odd = judges(ODD, workers=3)
 
     async def many() -> list[Any]:
-        return await asyncio.gather(*(odd.reward_results(str(n), {}, [str(m) for m in range(9)]) for n in range(9)))
+        return await asyncio.gather(
+            *(odd.reward_results(str(n), {}, [str(m) for m in range(9)]) for n in range(9))
+        )
 
     for _ in range(2):  # a loop each
         for n, found in enumerate(asyncio.run(many())):
             assert [one.correct for one in found] == [m == n for m in range(9)]
 
 
-def test_import_time_is_not_reward_result_time(judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_time_is_not_reward_result_time(
+    judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "slow_import.py").write_text(
         "import time\ntime.sleep(1.0)\nkept = bytearray(300 * 2**20)\ndef score(response, answer, row): return 1.0\n"
     )
@@ -162,7 +170,10 @@ def test_import_time_is_not_reward_result_time(judges: Build, tmp_path: Path, mo
     ("body", "problem"),
     [
         ("raise OSError('no disk')", "OSError: no disk"),
-        ("import os; os._exit(5)", r"bad_import:score ended its process \(exit code 5\) while it was imported"),
+        (
+            "import os; os._exit(5)",
+            r"bad_import:score ended its process \(exit code 5\) while it was imported",
+        ),
         (
             "import os, time; os.closerange(3, 99); time.sleep(99)",
             "bad_import:score closed the socket of its worker process",
@@ -183,7 +194,9 @@ def test_an_import_that_fails_is_an_error(
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(psutil.Process().children())
     with pytest.raises(UserError, match=problem) as caught:
-        RewardWorkers(RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0)
+        RewardWorkers(
+            RewardConfig(function="bad_import:score"), 1.0 if "within" in problem else 120.0
+        )
     assert caught.value.where == "reward.function"
     assert set(psutil.Process().children()) <= before
 
@@ -197,7 +210,9 @@ def test_scorers_end_where_a_keeper_is_stopped(judges: Build) -> None:
     assert gone(workers)
 
 
-@pytest.mark.parametrize(("kills", "says"), [(2, None), (100, r"score ended its process \(killed by SIGKILL\) while")])
+@pytest.mark.parametrize(
+    ("kills", "says"), [(2, None), (100, r"score ended its process \(killed by SIGKILL\) while")]
+)
 def test_a_worker_that_is_killed_while_it_imports_is_replaced(
     judges: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int, says: str | None
 ) -> None:
@@ -247,7 +262,10 @@ def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
         deep = [deep]
     rows: list[Any] = [{("a", "b"): 1}, looped, {"deep": deep}]
     for row in rows:
-        assert all("the row cannot be sent" in one for one in words(odd.wait_for_rewards("7", row, ["7", "8"])))
+        assert all(
+            "the row cannot be sent" in one
+            for one in words(odd.wait_for_rewards("7", row, ["7", "8"]))
+        )
     assert odd.wait_for_rewards("7", {"object": object()}, ["7"]) == [RewardResult(1.0, True)]
 
 
@@ -255,7 +273,13 @@ def test_an_episode_is_given_to_functions_that_take_it(judges: Build) -> None:
     """Whole, in its process; None where the response is none."""
     call = {"name": "say", "arguments": {"words": "\ud800\u2028"}, "result": "x\n", "error": None}
     turn = {"role": "assistant", "text": "so", "calls": [call, call], "reward": 0.0}
-    episode = {"turns": [turn, turn], "calls": 4, "call_errors": 0, "end": "answered", "tool_s": 0.1}
+    episode = {
+        "turns": [turn, turn],
+        "calls": 4,
+        "call_errors": 0,
+        "end": "answered",
+        "tool_s": 0.1,
+    }
     by_source = {"later": {"function": "odd_rewards:of_episode_later", "arguments": {"share": 0.5}}}
     by_source["plain"] = {"function": ODD, "arguments": {}}
     three = judges("odd_rewards:of_episode", workers=1, by_source=by_source)
@@ -289,7 +313,9 @@ def test_an_async_function_judges_many_at_once(judges: Build) -> None:
     found = patient.wait_for_rewards("7", {}, ["7"] * 256)
     assert found == [RewardResult(1.0, True)] * 256
     assert time.monotonic() - began < 256 * 0.05, "one after the other they would take longer"
-    assert judges("odd_rewards:judge", workers=1).wait_for_rewards("7", {}, ["7"]) == [RewardResult(1.0, True)]
+    assert judges("odd_rewards:judge", workers=1).wait_for_rewards("7", {}, ["7"]) == [
+        RewardResult(1.0, True)
+    ]
 
 
 def test_an_async_function_that_hangs_is_cancelled_in_its_worker(judges: Build) -> None:
@@ -311,9 +337,15 @@ def test_many_that_hang_and_begin_late_cost_no_worker(judges: Build) -> None:
 
 @pytest.mark.parametrize(
     ("word", "failure"),
-    [("cling", "took longer than 1 s"), ("block", "took longer than 1 s"), ("exit", "ended its process (exit code 4)")],
+    [
+        ("cling", "took longer than 1 s"),
+        ("block", "took longer than 1 s"),
+        ("exit", "ended its process (exit code 4)"),
+    ],
 )
-def test_others_in_flight_at_a_workers_end_are_asked_for_again(judges: Build, word: str, failure: str) -> None:
+def test_others_in_flight_at_a_workers_end_are_asked_for_again(
+    judges: Build, word: str, failure: str
+) -> None:
     patient = judges(PATIENT, workers=2, timeout_s=1.0)
     before = patient.pids()
     found = patient.wait_for_rewards("7", {}, [word, "7", "7", "7"])
@@ -358,7 +390,9 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         f"judges.wait_for_rewards('7', {{}}, ['daemon {path}'])\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    )
     assert parent.stdout
     workers = [int(pid) for pid in parent.stdout.readline().split()]
     assert len(workers) == 2
@@ -374,5 +408,7 @@ def test_a_worker_imports_nothing_heavy() -> None:
     heavy = ["torch", "sglang", "ray", "pyarrow", "transformers", "sympy", "pydantic"]
     script = f"import sys, megarl.rollout.reward_workers.reward_host; print([m for m in {heavy} if m in sys.modules])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -54,7 +54,9 @@ def _fork(path: str) -> None:
 
 def _spawn(path: str) -> None:
     """Another program in a session of its own."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
+    )
     _write(path, child.pid)
     _deaf("")
 
@@ -111,7 +113,9 @@ def _flood(_: str) -> float:
 
 def _links() -> list[int]:
     """The sockets of this process, of which one leads to its parent."""
-    return [int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2 and _is_socket(int(name))]
+    return [
+        int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2 and _is_socket(int(name))
+    ]
 
 
 def _is_socket(number: int) -> bool:
@@ -204,7 +208,9 @@ def of_json(response: str, answer: str, row: Mapping[str, Any]) -> float:
     return float(json.loads(response)["value"] == 42)
 
 
-def worth(response: str, answer: str, row: Mapping[str, Any], *, right: float, wrong: float = 0.0) -> RewardResult:
+def worth(
+    response: str, answer: str, row: Mapping[str, Any], *, right: float, wrong: float = 0.0
+) -> RewardResult:
     return RewardResult(right if response == answer else wrong, response == answer)
 
 
@@ -231,13 +237,19 @@ async def patient(response: str, answer: str, row: Mapping[str, Any]) -> float:
     return 1.0
 
 
-def of_episode(response: str, answer: str, row: Mapping[str, Any], *, episode: Mapping[str, Any] | None) -> float:
+def of_episode(
+    response: str, answer: str, row: Mapping[str, Any], *, episode: Mapping[str, Any] | None
+) -> float:
     """How many calls it had; -1 where it is none."""
     return -1.0 if episode is None else float(sum(len(turn["calls"]) for turn in episode["turns"]))
 
 
 async def of_episode_later(
-    response: str, answer: str, row: Mapping[str, Any], share: float, episode: Mapping[str, Any] | None = None
+    response: str,
+    answer: str,
+    row: Mapping[str, Any],
+    share: float,
+    episode: Mapping[str, Any] | None = None,
 ) -> float:
     await asyncio.sleep(0)
     return share * of_episode(response, answer, row, episode=episode)

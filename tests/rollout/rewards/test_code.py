@@ -20,7 +20,11 @@ from megarl.types.reward_result import RewardResult
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADDS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
-ASSERTS = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]", "assert abs(add(0.1, 0.2) - 0.3) < 1e-9"]
+ASSERTS = [
+    "assert add(1, 2) == 3",
+    "assert add([1], [2]) == [1, 2]",
+    "assert abs(add(0.1, 0.2) - 0.3) < 1e-9",
+]
 BESIDE = ["sums = []\nsums.append(add(1, 2))\nassert sums == [3]"]
 READS = "a, b = map(int, input().split())\n"
 ADD = "def add(a, b):\n    return a + b\n"
@@ -30,7 +34,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("isolation")]
 
 def judged(program: str, tests: Any, **arguments: Any) -> RewardResult:
     response = f"I think:\n```python\nraise SystemExit('a draft')\n```\nbetter:\n```python\n{program}\n```\nDone."
-    return code.score(response, "", {"tests": tests}, **{"timeout_s": 20.0, "total_s": 60.0, **arguments})
+    return code.score(
+        response, "", {"tests": tests}, **{"timeout_s": 20.0, "total_s": 60.0, **arguments}
+    )
 
 
 # --- what passes -------------------------------------------------------------------------------------------------
@@ -71,7 +77,11 @@ ASSERTIONS = [
     BESIDE,
     ["assert all(value == 3 for value in [add(1, 2), add(2, 1)])"],
     ["assert all(add(n, 1) == n + 1 for n in range(3))"],  # beside the program
-    ["import math", "assert math.isclose(add(1, 2), 3)", "assert isinstance(add('a', 'b'), str), 'text'"],
+    [
+        "import math",
+        "assert math.isclose(add(1, 2), 3)",
+        "assert isinstance(add('a', 'b'), str), 'text'",
+    ],
     ["assert add(add(1, 2), 3) in {6} and add(1, 1) == 2 and not add(0, 0)"],
     ["assert set(add((1, 2), (3,))) == set([3, 2, 1])\nassert add(10**5000, 1) > 0"],
     ["from fractions import Fraction", "assert add(Fraction(1, 2), Fraction(1, 2)) == 1"],
@@ -120,8 +130,16 @@ def test_every_test_starts_afresh() -> None:
 
 
 def test_a_response_without_a_program_is_wrong() -> None:
-    for response in ("", "print(3)", "```\nprint(3)\n```", "```c\nmain(){}\n```", "```python\nprint(3)"):
-        assert code.score(response, "", {"tests": ADDS_LINES}, wrong=-0.5) == RewardResult(-0.5, False)
+    for response in (
+        "",
+        "print(3)",
+        "```\nprint(3)\n```",
+        "```c\nmain(){}\n```",
+        "```python\nprint(3)",
+    ):
+        assert code.score(response, "", {"tests": ADDS_LINES}, wrong=-0.5) == RewardResult(
+            -0.5, False
+        )
 
 
 def test_partly_right() -> None:
@@ -129,12 +147,21 @@ def test_partly_right() -> None:
     assert judged(program, ADDS_LINES) == RewardResult(0.0, False)
     assert judged(program, ADDS_LINES, partial=True, wrong=-1.0) == RewardResult(0.5, False)
     assert judged("print(0)", ADDS_LINES, partial=True, wrong=-1.0) == RewardResult(-1.0, False)
-    assert judged(f"{ADD}\nadd = lambda a, b, f=add: f(a, b) if a == 1 else 1/0", ADDS, partial=True).reward == 0.5
+    assert (
+        judged(
+            f"{ADD}\nadd = lambda a, b, f=add: f(a, b) if a == 1 else 1/0", ADDS, partial=True
+        ).reward
+        == 0.5
+    )
     assert judged(ADD, [*ASSERTS, "assert add(1, 1) == 3"], partial=True).reward == 0.75
 
 
-@pytest.mark.parametrize("tests", [ADDS_LINES, ADDS, ASSERTS, BESIDE], ids=["lines", "calls", "asserts", "beside"])
-@pytest.mark.parametrize("program", ["def add(", "1/0", f"{READS}print(a + b)\n1/0", "x = '\0'", "(" * 10_000, ""])
+@pytest.mark.parametrize(
+    "tests", [ADDS_LINES, ADDS, ASSERTS, BESIDE], ids=["lines", "calls", "asserts", "beside"]
+)
+@pytest.mark.parametrize(
+    "program", ["def add(", "1/0", f"{READS}print(a + b)\n1/0", "x = '\0'", "(" * 10_000, ""]
+)
 def test_a_broken_program_is_wrong(program: str, tests: Any) -> None:
     assert judged(program, tests) == RewardResult(0.0, False)
 
@@ -147,9 +174,9 @@ def test_time_is_kept_for_each_test_and_for_all() -> None:
 
 @pytest.mark.parametrize("memory_mb", [128, 1024])
 def test_memory_is_kept(memory_mb: int) -> None:
-    assert judged(f"{READS}x = bytearray(300 << 20)\nprint(a + b)", ADDS_LINES, memory_mb=memory_mb).correct == (
-        memory_mb == 1024
-    )
+    assert judged(
+        f"{READS}x = bytearray(300 << 20)\nprint(a + b)", ADDS_LINES, memory_mb=memory_mb
+    ).correct == (memory_mb == 1024)
 
 
 # --- what cheats -------------------------------------------------------------------------------------------------
@@ -244,9 +271,17 @@ def find(word, begins):
         for found in re.findall(begins + "-[0-9]+", text):
             return found
 """
-    tests = {"fn_name": "find", "inputs": [["given-1234", "expec" + "ted"]], "outputs": ["expected-5678"]}
+    tests = {
+        "fn_name": "find",
+        "inputs": [["given-1234", "expec" + "ted"]],
+        "outputs": ["expected-5678"],
+    }
     assert not judged(program, tests, memory_mb=2048).correct
-    control = {"fn_name": "find", "inputs": [["given-1234", "giv" + "en"]], "outputs": ["given-1234"]}
+    control = {
+        "fn_name": "find",
+        "inputs": [["given-1234", "giv" + "en"]],
+        "outputs": ["given-1234"],
+    }
     assert judged(program, control, memory_mb=2048).correct
 
 
@@ -288,9 +323,18 @@ def test_a_test_that_ends_before_its_token_comes_has_a_report(tmp_path: Path) ->
     late = "token = time.sleep(1.0) or os.urandom(16).hex()"
     source = Path(inside_tests.__file__).read_text().replace("token = os.urandom(16).hex()", late)
     assert late in source
-    job = {"program": "", "setup": "", "tests": [{"expression": "3"}], "wall_s": 60.0, "output_bytes": 99, "stop": True}
+    job = {
+        "program": "",
+        "setup": "",
+        "tests": [{"expression": "3"}],
+        "wall_s": 60.0,
+        "output_bytes": 99,
+        "stop": True,
+    }
     command = [sys.executable, "-c", source]
-    ended = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, cwd=tmp_path)
+    ended = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, cwd=tmp_path
+    )
     assert json.loads(ended.stdout.splitlines()[1])["status"] == 0, ended.stderr
 
 
@@ -312,10 +356,16 @@ class Service(BaseHTTPRequestHandler):
 
     def run(self, body: dict[str, Any]) -> dict[str, Any]:
         command, given = [sys.executable, "-c", body["code"]], body["stdin"]
-        ended = subprocess.run(command, input=given, capture_output=True, text=True, timeout=body["run_timeout"])
+        ended = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=body["run_timeout"]
+        )
         result = {"status": "Finished", "return_code": ended.returncode, "execution_time": 0.1}
         result |= {"stdout": ended.stdout, "stderr": ended.stderr}
-        return {"status": "Failed" if ended.returncode else "Success", "message": "", "run_result": result}
+        return {
+            "status": "Failed" if ended.returncode else "Success",
+            "message": "",
+            "run_result": result,
+        }
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -344,22 +394,33 @@ def test_a_service_judges_like_this_machine(service: tuple[str, type[Service]], 
 
 def test_a_service_says_how_a_program_ended(service: tuple[str, type[Service]]) -> None:
     url, handler = service
-    outcome = http_service.run(url, "import sys; print(1); sys.exit(3)", "", SandboxLimits(wall_s=60.0))
+    outcome = http_service.run(
+        url, "import sys; print(1); sys.exit(3)", "", SandboxLimits(wall_s=60.0)
+    )
     assert (outcome.status, outcome.stdout, outcome.timed_out) == (3, "1\n", False)
-    handler.reply = {"status": "Failed", "run_result": {"status": "TimeLimitExceeded", "return_code": None}}
+    handler.reply = {
+        "status": "Failed",
+        "run_result": {"status": "TimeLimitExceeded", "return_code": None},
+    }
     outcome = http_service.run(url, "", "", SandboxLimits(wall_s=60.0))
     assert (outcome.status, outcome.timed_out) == (None, True)
 
 
-@pytest.mark.parametrize("reply", [{"status": "SandboxError", "message": "no pod"}, {"error": 1}, ["x"]])
-def test_a_service_that_fails_is_no_reward_result(service: tuple[str, type[Service]], reply: Any) -> None:
+@pytest.mark.parametrize(
+    "reply", [{"status": "SandboxError", "message": "no pod"}, {"error": 1}, ["x"]]
+)
+def test_a_service_that_fails_is_no_reward_result(
+    service: tuple[str, type[Service]], reply: Any
+) -> None:
     url, handler = service
     handler.reply = reply
     with pytest.raises(ConnectionError, match="could not run a program"):
         judged(ADD, ADDS, url=url)
 
 
-def test_a_service_that_is_not_there_is_no_reward_result(service: tuple[str, type[Service]]) -> None:
+def test_a_service_that_is_not_there_is_no_reward_result(
+    service: tuple[str, type[Service]],
+) -> None:
     with pytest.raises(ConnectionError, match="gave no answer: ConnectError"):
         judged(ADD, ADDS, url="http://127.0.0.1:1")
     assert [error.where for error in http_service.url_errors("sandbox:8080")] == ["reward.function"]

@@ -60,12 +60,16 @@ def test_a_value_crosses_as_it_is(value: Any) -> None:
         assert arrived == value and type(arrived) is type(value)
 
 
-@pytest.mark.parametrize("value", [Decimal("1.10"), Fraction(1, 3), [Decimal(2)], Counter("aab"), OrderedDict(a=1)])
+@pytest.mark.parametrize(
+    "value", [Decimal("1.10"), Fraction(1, 3), [Decimal(2)], Counter("aab"), OrderedDict(a=1)]
+)
 def test_a_librarys_value_crosses_as_a_source(value: Any) -> None:
     assert eval(source(json.loads(json.dumps(Encoder().encode(value))))) == value
 
 
-@pytest.mark.parametrize("value", [deque([1, 2]), range(1, 3), iter([1, 2]), (n for n in (1, 2)), {1: 0, 2: 0}.keys()])
+@pytest.mark.parametrize(
+    "value", [deque([1, 2]), range(1, 3), iter([1, 2]), (n for n in (1, 2)), {1: 0, 2: 0}.keys()]
+)
 def test_what_can_be_gone_through_crosses_as_that(value: Any) -> None:
     encoded = Encoder().encode(value)
     assert list(eval(source(encoded))) == [1, 2]
@@ -86,18 +90,35 @@ def test_other_values_do_not_cross(value: Any) -> None:
     ("text", "expressions", "condition", "literal"),
     [
         ("assert f(1) == 2", ("f(1)",), "_0 == 2", (2,)),
-        ("assert f(1) == {'a': (1, -2)}, 'why'", ("f(1)",), "_0 == {'a': (1, -2)}", ({"a": (1, -2)},)),
+        (
+            "assert f(1) == {'a': (1, -2)}, 'why'",
+            ("f(1)",),
+            "_0 == {'a': (1, -2)}",
+            ({"a": (1, -2)},),
+        ),
         ("assert 2 == f(g(1))", ("f(g(1))",), "2 == _0", None),
         ("assert f(1) == f(2)", ("f(1)", "f(2)"), "_0 == _1", None),
-        ("assert abs(Solution().f(x)[0] - 1) < 2", ("Solution().f(x)[0]",), "abs(_0 - 1) < 2", None),
+        (
+            "assert abs(Solution().f(x)[0] - 1) < 2",
+            ("Solution().f(x)[0]",),
+            "abs(_0 - 1) < 2",
+            None,
+        ),
         ("assert not f(sorted([1]))", ("f(sorted([1]))",), "not _0", None),
         ("assert math.isclose(f(math.pi), 1)", ("f(math.pi)",), "math.isclose(_0, 1)", None),
         ("assert bisect(1) == 2", ("bisect(1)",), "_0 == 2", (2,)),
-        ("assert sorted(v for v in f(1)) == [1]", ("f(1)",), "sorted((v for v in _0)) == [1]", None),
+        (
+            "assert sorted(v for v in f(1)) == [1]",
+            ("f(1)",),
+            "sorted((v for v in _0)) == [1]",
+            None,
+        ),
         ("assert f([n for n in range(2)]) == 1", ("f([n for n in range(2)])",), "_0 == 1", (1,)),
     ],
 )
-def test_an_assertion_is_cut(text: str, expressions: tuple[str, ...], condition: str, literal: Any) -> None:
+def test_an_assertion_is_cut(
+    text: str, expressions: tuple[str, ...], condition: str, literal: Any
+) -> None:
     cuts = cut(text, imports_of([text]))
     assert cuts is not None
     (one,) = cuts

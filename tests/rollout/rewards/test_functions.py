@@ -118,7 +118,14 @@ def test_a_letter_is_chosen_or_not_guessed(response: str, letter: str | None) ->
 
 def test_the_vote_counts_what_is_meant() -> None:
     """Right answers are one, however they are written; so are wrong ones that are written alike when simplified."""
-    responses = (r"\boxed{\frac12}", "so it is 0.5", r"\boxed{1/2}", r"\boxed{ 0.50 }", r"\boxed{3}", "nothing")
+    responses = (
+        r"\boxed{\frac12}",
+        "so it is 0.5",
+        r"\boxed{1/2}",
+        r"\boxed{ 0.50 }",
+        r"\boxed{3}",
+        "nothing",
+    )
     said = [math.score(one, "0.5", {}).answer for one in responses]
     assert said == ["0.5"] * 4 + ["3", ""]
     assert multiple_choice.score("The answer is (C).", "B", {}).answer == "C"
@@ -161,4 +168,6 @@ def test_a_format_and_what_is_inside() -> None:
     inside = format.score("3", "3", {}, pattern=r"\d", function=of_calls, reward=0.0, episode=calls)
     assert inside == RewardResult(2.0, True, "3"), "which gets the episode, too"
     with pytest.raises(ValueError, match="returned 'good'"):
-        format.score("words", "3", {}, pattern=r"\w+", function="tests.rollout.rewards.odd_rewards:score")
+        format.score(
+            "words", "3", {}, pattern=r"\w+", function="tests.rollout.rewards.odd_rewards:score"
+        )

@@ -40,7 +40,9 @@ class Judge:
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        self.asked.append({"path": handler.path, "key": handler.headers.get("Authorization"), **body})
+        self.asked.append(
+            {"path": handler.path, "key": handler.headers.get("Authorization"), **body}
+        )
         self.at_s.append(time.monotonic())
         self.hold.wait(60.0)
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
@@ -52,7 +54,9 @@ class Judge:
         with contextlib.suppress(ConnectionError):  # the asker's time may be over
             self.send(handler, status, headers, raw)
 
-    def send(self, handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], raw: bytes) -> None:
+    def send(
+        self, handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], raw: bytes
+    ) -> None:
         handler.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(raw))}.items():
             handler.send_header(name, value)
@@ -84,7 +88,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
 
 def judged(server: Judge, response: str = "12", **arguments: Any) -> RewardResult:
     row = {"prompt": "3 * 4?"}
-    return asyncio.run(llm_judge.score(response, "twelve", row, **{"url": server.url, "model": "m", **arguments}))
+    return asyncio.run(
+        llm_judge.score(response, "twelve", row, **{"url": server.url, "model": "m", **arguments})
+    )
 
 
 def failure(asked: Callable[[], Any], kind: type[Exception] = JudgeError) -> str:
@@ -144,7 +150,12 @@ def test_a_response_cannot_end_itself(server: Judge) -> None:
 
 
 def test_a_conversation_is_a_question(server: Judge) -> None:
-    row = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3 * 4?"}]}
+    row = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "3 * 4?"},
+        ]
+    }
     asyncio.run(llm_judge.score("12", "12", row, url=server.url, model="m", question="messages"))
     assert "system: Be brief.\nuser: 3 * 4?" in server.asked[0]["messages"][0]["content"]
     assert "no column 'prompt'" in failure(
@@ -198,7 +209,9 @@ def test_a_servers_wish_to_wait_is_met(server: Judge) -> None:
     assert server.at_s[1] - server.at_s[0] >= 1.0
 
 
-@pytest.mark.parametrize("later", [lambda: "600", lambda: formatdate(time.time() + 600, usegmt=True)])
+@pytest.mark.parametrize(
+    "later", [lambda: "600", lambda: formatdate(time.time() + 600, usegmt=True)]
+)
 def test_a_wish_beyond_the_time_there_is_ends_it(server: Judge, later: Callable[[], str]) -> None:
     server.replies = [(429, {"Retry-After": later()}, {})]
     assert "within 0.5 s" in failure(lambda: judged(server, timeout_s=0.5))
@@ -212,7 +225,9 @@ def test_a_wish_that_means_nothing_is_none(header: str) -> None:
 
 def test_a_judge_that_does_not_answer_meets_the_deadline(server: Judge) -> None:
     server.hold.clear()
-    assert "no verdict from 127.0.0.1 within 0.5 s" in failure(lambda: judged(server, timeout_s=0.5))
+    assert "no verdict from 127.0.0.1 within 0.5 s" in failure(
+        lambda: judged(server, timeout_s=0.5)
+    )
     server.hold.set()
 
 
@@ -226,7 +241,10 @@ def test_many_are_asked_at_once(server: Judge) -> None:
 
     async def ask_all() -> list[RewardResult]:
         row = {"prompt": "?"}
-        asks = [asyncio.ensure_future(llm_judge.score("", "", row, url=server.url, model="m")) for _ in range(8)]
+        asks = [
+            asyncio.ensure_future(llm_judge.score("", "", row, url=server.url, model="m"))
+            for _ in range(8)
+        ]
         while len(server.asked) < 8:
             await asyncio.sleep(0.01)
         server.hold.set()
@@ -251,7 +269,9 @@ def test_the_key_goes_to_the_judge_alone(
     assert KEY not in caplog.text
 
 
-def test_the_key_has_the_name_that_the_recipe_says(server: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_has_the_name_that_the_recipe_says(
+    server: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OTHER_KEY", KEY)
     judged(server)
     judged(server, key_env="OTHER_KEY")
@@ -259,19 +279,25 @@ def test_the_key_has_the_name_that_the_recipe_says(server: Judge, monkeypatch: p
 
 
 @pytest.mark.parametrize("key", [f"{KEY}\r\nX: y", f"{KEY}é"])
-def test_a_key_that_cannot_be_one_is_not_said(server: Judge, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_a_key_that_cannot_be_one_is_not_said(
+    server: Judge, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     monkeypatch.setenv("MEGARL_JUDGE_KEY", key)
     assert KEY not in failure(lambda: judged(server), ValueError)
     assert server.asked == []
 
 
-def test_the_key_does_not_go_over_plain_http(server: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_does_not_go_over_plain_http(
+    server: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MEGARL_JUDGE_KEY", KEY)
     plain = {"url": "http://judge.invalid/v1", "retries": 0}
     said_of_it = failure(lambda: judged(server, **plain), ValueError)
     assert "`insecure: true`" in said_of_it and KEY not in said_of_it
     assert "no verdict" in failure(lambda: judged(server, **plain, insecure=True))
-    assert "no verdict" in failure(lambda: judged(server, url="https://judge.invalid/v1", retries=0))
+    assert "no verdict" in failure(
+        lambda: judged(server, url="https://judge.invalid/v1", retries=0)
+    )
 
 
 @pytest.mark.parametrize("url", ["judge:80", "ftp://judge", "/v1", ""])

@@ -39,7 +39,9 @@ def test_a_bad_path_is_named(path: str, problem: str) -> None:
     assert problem in caught.value.problem
 
 
-@pytest.mark.parametrize("words", ["raise RuntimeError('no licence')", "raise SystemExit('no licence')"])
+@pytest.mark.parametrize(
+    "words", ["raise RuntimeError('no licence')", "raise SystemExit('no licence')"]
+)
 def test_a_module_that_raises_while_it_is_imported_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
@@ -51,7 +53,9 @@ def test_a_module_that_raises_while_it_is_imported_is_named(
 
 def test_arguments_that_it_does_not_take_are_named() -> None:
     with pytest.raises(UserError, match="unexpected keyword argument 'wrng'") as caught:
-        load_reward("megarl.rollout.rewards.math:score", {"wrng": -1.0}, "reward.by_source.gsm8k.function")
+        load_reward(
+            "megarl.rollout.rewards.math:score", {"wrng": -1.0}, "reward.by_source.gsm8k.function"
+        )
     assert caught.value.where == "reward.by_source.gsm8k.function"
     assert "write into reward.by_source.gsm8k.arguments what it takes" in caught.value.hint
 
@@ -63,7 +67,9 @@ def test_episode_is_no_argument_of_a_recipe() -> None:
     with pytest.raises(UserError, match="'episode' is megarl's own") as caught:
         load_reward(path, {"episode": 1}, "reward.by_source.gsm8k.function")
     assert caught.value.where == "reward.by_source.gsm8k.arguments"
-    with pytest.raises(UserError, match=r"\(response, answer, row, episode=...\): missing .* 'share'"):
+    with pytest.raises(
+        UserError, match=r"\(response, answer, row, episode=...\): missing .* 'share'"
+    ):
         load_reward(f"{path}_later", {})
 
 
@@ -72,7 +78,20 @@ def test_the_shipped_reward_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, "1", None, 1j, Decimal(1), RewardResult(math.nan, True), 1e39, 10**400, [1.0], np.nan]
+    "value",
+    [
+        math.nan,
+        math.inf,
+        "1",
+        None,
+        1j,
+        Decimal(1),
+        RewardResult(math.nan, True),
+        1e39,
+        10**400,
+        [1.0],
+        np.nan,
+    ],
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
     found = reward_result_of(value)
@@ -80,7 +99,9 @@ def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
     assert "returned" in found.words
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), True, 2, RewardResult(0.5, True)])
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.float64(0.5), True, 2, RewardResult(0.5, True)]
+)
 def test_numbers_of_all_kinds_are_reward_results(value: Any) -> None:
     found = reward_result_of(value)
     assert isinstance(found, RewardResult)
@@ -104,6 +125,8 @@ def test_words_are_one_short_line() -> None:
     assert short("x" * 10_000).endswith("...") and len(short("x" * 10_000)) == 80
 
 
-@pytest.mark.parametrize(("response", "expected"), [("12", 1.0), (" 12\n", 1.0), ("1 2", 0.0), ("", 0.0), ("12.", 0.0)])
+@pytest.mark.parametrize(
+    ("response", "expected"), [("12", 1.0), (" 12\n", 1.0), ("1 2", 0.0), ("", 0.0), ("12.", 0.0)]
+)
 def test_exact(response: str, expected: float) -> None:
     assert score(response, "12", {}) == expected

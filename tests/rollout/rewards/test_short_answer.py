@@ -15,7 +15,10 @@ ROW = {"golden_answers": ["Wilhelm Conrad Röntgen", "The Röntgen"], "aliases":
     ("response", "is_correct"),
     [
         ("<answer>Wilhelm Conrad Röntgen</answer>", True),
-        ("<think>Was it <answer>Planck</answer>?</think>\n\nIt was <answer> the  röntgen. </answer>", True),
+        (
+            "<think>Was it <answer>Planck</answer>?</think>\n\nIt was <answer> the  röntgen. </answer>",
+            True,
+        ),
         ("<answer>Röntgen</answer>", True),  # articles do not count
         ("<answer>Planck</answer> and not <answer>Röntgen", False),
         ("<answer>Röntgen</answer> or <answer>Planck</answer>", False),
@@ -42,7 +45,13 @@ def test_the_last_answer_is_compared(response: str, is_correct: bool) -> None:
         ({"golden_answers": ["WC Röntgen", 1845]}, {}, False),
     ],
 )
-def test_the_references_are_of_the_row(row: dict[str, Any], arguments: dict[str, Any], is_correct: bool) -> None:
+def test_the_references_are_of_the_row(
+    row: dict[str, Any], arguments: dict[str, Any], is_correct: bool
+) -> None:
     """The answer's own column counts where the row has no others."""
     found = score("<answer>W. C. Röntgen</answer>", "W. C. Röntgen", row, wrong=-1.0, **arguments)
-    assert (found.reward, found.correct, found.answer) == (1.0 if is_correct else -1.0, is_correct, "w c röntgen")
+    assert (found.reward, found.correct, found.answer) == (
+        1.0 if is_correct else -1.0,
+        is_correct,
+        "w c röntgen",
+    )

@@ -24,7 +24,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     params = list(engine_model.params(model).values())
     time.sleep(message.get("rest_s", 0.0))
     if seconds := message.get("rest_in_next_round_s"):
-        decoder = next(model.children())  # SGLang calls the whole model's forward itself, past its hooks
+        # SGLang calls the whole model's forward itself, past its hooks
+        decoder = next(model.children())
         decoder.register_forward_pre_hook(lambda *_: time.sleep(seconds))
     if "shape" in message:
         verify(model, message["shape"], message["engine"])
@@ -44,10 +45,16 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
 def verify(model: torch.nn.Module, shape: dict, engine: dict) -> None:
     mla = MlaShape(**shape["mla"]) if shape["mla"] else None
-    shards = sglang_map.shards(ModelShape(**{**shape, "mla": mla}), EngineLayout(**engine), dist.get_rank())
+    shards = sglang_map.shards(
+        ModelShape(**{**shape, "mla": mla}), EngineLayout(**engine), dist.get_rank()
+    )
     verify_params(shards, engine_model.params(model))
     if error := engine_model.unknown_layout(model):
         raise error
-    wrong = [s.param for s in shards if s.dtype and not str(model.get_parameter(s.param).dtype).endswith(s.dtype)]
+    wrong = [
+        s.param
+        for s in shards
+        if s.dtype and not str(model.get_parameter(s.param).dtype).endswith(s.dtype)
+    ]
     if wrong:
         raise ValueError(f"{wrong[0]} has another type than the map says")

@@ -25,7 +25,9 @@ PARTS = {"dp": 2, "whole_dense": True, "whole_shared": True, "group_head": True,
 BFLOAT16 = 0.05  # nats, in the mean: engine and reference round in other places
 
 
-def test_logprobs_are_those_of_transformers(tmp_path: Path, build_engine: Callable[..., Engine]) -> None:
+def test_logprobs_are_those_of_transformers(
+    tmp_path: Path, build_engine: Callable[..., Engine]
+) -> None:
     # DeepEP has kernels for some hidden sizes, from 2,048 on.
     folder = checkpoints.write(tmp_path, "deepseek-v3", hidden_size=2048, moe_intermediate_size=512)
     write_tokenizer(folder)
@@ -34,7 +36,10 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path, build_engine: Callab
     reference, prompt = Reference(folder), [3, 7, 15, 8, 18, 4]
     samples = asyncio.run(engine.generate(prompt, Sampling(8, 8)))
     diffs = [
-        np.abs(sample.engine_logp_T - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy())
+        np.abs(
+            sample.engine_logp_T
+            - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()
+        )
         for sample in samples
     ]
     assert np.concatenate(diffs).mean() < BFLOAT16

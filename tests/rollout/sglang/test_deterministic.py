@@ -30,7 +30,8 @@ CASES = {
     "qwen3-moe tp2": ("qwen3-moe", {"tp": 2, "ep": 1}),
     "deepseek-v3 tp2 ep2 dp2": ("deepseek-v3", {"tp": 2, "ep": 2, "dp": 2}),
 }
-BY_DAY = "deepseek-v3 tp2 ep2 dp2", KINDS[::3]  # and the seeded samples of Qwen3-MoE in tests/end_to_end/test_resume.py
+# and the seeded samples of Qwen3-MoE in tests/end_to_end/test_resume.py
+BY_DAY = "deepseek-v3 tp2 ep2 dp2", KINDS[::3]
 
 
 def test_every_sample_has_a_seed_of_its_own_for_ever() -> None:
@@ -39,7 +40,9 @@ def test_every_sample_has_a_seed_of_its_own_for_ever() -> None:
     assert len(seeds) == len(streams) * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
     drawn_first = 7211725819173872633
-    assert sample_seed((7, 1, 0), 2) == drawn_first, "a resumed run must draw what the first one drew"
+    assert sample_seed((7, 1, 0), 2) == drawn_first, (
+        "a resumed run must draw what the first one drew"
+    )
 
 
 def murmur3(data: bytes) -> int:
@@ -58,7 +61,11 @@ def murmur3(data: bytes) -> int:
 
 def test_the_hash_is_murmur3() -> None:
     assert murmur3(bytes(4)) == 0x2362F9DE, "the published value of four zero bytes"
-    seeds, positions, columns = [0, 1, 2**63 - 1, 0x89ABCDEF01234567], [0, 5, 31, 4095], [0, 3, 128_000]
+    seeds, positions, columns = (
+        [0, 1, 2**63 - 1, 0x89ABCDEF01234567],
+        [0, 5, 31, 4095],
+        [0, 3, 128_000],
+    )
     given = torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
     hashed = deterministic.murmur_hash(*given)
     for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
@@ -69,7 +76,9 @@ def test_the_hash_is_murmur3() -> None:
 def test_truncation_keeps_each_rows_likeliest_tokens() -> None:
     probs = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).repeat(4, 1)
     every = 1 << 30
-    kept = deterministic.truncated(probs, torch.tensor([every, 1, every, 2]), torch.tensor([1.0, 1.0, 0.6, 0.9]))
+    kept = deterministic.truncated(
+        probs, torch.tensor([every, 1, every, 2]), torch.tensor([1.0, 1.0, 0.6, 0.9])
+    )
     assert (kept > 0).tolist() == [
         [True, True, True, True],
         [False, True, False, False],
@@ -81,11 +90,15 @@ def test_truncation_keeps_each_rows_likeliest_tokens() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "width"), [(16, 8), (33, 47), (64, 192), (128, 47), (512, 64)])
-def test_a_rows_product_is_the_same_in_any_company(inner: int, width: int, dtype: torch.dtype) -> None:
+def test_a_rows_product_is_the_same_in_any_company(
+    inner: int, width: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(inner)
     row, right = torch.randn(1, inner).to(dtype), torch.randn(width, inner).to(dtype).t()
     alone = deterministic.product(row, right)
-    torch.testing.assert_close(alone, row @ right, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        alone, row @ right, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2
+    )
     for rows in (1, 2, 3, 7, 16, 17, 33, 100):
         for place in {0, rows // 2, rows - 1}:
             left = torch.randn(rows, inner).to(dtype)
@@ -98,7 +111,9 @@ def test_a_rows_product_is_the_same_in_any_company(inner: int, width: int, dtype
 def test_products_of_nothing_and_with_an_addend() -> None:
     left, right, bias = torch.randn(5, 32), torch.randn(32, 6), torch.randn(6)
     expected = torch.addmm(bias, left, right, beta=2, alpha=3)
-    torch.testing.assert_close(deterministic.sum_with_product(bias, left, right, beta=2, alpha=3), expected)
+    torch.testing.assert_close(
+        deterministic.sum_with_product(bias, left, right, beta=2, alpha=3), expected
+    )
     assert deterministic.product(left[:0], right).shape == (0, 6)
     assert deterministic.batched_product(left[None, :0], right[None]).shape == (1, 0, 6)
     assert deterministic.batched_product(left[None][:0], right[None][:0]).shape == (0, 5, 6)
@@ -115,13 +130,17 @@ def sampling(kind: tuple[float, float], prompt: int) -> Sampling:
 
 async def alone(engine: Engine, kind: tuple[float, float]) -> list[list[Sample]]:
     """One prompt after the other."""
-    return [await engine.generate(prompt, sampling(kind, index)) for index, prompt in enumerate(PROMPTS)]
+    return [
+        await engine.generate(prompt, sampling(kind, index)) for index, prompt in enumerate(PROMPTS)
+    ]
 
 
 async def in_company(engine: Engine, kind: tuple[float, float]) -> list[list[Sample]]:
     """All at once, the last first, between requests of every kind that start and end at other times."""
     strangers = [
-        engine.generate([5 + number] * (number + 1), Sampling(2, 3 * number + 1, *other, stream=(8, number)))
+        engine.generate(
+            [5 + number] * (number + 1), Sampling(2, 3 * number + 1, *other, stream=(8, number))
+        )
         for number, other in enumerate(KINDS * 3)
     ]
     mine = [engine.generate(prompt, sampling(kind, index)) for index, prompt in enumerate(PROMPTS)]
@@ -130,16 +149,26 @@ async def in_company(engine: Engine, kind: tuple[float, float]) -> list[list[Sam
 
 
 async def in_phases(
-    engine: Engine, kind: tuple[float, float], phase_tokens: int, change: Callable[[], Awaitable[None]] | None = None
+    engine: Engine,
+    kind: tuple[float, float],
+    phase_tokens: int,
+    change: Callable[[], Awaitable[None]] | None = None,
 ) -> list[list[Sample]]:
     """All prompts, each response in parts of so many tokens; change: what happens between two phases."""
     groups: list[list[Sample]] = [[] for _ in PROMPTS]
     while any(sample.is_open for group in groups for sample in group) or not groups[0]:
         if groups[0] and change:
             await change()
-        going = [place for place, group in enumerate(groups) if not group or any(one.is_open for one in group)]
+        going = [
+            place
+            for place, group in enumerate(groups)
+            if not group or any(one.is_open for one in group)
+        ]
         hows = [replace(sampling(kind, place), phase_tokens=phase_tokens) for place in going]
-        calls = [engine.generate(PROMPTS[at], how, groups[at]) for at, how in zip(going, hows, strict=True)]
+        calls = [
+            engine.generate(PROMPTS[at], how, groups[at])
+            for at, how in zip(going, hows, strict=True)
+        ]
         for place, group in zip(going, await asyncio.gather(*calls), strict=True):
             groups[place] = group
     return groups
@@ -155,7 +184,9 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, int]]:
     """A checkpoint and its engine's layout."""
     family, layout = CASES[request.param]
     folder = tmp_path_factory.mktemp("seeded")
@@ -170,7 +201,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     indirect=["served"],
 )
 def test_samples_repeat_in_another_engine_and_in_any_company(
-    served: tuple[Path, dict[str, int]], kinds: Sequence[tuple[float, float]], build_engine: Callable[..., Engine]
+    served: tuple[Path, dict[str, int]],
+    kinds: Sequence[tuple[float, float]],
+    build_engine: Callable[..., Engine],
 ) -> None:
     folder, layout = served
     options = {"model_path": str(folder), "seeded": True, "routed_experts": True, **layout}
@@ -179,7 +212,9 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
         engine = build_engine(**options, seed=seed)
         groups.append([asyncio.run(ask(engine, kind)) for kind in kinds])
         if ask is in_company:  # on another engine, too
-            parts = [asyncio.run(in_phases(engine, kinds[0], phase_tokens)) for phase_tokens in (5, 8)]
+            parts = [
+                asyncio.run(in_phases(engine, kinds[0], phase_tokens)) for phase_tokens in (5, 8)
+            ]
         if layout.get("dp", 1) > 1 and len(groups) == 1 and kinds is KINDS:
             with one_thread():
                 check_draws([engine], Reference(folder))
@@ -187,9 +222,15 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
     for kind, first, second in zip(kinds, *groups, strict=True):
         assert [bits(group) for group in first] == [bits(group) for group in second], kind
         same = {0.0: 1, 1.0: 3}.get(kind[0])
-        assert same is None or all(len(set(bits(group))) == same for group in first), "only greedy samples are equal"
+        assert same is None or all(len(set(bits(group))) == same for group in first), (
+            "only greedy samples are equal"
+        )
     plain = groups[0][0]
-    cooler = [found for (temperature, _), found in zip(kinds, groups[0], strict=True) if temperature == 0.7]
+    cooler = [
+        found
+        for (temperature, _), found in zip(kinds, groups[0], strict=True)
+        if temperature == 0.7
+    ]
     check_experts(folder, plain)
     check_experts(folder, groups[1][0])
     for found in parts:
@@ -213,7 +254,9 @@ def check_continued(groups: Sequence[Sequence[Sample]], whole: Sequence[Sequence
 
 
 @pytest.mark.slow
-def test_seeded_samples_are_independent_draws(build_engine: Callable[..., Engine], reference: Reference) -> None:
+def test_seeded_samples_are_independent_draws(
+    build_engine: Callable[..., Engine], reference: Reference
+) -> None:
     engines = [build_engine(1, 1, seeded=True, context_tokens=32) for _ in range(2)]
     check_draws(engines, reference, temperature=0.7)
     for engine in engines:
@@ -221,12 +264,15 @@ def test_seeded_samples_are_independent_draws(build_engine: Callable[..., Engine
 
 
 @pytest.mark.slow
-def test_experts_of_cached_tokens_are_told_too(checkpoint: Path, build_engine: Callable[..., Engine]) -> None:
+def test_experts_of_cached_tokens_are_told_too(
+    checkpoint: Path, build_engine: Callable[..., Engine]
+) -> None:
     """Where samples need not repeat, the second time all prompts are in the prefix cache."""
     engine = build_engine(2, 2, routed_experts=True)
     for _ in range(2):
         check_experts(checkpoint, asyncio.run(alone(engine, KINDS[0])))
-    check_experts(checkpoint, asyncio.run(in_phases(engine, KINDS[0], 7)))  # with what was sampled in the cache
+    # with what was sampled in the cache
+    check_experts(checkpoint, asyncio.run(in_phases(engine, KINDS[0], 7)))
     check_versions(checkpoint, engine)
     engine.shutdown()
 
@@ -240,7 +286,9 @@ def check_versions(folder: Path, engine: Engine) -> None:
 
     samples = [
         (prompt, sample)
-        for prompt, group in zip(PROMPTS, asyncio.run(in_phases(engine, KINDS[0], 7, change)), strict=True)
+        for prompt, group in zip(
+            PROMPTS, asyncio.run(in_phases(engine, KINDS[0], 7, change)), strict=True
+        )
         for sample in group
     ]
     asyncio.run(engine.reshard({"scale": scale ** (first - engine.version)}, first))
@@ -265,9 +313,15 @@ def check_part(reference: Reference, prompt: list[int], sample: Sample, version:
     start, end = int(ends[place]) - sample.parts[place].num_tokens, int(ends[place])
     logp_T = reference.logprobs(prompt, ids).numpy()
     np.testing.assert_allclose(sample.engine_logp_T[start:end], logp_T[start:end], atol=TOLERANCE)
-    assert sample.routed_experts is not None and len(sample.routed_experts) == len(prompt) + len(ids) - 1
+    assert (
+        sample.routed_experts is not None
+        and len(sample.routed_experts) == len(prompt) + len(ids) - 1
+    )
     rows = range(len(prompt) + start - 1 if start else 0, len(prompt) + end - 1)
-    own, expected = np.sort(sample.routed_experts, -1), np.sort(experts_of(reference, [*prompt, *ids]), -1)
+    own, expected = (
+        np.sort(sample.routed_experts, -1),
+        np.sort(experts_of(reference, [*prompt, *ids]), -1),
+    )
     assert own[rows].tolist() == expected[rows].tolist()
     return int((own != expected).any((1, 2)).sum())
 
@@ -275,8 +329,12 @@ def check_part(reference: Reference, prompt: list[int], sample: Sample, version:
 def experts_of(reference: Reference, ids: list[int]) -> np.ndarray:
     """To which transformers' routers send all tokens but the last: [tokens - 1, layers, experts a token]."""
     chosen: list[torch.Tensor] = []
-    experts = [module for name, module in reference.model.named_modules() if name.endswith("mlp.experts")]
-    hooks = [one.register_forward_hook(lambda _, inputs, __: chosen.append(inputs[1])) for one in experts]
+    experts = [
+        module for name, module in reference.model.named_modules() if name.endswith("mlp.experts")
+    ]
+    hooks = [
+        one.register_forward_hook(lambda _, inputs, __: chosen.append(inputs[1])) for one in experts
+    ]
     reference.logits(ids)
     for hook in hooks:
         hook.remove()
@@ -289,7 +347,9 @@ def check_experts(folder: Path, groups: Sequence[Sequence[Sample]]) -> None:
         reference = Reference(folder)
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for sample in group:
-                expected = np.sort(experts_of(reference, [*prompt, *sample.response_ids_T.tolist()]), -1)
+                expected = np.sort(
+                    experts_of(reference, [*prompt, *sample.response_ids_T.tolist()]), -1
+                )
                 assert sample.routed_experts is not None
                 assert sample.routed_experts.dtype == np.uint8
                 assert np.sort(sample.routed_experts, -1).tolist() == expected.tolist()

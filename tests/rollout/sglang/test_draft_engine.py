@@ -48,7 +48,9 @@ def test_the_statistic_tells_drawn_tokens_from_the_most_probable_ones() -> None:
     assert abs(deviation([surprise(logits, drawn)])) < MOST_DEVIATIONS
     half_greedy = torch.where(torch.arange(2000) % 2 == 0, drawn, logits.argmax(-1))
     assert deviation([surprise(logits, half_greedy)]) > MOST_DEVIATIONS
-    assert deviation([surprise(1.5 * logits, drawn)]) < -MOST_DEVIATIONS, "drawn at another temperature"
+    assert deviation([surprise(1.5 * logits, drawn)]) < -MOST_DEVIATIONS, (
+        "drawn at another temperature"
+    )
 
 
 @pytest.mark.slow

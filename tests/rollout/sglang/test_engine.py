@@ -38,7 +38,10 @@ def versions(sample: Sample) -> tuple[int, ...]:
 
 
 def worst_diff(
-    groups: list[list[Sample]], reference: Any, temperature: float = 1.0, prompts: Sequence[list[int]] = PROMPTS
+    groups: list[list[Sample]],
+    reference: Any,
+    temperature: float = 1.0,
+    prompts: Sequence[list[int]] = PROMPTS,
 ) -> float:
     """The largest |engine - transformers| over all sampled tokens."""
     return max(
@@ -54,27 +57,37 @@ def worst_diff(
     [Sampling(4, 12), Sampling(4, 12, 0.6, 0.9), Sampling(4, 12, 1.3)],
     ids=["plain", "cooler-truncated", "warmer"],
 )
-def test_logprobs_are_those_of_the_model(engine: Engine, reference: Any, sampling: Sampling) -> None:
+def test_logprobs_are_those_of_the_model(
+    engine: Engine, reference: Any, sampling: Sampling
+) -> None:
     """At the temperature that was sampled at, beside greedy samples, whose own are of temperature 1."""
 
     async def sample_both() -> tuple[list[list[Sample]], list[list[Sample]]]:
-        return await asyncio.gather(sample_all(engine, sampling), sample_all(engine, Sampling(1, 12, 0.0)))
+        return await asyncio.gather(
+            sample_all(engine, sampling), sample_all(engine, Sampling(1, 12, 0.0))
+        )
 
     groups, greedy = asyncio.run(sample_both())
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
     assert worst_diff(groups, reference, sampling.temperature) < TOLERANCE
     assert worst_diff(greedy, reference) < TOLERANCE
-    assert len({sample.response_ids_T.tobytes() for sample in groups[0]}) > 1, "samples of a group must differ"
+    assert len({sample.response_ids_T.tobytes() for sample in groups[0]}) > 1, (
+        "samples of a group must differ"
+    )
 
 
 def test_greedy_takes_the_likeliest_token(engine: Engine, reference: Any) -> None:
-    for prompt, (sample,) in zip(PROMPTS, asyncio.run(sample_all(engine, Sampling(1, 6, 0.0))), strict=True):
+    for prompt, (sample,) in zip(
+        PROMPTS, asyncio.run(sample_all(engine, Sampling(1, 6, 0.0))), strict=True
+    ):
         response = sample.response_ids_T.tolist()
         likeliest = reference.logits([*prompt, *response])[len(prompt) - 1 : -1].argmax(-1)
         assert response == likeliest.tolist()
 
 
-def test_a_response_ends_with_the_end_of_sequence_or_at_the_limit(engine: Engine, tokenizer: Any) -> None:
+def test_a_response_ends_with_the_end_of_sequence_or_at_the_limit(
+    engine: Engine, tokenizer: Any
+) -> None:
     (group,) = asyncio.run(gather_one(engine, PROMPTS[0], Sampling(128, 24)))
     assert {sample.finished for sample in group} == {True, False}
     for sample in group:
@@ -97,7 +110,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
     assert {"<user>", ""} < endings
     for sample, text in zip(group, texts, strict=True):
         response = sample.response_ids_T.tolist()
-        has_end = response[-1] == tokenizer.eos_token_id or any(one in text for one in stop)  # as <pad> has "ad"
+        # as <pad> has "ad"
+        has_end = response[-1] == tokenizer.eos_token_id or any(one in text for one in stop)
         assert sample.finished == has_end and (has_end or len(response) == 24)
         assert not any(one in tokenizer.decode(response[:-1]) for one in stop)
         assert len(sample.engine_logp_T) == len(response)
@@ -123,7 +137,9 @@ def test_new_weights_are_sampled_from_and_named(
     with monkeypatch.context() as patch:
         patch.setattr(engine._manager, "update_weights_from_tensor", noting)
         asyncio.run(engine.reshard({"scale": 1.1}, before + 1))
-    assert [request.torch_empty_cache for request in asked] == [True], "or torch keeps the staging, on a GPU"
+    assert [request.torch_empty_cache for request in asked] == [True], (
+        "or torch keeps the staging, on a GPU"
+    )
     groups = asyncio.run(sample_all(engine, Sampling(4, 12)))
     assert engine.version == before + 1
     assert {versions(sample) for group in groups for sample in group} == {(before + 1,)}
@@ -135,7 +151,10 @@ def test_new_weights_are_sampled_from_and_named(
 
 def test_a_failed_reshard_is_named_and_stops_generation_until_one_succeeds(engine: Engine) -> None:
     before, last = engine.version, len(engine.pids()) - 1
-    with pytest.raises(EngineError, match=rf"version {before + 1} failed: .*rank {last}: ValueError: shard of session"):
+    with pytest.raises(
+        EngineError,
+        match=rf"version {before + 1} failed: .*rank {last}: ValueError: shard of session",
+    ):
         asyncio.run(engine.reshard({"fail_on": last}, before + 1))
     assert engine.version == before
     with pytest.raises(EngineError, match=r"half-written .* shard of session is wrong"):
@@ -159,10 +178,15 @@ def test_it_listens_on_loopback_alone(engine: Engine) -> None:
     this = psutil.Process()
     for process in [this, *this.children(recursive=True)]:
         for socket in process.net_connections(kind="inet"):
-            assert socket.status != psutil.CONN_LISTEN or ipaddress.ip_address(socket.laddr[0]).is_loopback, socket
+            assert (
+                socket.status != psutil.CONN_LISTEN
+                or ipaddress.ip_address(socket.laddr[0]).is_loopback
+            ), socket
 
 
-def test_memory_that_training_had_in_between(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_training_had_in_between(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU, by SGLang's own bookkeeping: it fails where a part is given back that was not taken."""
     monkeypatch.setattr("megarl.rollout.sglang.engine.DEVICE", "cuda")
 
@@ -179,7 +203,9 @@ def test_memory_that_training_had_in_between(engine: Engine, monkeypatch: pytest
         assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
 
 
-def test_a_release_of_memory_waits_for_running_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_of_memory_waits_for_running_requests(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("megarl.rollout.sglang.engine.DEVICE", "cuda")
 
     async def both() -> list[Sample]:
@@ -196,13 +222,21 @@ def test_a_release_of_memory_waits_for_running_requests(engine: Engine, monkeypa
     assert len(asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))) == 1, "the schedulers live"
 
 
-def test_a_full_prompt_and_a_full_response_fit_into_the_context(build_engine: Callable[..., Engine]) -> None:
+def test_a_full_prompt_and_a_full_response_fit_into_the_context(
+    build_engine: Callable[..., Engine],
+) -> None:
     """SGLang's tables are of the context that the recipe needs, and not of the model's."""
     engine = build_engine(1, 1, context_tokens=40, model_context=512)
     assert engine._manager.context_len < 50
     (sample,) = asyncio.run(engine.generate([9] * 39, Sampling(1, 1)))
     assert len(sample.response_ids_T) == 1
-    assert max(len(sample.response_ids_T) for sample in asyncio.run(engine.generate([9] * 8, Sampling(64, 32)))) == 32
+    assert (
+        max(
+            len(sample.response_ids_T)
+            for sample in asyncio.run(engine.generate([9] * 8, Sampling(64, 32)))
+        )
+        == 32
+    )
     engine.shutdown()
 
 
@@ -211,7 +245,9 @@ def test_it_is_idle_when_it_has_nothing_to_do(engine: Engine) -> None:
     processes = [psutil.Process(pid) for pid in engine.pids()]
     start, before = time.monotonic(), [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(5)  # what is measured is a length of time
-    spent = [sum(process.cpu_times()[:2]) - old for process, old in zip(processes, before, strict=True)]
+    spent = [
+        sum(process.cpu_times()[:2]) - old for process, old in zip(processes, before, strict=True)
+    ]
     assert max(spent) / (time.monotonic() - start) < 0.03
 
 

@@ -33,7 +33,9 @@ def children() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def test_shutdown_leaves_no_process_and_no_file(build_engine: Callable[..., Engine], fork_server: None) -> None:
+def test_shutdown_leaves_no_process_and_no_file(
+    build_engine: Callable[..., Engine], fork_server: None
+) -> None:
     files, processes = shared_files(), children()
     engine = build_engine(2, 1)
     assert children() - processes >= set(engine.pids())
@@ -70,7 +72,9 @@ def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_scheduler_is_named_to_who_waits(build_engine: Callable[..., Engine], rank: int) -> None:
+def test_a_stopped_scheduler_is_named_to_who_waits(
+    build_engine: Callable[..., Engine], rank: int
+) -> None:
     """A signal that stops it leaves its peers waiting in a collective, and nothing to hear of."""
     engine = build_engine(2, 1, timeout_s=BOUND_S)
     pids = engine.pids()
@@ -94,16 +98,24 @@ def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[...
     asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
     asyncio.run(engine.reshard({"rest_in_next_round_s": 600.0}, 2))
     both = r"0 \(pid \d+\), 1 \(pid \d+\)"
-    with pytest.raises(EngineError, match=rf"^engine scheduler {both} has done nothing for {BOUND_S:g} s$"):
+    with pytest.raises(
+        EngineError, match=rf"^engine scheduler {both} has done nothing for {BOUND_S:g} s$"
+    ):
         asyncio.run(asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10 * BOUND_S))
 
 
 def open_contexts() -> set[int]:
     """ZeroMQ contexts that would block the garbage collector, should it find them before their sockets."""
-    return {id(one) for one in gc.get_objects() if isinstance(one, zmq.asyncio.Context) and not one.closed}
+    return {
+        id(one)
+        for one in gc.get_objects()
+        if isinstance(one, zmq.asyncio.Context) and not one.closed
+    }
 
 
-def test_an_engine_that_cannot_start_says_why(build_engine: Callable[..., Engine], checkpoint: Path) -> None:
+def test_an_engine_that_cannot_start_says_why(
+    build_engine: Callable[..., Engine], checkpoint: Path
+) -> None:
     files, processes, contexts = shared_files(), children(), open_contexts()
     weights = checkpoint / "model.safetensors"
     hidden = weights.rename(checkpoint / "hidden")
@@ -137,7 +149,9 @@ sys.stdin.read()
 """
     command = [sys.executable, "-c", program, str(checkpoint)]
     own = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed cannot remove its folder
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own) as host:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own
+    ) as host:
         assert host.stdout is not None
         schedulers = [psutil.Process(int(pid)) for pid in host.stdout.readline().split()]
         host.kill()

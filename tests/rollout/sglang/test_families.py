@@ -29,7 +29,10 @@ CASES = {
     ),
     "deepseek-v3 tp2": ("deepseek-v3", EngineLayout(1, 2, 1)),
     "qwen3-moe tp2 ep2": ("qwen3-moe", EngineLayout(1, 2, 2)),
-    "qwen3-moe tp2 dp2": ("qwen3-moe", EngineLayout(1, 2, 1, dp=2, whole_dense=True, group_head=True)),
+    "qwen3-moe tp2 dp2": (
+        "qwen3-moe",
+        EngineLayout(1, 2, 1, dp=2, whole_dense=True, group_head=True),
+    ),
     "qwen3, tied, tp2": ("qwen3", EngineLayout(1, 2, 1)),
     "qwen2 tp2": ("qwen2", EngineLayout(1, 2, 1)),
     "llama tp1": ("llama", EngineLayout(1, 1, 1)),
@@ -41,11 +44,16 @@ class Served:
 
     def __init__(self, case: str, folder: Path, build_engine: Callable[..., Engine]) -> None:
         family, self.layout = CASES[case]
-        self.reference = Reference(checkpoints.write(folder, family, mtp_layers=int(family == "deepseek-v3")))
+        self.reference = Reference(
+            checkpoints.write(folder, family, mtp_layers=int(family == "deepseek-v3"))
+        )
         self.shape = model_shape(folder)
         write_tokenizer(folder)
         layout = self.layout
-        parts = {name: getattr(layout, name) for name in ("dp", "whole_dense", "whole_shared", "group_head")}
+        parts = {
+            name: getattr(layout, name)
+            for name in ("dp", "whole_dense", "whole_shared", "group_head")
+        }
         self.engine = build_engine(layout.tp, layout.ep, **parts, model_path=str(folder))
 
     def reshard(self, **message: Any) -> None:
@@ -55,10 +63,15 @@ class Served:
         """The largest |engine - transformers| over all sampled tokens of all prompts."""
 
         async def sample_all() -> list[Any]:
-            return await asyncio.gather(*(self.engine.generate(one, Sampling(num_samples, 8)) for one in PROMPTS))
+            return await asyncio.gather(
+                *(self.engine.generate(one, Sampling(num_samples, 8)) for one in PROMPTS)
+            )
 
         diffs = [
-            np.abs(sample.engine_logp_T - self.reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()).max()
+            np.abs(
+                sample.engine_logp_T
+                - self.reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()
+            ).max()
             for prompt, group in zip(PROMPTS, asyncio.run(sample_all()), strict=True)
             for sample in group
         ]
@@ -67,10 +80,13 @@ class Served:
 
 @pytest.fixture(scope="module", params=CASES)
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, build_engine: Callable[..., Engine]
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    build_engine: Callable[..., Engine],
 ) -> Iterator[Served]:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are too small to share out, and the engine wants the cores
+    # the models are too small to share out, and the engine wants the cores
+    torch.set_num_threads(1)
     made = Served(request.param, tmp_path_factory.mktemp("model"), build_engine)
     yield made
     made.engine.shutdown()
@@ -78,12 +94,18 @@ def served(
 
 
 def test_the_layout_is_one_that_is_accepted(served: Served) -> None:
-    assert served.layout.errors(served.shape, served.layout.tp) + served.layout.cpu_errors(served.shape) == []
+    assert (
+        served.layout.errors(served.shape, served.layout.tp)
+        + served.layout.cpu_errors(served.shape)
+        == []
+    )
 
 
 def test_logprobs_are_those_of_transformers(served: Served) -> None:
     assert served.diff() < TOLERANCE
-    assert served.diff(num_samples=1) < TOLERANCE, "with DP attention a group may have nothing to do"
+    assert served.diff(num_samples=1) < TOLERANCE, (
+        "with DP attention a group may have nothing to do"
+    )
 
 
 def test_the_map_describes_the_parameters(served: Served) -> None:
@@ -96,7 +118,9 @@ def test_the_map_describes_the_parameters(served: Served) -> None:
 def test_written_parameters_are_used_in_every_form(served: Served) -> None:
     """Latent attention multiplies with tensors that are derived from a parameter: those of the old one are refused."""
     if served.shape.mla:
-        with pytest.raises(EngineError, match=r"self_attn\.w_kc differs from its kv_b_proj\.weight"):
+        with pytest.raises(
+            EngineError, match=r"self_attn\.w_kc differs from its kv_b_proj\.weight"
+        ):
             served.reshard(scale=1.05, refresh=False)
     else:
         served.reshard(scale=1.05)

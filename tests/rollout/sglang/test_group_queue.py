@@ -34,8 +34,13 @@ def test_requests_wait_until_a_group_has_capacity() -> None:
         queue.finish("r1", 20)
         queue.finish("r3", 30)
         await settled()
-        assert [queue.group_of("r4"), queue.group_of("r5")] == [1, 1], "to the group that has finished most"
-        assert await queue.take_completed() == [CompletedSample(1, 5, 20), CompletedSample(1, 5, 30)]
+        assert [queue.group_of("r4"), queue.group_of("r5")] == [1, 1], (
+            "to the group that has finished most"
+        )
+        assert await queue.take_completed() == [
+            CompletedSample(1, 5, 20),
+            CompletedSample(1, 5, 30),
+        ]
         (report,) = await settled(queue.take_completed())
         assert not report.done(), "nothing has finished since"
         queue.finish("r0", 7)

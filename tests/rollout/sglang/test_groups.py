@@ -20,7 +20,9 @@ MOST = 4  # sequences of a group
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "seeded"])
 def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine]) -> Iterator[Engine]:
-    built = build_engine(2, 1, dp=2, seeded=request.param, sglang={"max_running_requests": 2 * MOST})
+    built = build_engine(
+        2, 1, dp=2, seeded=request.param, sglang={"max_running_requests": 2 * MOST}
+    )
     yield built
     built.shutdown()
 
@@ -32,10 +34,14 @@ async def reports(engine: Engine, count: int) -> list[CompletedSample]:
     return found
 
 
-async def sampled(engine: Engine, *asked: tuple[list[int], Sampling]) -> tuple[list[list[int]], list[CompletedSample]]:
+async def sampled(
+    engine: Engine, *asked: tuple[list[int], Sampling]
+) -> tuple[list[list[int]], list[CompletedSample]]:
     """The lengths of the responses to each prompt, and the reports of all of them."""
     samples = sum(sampling.num_samples for _, sampling in asked)
-    *groups, finished = await asyncio.gather(*(engine.generate(*one) for one in asked), reports(engine, samples))
+    *groups, finished = await asyncio.gather(
+        *(engine.generate(*one) for one in asked), reports(engine, samples)
+    )
     return [[len(sample.response_ids_T) for sample in group] for group in groups], finished  # type: ignore[union-attr]
 
 
@@ -56,8 +62,12 @@ def test_each_sample_is_reported_once_and_no_group_has_more_than_it_can_run(
         most[group] = max(most[group], queue._balancer._loads[group].sequences)
 
     monkeypatch.setattr(queue._balancer, "_book", noting)
-    lengths, finished = asyncio.run(sampled(engine, *[(SHORT, Sampling(4, 24, stream=(index,))) for index in range(5)]))
-    assert Counter(one.response_tokens for one in finished) == Counter(length for group in lengths for length in group)
+    lengths, finished = asyncio.run(
+        sampled(engine, *[(SHORT, Sampling(4, 24, stream=(index,))) for index in range(5)])
+    )
+    assert Counter(one.response_tokens for one in finished) == Counter(
+        length for group in lengths for length in group
+    )
     assert {one.prompt_tokens for one in finished} == {len(SHORT)}
     assert most == {0: MOST, 1: MOST}
     assert [queue._balancer.expected_tokens(group) for group in range(2)] == [0, 0]
@@ -65,11 +75,16 @@ def test_each_sample_is_reported_once_and_no_group_has_more_than_it_can_run(
 
 def test_a_long_prompt_is_alone_while_the_other_group_takes_the_short_ones(engine: Engine) -> None:
     """Responses of one token all count the same; going round, each group would get two of the four."""
-    asked = [(LONG, Sampling(1, 1)), *[(SHORT, Sampling(1, 1, stream=(index,))) for index in range(3)]]
+    asked = [
+        (LONG, Sampling(1, 1)),
+        *[(SHORT, Sampling(1, 1, stream=(index,))) for index in range(3)],
+    ]
     engine._manager.queue._balancer._before = 1, 1.0
     engine._manager.queue._balancer._now = 0, 0.0
     _, finished = asyncio.run(sampled(engine, *asked))
-    groups = {tokens: [one.group for one in finished if one.prompt_tokens == tokens] for tokens in (60, 6)}
+    groups = {
+        tokens: [one.group for one in finished if one.prompt_tokens == tokens] for tokens in (60, 6)
+    }
     assert len(groups[60]) == 1
     assert set(groups[6]) == {1 - groups[60][0]}
 
@@ -96,13 +111,19 @@ def test_a_cancelled_prompt_leaves_its_places(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", [True], ids=["seeded"], indirect=True)
-def test_seeded_samples_are_the_same_in_whatever_group(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeded_samples_are_the_same_in_whatever_group(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def draw() -> list[list[Sample]]:
         asked = [([5 + index] * 4, Sampling(3, 16, stream=(1, index))) for index in range(4)]
         return await asyncio.gather(*(engine.generate(*one) for one in asked))
 
     def bits(groups: list[list[Sample]]) -> list[tuple[bytes, bytes]]:
-        return [(one.response_ids_T.tobytes(), one.engine_logp_T.tobytes()) for group in groups for one in group]
+        return [
+            (one.response_ids_T.tobytes(), one.engine_logp_T.tobytes())
+            for group in groups
+            for one in group
+        ]
 
     assigned = bits(asyncio.run(draw()))
     assert len(set(assigned)) > 1

@@ -35,14 +35,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
-    made = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    made = [
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)
+    ]
     yield made
     for one in made:
         one.kill()
         one.communicate()
 
 
-def looks(standstill: Standstill, clock: Clock, processes: Any, seconds: float, step_s: float = 1.0) -> list[str]:
+def looks(
+    standstill: Standstill, clock: Clock, processes: Any, seconds: float, step_s: float = 1.0
+) -> list[str]:
     """What is said in so many seconds, looked at every step_s."""
     said = []
     for _ in range(round(seconds / step_s)):
@@ -51,7 +55,9 @@ def looks(standstill: Standstill, clock: Clock, processes: Any, seconds: float, 
     return [one for one in said if one]
 
 
-def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
+def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(
+    tmp_path: Path, clock: Clock, sleepers: Any
+) -> None:
     make_counter_file(tmp_path / "rounds", 2)
     first, second = (LoopCounter(tmp_path / "rounds", index) for index in range(2))
     standstill = Standstill(tmp_path / "rounds", BOUND_S)
@@ -66,13 +72,17 @@ def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(tmp_path: Path, 
         said = looks(standstill, clock, sleepers, BOUND_S / 2)
         if said:
             break
-    assert said[0] == f"engine scheduler 4 (pid {sleepers[0].pid}) has done nothing for {BOUND_S:g} s"
+    assert (
+        said[0] == f"engine scheduler 4 (pid {sleepers[0].pid}) has done nothing for {BOUND_S:g} s"
+    )
     for counter in (first, second):
         counter.count()
     assert looks(standstill, clock, sleepers, BOUND_S) == [], "both go on"
 
 
-def test_who_is_stopped_is_named_before_its_peers(tmp_path: Path, clock: Clock, sleepers: Any) -> None:
+def test_who_is_stopped_is_named_before_its_peers(
+    tmp_path: Path, clock: Clock, sleepers: Any
+) -> None:
     make_counter_file(tmp_path / "rounds", 2)
     for index in range(2):
         LoopCounter(tmp_path / "rounds", index).count()
@@ -82,7 +92,9 @@ def test_who_is_stopped_is_named_before_its_peers(tmp_path: Path, clock: Clock, 
     while not loop_counts.processes.is_stopped(sleepers[1].pid):
         pass
     said = looks(standstill, clock, sleepers, BOUND_S + PEERS_S - 2)
-    assert set(said) == {f"engine scheduler 5 (pid {sleepers[1].pid}) was stopped by a signal, {BOUND_S:g} s ago"}
+    assert set(said) == {
+        f"engine scheduler 5 (pid {sleepers[1].pid}) was stopped by a signal, {BOUND_S:g} s ago"
+    }
 
 
 def test_a_machine_that_slept_is_no_standstill(tmp_path: Path, clock: Clock, sleepers: Any) -> None:

@@ -46,12 +46,27 @@ def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nod
 
 @contextmanager
 def two_nodes(
-    build_engine: Callable[..., Engine], checkpoint: Path, dp: int, adapter: AdapterSlot | None = None
+    build_engine: Callable[..., Engine],
+    checkpoint: Path,
+    dp: int,
+    adapter: AdapterSlot | None = None,
 ) -> Iterator[Nodes]:
     store, door = host_store(120), new_endpoint()
-    settings: dict[str, Any] = {"model_path": str(checkpoint), "dtype": "float32", "seed": 3, "context_tokens": 512}
-    settings |= {"tp": 2, "ep": 2, "concurrency": 256, "dp": dp, "adapter": asdict(adapter) if adapter else None}
-    folder = tempfile.TemporaryDirectory()  # of Unix sockets, whose paths have at most 107 bytes: pytest's are longer
+    settings: dict[str, Any] = {
+        "model_path": str(checkpoint),
+        "dtype": "float32",
+        "seed": 3,
+        "context_tokens": 512,
+    }
+    settings |= {
+        "tp": 2,
+        "ep": 2,
+        "concurrency": 256,
+        "dp": dp,
+        "adapter": asdict(adapter) if adapter else None,
+    }
+    # of Unix sockets, whose paths have at most 107 bytes: pytest's are longer
+    folder = tempfile.TemporaryDirectory()
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": folder.name}
     part = subprocess.Popen(
         [sys.executable, str(HERE / "engine_part.py")],
@@ -59,9 +74,13 @@ def two_nodes(
     )  # fmt: skip
     assert part.stdin and part.stdout
     try:
-        part.stdin.write(json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n")
+        part.stdin.write(
+            json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n"
+        )
         part.stdin.flush()
-        engine = build_engine(2, 2, dp=dp, span=NodeSpan(2, 0, address_of(store), door), adapter=adapter)
+        engine = build_engine(
+            2, 2, dp=dp, span=NodeSpan(2, 0, address_of(store), door), adapter=adapter
+        )
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:
@@ -71,7 +90,9 @@ def two_nodes(
 
 
 @pytest.mark.nightly
-def test_the_nodes_agree_on_the_adapter(build_engine: Callable[..., Engine], checkpoint: Path, reference: Any) -> None:
+def test_the_nodes_agree_on_the_adapter(
+    build_engine: Callable[..., Engine], checkpoint: Path, reference: Any
+) -> None:
     """SGLang's requests carry a number of it that each node derives for itself; the adapter is empty here."""
     slot = AdapterSlot(8, ("o_proj", "qkv_proj"))
     with two_nodes(build_engine, checkpoint, dp=1, adapter=slot) as nodes:
@@ -84,7 +105,12 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
     assert worst_diff(groups, reference) < TOLERANCE
     assert len(nodes.engine.pids()) == 1, "the other rank is the other host's"
-    drawn = [one.response_ids_T.tobytes() for group in groups for one in group if len(one.response_ids_T) > 3]
+    drawn = [
+        one.response_ids_T.tobytes()
+        for group in groups
+        for one in group
+        if len(one.response_ids_T) > 3
+    ]
     assert len(set(drawn)) == len(drawn), "the hosts' attention groups draw from other seeds"
 
     asyncio.run(nodes.engine.reshard({"scale": 1.1}, 1))
@@ -96,7 +122,10 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
 
     os.kill(nodes.scheduler, signal.SIGKILL)
     assert nodes.part.stdout
-    assert nodes.part.stdout.readline() == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n"
+    assert (
+        nodes.part.stdout.readline()
+        == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n"
+    )
     with pytest.raises(EngineError, match="engine scheduler 0 "):
         asyncio.run(nodes.engine.generate(PROMPTS[0], Sampling(64, 400)))
     nodes.part.wait(60)

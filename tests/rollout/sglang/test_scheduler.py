@@ -63,7 +63,9 @@ def test_the_users_settings_of_nccl_hold() -> None:
 @pytest.mark.nightly  # a fact of SGLang, which only a new release can change
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 def test_sglang_itself_leaves_them() -> None:
-    done = subprocess.run([sys.executable, "-c", SGLANG_SETS], env=dict(os.environ), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SGLANG_SETS], env=dict(os.environ), capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-2:] == ["0 0", "0 1"], done.stderr
 
 
@@ -114,7 +116,9 @@ def test_sglang_still_reads_that_variable() -> None:
     spec = importlib.util.find_spec("sglang")
     assert spec and spec.origin
     source = (Path(spec.origin).parent / "srt" / "utils" / "numa_utils.py").read_text()
-    start = source.partition("def configure_subprocess(")[2].partition("_create_numactl_executable")[0]
+    start = source.partition("def configure_subprocess(")[2].partition(
+        "_create_numactl_executable"
+    )[0]
     assert "if envs.SGLANG_NUMA_BIND_V2.get():" in start
 
 

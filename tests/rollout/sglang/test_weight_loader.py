@@ -33,7 +33,9 @@ SHAPE = dataclasses.replace(WHOLE_TILES, num_mtp_layers=0)
 SIZE = LoraSize(4, 0, 8.0, ("q_b_proj",), sync="adapters")
 
 
-def test_fp8_checkpoint_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_checkpoint_are_read_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the second rank of an engine of TP2 EP2: every bit is what `load_hf` reads, and no store is joined."""
     files, _ = publish(weights(SHAPE), "fp8")
     engine, rank = EngineLayout(1, 2, 2, fp8=True), 1
@@ -51,7 +53,13 @@ def test_fp8_checkpoint_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest
 
     def load() -> None:
         weight_loader.load(
-            model, [("session", torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8))]
+            model,
+            [
+                (
+                    "session",
+                    torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8),
+                )
+            ],
         )
 
     load()
@@ -66,7 +74,11 @@ def test_fp8_checkpoint_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest
 
 def test_what_a_reshard_does() -> None:
     merged = dataclasses.replace(SIZE, sync="merged")
-    assert reshard_steps(None, has_weights=True) == reshard_steps(merged, has_weights=False) == ["weights"]
+    assert (
+        reshard_steps(None, has_weights=True)
+        == reshard_steps(merged, has_weights=False)
+        == ["weights"]
+    )
     assert reshard_steps(SIZE, has_weights=False) == ["weights", "factors"]
     assert reshard_steps(SIZE, has_weights=False, from_files=True) == ["read", "factors"]
     assert reshard_steps(SIZE, has_weights=True, from_files=True) == ["factors"]
@@ -78,7 +90,9 @@ def checkpoint_read(sync: Any, fp8: bool, quantisation: Quantisation | None) -> 
         model=SimpleNamespace(path="published"),
         rollout=SimpleNamespace(engine=SimpleNamespace(fp8=fp8)),
     )
-    model: Any = SimpleNamespace(facts=SimpleNamespace(quantisation=quantisation), shape=WHOLE_TILES)
+    model: Any = SimpleNamespace(
+        facts=SimpleNamespace(quantisation=quantisation), shape=WHOLE_TILES
+    )
     return fp8_checkpoint(recipe, model)
 
 
@@ -97,7 +111,9 @@ def test_engines_read_what_is_published_as_they_have_it(
     sync: str | None, fp8: bool, kind: Any, excluded: list[str], reads: bool
 ) -> None:
     """Not where they would have to quantise a matrix: then all are quantised anew. Drafts have no adapters."""
-    found = checkpoint_read(sync, fp8, Quantisation(kind, excluded=tuple(excluded)) if kind else None)
+    found = checkpoint_read(
+        sync, fp8, Quantisation(kind, excluded=tuple(excluded)) if kind else None
+    )
     assert found == ("published" if reads else None)
     if sync == "adapters":
         steps = reshard_steps(SIZE, has_weights=False, from_files=found is not None)

@@ -24,7 +24,9 @@ def test_samples_are_as_described() -> None:
     assert BATCH.rewards.shape == (64 // PER_GROUP, PER_GROUP)
     assert BATCH.tokens.reward.count_nonzero() == BATCH.rewards.count_nonzero() > 0
     chosen = evenly(BATCH, 5)
-    assert [BATCH.lengths[index] for index in chosen] == sorted(BATCH.lengths[index] for index in chosen)
+    assert [BATCH.lengths[index] for index in chosen] == sorted(
+        BATCH.lengths[index] for index in chosen
+    )
     assert BATCH.lengths[chosen[-1]] == 300 and len(evenly(BATCH, 999)) == 64
 
 
@@ -43,23 +45,33 @@ def test_group_advantages_equal_the_loop(name: str) -> None:
 
 def test_a_difference_is_seen() -> None:
     """Or the rows above would prove nothing."""
-    case = replace(CASES["gae"], loop=lambda samples: [plain_gae(one) + 1e-2 for one in samples], padded=None)
+    case = replace(
+        CASES["gae"], loop=lambda samples: [plain_gae(one) + 1e-2 for one in samples], padded=None
+    )
     assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
-    case = replace(CASES["loss: grpo"], padded=lambda many: plain_loss("cispo", many, Hyperparameters()))
+    case = replace(
+        CASES["loss: grpo"], padded=lambda many: plain_loss("cispo", many, Hyperparameters())
+    )
     assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
-    case = replace(CASES["gae"], padded=lambda many: padded_gae(replace(many, reward=many.reward * 1.1)))
+    case = replace(
+        CASES["gae"], padded=lambda many: padded_gae(replace(many, reward=many.reward * 1.1))
+    )
     assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
 
 
 @pytest.mark.slow
 def test_a_run_prints_every_row() -> None:
     command = [sys.executable, SCRIPT, "--json", "--samples", "64", "--longest", "500"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout)
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+    )
     assert found.keys() == {*CASES, *(f"advantage: {name}" for name in ("grpo", "dr_grpo", "rloo"))}
     assert all(row["difference"] < TOLERANCE and row["ratio"] > 0 for row in found.values())
 
 
 @pytest.mark.slow
 def test_groups_that_are_not_full_are_refused() -> None:
-    found = subprocess.run([sys.executable, SCRIPT, "--samples", "60"], capture_output=True, text=True, timeout=100)
+    found = subprocess.run(
+        [sys.executable, SCRIPT, "--samples", "60"], capture_output=True, text=True, timeout=100
+    )
     assert found.returncode == 2 and "--samples 60" in found.stderr.splitlines()[-1]

@@ -38,14 +38,18 @@ def test_slime_packs_in_order_and_halves_the_fullest() -> None:
 
 @pytest.mark.parametrize("options", [["--dp", "3"], ["--budget", str(LIMIT - 1)]])
 def test_options_that_no_rule_takes_are_refused(options: list[str]) -> None:
-    found = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=60
+    )
     assert found.returncode == 2
     assert options[0] in found.stderr.splitlines()[-1]
 
 
 def test_a_run_tells_that_ours_is_the_more_even() -> None:
     command = [sys.executable, SCRIPT, "--json", "--samples", "512", "--dp", "4", "32"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    )
     assert found.keys() == {"lognormal", "tail32k"}
     for by_dp in found.values():
         for rows in by_dp.values():

@@ -32,13 +32,32 @@ def test_bytes_of_nodes_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_a_run_counts_what_each_way_sends() -> None:
-    options = ["--ranks", "8", "--hosts", "2", "--groups", "8", "--updates", "2", "--everything", "--json"]
-    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True)
+    options = [
+        "--ranks",
+        "8",
+        "--hosts",
+        "2",
+        "--groups",
+        "8",
+        "--updates",
+        "2",
+        "--everything",
+        "--json",
+    ]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True
+    )
     (rows,) = json.loads(done.stdout).values()
     assigned, inline = rows["dealt"], rows["inline"]
-    assert (assigned["calls"], inline["calls"]) == (8 + 2, 8), "one call more for each data-parallel rank"
-    assert assigned["references"] == 2 * 8 + 2 * (1 + 8), "two for each rank, and the groups once for each share"
+    assert (assigned["calls"], inline["calls"]) == (8 + 2, 8), (
+        "one call more for each data-parallel rank"
+    )
+    assert assigned["references"] == 2 * 8 + 2 * (1 + 8), (
+        "two for each rank, and the groups once for each share"
+    )
     assert inline["references"] == 8 * 8
     assert assigned["pickled_bytes"] < inline["pickled_bytes"] < rows["everything"]["pickled_bytes"]
-    assert rows["sample"]["calls"] > 8 + 1, "one for each group, one for the capacity, others for what finishes"
+    assert rows["sample"]["calls"] > 8 + 1, (
+        "one for each group, one for the capacity, others for what finishes"
+    )
     assert rows["values"]["references"] < 8 * 8

@@ -30,9 +30,23 @@ def test_a_lag_is_what_a_task_is_woken_too_late() -> None:
 
 @pytest.mark.slow
 def test_a_run_plays_every_turn_and_every_hung_call_ends() -> None:
-    options = ["--episodes", "4", "8", "--turns", "3", "--conversations", "2", "--repeats", "2", "--group", "8"]
+    options = [
+        "--episodes",
+        "4",
+        "8",
+        "--turns",
+        "3",
+        "--conversations",
+        "2",
+        "--repeats",
+        "2",
+        "--group",
+        "8",
+    ]
     options += ["--hung-share", "0.125", "--call-timeout-s", "0.5", "--json"]
-    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True
+    )
     found = json.loads(done.stdout)
     for count, row in zip((4, 8), found["turns"].values(), strict=True):
         assert (row["turns"], row["ends_answered"], row["call_errors"]) == (3 * count, count, 0)

@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "lora.py"
-SMALL = ["--json", "--steps", "2", "--samples", "6", "--longest", "64", "--layers", "2", "--rank", "4"]
+SMALL = [
+    "--json",
+    "--steps",
+    "2",
+    "--samples",
+    "6",
+    "--longest",
+    "64",
+    "--layers",
+    "2",
+    "--rank",
+    "4",
+]
 
 Row = dict[str, float]
 
@@ -19,10 +31,14 @@ Row = dict[str, float]
 @pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_three_contenders_on_two_ranks() -> None:
     command = [sys.executable, SCRIPT, *SMALL, "--gpus", "2", "--ep", "2"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=400, check=True).stdout)
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=400, check=True).stdout
+    )
     assert list(found) == ["full", "merged", "adapters"]
     assert all(one["tokens_per_s"] > 0 and one["exchange_s"] > 0 for one in found.values())
-    assert found["merged"]["merge_s"] > 0 == found["full"]["merge_s"] == found["adapters"]["merge_s"]
+    assert (
+        found["merged"]["merge_s"] > 0 == found["full"]["merge_s"] == found["adapters"]["merge_s"]
+    )
     _check_memory(**found)
     _check_exchanges(**found)
 
@@ -30,23 +46,48 @@ def test_three_contenders_on_two_ranks() -> None:
 def _check_memory(full: Row, merged: Row, adapters: Row) -> None:
     assert full["weights_bytes"] == merged["weights_bytes"] == adapters["weights_bytes"]
     assert full["factors_bytes"] == 0 < merged["factors_bytes"] == adapters["factors_bytes"]
-    assert full["frozen_bytes"] == adapters["frozen_bytes"] == 0 < merged["frozen_bytes"] < full["weights_bytes"]
+    assert (
+        full["frozen_bytes"]
+        == adapters["frozen_bytes"]
+        == 0
+        < merged["frozen_bytes"]
+        < full["weights_bytes"]
+    )
     trained = adapters["factors_bytes"] / 2  # elements of bfloat16
-    for row in (merged, adapters):  # in float32: a gradient on each rank, on one of both a weight and two moments
+    # in float32: a gradient on each rank, on one of both a weight and two moments
+    for row in (merged, adapters):
         assert 4 * trained <= row["grads_bytes"] < 5 * trained
         assert 6 * trained <= row["optimizer_bytes"] <= 12 * trained
     assert adapters["optimizer_bytes"] < full["optimizer_bytes"] / 5
     for row in (full, merged, adapters):
-        held = sum(row[key] for key in row if key.endswith(("weights_bytes", "frozen_bytes", "grads_bytes")))
+        held = sum(
+            row[key]
+            for key in row
+            if key.endswith(("weights_bytes", "frozen_bytes", "grads_bytes"))
+        )
         of_a_rank = (held + row["optimizer_bytes"] + row["factors_bytes"]) / 2
         assert row["peak_bytes"] > row["imports_bytes"] + of_a_rank, "what a rank holds is resident"
 
 
 def _check_exchanges(full: Row, merged: Row, adapters: Row) -> None:
     """Each of two engines has all weights: a rank has the experts of the other sent, and copies its own."""
-    assert full["wire_bytes"] == merged["wire_bytes"] == full["first_wire_bytes"] == merged["first_wire_bytes"] > 0
+    assert (
+        full["wire_bytes"]
+        == merged["wire_bytes"]
+        == full["first_wire_bytes"]
+        == merged["first_wire_bytes"]
+        > 0
+    )
     assert full["wire_bytes"] + full["local_bytes"] > full["weights_bytes"]
-    assert adapters["first_wire_bytes"] == full["wire_bytes"] + adapters["wire_bytes"], "the frozen weights once"
-    assert 0 < adapters["wire_bytes"] + adapters["local_bytes"] < (full["wire_bytes"] + full["local_bytes"]) / 5
+    assert adapters["first_wire_bytes"] == full["wire_bytes"] + adapters["wire_bytes"], (
+        "the frozen weights once"
+    )
+    assert (
+        0
+        < adapters["wire_bytes"] + adapters["local_bytes"]
+        < (full["wire_bytes"] + full["local_bytes"]) / 5
+    )
     for row in (full, merged, adapters):
-        assert row["wire_bytes"] <= row["socket_bytes"] < row["wire_bytes"] * 1.01 + 10_000, "as the kernel counts it"
+        assert row["wire_bytes"] <= row["socket_bytes"] < row["wire_bytes"] * 1.01 + 10_000, (
+            "as the kernel counts it"
+        )

@@ -18,7 +18,9 @@ LONGEST, PHASE = 16, 4
 def predicted(planted: Planted, length: int, count: int = 12) -> dict[str, list[Any]]:
     """The steps of each arm; every decode step takes a second, and every response `length` of them."""
     arms = overlap.arms_of(LONGEST, PHASE, 2.0)
-    return overlap.predicted_steps(arms, Fit(1.0, 0.0, 0.0), lambda prompt_index: np.full(4, length), planted, count)
+    return overlap.predicted_steps(
+        arms, Fit(1.0, 0.0, 0.0), lambda prompt_index: np.full(4, length), planted, count
+    )
 
 
 def test_whole_steps_of_equal_responses_by_hand() -> None:
@@ -33,8 +35,14 @@ def test_whole_steps_of_equal_responses_by_hand() -> None:
     assert (found["sync"]["seconds"], found["sync"]["waits"]) == (16 + 2 + 7, 18)
     assert [found[name]["phases"] for name in steps] == [1, 2, 2]
     assert found["phases"]["seconds"] == (3 * 4 + 4 + 2) / 2 + 7
-    assert found["ahead"]["seconds"] == (2 * 4 + 4 + 2) / 2 + 7, "the phase beside training is shorter than it"
-    assert (found["sync"]["stale_max"], found["phases"]["stale_max"], found["ahead"]["stale_max"]) == (0, 1, 2)
+    assert found["ahead"]["seconds"] == (2 * 4 + 4 + 2) / 2 + 7, (
+        "the phase beside training is shorter than it"
+    )
+    assert (
+        found["sync"]["stale_max"],
+        found["phases"]["stale_max"],
+        found["ahead"]["stale_max"],
+    ) == (0, 1, 2)
     assert found["phases"]["read_again"] == found["ahead"]["read_again"] == (4 + 8 + 12) / 16
 
 
@@ -57,13 +65,19 @@ def test_a_phase_waits_for_the_reward_results_on_what_it_ends_alone() -> None:
 
 def test_more_prompts_in_flight_and_shorter_phases_gain_more() -> None:
     lengths_of = overlap.planted_lengths(1024, 0.25, 1.0, seed=0)
-    whole, few, more, most = (overlap.table_s(lengths_of, 4, *size) for size in ((1, 1), (1.5, 4), (2, 4), (3, 8)))
+    whole, few, more, most = (
+        overlap.table_s(lengths_of, 4, *size) for size in ((1, 1), (1.5, 4), (2, 4), (3, 8))
+    )
     assert whole > few > more > most > whole / 4
 
 
-def test_the_table_starts_no_engine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_starts_no_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", ["overlap.py", "--table", "--json"])
-    monkeypatch.setattr(overlap, "table_s", lambda lengths_of, samples, times, phases: 6.0 / (times + phases))
+    monkeypatch.setattr(
+        overlap, "table_s", lambda lengths_of, samples, times, phases: 6.0 / (times + phases)
+    )
     overlap.main()
     found = json.loads(capsys.readouterr().out)
     assert [len(row) for row in found.values()] == [12] * 4

@@ -16,7 +16,9 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "plan.py"
 @pytest.mark.nightly  # tests/resharding/test_reshard_plan.py plans real models too
 def test_deepseek_v3_on_512_gpus() -> None:
     """Bytes are exact. A rank's plan takes less time than the traffic of all 512, on a machine of any speed."""
-    done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=300, check=True
+    )
     rows = json.loads(done.stdout)
     assert len(rows) == 4
     for name, row in rows.items():
@@ -24,5 +26,6 @@ def test_deepseek_v3_on_512_gpus() -> None:
         assert row["plan_bytes"] < 200e6, name
         assert row["wire_over_minimum"] == 1, name
         assert row["fabric_over_minimum"] == 1, name
-        assert row["fabric_out_bytes_max"] < 1.25 * row["fabric_in_bytes_mean"], name  # what goes in comes out
+        # what goes in comes out
+        assert row["fabric_out_bytes_max"] < 1.25 * row["fabric_in_bytes_mean"], name
         assert row["fabric_in_bytes_max"] < 1.25 * row["fabric_in_bytes_mean"], name

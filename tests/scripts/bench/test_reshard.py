@@ -40,7 +40,9 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield client, server
 
 
-def test_sockets_count_the_payload_of_each_direction(connected: tuple[socket.socket, socket.socket]) -> None:
+def test_sockets_count_the_payload_of_each_direction(
+    connected: tuple[socket.socket, socket.socket],
+) -> None:
     client, server = connected
     before = wire.own_sockets()
     client.sendall(b"x" * 12_345)
@@ -72,13 +74,18 @@ def test_every_weight_says_where_it_belongs() -> None:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPTS / "reshard.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
+    )
 
 
 def test_throttle_without_a_namespace_is_refused_in_one_line() -> None:
     done = run("--throttle", "1000", PATH="/nonexistent")
     assert done.returncode == 2
-    assert done.stderr == "--throttle: this machine permits no network namespace; run as root, or without it\n"
+    assert (
+        done.stderr
+        == "--throttle: this machine permits no network namespace; run as root, or without it\n"
+    )
 
 
 def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
@@ -87,7 +94,9 @@ def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
     for rank in range(case.num_processes):
         held = megatron_map.shards(case.shape, case.train, rank, True)
         wanted = sglang_map.shards(case.shape, case.engine, rank % case.engine.tp)
-        boxes = [(a, intersect_boxes(a.box, b.box)) for a in wanted for b in held if a.name == b.name]
+        boxes = [
+            (a, intersect_boxes(a.box, b.box)) for a in wanted for b in held if a.name == b.name
+        ]
         here = sum(box_area(box) for _, box in boxes if box)
         missing += ITEM_BYTES * (sum(shard.area for shard in wanted) - here)
         absent += model_bytes - ITEM_BYTES * sum(shard.area for shard in held)

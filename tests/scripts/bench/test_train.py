@@ -18,7 +18,9 @@ SMALL = ["--json", "--steps", "2", "--samples", "6", "--longest", "64", "--layer
 def test_a_run_on_two_ranks() -> None:
     """The script itself fails where a step's loss or gradient norm is not the bare loop's."""
     command = [sys.executable, SCRIPT, *SMALL, "--gpus", "2", "--ep", "2"]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout)
+    found = json.loads(
+        subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
+    )
     assert found["megarl_tokens_per_s"] > 0 and found["ratio"] > 0
     assert found["tokens"] > 6 * 8 - 1
     assert found["flops"] > 0

@@ -23,7 +23,11 @@ def tracked(folder: Path, first_step: int = 0, project: str | None = None) -> Tr
 
 
 def track(
-    name: str, run: TrackedRun, steps: dict[int, Metrics], state: State = "finished", table: int = -1
+    name: str,
+    run: TrackedRun,
+    steps: dict[int, Metrics],
+    state: State = "finished",
+    table: int = -1,
 ) -> list[str]:
     """A run of one tracker, with a table at one step; the lines that the user sees."""
     lines: list[str] = []
@@ -42,7 +46,9 @@ def wandb_records(folder: Path) -> list[list[Any]]:
     from wandb.sdk.internal.datastore import DataStore
 
     starts = []
-    for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda it: it.stat().st_mtime_ns):
+    for file in sorted(
+        (folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda it: it.stat().st_mtime_ns
+    ):
         store = DataStore()
         store.open_for_scan(str(file))
         starts.append([])
@@ -56,6 +62,11 @@ def wandb_records(folder: Path) -> list[list[Any]]:
 
 def history(records: Sequence[Any]) -> list[dict[str, Any]]:
     """The rows that were logged, without what W&B adds."""
-    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
-    named = [{"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row} for row in rows]
+    rows = [
+        record.history.item for record in records if record.WhichOneof("record_type") == "history"
+    ]
+    named = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row}
+        for row in rows
+    ]
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in named]

@@ -23,7 +23,10 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     steps = {-1: {"warm_start/loss": 2.0}, 1: {"reward/mean": 0.5}, 2: {"reward/mean": 0.75}}
     assert track("tensorboard", tracked(tmp_path), steps, table=2) == []
     events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.5), (2, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
+        (1, 0.5),
+        (2, 0.75),
+    ]
     assert [event.step for event in events.Scalars("warm_start/loss")] == [-1]
     assert yaml.safe_load(str(texts(events, "recipe")[0][0])) == RECIPE
     assert texts(events, "commit").tolist() == [["c0ffee"]]
@@ -36,7 +39,15 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
 
 
 def test_what_came_after_the_checkpoint_is_void(tmp_path: Path) -> None:
-    track("tensorboard", tracked(tmp_path), {step: {"reward/mean": 0.1 * step} for step in (1, 2, 3)}, "failed")
+    track(
+        "tensorboard",
+        tracked(tmp_path),
+        {step: {"reward/mean": 0.1 * step} for step in (1, 2, 3)},
+        "failed",
+    )
     assert track("tensorboard", tracked(tmp_path, first_step=2), {2: {"reward/mean": 7.0}}) == []
     events = EventAccumulator(str(tmp_path / "events")).Reload()
-    assert [(event.step, round(event.value, 5)) for event in events.Scalars("reward/mean")] == [(1, 0.1), (2, 7.0)]
+    assert [(event.step, round(event.value, 5)) for event in events.Scalars("reward/mean")] == [
+        (1, 0.1),
+        (2, 7.0),
+    ]

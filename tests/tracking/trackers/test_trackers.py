@@ -67,7 +67,9 @@ def test_a_slow_tracker_is_not_waited_for_and_gets_all_in_order() -> None:
         writer.put(f"step {step}", partial(slow.log, step, {}))
     writer.end("finished")
     assert slow.done == []
-    assert lines == ["slow: step 1000 is left out, 1000 writes are waiting already; metrics.jsonl has everything"]
+    assert lines == [
+        "slow: step 1000 is left out, 1000 writes are waiting already; metrics.jsonl has everything"
+    ]
     slow.go.set()
     writer.join(time.monotonic() + 60)
     assert slow.done == [*range(1000), "finished"]
@@ -82,13 +84,17 @@ def test_a_tracker_that_does_not_end_is_left() -> None:
     writer.join(time.monotonic())
     assert not slow.was_abandoned
     writer.leave()
-    assert lines == ["slow: it does not finish, and is abandoned so that the run can end; metrics.jsonl has everything"]
+    assert lines == [
+        "slow: it does not finish, and is abandoned so that the run can end; metrics.jsonl has everything"
+    ]
     assert slow.was_abandoned
     slow.go.set()
 
 
 @pytest.fixture
-def slow_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Trackers, list[Slow]]]:
+def slow_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Trackers, list[Slow]]]:
     """Two trackers of a run whose networks do not answer."""
     made: list[Slow] = []
 
@@ -139,22 +145,32 @@ def test_a_second_interrupt_lets_go_of_every_tracker(
 def test_a_tracker_that_cannot_start_costs_no_run(tmp_path: Path) -> None:
     (tmp_path / "events").touch()
     (line,) = track("tensorboard", tracked(tmp_path), STEPS)
-    assert line.startswith("tensorboard: it does not start, and the run goes on without it (FileExistsError: ")
+    assert line.startswith(
+        "tensorboard: it does not start, and the run goes on without it (FileExistsError: "
+    )
 
 
 @pytest.mark.slow
-def test_without_a_key_one_line_says_so(tmp_path: Path, offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_key_one_line_says_so(
+    tmp_path: Path, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY")
     (line,) = track("wandb", tracked(tmp_path), STEPS, table=2)
-    assert line.startswith("wandb: it does not open, and the run goes on without it (UsageError: No API key configured")
+    assert line.startswith(
+        "wandb: it does not open, and the run goes on without it (UsageError: No API key configured"
+    )
 
 
 def test_a_tracker_that_fails_on_the_way_says_so_once(tmp_path: Path, offline: Path) -> None:
     lines: list[str] = []
     trackers = Trackers(["mlflow"], tracked(tmp_path), lines.append)
     trackers.log(1, STEPS[1])
-    wait_for(lambda: bool(lines) and the_run()[1].data.metrics.get("reward/mean") == STEPS[1]["reward/mean"])
+    wait_for(
+        lambda: (
+            bool(lines) and the_run()[1].data.metrics.get("reward/mean") == STEPS[1]["reward/mean"]
+        )
+    )
     away = offline.rename(tmp_path / "away")
     for step in (2, 3):
         trackers.log(step, STEPS[step])
@@ -226,7 +242,9 @@ def run_of(folder: Path, error: BaseException | None = None, **how: int | bool) 
         first = max(int(how.get("step", 0)), 0) + 1
         for step in (first, first + 1):
             with log.step(step) as record:
-                record.add({"reward/mean": step / 4} | ({"eval/accuracy": 0.5} if step > first else {}))
+                record.add(
+                    {"reward/mean": step / 4} | ({"eval/accuracy": 0.5} if step > first else {})
+                )
                 record.samples([group("p", [1.0, 0.0], [2, 3])])
         if error:
             raise error
@@ -248,10 +266,15 @@ def test_a_run_is_told_to_every_tracker(tmp_path: Path, offline: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(ValueError("x"), "FAILED"), (EndedEarly(1), "KILLED"), (KeyboardInterrupt(), "KILLED")]
+    ("error", "status"),
+    [(ValueError("x"), "FAILED"), (EndedEarly(1), "KILLED"), (KeyboardInterrupt(), "KILLED")],
 )
 def test_trackers_know_how_a_run_ended(
-    tmp_path: Path, offline: Path, error: BaseException, status: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    offline: Path,
+    error: BaseException,
+    status: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trackers_module, "EARLY_END_S", 60.0)  # of a machine that is busy
     with pytest.raises(type(error)):
@@ -274,7 +297,9 @@ def test_a_run_that_begins_anew_in_its_folder_is_another_one(tmp_path: Path, off
 def test_no_secret_of_the_environment_is_written(tmp_path: Path, offline: Path) -> None:
     run_of(tmp_path)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert any(file.suffix == ".wandb" for file in files) and any(offline in file.parents for file in files)
+    assert any(file.suffix == ".wandb" for file in files) and any(
+        offline in file.parents for file in files
+    )
     assert [file for file in files if SECRET.encode() in file.read_bytes()] == []
 
 
@@ -285,7 +310,9 @@ def test_wandbs_process_is_there_before_the_runs_own(tmp_path: Path, offline: Pa
     (process,) = set(psutil.Process().children()) - before
     assert tracker._service == [process]
     assert SECRET not in " ".join(process.cmdline())
-    assert [one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN] == []
+    assert [
+        one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN
+    ] == []
     tracker.abandon()
     assert not process.is_running()
 
@@ -294,7 +321,9 @@ def test_the_commit_is_that_of_the_code(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         assert code_commit() == ""
         return
-    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    head = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
     assert code_commit().removesuffix("-dirty") == head.stdout.strip()
 
 
@@ -312,7 +341,9 @@ def test_an_episode_is_a_cell_of_json(tmp_path: Path, monkeypatch: pytest.Monkey
     slow.go.set()
     monkeypatch.setitem(TRACKERS, "slow", lambda run: slow)
     trackers = Trackers(["slow"], tracked(tmp_path), lambda line: None)
-    trackers.table(1, [{"response": "a\x1b", "episode": {"turns": ["b\u202e"], "calls": 1}}, {"response": "c"}])
+    trackers.table(
+        1, [{"response": "a\x1b", "episode": {"turns": ["b\u202e"], "calls": 1}}, {"response": "c"}]
+    )
     trackers.close("finished")
     assert slow.done[0] == [
         {"response": "a\\x1b", "episode": '{"turns": ["b\\u202e"], "calls": 1}'}, {"response": "c", "episode": ""}

@@ -12,7 +12,11 @@ from tests.tracking.trackers.runs import RECIPE, history, track, tracked, wandb_
 
 
 def test_a_run_is_read_back(tmp_path: Path, offline: Path) -> None:
-    steps = {-1: {"warm_start/loss": 2.0}, 1: {"reward/mean": 0.5, "eval/x/pass@8": math.nan}, 2: {"reward/mean": 0.75}}
+    steps = {
+        -1: {"warm_start/loss": 2.0},
+        1: {"reward/mean": 0.5, "eval/x/pass@8": math.nan},
+        2: {"reward/mean": 0.75},
+    }
     assert track("wandb", tracked(tmp_path), steps, table=2) == []
     (records,) = wandb_records(tmp_path)
     (run,) = [record.run for record in records if record.WhichOneof("record_type") == "run"]
@@ -37,7 +41,9 @@ def test_a_run_is_read_back(tmp_path: Path, offline: Path) -> None:
 def test_the_end_of_a_run_is_told(tmp_path: Path, offline: Path, state: str, code: int) -> None:
     track("wandb", tracked(tmp_path), {1: {"reward/mean": 0.5}}, state)  # type: ignore[arg-type]
     (records,) = wandb_records(tmp_path)
-    assert [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"] == [code]
+    assert [
+        record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"
+    ] == [code]
 
 
 def test_a_resumed_run_is_the_same_one(tmp_path: Path, offline: Path) -> None:
@@ -49,9 +55,16 @@ def test_a_resumed_run_is_the_same_one(tmp_path: Path, offline: Path) -> None:
     assert history(starts[1]) == [{"step": 2, "reward/mean": 7.0}]
 
 
-@pytest.mark.parametrize(("key", "variable", "project"), [("own", "theirs", "own"), (None, "theirs", "theirs")])
+@pytest.mark.parametrize(
+    ("key", "variable", "project"), [("own", "theirs", "own"), (None, "theirs", "theirs")]
+)
 def test_the_project_is_the_recipes_or_the_environments(
-    tmp_path: Path, offline: Path, monkeypatch: pytest.MonkeyPatch, key: str | None, variable: str, project: str
+    tmp_path: Path,
+    offline: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str | None,
+    variable: str,
+    project: str,
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", variable)
     track("wandb", tracked(tmp_path, project=key), {1: {"reward/mean": 0.5}})
