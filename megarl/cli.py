@@ -95,7 +95,10 @@ def train(
         )
     if not from_samples:  # that writes no checkpoints
         note_sigusr1()
-    run = partial(_train_from, samples=from_samples) if from_samples else _train
+    if from_samples:
+        run = partial(_train_from, samples=from_samples)
+    else:
+        run = _train
     sys.exit(_outcome(recipe, overrides or [], partial(run, resume=resume)))
 
 
@@ -245,7 +248,9 @@ def reward_check(
         from megarl.commands.reward_check import check, reward_config
 
         config = reward_config(function, argument or [], timeout_s, memory_mb)
-        return 0 if check(config, data, samples, answer, rows) else 1
+        if check(config, data, samples, answer, rows):
+            return 0
+        return 1
 
     sys.exit(_ended(run))
 
@@ -304,17 +309,18 @@ def doctor(
         errors: tuple[UserError, ...] = ()
         loaded = None
         try:
-            loaded = load_recipe(recipe, overrides or []) if recipe else None
+            if recipe:
+                loaded = load_recipe(recipe, overrides or [])
+            else:
+                loaded = None
         except UserErrors as several:  # the machine is looked at all the same
             errors = several.errors
 
         try:
             from megarl.doctor.examine import examine
         except (ImportError, OSError) as error:  # without torch nothing can be looked at
-            name, hint = (
-                getattr(error, "name", None) or "Python",
-                "install it as requirements/gpu.txt names it",
-            )
+            name = getattr(error, "name", None) or "Python"
+            hint = "install it as requirements/gpu.txt names it"
             raise UserError(name, f"it cannot be imported ({error})", hint) from error
 
         hardware_file = out if measure else None
@@ -382,7 +388,10 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
     from megarl.controller.resuming import find
     from megarl.tracking.run_log import RunLog
 
-    start = find(recipe, inputs.prompts, show) if resume else None
+    if resume:
+        start = find(recipe, inputs.prompts, show)
+    else:
+        start = None
     if start and start.step >= recipe.run.steps:
         show(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
         return

@@ -13,14 +13,19 @@ from torch._C._distributed_c10d import TCPStore
 
 # cpu: use no GPU; cuda: refuse to run on the CPU (megarl/cluster/visible_gpus.py)
 DEVICE_VARIABLE = "MEGARL_DEVICE"
-DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cpu" else "cpu"
+if torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cpu":
+    DEVICE = "cuda"
+else:
+    DEVICE = "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"
 
 
 def gpu_name() -> str:
     """The GPU's product name; "" without a GPU."""
-    return torch.cuda.get_device_name() if DEVICE == "cuda" else ""
+    if DEVICE == "cuda":
+        return torch.cuda.get_device_name()
+    return ""
 
 
 def held_bytes() -> int:

@@ -102,7 +102,8 @@ def output_error(
 
     where: the option that names the path. kind: file or folder. replaces: a regular file that is there is overwritten.
     """
-    folder, hint = path.absolute().parent, f"name another {kind}"
+    folder = path.absolute().parent
+    hint = f"name another {kind}"
     where = f"{where} {path}".strip()
     try:
         os.lstat(path)  # also of a symbolic link that leads nowhere

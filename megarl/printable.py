@@ -72,7 +72,9 @@ def _escaped(character: str, kept: str) -> str:
 def short(value: object, longest: int = 80) -> str:
     """A value as Python writes it, cut to `longest` characters."""
     text = repr(value[: 2 * longest] if isinstance(value, str) else value)
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 3]}..."
 
 
 def describe_error(error: BaseException) -> str:
@@ -83,11 +85,15 @@ def describe_error(error: BaseException) -> str:
         BaseException
     ):  # its __str__ raises, perhaps KeyboardInterrupt, which would end a worker process
         words = type(error).__name__
-    return words if len(words) <= _LONGEST_WORDS else f"{words[: _LONGEST_WORDS - 3]}..."
+    if len(words) <= _LONGEST_WORDS:
+        return words
+    return f"{words[: _LONGEST_WORDS - 3]}..."
 
 
 def plain_value(value: Any) -> Any:
     """A value that JSON has no type for: arrays become lists; bytes, dates and all others become text."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    return str(value)

@@ -9,7 +9,9 @@ _LONGEST_NAME = 100  # a longer name is no misspelling, and comparing it takes l
 
 def did_you_mean(names: Sequence[str], otherwise: str) -> str:
     """What a fault tells the user to write instead: one of at most three `names`; `otherwise` where there are none."""
-    return f"did you mean {' or '.join(names[:3])}?" if names else otherwise
+    if names:
+        return f"did you mean {' or '.join(names[:3])}?"
+    return otherwise
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
@@ -21,11 +23,9 @@ def near(name: str, known: Iterable[str]) -> list[str]:
         return []
     distances = {other: edit_distance(name, other) for other in known}
     best = min(distances.values(), default=len(name))
-    return (
-        [other for other, distance in distances.items() if distance == best]
-        if best <= 1 + len(name) // 4
-        else []
-    )
+    if best <= 1 + len(name) // 4:
+        return [other for other, distance in distances.items() if distance == best]
+    return []
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -33,7 +33,9 @@ def edit_distance(a: str, b: str) -> int:
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, start=1):
-        older, before, row = before, row, [i]
+        older = before
+        before = row
+        row = [i]
         for j, other in enumerate(b, start=1):
             row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
             if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:

@@ -55,7 +55,7 @@ def count(source: str) -> Counts:
         code_lines=len(_code_lines(source) - _lines_of(docstrings)),
         expressions=sum(isinstance(node, ast.expr) for node in nodes),
         ternaries=sum(isinstance(node, ast.IfExp) for node in nodes),
-        tuple_assignments=sum(_assigns_several(node) for node in nodes),
+        tuple_assignments=sum(assigns_several(node) for node in nodes),
     )
 
 
@@ -81,7 +81,7 @@ def _lines_of(docstrings: list[ast.expr]) -> set[int]:
     }
 
 
-def _assigns_several(node: ast.AST) -> bool:
+def assigns_several(node: ast.AST) -> bool:
     """Whether it gives several values to as many targets, but not to the same ones in another order (`a, b = b, a`)."""
     if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
         return False

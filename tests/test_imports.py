@@ -9,10 +9,12 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from scripts.count_code import assigns_several
 from scripts.draw_architecture import (
     FLOORS,
     PACKAGE,
@@ -182,6 +184,40 @@ def test_files_functions_and_nesting_stay_small(path: Path) -> None:
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines <= 60, f"{path.name}: {node.name} has {lines} lines"
             assert _depth(node) < 5, f"{path.name}: {node.name} nests {_depth(node)} deep"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_a_statement_says_one_thing(path: Path) -> None:
+    """No tuple assignment of unrelated values, no conditional in another, no dictionary made for arguments."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        place = f"{path.name}:{getattr(node, 'lineno', 0)}"
+        assert not assigns_several(node), (
+            f"{place}: give each name its value in a statement of its own"
+        )
+        if isinstance(node, ast.IfExp):
+            inner = [other for child in ast.iter_child_nodes(node) for other in ast.walk(child)]
+            assert not any(isinstance(other, ast.IfExp) for other in inner), (
+                f"{place}: a nested conditional"
+            )
+        if isinstance(node, ast.Call):
+            made = [keyword.value for keyword in node.keywords if keyword.arg is None]
+            assert not any(isinstance(value, ast.Dict) for value in made), (
+                f"{place}: name the arguments"
+            )
+        for name in _asked_again(node):
+            raise AssertionError(f"{place}: {name} is assigned in a comprehension's condition")
+
+
+def _asked_again(node: ast.AST) -> Iterator[str]:
+    """Names that a comprehension assigns in a condition and needs in what it yields."""
+    if not isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
+        return
+    given = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+    used = {other.id for value in given for other in ast.walk(value) if isinstance(other, ast.Name)}
+    for condition in [test for part in node.generators for test in part.ifs]:
+        for other in ast.walk(condition):
+            if isinstance(other, ast.NamedExpr) and other.target.id in used:
+                yield other.target.id
 
 
 def _depth(node: ast.AST) -> int:

@@ -88,15 +88,15 @@ class Algorithm:
 
     @property
     def learns_from(self) -> Literal["rewards", "demonstrations"]:
-        return "rewards" if self.surrogate else "demonstrations"
+        if self.surrogate:
+            return "rewards"
+        return "demonstrations"
 
     def sample_advantages(self, rewards_G: torch.Tensor) -> list[float] | list[None]:
         """The advantage of each of one prompt's samples; None where the row has none."""
-        return (
-            [None] * len(rewards_G)
-            if self.advantage is None
-            else self.advantage(rewards_G).tolist()
-        )
+        if self.advantage is None:
+            return [None] * len(rewards_G)
+        return self.advantage(rewards_G).tolist()
 
     def stages(self, hyperparameters: Hyperparameters) -> tuple[Stage, ...]:
         """What a training step does with these hyperparameters, in order."""
@@ -210,9 +210,9 @@ def learns_from_answers(name: str) -> bool:
 def hyperparameters_of(name: str, recipe: AlgorithmOptions) -> Hyperparameters:
     """The hyperparameters of a row, with the recipe's overrides where it is the recipe's own algorithm."""
     row = ALGORITHMS[name]
-    return (
-        replace(row.hyperparameters, **recipe.given) if name == recipe.name else row.hyperparameters
-    )
+    if name == recipe.name:
+        return replace(row.hyperparameters, **recipe.given)
+    return row.hyperparameters
 
 
 def needs_old_logprobs(hyperparameters: Hyperparameters, num_updates: int) -> bool:

@@ -26,7 +26,8 @@ def centred(rewards_G: torch.Tensor) -> torch.Tensor:
 
 def leave_one_out(rewards_G: torch.Tensor) -> torch.Tensor:
     """R - mean of the group's others; 0 where there are none, as without a baseline (RLOO, arXiv 2402.14740)."""
-    rewards_G, others = rewards_G.double(), rewards_G.numel() - 1
+    rewards_G = rewards_G.double()
+    others = rewards_G.numel() - 1
     if not others:
         return torch.zeros_like(rewards_G)
     return rewards_G - (rewards_G.sum() - rewards_G) / others
@@ -60,7 +61,8 @@ def gae(
     behind = torch.zeros(2, dtype=torch.float64, device=value_T.device)
     for start in reversed(range(0, len(value_T), _BLOCK)):
         block = slice(start, start + _BLOCK)
-        own_B, is_last_B = value_T[block].double(), is_last_T[block]
+        own_B = value_T[block].double()
+        is_last_B = is_last_T[block]
         following_B = torch.cat([own_B[1:], behind[:1]])
         delta_B = reward_T[block] + torch.where(is_last_B, 0.0, gamma * following_B) - own_B
         decay_B = torch.where(is_last_B, 0.0, decay_T[block])
@@ -78,7 +80,8 @@ def reverse_scan(own_T: torch.Tensor, decay_T: torch.Tensor) -> torch.Tensor:
     chunk's end; then the same of the chunks' first places, which brings to each chunk what is behind it (Blelloch,
     "Prefix sums and their applications", 1990, section 1.4).
     """
-    own_WN, decay_WN = _chunks(own_T), _chunks(decay_T)
+    own_WN = _chunks(own_T)
+    decay_WN = _chunks(decay_T)
     for place in range(_WIDTH - 2, -1, -1):
         own_WN[place].addcmul_(decay_WN[place], own_WN[place + 1])
         decay_WN[place].mul_(decay_WN[place + 1])
@@ -91,5 +94,8 @@ def reverse_scan(own_T: torch.Tensor, decay_T: torch.Tensor) -> torch.Tensor:
 def _chunks(values_T: torch.Tensor) -> torch.Tensor:
     """A copy [places of a chunk, chunks], the last chunk filled with 0: neighbours in memory are done in one step."""
     missing = -len(values_T) % _WIDTH
-    whole_T = torch.nn.functional.pad(values_T, (0, missing)) if missing else values_T
+    if missing:
+        whole_T = torch.nn.functional.pad(values_T, (0, missing))
+    else:
+        whole_T = values_T
     return whole_T.view(-1, _WIDTH).t().clone(memory_format=torch.contiguous_format)

@@ -37,7 +37,9 @@ def _explained(
     """1 - Var(return - value) / Var(return) from sums over tokens; 0 where all returns are the same."""
     variance = square / tokens - (total / tokens) ** 2
     unexplained = error_square / tokens - (error / tokens) ** 2
-    return 1.0 - unexplained / variance if variance > 1e-12 else 0.0
+    if variance > 1e-12:
+        return 1.0 - unexplained / variance
+    return 0.0
 
 
 # of the returns, by the values before
@@ -60,7 +62,8 @@ def policy_loss(
     corrected by the mismatch (decoupled PPO, arXiv 2505.24298); where that is off, the ratio of these tokens is to the
     engine's own probabilities. Tokens that the mismatch drops are out of the mask, and in the statistics of the engine.
     """
-    mask_T, sampled_T = targets.loss_mask_T, targets.sampled_T
+    mask_T = targets.loss_mask_T
+    sampled_T = targets.sampled_T
     if hyperparameters.rollout_correction == "off":
         old_logp_T = torch.where(targets.is_stale_T, targets.engine_logp_T, old_logp_T)
     # Unmasked tokens get 0 before anything is multiplied, so that no inf * 0 reaches the gradient.
@@ -73,7 +76,10 @@ def policy_loss(
     else:
         weight_T, stats = weights(old_logp_T, targets, hyperparameters)
         loss_T = loss_T * weight_T
-    coefficient = hyperparameters.kl_coefficient if hyperparameters.kl_place == "loss" else 0.0
+    if hyperparameters.kl_place == "loss":
+        coefficient = hyperparameters.kl_coefficient
+    else:
+        coefficient = 0.0
     if coefficient and targets.reference_logp_T is not None:
         loss_T = loss_T + coefficient * kl_T(
             logp_T, targets.reference_logp_T, hyperparameters.kl_estimator
@@ -106,7 +112,10 @@ def turn_diffs(old_logp_T: torch.Tensor, targets: Targets) -> dict[Statistic, to
     """|engine - trainer| logprob by turns, of tokens that the policy itself sampled; of no episode: the first turn."""
     with torch.no_grad():
         is_fresh_T = targets.sampled_T & ~targets.is_stale_T
-        turn_T = torch.ones_like(targets.sequence_T) if targets.turn_T is None else targets.turn_T
+        if targets.turn_T is None:
+            turn_T = torch.ones_like(targets.sequence_T)
+        else:
+            turn_T = targets.turn_T
         diff_T = torch.where(is_fresh_T, bounded(old_logp_T - targets.engine_logp_T).abs(), 0.0)
         parts_2T = torch.stack([diff_T, is_fresh_T.to(diff_T.dtype)]).double()
         parts_2N = parts_2T.new_zeros(2, len(TURN_DIFFS)).index_add(
@@ -125,7 +134,9 @@ def kl_T(
     difference_T = reference_logp_T - logp_T
     if estimator == "k1":
         return -difference_T
-    return difference_T**2 / 2 if estimator == "k2" else k3(difference_T)
+    if estimator == "k2":
+        return difference_T**2 / 2
+    return k3(difference_T)
 
 
 def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
@@ -155,7 +166,9 @@ def value_loss(value_T: torch.Tensor, targets: Targets, *, value_clip: float | N
 
     With value_clip the larger of it and that of V within value_clip of the old value (PPO's code, arXiv 2005.12729).
     """
-    mask_T, return_T, old_value_T = targets.loss_mask_T, targets.return_T, targets.old_value_T
+    mask_T = targets.loss_mask_T
+    return_T = targets.return_T
+    old_value_T = targets.old_value_T
     assert return_T is not None and old_value_T is not None
     loss_T = (value_T - return_T) ** 2 / 2
     is_clipped_T = torch.zeros_like(mask_T)

@@ -82,7 +82,10 @@ def weights(
     sampled_T = targets.sampled_T
     log_w_T = bounded(torch.where(sampled_T, old_logp_T - targets.engine_logp_T, 0.0)).detach()
     is_clipped_T = torch.zeros_like(sampled_T)
-    is_dropped_T = is_clipped_T if targets.dropped_T is None else targets.dropped_T
+    if targets.dropped_T is None:
+        is_dropped_T = is_clipped_T
+    else:
+        is_dropped_T = targets.dropped_T
     weight_T = log_w_T.exp()
     if hyperparameters.rollout_correction == "tis":
         _, high = bounds(hyperparameters)

@@ -52,7 +52,9 @@ class Statistic:
 
     def published_in(self, room: str) -> str:
         """The published name, where the updated model's room is `room`."""
-        return self.name if "/" in self.name else f"{room}/{self.name}"
+        if "/" in self.name:
+            return self.name
+        return f"{room}/{self.name}"
 
 
 # the parts of each, reduced over micro-batches and ranks
@@ -72,7 +74,10 @@ def over_tokens(
     with torch.no_grad():
         for statistic, value_T in values.items():
             kept_T = torch.where(mask_T, value_T, 0)  # a maximum is of values that are not negative
-            total = kept_T.max() if statistic.reduction.is_max else kept_T.sum()
+            if statistic.reduction.is_max:
+                total = kept_T.max()
+            else:
+                total = kept_T.sum()
             found[statistic] = total if statistic.reduction == SUM else parts(total, mask_T.sum())
     return found
 

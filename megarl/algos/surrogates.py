@@ -30,17 +30,16 @@ def clipped(
 
     With dual_clip c the objective is at least c A where A < 0 (arXiv 1912.09729, eq. 5).
     """
-    advantage_T, ratio_T = targets.advantage_T, log_ratio_T.exp()
+    advantage_T = targets.advantage_T
+    ratio_T = log_ratio_T.exp()
     clipped_T = ratio_T.clamp(1.0 - hyperparameters.clip_low, 1.0 + hyperparameters.clip_high)
     objective_T = torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T)
     is_clipped_T = clipped_T * advantage_T < ratio_T * advantage_T
     if hyperparameters.dual_clip is not None:
         floor_T = hyperparameters.dual_clip * advantage_T
         is_held_T = (advantage_T < 0) & (objective_T < floor_T)
-        objective_T, is_clipped_T = (
-            torch.where(is_held_T, floor_T, objective_T),
-            is_clipped_T | is_held_T,
-        )
+        objective_T = torch.where(is_held_T, floor_T, objective_T)
+        is_clipped_T = is_clipped_T | is_held_T
     return -objective_T, {CLIPPED: is_clipped_T}
 
 

@@ -35,4 +35,6 @@ class Targets:
     @property
     def sampled_T(self) -> torch.Tensor:
         """The tokens that the model sampled, whether the loss keeps them or not."""
-        return self.loss_mask_T if self.dropped_T is None else self.loss_mask_T | self.dropped_T
+        if self.dropped_T is None:
+            return self.loss_mask_T
+        return self.loss_mask_T | self.dropped_T

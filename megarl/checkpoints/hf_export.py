@@ -74,7 +74,8 @@ def export_hf(job: Export, params: Mapping[str, torch.Tensor], store: Store) -> 
     agreement = Agreement(
         PrefixStore("agree", store), job.rank, job.layout.world_size, job.timeout_s
     )
-    files, folder = plan_files(job.shape, job.dtype, job.file_bytes), Path(job.folder)
+    files = plan_files(job.shape, job.dtype, job.file_bytes)
+    folder = Path(job.folder)
     unfinished = folder.with_name(folder.name + ".unfinished")
     waves = [f"wave {index}" for index in range(math.ceil(len(files) / job.layout.world_size))]
     group = None
@@ -144,7 +145,10 @@ def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
     for alias, name in aliases(shape).items():
         repeated[name].append(alias)
     for name, (items, rows, cols) in tensors(shape).items():
-        dtype = "float32" if name.endswith("e_score_correction_bias") else ""
+        if name.endswith("e_score_correction_bias"):
+            dtype = "float32"
+        else:
+            dtype = ""
         for param in repeated[name]:
             stack = Shard(name, (0, rows), (0, cols), param, items=(0, items), dtype=dtype)
             for item in range(items):
@@ -153,11 +157,9 @@ def _single_tensors(shape: ModelShape) -> Iterator[tuple[Shard, Shard]]:
 
 def file_name(index: int, num_files: int) -> str:
     """Hugging Face's name of file `index` of a sharded checkpoint."""
-    return (
-        "model.safetensors"
-        if num_files == 1
-        else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
-    )
+    if num_files == 1:
+        return "model.safetensors"
+    return f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
 
 
 def _write_wave(
@@ -172,7 +174,8 @@ def _write_wave(
     folder: Path,
 ) -> None:
     """Every rank collects and writes its file of this wave, if the wave has one for it."""
-    first, size = wave * job.layout.world_size, job.layout.world_size
+    first = wave * job.layout.world_size
+    size = job.layout.world_size
     of_wave = files[first : first + size]
     targets = [Part(file, (rank,)) for rank, file in enumerate(of_wave)]
     wanted = {shard.name for file in of_wave for shard in file}
@@ -185,7 +188,10 @@ def _write_wave(
     )
     vote = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
     rounds = agreement.reach(stage, vote, _most_rounds)["rounds"]
-    mine = of_wave[job.rank] if job.rank < len(of_wave) else ()
+    if job.rank < len(of_wave):
+        mine = of_wave[job.rank]
+    else:
+        mine = ()
     tensors_of_file = _allocate(mine, job.dtype)
     executor = Executor(streams.assign(rounds), params, tensors_of_file, merge)
     executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
@@ -210,7 +216,10 @@ def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
     """Name -> uninitialised tensor, in the shape that it has in the file."""
     found = {}
     for shard in file:
-        size = shard.size[1:2] if is_vector(shard.name) else shard.size[1:]
+        if is_vector(shard.name):
+            size = shard.size[1:2]
+        else:
+            size = shard.size[1:]
         for name, _ in cells(shard):
             found[name] = torch.empty(
                 size, dtype=getattr(torch, shard.dtype or dtype), device=DEVICE
@@ -230,7 +239,8 @@ def _bytes_by_name(job: Export, file: File) -> Iterator[tuple[str, int]]:
     """The tensors of a file with their bytes, as they are written."""
     for shard in file:
         for name, (_, rows, cols) in cells(shard):
-            num_rows, num_cols = rows[1] - rows[0], cols[1] - cols[0]
+            num_rows = rows[1] - rows[0]
+            num_cols = cols[1] - cols[0]
             if job.fp8 and is_projection(name):
                 yield name, num_rows * num_cols
                 yield (

@@ -18,7 +18,8 @@ def tensor_files(path: str | Path, stem: str = "model") -> dict[str, Path]:
     Raises UserError: neither file is there, the index is unreadable or names a missing file.
     """
     folder = Path(path)
-    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    index = folder / f"{stem}.safetensors.index.json"
+    single = folder / f"{stem}.safetensors"
     if index.exists():
         names = read_json(index).get("weight_map", {})
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -54,7 +55,8 @@ class Slices:
     """Lazy access to a checkpoint's tensors; every file is opened once, on first use."""
 
     def __init__(self, path: str | Path, stack: ExitStack, stem: str = "model") -> None:
-        self.path, self.stack = Path(path), stack
+        self.path = Path(path)
+        self.stack = stack
         self.files = tensor_files(path, stem)
         self.open: dict[Path, Any] = {}
 

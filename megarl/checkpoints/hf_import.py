@@ -80,7 +80,10 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
 
 def _first_of(errors: Sequence[UserError]) -> UserError:
     first = errors[0]
-    more = f" (and {len(errors) - 1} more such tensors)" if len(errors) > 1 else ""
+    if len(errors) > 1:
+        more = f" (and {len(errors) - 1} more such tensors)"
+    else:
+        more = ""
     return UserError(first.where, first.problem + more, first.hint)
 
 
@@ -121,7 +124,10 @@ def _fill(slices: Slices, shard: Shard, params: Mapping[str, torch.Tensor]) -> N
     planes = [plane for view in views(params, shard.param, shard.at, shard.size) for plane in view]
     _, rows, cols = shard.box
     for item, plane in zip(range(*shard.items), planes, strict=True):
-        name = shard.name.format(item) if STACK in shard.name else shard.name
+        if STACK in shard.name:
+            name = shard.name.format(item)
+        else:
+            name = shard.name
         if quantised.fill(plane, slices, name, rows, cols):
             continue
         tensor = slices.get(name)

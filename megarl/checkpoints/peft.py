@@ -117,9 +117,11 @@ def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserError]:
 
     For a shape with scores it must have a head as well, as PEFT writes one beside the adapters of a classifier.
     """
-    sizes, heads = _sizes(shape, size), ()
+    sizes = _sizes(shape, size)
+    heads = ()
     if shape.num_labels:
-        sizes, heads = sizes | {SCORE: (shape.num_labels, shape.hidden_size)}, HEADS
+        sizes = sizes | {SCORE: (shape.num_labels, shape.hidden_size)}
+        heads = HEADS
     try:
         if errors := _config_errors(Path(path) / CONFIG, size, heads):
             return errors
@@ -157,7 +159,8 @@ def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list
 
 
 def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[UserError]:
-    config, errors = read_json(file), []
+    config = read_json(file)
+    errors = []
     if heads and set(config.get("modules_to_save") or ()) <= {*heads}:
         config["modules_to_save"] = None
     for key, plain in _PLAIN.items():

@@ -31,9 +31,15 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
 
 FILE_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors names them
-_FP8, _INT32, _SCALES = "F8_E4M3", "I32", ("F32", "BF16", "F8_E8M0")
-_PACKED, _GROUP_SCALE, _UNREAD = "_packed", "_scale", ("_zero_point", "_g_idx")
-_PER_WORD, _BITS, _OFFSET = 8, 4, 8  # int4 elements in an int32
+_FP8 = "F8_E4M3"
+_INT32 = "I32"
+_SCALES = ("F32", "BF16", "F8_E8M0")
+_PACKED = "_packed"
+_GROUP_SCALE = "_scale"
+_UNREAD = ("_zero_point", "_g_idx")
+_PER_WORD = 8
+_BITS = 4
+_OFFSET = 8  # int4 elements in an int32
 _STRIP = FP8_TILE  # rows that are computed in float32 at once
 Kind = Literal["plain", "fp8", "int4"]
 
@@ -41,8 +47,12 @@ Kind = Literal["plain", "fp8", "int4"]
 def kind_of(slices: Slices, name: str) -> Kind:
     """The form in which the files have a tensor; a missing tensor counts as plain."""
     if name in slices:
-        return "fp8" if slices.get(name).get_dtype() == _FP8 else "plain"
-    return "int4" if name + _PACKED in slices else "plain"
+        if slices.get(name).get_dtype() == _FP8:
+            return "fp8"
+        return "plain"
+    if name + _PACKED in slices:
+        return "int4"
+    return "plain"
 
 
 def check(slices: Slices, name: str, shape: Sequence[int]) -> None:
@@ -175,7 +185,9 @@ def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
         or model.facts.quantisation is None
     ):
         return None
-    return recipe.model.path if _are_tiles(model.facts.quantisation, model.shape) else None
+    if _are_tiles(model.facts.quantisation, model.shape):
+        return recipe.model.path
+    return None
 
 
 @cache
@@ -194,7 +206,8 @@ def weights_in_words(shape: ModelShape, facts: HfFacts) -> str:
 
 def file_bytes(shape: ModelShape, facts: HfFacts) -> int:
     """Bytes of all tensors of a checkpoint with their scales."""
-    quantisation, repeated = facts.quantisation, dict.fromkeys(tensors(shape), 1)
+    quantisation = facts.quantisation
+    repeated = dict.fromkeys(tensors(shape), 1)
     for original in aliases(shape).values():
         repeated[original] += 1
     total = 0
@@ -202,7 +215,10 @@ def file_bytes(shape: ModelShape, facts: HfFacts) -> int:
         if quantisation and is_projection(name) and quantisation.covers(name.format(0)):
             one = _quantised_bytes(rows, cols, quantisation)
         else:
-            dtype = "float32" if name.endswith("e_score_correction_bias") else facts.dtype
+            if name.endswith("e_score_correction_bias"):
+                dtype = "float32"
+            else:
+                dtype = facts.dtype
             one = rows * cols * getattr(torch, dtype).itemsize
         total += repeated[name] * items * one
     return total

@@ -22,7 +22,8 @@ from typing import Any
 
 from megarl.disk import PARTIAL
 
-MANIFEST, RUN = "manifest.json", "run.json"
+MANIFEST = "manifest.json"
+RUN = "run.json"
 _NAME = re.compile(r"step-([0-9]{6,})")
 _FORMAT = 1
 
@@ -66,7 +67,8 @@ class Snapshots:
     """The checkpoints of one run. say: prints a line for the user when a checkpoint is skipped or removed."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self._say = folder, say
+        self.folder = folder
+        self._say = say
 
     def begin(self, step: int) -> Path:
         """A new hidden folder for the files of a checkpoint; incomplete ones of earlier processes are removed."""
@@ -121,7 +123,10 @@ class Snapshots:
             try:
                 snapshot = _verified(folder)
             except (_Damaged, OSError) as error:
-                problem = f"it cannot be read ({error})" if isinstance(error, OSError) else error
+                if isinstance(error, OSError):
+                    problem = f"it cannot be read ({error})"
+                else:
+                    problem = error
                 self._say(f"checkpoint {folder} is damaged and skipped: {problem}")
                 continue
             if _named_step(folder) != snapshot.step:
@@ -131,7 +136,10 @@ class Snapshots:
 
     def _complete(self) -> list[tuple[int, Path]]:
         """(step, path) of everything that has the name of a complete checkpoint, the newest first."""
-        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        if self.folder.is_dir():
+            paths = self.folder.iterdir()
+        else:
+            paths = ()
         named = [(_step(path), path) for path in paths if _NAME.fullmatch(path.name)]
         # Of two folders of one step the one that still has its name is the newer one.
         return sorted(

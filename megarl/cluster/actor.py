@@ -117,7 +117,10 @@ class Worker:
         """
         options: dict[str, Any] = {"num_gpus": gpus, "num_cpus": 0, "max_concurrency": _CALLS}
         actor: Any = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
-        self.name, self.slot, self._actor, self._host = name, slot, actor, host
+        self.name = name
+        self.slot = slot
+        self._actor = actor
+        self._host = host
         self.watch_refs: list[Ref] = [actor.watch.remote()]
 
     def start(self, target: str, *args: Any) -> Ref:
@@ -171,7 +174,8 @@ def ray_nodes(host: str) -> list[RayNode]:
     nodes = []
     for node in ray.nodes():
         if node["Alive"]:
-            address, gpus = node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0))
+            address = node["NodeManagerAddress"]
+            gpus = int(node["Resources"].get("GPU", 0))
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             nodes.append(
                 RayNode(address, gpus, Worker(f"node {address}", 0, host, strategy, gpus=0))
@@ -202,7 +206,9 @@ def failure(ref: Ref) -> Exception | None:
     if isinstance(error, ray.exceptions.GetTimeoutError):
         return None
     cause = getattr(error, "cause", None)
-    return cause if isinstance(cause, UserError) else error
+    if isinstance(cause, UserError):
+        return cause
+    return error
 
 
 def _result(ref: Ref) -> tuple[Any, Exception | None]:
@@ -246,7 +252,8 @@ class Pulses:
             if worker in self._asked and worker not in self.pids:
                 with suppress(ray.exceptions.RayError):
                     self.pids[worker] = ray.get(self._asked[worker])
-            self._missed[worker], self._asked[worker] = 0, worker.pulse()
+            self._missed[worker] = 0
+            self._asked[worker] = worker.pulse()
 
     def unanswered(self) -> list[Worker]:
         """The workers that have not answered their last request; a dead process is not among them."""

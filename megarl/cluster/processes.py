@@ -142,7 +142,8 @@ class RayServers:
 
     def __init__(self, raylet_socket: str, timeout_s: float) -> None:
         """timeout_s: how long a server may be stopped by a signal."""
-        self._timeout_s, self._looked_at = timeout_s, time.monotonic()
+        self._timeout_s = timeout_s
+        self._looked_at = time.monotonic()
         found = _servers(raylet_socket)
         self._stopped_s = dict.fromkeys(found, 0.0)
         self._descriptors = {os.pidfd_open(process.pid): process for process in found}
@@ -155,7 +156,8 @@ class RayServers:
         for descriptor, _ in self._poll.poll(0):
             return f"Ray's {_name(self._descriptors[descriptor])} {_how(descriptor)}"
         now = time.monotonic()
-        passed_s, self._looked_at = min(now - self._looked_at, _LONGEST_LOOK_S), now
+        passed_s = min(now - self._looked_at, _LONGEST_LOOK_S)
+        self._looked_at = now
         for process, before_s in self._stopped_s.items():
             self._stopped_s[process] = before_s + passed_s if is_stopped(process.pid) else 0.0
             if self._stopped_s[process] >= self._timeout_s:
@@ -193,5 +195,7 @@ def _how(descriptor: int) -> str:
     except ChildProcessError:
         return "has ended"
     if result is None or result.si_code == os.CLD_EXITED:
-        return "has ended" if result is None else f"ended with exit code {result.si_status}"
+        if result is None:
+            return "has ended"
+        return f"ended with exit code {result.si_status}"
     return f"was killed by {signal.Signals(result.si_status).name}"

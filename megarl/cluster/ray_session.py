@@ -31,7 +31,8 @@ _GRACE_S = 3.0
 _PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
 _LOOK_S = 1.0  # between two checks of Ray's servers and of heartbeats
 # of the session's folder; not TMPDIR: a Unix socket's path has at most 107 bytes
-_PREFIX, _PARENT = "megarl-", "/tmp"
+_PREFIX = "megarl-"
+_PARENT = "/tmp"
 _OTHER = 3
 
 
@@ -40,7 +41,8 @@ class WorkerFailed(Exception):
 
     def __init__(self, message: str, evidence: str) -> None:
         super().__init__(message, evidence)
-        self.message, self.evidence = message, evidence
+        self.message = message
+        self.evidence = evidence
 
     def __str__(self) -> str:
         return self.message
@@ -67,8 +69,11 @@ class Cluster:
 
         timeout_s: how long a worker may leave a heartbeat unanswered. say: prints a line for the user.
         """
-        self._gpus, self._joins, self._node_gpus = gpus, node_gpus is not None, node_gpus or gpus
-        self._timeout_s, self._say = timeout_s, say
+        self._gpus = gpus
+        self._joins = node_gpus is not None
+        self._node_gpus = node_gpus or gpus
+        self._timeout_s = timeout_s
+        self._say = say
         self._pulses = Pulses(timeout_s)
         self._workers: list[Worker] = []
         self._placement: PlacementGroup
@@ -103,7 +108,10 @@ class Cluster:
         return self
 
     def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
-        error = self._servers.error() if self._servers else None
+        if self._servers:
+            error = self._servers.error()
+        else:
+            error = None
         self.close()
         if error and isinstance(raised, Exception) and not isinstance(raised, WorkerFailed):
             raise WorkerFailed(error, "".join(traceback.format_exception(raised))) from None
@@ -225,7 +233,10 @@ class Cluster:
         watched = self._workers if among is None else among
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         while True:
-            background = self.background if among is None else None
+            if among is None:
+                background = self.background
+            else:
+                background = None
             waiting = {**(background.labels() if background else {}), **labels}
             done = self._ended([*waiting, *watches], watched)
             failures = [why for ref in done if (why := failure(ref)) is not None]
@@ -303,8 +314,14 @@ class Cluster:
 
     def _silence_of(self, worker: Worker) -> str:
         pid = self._pulses.pids.get(worker)
-        who = f"{worker.name} (pid {pid})" if pid else worker.name
-        why = ": a signal stopped it" if self._is_stopped(worker) else ""
+        if pid:
+            who = f"{worker.name} (pid {pid})"
+        else:
+            who = worker.name
+        if self._is_stopped(worker):
+            why = ": a signal stopped it"
+        else:
+            why = ""
         return f"{who} has not answered for {self._pulses.silence_s(worker):.0f} s{why}"
 
     def _is_stopped(self, worker: Worker) -> bool:
@@ -315,7 +332,9 @@ class Cluster:
     def _pid_here(self, worker: Worker) -> int | None:
         """The worker's process id, if the worker is on this node and has ever answered."""
         is_near = not self._joins or self._node_of(worker) == self.host
-        return self._pulses.pids.get(worker) if is_near else None
+        if is_near:
+            return self._pulses.pids.get(worker)
+        return None
 
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""
@@ -355,13 +374,11 @@ def _severity(failed: tuple[str, Exception]) -> int:
     _, error = failed
     if isinstance(getattr(error, "cause", None), Silence):
         return 2
-    return (
-        0
-        if isinstance(error, UserError)
-        else 1
-        if isinstance(error, ray.exceptions.RayActorError)
-        else _OTHER
-    )
+    if isinstance(error, UserError):
+        return 0
+    if isinstance(error, ray.exceptions.RayActorError):
+        return 1
+    return _OTHER
 
 
 def _reported(name: str, cause: Exception) -> Exception:

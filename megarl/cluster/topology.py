@@ -48,7 +48,8 @@ class _Place:
 
     @staticmethod
     def of(folder: Path) -> _Place:
-        resolved, numa = folder.resolve(), folder / "numa_node"
+        resolved = folder.resolve()
+        numa = folder / "numa_node"
         return _Place(resolved.parts, int(numa.read_text()) if numa.exists() else -1)
 
     def nearness(self, other: _Place) -> tuple[int, bool]:
@@ -86,7 +87,10 @@ def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> d
 
 def own_placement(slot: int, address: str, root: Path = SYSFS) -> DevicePlacement:
     """The placement of the calling process, which uses GPU `slot` of its node and sees all of the node's GPUs."""
-    count = torch.cuda.device_count() if device.DEVICE == "cuda" else 0
+    if device.DEVICE == "cuda":
+        count = torch.cuda.device_count()
+    else:
+        count = 0
     found = [torch.cuda.get_device_properties(index) for index in range(count)]
     gpus = [
         f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found
@@ -99,10 +103,8 @@ def placement_among(
 ) -> DevicePlacement:
     """The placement of GPU `slot` of a node. gpus: the PCI addresses of the node's GPUs; may be empty."""
     host = socket.gethostname()
-    gpu, nics = (
-        gpus[slot] if gpus else "",
-        nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", "")),
-    )
+    gpu = gpus[slot] if gpus else ""
+    nics = nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", ""))
     if gpu not in nics:
         return DevicePlacement(host, address, gpu, "")
     card = _Place.of(root / "class/infiniband" / nics[gpu] / "device")

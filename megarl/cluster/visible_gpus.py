@@ -39,7 +39,9 @@ def device_errors() -> list[UserError]:
     if count == 0:
         problem = f"cuda, but nvidia-smi lists no GPU on {socket.gethostname()}"
         hint = "mend the driver (docs/install.md), or leave it out"
-        return [UserError(DEVICE_VARIABLE, problem, hint)] if asked else []
+        if asked:
+            return [UserError(DEVICE_VARIABLE, problem, hint)]
+        return []
     return [_unseen(count)]
 
 
@@ -78,8 +80,6 @@ def num_listed_gpus() -> int:
         )
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return (
-        sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-        if listed.returncode == 0
-        else 0
-    )
+    if listed.returncode == 0:
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return 0

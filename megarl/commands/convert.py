@@ -31,8 +31,14 @@ def find_snapshot(
     errors = [error] if error else []
     found = Snapshots(run / FOLDER, say).newest(step)
     if found is None:
-        which = "whole checkpoint" if step is None else f"whole checkpoint of step {step}"
-        hint = "name another run" if step is None else "leave --step out for the newest"
+        if step is None:
+            which = "whole checkpoint"
+        else:
+            which = f"whole checkpoint of step {step}"
+        if step is None:
+            hint = "name another run"
+        else:
+            hint = "leave --step out for the newest"
         errors.append(UserError(str(run / FOLDER), f"there is no {which}", hint))
     else:
         errors += model_errors(found, recipe)

@@ -64,7 +64,8 @@ def argument_errors(roles: Roles, device: str, absent: Container[str]) -> list[U
     `_asks_sglang`). SGLang's are not asked where the engines' layout is wrong or the algorithm unknown, and neither is
     where the model's shape cannot be read: other checks report these.
     """
-    shape, errors = roles.policy.model.known_shape, []
+    shape = roles.policy.model.known_shape
+    errors = []
     if shape is None:
         return []
     recipe = roles.recipe
@@ -111,11 +112,10 @@ def _sglang_errors(recipe: Recipe, device: str) -> list[UserError]:
     from megarl.rollout.sglang.option_check import server_errors
 
     nowhere = Address(LOOPBACK, 1)
-    span = (
-        NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b""))
-        if recipe.engine_nodes > 1
-        else None
-    )
+    if recipe.engine_nodes > 1:
+        span = NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b""))
+    else:
+        span = None
     arguments = server_arguments(engine_settings(recipe, 0, span), _LOADER, device)
     return server_errors(arguments | {"device": device})
 
@@ -147,7 +147,8 @@ def _assumed_turns(recipe: Recipe) -> Iterator[str]:
     if recipe.episode is None or learns_from_answers(recipe.algorithm.name):
         return
     samples = step_samples(recipe)
-    turns, load = samples.turns, tool_load(recipe, samples.turns, samples.num_drawn)
+    turns = samples.turns
+    load = tool_load(recipe, samples.turns, samples.num_drawn)
     yield f"episode: {turns.mean:g} turns in the mean, with {turns.observed_tokens:,.0f} observation tokens (assumed)"
     if load:
         each = f"each up to {load.call_s:g} s of a core ({load.limit})"
@@ -167,7 +168,9 @@ def _axes(layout: TrainLayout) -> str:
 
 def _reshard(roles: Roles, device: str) -> Iterator[str]:
     """The traffic of the whole reshard, and of adapters on their own where engines get these."""
-    policy, engines, on_gpus = roles.policy, roles.engines, device == "cuda"
+    policy = roles.policy
+    engines = roles.engines
+    on_gpus = device == "cuda"
     weights = weight_maps(policy.shape, policy.layout, engines, transformer_engine=on_gpus)
     yield from _exchange(roles, *weights, "reshard")
     factors = factor_maps(
@@ -181,12 +184,10 @@ def _exchange(
     roles: Roles, sources: Sequence[Part], targets: Sequence[Part], name: str
 ) -> Iterator[str]:
     """The traffic of an exchange, and the plans of some of its members."""
-    recipe, layout, engines, members = (
-        roles.recipe,
-        roles.policy.layout,
-        roles.engines,
-        roles.num_members,
-    )
+    recipe = roles.recipe
+    layout = roles.policy.layout
+    engines = roles.engines
+    members = roles.num_members
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
     try:
         total = count_traffic(sources, targets, members, **topology)
@@ -238,13 +239,19 @@ def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterato
     if not _asks_sglang(recipe, device):
         yield "not checked here: SGLang's own class, which gets nothing but sizes from this recipe"
     if recipe.episode and device != DEVICE:
-        key = "environment" if recipe.episode.environment else "tools"
+        if recipe.episode.environment:
+            key = "environment"
+        else:
+            key = "tools"
         yield f"not checked here: episode.{key}: what is prepared before the first episode, as an index or a sandbox"
     if device != DEVICE:
         from megarl.rollout.sglang.option_check import NOT_CHECKED
 
         yield f"not checked here: {NOT_CHECKED}; Megatron's kernels, which ask for TransformerEngine"
     if recipe.placement.hardware:
-        cores = ", and cores for tools" if recipe.episode and not recipe.episode.agent else ""
+        if recipe.episode and not recipe.episode.agent:
+            cores = ", and cores for tools"
+        else:
+            cores = ""
         yield f"not checked here: memory and time{cores}: megarl plan"
     yield f"{recipe.run.name}: nothing to mend"

@@ -68,11 +68,10 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
         raise UserErrors(errors)
     if recipe.episode.agent:
         hint = "call it in a test with a chat of your own, or name tools or an environment"
-        why = (
-            "what an agent has done cannot be repeated"
-            if samples
-            else "an agent cannot be tried without a model"
-        )
+        if samples:
+            why = "what an agent has done cannot be repeated"
+        else:
+            why = "an agent cannot be tried without a model"
         raise UserError("episode.agent", why, hint)
     if samples:
         if turns:
@@ -82,7 +81,10 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
         replay(recipe, samples, num_rows)
         return
     rows = _rows(recipe, num_rows or _ROWS)
-    given = turns_of_file(turns) if turns else _demonstrated(rows, recipe.data.messages)
+    if turns:
+        given = turns_of_file(turns)
+    else:
+        given = _demonstrated(rows, recipe.data.messages)
     thread = EnvironmentThread(environment_settings(recipe, workers=1))
     try:
         trial = _Trial(recipe, thread, rows)
@@ -99,7 +101,9 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
 
 def _rows(recipe: Recipe, num_rows: int) -> list[_Row]:
     where, file = next(iter(recipe.data.train_files.items()))
-    found, bad, name = [], RowErrors(where), file.answer or recipe.data.answer
+    found = []
+    bad = RowErrors(where)
+    name = file.answer or recipe.data.answer
     for place, row in islice(read_rows(file.path, where, bad), num_rows):
         try:
             answer = answer_of(column(row, name, "set data.answer to one of {columns}"), name)
@@ -113,7 +117,8 @@ def _rows(recipe: Recipe, num_rows: int) -> list[_Row]:
 
 def _demonstrated(rows: Sequence[_Row], name: str | None) -> list[list[ScriptedTurn]]:
     """The demonstrations in a column of the rows; none where there is no such column in the recipe."""
-    found, bad = [], RowErrors("data.messages")
+    found = []
+    bad = RowErrors("data.messages")
     for row in rows if name else ():
         try:
             found.append(
@@ -138,7 +143,10 @@ class _Trial:
 
     def __post_init__(self) -> None:
         assert self.recipe.episode
-        self._where = ENVIRONMENT if self.recipe.episode.environment else TOOLS
+        if self.recipe.episode.environment:
+            self._where = ENVIRONMENT
+        else:
+            self._where = TOOLS
         self._most_tokens = self.recipe.episode.max_observation_tokens
         self._template: ChatTemplate | None = None
         for error in reward_checks.key_errors(self.recipe.reward, has_own=self.thread.has_reward):
@@ -154,25 +162,26 @@ class _Trial:
         offer = self.thread.offer
         for schema in offer.schemas:
             function = schema["function"]
-            kind = (
-                "async, many calls at once"
-                if function["name"] in offer.is_async
-                else "plain, one call at a time"
-            )
+            if function["name"] in offer.is_async:
+                kind = "async, many calls at once"
+            else:
+                kind = "plain, one call at a time"
             show(f"tool {function['name']} ({kind}): {function['description']}")
             parameters = function["parameters"]
             for name, argument in parameters["properties"].items():
-                must = "required" if name in parameters.get("required", ()) else "optional"
+                if name in parameters.get("required", ()):
+                    must = "required"
+                else:
+                    must = "optional"
                 show(f"  {name}, {must}: {json.dumps(argument)}")
             for name, of_type in parameters.get("$defs", {}).items():
                 show(f"  type {name}: {json.dumps(of_type)}")
         if self._where == ENVIRONMENT:
             for name in ("reset", "reply", "reward", "close"):
-                what = (
-                    ("async" if name in offer.is_async else "plain")
-                    if name in offer.has
-                    else "not defined"
-                )
+                if name in offer.has:
+                    what = "async" if name in offer.is_async else "plain"
+                else:
+                    what = "not defined"
                 show(f"method {name}: {what}")
             show(f"replayable: {'yes' if offer.is_replayable else 'no'}")
         if self._template is None:
@@ -211,18 +220,25 @@ class _Trial:
                 UserError(self._where, f"{row.place}: {record.failure}", _FAILED),
             )
         if record.reward_result:
-            right = "correct" if record.reward_result.correct else "not correct"
+            if record.reward_result.correct:
+                right = "correct"
+            else:
+                right = "not correct"
             show(f"  reward of the environment: {record.reward_result.reward:g}, {right}")
 
     def _read(self, result: CallResult | None) -> str:
         """An answer as the model reads it, in one line."""
         if result is None:
             return "None, which ends the episode"
-        text, cut = result.text, ""
+        text = result.text
+        cut = ""
         if self._template:
             text = self._template.without_special_tokens(text)
             left_out = len(self._template.ids(text)) - self._most_tokens
-            cut = f", without {left_out} tokens in its middle" if left_out > 0 else ""
+            if left_out > 0:
+                cut = f", without {left_out} tokens in its middle"
+            else:
+                cut = ""
         facts = [
             f"{result.seconds:.3f} s",
             *([f"reward {result.reward:g}"] if result.reward else []),
@@ -247,7 +263,8 @@ class _Trial:
             or step.recorded.strip() == step.result.text.strip()
         ):
             return
-        recorded, now = short(step.recorded), short(step.result.text)
+        recorded = short(step.recorded)
+        now = short(step.result.text)
         problem = f"{place}: the result of {_asked(step)} is {recorded} in the data, and now {now}"
         self._add(step.name, "recorded", UserError("data.messages", problem, _RECORDED))
 
@@ -256,17 +273,19 @@ class _Trial:
     ) -> None:
         """Play an episode twice more: as before, and with the end of its process in the middle."""
         again = await play(self.thread, row.values, seed, script)
-        found, how = difference(first, again), "a second run with the same seed gives other results"
+        found = difference(first, again)
+        how = "a second run with the same seed gives other results"
         has_promised = self._where == ENVIRONMENT and self.thread.offer.is_replayable
         if not found and has_promised:
             middle = first.num_turns // 2
             ended = await play(self.thread, row.values, seed, script, restart_before=middle)
-            found, how = (
-                difference(first, ended),
-                "a replay after the end of its process gives other results",
-            )
+            found = difference(first, ended)
+            how = "a replay after the end of its process gives other results"
         if not found:
-            also = ", also after the end of its process" if has_promised else ""
+            if has_promised:
+                also = ", also after the end of its process"
+            else:
+                also = ""
             show(f"  the same results in another run{also}")
             return
         show(f"  {how}: {found[1]}")
@@ -323,7 +342,10 @@ class _Trial:
                     problem = describe_failure(found, text, row.answer, row.place)
                     self._add(WHERE, "", UserError(WHERE, problem, REWARD_HINT))
                     continue
-                right = "correct" if found.correct else "not correct"
+                if found.correct:
+                    right = "correct"
+                else:
+                    right = "not correct"
                 show(
                     f"reward of {row.place} for {short(text)}, answer {short(row.answer)}: {found.reward:g}, {right}"
                 )
@@ -335,7 +357,9 @@ class _Trial:
 
 
 def _asked(step: PlayedStep) -> str:
-    return f"{step.name} {_cut(step.given)}" if step.given else step.name
+    if step.given:
+        return f"{step.name} {_cut(step.given)}"
+    return step.name
 
 
 def _cut(text: str) -> str:

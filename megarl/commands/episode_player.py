@@ -68,7 +68,8 @@ async def play(
 
     Raises UserError where the processes cannot be started again.
     """
-    name, record = f"check-{next(_numbers)}", PlayedEpisode()
+    name = f"check-{next(_numbers)}"
+    record = PlayedEpisode()
     try:
         began = time.perf_counter()
         opening = await thread.open(name, row, seed)
@@ -87,11 +88,10 @@ async def play(
             record.num_turns += bool(steps)
             _take_down(record.transcript, turn, [step.result for step in steps if step.result])
             if not steps or any(step.result is None or step.result.done for step in steps):
-                record.end = (
-                    "done"
-                    if any(step.result and step.result.done for step in steps)
-                    else "answered"
-                )
+                if any(step.result and step.result.done for step in steps):
+                    record.end = "done"
+                else:
+                    record.end = "answered"
                 break
     except EnvironmentFailure as failure:
         record.failure = str(failure)
@@ -170,4 +170,6 @@ def _timeless(result: CallResult | None) -> CallResult | None:
 
 
 def _words(result: CallResult | None) -> str:
-    return "nothing" if result is None else repr(result.text[:60])
+    if result is None:
+        return "nothing"
+    return repr(result.text[:60])

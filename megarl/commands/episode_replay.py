@@ -80,8 +80,10 @@ class _Replay:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        recipe, reward_model = self.recipe, self.recipe.reward_model
-        self._turn_tokenizer, self._numbers = self.runtime.prepared.turn_tokenizer, count()
+        recipe = self.recipe
+        reward_model = self.recipe.reward_model
+        self._turn_tokenizer = self.runtime.prepared.turn_tokenizer
+        self._numbers = count()
         self._sampler = RecordedSampler(self._turn_tokenizer)
         self._runner = self.runtime.runner(self._sampler)
         self._has_rewards = self.runtime.thread.has_reward and not (
@@ -102,10 +104,8 @@ class _Replay:
             found = await asyncio.gather(
                 *(self._rollout_correction(prompt, group, index) for index in chosen)
             )
-            self.num_played, self.num_same = (
-                self.num_played + len(found),
-                self.num_same + found.count(None),
-            )
+            self.num_played = self.num_played + len(found)
+            self.num_same = self.num_same + found.count(None)
             told = [
                 f"sample {index} ({prompt.id}): {one}"
                 for index, one in zip(chosen, found, strict=True)
@@ -117,11 +117,10 @@ class _Replay:
         """Print what came of all. Raises UserError unless every episode came out the same."""
         reasons = ", ".join(f"{number} {words}" for words, number in self.left_out.items())
         if not self.num_played:
-            problem = (
-                f"none of its samples can be played again: {reasons}"
-                if reasons
-                else "it has no samples"
-            )
+            if reasons:
+                problem = f"none of its samples can be played again: {reasons}"
+            else:
+                problem = "it has no samples"
             raise UserError(str(self.path), problem, _HINT)
         if reasons:
             show(f"samples left out: {reasons}")
@@ -137,7 +136,8 @@ class _Replay:
 
     def _reason(self, sample: Sample) -> str:
         """Why a sample cannot be played again; empty where it can."""
-        facts, config = sample.facts, self.recipe.episode
+        facts = sample.facts
+        config = self.recipe.episode
         assert config
         if sample.is_open:
             return "that are open"
@@ -159,7 +159,10 @@ class _Replay:
                 messages = column(prompt.row, name, "")
                 ids = self._turn_tokenizer.first(messages)
             except (BadRow, TemplateRefusal, TypeError, AttributeError) as error:
-                why = error.problem if isinstance(error, BadRow) else error
+                if isinstance(error, BadRow):
+                    why = error.problem
+                else:
+                    why = error
                 problem = problem or f"the prompt of {prompt.id} cannot be made again ({why})"
                 continue
             if ids == list(prompt.token_ids):
@@ -175,7 +178,8 @@ class _Replay:
     async def _rollout_correction(
         self, prompt: Prompt, group: Group, index: int
     ) -> ReplayDifference | None:
-        sample, place = group.samples[index], next(self._numbers)
+        sample = group.samples[index]
+        place = next(self._numbers)
         assert sample.facts
         recorded = RecordedEpisode(recorded_turns(prompt, sample), self._turn_tokenizer)
         sampling = Sampling(

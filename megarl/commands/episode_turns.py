@@ -17,7 +17,9 @@ Call = tuple[str, object]  # name, arguments
 Schema = Mapping[str, Any]
 
 UNKNOWN_TOOL = "no_such_tool"
-_TEXT, _NUMBER, _MOST_DEPTH = "a", 1, 8  # of values that are made up
+_TEXT = "a"
+_NUMBER = 1
+_MOST_DEPTH = 8  # of values that are made up
 _HUGE = "a" * 2**20
 _HALF_PAIR = "\ud800"  # of a surrogate, which UTF-8 cannot hold
 _CONTROLS = "\x00\x1b[31m\u202e <|im_end|><|endoftext|></s></tool_call><tool_response>"
@@ -51,7 +53,8 @@ def read_turns(messages: Any) -> list[ScriptedTurn]:
         raise BadRow(f"the messages are {short(messages, 60)}", _MESSAGES)
     found: list[ScriptedTurn] = []
     for message in messages:
-        role, content = message.get("role", "assistant"), message.get("content") or ""
+        role = message.get("role", "assistant")
+        content = message.get("content") or ""
         if not isinstance(content, str) or (role != "assistant" and not found) or role == "system":
             raise BadRow(f"a message is {short(message, 60)}", _MESSAGES)
         if role == "assistant":
@@ -66,7 +69,9 @@ def read_turns(messages: Any) -> list[ScriptedTurn]:
 
 def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
     """The episodes of a JSONL file, a list of messages in each line. Raises UserErrors."""
-    found, bad, where = [], RowErrors("--turns"), "--turns"
+    found = []
+    bad = RowErrors("--turns")
+    where = "--turns"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -110,14 +115,19 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
     if "$ref" in schema:
         return example(types[schema["$ref"].rpartition("/")[2]], types, depth + 1)
     if "const" in schema or "enum" in schema:
-        return schema["const"] if "const" in schema else schema["enum"][0]
+        if "const" in schema:
+            return schema["const"]
+        return schema["enum"][0]
     for union in ("anyOf", "oneOf", "allOf"):
         if union in schema:
             return example(schema[union][0], types, depth + 1)
     match schema.get("type"):
         case "object":
             inner = schema.get("properties", {})
-            names = inner if depth == 0 else schema.get("required", ())
+            if depth == 0:
+                names = inner
+            else:
+                names = schema.get("required", ())
             return {name: example(inner[name], types, depth + 1) for name in names}
         case "array":
             items = [*schema.get("prefixItems", ())]
@@ -130,11 +140,9 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
             most = schema.get(
                 "maximum", schema.get("exclusiveMaximum", least + _NUMBER) - (kind == "integer")
             )
-            return (
-                min(max(least, _NUMBER), most)
-                if kind == "integer"
-                else float(min(max(least, _NUMBER), most))
-            )
+            if kind == "integer":
+                return min(max(least, _NUMBER), most)
+            return float(min(max(least, _NUMBER), most))
         case "boolean":
             return True
         case "null":
@@ -198,8 +206,12 @@ def _nested(depth: int) -> object:
 
 def _call(given: Any) -> Call:
     try:
-        name, arguments = given["function"]["name"], given["function"]["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        name = given["function"]["name"]
+        arguments = given["function"]["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        else:
+            arguments = arguments
     except (KeyError, TypeError, ValueError, RecursionError):
         raise BadRow(f"a call is {short(given, 60)}", _CALL) from None
     return str(name), arguments

@@ -53,4 +53,6 @@ def searched(
 
     assumed_hardware, response_share = _inputs(recipe, hardware, share)
     result = search(recipe, assumed_hardware, side, response_share)
-    return json.dumps(search_json(result)) if as_json else search_page(result)
+    if as_json:
+        return json.dumps(search_json(result))
+    return search_page(result)

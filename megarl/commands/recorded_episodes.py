@@ -49,14 +49,21 @@ def recorded_turns(prompt: Prompt, sample: Sample) -> list[RecordedTurn]:
     """The turns of an episode, row by row: tokens that the model sampled with no other between them."""
     turns = []
     for row in sample.rows:
-        own = list(prompt.token_ids) if row.prompt_ids is None else row.prompt_ids.tolist()
+        if row.prompt_ids is None:
+            own = list(prompt.token_ids)
+        else:
+            own = row.prompt_ids.tolist()
         ids = [*own, *row.response_ids_T.tolist()]
-        trained_T = (
-            np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
-        )
+        if row.trained_T is None:
+            trained_T = np.ones(len(row.response_ids_T), np.bool_)
+        else:
+            trained_T = row.trained_T
         edges = np.flatnonzero(np.diff(np.pad(trained_T.astype(np.int8), 1))).tolist()
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
-            reward = 0.0 if row.token_rewards_T is None else float(row.token_rewards_T[end - 1])
+            if row.token_rewards_T is None:
+                reward = 0.0
+            else:
+                reward = float(row.token_rewards_T[end - 1])
             first = len(own) + begin
             turns.append(RecordedTurn(ids[:first], ids[first : len(own) + end], reward))
     return turns
@@ -69,7 +76,8 @@ class RecordedEpisode:
     """
 
     def __init__(self, turns: Sequence[RecordedTurn], turn_tokenizer: TurnTokenizer) -> None:
-        self.turns, self.num_given = turns, 0
+        self.turns = turns
+        self.num_given = 0
         self.rollout_correction: ReplayDifference | None = None
         self._turn_tokenizer = turn_tokenizer
 
@@ -153,7 +161,9 @@ def first_difference(
 
     sample: of the file. rewards: those of the environment, in the file and now; None where they are not compared.
     """
-    facts, found, number = sample.facts, now.sample.facts, recorded.num_given
+    facts = sample.facts
+    found = now.sample.facts
+    number = recorded.num_given
     assert facts and found
     if recorded.rollout_correction:
         return recorded.rollout_correction
@@ -170,7 +180,9 @@ def first_difference(
                 f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}"
             )
     before, after = map(_reward, rewards)
-    return None if before == after else ReplayDifference("at the end", before, after)
+    if before == after:
+        return None
+    return ReplayDifference("at the end", before, after)
 
 
 def _reward(judged: Judged) -> str:

@@ -22,13 +22,12 @@ from megarl.samples.parquet import open_samples
 from megarl.types import UserError
 from megarl.types.reward_result import Failure, RewardResult
 
-_OWN, _OTHER, _EMPTY, _BOMBS = (
-    "its own answer",
-    "another row's answer",
-    "an empty response",
-    "bombs",
-)
-_BEFORE, _ANEW = "in the file", "anew"
+_OWN = "its own answer"
+_OTHER = "another row's answer"
+_EMPTY = "an empty response"
+_BOMBS = "bombs"
+_BEFORE = "in the file"
+_ANEW = "anew"
 _START_S = 600.0
 
 BOMBS = (
@@ -205,7 +204,9 @@ def _reward_results(
 
 def _mean(trials: Sequence[Trial]) -> float | None:
     rewards = [trial.result.reward for trial in trials if isinstance(trial.result, RewardResult)]
-    return sum(rewards) / len(rewards) if rewards else None
+    if rewards:
+        return sum(rewards) / len(rewards)
+    return None
 
 
 def _report(found: Mapping[str, Sequence[Trial]]) -> str:
@@ -216,11 +217,10 @@ def _report(found: Mapping[str, Sequence[Trial]]) -> str:
         ]
         mean = _mean(of_kind)
         reward = "-" if mean is None else f"{mean:.3f}"
-        correct = (
-            f"{sum(one.correct for one in reward_results) / len(reward_results):.1%}"
-            if reward_results
-            else "-"
-        )
+        if reward_results:
+            correct = f"{sum(one.correct for one in reward_results) / len(reward_results):.1%}"
+        else:
+            correct = "-"
         lines.append(
             f"{kind:<22}{len(of_kind):>10}{reward:>10}{correct:>10}{len(of_kind) - len(reward_results):>10}"
         )

@@ -26,7 +26,8 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
 
     Raises as `megarl.controller.loop.train` does.
     """
-    vocab_size, temperature = model_shape(recipe.model.path).vocab_size, recipe.rollout.temperature
+    vocab_size = model_shape(recipe.model.path).vocab_size
+    temperature = recipe.rollout.temperature
     cluster = Cluster(
         recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     )
@@ -70,7 +71,8 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
         roles.num_training_slots, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     ) as cluster:
         log.say("starting training ranks")
-        fleet, name = training_fleet(cluster, roles), recipe.algorithm.name
+        fleet = training_fleet(cluster, roles)
+        name = recipe.algorithm.name
         log.write_options(fleet.options())
         run = TrainingRun(
             recipe=recipe, fleet=fleet, algorithm=name, learning_rate=policy_lr(recipe, fleet)

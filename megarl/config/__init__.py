@@ -235,11 +235,15 @@ class PlacementConfig(Branch):
     @property
     def node_gpus(self) -> int | None:
         """GPUs of each node of the running Ray cluster; None where the run starts its own Ray on this machine."""
-        return self.gpus_per_node if self.network == "nodes" else None
+        if self.network == "nodes":
+            return self.gpus_per_node
+        return None
 
     def gpu_of(self, slot: int) -> int:
         """The index of a slot's GPU on its node."""
-        return slot % self.gpus_per_node if self.network == "nodes" else slot
+        if self.network == "nodes":
+            return slot % self.gpus_per_node
+        return slot
 
 
 class Recipe(Branch):
@@ -266,13 +270,17 @@ class Recipe(Branch):
     @property
     def longest_sample(self) -> int:
         """The most tokens after the prompt of a sample to train on."""
-        return self.episode.max_tokens if self.episode else self.rollout.max_response_tokens
+        if self.episode:
+            return self.episode.max_tokens
+        return self.rollout.max_response_tokens
 
     @property
     def longest_response(self) -> int:
         """The most tokens after a prompt, in training or evaluation."""
         sets = [self.evaluation.of(name).max_response_tokens or 0 for name in self.data.eval]
-        return max(self.longest_sample, *sets) if sets and not self.episode else self.longest_sample
+        if sets and not self.episode:
+            return max(self.longest_sample, *sets)
+        return self.longest_sample
 
     @property
     def longest_sequence(self) -> int:

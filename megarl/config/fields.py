@@ -9,7 +9,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes: Linux's NAME_MAX and PATH_MAX
+_LONGEST_NAME = 255
+_LONGEST_PATH = 4095  # bytes: Linux's NAME_MAX and PATH_MAX
 _DAY_S = 86_400.0
 _LEAST_START_S = 5
 

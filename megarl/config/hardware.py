@@ -50,7 +50,8 @@ class Hardware(Branch):
 
     def is_card(self, device_name: str) -> bool:
         """Whether a driver's name of a GPU is this model, compared by whole words: H20 is not H200."""
-        own, words = _words(self.name), _words(device_name)
+        own = _words(self.name)
+        words = _words(device_name)
         return any(words[at : at + len(own)] == own for at in range(len(words)))
 
 
@@ -69,7 +70,10 @@ def load_hardware(path: str | Path | None) -> Hardware:
     """Read one file. Raises UserErrors with the faults of its lines; UserError where there is no such file."""
     if path is None:
         there = sorted(str(file) for file in FOLDER.glob("*.yaml"))
-        files = f"one of {', '.join(there)}" if there else "a file like those of recipes/hardware"
+        if there:
+            files = f"one of {', '.join(there)}"
+        else:
+            files = "a file like those of recipes/hardware"
         hint = f"set it, or give --hardware, to {files}"
         raise UserError("placement.hardware", "no hardware is named to reckon with", hint)
     return load_branch(Hardware, path)

@@ -62,11 +62,9 @@ def overlaid(recipe: Recipe, overlay: Mapping[str, Any]) -> Recipe:
 
 def overlay_yaml(overlay: Mapping[str, Any]) -> str:
     """The text of an overlay's file; "" for an empty one."""
-    return (
-        yaml.safe_dump(dict(overlay), sort_keys=False, default_flow_style=None, width=120)
-        if overlay
-        else ""
-    )
+    if overlay:
+        return yaml.safe_dump(dict(overlay), sort_keys=False, default_flow_style=None, width=120)
+    return ""
 
 
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -171,7 +169,8 @@ def _is_named(keys: Keys, kind: type[Branch]) -> bool:
 
 def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Parsed) -> None:
     """Remove the entry, or all entries, of a named mapping; a name that is not there is a fault."""
-    key, path = keys[-1], dotted(keys)
+    key = keys[-1]
+    path = dotted(keys)
     if get_origin(_annotation(keys, kind)) is Mapping:
         branch[key] = {}
     elif key in branch:
@@ -186,7 +185,8 @@ def _explain(
     error: ValidationError, found: Parsed, file: str, root: type[Branch]
 ) -> list[UserError]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
-    tree, origins = found.value, found.origins
+    tree = found.value
+    origins = found.origins
     errors: list[UserError] = []
     missing: list[tuple[str, str]] = []
     misspelt: set[str] = set()
@@ -211,7 +211,10 @@ def _explain(
             missing.append((where, path))
         else:
             is_name = item["loc"][-1] == "[key]"  # of a mapping whose keys are the user's own
-            problem = f"{path} has the name" if is_name else f"{path} is"
+            if is_name:
+                problem = f"{path} has the name"
+            else:
+                problem = f"{path} is"
             errors.append(UserError(where, f"{problem} {item['input']!r:.80}", _hint(item)))
     gone = [(where, path) for where, path in missing if path not in misspelt]
     return errors + [UserError(where, f"{path} is missing", f"add {path}") for where, path in gone]

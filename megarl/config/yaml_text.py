@@ -133,15 +133,14 @@ def parse(
         raise UserErrors([UserError(where(line), problem, "remove it")]) from None
     except yaml.YAMLError as error:
         line = where(getattr(getattr(error, "problem_mark", None), "line", 0) + 1)
-        problem, hint = (
-            f"not valid YAML ({getattr(error, 'problem', None) or error})",
-            "correct the syntax",
-        )
+        problem = f"not valid YAML ({getattr(error, 'problem', None) or error})"
+        hint = "correct the syntax"
         if isinstance(error, _TooDeep):
             problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
             hint = "take the nesting out"
         elif prefix:
-            problem, hint = f"{text!r:.80} is not a YAML value", "put text in quotes"
+            problem = f"{text!r:.80} is not a YAML value"
+            hint = "put text in quotes"
         raise UserErrors([UserError(line, problem, hint)]) from None
 
 
@@ -163,8 +162,14 @@ def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
                 )
             return known
         sizes[id(node)] = None
-        below = [] if isinstance(node, yaml.ScalarNode) else node.value
-        children = chain.from_iterable(below) if isinstance(node, yaml.MappingNode) else below
+        if isinstance(node, yaml.ScalarNode):
+            below = []
+        else:
+            below = node.value
+        if isinstance(node, yaml.MappingNode):
+            children = chain.from_iterable(below)
+        else:
+            children = below
         sizes[id(node)] = total = 1 + sum(map(size, children))
         return total
 
@@ -231,10 +236,12 @@ def _tag_error(node: yaml.Node, place: str) -> UserErrors:
 
 
 def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError | None:
-    text, is_plain = node.value, node.style is None
-    plain_tag = (
-        _TAG + "str" if not is_plain else _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
-    )
+    text = node.value
+    is_plain = node.style is None
+    if not is_plain:
+        plain_tag = _TAG + "str"
+    else:
+        plain_tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
     if node.tag not in _SCALARS or (node.tag != plain_tag and node.tag != _TAG + "str"):
         raise _tag_error(node, place)
     odd = next(
@@ -252,15 +259,11 @@ def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError
         sign = text[0] if text[0] in "+-" else ""
         value = sign + text.lstrip("+-0_")
     elif _PREFIXED.fullmatch(text) and text.strip("+-0bBoO_"):
-        problem, value = (
-            "is a number in one of YAML 1.1 and 1.2, and text in the other",
-            int(text.replace("_", ""), 0),
-        )
+        problem = "is a number in one of YAML 1.1 and 1.2, and text in the other"
+        value = int(text.replace("_", ""), 0)
     elif _SEXAGESIMAL.fullmatch(text) and node.tag != _TAG + "str":
-        problem, value = (
-            "is a number to the base 60 in YAML 1.1, and text in YAML 1.2",
-            "the number out",
-        )
+        problem = "is a number to the base 60 in YAML 1.1, and text in YAML 1.2"
+        value = "the number out"
     elif is_free and text.lower() in _SWITCHES:
         value = _SWITCHES[text.lower()]
         problem = f"is {value} in YAML 1.1, and text in YAML 1.2"

@@ -17,13 +17,19 @@ def learning_rate(train: TrainConfig, step: int, last_step: int) -> float:
     done = min(1.0, (step - train.warmup_steps - 1) / max(1, last_step - train.warmup_steps))
     if train.lr_schedule == "constant":
         return train.lr
-    left = 1.0 - done if train.lr_schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2
+    if train.lr_schedule == "linear":
+        left = 1.0 - done
+    else:
+        left = (1.0 + math.cos(math.pi * done)) / 2
     return train.lr * (train.lr_end + (1.0 - train.lr_end) * left)
 
 
 def policy_lr(recipe: Recipe, fleet: TrainingFleet) -> Callable[[int], float | None]:
     """The recipe's learning rate of the policy by step; None in the first steps, in which only the critic learns."""
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-    before = hyperparameters.critic_warmup_steps if fleet.critic else 0
+    if fleet.critic:
+        before = hyperparameters.critic_warmup_steps
+    else:
+        before = 0
     last = recipe.run.steps - before
     return lambda step: learning_rate(recipe.train, step - before, last) if step > before else None

@@ -93,7 +93,8 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
     found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
     if found is None:
         return None
-    then, errors = progress_of(found), model_errors(found, recipe)
+    then = progress_of(found)
+    errors = model_errors(found, recipe)
     if then.data != prompts.fingerprint:
         problem = (
             f"its rows, or the weights of its files, have changed since {found.folder} was written"
@@ -194,13 +195,15 @@ def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
             errors.append(UserError(error.where, error.problem, hint))
     now = sampling_keys(recipe)
     fixed = now if buffer.has_open else _COMPLETE_GROUP_KEYS
-    waiting = (
-        "responses that have not ended" if buffer.has_open else "groups that were not trained on"
-    )
+    if buffer.has_open:
+        waiting = "responses that have not ended"
+    else:
+        waiting = "groups that were not trained on"
     for key in (
         key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))
     ):
-        before, value = _written(then.sampling.get(key)), _written(now.get(key))
+        before = _written(then.sampling.get(key))
+        value = _written(now.get(key))
         problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
         errors.append(UserError(key, problem, f"set it to {before}, or choose another run.name"))
     return errors
@@ -211,7 +214,8 @@ def sampling_keys(recipe: Recipe) -> dict[str, Any]:
 
     How old those of complete groups become is computed from the groups (`RolloutBuffer.after_loading`).
     """
-    rollout, algorithm = recipe.rollout, recipe.algorithm
+    rollout = recipe.rollout
+    algorithm = recipe.algorithm
     of_rollout = (
         "samples_per_prompt",
         "temperature",
@@ -219,7 +223,8 @@ def sampling_keys(recipe: Recipe) -> dict[str, Any]:
         "max_response_tokens",
         "phase_tokens",
     )
-    hyperparameters, episode = hyperparameters_of(algorithm.name, algorithm), recipe.episode
+    hyperparameters = hyperparameters_of(algorithm.name, algorithm)
+    episode = recipe.episode
     return {
         **{f"rollout.{key}": getattr(rollout, key) for key in of_rollout},
         "rollout.prompts_per_step": rollout.prompts_per_step,
@@ -242,12 +247,16 @@ def _meaning(key: str, value: Any) -> Any:
     """What of a key's value the samples depend on: greedy samples in the groups, the engine's experts, or all of it."""
     if key == "algorithm.name":
         return value in ALGORITHMS and ALGORITHMS[value].greedy_baseline
-    return value == "r3" if key == "train.replay" else value
+    if key == "train.replay":
+        return value == "r3"
+    return value
 
 
 def _written(value: object) -> str:
     """As in a recipe."""
-    return json.dumps(value) if not isinstance(value, str) else value
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return value
 
 
 def critic_of(roles: Roles) -> dict[str, Any] | None:
@@ -323,7 +332,8 @@ def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def _adapter_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
-    now, other_run = adapter_identity(recipe), "or choose another run.name"
+    now = adapter_identity(recipe)
+    other_run = "or choose another run.name"
     if (now is None) != (then.lora is None):
         what, hint = (
             ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")

@@ -76,9 +76,13 @@ class Step:
     @property
     def update_metrics(self) -> Metrics:
         """Statistics of the policy's updates."""
-        return {"train/lr": self.lr, **train_metrics(self.trained.updates)} if self.trained else {}
+        if self.trained:
+            return {"train/lr": self.lr, **train_metrics(self.trained.updates)}
+        return {}
 
     @property
     def speed(self) -> Metrics:
         """Throughput of the policy's updates."""
-        return self.trained.speed if self.trained else {}
+        if self.trained:
+            return self.trained.speed
+        return {}

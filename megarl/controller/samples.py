@@ -79,11 +79,9 @@ class Limits:
 
     def of_next_step(self) -> Limits:
         """Those of the step after this one; the last step's are followed by those of a run that goes on from it."""
-        return (
-            replace(self, steps_left=max(0, self.steps_left - 1))
-            if self.steps_left is not None
-            else self
-        )
+        if self.steps_left is not None:
+            return replace(self, steps_left=max(0, self.steps_left - 1))
+        return self
 
     def num_admitted(self, buffer: GroupBuffer, rounds: int, drawn: int) -> int:
         """How many prompts to draw before the next phase; rounds, drawn: of drawing in this step, and their prompts.
@@ -91,13 +89,16 @@ class Limits:
         In phases a step draws few prompts at a time, so that max_rounds counts as many prompts as a round has for a
         whole step.
         """
-        missing, rule = self.buffer_sizes.num_missing(buffer, self.steps_left), self.hyperparameters
+        missing = self.buffer_sizes.num_missing(buffer, self.steps_left)
+        rule = self.hyperparameters
         count = rule.num_drawn(missing) if missing else 0
         if not rule.dynamic_sampling:
             return count
         if self.is_phased:
             return min(count, max(0, rule.max_rounds * rule.num_drawn(self.wanted) - drawn))
-        return count if rounds < rule.max_rounds else 0
+        if rounds < rule.max_rounds:
+            return count
+        return 0
 
     def is_short(self, buffer: GroupBuffer) -> bool:
         """Whether the step has fewer complete groups than it trains on."""
@@ -144,7 +145,10 @@ class Collected:
         if not limits.hyperparameters.dynamic_sampling:
             return {}
         correct = [group.correct_G[group.drawn_G].mean() for group in self.complete]
-        accuracy = {"sampling/accuracy": float(np.mean(correct))} if correct else {}
+        if correct:
+            accuracy = {"sampling/accuracy": float(np.mean(correct))}
+        else:
+            accuracy = {}
         mixed = sum(map(is_mixed, self.complete))
         return accuracy | {
             "sampling/drawn": self.buffer.next_number - self.before.next_number,
@@ -165,7 +169,10 @@ def waiting_metrics(chosen: Sequence[GroupSummary], buffer: GroupBuffer) -> Metr
     """
     longest = [_longest(entry) for entry in buffer.entries]
     trained = [int(group.response_lengths_G.max()) for group in chosen]
-    waiting = {"buffer/longest_mean": float(np.mean(longest))} if longest else {}
+    if longest:
+        waiting = {"buffer/longest_mean": float(np.mean(longest))}
+    else:
+        waiting = {}
     return {
         "buffer/groups": len(longest),
         "buffer/open": len(buffer.open),
@@ -190,15 +197,19 @@ def collect(limits: Limits, buffer: GroupBuffer, admit: Admit, advance: Advance)
     many prompts were drawn as max_rounds allows and no group is open, the step trains on the groups that there are, or
     the run stops, as the recipe says. Raises UserError(algorithm.max_rounds) in the latter case, and without any group.
     """
-    before, rounds, drawn, complete = buffer, 0, 0, []
-    is_wanted = limits.is_short(buffer) if limits.ahead else limits.begins_with_phase(buffer)
+    before = buffer
+    rounds = 0
+    drawn = 0
+    complete = []
+    if limits.ahead:
+        is_wanted = limits.is_short(buffer)
+    else:
+        is_wanted = limits.begins_with_phase(buffer)
     while is_wanted:
         if count := limits.num_admitted(buffer, rounds, drawn):
-            buffer, rounds, drawn = (
-                admit(buffer, count, rounds + limits.ahead),
-                rounds + 1,
-                drawn + count,
-            )
+            buffer = admit(buffer, count, rounds + limits.ahead)
+            rounds = rounds + 1
+            drawn = drawn + count
         buffer, new = limits.completed(buffer, advance(buffer))
         complete += new
         is_wanted = limits.is_short(buffer) and bool(
@@ -283,7 +294,9 @@ def used_tokens_G(group: GroupSummary) -> IntArray:
     sampled in it where these are more.
     """
     longest = [max((row.response_length for row in rows), default=0) for rows in group.rows]
-    return np.maximum(group.response_lengths_G, longest) if longest else group.response_lengths_G
+    if longest:
+        return np.maximum(group.response_lengths_G, longest)
+    return group.response_lengths_G
 
 
 def truncated_G(group: GroupSummary) -> BoolArray:
@@ -321,9 +334,13 @@ def samples_of(
     an episode that ended by its turns, its broken calls or its time is learnt from. Where the algorithm compares with a
     greedy sample, groups without a greedy sample are left out.
     """
-    samples, row = [], ALGORITHMS[algorithm]
+    samples = []
+    row = ALGORITHMS[algorithm]
     for index, group in enumerate(groups):
-        given_G = group.rewards_G if row.credits_turns else group.total_rewards_G
+        if row.credits_turns:
+            given_G = group.rewards_G
+        else:
+            given_G = group.total_rewards_G
         rewards_G = torch.tensor(given_G)
         if row.greedy_baseline:
             if group.baseline is None:
@@ -339,8 +356,12 @@ def samples_of(
             of_sample = {"reward": float(given_G[sample]), "advantage": advantage}
             of_sample["is_correct"] = bool(group.correct_G[sample])
             for number, one in enumerate(group.rows_of(sample)):
-                stale, trained = num_stale(one.parts, version), one.num_trained
-                marked = None if trained == one.response_length else trained
+                stale = num_stale(one.parts, version)
+                trained = one.num_trained
+                if trained == one.response_length:
+                    marked = None
+                else:
+                    marked = trained
                 place = index, sample, one.length, one.response_length
                 if trained:
                     samples.append(

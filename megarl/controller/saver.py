@@ -53,7 +53,9 @@ class Saver:
         folder: Path,
         say: Callable[[str], None],
     ):
-        self._recipe, self._fleet, self._prompts = recipe, fleet, prompts
+        self._recipe = recipe
+        self._fleet = fleet
+        self._prompts = prompts
         self._snapshots = Snapshots(folder / FOLDER, say)
         self._now: _RunState | None = None
         self._is_saved = False  # whether a checkpoint of `_now` is begun or written
@@ -65,15 +67,20 @@ class Saver:
         every = self._recipe.checkpoint.every
         if every is None:
             return False
-        return step % every == 0 if 0 < step < self._recipe.run.steps else True
+        if 0 < step < self._recipe.run.steps:
+            return step % every == 0
+        return True
 
     def begin(self, step: int, buffer: GroupBuffer) -> Metrics:
         """Begin a checkpoint if it is due; the readings of memory that was handed over for it.
 
         Call it while the training ranks hold their memory, before the publication. stock: for the next step.
         """
-        self._now, self._is_saved = _RunState(self._progress(step, buffer), buffer), False
-        return self._write(self._now) if self.is_due(step) else {}
+        self._now = _RunState(self._progress(step, buffer), buffer)
+        self._is_saved = False
+        if self.is_due(step):
+            return self._write(self._now)
+        return {}
 
     def _progress(self, step: int, buffer: GroupBuffer) -> Progress:
         return Progress(
@@ -95,7 +102,9 @@ class Saver:
         self._complete()  # at most one at a time
         with self._writing(now.progress.step):
             begun = _OpenCheckpoint(self._snapshots.begin(now.progress.step), now.progress)
-            self._begun, self._is_recorded, self._is_saved = begun, False, True
+            self._begun = begun
+            self._is_recorded = False
+            self._is_saved = True
             digests, readings = self._fleet.save(begun.folder.absolute(), now.buffer)
             self._begun = replace(begun, digests=digests)
         return readings
@@ -107,7 +116,9 @@ class Saver:
             with writing(self._snapshots.folder.parent, f"the checkpoint of step {step}"):
                 yield
         except UserError:
-            begun, self._begun, self._is_saved = self._begun, None, False
+            begun = self._begun
+            self._begun = None
+            self._is_saved = False
             if begun:
                 self._snapshots.abandon(begun.folder)
             raise

@@ -29,7 +29,9 @@ from megarl.training.batching import shuffled
 
 def sample(run: Run, step: Step) -> Step:
     """Rollout and reward: as many groups as the step trains on, scored; with ahead the next phase has begun."""
-    recipe, record, hyperparameters = run.recipe, step.record, run.hyperparameters
+    recipe = run.recipe
+    record = step.record
+    hyperparameters = run.hyperparameters
     limits = Limits(
         run.prompts_per_step,
         recipe.rollout.in_flight,
@@ -38,7 +40,8 @@ def sample(run: Run, step: Step) -> Step:
         is_phased=recipe.rollout.phase_tokens is not None,
         steps_left=recipe.run.steps - step.number,
     )
-    engines, leave_if_wanted = run.fleet.engines, run.saver.leave_if_wanted
+    engines = run.fleet.engines
+    leave_if_wanted = run.saver.leave_if_wanted
     rollout = StepRollout(recipe, limits, engines, run.inputs.prompts, step.number, leave_if_wanted)
     with record.phase("rollout"):
         groups = rollout.collect(step.buffer)
@@ -58,7 +61,9 @@ def sample(run: Run, step: Step) -> Step:
 
 def finish_rollout(step: Step) -> Step:
     """After the updates: the stock for the next step, once the phase has ended that was sampled meanwhile."""
-    return replace(step, buffer=step.rollout.finish(step.record)) if step.rollout else step
+    if step.rollout:
+        return replace(step, buffer=step.rollout.finish(step.record))
+    return step
 
 
 def demonstrate(run: Run, step: Step) -> Step:
@@ -82,7 +87,8 @@ def advantages(run: TrainingRun, step: Step) -> Step:
 
     Their order is random, so that none of several updates has the oldest and longest samples.
     """
-    only_finished, groups = run.hyperparameters.overlong_filter, step.groups.summaries
+    only_finished = run.hyperparameters.overlong_filter
+    groups = step.groups.summaries
     samples = samples_of(
         groups, run.algorithm, only_finished=only_finished, version=run.fleet.version
     )
@@ -93,7 +99,8 @@ def advantages(run: TrainingRun, step: Step) -> Step:
 
 def observe(run: TrainingRun, step: Step) -> Step:
     """The policy's KL penalty of each token, which is part of the rewards that the critic learns from."""
-    fleet, critic = run.fleet, run.fleet.critic
+    fleet = run.fleet
+    critic = run.fleet.critic
     assert critic is not None
     with step.record.phase("observe"):
         step.record.add(fleet.onload_for("train"))
@@ -104,7 +111,8 @@ def observe(run: TrainingRun, step: Step) -> Step:
 
 def value(run: TrainingRun, step: Step) -> Step:
     """The critic's value of each token, from before its updates in this step; then all of these updates."""
-    fleet, critic = run.fleet, run.fleet.critic
+    fleet = run.fleet
+    critic = run.fleet.critic
     assert critic is not None
     with step.record.phase("critic"):
         step.record.add(fleet.onload_for("critic"))
@@ -121,7 +129,9 @@ def update(run: TrainingRun, step: Step) -> Step:
 
     The returned step has no token values and no observation: only these updates read them.
     """
-    lr, values, observation = run.learning_rate(step.number), step.token_values, step.observation
+    lr = run.learning_rate(step.number)
+    values = step.token_values
+    observation = step.observation
     step = replace(step, token_values=None, observation=None)
     if lr is None:
         return step

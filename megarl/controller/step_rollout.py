@@ -34,8 +34,12 @@ class StepRollout:
         before_phase: Callable[[], None],
     ) -> None:
         """number: of the step. before_phase: is called before each phase that the step's training waits for."""
-        self._recipe, self._limits, self._engines, self._prompts = recipe, limits, engines, prompts
-        self._number, self._before_phase = number, before_phase
+        self._recipe = recipe
+        self._limits = limits
+        self._engines = engines
+        self._prompts = prompts
+        self._number = number
+        self._before_phase = before_phase
         self._balances: list[PhaseBalance] = []
         self._found: Collected
         # its stock, the round, when it began
@@ -48,7 +52,8 @@ class StepRollout:
 
     def begin_next(self) -> None:
         """Begin the next step's first phase, with ahead and where that step needs a phase."""
-        buffer, following = self._found.buffer, self._number + 1
+        buffer = self._found.buffer
+        following = self._number + 1
         if not self._limits.ahead or not self._limits.begins_with_phase(buffer):
             return
         if count := self._limits.of_next_step().num_admitted(buffer, 0, 0):

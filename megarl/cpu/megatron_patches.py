@@ -95,7 +95,9 @@ def name_tensor_types_as_cuda() -> None:
 
     def type_as_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         named = plain(self, *args, **kwargs)
-        return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
+        if isinstance(named, str):
+            return named.replace("torch.", "torch.cuda.", 1)
+        return named
 
     torch.Tensor.type = type_as_cuda  # type: ignore[method-assign]
 
@@ -119,7 +121,9 @@ def split_by_numbers() -> None:
     """Convert the split sizes of all_to_all to NumPy: on CPU Megatron leaves them tensors, which gloo refuses."""
 
     def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return tensor
 
     moe_utils.maybe_move_tensor_to_cpu = to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
@@ -127,10 +131,8 @@ def split_by_numbers() -> None:
 
 def exchange_uneven_lists() -> None:
     """Gather and reduce lists of tensors of different sizes, as expert tensor parallelism does and gloo does not."""
-    gather, reduce_scatter = (
-        mappings._gather_along_first_dim,
-        mappings._reduce_scatter_along_first_dim,
-    )
+    gather = mappings._gather_along_first_dim
+    reduce_scatter = mappings._reduce_scatter_along_first_dim
 
     def gather_any(
         input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any
@@ -152,10 +154,8 @@ def exchange_uneven_lists() -> None:
         torch.distributed.all_reduce(total, group=group)
         return total.split(list(input_split_sizes))[group.rank()].clone()
 
-    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = (
-        gather_any,
-        reduce_any,
-    )
+    mappings._gather_along_first_dim = gather_any
+    mappings._reduce_scatter_along_first_dim = reduce_any
 
 
 def step_without_engine() -> None:
@@ -165,13 +165,12 @@ def step_without_engine() -> None:
     optimizers and kernels, which need a GPU, as soon as it can import them.
     """
     chosen: Any = optimizer
-    chosen.Adam, chosen.SGD, chosen.USING_PYTORCH_OPTIMIZER = (
-        torch.optim.AdamW,
-        torch.optim.SGD,
-        True,
-    )
+    chosen.Adam = torch.optim.AdamW
+    chosen.SGD = torch.optim.SGD
+    chosen.USING_PYTORCH_OPTIMIZER = True
     distributed: Any = distrib_optimizer
-    distributed.Adam, distributed.HAVE_APEX_OR_TE = torch.optim.Adam, False
+    distributed.Adam = torch.optim.Adam
+    distributed.HAVE_APEX_OR_TE = False
     distributed.USING_TE_OPTIMIZER = distributed.USING_APEX_OPTIMIZER = False
     loops: tuple[Any, ...] = megatron_optimizer, clip_grads
     for module in loops:

@@ -26,7 +26,8 @@ def batch_attention() -> None:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     backend: Any = TorchNativeAttnBackend
-    decode_each, extend_each = backend._run_sdpa_forward_decode, backend._run_sdpa_forward_extend
+    decode_each = backend._run_sdpa_forward_decode
+    extend_each = backend._run_sdpa_forward_extend
 
     def decode(
         self: Any, query: torch.Tensor, output: torch.Tensor, *where: Any, **options: Any
@@ -48,14 +49,16 @@ def batch_attention() -> None:
         output[rows] = _attend(
             _Batch(query[rows], output[rows], *caches, requests[short], num_keys[short]), options
         )
-        long, rows = ~short, _rows(~short, num_queries)
+        long = ~short
+        rows = _rows(~short, num_queries)
         lengths = (requests[long], num_keys[long], prefixes[long], num_queries[long])
         output[rows] = extend_each(
             self, query[rows], output[rows], *caches, *lengths, None, **options
         )
         return output
 
-    backend._run_sdpa_forward_decode, backend._run_sdpa_forward_extend = decode, extend
+    backend._run_sdpa_forward_decode = decode
+    backend._run_sdpa_forward_extend = extend
 
 
 def _rows(chosen: torch.Tensor, num_queries: torch.Tensor) -> torch.Tensor:
@@ -105,7 +108,8 @@ def shared_calls(num_keys: Sequence[int], most_keys: int) -> Iterator[tuple[int,
         padded = (index + 1 - start) * longest
         if index > start and padded > min(most_keys, 2 * (own_keys + longest) + _FREE_KEYS):
             yield start, index
-            start, own_keys = index, 0
+            start = index
+            own_keys = 0
         own_keys += longest
     if num_keys:
         yield start, len(num_keys)

@@ -28,7 +28,8 @@ class BadRow(Exception):
 
     def __init__(self, problem: str, hint: str) -> None:
         super().__init__(problem, hint)
-        self.problem, self.hint = problem, hint
+        self.problem = problem
+        self.hint = hint
 
 
 class RowErrors:
@@ -49,7 +50,10 @@ class RowErrors:
         errors = []
         for hint, problem in self._first.items():
             others = self._count[hint] - 1
-            more = f" (and {others} more such {'row' if others == 1 else 'rows'})" if others else ""
+            if others:
+                more = f" (and {others} more such {'row' if others == 1 else 'rows'})"
+            else:
+                more = ""
             errors.append(UserError(self._where, problem + more, hint))
         return errors
 
@@ -61,11 +65,10 @@ def read_rows(path: str, where: str, bad: RowErrors) -> Iterator[DataRow]:
     """
     source = Path(path)
     if not source.is_file():
-        problem = (
-            f"{path} is not a file"
-            if source.exists()
-            else f"{path} is not a file: it does not exist"
-        )
+        if source.exists():
+            problem = f"{path} is not a file"
+        else:
+            problem = f"{path} is not a file: it does not exist"
         hint = "write the path of a .jsonl or .parquet file, relative to the folder that you start megarl in"
         raise UserErrors([UserError(where, problem, hint)])
     if source.suffix not in (".parquet", ".jsonl", ".json"):
@@ -117,7 +120,9 @@ def answered_rows(
     path: str, where: str, answer_column: str, most: int
 ) -> list[tuple[str, str, Mapping[str, Any]]]:
     """(place, answer, row) of the first `most` rows of a file that needs no prompts. Raises UserErrors."""
-    found, bad, hint = [], RowErrors(where), "set --answer to one of {columns}"
+    found = []
+    bad = RowErrors(where)
+    hint = "set --answer to one of {columns}"
     for place, row in islice(read_rows(path, where, bad), most):
         try:
             found.append((place, answer_of(column(row, answer_column, hint), answer_column), row))
@@ -182,7 +187,8 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 def _depth(row: Any) -> int:
     """How deeply lists and objects are nested."""
-    depth, level = 0, [row]
+    depth = 0
+    level = [row]
     while level:
         depth += 1
         inner = (value.values() if isinstance(value, dict) else value for value in level)
@@ -260,7 +266,8 @@ def _row_value(one_row: Any) -> Mapping[str, Any] | BadRow:
         try:
             (row[name],) = one_row.column(name).to_pylist()
         except (ValueError, OverflowError) as error:
-            kind, reason = one_row.schema.field(name).type, str(error).partition(". ")[0]
+            kind = one_row.schema.field(name).type
+            reason = str(error).partition(". ")[0]
             problem = f"the value of {name!r} (type {kind}) cannot be read ({reason})"
             return BadRow(problem, f"write the column {name!r} as text, or leave it out")
     return row

@@ -86,7 +86,8 @@ def read_data(
 
     vocab_size: the model's, or None where it is not known. tools, bar: as of `load_prompts`.
     """
-    data, errors = recipe.data, _weight_errors(recipe.data)
+    data = recipe.data
+    errors = _weight_errors(recipe.data)
     read: dict[str, PromptFile] = {}
     for where, file in data.files.items():
         if where in absent:
@@ -126,7 +127,8 @@ def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
             hints[key] += (
                 f", or for this file alone write {where} as {{path: {file.path}, {key}: COLUMN}}"
             )
-    prompt, answer = file.prompt or data.prompt, file.answer or data.answer
+    prompt = file.prompt or data.prompt
+    answer = file.answer or data.answer
     return PromptSource(where, file.path, prompt, answer, hints["prompt"], hints["answer"])
 
 

@@ -82,9 +82,14 @@ def load_prompts(
         with bar(title, len(rows)) as done:
             texts = _texts(tokenizer, rows, bad, tools)
             tokens = tokenise(tokenizer, texts, special=tokenizer.chat_template is None, done=done)
-        return tokens if len(tokens.texts) == len(rows) else None
+        if len(tokens.texts) == len(rows):
+            return tokens
+        return None
 
-    kind = f"prompts with {json.dumps(list(tools))}" if tools else "prompts"
+    if tools:
+        kind = f"prompts with {json.dumps(list(tools))}"
+    else:
+        kind = "prompts"
     tokens = cached_tokens(cache, tokenizer, kind, messages, make)
     errors = bad.errors()
     if tokens is None:
@@ -171,7 +176,10 @@ def _check_messages(prompt: Any, has_template: bool) -> None:
             raise BadRow(f"message {number} of the prompt is {short(message, 60)}", _MESSAGES)
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                value = short(message[key], 60) if key in message else "missing"
+                if key in message:
+                    value = short(message[key], 60)
+                else:
+                    value = "missing"
                 raise BadRow(f"the {key} of message {number} of the prompt is {value}", _MESSAGES)
     if not has_template:
         raise BadRow(

@@ -43,7 +43,8 @@ class PromptStream:
         taken: list[Prompt] = []
         while len(taken) < n:
             if self._place == len(self._epoch):
-                self._epoch, self._place = self._random.sample(self._prompts, len(self._prompts)), 0
+                self._epoch = self._random.sample(self._prompts, len(self._prompts))
+                self._place = 0
             missing = n - len(taken)
             taken += self._epoch[self._place : self._place + missing]
             self._place = min(self._place + missing, len(self._epoch))

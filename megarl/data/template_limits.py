@@ -48,7 +48,10 @@ def template_error(
     """
     if not tokenizer.chat_template:
         return None
-    end = [] if response is None else [{"role": "assistant", "content": response}]
+    if response is None:
+        end = []
+    else:
+        end = [{"role": "assistant", "content": response}]
     chats = [
         (place, [*chat_messages(prompt), *end])
         for place, prompt in prompts
@@ -149,7 +152,9 @@ def _problem(chat: Chat, tokenizer: Any, asks: bool) -> str:
     except Exception:
         return ""  # a template that refuses a row is reported when the row is rendered for use
     most = _MOST_CHARACTERS + 100 * _size(chat)
-    return f"writes {len(text)} characters" if len(text) > most else ""
+    if len(text) > most:
+        return f"writes {len(text)} characters"
+    return ""
 
 
 def _used_bytes() -> int:

@@ -58,7 +58,9 @@ def tokenise(
 ) -> Tokens:
     """Tokenise texts. special: add the tokenizer's special tokens. done: called with the size of each batch."""
     kept: list[str] = []
-    ids, ends, batch = array("i"), array("q"), []
+    ids = array("i")
+    ends = array("q")
+    batch = []
 
     def flush() -> None:
         for found in tokenizer(batch, add_special_tokens=special, return_attention_mask=False)[
@@ -120,7 +122,10 @@ def _digest(tokenizer: Any, kind: str, sources: Sequence[Any]) -> str:
     sha = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     sha.update(tokenizer.backend_tokenizer.to_str().encode())
     for source in sources:
-        text = source if isinstance(source, str) else json.dumps(source, default=str)
+        if isinstance(source, str):
+            text = source
+        else:
+            text = json.dumps(source, default=str)
         data = text.encode("utf-8", "surrogatepass")
         sha.update(f"{len(data)} {type(source).__name__} ".encode())
         sha.update(data)
@@ -135,14 +140,18 @@ class TokenCache:
     """
 
     def __init__(self, folder: Path, *, writes: bool = True) -> None:
-        self._folder, self._writes = folder, writes
+        self._folder = folder
+        self._writes = writes
 
     @classmethod
     def of_user(cls, *, writes: bool = True) -> TokenCache | None:
         """The cache in $XDG_CACHE_HOME/megarl, or ~/.cache/megarl; None where the user has no home."""
         given = os.environ.get("XDG_CACHE_HOME", "")
         try:
-            root = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+            if os.path.isabs(given):
+                root = Path(given)
+            else:
+                root = Path.home() / ".cache"
         except RuntimeError:
             return None
         return cls(root / "megarl" / "tokens", writes=writes)

@@ -53,7 +53,10 @@ def examine(
     has_cluster = bool(os.environ.get("RAY_ADDRESS"))
     findings = of_errors(recipe_errors)
     wanted = _wanted(recipe, ports, has_cluster)
-    errors = cluster_errors(PlacementConfig(gpus=1, network="nodes")) if has_cluster else []
+    if has_cluster:
+        errors = cluster_errors(PlacementConfig(gpus=1, network="nodes"))
+    else:
+        errors = []
     if has_cluster:
         findings += of_errors(errors) + _token_findings()
     if has_cluster and not errors:
@@ -79,7 +82,10 @@ def examine(
 def _wanted(recipe: Recipe | None, ports: Sequence[int], has_cluster: bool) -> Wanted:
     room = os.environ.get("MEGARL_RAY_DIR", "/tmp")
     run = (recipe.run.dir if recipe else "runs", "run.dir")
-    read = [(recipe.model.path, "model.path")] if recipe else []
+    if recipe:
+        read = [(recipe.model.path, "model.path")]
+    else:
+        read = []
     needed = dict.fromkeys(ports, True)
     if not has_cluster:
         needed.setdefault(_RAY_PORT, recipe is not None and recipe.placement.network == "nodes")
@@ -117,7 +123,9 @@ def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
 
 def _hardware(recipe: Recipe) -> Hardware | None:
     try:
-        return load_hardware(recipe.placement.hardware) if recipe.placement.hardware else None
+        if recipe.placement.hardware:
+            return load_hardware(recipe.placement.hardware)
+        return None
     except UserErrors:  # the recipe's own check reports them
         return None
 
@@ -258,7 +266,8 @@ def _offset(remote_clock: Callable[[], object]) -> tuple[float, float]:
     found = []
     for _ in range(_CLOCK_TRIES):
         asked_s = time.time()
-        remote_s, answered_s = remote_clock(), time.time()
+        remote_s = remote_clock()
+        answered_s = time.time()
         if isinstance(remote_s, float):
             found.append((remote_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
     return min(found, key=lambda offset: offset[1], default=(0.0, _START_S))
@@ -270,7 +279,8 @@ def _probe(wanted: Wanted) -> Iterator[str]:
 
     "" where nothing can be written, which is a finding about the folder.
     """
-    path, name = Path(wanted.written[0][0]).absolute(), ""
+    path = Path(wanted.written[0][0]).absolute()
+    name = ""
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     with ExitStack() as stack:
         with suppress(OSError):

@@ -37,7 +37,10 @@ class Finding:
             names += f" and {len(self.nodes) - _MOST_NAMED} more"
         if len(self.nodes) == num_nodes:
             names = f"all {num_nodes} nodes"
-        nodes = f"{names}: " if self.nodes and num_nodes > 1 else ""
+        if self.nodes and num_nodes > 1:
+            nodes = f"{names}: "
+        else:
+            nodes = ""
         return one_line(f"{self.severity}: {nodes}{self.where}: {self.problem}; {self.hint}")
 
 
@@ -52,7 +55,9 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        return 2 if any(finding.severity == "fault" for finding in self.findings) else 0
+        if any(finding.severity == "fault" for finding in self.findings):
+            return 2
+        return 0
 
     def lines(self) -> list[str]:
         """A line for each finding, then a summary."""
@@ -64,11 +69,10 @@ class Report:
         kinds = Counter(gpu.name for node in self.nodes for gpu in node.gpus)
         gpus = " and ".join(f"{count} x {name}" for name, count in kinds.items()) or "no GPU"
         counts = Counter(finding.severity for finding in self.findings)
-        reward_result = (
-            f"{_counted(counts['fault'], 'fault')} to mend"
-            if counts["fault"]
-            else "nothing must be mended"
-        )
+        if counts["fault"]:
+            reward_result = f"{_counted(counts['fault'], 'fault')} to mend"
+        else:
+            reward_result = "nothing must be mended"
         seen = f"{_counted(len(self.nodes), 'node')}, {gpus}"
         return [
             *found,
@@ -113,7 +117,9 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 def gb(num_bytes: float) -> str:
     """Bytes as text, with two significant digits, in GB of 10^9 bytes."""
     value = num_bytes / 1e9
-    return f"{value:.0f} GB" if value >= 10 else f"{float(f'{value:.2g}'):g} GB"
+    if value >= 10:
+        return f"{value:.0f} GB"
+    return f"{float(f'{value:.2g}'):g} GB"
 
 
 def _counted(count: int, noun: str) -> str:

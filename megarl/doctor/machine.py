@@ -140,11 +140,10 @@ def _listener(number: int) -> str:
 def nics(root: Path = SYSFS) -> list[Nic]:
     """Every port of every card, by name."""
     folder = root / "class/infiniband"
-    cards = (
-        sorted(folder.iterdir(), key=lambda card: (len(card.name), card.name))
-        if folder.exists()
-        else []
-    )
+    if folder.exists():
+        cards = sorted(folder.iterdir(), key=lambda card: (len(card.name), card.name))
+    else:
+        cards = []
     return [
         _nic(card.name, port) for card in cards for port in sorted((card / "ports").glob("[0-9]*"))
     ]
@@ -203,7 +202,9 @@ def source_digest(package: Path) -> str:
 
 def _limit(kind: int) -> int:
     soft = resource.getrlimit(kind)[0]
-    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY:
+        return UNLIMITED
+    return soft
 
 
 def _least(*values: int) -> int:

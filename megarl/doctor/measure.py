@@ -53,7 +53,8 @@ def measure(
             return [], [Finding("fault", "--measure", "Ray counts no GPU on any node", hint)]
         ((per_node, count),) = counts.most_common(1)
     else:
-        per_node, count = len(nodes[0].gpus) or SIMULATED, 1
+        per_node = len(nodes[0].gpus) or SIMULATED
+        count = 1
     try:
         rates = _run(per_node * count, per_node, joins, say)
     except UserError as error:
@@ -87,15 +88,16 @@ def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Findi
         values = [getattr(measured, name) for measured in rates]
         if None in values or len(values) < 3:  # two values do not tell which is slow
             continue
-        usual, per_node = (
-            median(values),
-            len(rates) // max(1, len({measured.node for measured in rates})),
-        )
+        usual = median(values)
+        per_node = len(rates) // max(1, len({measured.node for measured in rates}))
         for rank, (measured, value) in enumerate(zip(rates, values, strict=True)):
             if value < _SLOW * usual:
                 problem = f"{what} at {value / usual:.0%} of the median GPU's rate"
                 hint = "look at its clocks and links, or leave the node out: all ranks wait for it"
-                where = (addresses[measured.node],) if measured.node < len(addresses) else ()
+                if measured.node < len(addresses):
+                    where = (addresses[measured.node],)
+                else:
+                    where = ()
                 found.append(Finding("warning", f"GPU {rank % per_node}", problem, hint, where))
     return found
 
@@ -117,7 +119,10 @@ def hardware_text(
     file the peaks are the measured rates.
     """
     lines = _lines(rates, nodes, base)
-    card = f", completed from {base.name}'s own file" if base else ""
+    if base:
+        card = f", completed from {base.name}'s own file"
+    else:
+        card = ""
     head = f"# Measured by megarl doctor --measure on {len({rank.node for rank in rates})} node(s){card}.\n"
     return head + "".join(
         f"{key}: {_yaml(value)}   # {source}\n" for key, (value, source) in lines.items()
@@ -152,10 +157,8 @@ def _lines(
     found["pcie_bytes_per_s"] = _known(
         base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory"
     )
-    small, usual = (
-        "a small all-reduce, outside CUDA graphs",
-        Hardware.model_fields["communicator_bytes"].default,
-    )
+    small = "a small all-reduce, outside CUDA graphs"
+    usual = Hardware.model_fields["communicator_bytes"].default
     for key, name, otherwise, what in (
         ("nvlink_latency_s", "inside_latency_s", _ASSUMED["nvlink_latency_s"], small),
         ("nic_latency_s", "between_latency_s", _ASSUMED["nic_latency_s"], small),
@@ -188,7 +191,8 @@ def _peak(base: Hardware | None, key: str, measured: float, what: str) -> _Line:
 def _share(base: Hardware | None, key: str, measured: float, peak: str) -> _Line:
     if not base:
         return _ASSUMED[key], "assumption, of what was measured"
-    reached, usual = measured / max(getattr(base, peak), measured), getattr(base, key)
+    reached = measured / max(getattr(base, peak), measured)
+    usual = getattr(base, key)
     if reached < usual:
         return round(
             reached, 4
@@ -200,7 +204,8 @@ def _link(
     base: Hardware | None, name: str, measured: float | None, otherwise: float
 ) -> dict[str, _Line]:
     """A link's speed and the share that large messages reach: 1 where the speed was measured with large messages."""
-    speed, share = f"{name}_bytes_per_s", f"{name}_share"
+    speed = f"{name}_bytes_per_s"
+    share = f"{name}_share"
     if measured:
         return {
             speed: (measured, f"measured: {_LARGEST}"),
@@ -228,13 +233,11 @@ def _values(rates: Sequence[RankRates], name: str) -> list[float]:
 
 def _yaml(value: float | int | str) -> str:
     if isinstance(value, str):
-        return (
-            f'"{value}"' if value.isascii() and '"' not in value and "\\" not in value else '"GPU"'
-        )
-    return (
-        str(value)
-        if isinstance(value, int)
-        else f"{value:.6e}"
-        if value >= 1e4 or value < 1e-2
-        else f"{value:g}"
-    )
+        if value.isascii() and '"' not in value and "\\" not in value:
+            return f'"{value}"'
+        return '"GPU"'
+    if isinstance(value, int):
+        return str(value)
+    if value >= 1e4 or value < 1e-2:
+        return f"{value:.6e}"
+    return f"{value:g}"

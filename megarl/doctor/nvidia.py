@@ -54,7 +54,8 @@ def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
         return GpuFacts(_words(error), has_peermem=has_peermem, has_open_driver=has_open_driver)
     head = matrix = ""
     with suppress(OSError, subprocess.SubprocessError):  # containers hide the topology from some
-        head, matrix = _ask(), _ask("topo", "-m")
+        head = _ask()
+        matrix = _ask("topo", "-m")
     return GpuFacts(
         "", driver, driver_cuda(head), tuple(found), topology(matrix), has_peermem, has_open_driver
     )
@@ -81,7 +82,9 @@ def _words(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         # nvidia-smi writes errors to standard output
         lines = (error.stdout + error.stderr).strip().splitlines()
-        return lines[0] if lines else f"exit code {error.returncode}"
+        if lines:
+            return lines[0]
+        return f"exit code {error.returncode}"
     return str(error)
 
 
@@ -151,7 +154,9 @@ def slowdowns(mask: int) -> list[str]:
 
 def _mebibytes(text: str) -> int | None:
     number = _number(text)
-    return None if number is None else int(number) * 2**20
+    if number is None:
+        return None
+    return int(number) * 2**20
 
 
 def _number(text: str) -> float | None:

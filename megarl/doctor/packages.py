@@ -74,10 +74,8 @@ def pins(demands: list[str]) -> dict[str, str]:
             demand = Requirement(text)
         except InvalidRequirement:
             continue
-        name, exact = (
-            canonicalize_name(demand.name),
-            [it.version for it in demand.specifier if it.operator == "=="],
-        )
+        name = canonicalize_name(demand.name)
+        exact = [it.version for it in demand.specifier if it.operator == "=="]
         if name in _PINNED_BY_SGLANG and exact and not demand.marker:
             found[name] = exact[0]
     return found
@@ -130,7 +128,9 @@ def import_error(module: str) -> str:
     """Import a module in another process, which a kernel of another build may kill; returns the error or ""."""
     error = _python(f"import {module}")[1]
     absent = f"ModuleNotFoundError: No module named {module.partition('.')[0]!r}"
-    return "not installed" if error == absent else error
+    if error == absent:
+        return "not installed"
+    return error
 
 
 def _python(program: str) -> tuple[str, str]:
@@ -144,9 +144,8 @@ def _python(program: str) -> tuple[str, str]:
         return "", f"no end after {_IMPORT_S:.0f} s"
     if done.returncode == 0:
         return done.stdout, ""
-    ended = (
-        f"killed by signal {-done.returncode}"
-        if done.returncode < 0
-        else f"exit code {done.returncode}"
-    )
+    if done.returncode < 0:
+        ended = f"killed by signal {-done.returncode}"
+    else:
+        ended = f"exit code {done.returncode}"
     return "", next(reversed(done.stderr.strip().splitlines()), ended)

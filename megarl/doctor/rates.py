@@ -44,7 +44,9 @@ class RateRank:
         self, rank: int, num_ranks: int, node_ranks: int, address: Address, timeout_s: float
     ) -> None:
         """Blocks until all ranks have joined."""
-        self._rank, self._num_ranks, self._node_ranks = rank, num_ranks, node_ranks
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._node_ranks = node_ranks
         if device.DEVICE == "cuda":
             torch.cuda.set_device(rank % node_ranks)
         self._device = torch.device(device.DEVICE)
@@ -57,16 +59,18 @@ class RateRank:
         nodes = [[*range(first, first + node_ranks)] for first in range(0, num_ranks, node_ranks)]
         groups: list[Any] = [dist.new_group(ranks, timeout=limit) for ranks in nodes]
         self._node_group: dist.ProcessGroup = groups[rank // node_ranks]
-        self._sizes = GPU_SIZES if device.DEVICE == "cuda" else CPU_SIZES
+        if device.DEVICE == "cuda":
+            self._sizes = GPU_SIZES
+        else:
+            self._sizes = CPU_SIZES
 
     def measure(self) -> RankRates:
         """All rates; collective."""
-        sizes, node = self._sizes, self._rank // self._node_ranks
-        first, has_peers, has_nodes = (
-            node * self._node_ranks,
-            self._node_ranks > 1,
-            self._num_ranks > self._node_ranks,
-        )
+        sizes = self._sizes
+        node = self._rank // self._node_ranks
+        first = node * self._node_ranks
+        has_peers = self._node_ranks > 1
+        has_nodes = self._num_ranks > self._node_ranks
         communicator_bytes = self._communicator_bytes(has_peers)  # before any other message
         ring = [first + slot for slot in range(self._node_ranks)]
         column = [*range(self._rank % self._node_ranks, self._num_ranks, self._node_ranks)]
@@ -109,7 +113,10 @@ class RateRank:
 
     def _matmul(self) -> Callable[[], object]:
         """A matrix product in bfloat16; on CPU in float32, for which its cores have instructions."""
-        dtype = torch.bfloat16 if device.DEVICE == "cuda" else torch.float32
+        if device.DEVICE == "cuda":
+            dtype = torch.bfloat16
+        else:
+            dtype = torch.float32
         matrix = torch.randn(self._sizes.width, self._sizes.width, dtype=dtype, device=self._device)
         out = torch.empty_like(matrix)
         return lambda: torch.matmul(matrix, matrix, out=out)
@@ -131,11 +138,10 @@ class RateRank:
     def _shift(self, ring: Sequence[int]) -> Callable[[], object]:
         """Send to the next rank of the ring and receive from the one before, at once."""
         place = ring.index(self._rank)
-        after, before = ring[(place + 1) % len(ring)], ring[place - 1]
-        source, target = (
-            self._empty(self._sizes.message_bytes),
-            self._empty(self._sizes.message_bytes),
-        )
+        after = ring[(place + 1) % len(ring)]
+        before = ring[place - 1]
+        source = self._empty(self._sizes.message_bytes)
+        target = self._empty(self._sizes.message_bytes)
 
         def shift() -> None:
             both = [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, target, before)]

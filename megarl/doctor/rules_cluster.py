@@ -13,13 +13,15 @@ from megarl.config.hardware import Hardware
 from megarl.doctor.facts import NodeFacts
 from megarl.doctor.findings import Finding, Problem, Severity, gb, of_node
 
-_SKEW_S, _SMALL_SKEW_S = 5.0, 0.5
+_SKEW_S = 5.0
+_SMALL_SKEW_S = 0.5
 _ABSENT = "nothing"
 # 1: every process sees all GPUs and selects one by slot
 _ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
 # of the memory in the hardware file: a node may have less, by its firmware
-_HOST_SHARE, _DEVICE_SHARE = 0.9, 0.97
+_HOST_SHARE = 0.9
+_DEVICE_SHARE = 0.97
 
 
 def cluster_findings(nodes: Sequence[NodeFacts]) -> list[Finding]:
@@ -48,7 +50,10 @@ def recipe_findings(
 def _clock(node: NodeFacts) -> Iterator[Problem]:
     sure = abs(node.clock_offset_s) - node.clock_error_s
     if sure > _SMALL_SKEW_S:
-        way = "ahead of" if node.clock_offset_s > 0 else "behind"
+        if node.clock_offset_s > 0:
+            way = "ahead of"
+        else:
+            way = "behind"
         problem = f"{abs(node.clock_offset_s):.1f} s {way} the first node's: logs and files cannot be put in order"
         severity = "fault" if sure > _SKEW_S else "warning"
         yield severity, "clock", problem, "let chronyd or ntpd set it on every node"
@@ -104,7 +109,9 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
     def gpus(node: NodeFacts) -> str:
         names = sorted({gpu.name for gpu in node.gpus})
-        return f"{len(node.gpus)} x {' and '.join(names)}" if names else _ABSENT
+        if names:
+            return f"{len(node.gpus)} x {' and '.join(names)}"
+        return _ABSENT
 
     install = "install the same environment on all nodes"
     for name in sorted({name for node in nodes for name in node.versions}):
@@ -131,7 +138,8 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
     """Too few nodes with the recipe's number of GPUs."""
-    placement, here = recipe.placement, len(nodes[0].gpus)
+    placement = recipe.placement
+    here = len(nodes[0].gpus)
     if placement.network == "loopback":
         if 0 < here < placement.gpus:
             problem = f"{placement.gpus} GPUs, and this machine has {here}"
@@ -142,7 +150,8 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
                 "set it to those there are, or placement.network to nodes",
             )
         return
-    wanted, each = -(-placement.gpus // placement.gpus_per_node), placement.gpus_per_node
+    wanted = -(-placement.gpus // placement.gpus_per_node)
+    each = placement.gpus_per_node
     fit = [node for node in nodes if node.ray_gpus == each]
     if nodes[0].ray_gpus is not None and len(fit) < wanted:
         problem = f"{placement.gpus} GPUs are {wanted} nodes of {each}, Ray has {len(fit)} with as many GPUs"
@@ -172,7 +181,8 @@ def _checkpoints(
 def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
     if hardware is None or not node.gpus:
         return
-    name, memory = node.gpus[0].name, min((gpu.memory_bytes or 0) for gpu in node.gpus)
+    name = node.gpus[0].name
+    memory = min((gpu.memory_bytes or 0) for gpu in node.gpus)
     if not hardware.is_card(name):
         problem = (
             f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"

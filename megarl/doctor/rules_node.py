@@ -17,7 +17,8 @@ _LEAST = 4096  # open files, and processes with their threads
 _GOOD_FILES = 65_536  # descriptors: each rank has a socket to each other rank, Ray several
 _GOOD_PROCESSES = 32_768  # including threads: some hundreds for each rank and engine
 # for logs and sockets; for a run's logs and a compiler's caches
-_FULL_BYTES, _LOW_BYTES = 10**9, 20 * 10**9
+_FULL_BYTES = 10**9
+_LOW_BYTES = 20 * 10**9
 _FEW_FILES = 1000
 _SLOW_BYTES_PER_S = 200e6  # a single old disk; a checkpoint of a 30B model takes half an hour
 _HELD_BYTES = 2 * 2**30  # used memory of a GPU before a run: more than the driver and a display use
@@ -64,7 +65,8 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
 
 
 def _shm(node: NodeFacts) -> Iterator[Problem]:
-    free, store = node.shm_free_bytes, min(_MOST_STORE_BYTES, node.host_bytes // 10)
+    free = node.shm_free_bytes
+    store = min(_MOST_STORE_BYTES, node.host_bytes // 10)
     hint = "start the container with --shm-size=64g, or: mount -o remount,size=64g /dev/shm"
     if free < _LEAST_SHM_BYTES:
         least = gb(_LEAST_SHM_BYTES)
@@ -76,7 +78,8 @@ def _shm(node: NodeFacts) -> Iterator[Problem]:
 
 
 def _memlock(node: NodeFacts) -> Iterator[Problem]:
-    limit, cards = node.limits.memlock_bytes, sorted({nic.name for nic in node.nics if nic.is_up})
+    limit = node.limits.memlock_bytes
+    cards = sorted({nic.name for nic in node.nics if nic.is_up})
     if cards and limit != UNLIMITED:
         problem = f"{limit // 1024} KiB may be locked, and the RDMA cards ({', '.join(cards)}) lock all that they send"
         hint = "set it to unlimited: `* - memlock unlimited` in limits.conf, or --ulimit memlock=-1 of the container"
@@ -96,12 +99,16 @@ def _counts(node: NodeFacts) -> Iterator[Problem]:
 
 def _disks(node: NodeFacts) -> Iterator[Problem]:
     for folder in node.folders:
-        where, speed = f"{folder.path} ({folder.purpose})", folder.write_bytes_per_s
+        where = f"{folder.path} ({folder.purpose})"
+        speed = folder.write_bytes_per_s
         if not folder.is_written:
             continue
         has_few_files = folder.free_files is not None and folder.free_files < _FEW_FILES
         if folder.free_bytes < _FULL_BYTES or has_few_files:
-            files = "" if folder.free_files is None else f", {folder.free_files} files"
+            if folder.free_files is None:
+                files = ""
+            else:
+                files = f", {folder.free_files} files"
             problem = (
                 f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}"
             )
@@ -129,7 +136,10 @@ def _ports(node: NodeFacts) -> Iterator[Problem]:
     hint = "end that, or name another port: ray start --port=..., or scripts/ray_node.sh: it takes a free one"
     for port in node.ports:
         if port.taken_by:
-            severity = "fault" if port.is_needed else "warning"
+            if port.is_needed:
+                severity = "fault"
+            else:
+                severity = "warning"
             yield severity, f"port {port.number}", f"taken by {port.taken_by}", hint
 
 
@@ -148,7 +158,10 @@ def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
     """A note on a machine without GPUs about the checks that were left out."""
     if node.gpus or node.nvidia_smi:
         return
-    lacks = [] if node.torch.cuda else ["torch is a CPU build"]
+    if node.torch.cuda:
+        lacks = []
+    else:
+        lacks = ["torch is a CPU build"]
     lacks += [f"{name} is not installed" for name in _NEEDED_ON_GPUS if name not in node.versions]
     hint = "nothing for a run on CPU" + (f"; for one on GPUs: {', '.join(lacks)}" if lacks else "")
     yield (
@@ -162,12 +175,11 @@ def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
 def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
     for distribution, (module, purpose) in _NEEDED_ON_GPUS.items():
         if error := node.import_errors.get(module, ""):
-            severity, effect = "fault", f", and {purpose}"
+            severity = "fault"
+            effect = f", and {purpose}"
             if local_layers and distribution == "transformer-engine":
-                severity, effect = (
-                    "warning",
-                    ": training uses Megatron's own layers, which are slower",
-                )
+                severity = "warning"
+                effect = ": training uses Megatron's own layers, which are slower"
             problem = f"it cannot be imported ({error}){effect}"
             yield severity, distribution, problem, f"{_INSTALL}, for this torch and this CUDA"
 
@@ -185,7 +197,8 @@ def _cudnn(node: NodeFacts) -> Iterator[Problem]:
 
 
 def _torch(node: NodeFacts) -> Iterator[Problem]:
-    torch, count = node.torch, len(node.gpus)
+    torch = node.torch
+    count = len(node.gpus)
     if torch.version and not torch.cuda:
         problem = f"{torch.version} is a CPU build on a node with {count} GPUs: a run would train on the CPU, over gloo"
         yield "fault", "torch", problem, f"{_INSTALL}: torch's build for CUDA"
@@ -227,11 +240,10 @@ def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
             problem = f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded"
             yield "fault", where, problem, "drain the node and have the GPU reset or replaced"
         if reasons := slowdowns(gpu.clock_reasons or 0):
-            clocks = (
-                f"{gpu.sm_mhz:g} of {gpu.max_sm_mhz:g} MHz"
-                if gpu.sm_mhz and gpu.max_sm_mhz
-                else "clocks are down"
-            )
+            if gpu.sm_mhz and gpu.max_sm_mhz:
+                clocks = f"{gpu.sm_mhz:g} of {gpu.max_sm_mhz:g} MHz"
+            else:
+                clocks = "clocks are down"
             problem = f"{clocks} ({', '.join(reasons)}): all ranks wait for the slowest"
             yield "warning", where, problem, "mend its cooling or power, or leave the node out"
         if gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width:
@@ -330,4 +342,6 @@ def _peer_memory(node: NodeFacts) -> Iterator[Problem]:
 
 
 def _major(version: str) -> int:
-    return int(version.partition(".")[0]) if version else 0
+    if version:
+        return int(version.partition(".")[0])
+    return 0

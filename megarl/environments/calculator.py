@@ -43,10 +43,16 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             written = ast.get_source_segment(text, node) or ""
-            found = Fraction(value) if isinstance(value, int) else _decimal(written)
+            if isinstance(value, int):
+                found = Fraction(value)
+            else:
+                found = _decimal(written)
         case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
             inner = _value(operand, text, depth - 1)
-            found = -inner if isinstance(sign, ast.USub) else inner
+            if isinstance(sign, ast.USub):
+                found = -inner
+            else:
+                found = inner
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             found = _power(_value(left, text, depth - 1), _value(right, text, depth - 1))
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
@@ -76,7 +82,9 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if base not in (0, 1, -1) and _bits(base) * abs(exponent.numerator) > 2 * _MOST_BITS:
         raise ValueError(f"a power has more than {_MOST_BITS} bits")
     if base in (1, -1):
-        return base if exponent.numerator % 2 else Fraction(1)
+        if exponent.numerator % 2:
+            return base
+        return Fraction(1)
     return Fraction(base**exponent.numerator)
 
 
@@ -88,17 +96,19 @@ def _written(value: Fraction) -> str:
     """An integer or a finite decimal fraction exactly; any other as a fraction with its beginning as decimals."""
     if value.denominator == 1:
         return str(value.numerator)
-    rest, twos, fives = value.denominator, 0, 0
+    rest = value.denominator
+    twos = 0
+    fives = 0
     while rest % 2 == 0:
-        rest, twos = rest // 2, twos + 1
+        rest = rest // 2
+        twos = twos + 1
     while rest % 5 == 0:
-        rest, fives = rest // 5, fives + 1
+        rest = rest // 5
+        fives = fives + 1
     digits = max(twos, fives)
     if rest == 1 and digits <= _DIGITS:
-        sign, whole = (
-            "-" if value < 0 else "",
-            abs(value.numerator) * 10**digits // value.denominator,
-        )
+        sign = "-" if value < 0 else ""
+        whole = abs(value.numerator) * 10**digits // value.denominator
         return f"{sign}{whole // 10**digits}.{whole % 10**digits:0{digits}d}"
     try:
         return f"{value} = {float(value):.{_DIGITS}g} (rounded)"

@@ -16,7 +16,9 @@ class Guess(Environment):
     """The model guesses a whole number and is told whether the number is larger or smaller."""
 
     def __init__(self, low: int = 1, high: int = 100, most_guesses: int = 8) -> None:
-        self._low, self._high, self._left = low, high, most_guesses
+        self._low = low
+        self._high = high
+        self._left = most_guesses
         self._number = random.Random(self.seed).randint(low, high)
         self._is_found = False
 
@@ -37,7 +39,10 @@ class Guess(Environment):
             return None
         if not found:
             return f"That is not a number. Guesses left: {self._left}."
-        word = "larger" if self._number > int(found[-1]) else "smaller"
+        if self._number > int(found[-1]):
+            word = "larger"
+        else:
+            word = "smaller"
         return f"My number is {word}. Guesses left: {self._left}."
 
     def reward(self) -> RewardResult:

@@ -81,7 +81,10 @@ class PythonSession(Environment):
             except BaseException:  # cancelled: the interpreter has been ended
                 self._session = None
                 raise
-            self._session = self._session if outcome.is_alive else None
+            if outcome.is_alive:
+                self._session = self._session
+            else:
+                self._session = None
         return _told_cell(outcome, self._limits.wall_s)
 
     async def close(self) -> None:
@@ -113,10 +116,9 @@ def _told_cell(outcome: CellOutcome, timeout_s: float) -> str:
     if outcome.num_bytes > _OUTPUT_BYTES:
         parts.append(f"Only the first {_OUTPUT_BYTES} of {outcome.num_bytes} bytes are shown.")
     if not outcome.is_alive:
-        how = (
-            f"The code took longer than {timeout_s:g} s and was ended."
-            if outcome.timed_out
-            else "Python has ended."
-        )
+        if outcome.timed_out:
+            how = f"The code took longer than {timeout_s:g} s and was ended."
+        else:
+            how = "Python has ended."
         parts.append(f"{how} The next call begins anew: what earlier ones defined is lost.")
     return "\n".join(part for part in parts if part) or "The code printed nothing."

@@ -27,7 +27,10 @@ def search(query: str, *, corpus: str, num_results: int = 3) -> str:
     retriever, offsets = _index(corpus)
     # lists of words, one a query
     tokens: Any = bm25s.tokenize([query], show_progress=False, return_ids=False)
-    found = _best(retriever.get_scores(tokens[0]), num_results) if tokens[0] else []
+    if tokens[0]:
+        found = _best(retriever.get_scores(tokens[0]), num_results)
+    else:
+        found = []
     with open(corpus, "rb") as file:
         texts = [_document(file, int(offsets[place])) for place in found]
     return (
@@ -68,7 +71,8 @@ def _index(corpus: str) -> tuple[Any, Any]:
 
     The first process makes them, in a folder beside the corpus; the others wait for it.
     """
-    folder, made = Path(f"{corpus}.bm25"), os.stat(corpus)
+    folder = Path(f"{corpus}.bm25")
+    made = os.stat(corpus)
     stamp = {"bytes": made.st_size, "modified_ns": made.st_mtime_ns, "bm25s": bm25s.__version__}
     with open(f"{corpus}.bm25.lock", "a") as lock:  # truncates nothing, where it is a link
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -81,7 +85,9 @@ def _index(corpus: str) -> tuple[Any, Any]:
 
 
 def _make(corpus: str, folder: Path) -> None:
-    texts, offsets, offset = [], [], 0
+    texts = []
+    offsets = []
+    offset = 0
     with open(corpus, "rb") as file:
         for line in file:
             if line.strip():

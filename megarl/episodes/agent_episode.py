@@ -60,11 +60,14 @@ class AgentEpisode:
         config: EpisodeConfig,
         policy: PolicySampling | None = None,
     ) -> None:
-        self._rows, self._tool_sets, self._config = rows, tool_sets, config
+        self._rows = rows
+        self._tool_sets = tool_sets
+        self._config = config
         self._policy = policy or PolicySampling()
         self._threads: list[_Thread] = []
         # open requests; of these, the ones that already count as a turn
-        self._num_asked, self._in_flight = 0, 0
+        self._num_asked = 0
+        self._in_flight = 0
         self._idle_since: float | None = None  # None: the agent has not begun
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
@@ -81,7 +84,9 @@ class AgentEpisode:
     def end(self) -> EpisodeEnd:
         """Why the episode has ended."""
         end = self._over[0] if self._over else "answered"
-        return self._cut_by or end if end == "answered" else end
+        if end == "answered":
+            return self._cut_by or end
+        return end
 
     @property
     def is_at_limit(self) -> bool:
@@ -175,7 +180,8 @@ class AgentEpisode:
     async def _check_room(self, prompt_tokens: int, response_tokens: int = 0) -> None:
         """Raises EpisodeOver where a conversation of so many tokens has no room for a turn."""
         if not await self._rows.wait_for_room(prompt_tokens, response_tokens):
-            tokens, most = prompt_tokens + response_tokens, self._config.max_tokens
+            tokens = prompt_tokens + response_tokens
+            most = self._config.max_tokens
             self.stop(
                 "max_tokens",
                 f"a conversation of {tokens} tokens has no room: episode.max_tokens is {most}",
@@ -241,7 +247,8 @@ class AgentEpisode:
         return thread
 
     async def _turn(self, thread: _Thread, messages: Messages, request: ChatRequest) -> ChatAnswer:
-        conversation, prompt_tokens = thread.conversation, len(thread.conversation.ids)
+        conversation = thread.conversation
+        prompt_tokens = len(thread.conversation.ids)
         is_whole = self._rows.is_whole_turn(conversation, request.max_tokens)
         found: list[_Read] = []
 
@@ -258,17 +265,33 @@ class AgentEpisode:
         )
         message, num_calls, num_bad = found[0]
         tally = self._rows.tally
-        tally.calls, tally.call_errors = tally.calls + num_calls, tally.call_errors + num_bad
+        tally.calls = tally.calls + num_calls
+        tally.call_errors = tally.call_errors + num_bad
         thread.num_calls += num_calls
         if self._rows.last is turn:
-            self._cut_by = None if turn.finished else "cut" if is_whole else "max_tokens"
+            if turn.finished:
+                self._cut_by = None
+            elif is_whole:
+                self._cut_by = "cut"
+            else:
+                self._cut_by = "max_tokens"
         if turn.finished:
             last = turn.ids[-1]
-            thread.stop = last if last in thread.tools.turn_tokenizer.stop_ids else None
-            thread.can_go_on, thread.is_busy = True, False
+            if last in thread.tools.turn_tokenizer.stop_ids:
+                thread.stop = last
+            else:
+                thread.stop = None
+            thread.can_go_on = True
+            thread.is_busy = False
         thread.messages = [*messages, message]
-        calls, tokens = calls_of(message), len(turn.ids)
-        finish = "length" if not turn.finished else "tool_calls" if calls else "stop"
+        calls = calls_of(message)
+        tokens = len(turn.ids)
+        if not turn.finished:
+            finish = "length"
+        elif calls:
+            finish = "tool_calls"
+        else:
+            finish = "stop"
         return ChatAnswer(message["content"], calls, finish, prompt_tokens, tokens)
 
 

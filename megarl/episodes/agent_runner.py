@@ -62,8 +62,12 @@ class AgentRunner:
         policy: PolicySampling | None = None,
     ) -> None:
         self._policy = policy
-        self._config, self._sampler, self._agents = config, PacedSampler(sampler), agents
-        self._endpoint, self._tool_sets, self._numbers = endpoint, tool_sets, count()
+        self._config = config
+        self._sampler = PacedSampler(sampler)
+        self._agents = agents
+        self._endpoint = endpoint
+        self._tool_sets = tool_sets
+        self._numbers = count()
         self._max_prompt_tokens = max_prompt_tokens
 
     async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult:
@@ -98,7 +102,10 @@ class AgentRunner:
     ) -> RewardResult | Failure | None:
         """Run the agent to its end; what it gave, or why it failed."""
         messages = chat_messages(prompt.messages)
-        access = self._endpoint.open(episode) if self._endpoint else None
+        if self._endpoint:
+            access = self._endpoint.open(episode)
+        else:
+            access = None
         try:
             timeout_s = self._config.timeout_s
             return await self._agents.run(

@@ -35,14 +35,17 @@ class ToolSet:
 
     def read(self, text: str, *, after_tools: bool) -> Turn:
         """Read the text of a turn."""
-        return self.calls.read(text, after_tools=after_tools) if self.calls else Turn(text)
+        if self.calls:
+            return self.calls.read(text, after_tools=after_tools)
+        return Turn(text)
 
 
 class ToolSets:
     """The sets of tools that agents have named so far, the last ones. May be used in any thread."""
 
     def __init__(self, tokenizer: Any, stop_ids: Collection[int]) -> None:
-        self._tokenizer, self._stop_ids = tokenizer, stop_ids
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
         self._sets: OrderedDict[str, ToolSet] = OrderedDict()
         self._lock = Lock()
 

@@ -55,7 +55,8 @@ class CallParser:
     """The reader of one of FORMATS, for tools in OpenAI's form; most readers read calls of unknown tools too."""
 
     def __init__(self, name: str, schemas: Sequence[Mapping[str, Any]], tokenizer: Any) -> None:
-        self.name, self._tokenizer = name, tokenizer
+        self.name = name
+        self._tokenizer = tokenizer
         functions = [schema["function"] for schema in schemas]
         self._tools = [
             Tool.model_validate({"function": {key: one.get(key) for key in _READ}})

@@ -15,7 +15,8 @@ from megarl.types import UserError
 _HINT = (
     "use a checkpoint whose calls SGLang reads, or an episode.environment that answers with reply"
 )
-_FIRST, _SECOND = "probe_first", "probe_second"
+_FIRST = "probe_first"
+_SECOND = "probe_second"
 _WORDS = "probe words"
 _TAG = r"<[^<>\s]+>"
 _KEYS = "keyone", "keytwo"
@@ -122,7 +123,10 @@ def find_format(tokenizer: Any, stop_ids: Collection[int]) -> FoundFormat:
         readers = [CallParser(name, _PROBES, tokenizer) for name in FORMATS]
         passed = [reader.name for reader in readers if _same(reader.read(text).calls, calls)]
         if passed:
-            marks = _marks(template, stop_ids) if number == 2 else CallMarks()
+            if number == 2:
+                marks = _marks(template, stop_ids)
+            else:
+                marks = CallMarks()
             return FoundFormat(passed[0], number == 2, tuple(passed[1:]), marks)
     readers = f"none of SGLang's {len(FORMATS)} readers of tool calls"
     problem = f"{readers} gives back the calls that the chat template writes"
@@ -131,7 +135,8 @@ def find_format(tokenizer: Any, stop_ids: Collection[int]) -> FoundFormat:
 
 def reasoning_tags(template: ChatTemplate) -> ReasoningTags:
     """The tags in which the template writes a message's reasoning; <think> and </think> where it writes none."""
-    thought, tags = "probe thoughts", ReasoningTags()
+    thought = "probe thoughts"
+    tags = ReasoningTags()
     call = template.call_style.call(template.tool_name, {"value": "b"}, 0)
     result = {
         "role": "tool",
@@ -222,7 +227,9 @@ def _around_ids(template: ChatTemplate, text: str) -> tuple[str | None, str | No
     (before, after), (before_second, after_second) = (text.split(id, 1) for id in ids)
     opening = _tag(rf'({_TAG}|"\w+": ")$', _common_end(before, before_second))
     closing = _tag(rf'^({_TAG}|")', _common_start(after, after_second))
-    return (opening, closing) if opening and closing else (None, None)
+    if opening and closing:
+        return (opening, closing)
+    return (None, None)
 
 
 def _tag(pattern: str, text: str) -> str | None:

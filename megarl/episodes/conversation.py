@@ -39,18 +39,24 @@ class Conversation:
         The row is proven by it as by the hash of a turn.
         """
         found = cls(prompt_ids)
-        trained_T = (
-            np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
-        )
+        if row.trained_T is None:
+            trained_T = np.ones(len(row.response_ids_T), np.bool_)
+        else:
+            trained_T = row.trained_T
         found._ids += row.response_ids_T.tolist()
         found._hash.update(_bytes(found._ids[found.prompt_length :]))
-        found._logp, found._trained, found._parts = [row.engine_logp_T], [trained_T], row.parts
+        found._logp = [row.engine_logp_T]
+        found._trained = [trained_T]
+        found._parts = row.parts
         if row.token_rewards_T is not None:
             places = np.flatnonzero(row.token_rewards_T).tolist()
             found._rewards = {
                 found.prompt_length + place: float(row.token_rewards_T[place]) for place in places
             }
-        found._experts = [] if row.routed_experts is None else [row.routed_experts]
+        if row.routed_experts is None:
+            found._experts = []
+        else:
+            found._experts = [row.routed_experts]
         found._asked = [(len(found._ids), digest)]
         return found
 
@@ -95,12 +101,16 @@ class Conversation:
     @property
     def known_rows(self) -> int:
         """The tokens whose routed experts are known: all that the engine has computed, but the last one."""
-        return len(self._ids) - 1 - self._said if self._parts else 0
+        if self._parts:
+            return len(self._ids) - 1 - self._said
+        return 0
 
     @property
     def _said(self) -> int:
         """Tokens at the end that the engine has not read yet."""
-        return len(self._trained[-1]) if self._trained and not self._trained[-1].any() else 0
+        if self._trained and not self._trained[-1].any():
+            return len(self._trained[-1])
+        return 0
 
     def add_turn(self, turn: Sample, asked: Asked) -> None:
         """What the engine sampled after `ids`, as a sample whose prompt they were; asked: from before the sampling."""
@@ -128,7 +138,8 @@ class Conversation:
 
         Raises RuntimeError unless each turn was sampled after exactly the tokens that the row has before it.
         """
-        end, parts = len(self._ids) - self._said, self._parts
+        end = len(self._ids) - self._said
+        parts = self._parts
         if self._said:
             parts = *parts[:-1], SamplePart(parts[-1].version, parts[-1].num_tokens - self._said)
         response_ids_T = np.asarray(self._ids[self.prompt_length : end], np.int64)
@@ -155,7 +166,8 @@ class Conversation:
 
     def _check_turns(self, length: int) -> None:
         """length: of the row."""
-        found, start = hashlib.blake2b(), 0
+        found = hashlib.blake2b()
+        start = 0
         for place, asked in self._asked:
             found.update(_bytes(self._ids[start:place]))
             start = place

@@ -92,8 +92,13 @@ def _checked(messages: Any) -> Sequence[Message]:
 def _demonstrated(
     turn_tokenizer: TurnTokenizer, before: Sequence[Message], messages: Sequence[Message]
 ) -> Demonstration:
-    prompt_ids, response_ids, sampled = turn_tokenizer.first(before), [], []
-    chat, rest, numbers, turn = list(before), deque(messages), count(), []
+    prompt_ids = turn_tokenizer.first(before)
+    response_ids = []
+    sampled = []
+    chat = list(before)
+    rest = deque(messages)
+    numbers = count()
+    turn = []
 
     def append(ids: Sequence[int], *, is_sampled: bool) -> None:
         response_ids.extend(ids)
@@ -132,13 +137,17 @@ def _turn(
     if not isinstance(given, list):
         raise BadRow(f"the calls of a message are {short(given, 60)}", _CALL)
     calls = [_call(turn_tokenizer, call, next(numbers)) for call in given]
-    shown = {"tool_calls": [call.shown for call in calls]} if calls else {}
+    if calls:
+        shown = {"tool_calls": [call.shown for call in calls]}
+    else:
+        shown = {}
     return calls, {key: value for key, value in message.items() if key != "tool_calls"} | shown
 
 
 def _call(turn_tokenizer: TurnTokenizer, given: Any, number: int) -> _Call:
     try:
-        name, arguments = given["function"]["name"], given["function"]["arguments"]
+        name = given["function"]["name"]
+        arguments = given["function"]["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -149,7 +158,10 @@ def _call(turn_tokenizer: TurnTokenizer, given: Any, number: int) -> _Call:
         )
     names = [schema["function"]["name"] for schema in turn_tokenizer.template.schemas]
     if name not in names:
-        known = f"the tools are {', '.join(names)}" if names else "there are no tools"
+        if names:
+            known = f"the tools are {', '.join(names)}"
+        else:
+            known = "there are no tools"
         raise BadRow(f"the demonstration calls {short(name, 60)}, and {known}", _TOOLS)
     return _Call(
         name, given.get("id"), turn_tokenizer.template.call_style.call(name, arguments, number)
@@ -196,9 +208,10 @@ def _whole_turn(
     if end < len(ids):
         return ids[: end + 1]
     empty = [ToolResult("", call.name) for call in calls]
-    following = (
-        turn_tokenizer.following_results(empty) if calls else turn_tokenizer.following_user("a")
-    )
+    if calls:
+        following = turn_tokenizer.following_results(empty)
+    else:
+        following = turn_tokenizer.following_user("a")
     return [*ids, following.stop]
 
 

@@ -60,14 +60,16 @@ def demonstrated_conversation(
     model's to write. What comes before the first such token is the prompt, and what comes after the last is left out.
     text: the model's words. Raises ValueError where no token is trained on, or the first one.
     """
-    ids_T, trained_T = np.asarray(token_ids, dtype=np.int64), np.asarray(is_trained, dtype=np.bool_)
+    ids_T = np.asarray(token_ids, dtype=np.int64)
+    trained_T = np.asarray(is_trained, dtype=np.bool_)
     places = np.flatnonzero(trained_T)
     if len(ids_T) != len(trained_T) or not len(places) or not places[0]:
         problem = f"{len(ids_T)} tokens with {len(trained_T)} marks, of which {len(places)} are of tokens to train on"
         raise ValueError(
             f"a conversation begins with a prompt and has tokens to train on; this has {problem}"
         )
-    cut, end = places[0], places[-1] + 1
+    cut = places[0]
+    end = places[-1] + 1
     own: dict[str, Any] = {}
     if not np.array_equal(ids_T[:cut], prompt.token_ids):
         own["prompt_ids"] = ids_T[:cut]
@@ -79,6 +81,7 @@ def demonstrated_conversation(
 def _demonstrated(prompt: Prompt, response_ids_T: IntArray, text: str, **own: Any) -> SampleGroup:
     """own: further fields of the sample."""
     count = len(response_ids_T)
-    logp_T, parts = np.zeros(count, dtype=np.float32), (SamplePart(0, count),)
+    logp_T = np.zeros(count, dtype=np.float32)
+    parts = (SamplePart(0, count),)
     sample = Sample(response_ids_T, logp_T, text, finished=True, parts=parts, **own)
     return SampleGroup(prompt, (sample,), np.ones(1, dtype=np.float32), np.ones(1, dtype=np.bool_))

@@ -81,8 +81,12 @@ class EpisodeRunner:
         *,
         max_prompt_tokens: int,
     ) -> None:
-        self._config, self._sampler, self._environment = config, PacedSampler(sampler), environment
-        self._turn_tokenizer, self._calls, self._numbers = turn_tokenizer, calls, count()
+        self._config = config
+        self._sampler = PacedSampler(sampler)
+        self._environment = environment
+        self._turn_tokenizer = turn_tokenizer
+        self._calls = calls
+        self._numbers = count()
         self._max_prompt_tokens = max_prompt_tokens
         self._renders = config.history == "render"
 
@@ -99,9 +103,13 @@ class EpisodeRunner:
         begun: as the phase before has left it. assigned_tokens: with which it was dealt to the engine; 0: those of the
         prompt. Raises what the sampler raises, and UserError where what answers can no longer be used.
         """
-        name, config = f"episode-{next(self._numbers)}", self._config
+        name = f"episode-{next(self._numbers)}"
+        config = self._config
         opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
-        own_tokens = longest_row(prompt, begun) if begun else len(prompt.token_ids)
+        if begun:
+            own_tokens = longest_row(prompt, begun)
+        else:
+            own_tokens = len(prompt.token_ids)
         await self._sampler.begin(name, own_tokens)
         rows = EpisodeRows(
             self._sampler,
@@ -115,7 +123,10 @@ class EpisodeRunner:
         rows.tally = Tally(
             **opened.account, transcript=TranscriptWriter(begun.transcript if begun else ())
         )
-        phase_s = config.phase_tool_s if sampling.phase_tokens else None
+        if sampling.phase_tokens:
+            phase_s = config.phase_tool_s
+        else:
+            phase_s = None
         tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
         try:
             state, end, failure = await self._phase(rows, tools, prompt, sampling, begun)
@@ -139,7 +150,8 @@ class EpisodeRunner:
         try:
             reward_result = await tools.unlimited(self._environment.finish(name))
         except EnvironmentFailure as error:
-            end, failure = "environment", error
+            end = "environment"
+            failure = error
         sample = rows.sample(end or "timeout")
         return EpisodeResult(sample, Failure(str(failure)) if failure else reward_result)
 
@@ -220,11 +232,13 @@ class EpisodeRunner:
                 return "timeout"
             if state.rows.is_phase_over:
                 raise PhaseOver
-            state.turn, state.is_answered = None, False
+            state.turn = None
+            state.is_answered = False
 
     async def _turn(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd | None:
         """The next turn, or what a phase has left of one, and its answer; the end where the episode ends with it."""
-        rows, turn = state.rows, state.turn
+        rows = state.rows
+        turn = state.turn
         if turn is None or turn.is_open:
             most = rows.turn_tokens(state.conversation, turn)
             if turn and most <= len(turn.ids):  # a resumed run has a lower limit
@@ -234,18 +248,23 @@ class EpisodeRunner:
             if turn.is_open:
                 raise PhaseOver
             if not turn.finished:
-                return "cut" if is_whole else "max_tokens"
+                if is_whole:
+                    return "cut"
+                return "max_tokens"
         answer = await self._answer(state, turn)
         if answer.end:
             return answer.end
         if state.tally.turns >= self._config.max_turns:
             return "max_turns"
-        state.said, state.is_answered = answer.ids, True
+        state.said = answer.ids
+        state.is_answered = True
         return None
 
     async def _go_on(self, state: EpisodeState) -> bool:
         """Whether there is room for a further turn after what was said, which the conversation then has."""
-        conversation, rows, ids = state.conversation, state.rows, state.said
+        conversation = state.conversation
+        rows = state.rows
+        ids = state.said
         if ids is None:
             whole = await self._said(rendered, state.messages, self._turn_tokenizer)
             if rows.room(len(whole)) < _FIRST_TOKEN:
@@ -265,11 +284,10 @@ class EpisodeRunner:
     async def _answer(self, state: EpisodeState, turn: SampledTurn) -> _Answer:
         """What tools or the environment say to a turn; its reward goes to the turn. PhaseOver changes nothing."""
         ids = turn.ids
-        read = (
-            await asyncio.to_thread(self._read, ids, state.after_tools)
-            if self._calls
-            else Turn(turn.text)
-        )
+        if self._calls:
+            read = await asyncio.to_thread(self._read, ids, state.after_tools)
+        else:
+            read = Turn(turn.text)
         if read.calls:
             return await self._called(state, read, ids)
         if not self._environment.has_reply:
@@ -278,7 +296,8 @@ class EpisodeRunner:
         if reply is None:
             return _Answer(end="answered")
         state.conversation.add_reward(reply.reward)
-        state.after_tools, state.bad_turns = False, 0
+        state.after_tools = False
+        state.bad_turns = 0
         shown = await asyncio.to_thread(self._cut, reply.text)
         state.tally.transcript.add_reward(reply.reward)
         state.tally.transcript.add_message(shown)
@@ -300,7 +319,8 @@ class EpisodeRunner:
             next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls
         ]
         shown = await asyncio.to_thread(lambda: [self._cut(text) for text in texts])
-        tally.calls, state.after_tools = tally.calls + len(read.calls), True
+        tally.calls = tally.calls + len(read.calls)
+        state.after_tools = True
         tally.call_errors += len(read.calls) - sum(result.error is None for result in made)
         state.bad_turns = 0 if good else state.bad_turns + 1
         reward = sum(result.reward for result in made)
@@ -357,13 +377,12 @@ class EpisodeRunner:
 
     def _cut(self, text: str) -> str:
         """The text without markup, of whose tokens the middle is left out where it has too many."""
-        most, text = (
-            self._config.max_observation_tokens,
-            self._turn_tokenizer.template.without_special_tokens(text),
-        )
+        most = self._config.max_observation_tokens
+        text = self._turn_tokenizer.template.without_special_tokens(text)
         ids = self._turn_tokenizer.template.ids(text)
         if len(ids) <= most:
             return text
-        head, tail = ids[: most - most // 2], ids[len(ids) - most // 2 :]
+        head = ids[: most - most // 2]
+        tail = ids[len(ids) - most // 2 :]
         decode = self._turn_tokenizer.template.decode
         return f"{decode(head)}\n[... {len(ids) - most} tokens left out ...]\n{decode(tail) if tail else ''}"

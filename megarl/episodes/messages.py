@@ -39,11 +39,15 @@ def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> li
 
 
 def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
-    role = message.get("role") if isinstance(message, Mapping) else None
+    if isinstance(message, Mapping):
+        role = message.get("role")
+    else:
+        role = None
     if not isinstance(role, str) or role not in _ROLES:
         raise BadMessages(f"message {number} has no role out of {', '.join(sorted(_ROLES))}")
     given = {key: message[key] for key in _KEYS if message.get(key) not in (None, [])}
-    content, calls = given.pop("content", ""), given.pop("tool_calls", [])
+    content = given.pop("content", "")
+    calls = given.pop("tool_calls", [])
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
     content = _text(content, f"the content of message {number}")
@@ -56,7 +60,10 @@ def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any
     if role == "tool" and "tool_call_id" not in given:
         raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
     texts = {key: _text(value, f"the {key} of message {number}") for key, value in given.items()}
-    with_calls = {"tool_calls": [_call(number, call) for call in calls]} if calls else {}
+    if calls:
+        with_calls = {"tool_calls": [_call(number, call) for call in calls]}
+    else:
+        with_calls = {}
     return {**texts, "content": content, **with_calls}
 
 
@@ -81,7 +88,9 @@ def _part(number: int, part: Any) -> str:
 def _call(number: int, call: Any) -> dict[str, Any]:
     """A call with arguments as JSON text."""
     try:
-        id, name, arguments = call["id"], call["function"]["name"], call["function"]["arguments"]
+        id = call["id"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
     except (KeyError, TypeError):
         raise BadMessages(
             f"a call of message {number} has no id, or no function with name and arguments"
@@ -114,14 +123,13 @@ def said(
     before them. They are spliced where they are one user's message, or the results of all calls of the turn in any
     order, and the chat template takes them so.
     """
-    roles, calls = [message["role"] for message in messages], turn.get("tool_calls", [])
+    roles = [message["role"] for message in messages]
+    calls = turn.get("tool_calls", [])
     try:
         if roles == ["user"] and not calls:
             return turn_tokenizer.user(messages[0]["content"], after=stop)
-        ids, answered = (
-            [call["id"] for call in calls],
-            [message.get("tool_call_id", "") for message in messages],
-        )
+        ids = [call["id"] for call in calls]
+        answered = [message.get("tool_call_id", "") for message in messages]
         if set(roles) == {"tool"} and sorted(ids) == sorted(answered):
             texts = _by_id(answered, [message["content"] for message in messages])
             results = [
@@ -141,7 +149,10 @@ def assistant_message(turn: Turn, text: str, template: ChatTemplate, number: int
     """
     if not turn.calls:
         return {"role": "assistant", "content": text}
-    thought = {"reasoning_content": turn.reasoning} if turn.reasoning else {}
+    if turn.reasoning:
+        thought = {"reasoning_content": turn.reasoning}
+    else:
+        thought = {}
     ids = _distinct_ids(turn.calls, template, number)
     calls = [_written(call, template, id) for call, id in zip(turn.calls, ids, strict=True)]
     return {"role": "assistant", "content": turn.content, **thought, "tool_calls": calls}
@@ -165,9 +176,11 @@ def _distinct_ids(
     calls: Sequence[ToolCall | BadCall], template: ChatTemplate, number: int
 ) -> list[str]:
     """The calls' ids: as the model wrote them, but of equal ones the first alone; otherwise made, from `number` on."""
-    taken, found = {call.id for call in calls}, list[str]()
+    taken = {call.id for call in calls}
+    found = list[str]()
     for place, call in enumerate(calls):
-        id, name = call.id, call.name or template.tool_name
+        id = call.id
+        name = call.name or template.tool_name
         indices = count(number + place, len(calls))
         while not id or id in found or (id in taken and id != call.id):
             id = template.call_style.id_form.format(name=name, index=next(indices))
@@ -176,11 +189,10 @@ def _distinct_ids(
 
 
 def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[str, Any]:
-    arguments = (
-        json.dumps(call.arguments, ensure_ascii=False)
-        if isinstance(call, ToolCall)
-        else call.arguments
-    )
+    if isinstance(call, ToolCall):
+        arguments = json.dumps(call.arguments, ensure_ascii=False)
+    else:
+        arguments = call.arguments
     function = {"name": call.name or template.tool_name, "arguments": arguments or "{}"}
     return {"id": id, "type": "function", "function": function}
 

@@ -40,8 +40,13 @@ class ToolTime:
     def __init__(
         self, tally: Tally, phase_s: float | None, timeout_s: float, seconds: float = 0.0
     ) -> None:
-        self._tally, self._timeout_s, self._began_s = tally, timeout_s, time.monotonic() - seconds
-        self._phase_left_s = math.inf if phase_s is None else phase_s
+        self._tally = tally
+        self._timeout_s = timeout_s
+        self._began_s = time.monotonic() - seconds
+        if phase_s is None:
+            self._phase_left_s = math.inf
+        else:
+            self._phase_left_s = phase_s
         self.operations = 0
 
     @property
@@ -60,13 +65,16 @@ class ToolTime:
         Raises, then and later, EpisodeOverdue where the episode has no seconds left, and PhaseOver where the phase has
         none.
         """
-        left_s, over = self._timeout_s - self.seconds, EpisodeOverdue
+        left_s = self._timeout_s - self.seconds
+        over = EpisodeOverdue
         if self._phase_left_s < left_s:
-            left_s, over = self._phase_left_s, PhaseOver
+            left_s = self._phase_left_s
+            over = PhaseOver
         if left_s <= 0:
             work.close()
             raise over
-        began_s, limit = time.monotonic(), timeout(left_s)
+        began_s = time.monotonic()
+        limit = timeout(left_s)
         try:
             async with limit:
                 result = await self.unlimited(work)
@@ -127,7 +135,12 @@ def left_open(
         return rows.open_sample(EpisodeProgress(phases, {}, seconds=tools.seconds))
     turn = state.turn
     assert turn, "a phase allows a token"
-    following = "turn" if turn.is_open else "message" if state.is_answered else "answer"
+    if turn.is_open:
+        following = "turn"
+    elif state.is_answered:
+        following = "message"
+    else:
+        following = "answer"
     opened = EpisodeProgress(
         phases,
         account={},

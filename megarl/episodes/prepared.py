@@ -47,7 +47,10 @@ def prepare(
             problem = f"the chat template refuses the text of `reset` after a prompt ({refusal})"
             hint = "let reset return None, and write its text into the prompts"
             raise UserError("episode.environment", problem, hint) from refusal
-    facts = _RENDERED if renders else check(turn_tokenizer, users=has_reply, tools=bool(schemas))
+    if renders:
+        facts = _RENDERED
+    else:
+        facts = check(turn_tokenizer, users=has_reply, tools=bool(schemas))
     if not schemas:
         return Prepared(turn_tokenizer, None, facts)
     calls = CallFormat.find(tokenizer, stop_ids, schemas)
@@ -61,9 +64,10 @@ def prepare_agents(
 ) -> tuple[ToolSets, TemplateFacts]:
     """For agents, which name their tools when they ask. Imports SGLang (seconds). Raises UserError(episode)."""
     tool_sets = ToolSets(tokenizer, stop_ids)
-    facts = (
-        _RENDERED if renders else check(TurnTokenizer(tokenizer, stop_ids), users=True, tools=False)
-    )
+    if renders:
+        facts = _RENDERED
+    else:
+        facts = check(TurnTokenizer(tokenizer, stop_ids), users=True, tools=False)
     if refusal := tool_sets.refusal():
         note = f"requests of the agent with tools are refused: {refusal}"
         facts = replace(facts, notes=(*facts.notes, note))

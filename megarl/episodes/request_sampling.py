@@ -32,7 +32,10 @@ class PolicySampling:
 
 def _words(name: str, asked: float, policy: PolicySampling, current: float) -> str:
     trained = getattr(policy, name)
-    here = "" if current == trained else f" ({current:g} in this episode)"
+    if current == trained:
+        here = ""
+    else:
+        here = f" ({current:g} in this episode)"
     why = "the policy is trained on the probabilities with which it is sampled"
     hint = f"leave the field out, or set rollout.{name} to {asked:g}"
     return f"{name} {asked:g} is refused: rollout.{name} is {trained:g}{here}, and {why}; {hint}"

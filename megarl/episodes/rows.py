@@ -75,9 +75,14 @@ class EpisodeRows:
         max_prompt_tokens: int,
         max_tokens: int,
     ) -> None:
-        self.name, self._prompt_ids, self.tally = name, list(prompt_ids), Tally()
-        self._sampler, self._sampling, self._place = sampler, sampling, place
-        self._context_tokens, self._max_tokens = max_prompt_tokens + max_tokens, max_tokens
+        self.name = name
+        self._prompt_ids = list(prompt_ids)
+        self.tally = Tally()
+        self._sampler = sampler
+        self._sampling = sampling
+        self._place = place
+        self._context_tokens = max_prompt_tokens + max_tokens
+        self._max_tokens = max_tokens
         self._conversations: list[Conversation] = []
         self._numbers = count()
         self._abandoned: set[asyncio.Future[Sample]] = set()
@@ -85,7 +90,8 @@ class EpisodeRows:
         self._turn_ended = asyncio.Event()  # another one for each turn
         self.last: SampledTurn | None = None  # of those asked for
         self._last_number = -1
-        self._phase_sampled, self._restored_length = 0, 0
+        self._phase_sampled = 0
+        self._restored_length = 0
         self.error: BaseException | None = None  # what the sampler has raised
 
     def open(self, prompt_ids: Sequence[int]) -> Conversation:
@@ -97,10 +103,14 @@ class EpisodeRows:
     def restore(self, begun: Sample, opened: EpisodeProgress) -> tuple[Conversation, SampledTurn]:
         """Take the rows of an earlier phase: the last of them, and its last turn."""
         for row, digest in zip(begun.rows, opened.digests, strict=True):
-            own = self._prompt_ids if row.prompt_ids is None else row.prompt_ids.tolist()
+            if row.prompt_ids is None:
+                own = self._prompt_ids
+            else:
+                own = row.prompt_ids.tolist()
             self._conversations.append(Conversation.restored(row, own, bytes.fromhex(digest)))
         self._restored_length = self._longest
-        last, is_open = self._conversations[-1], opened.following == "turn"
+        last = self._conversations[-1]
+        is_open = opened.following == "turn"
         ids = last.ids[len(last.ids) - opened.turn_tokens :]
         self.last = SampledTurn(ids, self._sampler.text(ids), not is_open, is_open)
         return last, self.last
@@ -162,7 +172,9 @@ class EpisodeRows:
         given = len(begun.ids) if begun else 0
         left = self.room(conversation.prompt_length, conversation.response_length)
         room = min(self._sampling.max_tokens, left + given)
-        return room if requested_tokens is None else min(requested_tokens, room)
+        if requested_tokens is None:
+            return room
+        return min(requested_tokens, room)
 
     @property
     def is_phase_over(self) -> bool:
@@ -173,7 +185,9 @@ class EpisodeRows:
     def _phase_tokens(self) -> int | None:
         """How many tokens the phase still allows; None: any number."""
         limit = self._sampling.phase_tokens
-        return None if limit is None else limit - self._phase_sampled
+        if limit is None:
+            return None
+        return limit - self._phase_sampled
 
     async def turn(
         self,
@@ -194,7 +208,8 @@ class EpisodeRows:
         given = begun.ids if begun else []
         left = self.turn_tokens(conversation, begun, requested_tokens) - len(given)
         limits = self._turn_sampling(conversation, left, stop)
-        asked, known = conversation.asked(), conversation.known_rows
+        asked = conversation.asked()
+        known = conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
         number = next(self._numbers)
         work = self._sampler.turn(self.name, number, conversation.ids, limits, self._place, known)
@@ -215,7 +230,8 @@ class EpisodeRows:
             raise
         conversation.add_turn(sample, asked)
         if number > self._last_number:
-            self._last_number, self.last = number, turn
+            self._last_number = number
+            self.last = turn
         self.tally.turns += not begun
         self.tally.reusable_tokens += reusable
         # more may be another episode's
@@ -243,7 +259,8 @@ class EpisodeRows:
 
         The first conversation with the group's own prompt has the key of a single response.
         """
-        prompt_ids, stream = conversation.prompt_ids, self._sampling.stream
+        prompt_ids = conversation.prompt_ids
+        stream = self._sampling.stream
         earlier = self._conversations[: self._conversations.index(conversation)]
         twins = sum(one.prompt_ids == prompt_ids for one in earlier)
         if prompt_ids == self._prompt_ids and not twins:
@@ -288,7 +305,8 @@ class EpisodeRows:
 
     def sample(self, end: EpisodeEnd) -> Sample:
         """The episode, which has ended."""
-        tally, text = self.tally, self.last.text if self.last else ""
+        tally = self.tally
+        text = self.last.text if self.last else ""
         if self.last and self.last.is_open:
             tally.transcript.add_turn(text)
         facts = EpisodeFacts(

@@ -30,12 +30,15 @@ class EnvironmentRuntime:
     """Tools or an environment, and the runner of their episodes. Raises UserError where they cannot be used."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self.thread = recipe, EnvironmentThread(environment_settings(recipe))
+        self._recipe = recipe
+        self.thread = EnvironmentThread(environment_settings(recipe))
 
     @cached_property
     def prepared(self) -> Prepared:
         """The splice and the format of calls, proven on the chat template of model.path. Raises UserError."""
-        path, thread, episode = self._recipe.model.path, self.thread, self._recipe.episode
+        path = self._recipe.model.path
+        thread = self.thread
+        episode = self._recipe.episode
         assert episode
         has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
         return prepare(
@@ -47,7 +50,8 @@ class EnvironmentRuntime:
         )
 
     def runner(self, sampler: TurnSampler) -> Runner:
-        recipe, own = self._recipe, self.prepared
+        recipe = self._recipe
+        own = self.prepared
         assert recipe.episode
         limit = recipe.data.max_prompt_tokens
         return EpisodeRunner(
@@ -69,9 +73,13 @@ class AgentRuntime:
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.episode
-        self._recipe, self._thread = recipe, AgentThread(agent_settings(recipe))
+        self._recipe = recipe
+        self._thread = AgentThread(agent_settings(recipe))
         try:
-            self._endpoint = ChatEndpoint() if recipe.episode.endpoint == "loopback" else None
+            if recipe.episode.endpoint == "loopback":
+                self._endpoint = ChatEndpoint()
+            else:
+                self._endpoint = None
         except BaseException:
             self._thread.shutdown()
             raise
@@ -79,7 +87,8 @@ class AgentRuntime:
     def runner(self, sampler: TurnSampler) -> Runner:
         recipe = self._recipe
         assert recipe.episode
-        path, limit = recipe.model.path, recipe.data.max_prompt_tokens
+        path = recipe.model.path
+        limit = recipe.data.max_prompt_tokens
         renders = recipe.episode.history == "render"
         tool_sets, _ = prepare_agents(load_tokenizer(path), end_token_ids(path), renders=renders)
         return AgentRunner(
@@ -105,4 +114,6 @@ def episode_runtime(recipe: Recipe) -> EnvironmentRuntime | AgentRuntime | None:
     """What the recipe names, with its processes started; None where samples are single responses."""
     if recipe.episode is None:
         return None
-    return AgentRuntime(recipe) if recipe.episode.agent else EnvironmentRuntime(recipe)
+    if recipe.episode.agent:
+        return AgentRuntime(recipe)
+    return EnvironmentRuntime(recipe)

@@ -14,7 +14,8 @@ from typing import Any
 from megarl.printable import first_line
 from megarl.types import UserError
 
-WHERE, TOOLS = "episode", "episode.tools"
+WHERE = "episode"
+TOOLS = "episode.tools"
 MARKER = "markedvalue"
 
 Message = Mapping[str, Any]
@@ -35,7 +36,10 @@ class CallStyle:
         self, name: str, arguments: Mapping[str, Any], index: int, id: str | None = None
     ) -> dict[str, Any]:
         """A call as OpenAI's message has it. id: as the model wrote it; None: by id_form."""
-        value = json.dumps(arguments, ensure_ascii=False) if self.as_text else dict(arguments)
+        if self.as_text:
+            value = json.dumps(arguments, ensure_ascii=False)
+        else:
+            value = dict(arguments)
         return {
             "id": id or self.id_form.format(name=name, index=index),
             "type": "function",
@@ -99,11 +103,9 @@ class ChatTemplate:
         As UTF-8 can hold it.
         """
         text = as_utf8(text)
-        return (
-            self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
-            if self._special
-            else text
-        )
+        if self._special:
+            return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return text
 
     @cached_property
     def _special(self) -> re.Pattern[str] | None:
@@ -114,7 +116,9 @@ class ChatTemplate:
             *(str(token) for token in added if token.special),
         }
         long = {token for token in tokens if len(token) > 1}
-        return re.compile(_longest_of(long)) if long else None
+        if long:
+            return re.compile(_longest_of(long))
+        return None
 
     def turn_ids(self, before: Sequence[Message], answer: Message) -> list[int]:
         """The tokens of an assistant's message after those that it shares with the generation prompt.
@@ -130,8 +134,10 @@ class ChatTemplate:
         and both tags begin with the same character. Only where a token would reach over the end of the prompt, which a
         sampled turn cannot have, are the characters after the prompt tokenised alone. Raises TemplateRefusal.
         """
-        prompt_text, text = self.text(before, prompt=True), self.text([*before, answer])
-        prompt, whole = self.ids(prompt_text), self.ids(text)
+        prompt_text = self.text(before, prompt=True)
+        text = self.text([*before, answer])
+        prompt = self.ids(prompt_text)
+        whole = self.ids(text)
         shared = num_shared(prompt, whole)
         if shared < len(prompt) and text.startswith(prompt_text):
             return "", self.ids(text.removeprefix(prompt_text))
@@ -151,7 +157,8 @@ class ChatTemplate:
                 reasons.append(f"refuses tool calls ({refusal})")
                 continue
             # JSON inside JSON, and a dict's repr
-            escaped, as_python = f'\\"{MARKER}', f"'value': '{MARKER}'"
+            escaped = f'\\"{MARKER}'
+            as_python = f"'value': '{MARKER}'"
             if MARKER in text and escaped not in text and as_python not in text:
                 return style
             reasons.append("leaves tool calls out of the text without an error")
@@ -161,7 +168,9 @@ class ChatTemplate:
     @property
     def tool_name(self) -> str:
         """The name of the first tool, or a stand-in where there are none."""
-        return self.schemas[0]["function"]["name"] if self.schemas else "tool"
+        if self.schemas:
+            return self.schemas[0]["function"]["name"]
+        return "tool"
 
 
 def _longest_of(texts: Collection[str]) -> str:

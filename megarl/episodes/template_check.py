@@ -80,10 +80,11 @@ def check(turn_tokenizer: TurnTokenizer, *, users: bool, tools: bool) -> Templat
 
 
 def _prove_results(turn_tokenizer: TurnTokenizer, number: int) -> None:
-    template, what = (
-        turn_tokenizer.template,
-        "a tool's result" if number == 1 else "the results of two calls",
-    )
+    template = turn_tokenizer.template
+    if number == 1:
+        what = "a tool's result"
+    else:
+        what = "the results of two calls"
     texts = _WORDS[:number]
     results = [ToolResult(text, template.tool_name) for text in texts]
     _prove(turn_tokenizer, what, texts, partial(turn_tokenizer.following_results, results))
@@ -106,7 +107,8 @@ def _prove(
     following: Callable[..., Following],
 ) -> None:
     """Prove the splice for one kind of message, whose texts are given; following: the splice's own function for it."""
-    template, plain = turn_tokenizer.template, following()
+    template = turn_tokenizer.template
+    plain = following()
 
     def error(problem: str) -> UserError:
         return UserError(WHERE, f"the chat template {problem}", HINT)
@@ -152,9 +154,10 @@ def _repeats_tools(turn_tokenizer: TurnTokenizer) -> bool:
 
 def _kept(template: ChatTemplate, answers_call: bool) -> list[str]:
     """What the template drops from a turn once a user's message, or a tool's result, follows it."""
-    calls = (
-        [template.call_style.call(template.tool_name, {"value": "a"}, 0)] if answers_call else []
-    )
+    if answers_call:
+        calls = [template.call_style.call(template.tool_name, {"value": "a"}, 0)]
+    else:
+        calls = []
 
     def turn(content: str, **keys: str) -> Message:
         return {"role": "assistant", "content": content, **keys} | (
@@ -163,11 +166,10 @@ def _kept(template: ChatTemplate, answers_call: bool) -> list[str]:
 
     def texts(answer: Message) -> tuple[str, str]:
         """The conversation that ends with the turn, and with what follows the turn; empty where it is refused."""
-        result = (
-            {"role": "tool", "tool_call_id": calls[0]["id"], "name": template.tool_name}
-            if calls
-            else {}
-        )
+        if calls:
+            result = {"role": "tool", "tool_call_id": calls[0]["id"], "name": template.tool_name}
+        else:
+            result = {}
         chat = [user("a"), answer]
         follows = {**user(_WORDS[0]), **result}
         return _text_or_nothing(template, chat), _text_or_nothing(template, [*chat, follows])

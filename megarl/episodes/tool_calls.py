@@ -125,7 +125,10 @@ class CallFormat:
         after_tools: whether the turn follows the results of tools. Calls inside the reasoning are not made. Too many
         calls for one turn, which is more than one without `parallel`, become one bad call, and none of them is made.
         """
-        opened = self.reasoning.opened_after_tools if after_tools else self.reasoning.opened
+        if after_tools:
+            opened = self.reasoning.opened_after_tools
+        else:
+            opened = self.reasoning.opened
         reasoning, rest = self.reasoning.split(text, opened=opened)
         if rest is None:
             unclosed = _bad(
@@ -139,9 +142,12 @@ class CallFormat:
         reading = self.reader.read(rest)
         if not starts and not reading.calls and not reading.tries_calls:
             return Turn(rest.strip(), (), reasoning)
-        words = (
-            self._words(rest, starts) if starts else reading.text.strip() if reading.calls else ""
-        )
+        if starts:
+            words = self._words(rest, starts)
+        elif reading.calls:
+            words = reading.text.strip()
+        else:
+            words = ""
         calls = self._calls(rest, starts, reading)
         most = MOST_CALLS if self.parallel else 1
         if len(calls) > most:
@@ -151,7 +157,9 @@ class CallFormat:
     def _starts(self, text: str) -> list[int]:
         """The places of the opening tags; none where the format has no such tag."""
         opening = self.marks.opening
-        return [found.start() for found in re.finditer(re.escape(opening), text)] if opening else []
+        if opening:
+            return [found.start() for found in re.finditer(re.escape(opening), text)]
+        return []
 
     def _words(self, text: str, starts: Sequence[int]) -> str:
         """The words before the first call."""
@@ -233,7 +241,8 @@ class CallFormat:
     def _with_ids(
         self, calls: Sequence[ToolCall | BadCall], text: str
     ) -> tuple[ToolCall | BadCall, ...]:
-        before, after = self.marks.before_id, self.marks.after_id
+        before = self.marks.before_id
+        after = self.marks.after_id
         if not before or not after:
             return tuple(calls)
         ids = re.findall(rf"{re.escape(before)}\s*([\w.:\-]+)\s*{re.escape(after)}", text)
@@ -245,18 +254,19 @@ class CallFormat:
 def _bad(name: str | None, reason: str, arguments: str | None = None) -> BadCall:
     called = f"The call of {name}" if name else "A tool call"
     text = as_utf8(f"{called} could not be made: {reason}")
-    short = text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}..."
+    if len(text) <= _LONGEST_REASON:
+        short = text
+    else:
+        short = f"{text[: _LONGEST_REASON - 3]}..."
     return BadCall(name and as_utf8(name), short, arguments=arguments and as_utf8(arguments))
 
 
 def _half_pair(arguments: Mapping[str, Any]) -> str | None:
     """What is wrong with texts in the arguments that JSON can escape and UTF-8 cannot hold."""
     try:
-        return (
-            "an argument has half a surrogate pair, which is no character"
-            if has_half_pair(arguments)
-            else None
-        )
+        if has_half_pair(arguments):
+            return "an argument has half a surrogate pair, which is no character"
+        return None
     except RecursionError:
         return "the arguments are nested too deep"
 
@@ -282,7 +292,8 @@ def _too_many(number: int, most: int = MOST_CALLS) -> BadCall:
 
 def _count(tag: str | None, value: Any) -> int:
     """How often the texts inside a JSON value have a tag."""
-    found, open_values = 0, [value]
+    found = 0
+    open_values = [value]
     while tag and open_values:
         part = open_values.pop()
         if isinstance(part, str):

@@ -50,10 +50,8 @@ _BOUNDS: Mapping[str, _Rule] = {  # keywords without schemas in them, and which 
         _is_size,
     ),
 }
-_WITH_ONE, _WITH_SEVERAL = (
-    ("additionalProperties", "items"),
-    ("allOf", "anyOf", "oneOf", "prefixItems"),
-)
+_WITH_ONE = ("additionalProperties", "items")
+_WITH_SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems")
 _KEPT = {*_BOUNDS, *_WITH_ONE, *_WITH_SEVERAL, "properties"}
 
 
@@ -99,18 +97,18 @@ def misfit(validator: Draft202012Validator, arguments: Mapping[str, Any]) -> str
     if wrong is None:
         return None
     place = ".".join(map(str, wrong.absolute_path))
-    return f"argument {place}: {wrong.message}" if place else wrong.message
+    if place:
+        return f"argument {place}: {wrong.message}"
+    return wrong.message
 
 
 def _parts(schema: Any) -> tuple[str, str | None, dict[str, Any]]:
     """The name, the description and the parameters of a tool."""
     try:
         function = schema["function"]
-        name, description, parameters = (
-            function["name"],
-            function.get("description"),
-            function.get("parameters"),
-        )
+        name = function["name"]
+        description = function.get("description")
+        parameters = function.get("parameters")
         if isinstance(name, str) and isinstance(description, str | None):
             return name, description, dict(parameters or {})
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -127,7 +125,8 @@ class _BoundedSchemas:
     """Schemas without references, and with those of their keywords alone whose cost is bounded. root: the whole."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root, self._parts = root, 0
+        self._root = root
+        self._parts = 0
 
     def of_arguments(self) -> dict[str, Any]:
         """The whole. Raises _BadSchema, also where it refers to a schema that has no keywords (true or false)."""
@@ -154,7 +153,9 @@ class _BoundedSchemas:
         if not isinstance(reference, str) or reference in followed or self._parts > _MOST_PARTS:
             return kept
         target = self.of(_target(self._root, reference), (*followed, reference))
-        return {"allOf": [target, kept]} if kept else target
+        if kept:
+            return {"allOf": [target, kept]}
+        return target
 
     def _kept(self, key: str, value: Any, followed: tuple[str, ...]) -> Any:
         if key in _WITH_ONE:

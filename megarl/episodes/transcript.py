@@ -38,7 +38,8 @@ class TranscriptWriter:
         self, calls: Sequence[ToolCall | BadCall], made: Sequence[CallResult], told: Sequence[str]
     ) -> None:
         """The last turn's calls. made: the results of those that could be made; told: what the model reads of each."""
-        results, found = iter(made), self._entries[-1]["calls"]
+        results = iter(made)
+        found = self._entries[-1]["calls"]
         for call, text in zip(calls, told, strict=True):
             is_made = isinstance(call, ToolCall)
             arguments, error = (
@@ -114,14 +115,15 @@ def _short_arguments(arguments: Any, longest: int) -> Any:
     """The value; its text, shortened, where it is long."""
     if isinstance(arguments, str):
         return cut(arguments, longest)
-    return (
-        arguments if len(json.dumps(arguments)) <= longest else cut(json_line(arguments), longest)
-    )
+    if len(json.dumps(arguments)) <= longest:
+        return arguments
+    return cut(json_line(arguments), longest)
 
 
 def _depth(value: Any) -> int:
     """How many lists and objects lie in each other."""
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         level = [
             inside for one in level for inside in (one.values() if isinstance(one, dict) else one)

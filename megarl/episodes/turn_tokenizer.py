@@ -27,7 +27,8 @@ from megarl.types import UserError
 
 HINT = "use a checkpoint with another chat template, or set episode.history to render"
 _OPENING_WORDS = "a"  # of the user in a short conversation
-_NAME, _ID = re.compile(r"[\w.\-]{1,128}"), re.compile(r"[\w.:\-]{1,160}")
+_NAME = re.compile(r"[\w.\-]{1,128}")
+_ID = re.compile(r"[\w.:\-]{1,160}")
 Kind = Literal["user", "tool"]
 Place = Literal["argument", "content"]
 _ATTEMPTS: tuple[tuple[Place, bool], ...] = (
@@ -147,11 +148,10 @@ class TurnTokenizer:
         """
         if not results:
             raise ValueError("a turn without calls has no results")
-        what = (
-            "a tool's result"
-            if len(results) == 1
-            else f"the results of {len(results)} calls in one turn"
-        )
+        if len(results) == 1:
+            what = "a tool's result"
+        else:
+            what = f"the results of {len(results)} calls in one turn"
         marker = _unused(marker, *(result.text for result in results))
         errors = []
         for place, with_ids in _ATTEMPTS:
@@ -176,7 +176,10 @@ class TurnTokenizer:
         last = len(results) - 1
         calls = []
         for index, (name, result) in enumerate(zip(names, results, strict=True)):
-            value = marker if place == "argument" and index == last else "b"
+            if place == "argument" and index == last:
+                value = marker
+            else:
+                value = "b"
             calls.append(
                 style.call(
                     name, {"value": value}, index, _safe(_ID, result.id) if with_ids else None
@@ -198,11 +201,10 @@ class TurnTokenizer:
                 WHERE, f"the chat template refuses {what} ({refusal})", HINT
             ) from refusal
         if text.count(marker) != 1:
-            times = (
-                "leaves the assistant's words out"
-                if marker not in text
-                else "writes the assistant's words twice"
-            )
+            if marker not in text:
+                times = "leaves the assistant's words out"
+            else:
+                times = "writes the assistant's words twice"
             raise UserError(WHERE, f"the chat template {times} before {what}", HINT)
         ids = self.template.ids(text.partition(marker)[2])
         place = next((place for place, token in enumerate(ids) if token in self.stop_ids), None)
@@ -251,4 +253,6 @@ def _unused(marker: str, *texts: str) -> str:
 
 def _safe(form: re.Pattern[str], text: str | None) -> str | None:
     """A name or id that the model wrote, or None where it could hold a part of the template's own markup."""
-    return text if text and form.fullmatch(text) else None
+    if text and form.fullmatch(text):
+        return text
+    return None

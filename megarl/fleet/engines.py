@@ -28,7 +28,8 @@ class Engines:
     def __init__(
         self, cluster: Cluster, recipe: Recipe, layout: EngineLayout, shared: frozenset[int]
     ) -> None:
-        self._cluster, self._recipe = cluster, recipe
+        self._cluster = cluster
+        self._recipe = recipe
         self._slots = [layout.first + index * layout.tp for index in range(layout.count)]
         self.workers = [
             cluster.worker(f"engine {index}", slot) for index, slot in enumerate(self._slots)
@@ -60,18 +61,20 @@ class Engines:
     def _start(self, index: int, worker: Worker, slot: int) -> None:
         """Start an engine, with a process on each further node that it spans."""
         recipe = self._recipe
-        span = self._span(recipe) if recipe.engine_nodes > 1 else None
+        if recipe.engine_nodes > 1:
+            span = self._span(recipe)
+        else:
+            span = None
         self._started[worker.start("megarl.rollout.worker:RolloutWorker", recipe, index, span)] = (
             worker.name
         )
         if span is None:
             return
         for node in range(1, span.nodes):
-            name, at = f"{worker.name}, node {node}", slot + node * recipe.placement.gpus_per_node
-            part, own = (
-                self._cluster.worker(name, at),
-                replace(span, node=node, endpoint=span.endpoint.without_secret),
-            )
+            name = f"{worker.name}, node {node}"
+            at = slot + node * recipe.placement.gpus_per_node
+            part = self._cluster.worker(name, at)
+            own = replace(span, node=node, endpoint=span.endpoint.without_secret)
             self._started[part.start("megarl.rollout.worker:EnginePart", recipe, index, own)] = name
             part.watch("fail")
             self._further_nodes.append(part)
@@ -97,11 +100,15 @@ class Engines:
 
         beside_training: on the engines that share no GPU with other models, whose memory is handed over meanwhile.
         """
-        workers = self._with_own_gpus if beside_training else self.workers
+        if beside_training:
+            workers = self._with_own_gpus
+        else:
+            workers = self.workers
         if len(workers) not in self._dealers:
             capacities = self._cluster.call_all(workers, "capacity")
             self._dealers[len(workers)] = RequestBalancer(capacities, sampling.new_tokens(0))
-        balancer, groups = self._dealers[len(workers)], self._recipe.rollout.engine.dp
+        balancer = self._dealers[len(workers)]
+        groups = self._recipe.rollout.engine.dp
         begun = SamplingPhase(
             self._cluster, workers, balancer, groups, entries, sampling, self._history
         )

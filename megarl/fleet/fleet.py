@@ -46,13 +46,11 @@ class TrainingFleet:
     def __init__(
         self, cluster: Cluster, roles: Roles, trainers: PolicyRanks, critic: AuxiliaryRanks | None
     ) -> None:
-        self._cluster, self.roles, self.trainers, self.critic, self.version = (
-            cluster,
-            roles,
-            trainers,
-            critic,
-            -1,
-        )
+        self._cluster = cluster
+        self.roles = roles
+        self.trainers = trainers
+        self.critic = critic
+        self.version = -1
 
     def onload_for(self, phase: Phase) -> Metrics:
         """Give the GPUs' memory to the models that compute in `phase`; the readings of it before and after."""
@@ -72,7 +70,10 @@ class TrainingFleet:
 
 def training_fleet(cluster: Cluster, roles: Roles) -> TrainingFleet:
     """The training ranks of a run without engines, on the first `roles.num_training_slots` slots."""
-    critic = AuxiliaryRanks(cluster, roles.critic, frozenset()) if roles.critic else None
+    if roles.critic:
+        critic = AuxiliaryRanks(cluster, roles.critic, frozenset())
+    else:
+        critic = None
     trainers = PolicyRanks(cluster, roles.policy, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
     _share_weights(trainers, critic)
@@ -89,17 +90,23 @@ class Fleet(TrainingFleet):
         self, cluster: Cluster, recipe: Recipe, say: Callable[[str], None], *, learns: bool = True
     ) -> None:
         """say: prints a line for the user. learns: False where the run only samples: then there is no critic."""
-        self._recipe, self._say = recipe, say
+        self._recipe = recipe
+        self._say = say
         roles = resolve(recipe, learns=learns)
-        shared, self._run_id = roles.shared_slots, secrets.token_hex(8)
+        shared = roles.shared_slots
+        self._run_id = secrets.token_hex(8)
         trainers = PolicyRanks(cluster, roles.policy, shared)
         self._store = trainers.store
         self.engines = Engines(cluster, recipe, roles.engines, shared)
-        critic = AuxiliaryRanks(cluster, roles.critic, shared) if roles.critic else None
+        if roles.critic:
+            critic = AuxiliaryRanks(cluster, roles.critic, shared)
+        else:
+            critic = None
         super().__init__(cluster, roles, trainers, critic)
-        self.reward_model = (
-            RewardModelRanks(cluster, roles.reward_model, shared) if roles.reward_model else None
-        )
+        if roles.reward_model:
+            self.reward_model = RewardModelRanks(cluster, roles.reward_model, shared)
+        else:
+            self.reward_model = None
         self._start()
         if recipe.placement.node_gpus:
             self._say_device_placements()
@@ -118,7 +125,10 @@ class Fleet(TrainingFleet):
         """Wait until all processes are built; then the memory is as in the `rollout` phase."""
         groups = [ranks for ranks in (self.trainers, self.critic, self.reward_model) if ranks]
         engines_last = self.engines.measures_shared_memory
-        starting = {} if engines_last else self.engines.start()
+        if engines_last:
+            starting = {}
+        else:
+            starting = self.engines.start()
         self._cluster.gather(
             starting | {ref: name for ranks in groups for ref, name in ranks.started.items()}
         )
@@ -154,12 +164,18 @@ class Fleet(TrainingFleet):
         WorkerFailed when that fails too or a process is gone, and RuntimeError if an engine then states another version
         than the trainer's.
         """
-        readings = self.onload_for("reshard") if self.memory.phase != "rollout" else {}
+        if self.memory.phase != "rollout":
+            readings = self.onload_for("reshard")
+        else:
+            readings = {}
         version = self.version + 1
         policy = self.roles.policy
         from_files = fp8_checkpoint(policy.recipe, policy.model) is not None
         steps = reshard_steps(policy.lora, has_weights=self._have_sessions, from_files=from_files)
-        kept_share = self.trainers.round_weights(version) if trains_merged(policy.recipe) else None
+        if trains_merged(policy.recipe):
+            kept_share = self.trainers.round_weights(version)
+        else:
+            kept_share = None
         calls = self._exchange(version, steps)
         try:
             self._cluster.gather(calls)
@@ -174,7 +190,8 @@ class Fleet(TrainingFleet):
             raise RuntimeError(
                 f"the engines are at versions {versions}, the trainer is at {version}"
             )
-        self.version, self._have_sessions = version, True
+        self.version = version
+        self._have_sessions = True
         readings |= self.onload_for("rollout")
         stats = collect_stats(
             self._store, self._run_id, self.attempts, self.roles.num_members, exchanged(steps)
@@ -205,7 +222,8 @@ class Fleet(TrainingFleet):
             self.critic.load(folder / CRITIC)
         self.onload_for("train")
         self.trainers.load(folder)
-        self.version, self.attempts = version, attempts
+        self.version = version
+        self.attempts = attempts
         if not (folder / BUFFER_FILE).exists():
             return []
         groups = open_samples(folder / BUFFER_FILE).buffered_groups()
@@ -218,13 +236,12 @@ class Fleet(TrainingFleet):
         readings. The policy's files are waited for before the critic's are begun, unless checkpoints are asynchronous:
         a host may have no room for the copies of both.
         """
-        digests, readings = {}, self.onload_for("train")
+        digests = {}
+        readings = self.onload_for("train")
         self.trainers.save(folder)
         if buffer.entries:
-            vocab_size, temperature = (
-                self.roles.policy.shape.vocab_size,
-                self._recipe.rollout.temperature,
-            )
+            vocab_size = self.roles.policy.shape.vocab_size
+            temperature = self._recipe.rollout.temperature
             with writing(folder / BUFFER_FILE, vocab_size, temperature) as file:
                 for ref in (entry.ref for entry in buffer.entries if entry.ref is not None):
                     file.write(self._cluster.gather({ref: "samples"}))
@@ -239,7 +256,10 @@ class Fleet(TrainingFleet):
     def finish_save(self, digests: dict[str, Digest]) -> dict[str, Digest]:
         """Wait until all files are written; the digests that the ranks took of them. digests: as `save` returned."""
         of_policy = digests or self.trainers.finish_save()
-        of_critic = self.critic.finish_save() if self.critic else {}
+        if self.critic:
+            of_critic = self.critic.finish_save()
+        else:
+            of_critic = {}
         return of_policy | {f"{CRITIC}/{name}": digest for name, digest in of_critic.items()}
 
     def shutdown(self) -> None:
@@ -276,4 +296,6 @@ def _share_weights(
 
 
 def _summary(group: SampleGroup | PartialGroup) -> Summary:
-    return partial_summary(group) if isinstance(group, PartialGroup) else summary(group)
+    if isinstance(group, PartialGroup):
+        return partial_summary(group)
+    return summary(group)

@@ -75,7 +75,8 @@ class MemoryScheduler:
             return {}
         observed = self._computing.get(phase, self._trainer)
         before = observed.held_bytes()
-        entering, leaving = self._computing.get(phase), self._computing.get(self.phase)
+        entering = self._computing.get(phase)
+        leaving = self._computing.get(self.phase)
         if entering and (leaving or self.phase == "rollout"):
             leaving.offload() if leaving else self._engines.release_memory()
             entering.onload()

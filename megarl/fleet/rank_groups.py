@@ -92,13 +92,13 @@ class RankGroup:
         more: Sequence[object] = (),
     ) -> None:
         """name: of a rank, for people. target: its class; more: its last arguments."""
-        recipe, slots, self.shares_weights = role.recipe, role.slots, role.shares_weights
-        self._cluster, self._recipe, self._shape, self._layout = (
-            cluster,
-            recipe,
-            role.shape,
-            role.layout,
-        )
+        recipe = role.recipe
+        slots = role.slots
+        self.shares_weights = role.shares_weights
+        self._cluster = cluster
+        self._recipe = recipe
+        self._shape = role.shape
+        self._layout = role.layout
         # Where the ranks meet: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
@@ -136,7 +136,8 @@ class RankGroup:
 
         Whatever has become of other processes: a run that fails saves what it has begun.
         """
-        calls, found = {worker.call("finish_save"): worker.name for worker in self.workers}, {}
+        calls = {worker.call("finish_save"): worker.name for worker in self.workers}
+        found = {}
         for of_rank in self._cluster.gather(calls, among=self.workers):
             found |= of_rank
         return found
@@ -155,7 +156,8 @@ class RankGroup:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
         of_readers = [refs_of(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))]
         wanted = self._cluster.put([frozenset(map(key_of, of_reader)) for of_reader in of_readers])
-        found, calls = PerTokenResults(self._assigned(updates, refs), [], []), {}
+        found = PerTokenResults(self._assigned(updates, refs), [], [])
+        calls = {}
         for rank, worker in enumerate(self.workers):
             share, samples = found.shares[self._layout.coords(rank).dp]
             # Ranks that hold the same return their own state alone: each reference costs the controller time.
@@ -177,10 +179,12 @@ class RankGroup:
         The first of these ranks fetches the groups, and passes them on without the samples of other shares.
         """
         # Megatron's order: data-parallel ranks are so far apart
-        found, first = [], self._layout.tp * self._layout.cp
+        found = []
+        first = self._layout.tp * self._layout.cp
         for dp, worker in enumerate(self.workers[: self._layout.dp * first : first]):
             share = _share(updates, dp)
-            needed, shared = _groups(share), self._cluster.put(share)
+            needed = _groups(share)
+            shared = self._cluster.put(share)
             of_groups = [refs[group] for group in needed]
             found.append(
                 (
@@ -197,11 +201,9 @@ class RankGroup:
 
         Where an algorithm leaves samples out, there are fewer updates in proportion.
         """
-        train, rollout, updates = (
-            self._recipe.train,
-            self._recipe.rollout,
-            self._recipe.train.updates_per_step,
-        )
+        train = self._recipe.train
+        rollout = self._recipe.rollout
+        updates = self._recipe.train.updates_per_step
         num_samples = len(by_sample(samples))
         if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
             share = num_samples / (rollout.prompts_per_step * rollout.samples_per_prompt)
@@ -308,12 +310,22 @@ class PolicyRanks(RankGroup):
 
         token_values: of the auxiliary model, for the advantages. observation: of the same samples, if there is one.
         """
-        updates = [] if observation else self.plan_of(algorithm, samples)
+        if observation:
+            updates = []
+        else:
+            updates = self.plan_of(algorithm, samples)
         began = time.perf_counter()
-        shares = observation.shares if observation else self._assigned(updates, refs)
-        states = observation.states if observation else [None] * len(self.workers)
+        if observation:
+            shares = observation.shares
+        else:
+            shares = self._assigned(updates, refs)
+        if observation:
+            states = observation.states
+        else:
+            states = [None] * len(self.workers)
         metrics = self._train(shares, lr, states, token_values, algorithm)
-        lengths, seconds = [one.length for one in samples], time.perf_counter() - began
+        lengths = [one.length for one in samples]
+        seconds = time.perf_counter() - began
         return Trained(
             metrics,
             speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name()),
@@ -326,7 +338,8 @@ class AuxiliaryRanks(RankGroup):
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         kind = ALGORITHMS[role.recipe.algorithm.name].critic
         self._model = AUXILIARY_MODELS[kind]
-        name, target = f"{self._model.name} rank", "megarl.training.auxiliary:AuxiliaryRank"
+        name = f"{self._model.name} rank"
+        target = "megarl.training.auxiliary:AuxiliaryRank"
         super().__init__(
             cluster, role, shared, name=name, target=target, more=[kind, role.first_slot]
         )
@@ -371,21 +384,24 @@ class RewardModelRanks(RankGroup):
 
         Raises UserError(reward_model.path) for a score that is no finite number.
         """
-        dp, count, calls = self._layout.dp, len(rollout.refs), {}
+        dp = self._layout.dp
+        count = len(rollout.refs)
+        calls = {}
         for rank, worker in enumerate(self.workers):
             own = range(self._layout.coords(rank).dp, count, dp)
             calls[worker.call("score", *(rollout.refs[index] for index in own))] = worker.name
         summaries = list(rollout.summaries)
         for rank, scores in enumerate(self._cluster.gather(calls)):
             # not on this stage
-            own = range(self._layout.coords(rank).dp, count, dp) if scores is not None else ()
+            if scores is not None:
+                own = range(self._layout.coords(rank).dp, count, dp)
+            else:
+                own = ()
             for index, scores_G in zip(own, scores or (), strict=True):
                 if not np.isfinite(scores_G).all():
                     asked = rollout.summaries[index].prompt_text
-                    problem, hint = (
-                        f"scores {scores_G} in answer to {asked!r}",
-                        "use another model, or model.dtype",
-                    )
+                    problem = f"scores {scores_G} in answer to {asked!r}"
+                    hint = "use another model, or model.dtype"
                     raise UserError("reward_model.path", problem, hint)
                 rewards_G = (
                     rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G

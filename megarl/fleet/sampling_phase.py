@@ -40,13 +40,12 @@ class SamplingPhase:
 
         history: of the rounds before, which gets this one.
         """
-        self._cluster, self._workers, self._balancer, self._history = (
-            cluster,
-            workers,
-            balancer,
-            history,
-        )
-        self._entries, self._sampling = entries, sampling
+        self._cluster = cluster
+        self._workers = workers
+        self._balancer = balancer
+        self._history = history
+        self._entries = entries
+        self._sampling = sampling
         self._asked = [_open_summary(entry) for entry in entries]
         self._waiting = deque(
             sorted(range(len(entries)), key=lambda index: -self._asked[index].context_tokens)
@@ -88,7 +87,9 @@ class SamplingPhase:
     @property
     def sampled_s(self) -> float:
         """Seconds until the last of the samples had finished."""
-        return self._ends_s[-1] - self._began_s if self._ends_s else 0.0
+        if self._ends_s:
+            return self._ends_s[-1] - self._began_s
+        return 0.0
 
     def labels(self) -> dict[Ref, str]:
         """The open calls with their engines' names: for what engines finish next, and for summaries, after verdicts."""
@@ -116,15 +117,21 @@ class SamplingPhase:
         """Send the groups that engines have room for."""
         while self._waiting:
             index = self._waiting[0]
-            entry, samples = self._entries[index], self._asked[index].num_open
+            entry = self._entries[index]
+            samples = self._asked[index].num_open
             engine = self._balancer.assign(self._asked[index].context_tokens, samples)
             if engine is None:
                 return
             self._waiting.popleft()
-            worker, own = self._workers[engine], replace(self._sampling, stream=entry.drawn.stream)
-            begun = [entry.ref] if entry.ref is not None else []
+            worker = self._workers[engine]
+            own = replace(self._sampling, stream=entry.drawn.stream)
+            if entry.ref is not None:
+                begun = [entry.ref]
+            else:
+                begun = []
             summary, group = worker.call_many(2, "sample", entry.drawn.prompt, own, *begun)
-            self._calls[index], self._unscored[summary] = (summary, group, worker.name), worker.name
+            self._calls[index] = (summary, group, worker.name)
+            self._unscored[summary] = worker.name
             self._unfinished[engine] += samples
             self._listen(engine)
 
@@ -150,7 +157,10 @@ class SamplingPhase:
             self._idle_since_s
         )
         fit = self._history.fitted()
-        expected_s = max(seconds_of(fit, work) for work in self._work) if fit else 0.0
+        if fit:
+            expected_s = max(seconds_of(fit, work) for work in self._work)
+        else:
+            expected_s = 0.0
         for work, since_s in zip(self._work, self._idle_since_s, strict=True):
             self._history.add(work, since_s - self._began_s)
         tokens = tuple(tokens for groups in self._tokens for tokens in groups)

@@ -11,7 +11,8 @@ import numpy as np
 
 from megarl.types import StepSeconds
 
-_LEAST, _MOST = 4, 64  # rounds of an engine that are fitted: the latest
+_LEAST = 4
+_MOST = 64  # rounds of an engine that are fitted: the latest
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,9 @@ class EngineHistory:
 
     def fitted(self) -> StepSeconds | None:
         """None while too few rounds were seen."""
-        return fitted(self._seen) if len(self._seen) >= _LEAST else None
+        if len(self._seen) >= _LEAST:
+            return fitted(self._seen)
+        return None
 
 
 def seconds_of(fit: StepSeconds, work: EngineWork) -> float:
@@ -61,12 +64,14 @@ def fitted(seen: Sequence[tuple[EngineWork, float]]) -> StepSeconds:
         [[work.steps, work.new_tokens, work.read_tokens] for work, _ in seen], np.float64
     )
     relative = rows / np.array([[seconds] for _, seconds in seen])
-    best, least = np.zeros(3), float(len(seen))
+    best = np.zeros(3)
+    least = float(len(seen))
     for count in (1, 2, 3):
         for chosen in map(list, combinations(range(3), count)):
             part = np.linalg.lstsq(relative[:, chosen], np.ones(len(seen)), rcond=None)[0]
             error = float(((relative[:, chosen] @ part - 1) ** 2).sum())
             if (part >= 0).all() and error < least:
-                best, least = np.zeros(3), error
+                best = np.zeros(3)
+                least = error
                 best[chosen] = part
     return StepSeconds(*best.tolist())

@@ -9,7 +9,8 @@ import threading
 from pathlib import Path
 
 _NOBODY = 65534
-_FIRST_UID, _NUM_UIDS = 61184, 4336  # systemd's range for users made on the fly
+_FIRST_UID = 61184
+_NUM_UIDS = 4336  # systemd's range for users made on the fly
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SHARED_MEMORY_BYTES = 16 << 20
 ENVIRONMENT = {
@@ -41,8 +42,13 @@ def uid(number: int | None = None) -> int | None:
 
     number: the thread's, unless it is given.
     """
-    number = threading.get_native_id() if number is None else number
-    return _FIRST_UID + number % _NUM_UIDS if has_own_user() else None
+    if number is None:
+        number = threading.get_native_id()
+    else:
+        number = number
+    if has_own_user():
+        return _FIRST_UID + number % _NUM_UIDS
+    return None
 
 
 def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> list[str]:

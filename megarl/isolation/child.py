@@ -94,7 +94,8 @@ class _Forked:
 
     def __init__(self) -> None:
         """In the worker's main thread."""
-        self._worker, self._main_thread = os.getpid(), threading.get_ident()
+        self._worker = os.getpid()
+        self._main_thread = threading.get_ident()
         self._is_forked = False
 
     def die_with_worker(self) -> None:

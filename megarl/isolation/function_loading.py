@@ -31,7 +31,9 @@ def prepare(
 
 def kind_of(value: object) -> str:
     """What a value is, as a part of a sentence."""
-    return f"the class {value.__name__}" if inspect.isclass(value) else f"a {type(value).__name__}"
+    if inspect.isclass(value):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"
 
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:

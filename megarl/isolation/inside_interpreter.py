@@ -43,7 +43,10 @@ def run(code: str, name: str, space: dict[str, Any]) -> None:
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         tree = ast.parse(code, name)
-        last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            last = [tree.body.pop()]
+        else:
+            last = []
         exec(compile(tree, name, "exec"), space)
         if last:
             exec(compile(ast.Interactive(last), name, "single"), space)

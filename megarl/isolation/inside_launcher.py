@@ -11,7 +11,8 @@ import signal
 import sys
 from typing import Any
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 # before it, Linux counts a user's processes over the whole machine
 _FORKS_COUNTED_BY_NAMESPACE = (5, 14)
 
@@ -60,7 +61,10 @@ def set_limits(limits: dict[str, Any]) -> None:
 def limit(kind: int, value: int, grace: int = 0) -> None:
     """Set a soft limit, and a hard limit that is `grace` above it, unless they are lower already."""
     hard = resource.getrlimit(kind)[1]
-    most = value + grace if hard == resource.RLIM_INFINITY else min(value + grace, hard)
+    if hard == resource.RLIM_INFINITY:
+        most = value + grace
+    else:
+        most = min(value + grace, hard)
     resource.setrlimit(kind, (min(value, most), most))
 
 

@@ -53,9 +53,13 @@ class SandboxSession:
         """
         for error in sandbox_errors(unsafe=unsafe):
             raise error
-        self._limits, self._seed = limits, seed
+        self._limits = limits
+        self._seed = seed
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True) if unsafe else None
+        if unsafe:
+            self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        else:
+            self._folder = None
         self._is_closed = False
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -78,7 +82,8 @@ class SandboxSession:
 
     async def run(self, code: str) -> CellOutcome:
         """Run a cell, one at a time. After an outcome that is not alive, or a cancellation, the session is closed."""
-        mark, output = secrets.token_hex(_MARK_BYTES).encode(), _Output(self._limits.stdout_bytes)
+        mark = secrets.token_hex(_MARK_BYTES).encode()
+        output = _Output(self._limits.stdout_bytes)
         timed_out = False
         try:
             async with asyncio.timeout(self._limits.wall_s):
@@ -122,14 +127,20 @@ class _Output:
     """The first bytes that a cell writes before its mark."""
 
     def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._kept, self._rest, self.num_bytes = most_bytes, bytearray(), b"", 0
+        self._most_bytes = most_bytes
+        self._kept = bytearray()
+        self._rest = b""
+        self.num_bytes = 0
 
     def take(self, chunk: bytes, mark: bytes) -> bool:
         """Whether the mark has come, now or in part before."""
         window = self._rest + chunk
         place = window.find(mark)
         # the mark may begin behind it
-        before = max(0, len(window) - len(mark) + 1) if place < 0 else place
+        if place < 0:
+            before = max(0, len(window) - len(mark) + 1)
+        else:
+            before = place
         self._rest = window[before:] if place < 0 else b""
         self._keep(window[:before])
         return place >= 0

@@ -28,12 +28,10 @@ class WorkerPool(Generic[Process]):
 
     def __init__(self, where: str, name: str, num_workers: int, start_s: float) -> None:
         """where: the recipe key that names what the processes import; name: its value; start_s: the import's limit."""
-        self._where, self._name, self._num_workers, self._start_s = (
-            where,
-            name,
-            num_workers,
-            start_s,
-        )
+        self._where = where
+        self._name = name
+        self._num_workers = num_workers
+        self._start_s = start_s
         self._loop = asyncio.get_running_loop()
         self._workers: list[Process] = []
         self._waiting: deque[Any] = deque()
@@ -163,7 +161,10 @@ class WorkerPool(Generic[Process]):
             self._timer.cancel()
         deadlines = [worker.deadline() for worker in self._workers]
         first = min((one for one in deadlines if one is not None), default=None)
-        self._timer = self._loop.call_at(first, self._expire) if first is not None else None
+        if first is not None:
+            self._timer = self._loop.call_at(first, self._expire)
+        else:
+            self._timer = None
 
     def _expire(self) -> None:
         """Act on the processes whose deadline has passed."""

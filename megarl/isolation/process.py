@@ -24,7 +24,9 @@ from megarl.printable import plain_value
 _KEEPER_ENDS_S = KILLS_FOR_S + 5.0
 _PF_EXITING = 0x4  # Linux, include/linux/sched.h
 # how long to wait for an exit that has not begun, and that has
-_SOON_S, _LATE_S, _POLL_S = 0.2, 30.0, 0.01
+_SOON_S = 0.2
+_LATE_S = 30.0
+_POLL_S = 0.01
 # Of the run alone: whoever has Ray's token can run code in its processes, and the others are its trackers'.
 _SECRETS_OF_RUN = (
     "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"
@@ -70,7 +72,8 @@ class WorkerProcess:
 
     def __init__(self, module: str, spec: Mapping[str, Any], longest_line_bytes: int) -> None:
         """module: its `main` is the worker; spec: its first message. Raises OSError when no process can be started."""
-        self._spec, self._longest_line_bytes = spec, longest_line_bytes
+        self._spec = spec
+        self._longest_line_bytes = longest_line_bytes
         self._socket, theirs = socket.socketpair()
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         environment = {**_environment(as_line(spec)), "PYTHONPATH": python_path}
@@ -84,7 +87,9 @@ class WorkerProcess:
         except OSError:
             self._socket.close()
             raise
-        self.is_ready, self.is_ending, self.is_gone = False, False, False
+        self.is_ready = False
+        self.is_ending = False
+        self.is_gone = False
         self.in_flight: dict[int, Any] = {}
         self.waiting: deque[Any] = deque()  # jobs that only this process can do
         self.message_at = 0.0
@@ -94,7 +99,9 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """The worker's process id, once it has told it."""
-        return self.process.pid if self._worker_pid is None else self._worker_pid
+        if self._worker_pid is None:
+            return self.process.pid
+        return self._worker_pid
 
     async def messages(self) -> AsyncIterator[list[Any] | None]:
         """Send the spec, then yield each message until the process closes its socket or is killed.
@@ -144,7 +151,10 @@ class WorkerProcess:
         self.is_ending = True
         began = time.monotonic()
         while (code := self.process.poll()) is None:
-            bound_s = _LATE_S if _is_exiting(self.pid) else _SOON_S
+            if _is_exiting(self.pid):
+                bound_s = _LATE_S
+            else:
+                bound_s = _SOON_S
             if time.monotonic() - began > bound_s:
                 return None
             await asyncio.sleep(_POLL_S)
@@ -217,4 +227,6 @@ def _message(line: bytes) -> list[Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, list) and found else None
+    if isinstance(found, list) and found:
+        return found
+    return None

@@ -69,7 +69,9 @@ class Outcome:
 def sandbox_errors(*, unsafe: bool = False) -> list[UserError]:
     """The fault of a machine on which programs cannot be isolated, found by starting bwrap; unsafe: none is needed."""
     problem = "" if unsafe else find_problem()
-    return [UserError(WHERE, problem, _HINT)] if problem else []
+    if problem:
+        return [UserError(WHERE, problem, _HINT)]
+    return []
 
 
 def find_problem() -> str:
@@ -218,7 +220,10 @@ class _Bounded:
     """The first bytes of a pipe."""
 
     def __init__(self, pipe: IO[bytes], most_bytes: int) -> None:
-        self.pipe, self.most_bytes, self.content, self.full = pipe, most_bytes, bytearray(), False
+        self.pipe = pipe
+        self.most_bytes = most_bytes
+        self.content = bytearray()
+        self.full = False
         os.set_blocking(pipe.fileno(), False)
 
     def read(self) -> bool:
@@ -243,12 +248,13 @@ def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | 
     assert process.stdout and process.stderr
     deadline = time.monotonic() + limits.wall_s
     with process.stdout, process.stderr:
-        out, error = (
-            _Bounded(process.stdout, limits.stdout_bytes),
-            _Bounded(process.stderr, limits.stderr_bytes),
-        )
+        out = _Bounded(process.stdout, limits.stdout_bytes)
+        error = _Bounded(process.stderr, limits.stderr_bytes)
         outer = os.pidfd_open(process.pid)
-        first = None if info is None else first_of_namespace(process.pid, info, limits.wall_s)
+        if info is None:
+            first = None
+        else:
+            first = first_of_namespace(process.pid, info, limits.wall_s)
         try:
             ended = _follow(outer, out, error, deadline)
         finally:
@@ -306,7 +312,10 @@ def first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
     with selectors.DefaultSelector() as selector:
         selector.register(info, selectors.EVENT_READ)
         while b"}" not in written:
-            chunk = os.read(info, _CHUNK_BYTES) if selector.select(wall_s) else b""
+            if selector.select(wall_s):
+                chunk = os.read(info, _CHUNK_BYTES)
+            else:
+                chunk = b""
             if not chunk:
                 return None
             written += chunk

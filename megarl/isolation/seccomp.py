@@ -42,10 +42,19 @@ _NEW_NAMESPACES = 0x7E020080
 # AF_UNIX, AF_INET, AF_INET6; AF_VSOCK, for one, reaches a hypervisor past any namespace
 _FAMILIES = (1, 2, 10)
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data, little-endian
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_EPERM = 1
+_ENOSYS = 38
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16  # offsets in seccomp_data, little-endian
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 

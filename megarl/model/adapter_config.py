@@ -25,9 +25,10 @@ def adapter_keys(folder: str) -> dict[str, Any]:
         return {}
     rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
     patterns = config.get("rank_pattern") or {}
-    experts = (
-        0 if config.get("exclude_modules") == OF_EXPERTS else patterns.get(OF_EACH_EXPERT, rank)
-    )
+    if config.get("exclude_modules") == OF_EXPERTS:
+        experts = 0
+    else:
+        experts = patterns.get(OF_EACH_EXPERT, rank)
     if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
         return {}
     if (

@@ -27,7 +27,8 @@ from megarl.model.shape import ModelShape
 from megarl.types import UserError
 
 # how transformers ends a family's class names
-_MODEL, _CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+_MODEL = "ForCausalLM"
+_CLASSIFIER = "ForSequenceClassification"
 _COMMON_INTEGERS = {  # ModelShape's field -> the key of config.json
     "num_layers": ("num_hidden_layers",),
     "hidden_size": ("hidden_size",),
@@ -163,9 +164,15 @@ def _opened(path: str | Path) -> tuple[Path, dict[str, Any], str, bool]:
     file = Path(path) / "config.json"
     config = read_json(file)
     architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and len(architectures) == 1 else None
+    if isinstance(architectures, list) and len(architectures) == 1:
+        name = architectures[0]
+    else:
+        name = None
     is_classifier = str(name).endswith(_CLASSIFIER)
-    family = str(name).removesuffix(_CLASSIFIER) + _MODEL if is_classifier else name
+    if is_classifier:
+        family = str(name).removesuffix(_CLASSIFIER) + _MODEL
+    else:
+        family = name
     if family not in FAMILIES:
         raise UserError(
             str(file), f"architectures is {architectures}", f"use one of {', '.join(FAMILIES)}"
@@ -179,11 +186,18 @@ def _shape(file: Path, config: Mapping[str, Any], family: str) -> ModelShape:
     integers: dict[str, Any] = {
         field: integer(file, config, keys) for field, keys in _COMMON_INTEGERS.items()
     }
-    row, tied = FAMILIES[family], truth(file, config, "tie_word_embeddings")
+    row = FAMILIES[family]
+    tied = truth(file, config, "tie_word_embeddings")
     shape = ModelShape(**integers, **row.fields(file, config, integers), **row.constants, tied=tied)
     is_grouped = row.has_grouped_router
-    groups = optional_integer(file, config, "n_group") or 1 if is_grouped else 1
-    top_groups = optional_integer(file, config, "topk_group") or groups if is_grouped else 1
+    if is_grouped:
+        groups = optional_integer(file, config, "n_group") or 1
+    else:
+        groups = 1
+    if is_grouped:
+        top_groups = optional_integer(file, config, "topk_group") or groups
+    else:
+        top_groups = 1
     refuse_contradictions(file, shape, groups, top_groups)
     return shape
 
@@ -284,13 +298,20 @@ def end_token_ids(path: str | Path) -> frozenset[int]:
     Raises UserError as `model_shape`, and for a value that is no token of the vocabulary.
     """
     file, config, family, _ = _opened(path)
-    configs, other = {file: config}, Path(path) / "generation_config.json"
+    configs = {file: config}
+    other = Path(path) / "generation_config.json"
     if other.exists():
         configs[other] = read_json(other)
-    vocab_size, found = _shape(file, config, family).vocab_size, set()
+    vocab_size = _shape(file, config, family).vocab_size
+    found = set()
     for where, content in configs.items():
         value = content.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if isinstance(value, list):
+            ids = value
+        elif value is None:
+            ids = []
+        else:
+            ids = [value]
         for token in ids:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
                 problem = (

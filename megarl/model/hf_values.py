@@ -38,14 +38,22 @@ def integer(
             f"{keys[0]} is {value:.6g}",
             f"use a checkpoint where it is at most {largest}",
         )
-    problem = "is missing" if value is None else f"is {value!r:.60}"
-    hint = "write it as a positive integer" if least else "write it as a whole number"
+    if value is None:
+        problem = "is missing"
+    else:
+        problem = f"is {value!r:.60}"
+    if least:
+        hint = "write it as a positive integer"
+    else:
+        hint = "write it as a whole number"
     raise UserError(str(file), f"{keys[0]} {problem}", hint)
 
 
 def optional_integer(file: Path, config: Mapping[str, Any], key: str) -> int | None:
     """Like `integer`, where the key may be absent or null."""
-    return None if config.get(key) is None else integer(file, config, (key,))
+    if config.get(key) is None:
+        return None
+    return integer(file, config, (key,))
 
 
 def number(
@@ -58,7 +66,10 @@ def number(
     least: float = 0.0,
 ) -> float:
     """A number above 0. Raises UserError for another value."""
-    value = default if config.get(key) is None else config[key]
+    if config.get(key) is None:
+        value = default
+    else:
+        value = config[key]
     if (
         isinstance(value, int | float)
         and not isinstance(value, bool)
@@ -72,7 +83,10 @@ def number(
 
 def truth(file: Path, config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     """A boolean. Raises UserError for another value."""
-    value = default if config.get(key) is None else config[key]
+    if config.get(key) is None:
+        value = default
+    else:
+        value = config[key]
     if isinstance(value, bool):
         return value
     raise UserError(str(file), f"{key} is {value!r:.60}", "write true or false")
@@ -101,12 +115,10 @@ def texts(file: Path, config: Mapping[str, Any], key: str) -> list[str]:
 
 def refuse_contradictions(file: Path, shape: ModelShape, groups: int, top_groups: int) -> None:
     """Raises UserError for integers that contradict each other; a token uses experts of top_groups of the groups."""
-    experts, chosen, heads, mla = (
-        shape.num_experts,
-        shape.experts_per_token,
-        shape.num_heads,
-        shape.mla,
-    )
+    experts = shape.num_experts
+    chosen = shape.experts_per_token
+    heads = shape.num_heads
+    mla = shape.mla
     in_reach = top_groups * experts // groups
     checks = [
         (chosen <= experts, f"num_experts_per_tok is {chosen}, more than the experts ({experts})"),

@@ -36,7 +36,9 @@ class LoraSize:
         return bool(self.rank_of(is_expert)) and (not self.targets or leaf_of(name) in self.targets)
 
     def rank_of(self, is_expert: bool) -> int:
-        return self.expert_rank if is_expert else self.rank
+        if is_expert:
+            return self.expert_rank
+        return self.rank
 
     def scale_of(self, is_expert: bool) -> float:
         """What B A x is multiplied by: alpha / rank."""

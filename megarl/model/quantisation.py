@@ -65,7 +65,10 @@ class Quantisation:
     def __str__(self) -> str:
         if self.kind == "int4":
             return f"int4 groups of {INT4_GROUP}"
-        scales = " with scales that are powers of two" if self.has_power_of_two_scales else ""
+        if self.has_power_of_two_scales:
+            scales = " with scales that are powers of two"
+        else:
+            scales = ""
         return f"fp8 tiles of {FP8_TILE} x {FP8_TILE}{scales}"
 
     def covers(self, weight: str) -> bool:

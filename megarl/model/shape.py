@@ -52,7 +52,9 @@ class ModelShape:
     @property
     def attention_map(self) -> str:
         """The row of ATTENTION in each weight map."""
-        return "latent" if self.mla else self.attention
+        if self.mla:
+            return "latent"
+        return self.attention
 
     def is_dense(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""

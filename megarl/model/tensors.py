@@ -12,7 +12,8 @@ from megarl.model.shape import SCORE, ModelShape
 
 Size = tuple[int, int, int]  # items, rows, columns
 STACK = "{}"  # in a name: the placeholder of the item's number
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 Named = Iterator[tuple[str, Size]]
 
@@ -48,7 +49,10 @@ def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape in the checkpoint's files, where items of stacks are separate and vectors have one dimension."""
     found: dict[str, tuple[int, ...]] = {}
     for name, (items, rows, cols) in tensors(shape).items():
-        file_shape = (rows,) if is_vector(name) else (rows, cols)
+        if is_vector(name):
+            file_shape = (rows,)
+        else:
+            file_shape = (rows, cols)
         found |= {name.format(item): file_shape for item in range(items)}
     return found
 
@@ -88,7 +92,8 @@ def _vector(size: int) -> Size:
 
 
 def _layer(shape: ModelShape, layer: int) -> Named:
-    prefix, hidden = layer_prefix(layer), shape.hidden_size
+    prefix = layer_prefix(layer)
+    hidden = shape.hidden_size
     yield prefix + "input_layernorm.weight", _vector(hidden)
     yield prefix + "post_attention_layernorm.weight", _vector(hidden)
     attention = prefix + "self_attn."
@@ -121,7 +126,9 @@ def _attention(shape: ModelShape, prefix: str) -> Named:
 
 
 def _latent_attention(shape: ModelShape, prefix: str) -> Named:
-    mla, heads, hidden = shape.mla, shape.num_heads, shape.hidden_size
+    mla = shape.mla
+    heads = shape.num_heads
+    hidden = shape.hidden_size
     assert mla is not None
     q_rows = heads * (mla.nope_dim + mla.rope_dim)
     if mla.q_lora_rank:

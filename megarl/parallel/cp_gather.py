@@ -13,7 +13,8 @@ class _GatherWhole(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank, ctx.length = group.rank(), len(share)
+        ctx.rank = group.rank()
+        ctx.length = len(share)
         return _all_gather(share, group)
 
     @staticmethod
@@ -46,23 +47,33 @@ def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def gather_whole(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[L, ...] of every rank, concatenated in rank order, for a loss that every rank computes in full."""
-    return share if group.size() == 1 else _GatherWhole.apply(share, group)  # type: ignore[return-value]
+    # type: ignore[return-value]
+    if group.size() == 1:
+        return share
+    return _GatherWhole.apply(share, group)
 
 
 def gather_row(
     share_L: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """One value a token, gathered in the order of the row [T], for a loss that every rank computes in full."""
-    return share_L if group.size() == 1 else gather_whole(share_L, group).index_select(0, order_T)
+    if group.size() == 1:
+        return share_L
+    return gather_whole(share_L, group).index_select(0, order_T)
 
 
 def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[L, ...] of every rank, concatenated in rank order, for ranks that use it differently."""
-    return share if group.size() == 1 else _GatherShared.apply(share, group)  # type: ignore[return-value]
+    # type: ignore[return-value]
+    if group.size() == 1:
+        return share
+    return _GatherShared.apply(share, group)
 
 
 def gather_keys(
     share: torch.Tensor, order_T: torch.Tensor, group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Keys or values [L, heads, d], gathered in the order of the row [T, heads, d]."""
-    return share if group.size() == 1 else gather_shared(share, group).index_select(0, order_T)
+    if group.size() == 1:
+        return share
+    return gather_shared(share, group).index_select(0, order_T)

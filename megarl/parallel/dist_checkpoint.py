@@ -101,14 +101,15 @@ def save(
             if request.async_fn and results is not None:
                 request.async_fn(dist.get_rank(), copies, results)
                 results.put(found := results.get())  # Megatron reads the queue later
-                pending._unwritten = found if isinstance(found, Exception) else None
+                if isinstance(found, Exception):
+                    pending._unwritten = found
+                else:
+                    pending._unwritten = None
         except BaseException as error:
             pending._errors.append(error)
 
-    pending._thread, pending._finalize = (
-        threading.Thread(target=write, name="checkpoint"),
-        request.finalize_fns,
-    )
+    pending._thread = threading.Thread(target=write, name="checkpoint")
+    pending._finalize = request.finalize_fns
     pending._thread.start()
     return pending
 
@@ -129,7 +130,10 @@ def load(
         state: Any = dist_checkpointing.load(
             _state(chunks, optimizer, is_loading=True), str(folder)
         )
-        random_states = torch.load(rank_file, weights_only=True) if has_random_states else None
+        if has_random_states:
+            random_states = torch.load(rank_file, weights_only=True)
+        else:
+            random_states = None
     _take_weights(chunks, state)
     for index, chained in enumerate(stepping(optimizer)):
         chained.load_parameter_state_from_fully_reshardable(
@@ -164,7 +168,9 @@ def read_factors(folder: Path) -> dict[str, torch.Tensor]:
 
 def _chunk_key(chunks: Sequence[object], index: int) -> str:
     """The name that Megatron's optimizers give a model chunk."""
-    return "model" if len(chunks) == 1 else f"model{index}"
+    if len(chunks) == 1:
+        return "model"
+    return f"model{index}"
 
 
 def _state(
@@ -212,7 +218,8 @@ def _of_chunk(chunk: Chunk) -> dict[str, Any]:
 
 def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:
     for index, chunk in enumerate(chunks):
-        module, loaded = cast(Chunk, chunk.module), state.get(_chunk_key(chunks, index), {})
+        module = cast(Chunk, chunk.module)
+        loaded = state.get(_chunk_key(chunks, index), {})
         if lora_checkpoint.has_adapters(module):
             lora_checkpoint.take_weights(module, loaded)
         else:

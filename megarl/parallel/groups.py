@@ -70,7 +70,8 @@ def _open_ring(group: Any) -> None:
     """Send a message from each stage to the next, in the order of Megatron's stages."""
     ranks = dist.get_process_group_ranks(pp_group())
     own = ranks.index(dist.get_rank())
-    after, before = ranks[(own + 1) % len(ranks)], ranks[own - 1]
+    after = ranks[(own + 1) % len(ranks)]
+    before = ranks[own - 1]
     sent, received = (torch.zeros(1, device=device.DEVICE) for _ in range(2))
     calls = [partial(dist.isend, sent, after, group), partial(dist.irecv, received, before, group)]
     for work in [call() for call in (calls if own % 2 == 0 else reversed(calls))]:
@@ -135,12 +136,10 @@ def pp_group() -> dist.ProcessGroup:
 def pipeline_groups() -> ProcessGroupCollection:
     """The groups that Megatron's schedules need where they are given a communicator."""
     groups: Any = ProcessGroupCollection()
-    groups.tp, groups.cp, groups.pp, groups.dp_cp = (
-        tp_group(),
-        cp_group(),
-        pp_group(),
-        dp_cp_group(),
-    )
+    groups.tp = tp_group()
+    groups.cp = cp_group()
+    groups.pp = pp_group()
+    groups.dp_cp = dp_cp_group()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     return groups

@@ -72,8 +72,14 @@ def _buckets(
     by_size: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
     done = 0
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        chunk = (end - start) // (2 * cp) if cp > 1 else end - start
-        lasts = [start + (rank + 1) * chunk, start + (2 * cp - rank) * chunk] if cp > 1 else [end]
+        if cp > 1:
+            chunk = (end - start) // (2 * cp)
+        else:
+            chunk = end - start
+        if cp > 1:
+            lasts = [start + (rank + 1) * chunk, start + (2 * cp - rank) * chunk]
+        else:
+            lasts = [end]
         for last in lasts:
             size = (chunk - 1).bit_length(), (last - start - 1).bit_length()
             by_size.setdefault(size, []).append((done, chunk, start, last - start))
@@ -87,7 +93,8 @@ def _buckets(
 def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:
     """blocks: (first query, number of queries, first key, number of keys); the last query is the last key."""
     first, queries, first_key, keys = (column[:, None] for column in torch.tensor(blocks).T)
-    column, key = torch.arange(int(queries.max())), torch.arange(int(keys.max()))
+    column = torch.arange(int(queries.max()))
+    key = torch.arange(int(keys.max()))
     is_real = column < queries
     is_seen = None
     if not torch.equal(queries, keys):
@@ -113,7 +120,8 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.softmax_scale, self.group = softmax_scale, pg_collection.cp
+        self.softmax_scale = softmax_scale
+        self.group = pg_collection.cp
 
     def forward(
         self,
@@ -132,12 +140,13 @@ class PackedAttention(torch.nn.Module):
         )
         outputs = []
         for bucket in buckets:
-            q, k, v = (
-                _rows(query, bucket.queries),
-                _rows(key, bucket.keys),
-                _rows(value, bucket.keys),
-            )
-            mask = None if bucket.is_seen is None else bucket.is_seen.to(query.device)
+            q = _rows(query, bucket.queries)
+            k = _rows(key, bucket.keys)
+            v = _rows(value, bucket.keys)
+            if bucket.is_seen is None:
+                mask = None
+            else:
+                mask = bucket.is_seen.to(query.device)
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
             )

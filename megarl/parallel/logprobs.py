@@ -36,7 +36,8 @@ class _HiddenLogprobs(torch.autograd.Function):
         keep: bool,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks, kept = [], []
+        chunks = []
+        kept = []
         for hidden, labels in zip(
             hidden_TH.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True
         ):
@@ -67,12 +68,10 @@ class _HiddenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_TH, weight_VH, labels_T, whole_peak_T + total_T.log(), entropy_T, peak_T
         )
-        ctx.first, ctx.chunk_tokens, ctx.kept, ctx.temperature = (
-            first,
-            chunk_tokens,
-            kept,
-            temperature,
-        )
+        ctx.first = first
+        ctx.chunk_tokens = chunk_tokens
+        ctx.kept = kept
+        ctx.temperature = temperature
         ctx.set_materialize_grads(False)  # most losses do not look at the entropy
         return label_T - total_T.log(), entropy_T
 
@@ -81,7 +80,10 @@ class _HiddenLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, labels_T, log_sum_T, entropy_T, peak_T = ctx.saved_tensors
         hidden_grad_TH = torch.empty_like(hidden_TH)
         is_frozen = not ctx.needs_input_grad[1]
-        weight_grad_VH = None if is_frozen else torch.zeros_like(weight_VH, dtype=torch.float32)
+        if is_frozen:
+            weight_grad_VH = None
+        else:
+            weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         logp_grad_T, entropy_grad_T = (
             None if one is None else one / ctx.temperature for one in gradients
         )
@@ -92,11 +94,10 @@ class _HiddenLogprobs(torch.autograd.Function):
         for index, (hidden, labels, log_sum, entropy, peak, logp_grad, hidden_grad) in enumerate(
             parts
         ):
-            of_entropy = (
-                None
-                if entropy_grad_T is None
-                else (entropy, entropy_grad_T.split(ctx.chunk_tokens)[index])
-            )
+            if entropy_grad_T is None:
+                of_entropy = None
+            else:
+                of_entropy = (entropy, entropy_grad_T.split(ctx.chunk_tokens)[index])
             if ctx.kept:
                 logp_CV = ctx.kept[index] - (log_sum - peak)[:, None]
             else:
@@ -109,7 +110,10 @@ class _HiddenLogprobs(torch.autograd.Function):
             if weight_grad_VH is not None:
                 weight_grad_VH += grad_CV.T @ hidden
             del grad_CV  # else it is there beside the next chunk's logits
-        of_weight = None if weight_grad_VH is None else weight_grad_VH.to(weight_VH.dtype)
+        if weight_grad_VH is None:
+            of_weight = None
+        else:
+            of_weight = weight_grad_VH.to(weight_VH.dtype)
         return hidden_grad_TH, of_weight, None, None, None, None, None, None
 
 
@@ -145,7 +149,9 @@ def _logits_grad(
 def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divided by the temperature in float32, as an engine's sampler divides them."""
     logits_CV = functional.linear(hidden_CH, weight_VH).float()
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+    if temperature == 1.0:
+        return logits_CV
+    return logits_CV.div_(temperature)
 
 
 def _chunk_statistics(
@@ -194,6 +200,9 @@ def hidden_logprobs(
     chunk_tokens = max(1, chunk_bytes // token_bytes)
     keep = torch.is_grad_enabled() and len(labels_T) * token_bytes <= kept_bytes
     hidden_TH = gather_shared(hidden_LH, group)
-    valid_VH = weight_VH if num_valid == per_rank else weight_VH[:num_valid]
+    if num_valid == per_rank:
+        valid_VH = weight_VH
+    else:
+        valid_VH = weight_VH[:num_valid]
     arguments = hidden_TH, valid_VH, labels_T, first, group, chunk_tokens, keep, temperature
     return _HiddenLogprobs.apply(*arguments)  # type: ignore[return-value]

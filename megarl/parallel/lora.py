@@ -122,8 +122,10 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, weight: Any, pairs: Sequence[LoraPair], size: LoraSize, cut: Cut) -> None:
         super().__init__()
-        self._cut, self._is_expert = cut, pairs[0].is_expert
-        self._rank, self._scale = size.rank_of(self._is_expert), size.scale_of(self._is_expert)
+        self._cut = cut
+        self._is_expert = pairs[0].is_expert
+        self._rank = size.rank_of(self._is_expert)
+        self._scale = size.scale_of(self._is_expert)
         self._is_parallel = not self._is_expert and groups.tp_group().size() > 1
         self._num_rows = len(weight)
         self._places = sorted(
@@ -158,7 +160,10 @@ class Adapter(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The delta, in the parallel state of the linear layer's output; hidden: the layer's input."""
         pairs = self.pairs
-        stacked = pairs[0].A if len(pairs) == 1 else torch.cat([pair.A for pair in pairs])
+        if len(pairs) == 1:
+            stacked = pairs[0].A
+        else:
+            stacked = torch.cat([pair.A for pair in pairs])
         narrow = F.linear(hidden, stacked)
         if self._is_parallel and self._cut == "columns":
             narrow = gather_from_sequence_parallel_region(narrow, group=groups.tp_group())
@@ -176,7 +181,8 @@ class Adapter(torch.nn.Module):
         if len(deltas) == 1 and deltas[0].shape[-1] == self._num_rows:
             return deltas[0]
         # also of tensors without rows here, for the backward pass
-        parts, end = [one[..., :0] for one in deltas], 0
+        parts = [one[..., :0] for one in deltas]
+        end = 0
         for (row, start, number), index in self._places:
             if row > end:
                 parts.append(deltas[0].new_zeros(*deltas[0].shape[:-1], row - end))
@@ -236,7 +242,10 @@ def attach(
         for adapter in made:
             for pair in adapter.pairs:
                 pair.draw(seed)
-        of_layer = made[0] if "weight" in of_weights else GroupedAdapter(made)
+        if "weight" in of_weights:
+            of_layer = made[0]
+        else:
+            of_layer = GroupedAdapter(made)
         linear.add_module(CHILD, of_layer)
         linear.register_forward_hook(_adding(of_layer, adapters))
     return adapters
@@ -274,7 +283,8 @@ def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
     def add(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         if not adapters.is_on or (adapters.are_in_weights and not torch.is_grad_enabled()):
             return output
-        (hidden, *others), (own, bias) = inputs, output
+        (hidden, *others) = inputs
+        (own, bias) = output
         if adapters.are_in_weights:
             hidden = hidden.detach()  # its gradient comes by the weights
         if hasattr(linear, "layer_norm_weight"):
@@ -292,9 +302,9 @@ def _require_gradient(
 
     The embedding is frozen, and Megatron's recomputation runs no backward pass for an input without a gradient.
     """
-    return (
-        output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
-    )
+    if torch.is_grad_enabled() and not output.requires_grad:
+        return output.requires_grad_()
+    return output
 
 
 def _join_storages(chunk: torch.nn.Module) -> None:
@@ -303,7 +313,10 @@ def _join_storages(chunk: torch.nn.Module) -> None:
     Engines map storages, and a storage for each expert's weight would be too many handles. A score head, which is not
     frozen, stays where it is.
     """
-    layers = [*chunk.decoder.layers] if hasattr(chunk, "decoder") else []  # type: ignore[arg-type]
+    decoder: Any = getattr(chunk, "decoder", None)
+    layers: list[torch.nn.Module] = []
+    if decoder is not None:
+        layers.extend(decoder.layers)
     inside = {id(param) for layer in layers for param in layer.parameters()} | {
         id(head) for head in heads([chunk])
     }

@@ -35,7 +35,9 @@ def sharded_weights(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
         replica = 0, groups.tp_group().rank(), groups.dp_cp_group().rank()
         found[SCORE] = ShardedTensor.from_rank_offsets(SCORE, head, replica_id=replica)
     for key, factor, pair in _factors(chunk):
-        (rows, cols), (row, _), (col, _) = pair.held.size, pair.held.rows, pair.held.cols
+        (rows, cols) = pair.held.size
+        (row, _) = pair.held.rows
+        (col, _) = pair.held.cols
         is_a = factor is pair.A
         found[key] = ShardedTensor(
             key=key,

@@ -34,7 +34,10 @@ def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
     """The parameters of the whole model, measured on one rank with as many EP ranks as experts (one expert a layer)."""
     ranks = shape.num_experts or 1
     (chunk,) = _chunks(path, shape, TrainLayout(ranks, 1, 1, ranks), 0, recipe)
-    of_mtp = {id(param) for param in chunk.mtp.parameters()} if chunk.mtp_process else set()
+    if chunk.mtp_process:
+        of_mtp = {id(param) for param in chunk.mtp.parameters()}
+    else:
+        of_mtp = set()
     moe_layers: list[Any] = [module for module in chunk.modules() if isinstance(module, MoELayer)]
     one_of_each = {id(param) for layer in moe_layers for param in layer.experts.parameters()}
     sizes = {
@@ -125,7 +128,10 @@ def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         recipe = Recipe.model_validate_json(request["recipe"])
         path = recipe.model.path
         try:
-            shape = scorer_shape(path) if request["scores"] else model_shape(path)
+            if request["scores"]:
+                shape = scorer_shape(path)
+            else:
+                shape = model_shape(path)
             sizes = stages(path, shape, train_layout(recipe), recipe)
             answer: dict[str, Any] = {
                 "stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]

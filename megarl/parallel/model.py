@@ -57,9 +57,10 @@ def select_layers(
     """
     if not is_gpu:
         return
-    problem = (
-        "" if has_engine else transformer_engine_problem() or "Megatron does not find its layers"
-    )
+    if has_engine:
+        problem = ""
+    else:
+        problem = transformer_engine_problem() or "Megatron does not find its layers"
     error = layers_error(
         problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch.")
     )
@@ -195,7 +196,10 @@ def transformer_config(
     """Megatron's configuration. Raises UserError when Megatron refuses the recipe's options."""
     facts = hf_facts(path)
     fields = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
-    made = MLATransformerConfig if shape.mla else TransformerConfig
+    if shape.mla:
+        made = MLATransformerConfig
+    else:
+        made = TransformerConfig
     return make_config(
         "train.megatron", made, _default_fields(shape, facts) | train.megatron | fields
     )
@@ -266,7 +270,8 @@ def build_chunks(
     device: str = DEVICE,
 ) -> list[Chunk]:
     """This rank's model chunks, one for each virtual stage, uninitialised. routing: the state that routers share."""
-    facts, stage = hf_facts(path), layout.coords(rank).pp
+    facts = hf_facts(path)
+    stage = layout.coords(rank).pp
     found = []
     for chunk in range(layout.vpp):
         last = stage == layout.pp - 1 and chunk == layout.vpp - 1
@@ -347,9 +352,11 @@ def wrap(
     ddp_config = buffers_config(train)
     wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     if ddp_config.overlap_grad_reduce:
-        # for all micro-batches but the last
-        no_sync: list[Any] = [chunk.no_sync for chunk in wrapped]
-        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]  # type: ignore[assignment]
+        # for all micro-batches but the last; Megatron declares a function, and takes a list of several chunks
+        no_sync: Any = [chunk.no_sync for chunk in wrapped]
+        if len(no_sync) == 1:
+            no_sync = no_sync[0]
+        config.no_sync_func = no_sync
     return wrapped
 
 

@@ -53,8 +53,14 @@ def field_errors(where: str, value: Any, closest: Any) -> Iterator[UserError]:
     """The fault of a value that does not fit the field's type or range, if any; hint: the field's type."""
     wanted = _RANGES.get(where)
     if not _fits(value, closest):
-        text = wanted.text if wanted else " or ".join(_alternatives(closest))
-        hint = f"set it to {text}" if text else "remove it: no recipe can write such a value"
+        if wanted:
+            text = wanted.text
+        else:
+            text = " or ".join(_alternatives(closest))
+        if text:
+            hint = f"set it to {text}"
+        else:
+            hint = "remove it: no recipe can write such a value"
         yield UserError(where, f"{value!r:.80} is no value that Megatron's field takes", hint)
     elif wanted and value is not None and not wanted.holds(value):
         yield UserError(where, f"{value!r:.80} is out of range", f"set it to {wanted.text}")
@@ -70,7 +76,8 @@ def state_dtype(key: str, name: str) -> torch.dtype:
 
 def _fits(value: Any, hint: Any) -> bool:
     """Whether a YAML value fits a field of type `hint`; an integer fits a float, and a list fits a tuple."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, option) for option in inner)
     if origin is Literal:
@@ -94,16 +101,24 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _alternatives(hint: Any) -> list[str]:
     """The alternatives that a recipe may write for a field, as text; [] where no YAML value fits."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    inner = get_args(hint)
     if origin in (Union, types.UnionType):
         return list(dict.fromkeys(text for option in inner for text in _alternatives(option)))
     if origin is Literal:
         return [str(option) for option in inner]
     if origin is list or hint is list:
-        items = _alternatives(inner[0]) if inner else ["values"]
-        return [f"a list, each {' or '.join(items)}"] if items else []
+        if inner:
+            items = _alternatives(inner[0])
+        else:
+            items = ["values"]
+        if items:
+            return [f"a list, each {' or '.join(items)}"]
+        return []
     if origin is tuple:
         return [f"a list of {len(inner)} values"]
     if hint is torch.dtype:
         return list(STATE_DTYPES)
-    return [_TYPE_NAMES[hint]] if hint in _TYPE_NAMES else []
+    if hint in _TYPE_NAMES:
+        return [_TYPE_NAMES[hint]]
+    return []

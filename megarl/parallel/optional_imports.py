@@ -44,7 +44,10 @@ class TransformerEngineFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: object = None
     ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path) if fullname == _PACKAGE else None
+        if fullname == _PACKAGE:
+            spec = PathFinder.find_spec(fullname, path)
+        else:
+            spec = None
         if spec is not None and spec.loader is not None:
             spec.loader = _WholePackageLoader(spec.loader, self)
         return spec

@@ -79,9 +79,10 @@ def effective_options(
     names: fields of the model to list in addition to those that the recipe sets. Leaves out the option that megarl
     itself sets for an optimizer on the host: in a recipe it would ask for TransformerEngine's optimizer.
     """
-    hidden = (
-        {PRECISION_AWARE} - train.optimizer.keys() if optimizer.optimizer_cpu_offload else set()
-    )
+    if optimizer.optimizer_cpu_offload:
+        hidden = {PRECISION_AWARE} - train.optimizer.keys()
+    else:
+        hidden = set()
     return {
         "megatron": {
             name: _written(getattr(config, name)) for name in sorted({*names, *train.megatron})
@@ -97,9 +98,9 @@ def _written(value: Any) -> Any:
     """A value as YAML can write it."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    return (
-        value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
-    )
+    if isinstance(value, (bool, int, float, str, list, dict, type(None))):
+        return value
+    return str(value)
 
 
 def _errors(

@@ -35,7 +35,9 @@ class Split:
     @property
     def multiple(self) -> int:
         """Tokens that the whole row is padded to a multiple of."""
-        return self.cp * math.lcm(2, self.tp) if self.cp > 1 else self.tp
+        if self.cp > 1:
+            return self.cp * math.lcm(2, self.tp)
+        return self.tp
 
 
 @dataclass(frozen=True)
@@ -104,19 +106,15 @@ def pack(
         return torch.from_numpy(values).to(device)
 
     def row(arrays: Sequence[np.ndarray] | None, dtype: type) -> Any:
-        return (
-            None
-            if arrays is None
-            else on_device(_about_next(arrays, starts, int(bounds[-1]), dtype))
-        )
+        if arrays is None:
+            return None
+        return on_device(_about_next(arrays, starts, int(bounds[-1]), dtype))
 
     def targets(name: str, dtype: type) -> torch.Tensor:
         return row([_per_token(one, name, dtype) for one in sequences], dtype)
 
-    token_ids_T, sequence_T = (
-        np.zeros(bounds[-1], np.int64),
-        np.full(bounds[-1], len(lengths), np.int64),
-    )
+    token_ids_T = np.zeros(bounds[-1], np.int64)
+    sequence_T = np.full(bounds[-1], len(lengths), np.int64)
     for index, (start, one) in enumerate(zip(starts, sequences, strict=True)):
         token_ids_T[start : start + lengths[index]] = one.token_ids_T
         sequence_T[start : start + lengths[index]] = index
@@ -157,15 +155,17 @@ def _samples(sequences: Sequence[TrainSequence]) -> IntArray | None:
     """[sequences + 1]: for each the first sequence of its sample, for the padding itself; None where all are alone."""
     keys = [place if one.key is None else one.key[:2] for place, one in enumerate(sequences)]
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
-    return np.array([*(first[key] for key in keys), len(keys)]) if len(first) < len(keys) else None
+    if len(first) < len(keys):
+        return np.array([*(first[key] for key in keys), len(keys)])
+    return None
 
 
 def _per_token(one: TrainSequence, name: str, dtype: type) -> np.ndarray:
     """[T]: a field of the tokens as it is, of the whole sequence at each of its tokens; 0 where it is None."""
     value = getattr(one, name)
-    return (
-        value if isinstance(value, np.ndarray) else np.full(len(one.token_ids_T), value or 0, dtype)
-    )
+    if isinstance(value, np.ndarray):
+        return value
+    return np.full(len(one.token_ids_T), value or 0, dtype)
 
 
 def rounded_length(length: int) -> int:

@@ -24,4 +24,6 @@ def named_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torc
 
 
 def _prefix(number: int, chunks: Sequence[torch.nn.Module]) -> str:
-    return f"vpp{number}." if len(chunks) > 1 else ""
+    if len(chunks) > 1:
+        return f"vpp{number}."
+    return ""

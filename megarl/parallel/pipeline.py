@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -100,7 +100,10 @@ class Pipeline:
         }
 
     def _start(self, norms: Norms | None) -> None:
-        scale = norms.denominator / norms.tokens if norms else 0.0
+        if norms:
+            scale = norms.denominator / norms.tokens
+        else:
+            scale = 0.0
         scales = {"balance_scale": self.aux_loss * scale, "z_scale": self.z_loss * scale}
         self.routing.start(is_training=norms is not None, **scales)
         for chunk in self.chunks:
@@ -170,7 +173,9 @@ class Pipeline:
         temperature: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logp_T, entropy_T) of the whole row, on every context-parallel rank."""
-        weight, size, tp = chunk.output_weight(), self.vocab_size, groups.tp_group()
+        weight = chunk.output_weight()
+        size = self.vocab_size
+        tp = groups.tp_group()
         shares = hidden_logprobs(
             hidden, weight, labels_L, vocab_size=size, group=tp, temperature=temperature
         )
@@ -187,7 +192,8 @@ class Pipeline:
         Summed over the tokens of the loss mask, at temperature 1 (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
         """
         group = groups.cp_group()
-        labels_T, mask_T = gather_row(row.labels_L, row.order_T, group), row.targets.loss_mask_T
+        labels_T = gather_row(row.labels_L, row.order_T, group)
+        mask_T = row.targets.loss_mask_T
         segment_T = torch.bucketize(
             torch.arange(len(mask_T), device=mask_T.device), row.bounds[1:], right=True
         )
@@ -204,8 +210,10 @@ class Pipeline:
         return total * self.mtp_loss
 
 
-def _module(model: torch.nn.Module) -> Chunk:
-    return model.module if isinstance(model, DistributedDataParallel) else model  # type: ignore[return-value]
+def _module(model: Any) -> Chunk:
+    if isinstance(model, DistributedDataParallel):
+        return cast(Chunk, model.module)
+    return model
 
 
 def _sum_then_divide(
@@ -228,13 +236,15 @@ class KnownShapes(P2PCommunicator):
 
     def __init__(self, config: Any, lengths: Sequence[int]) -> None:
         super().__init__(groups.pp_group(), config)
-        split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        if config.sequence_parallel:
+            split = config.tensor_model_parallel_size
+        else:
+            split = 1
         shapes = [[length // split, 1, config.hidden_size] for length in lengths]
-        stage, last = self.pp_group.rank(), self.pp_group.size() - 1
-        chunks, group = (
-            config.virtual_pipeline_model_parallel_size or 1,
-            config.microbatch_group_size_per_vp_stage,
-        )
+        stage = self.pp_group.rank()
+        last = self.pp_group.size() - 1
+        chunks = config.virtual_pipeline_model_parallel_size or 1
+        group = config.microbatch_group_size_per_vp_stage
         orders = (
             receive_order(len(shapes), chunks, group, leads)
             for leads in (stage == 0, stage == last)
@@ -246,7 +256,10 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
-        from_prev = next(self._from_prev) if recv_prev else NOTHING
+        if recv_prev:
+            from_prev = next(self._from_prev)
+        else:
+            from_prev = NOTHING
         return from_prev, next(self._from_next) if recv_next else NOTHING
 
 

@@ -66,8 +66,13 @@ class RankModel:
         else:
             torch.cuda.set_device(recipe.placement.gpu_of(slot))
             model.select_layers(recipe.train, self._dtype)
-        path, train, layout = recipe.model.path, recipe.train, train_layout(recipe)
-        self.rank, self.shape, self.layout, self._train = rank, shape, layout, train
+        path = recipe.model.path
+        train = recipe.train
+        layout = train_layout(recipe)
+        self.rank = rank
+        self.shape = shape
+        self.layout = layout
+        self._train = train
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
@@ -80,11 +85,15 @@ class RankModel:
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
         size = lora_size(recipe, shape)
-        self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed) if size else None
+        if size:
+            self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed)
+        else:
+            self.adapters = None
         for head in shared_weights.heads(chunks):
             head.requires_grad_(trains)
         self._unwrapped: Sequence[torch.nn.Module] = chunks
-        self._trains, self._is_published = trains, is_published
+        self._trains = trains
+        self._is_published = is_published
         self._offloaded: host_offload.Offloaded = []
         self._shared: frozenset[str] = frozenset()  # weights that are in another process's memory
         self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks

@@ -19,11 +19,14 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
     keys are right and the layout fits the shape. On a machine without GPUs, TransformerEngine is assumed to be
     installed where the run will be.
     """
-    train, shape, layout = role.recipe.train, role.model.known_shape, role.layout
+    train = role.recipe.train
+    shape = role.model.known_shape
+    layout = role.layout
     errors = option_errors(train, fixed_field_names)
     if errors or shape is None or layout.errors(shape):
         return errors
-    dtype, offloaded = DTYPES[role.recipe.model.dtype], train.optimizer_offload and device == "cuda"
+    dtype = DTYPES[role.recipe.model.dtype]
+    offloaded = train.optimizer_offload and device == "cuda"
     made: list[Callable[[], object]] = [
         lambda: transformer_config(role.model.path, shape, layout, dtype, train),
         lambda: buffers_config(train),
@@ -34,5 +37,8 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
             make()
         except UserError as error:
             errors.append(error)
-    missing = transformer_engine_error(train, offloaded) if DEVICE == "cuda" else None
+    if DEVICE == "cuda":
+        missing = transformer_engine_error(train, offloaded)
+    else:
+        missing = None
     return errors + ([missing] if missing else [])

@@ -56,13 +56,16 @@ class Routing:
 
     def start(self, *, is_training: bool, balance_scale: float = 0.0, z_scale: float = 0.0) -> None:
         """Begin a pass over micro-batches."""
-        self.is_training, self.balance_scale, self.z_scale = is_training, balance_scale, z_scale
+        self.is_training = is_training
+        self.balance_scale = balance_scale
+        self.z_scale = z_scale
         self.sums = {}
 
     @contextmanager
     def passing(self, row: PackedRow, choices: Choices | None) -> Iterator[None]:
         """Set the micro-batch of a forward pass; outside the block routers run only for activation recomputation."""
-        self.row, self.choices = row, choices
+        self.row = row
+        self.choices = choices
         try:
             yield
         finally:
@@ -134,7 +137,8 @@ class Router(TopKRouter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(scores, indices) [n, topk] of the experts, replayed where they are known."""
         values_NK, own_NK = choose(scores, topk, num_groups, group_topk)
-        replayed_NK, shared = self._tokens.replayed_NK, self._shared
+        replayed_NK = self._tokens.replayed_NK
+        shared = self._shared
         if shared.choices is not None and shared.choices.is_recording:
             shared.choices.experts[self._layer] = own_NK
         if replayed_NK is None:
@@ -161,11 +165,10 @@ class Router(TopKRouter):
         # sequence parallelism: each TP rank has its part of the share
         start = self.tp_group.rank() * num_tokens
         choices = self._shared.choices
-        replayed = (
-            choices.experts.get(self._layer)
-            if choices is not None and not choices.is_recording
-            else None
-        )
+        if choices is not None and not choices.is_recording:
+            replayed = choices.experts.get(self._layer)
+        else:
+            replayed = None
         tokens = _Tokens(row.sequence_L[start : start + num_tokens], row.lengths_S, replayed)
         if self._shared.is_training and not torch.is_grad_enabled():
             self._to_recompute.append(tokens)

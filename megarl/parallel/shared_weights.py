@@ -26,7 +26,8 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
 
     Returns the names of those that were replaced. Raises ValueError for a weight that is missing or of another extent.
     """
-    own, replaced = {id(head) for head in heads(chunks)}, set[str]()
+    own = {id(head) for head in heads(chunks)}
+    replaced = set[str]()
     for number, chunk in enumerate(chunks):
         prefix = f"vpp{number}." if len(chunks) > 1 else ""
         frozen = [(name, param) for name, param in chunk.named_parameters() if id(param) not in own]
@@ -38,7 +39,10 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
                 continue
             found = weights.get(prefix + name)
             if found is None or found.shape != weight.shape or found.dtype != weight.dtype:
-                has = "no such weight" if found is None else f"{list(found.shape)} {found.dtype}"
+                if found is None:
+                    has = "no such weight"
+                else:
+                    has = f"{list(found.shape)} {found.dtype}"
                 raise ValueError(
                     f"{prefix}{name} is {list(weight.shape)} {weight.dtype}, the other model has {has}"
                 )

@@ -104,9 +104,15 @@ def read_index(file: IO[bytes]) -> index_types.Metadata:
         index.state_dict_metadata, dict
     ):
         raise UserError(file.name, "is not a checkpoint's index", _HINT)
-    places = index.storage_data.values() if isinstance(index.storage_data, dict) else [None]
+    if isinstance(index.storage_data, dict):
+        places = index.storage_data.values()
+    else:
+        places = [None]
     for place in places:
-        at = vars(place) if isinstance(place, filesystem._StorageInfo) else {}
+        if isinstance(place, filesystem._StorageInfo):
+            at = vars(place)
+        else:
+            at = {}
         path, offset, length = (at.get(name) for name in ("relative_path", "offset", "length"))
         if not isinstance(path, str) or path in ("", ".", "..") or "/" in path or "\0" in path:
             raise UserError(file.name, f"names {path!r:.80} as a file of the checkpoint", _HINT)
@@ -191,7 +197,10 @@ def _failed(folder: Path, cause: BaseException) -> Exception:
 def _unreadable(path: Path, error: BaseException) -> UserError:
     # on a later line of torch's text
     refused = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
-    reason = _named(refused[1]) if refused else f"{type(error).__name__}: {first_line(error)}"
+    if refused:
+        reason = _named(refused[1])
+    else:
+        reason = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, pickle.UnpicklingError) and not refused:
         reason = first_line(error)
     return UserError(str(path), f"it cannot be loaded as data ({reason})", _HINT)

@@ -61,7 +61,9 @@ class EngineLayout:
     @property
     def head_ranks(self) -> int:
         """Ranks that split the output layer."""
-        return self.attention_tp if self.group_head else self.tp
+        if self.group_head:
+            return self.attention_tp
+        return self.tp
 
     @property
     def shared_ranks(self) -> int:
@@ -70,7 +72,9 @@ class EngineLayout:
 
     def member(self, slot: int) -> tuple[int, int] | None:
         """(engine, TP rank) of a GPU slot; None where there is no engine."""
-        return divmod(slot - self.first, self.tp) if self.first <= slot < self.end else None
+        if self.first <= slot < self.end:
+            return divmod(slot - self.first, self.tp)
+        return None
 
     def engines_without(self, slots: Container[int]) -> list[int]:
         """The engines that have none of these slots."""
@@ -89,11 +93,10 @@ class EngineLayout:
                 f"{self.count} engines of {self.tp} ranks end at GPU {self.end}, there are {gpus}"
             )
             fits = (gpus - self.first) // self.tp
-            hint = (
-                f"set it to {fits}"
-                if fits > 0
-                else f"set rollout.engine.tp to at most {gpus - self.first}"
-            )
+            if fits > 0:
+                hint = f"set it to {fits}"
+            else:
+                hint = f"set rollout.engine.tp to at most {gpus - self.first}"
             found.append(UserError("rollout.engine.count", problem, hint))
         for key, size in (("ep", self.ep), ("dp", self.dp)):
             if self.tp % size:
@@ -169,7 +172,9 @@ class EngineLayout:
 
     def _cut_problems(self, shape: ModelShape) -> list[str]:
         """Descriptions of the model's sizes that the ranks do not divide."""
-        ranks, kv_heads, found = self.attention_tp, shape.num_kv_heads, []
+        ranks = self.attention_tp
+        kv_heads = shape.num_kv_heads
+        found = []
         if shape.num_heads % ranks:
             found.append(f"{ranks} does not divide the attention heads ({shape.num_heads})")
         if not shape.mla and kv_heads % ranks and ranks % kv_heads:
@@ -199,7 +204,8 @@ class EngineLayout:
 
     def _tile_problems(self, shape: ModelShape) -> list[str]:
         """Descriptions of shards whose boundary is inside a 128 x 128 tile, whose scale would belong to two ranks."""
-        mla, heads = shape.mla, shape.num_heads // self.attention_tp
+        mla = shape.mla
+        heads = shape.num_heads // self.attention_tp
         if mla:
             rows = {"q_b_proj": heads * (mla.nope_dim + mla.rope_dim), "o_proj": heads * mla.v_dim}
             rows |= {
@@ -229,7 +235,10 @@ class EngineLayout:
     def cpu_errors(self, shape: ModelShape) -> list[UserError]:
         """Faults on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
         found = []
-        kv_heads = shape.num_heads if shape.mla else shape.num_kv_heads
+        if shape.mla:
+            kv_heads = shape.num_heads
+        else:
+            kv_heads = shape.num_kv_heads
         if self.fp8:
             problem = "SGLang's kernels for fp8 weights need a GPU"
             found.append(

@@ -27,7 +27,8 @@ RoleName = Literal["policy", "critic", "reward_model"]
 
 def train_layout(recipe: Recipe) -> TrainLayout:
     """The training ranks; rank r is on slot r."""
-    train, placement = recipe.train, recipe.placement
+    train = recipe.train
+    placement = recipe.placement
     return TrainLayout(
         placement.train_gpus or placement.gpus,
         train.tp,
@@ -76,7 +77,9 @@ def trains_merged(recipe: Recipe) -> bool:
 
 def sent_lora(recipe: Recipe, shape: ModelShape) -> LoraSize | None:
     """The adapters that training ranks merge or send; None also where they are in the weights already."""
-    return None if trains_merged(recipe) else lora_size(recipe, shape)
+    if trains_merged(recipe):
+        return None
+    return lora_size(recipe, shape)
 
 
 def reference_copy(recipe: Recipe) -> str | None:
@@ -87,7 +90,9 @@ def reference_copy(recipe: Recipe) -> str | None:
     if not has_reference(recipe.algorithm, recipe.reference.use):
         return None
     path = recipe.reference.path or recipe.model.path
-    return None if recipe.lora and path == recipe.model.path else path
+    if recipe.lora and path == recipe.model.path:
+        return None
+    return path
 
 
 def is_reporting_rank(layout: TrainLayout, rank: int) -> bool:
@@ -164,7 +169,9 @@ class Role:
     @property
     def branch(self) -> str:
         """The branch of the recipe with the parallel sizes and the micro-batches of these ranks."""
-        return "train" if self.name == "policy" else f"{self.name}.ranks"
+        if self.name == "policy":
+            return "train"
+        return f"{self.name}.ranks"
 
     @property
     def trains(self) -> bool:
@@ -174,11 +181,9 @@ class Role:
         """A fault of the policy's keys with the keys that this role has instead."""
         if self.name == "policy":
             of_its_own = error.where == "placement.gpus" and self.recipe.placement.train_gpus
-            return (
-                UserError("placement.train_gpus", error.problem, error.hint)
-                if of_its_own
-                else error
-            )
+            if of_its_own:
+                return UserError("placement.train_gpus", error.problem, error.hint)
+            return error
         texts = [error.where, error.problem, error.hint]
         keys = {
             "placement.gpus": f"{self.branch}.gpus",

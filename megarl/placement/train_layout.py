@@ -113,7 +113,10 @@ class TrainLayout:
         found = self._tp_errors(shape) + self._stage_errors(shape)
         dense = self.tp * self.cp * self.pp
         if self.world_size % dense:
-            axes = ("tp", "pp") if self.cp == 1 else ("tp", "cp", "pp")
+            if self.cp == 1:
+                axes = ("tp", "pp")
+            else:
+                axes = ("tp", "cp", "pp")
             hint = f"set it to a multiple of {dense}, or lower {' or '.join(f'train.{axis}' for axis in axes)}"
             product = " x ".join(f"train.{axis}" for axis in axes)
             problem = f"{self.world_size} GPUs are not a multiple of {product} = {dense}"
@@ -168,7 +171,8 @@ class TrainLayout:
                     "set train.vpp to 1 or raise train.pp",
                 )
             ]
-        stages, layers = self.pp * self.vpp, shape.num_layers
+        stages = self.pp * self.vpp
+        layers = shape.num_layers
         if self.stage_layers:
             good = len(self.stage_layers) == stages and sum(self.stage_layers) == layers
             if good and min(self.stage_layers) >= 0 and 0 not in self.stage_layers[1:-1]:
@@ -178,7 +182,10 @@ class TrainLayout:
             return [UserError("train.layers_per_stage", problem, hint)]
         if layers % stages == 0:
             return []
-        product = f"{self.pp}" if self.vpp == 1 else f"train.pp x train.vpp = {stages}"
+        if self.vpp == 1:
+            product = f"{self.pp}"
+        else:
+            product = f"train.pp x train.vpp = {stages}"
         problem = f"{product} does not divide the layers ({layers})"
         if self.vpp > 1 and layers % self.pp == 0:
             hint = f"set train.vpp to {nearest(self.vpp, divisors(layers // self.pp))}"
@@ -218,7 +225,10 @@ class TrainLayout:
         stage = self.world_size // self.pp
         if self.world_size % (self.tp * self.cp * self.pp) or stage % (self.etp * self.ep) == 0:
             return ""
-        ranks = f"{self.ep}" if self.etp == 1 else f"{self.ep} x train.etp ({self.etp})"
+        if self.etp == 1:
+            ranks = f"{self.ep}"
+        else:
+            ranks = f"{self.ep} x train.etp ({self.etp})"
         return f"{ranks} does not divide the {stage} ranks of a pipeline stage"
 
     def _no_expert_errors(self) -> list[UserError]:

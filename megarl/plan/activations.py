@@ -76,7 +76,8 @@ class Row:
 
         The result t heads d b / TP, which the output projection reads too; float32 log-sum-exp of each query and head.
         """
-        shape, per_rank = self.shape, self.tokens / self.layout.tp
+        shape = self.shape
+        per_rank = self.tokens / self.layout.tp
         width = shape.head_dim * self.item
         # fewer than ranks: the group is gathered
         kv_heads = max(shape.num_kv_heads, self.layout.tp)
@@ -95,10 +96,8 @@ class Row:
         """
         mla = self.shape.mla
         assert mla is not None
-        key, heads = (
-            mla.nope_dim + mla.rope_dim,
-            self.tokens * self.shape.num_heads / self.layout.tp,
-        )
+        key = mla.nope_dim + mla.rope_dim
+        heads = self.tokens * self.shape.num_heads / self.layout.tp
         compressed = 2 * (mla.q_lora_rank or 0) + 2 * mla.kv_lora_rank + mla.rope_dim
         return {
             "compressed": self.share * compressed * self.item,
@@ -116,7 +115,8 @@ class Row:
 
         The third is the product with the router's probability (moe/experts.py).
         """
-        shape, width = self.shape, self.shape.moe_ffn_size / self.layout.etp
+        shape = self.shape
+        width = self.shape.moe_ffn_size / self.layout.etp
         return {
             "router": self.share * shape.num_experts * 3 * 4,
             "experts_in": self.routed * shape.hidden_size * self.item,
@@ -129,7 +129,8 @@ class Row:
 
     def working_bytes(self, dense: bool) -> float:
         """Gradients on their way through the widest products of a layer; and its input of all tokens, gathered."""
-        shape, gathered = self.shape, self.tokens * self.shape.hidden_size * self.item
+        shape = self.shape
+        gathered = self.tokens * self.shape.hidden_size * self.item
         if dense:
             return gathered + self.tokens * 3 * shape.ffn_size / self.layout.tp * self.item
         return (
@@ -152,7 +153,8 @@ def kept_and_recomputed(
     """
     saved = [row.layer(dense) for dense in layers]
     working = max((row.working_bytes(dense) for dense in layers), default=0.0)
-    mode, number = options.get("recompute_granularity"), options.get("recompute_num_layers") or 1
+    mode = options.get("recompute_granularity")
+    number = options.get("recompute_num_layers") or 1
     if mode == "full":
         whole = [sum(one.values()) for one in saved]
         uniform = options.get("recompute_method", "uniform") == "uniform"
@@ -161,11 +163,10 @@ def kept_and_recomputed(
         kept = len(runs) * row.boundary_bytes + sum(whole[end:])
         return kept, max(map(sum, runs), default=0.0) + working
     names = options.get("recompute_modules") or ["core_attn"]
-    dropped = (
-        set().union(*(DROPPED_BY.get(name, set()) for name in names))
-        if mode == "selective"
-        else set()
-    )
+    if mode == "selective":
+        dropped = set().union(*(DROPPED_BY.get(name, set()) for name in names))
+    else:
+        dropped = set()
     again = max(
         (sum(size for part, size in one.items() if part in dropped) for one in saved), default=0.0
     )
@@ -191,14 +192,19 @@ def in_flight(layout: TrainLayout, stage: int, micro_batches: int) -> list[int]:
 
 def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     """Activation bytes of a rank of a pipeline stage, when the most micro-batches are in flight."""
-    row, train, layout = row_of(size), size.recipe.train, size.layout
-    waiting, total, again = in_flight(layout, stage, micro_batches), 0.0, 0.0
+    row = row_of(size)
+    train = size.recipe.train
+    layout = size.layout
+    waiting = in_flight(layout, stage, micro_batches)
+    total = 0.0
+    again = 0.0
     for chunk, number in enumerate(waiting):
         layers = [
             size.shape.is_dense(one) for one in layout.layers(stage, size.shape.num_layers, chunk)
         ]
         kept, once = kept_and_recomputed(row, layers, train.megatron)
-        total, again = total + number * kept, max(again, once)
+        total = total + number * kept
+        again = max(again, once)
     if stage == layout.pp - 1:
         total += waiting[-1] * 2 * row.boundary_bytes  # the last norm's input and output
         # their activations are kept (parallel/model.py); two hidden states go in side by side
@@ -210,7 +216,8 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
 
 def forward_bytes(size: ModelSize, stage: int) -> float:
     """Activation bytes of a forward pass without a backward pass: one layer's."""
-    row, kinds = row_of(size), {size.shape.is_dense(layer) for layer in size.layers(stage)}
+    row = row_of(size)
+    kinds = {size.shape.is_dense(layer) for layer in size.layers(stage)}
     return max((sum(row.layer(dense).values()) for dense in kinds), default=0.0)
 
 
@@ -222,7 +229,8 @@ def logits_bytes(size: ModelSize, stage: int) -> float:
     """
     if stage != size.layout.pp - 1:
         return 0.0
-    row, shape = row_of(size), size.shape
+    row = row_of(size)
+    shape = size.shape
     if shape.num_labels:
         return row.share * shape.hidden_size * 4
     rows = size.layout.padded_vocab(shape.vocab_size) // size.layout.tp

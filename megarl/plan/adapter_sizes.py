@@ -44,7 +44,8 @@ def adapter_parameters(shape: ModelShape, lora: LoraSize) -> int:
 
 def adapters_in_words(shape: ModelShape, lora: LoraSize) -> str:
     """Ranks, what B A x is multiplied by, and the elements of the adapters of a whole model."""
-    ranks, scales = [f"{lora.rank}"], [f"{lora.scale_of(False):g}"]
+    ranks = [f"{lora.rank}"]
+    scales = [f"{lora.scale_of(False):g}"]
     if shape.num_experts and lora.expert_rank:
         ranks.append(f"{lora.expert_rank} in each routed expert")
         scales.append(f"{lora.scale_of(True):g}")
@@ -82,7 +83,9 @@ def _slot_bytes(
 
 def _with_mlp(lora: LoraSize) -> tuple[str, ...]:
     """The targets and all layers of an MLP; (): all layers."""
-    return (*lora.targets, "gate_proj", "up_proj", "down_proj") if lora.targets else ()
+    if lora.targets:
+        return (*lora.targets, "gate_proj", "up_proj", "down_proj")
+    return ()
 
 
 def _adapted(chunk: ChunkSize, factors: tuple[int, int]) -> ChunkSize:
@@ -95,10 +98,17 @@ def _factors(
     shape: ModelShape, layout: TrainLayout, rank: int, lora: LoraSize
 ) -> tuple[tuple[int, int], ...]:
     """(elements whose optimizer state is split as of dense weights, as of experts) of each chunk of a rank."""
-    dense, expert = Counter[int](), Counter[int]()
+    dense = Counter[int]()
+    expert = Counter[int]()
     for shard in lora_map.shards(shape, layout, rank, lora):
-        chunk = int(shard.param.removeprefix("vpp").partition(".")[0]) if layout.vpp > 1 else 0
+        if layout.vpp > 1:
+            chunk = int(shard.param.removeprefix("vpp").partition(".")[0])
+        else:
+            chunk = 0
         # Megatron counts experts of a single EP rank among the dense parameters.
-        counted = expert if STACK in shard.name and layout.ep > 1 else dense
+        if STACK in shard.name and layout.ep > 1:
+            counted = expert
+        else:
+            counted = dense
         counted[chunk] += shard.area
     return tuple((dense[chunk], expert[chunk]) for chunk in range(layout.vpp))

@@ -85,11 +85,10 @@ class RankWork:
 
 def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Samples:
     """The assumed samples of a step; mean_share: the mean response over the longest."""
-    rollout, name = recipe.rollout, recipe.algorithm.name
-    prompt, longest = (
-        max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens)),
-        recipe.longest_sample,
-    )
+    rollout = recipe.rollout
+    name = recipe.algorithm.name
+    prompt = max(1, round(PROMPT_SHARE * recipe.data.max_prompt_tokens))
+    longest = recipe.longest_sample
     prompts = drawn_prompts = rollout.prompts_per_step
     if learns_from_answers(name):
         trained = drawn = prompts
@@ -112,7 +111,8 @@ def samples_bytes(
     Of each token an id of 8 bytes, a probability of 4, and with replay the experts of each layer, of 1 byte, or of 2
     where there are more than 256. The first pipeline stage fetches whole groups too, to take the samples out of them.
     """
-    size, counts = recipe.placement.gpus_per_node, step_samples(recipe)
+    size = recipe.placement.gpus_per_node
+    counts = step_samples(recipe)
     of_expert = 1 if shape.num_experts <= 256 else 2
     chosen = (shape.num_layers - shape.num_dense_layers) * shape.experts_per_token * of_expert
     of_sample = mean_tokens * (8 + 4 + chosen * (recipe.train.replay != "off"))
@@ -139,7 +139,8 @@ def response_lengths(count: int, longest: int, mean_share: float) -> IntArray:
     """
     normal = np.array([NormalDist().inv_cdf((place + 0.5) / count) for place in range(count)])
     spread = np.exp(LENGTH_SPREAD * normal)
-    low, high = 0.0, 1e6 * longest / float(spread.min())
+    low = 0.0
+    high = 1e6 * longest / float(spread.min())
     for _ in range(100):  # the mean rises with the median
         middle = (low + high) / 2
         is_longer = np.minimum(spread * middle, longest).mean() > mean_share * longest
@@ -167,7 +168,8 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
                 for rank in update.micro_batches
             ]
         )
-        slowest, total = slowest + works.max(0).sum(), total + works.sum() / layout.dp
+        slowest = slowest + works.max(0).sum()
+        total = total + works.sum() / layout.dp
         bubble += layout.bubble_micro_batches / np.count_nonzero(works.max(0))
     per_rank = len(updates) * layout.dp
     return RankWork(
@@ -203,7 +205,8 @@ def _updates(
 
 def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) -> list[str]:
     """Sizes that do not divide evenly, with the nearest that do. Uneven shares cost time only."""
-    rollout, updates = recipe.rollout, recipe.train.updates_per_step
+    rollout = recipe.rollout
+    updates = recipe.train.updates_per_step
     per_prompt = samples.num_trained // samples.prompts
     uneven = {
         f"train.updates_per_step x data-parallel ranks = {updates} x {layout.dp}": (
@@ -222,11 +225,10 @@ def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) 
                 step * (rollout.prompts_per_step // step + 1),
             ]
             wanted = nearest(rollout.prompts_per_step, [value for value in valid if value])
-            given = (
-                f"{rollout.prompts_per_step} x {each}"
-                if each > 1
-                else f"{rollout.prompts_per_step}"
-            )
+            if each > 1:
+                given = f"{rollout.prompts_per_step} x {each}"
+            else:
+                given = f"{rollout.prompts_per_step}"
             found.append(
                 f"rollout.prompts_per_step: {given} over {of} leaves a rest; {wanted} would divide"
             )

@@ -40,10 +40,18 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
     ep is the largest that the model allows, since no estimate favours another: experts stay whole. Dense layers and
     output layer have the default of their number of groups. Without `FRACTIONS`, which `with_fraction` lays over.
     """
-    engine, node = recipe.rollout.engine, recipe.placement.gpus_per_node
-    total, shape = engine.count * engine.tp, resolve(recipe).policy.shape
-    types = (False, True) if hardware.fp8_flops or engine.fp8 else (False,)
-    drafts = sorted({*range(MOST_DRAFTS + 1), engine.draft}) if shape.num_mtp_layers else (0,)
+    engine = recipe.rollout.engine
+    node = recipe.placement.gpus_per_node
+    total = engine.count * engine.tp
+    shape = resolve(recipe).policy.shape
+    if hardware.fp8_flops or engine.fp8:
+        types = (False, True)
+    else:
+        types = (False,)
+    if shape.num_mtp_layers:
+        drafts = sorted({*range(MOST_DRAFTS + 1), engine.draft})
+    else:
+        drafts = (0,)
     for tp in [tp for tp in divisors(total) if tp <= MOST_RANKS]:
         if node % tp and tp % node:
             continue
@@ -72,13 +80,17 @@ def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`."""
-    own, shape = train_layout(recipe), resolve(recipe).policy.shape
+    own = train_layout(recipe)
+    shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
     for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(own.cp)):
         for pp, vpp, ep in product(
             divisors(own.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts
         ):
-            stages = None if pp == 1 < vpp else _stage_layers(own, shape, pp, vpp)
+            if pp == 1 < vpp:
+                stages = None
+            else:
+                stages = _stage_layers(own, shape, pp, vpp)
             if stages is None:
                 continue
             overlay = {
@@ -100,7 +112,8 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 
     A budget is at least one longest sequence.
     """
-    train, sizes = recipe.train, overlay["train"]
+    train = recipe.train
+    sizes = overlay["train"]
     align = 2 * sizes["cp"] if sizes["cp"] > 1 else 1
     least = -(-recipe.longest_sequence // align) * align
     budgets = sorted({least, train.tokens_per_micro_batch, 2 * train.tokens_per_micro_batch})
@@ -161,16 +174,22 @@ def _stage_layers(own: TrainLayout, shape: ModelShape, pp: int, vpp: int) -> tup
 
     The last stages have the output layer besides.
     """
-    stages, layers = pp * vpp, shape.num_layers
+    stages = pp * vpp
+    layers = shape.num_layers
     if (pp, vpp) == (own.pp, own.vpp):
         return own.stage_layers
     if stages > layers:
         return None
     most = -(-layers // stages)
     shorter = most * stages - layers
-    found = (most,) * (stages - shorter) + (most - 1,) * shorter if shorter else ()
+    if shorter:
+        found = (most,) * (stages - shorter) + (most - 1,) * shorter
+    else:
+        found = ()
     layout = TrainLayout(stages, 1, pp, 1, vpp=vpp, stage_layers=found)
     fullest = max(
         sum(len(layout.layers(rank, layers, chunk)) for chunk in range(vpp)) for rank in range(pp)
     )
-    return found if min(found, default=1) and fullest * pp <= MOST_UNEVEN * layers else None
+    if min(found, default=1) and fullest * pp <= MOST_UNEVEN * layers:
+        return found
+    return None

@@ -66,7 +66,10 @@ class EngineSpeed:
     @cached_property
     def expert_bytes(self) -> float:
         """Bytes of the routed experts' weights on a GPU."""
-        item = 1 if self.layout.fp8 else item_bytes(self.dtype)
+        if self.layout.fp8:
+            item = 1
+        else:
+            item = item_bytes(self.dtype)
         return (
             self._sparse_layers * self.shape.num_experts * self._expert_size * item / self.layout.tp
         )
@@ -77,7 +80,9 @@ class EngineSpeed:
 
         Not the embedding's table, and of latent attention not kv_b_proj, in whose place are w_kc and w_vc.
         """
-        shape, mla, layout = self.shape, self.shape.mla, self.layout
+        shape = self.shape
+        mla = self.shape.mla
+        layout = self.layout
         unread = shape.vocab_size * shape.hidden_size * item_bytes(self.dtype) * (not shape.tied)
         if mla:
             of_layer = shape.num_heads * (mla.nope_dim + mla.v_dim) * mla.kv_lora_rank
@@ -92,11 +97,9 @@ class EngineSpeed:
     def step(self, running: int, context: float) -> DecodeStep:
         """A step by part, each the longer of its reads and its products (Williams et al. 2009, the roofline)."""
         of_model = self._forward(running, context, 1 + self.layout.draft)
-        return (
-            replace(of_model, drafts=self._drafts_s(running, context))
-            if self.layout.draft
-            else of_model
-        )
+        if self.layout.draft:
+            return replace(of_model, drafts=self._drafts_s(running, context))
+        return of_model
 
     def _forward(self, running: int, context: float, tokens: int) -> DecodeStep:
         """One forward pass over so many new tokens of each sequence; the cache is read once."""
@@ -113,14 +116,16 @@ class EngineSpeed:
 
         Each of them is launched and sampled from like a step of the model.
         """
-        number, model = self.layout.draft, self._draft_model
+        number = self.layout.draft
+        model = self._draft_model
         verified = model._forward(running, context, 1 + number).total
         return verified + (number - 1) * model._forward(running, context, 1).total
 
     @cached_property
     def _draft_model(self) -> EngineSpeed:
         """One layer with experts, and the embedding and the output layer that it shares."""
-        shape, layout = self._draft_shape, replace(self.layout, draft=0)
+        shape = self._draft_shape
+        layout = replace(self.layout, draft=0)
         copies = 1 / layout.attention_tp + (not shape.tied) / layout.head_ranks
         shared = shape.vocab_size * shape.hidden_size * item_bytes(self.dtype) * copies
         kv_bytes = self.kv_bytes / layers_of(self.shape, self.layout)
@@ -150,7 +155,8 @@ class EngineSpeed:
 
         The experts are on all of the engine's GPUs, and everything else on the group's.
         """
-        shape, layout = self.shape, self.layout
+        shape = self.shape
+        layout = self.layout
         experts = 2.0 * length * self._sparse_layers * shape.experts_per_token * self._expert_size
         of_group = (forward_flops(shape, length) - experts) / (
             layout.attention_tp * self._flops_per_s
@@ -160,7 +166,10 @@ class EngineSpeed:
     @property
     def _flops_per_s(self) -> float:
         card = self.hardware
-        peak = card.fp8_flops if self.layout.fp8 and card.fp8_flops else card.bf16_flops
+        if self.layout.fp8 and card.fp8_flops:
+            peak = card.fp8_flops
+        else:
+            peak = card.bf16_flops
         return peak * card.prefill_share
 
     @property
@@ -169,7 +178,9 @@ class EngineSpeed:
 
     @property
     def _sparse_layers(self) -> int:
-        return self.shape.num_layers - self.shape.num_dense_layers if self.shape.num_experts else 0
+        if self.shape.num_experts:
+            return self.shape.num_layers - self.shape.num_dense_layers
+        return 0
 
     @property
     def _expert_size(self) -> int:
@@ -178,8 +189,12 @@ class EngineSpeed:
 
     def _attention_s(self, rows: float, context: float, tokens: int) -> float:
         """Of a group's sequences, whose heads its ranks split; latent attention multiplies with the compressed keys."""
-        shape, mla = self.shape, self.shape.mla
-        width = 2 * mla.kv_lora_rank + mla.rope_dim if mla else 2 * shape.head_dim
+        shape = self.shape
+        mla = self.shape.mla
+        if mla:
+            width = 2 * mla.kv_lora_rank + mla.rope_dim
+        else:
+            width = 2 * shape.head_dim
         flops = (
             2
             * rows
@@ -206,13 +221,13 @@ class EngineSpeed:
 
     def _other_weights_s(self, running: int) -> float:
         """Of projections, dense layers, shared experts and output layer."""
-        shape, layout = self.shape, self.layout
+        shape = self.shape
+        layout = self.layout
         shared = 2 * self._sparse_layers * shape.num_shared_experts * self._expert_size
-        chosen = (
-            2 * self._sparse_layers * shape.experts_per_token * self._expert_size
-            if shape.num_experts
-            else 0
-        )
+        if shape.num_experts:
+            chosen = 2 * self._sparse_layers * shape.experts_per_token * self._expert_size
+        else:
+            chosen = 0
         flops = running * (forward_flops(shape, 1) - chosen) / layout.tp
         # each rank computes them for all gathered tokens
         if layout.whole_shared and not layout.deepep:
@@ -221,7 +236,8 @@ class EngineSpeed:
 
     def _exchanges_s(self, running: int) -> float:
         """Attention's sums in each group, and what brings tokens to dense layers and experts, and back."""
-        shape, layout = self.shape, self.layout
+        shape = self.shape
+        layout = self.layout
         dense = shape.num_layers - self._sparse_layers
         seconds = shape.num_layers * self._ring_s(running / layout.dp, layout.attention_tp)
         if not layout.whole_dense:

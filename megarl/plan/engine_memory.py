@@ -78,14 +78,16 @@ class Kv:
 def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
     engine = recipe.rollout.engine
-    given, deepep = given_sizes(recipe), engine.experts == "deepep"
+    given = given_sizes(recipe)
+    deepep = engine.experts == "deepep"
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
     chunk = given.get("chunked_prefill_size") or chunk
     graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
-    graphs = (
-        0 if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph") else graphs
-    )
+    if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph"):
+        graphs = 0
+    else:
+        graphs = graphs
     prefill = 0
     if _has_prefill_graphs(given):
         prefill = PREFILL_GRAPHS_MIB + PREFILL_GRAPHS_DEEPEP_MIB * deepep
@@ -99,17 +101,19 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
             + graphs * of_graph
             + prefill
         )
-        reserved = max(reserved, LEAST_RESERVED_MIB) if card > 60 << 10 else reserved
+        if card > 60 << 10:
+            reserved = max(reserved, LEAST_RESERVED_MIB)
+        else:
+            reserved = reserved
         reserved += DEEPEP_MIB * deepep
         fraction = round((card - reserved) / card, 3)
     cached = str(given.get("kv_cache_dtype", "auto"))
-    item = (
-        1
-        if cached.startswith("fp8")
-        else 2
-        if recipe.model.dtype == "bfloat16" or cached == "bfloat16"
-        else 4
-    )
+    if cached.startswith("fp8"):
+        item = 1
+    elif recipe.model.dtype == "bfloat16" or cached == "bfloat16":
+        item = 2
+    else:
+        item = 4
     return Settings(fraction, chunk, graphs, given.get("max_total_tokens"), item, prefill)
 
 
@@ -172,12 +176,15 @@ def kept_bytes(settings: Settings, engine: EngineLayout) -> int:
 def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: int) -> int:
     """Tokens that fit with the weights into the static share of the free memory; 0 or less: SGLang cannot start."""
     fits = math.floor((settings.mem_fraction_static * free_bytes - weights) / of_token)
-    return fits if settings.max_total_tokens is None else min(fits, settings.max_total_tokens)
+    if settings.max_total_tokens is None:
+        return fits
+    return min(fits, settings.max_total_tokens)
 
 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
-    engine, wanted = recipe.rollout.engine, step_sequences(recipe)
+    engine = recipe.rollout.engine
+    wanted = step_sequences(recipe)
     most = min(wanted, limit_of(recipe, wanted))
     lengths = (recipe.longest_sequence, running_tokens)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
@@ -195,11 +202,15 @@ def running_bytes(
     The logits are whole on each GPU, of its group's sequences or of the engine's, in bfloat16 and in float32
     (logits_processor.py); with drafts each sequence has those of several tokens, and its group verifies them.
     """
-    hidden, tokens = shape.hidden_size, settings.chunk_tokens
+    hidden = shape.hidden_size
+    tokens = settings.chunk_tokens
     attention = 4 * hidden * tokens / engine.dp
     numbers = [attention]
     if shape.num_dense_layers:
-        seen = tokens / engine.dp if engine.whole_dense else tokens
+        if engine.whole_dense:
+            seen = tokens / engine.dp
+        else:
+            seen = tokens
         numbers.append(attention + 3 * shape.ffn_size / engine.dense_ranks * seen)
     if shape.num_experts:
         product = 3 * shape.moe_ffn_size / engine.moe_tp
@@ -207,9 +218,15 @@ def running_bytes(
         if engine.deepep:
             numbers.append(attention + copies / engine.ep * (EXPERT_COPIES * hidden + product))
         else:
-            gathered = 2 * hidden * tokens if engine.dp > 1 else 0
+            if engine.dp > 1:
+                gathered = 2 * hidden * tokens
+            else:
+                gathered = 0
             numbers.append(attention + gathered + copies * (hidden + product))
     of_group = max(sequences // engine.dp, 1)
-    rows = of_group if engine.group_head else max(sequences, 1)
+    if engine.group_head:
+        rows = of_group
+    else:
+        rows = max(sequences, 1)
     logits = rows * LOGIT_BYTES + (of_group * VERIFIED_BYTES if engine.draft else 0.0)
     return 2.0 * max(numbers), logits * (1 + engine.draft) * shape.vocab_size

@@ -24,7 +24,8 @@ CLIPPED = 4096  # the most tokens of a response that are reserved (CLIP_MAX_NEW_
 INITIAL_RATIO = 0.7  # share of them that is reserved for a running sequence; decays with each step
 RATIO_IN_GROUPS = 0.3  # factor of that share with DP attention (parallel_hook.py)
 # what the share decays to, over the initial one, and in how many steps
-LEAST_OF_INITIAL, DECAY_STEPS = 0.14, 600
+LEAST_OF_INITIAL = 0.14
+DECAY_STEPS = 600
 STEPS_AFTER_RETRACTION = 20  # further steps that a retraction makes room for
 
 OfGroups = npt.NDArray[np.float64]  # [groups]
@@ -128,13 +129,15 @@ class _Sequence:
 
     def readings(self) -> list[Reading]:
         """What is read at its admission. Observations count as if each were read after half of the sequence."""
-        request, found = self.request, list[Reading]()
+        request = self.request
+        found = list[Reading]()
         if self.age:
             return [Reading(int(self.tokens))]
         if not request.shares_prompt:
             found.append(Reading(request.prompt_tokens))
         if request.observed_tokens:
-            before, times = request.prompt_tokens + request.added_tokens // 2, request.turns - 1
+            before = request.prompt_tokens + request.added_tokens // 2
+            times = request.turns - 1
             found.append(Reading(-(-request.observed_tokens // times), before, times))
         return found
 
@@ -167,9 +170,13 @@ class SimulatedEngine:
     """
 
     def __init__(self, limits: GroupLimits, speed: Speed) -> None:
-        self.limits, self._speed = limits, speed
+        self.limits = limits
+        self._speed = speed
         self.clock = self.step = 0.0
-        self.prefill_s, self.most_running, self.retracted, self.tokens_again = 0.0, 0, 0, 0.0
+        self.prefill_s = 0.0
+        self.most_running = 0
+        self.retracted = 0
+        self.tokens_again = 0.0
         self.tokens = [0] * limits.groups
         self._groups = [_Group(limits.initial_ratio) for _ in range(limits.groups)]
         self._num_running = np.zeros(limits.groups)
@@ -209,7 +216,8 @@ class SimulatedEngine:
 
     def advance(self, now: float) -> None:
         """Let time pass in which nothing changes but ages."""
-        spent, (step, clock) = now - self.clock, self._next
+        spent = now - self.clock
+        (step, clock) = self._next
         stalled = min(spent, self._stall_s)
         self._stall_s -= stalled
         self.prefill_s += stalled
@@ -262,7 +270,9 @@ class SimulatedEngine:
 
     def _pass(self, index: int) -> list[Reading]:
         """What of a group's queue starts together: new ones reserve all that they may, running ones their ratio."""
-        limits, group, found = self.limits, self._groups[index], list[Reading]()
+        limits = self.limits
+        group = self._groups[index]
+        found = list[Reading]()
         longest_left = limits.longest - self.step
         reserved = sum(
             min(longest_left + sequence.origin, limits.most_new)
@@ -292,7 +302,8 @@ class SimulatedEngine:
 
     def _start(self, index: int, sequence: _Sequence) -> None:
         self._admissions += 1
-        sequence.origin, sequence.number = self.step - sequence.age, self._admissions
+        sequence.origin = self.step - sequence.age
+        sequence.number = self._admissions
         self._groups[index].running[sequence.number] = sequence
         end = sequence.origin + sequence.request.response_tokens
         heapq.heappush(self._ends, (end, sequence.number, index, sequence))
@@ -310,7 +321,8 @@ class SimulatedEngine:
     def _count(self, index: int, sequences: int, base: float) -> None:
         self._num_running[index] += sequences
         self._base[index] += base
-        running, free = self._num_running[index], self.limits.cache - self._base[index]
+        running = self._num_running[index]
+        free = self.limits.cache - self._base[index]
         # a single one is taken to fit
         self._full_at[index] = math.floor(free / running) if running > 1 else math.inf
 
@@ -328,7 +340,9 @@ class SimulatedEngine:
         ages = sum(self.step - sequence.origin for sequence in group.running.values())
         running = len(group.running)
         expected = (ages + STEPS_AFTER_RETRACTION * running) / (running * self.limits.longest + 1)
-        group.ratio, group.ratio_at, group.not_before = min(1.0, expected), self.step, self.step + 1
+        group.ratio = min(1.0, expected)
+        group.ratio_at = self.step
+        group.not_before = self.step + 1
 
 
 def simulate(

@@ -68,7 +68,10 @@ class Estimate:
     def fits(self, phases: Collection[str] | None = None) -> bool:
         """Whether these phases, or all of them and the host, fit with `SPARE` left."""
         memory = self.memory
-        wanted = {*memory.device, HOST} if phases is None else set(phases)
+        if phases is None:
+            wanted = {*memory.device, HOST}
+        else:
+            wanted = set(phases)
         if wanted & set(lacking(self.recipe, memory)):
             return False
         if HOST in wanted and memory.host_bytes > (1 - SPARE) * memory.host_capacity_bytes:
@@ -98,10 +101,8 @@ class Estimator:
         shares: dict[RoleName, RankWork] = {
             name: self._share(role) for name, role in roles.models.items()
         }
-        mean_tokens, micro_batches = (
-            math.ceil(self.samples.lengths.mean()),
-            math.ceil(shares["policy"].micro_batches),
-        )
+        mean_tokens = math.ceil(self.samples.lengths.mean())
+        micro_batches = math.ceil(shares["policy"].micro_batches)
         running = self.samples.running_tokens
         memory = plan_memory(
             roles.recipe, self.hardware, sizes, mean_tokens, running, micro_batches
@@ -129,11 +130,14 @@ class Estimator:
 
     def _share(self, role: Role, *, whole: bool = True) -> RankWork:
         """whole: of all updates of a step; otherwise of as many samples as one update has, which takes less long."""
-        layout, train = role.layout, role.recipe.train
+        layout = role.layout
+        train = role.recipe.train
         axes = (layout.dp, layout.tokens_align, layout.batch_multiple, layout.bubble_micro_batches)
         key = (role.name, train.tokens_per_micro_batch, *axes, whole)
         if key not in self._shares:
-            recipe, samples, updates = role.recipe, self.samples, train.updates_per_step
+            recipe = role.recipe
+            samples = self.samples
+            updates = train.updates_per_step
             if not whole:
                 samples = replace(samples, num_trained=max(1, samples.num_trained // updates))
                 recipe = overlaid(recipe, {"train": {"updates_per_step": 1}})

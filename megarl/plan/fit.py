@@ -35,7 +35,8 @@ _BRANCHES = {
     "critic": "critic.ranks",
     "score": "reward_model.ranks",
 }
-_LEAST_FRACTION, _FRACTION_STEP = 0.3, 0.05
+_LEAST_FRACTION = 0.3
+_FRACTION_STEP = 0.05
 
 _NUM_TRIED = 3  # numbers of attention groups: each costs a count of the memory and a rollout
 _WORTH_IT = 0.95  # of a step's seconds now; less than that is inside the estimate's own error
@@ -86,11 +87,10 @@ def with_errors(
         for change in tried
         if change.words not in plans
     }
-    built = (
-        sizes_of([change.roles.models for change in to_build.values()], whole=False)
-        if to_build
-        else []
-    )
+    if to_build:
+        built = sizes_of([change.roles.models for change in to_build.values()], whole=False)
+    else:
+        built = []
     plans |= {
         words: count(to_build[words].recipe, found)
         for words, found in zip(to_build, built, strict=True)
@@ -148,7 +148,10 @@ def _room(plan: MemoryPlan) -> float:
 
 def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -> str:
     needed = f"{_bytes(plan, phase) / GB:.1f} GB"
-    parts = plan.host if phase == HOST else plan.device[phase].by_name()
+    if phase == HOST:
+        parts = plan.host
+    else:
+        parts = plan.device[phase].by_name()
     largest = max(parts, key=lambda name: parts[name])
     if phase == HOST:
         of_it = f"{parts[largest] / GB:.0f} GB of it {largest.replace('_', ' ')}"
@@ -162,7 +165,9 @@ def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -
 
 
 def _bytes(plan: MemoryPlan, phase: str) -> int:
-    return plan.host_bytes if phase == HOST else plan.device[phase].total_bytes
+    if phase == HOST:
+        return plan.host_bytes
+    return plan.device[phase].total_bytes
 
 
 def lacking(recipe: Recipe, plan: MemoryPlan) -> list[str]:
@@ -200,11 +205,10 @@ def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
 
 
 def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
-    branch, models = _BRANCHES[phase], resolve(recipe).models
-    train, align = (
-        models[COMPUTES.get(phase, "policy")].recipe.train,
-        models["policy"].layout.tokens_align,
-    )
+    branch = _BRANCHES[phase]
+    models = resolve(recipe).models
+    train = models[COMPUTES.get(phase, "policy")].recipe.train
+    align = models["policy"].layout.tokens_align
     least = -(-recipe.longest_sequence // align) * align
     if phase != SAVE and least < train.tokens_per_micro_batch:
         yield _set(recipe, f"{branch}.tokens_per_micro_batch", least)
@@ -270,7 +274,8 @@ def _host_changes(recipe: Recipe) -> Iterator[_Change]:
 
 def _more_gpus(recipe: Recipe) -> Iterator[_Change]:
     """And as many times the engines; not where training or engines have slots of their own."""
-    placement, engine = recipe.placement, recipe.rollout.engine
+    placement = recipe.placement
+    engine = recipe.rollout.engine
     if placement.train_gpus or placement.first_engine_gpu:
         return
     for times in (2, 4):
@@ -298,7 +303,9 @@ def _yaml(value: Any) -> str:
             + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items() if item is not None)
             + "}"
         )
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _updated(branch: Any, path: str, values: Mapping[str, Any]) -> Any:
@@ -316,18 +323,18 @@ def cache_advice(
 
     shape: of the policy. try_engines: the memory and the step of a recipe that has other engines.
     """
-    cache, engine = memory.kv, recipe.rollout.engine
+    cache = memory.kv
+    engine = recipe.rollout.engine
     if (
         memory.errors
         or cache.concurrency_mean >= cache.wanted / 2
         or learns_from_answers(recipe.algorithm.name)
     ):
         return []
-    knobs = (
-        []
-        if engine.fp8 or recipe.lora
-        else ["rollout.engine.fp8 true halves the weights beside it"]
-    )
+    if engine.fp8 or recipe.lora:
+        knobs = []
+    else:
+        knobs = ["rollout.engine.fp8 true halves the weights beside it"]
     groups = _best_groups(recipe, shape, memory, try_engines)
     if groups:
         dp, step_s = groups

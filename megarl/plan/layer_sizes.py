@@ -44,7 +44,8 @@ class LayerSizes:
     def _chunk(self, shape: ModelShape, layout: TrainLayout, stage: int, chunk: int) -> ChunkSize:
         layers = layout.layers(stage, shape.num_layers, chunk)
         num_dense = sum(map(shape.is_dense, layers))
-        number, stages = chunk * layout.pp + stage, layout.pp * layout.vpp
+        number = chunk * layout.pp + stage
+        stages = layout.pp * layout.vpp
         # An output layer tied to it, and multi-token prediction, have an embedding of their own on another rank alone.
         is_in_last = stages == 1 and (shape.tied or shape.num_mtp_layers)
         found = _sum(
@@ -133,8 +134,10 @@ def _kinds(shape: ModelShape) -> list[int]:
 
 
 def _parts_of(size: ModelSize) -> LayerSizes:
-    shape, stages = size.shape, [chunks[0] for chunks in size.stages]
-    dense, sparse = shape.num_dense_layers, shape.num_layers - shape.num_dense_layers
+    shape = size.shape
+    stages = [chunks[0] for chunks in size.stages]
+    dense = shape.num_dense_layers
+    sparse = shape.num_layers - shape.num_dense_layers
     # then the last norm is where the last layer is (transformer_block.py): move it behind
     if shape.num_mtp_layers:
         norm = ChunkSize(shape.hidden_size, 0, 0, 0, 0)

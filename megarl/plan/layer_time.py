@@ -58,7 +58,8 @@ class RankLayers:
     @property
     def unevenness(self) -> float:
         """Layers of the fullest pipeline rank over those of the mean one: the others wait for it."""
-        layout, layers = self.layout, self.shape.num_layers
+        layout = self.layout
+        layers = self.shape.num_layers
         chunks = range(layout.vpp)
         fullest = max(
             sum(len(layout.layers(rank, layers, chunk)) for chunk in chunks)
@@ -69,7 +70,8 @@ class RankLayers:
     def exchanges(self, tokens: float) -> ExchangeTime:
         """Seconds of a forward pass over so many tokens of a data-parallel rank; TP cuts dense and shared MLPs, too."""
         layout = self.layout
-        layers, sparse = self.shape.num_layers / layout.pp, self._sparse_layers / layout.pp
+        layers = self.shape.num_layers / layout.pp
+        sparse = self._sparse_layers / layout.pp
         row = tokens / layout.cp
         mlps = layers - sparse + sparse * (self.shape.num_shared_experts > 0)
         return ExchangeTime(
@@ -87,17 +89,17 @@ class RankLayers:
         Each pass reads the weights, backward also reads and writes their gradients; the host launches the kernels.
         """
         moved = (forwards + backwards) * weights_bytes + 2 * backwards * grads_bytes
-        layers, sparse = (
-            self.shape.num_layers / self.layout.pp,
-            self._sparse_layers / self.layout.pp,
-        )
+        layers = self.shape.num_layers / self.layout.pp
+        sparse = self._sparse_layers / self.layout.pp
         launched = layers * (forwards + 2 * backwards) * LAYER_S
         waited = sparse * forwards * COUNTS_S * (not self.deepep)
         return moved / (self.hardware.hbm_bytes_per_s * self.hardware.hbm_share) + launched + waited
 
     @property
     def _sparse_layers(self) -> int:
-        return self.shape.num_layers - self.shape.num_dense_layers if self.shape.num_experts else 0
+        if self.shape.num_experts:
+            return self.shape.num_layers - self.shape.num_dense_layers
+        return 0
 
     def _bytes(self, tokens: float) -> float:
         return tokens * self.shape.hidden_size * _ACTIVATION_BYTES
@@ -123,11 +125,14 @@ class RankLayers:
         DeepEP sends a token once to each node and there once to each rank, to (n - 1) (1 - (1 - 1 / n) ^ k) of n others
         in the mean, where experts are chosen evenly (github.com/deepseek-ai/DeepEP). ETP gathers its peers' copies.
         """
-        layout, chosen = self.layout, self.shape.experts_per_token
-        ranks, card = layout.ep * layout.etp, self.hardware
+        layout = self.layout
+        chosen = self.shape.experts_per_token
+        ranks = layout.ep * layout.etp
+        card = self.hardware
         nodes = math.ceil(ranks / self.gpus_per_node)
         if self.deepep:
-            to_nodes, to_ranks = _distinct(nodes, chosen), _distinct(layout.ep, chosen)
+            to_nodes = _distinct(nodes, chosen)
+            to_ranks = _distinct(layout.ep, chosen)
         else:
             to_nodes = chosen * (nodes - 1) / nodes
             to_ranks = chosen * max(0.0, 1 / nodes - 1 / layout.ep)
@@ -138,7 +143,9 @@ class RankLayers:
 
     def _ring_s(self, tokens: float) -> float:
         """Keys and values of the other context-parallel ranks, passed round a ring (Liu et al. 2023)."""
-        layout, shape, mla = self.layout, self.shape, self.shape.mla
+        layout = self.layout
+        shape = self.shape
+        mla = self.shape.mla
         width = 2 * max(shape.num_kv_heads, layout.tp) * shape.head_dim
         if mla:
             width = shape.num_heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)

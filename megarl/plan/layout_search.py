@@ -43,7 +43,8 @@ _TRIED = 60  # training layouts of each kind whose memory is counted in full, th
 _SIMULATED = 10  # engine layouts of each kind whose rollout is simulated, the fastest by a formula
 _SHOWN = 2  # of each kind
 # a slower candidate is shown for so much less memory, and if it is not slower than so
-_LESS, _SLOWER = 0.95, 1.3
+_LESS = 0.95
+_SLOWER = 1.3
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,14 @@ def search(
         raise UserError("--search", problem, "give it train")
     own = make_plan(recipe, hardware, response_share)
     estimator = Estimator(own.recipe, hardware, step_samples(own.recipe, response_share), own.sizes)
-    engines = list(engine_overlays(own.recipe, hardware)) if side != "train" and sampled else []
-    trains = list(train_overlays(own.recipe)) if side != "engine" else []
+    if side != "train" and sampled:
+        engines = list(engine_overlays(own.recipe, hardware))
+    else:
+        engines = []
+    if side != "engine":
+        trains = list(train_overlays(own.recipe))
+    else:
+        trains = []
     best_engines = _best_engines(estimator, engines, ENGINE_PHASES if side == "both" else None)
     training_phases = frozenset({*own.memory.device, HOST}) - ENGINE_PHASES
     best_trains = _best_trains(estimator, trains, training_phases if side == "both" else None)
@@ -113,7 +120,10 @@ def search(
     estimates = [estimator.estimate(one | other) for one, other in pairs]
     found = _planned(own, _not_beaten([found for found in estimates if found.fits()]))
     if not found:
-        hint = "use more GPUs" if side == "both" else "search both sides, or use more GPUs"
+        if side == "both":
+            hint = "use more GPUs"
+        else:
+            hint = "search both sides, or use more GPUs"
         raise UserError("--search", f"{side}, but no layout was found that fits", hint)
     return SearchResult(side, own, tuple(found), (len(engines), len(trains)))
 
@@ -222,7 +232,8 @@ def _planned(own: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
     sizes = [resized(own.sizes, changed) for changed in models]
     to_build = [changed for changed, known in zip(models, sizes, strict=True) if known is None]
     built = iter(sizes_of(to_build, whole=False) if to_build else [])
-    found, tree = [], own.recipe.model_dump(mode="json")
+    found = []
+    tree = own.recipe.model_dump(mode="json")
     for estimate, known in zip(estimates, sizes, strict=True):
         exact = known or {
             name: _with_totals(own.sizes[name], size) for name, size in next(built).items()

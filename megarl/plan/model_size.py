@@ -61,7 +61,9 @@ class ModelSize(Role):
     @property
     def adapter_parameters(self) -> int:
         """Elements of the whole model's adapters; 0: the weights themselves are trained."""
-        return adapter_parameters(self.shape, self.lora) if self.lora else 0
+        if self.lora:
+            return adapter_parameters(self.shape, self.lora)
+        return 0
 
     @property
     def active_parameters(self) -> int:
@@ -85,7 +87,8 @@ class ModelSize(Role):
 
     def optimizer_share(self, stage: int) -> float:
         """Elements that the optimizer of a rank of the stage steps on: its part of each replica's."""
-        dense, expert = self.layout.dp * self.layout.cp, self.layout.edp
+        dense = self.layout.dp * self.layout.cp
+        expert = self.layout.edp
         return sum(chunk.dense / dense + chunk.expert / expert for chunk in self.stages[stage])
 
     def layers(self, stage: int) -> tuple[int, ...]:
@@ -143,7 +146,8 @@ def resized(
 
 def _kind(role: Role) -> tuple[Any, ...]:
     """All that the size of a rank depends on; the number of its replicas is not part of it."""
-    model, layout = role.recipe.model, role.layout
+    model = role.recipe.model
+    layout = role.layout
     axes = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.stage_layers)
     return (model.path, model.dtype, bool(role.recipe.train.mtp_loss), role.has_scores, *axes)
 

@@ -37,7 +37,8 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
 
     The recipe's own memory must fit. may_be_ahead: engines have GPUs of their own, as `rollout.ahead` needs.
     """
-    name, rollout = recipe.algorithm.name, recipe.rollout
+    name = recipe.algorithm.name
+    rollout = recipe.rollout
     is_refused = (
         learns_from_answers(name) or ALGORITHMS[name].greedy_baseline or recipe.episode is not None
     )
@@ -53,11 +54,15 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
     near = [one for one in found if one.step_s <= _ABOUT_AS_FAST * fastest_s]
     best = min(near, key=lambda one: (one.rollout.bound, one.step_s), default=now)
     gain = now.step_s / best.step_s
-    return [_sentence(recipe, best, gain)] if gain >= _WORTH_IT else []
+    if gain >= _WORTH_IT:
+        return [_sentence(recipe, best, gain)]
+    return []
 
 
 def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
-    old, new, found = recipe.rollout, best.recipe.rollout, best.rollout
+    old = recipe.rollout
+    new = best.recipe.rollout
+    found = best.rollout
     names = ("phase_tokens", "prompts_in_flight", "ahead")
     values = {
         name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)
@@ -82,7 +87,8 @@ def _other_phases(now: TriedPhases, try_phases: TryPhases) -> Iterator[TriedPhas
     Other phases are not tried where these are slower than the recipe, nor shorter ones where longer ones are faster.
     """
     recipe = now.recipe
-    longest, wanted = recipe.rollout.max_response_tokens, recipe.rollout.prompts_per_step
+    longest = recipe.rollout.max_response_tokens
+    wanted = recipe.rollout.prompts_per_step
     first, *others = _PHASES
     found: dict[int, TriedPhases] = {}
     for in_flight in (int(times * wanted) for times in _IN_FLIGHT):
@@ -111,7 +117,10 @@ def _other_ahead(found: Sequence[TriedPhases], try_phases: TryPhases) -> list[Tr
     """The fastest of these, and whole responses, with the other value of `rollout.ahead`."""
     fastest = min(found, key=lambda one: one.step_s).recipe
     whole = _with(fastest, **_WHOLE)
-    recipes = [fastest] if fastest == whole else [fastest, whole]
+    if fastest == whole:
+        recipes = [fastest]
+    else:
+        recipes = [fastest, whole]
     tried = [try_phases(_with(one, ahead=1 - one.rollout.ahead)) for one in recipes]
     return [one for one in tried if one]
 

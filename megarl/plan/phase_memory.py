@@ -146,8 +146,11 @@ class _SlotMemory:
         sizes: Mapping[RoleName, ModelSize],
         micro_batches: int,
     ) -> None:
-        self.recipe, self.hardware, self.sizes = recipe, hardware, sizes
-        self.engine, self.policy = engine_layout(recipe), sizes["policy"]
+        self.recipe = recipe
+        self.hardware = hardware
+        self.sizes = sizes
+        self.engine = engine_layout(recipe)
+        self.policy = sizes["policy"]
         self.engine_slots = range(self.engine.first, self.engine.end)
         self.shared = shared_slots([self.engine_slots, *(size.slots for size in sizes.values())])
         self.settings: Settings = settings_of(recipe, hardware)
@@ -216,7 +219,9 @@ class _SlotMemory:
         """All of a rank's state while it computes or where it does not share its GPU."""
         role = rank.size.name
         if role != computes and slot in self.shared:
-            return Parts(weights_bytes=rank.parts.weights_bytes) if role == "policy" else Parts()
+            if role == "policy":
+                return Parts(weights_bytes=rank.parts.weights_bytes)
+            return Parts()
         if role != computes:
             return rank.parts
         return rank.parts + (
@@ -239,7 +244,9 @@ class _SlotMemory:
             )
         if not self._releases(slot):
             return weights + cache
-        return weights if phase == "reshard" else Parts()
+        if phase == "reshard":
+            return weights
+        return Parts()
 
     def _tokens(self, slot: int) -> int:
         """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
@@ -258,10 +265,8 @@ class _SlotMemory:
     def _standing(self, slot: int) -> int:
         """Bytes of a slot in every phase: contexts, communicators, the engine's CUDA graphs and DeepEP's buffers."""
         layouts = [rank.size.layout for rank in self._ranks[slot]]
-        groups, found = (
-            sum(map(communicators, layouts)) + self._exchanges(slot),
-            CONTEXT_BYTES * len(layouts),
-        )
+        groups = sum(map(communicators, layouts)) + self._exchanges(slot)
+        found = CONTEXT_BYTES * len(layouts)
         if slot in self.engine_slots:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
             found += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
@@ -273,7 +278,8 @@ class _SlotMemory:
 
     def _reshard_bytes(self) -> int:
         """Buffers of two rounds, one packed while the other is sent, and the scratch memory of quantising."""
-        shape, engine = self.policy.shape, self.engine
+        shape = self.policy.shape
+        engine = self.engine
         widest = max(
             shape.hidden_size, shape.ffn_size, shape.moe_ffn_size, shape.num_heads * shape.head_dim
         )
@@ -327,23 +333,24 @@ class _StageRank:
     @cached_property
     def parts(self) -> Parts:
         """Memory that the rank holds in every phase."""
-        size, chunks = self.size, self.size.stages[self.stage]
+        size = self.size
+        chunks = self.size.stages[self.stage]
         weights = sum(chunk.elements * size.weight_bytes + chunk.buffer_bytes for chunk in chunks)
         if size.shares_weights:
             weights = size.trained(self.stage) * size.weight_bytes
         if not size.trains:
             return Parts(weights_bytes=weights)
-        state = (
-            0
-            if size.recipe.train.optimizer_offload
-            else state_bytes(size.recipe.train, size.weight_bytes)
-        )
+        if size.recipe.train.optimizer_offload:
+            state = 0
+        else:
+            state = state_bytes(size.recipe.train, size.weight_bytes)
         return Parts(weights, size.trained(self.stage) * GRADIENT_BYTES, self._share * state)
 
     @cached_property
     def at_work(self) -> Parts:
         """Additional memory while the rank computes."""
-        activations, logits = forward_bytes(self.size, self.stage), 0.0
+        activations = forward_bytes(self.size, self.stage)
+        logits = 0.0
         if self.size.trains:
             activations = activation_bytes(self.size, self.stage, self.micro_batches)
             logits = logits_bytes(self.size, self.stage)
@@ -362,7 +369,8 @@ class _StageRank:
     @cached_property
     def _buffers(self) -> list[tuple[int, int]]:
         """(elements, replicas that share their state) of each buffer of gradients."""
-        chunks, layout = self.size.stages[self.stage], self.size.layout
+        chunks = self.size.stages[self.stage]
+        layout = self.size.layout
         dense = [(chunk.dense, layout.dp * layout.cp) for chunk in chunks]
         return dense + [(chunk.expert, layout.edp) for chunk in chunks]
 
@@ -377,7 +385,8 @@ class _StageRank:
     def host(self, is_shared: bool, recipe: Recipe) -> dict[str, int]:
         """Bytes of the rank's host by purpose."""
         found: dict[str, int] = {}
-        size, weights = self.size, math.ceil(PINNED_SHARE * self.parts.weights_bytes)
+        size = self.size
+        weights = math.ceil(PINNED_SHARE * self.parts.weights_bytes)
         if size.trains and size.recipe.train.optimizer_offload:
             steps = (PINNED_SHARE * GRADIENT_BYTES + MASTER_BYTES + MOMENTS_BYTES) * self._share
             # Megatron first makes a master copy over whole weights.

@@ -72,7 +72,9 @@ class PhasedStep(Generic[Result]):
 
     @property
     def all_results(self) -> tuple[Result, ...]:
-        return self.results if self.beside is None else (*self.results, self.beside)
+        if self.beside is None:
+            return self.results
+        return (*self.results, self.beside)
 
     @property
     def oldest(self) -> int:
@@ -92,22 +94,27 @@ def phased_steps(
     None: a run without end, for its steady state: the first step begins with `in_flight` prompts.
     The order of events is that of `controller.samples.collect` and `controller.phases.StepRollout`.
     """
-    initial_buffer = (
-        RolloutBuffer[None]()
-        if steps
-        else RolloutBuffer[None](surplus=sizes.buffer_sizes.most_surplus)
-    )
+    if steps:
+        initial_buffer = RolloutBuffer[None]()
+    else:
+        initial_buffer = RolloutBuffer[None](surplus=sizes.buffer_sizes.most_surplus)
     run = _Run(sizes, lengths_of, run_phase, steps, initial_buffer)
     for version in range(steps) if steps else count():
         results: list[Result] = []
-        is_wanted = run.is_short if sizes.ahead else run.begins_with_phase
+        if sizes.ahead:
+            is_wanted = run.is_short
+        else:
+            is_wanted = run.begins_with_phase
         while is_wanted:
             results.append(run.phase(version, beside_training=False))
             is_wanted = run.is_short
         trained, tokens_by_age = run.train(version)
         is_last = version + 1 == steps
         samples_ahead = sizes.ahead and run.begins_with_phase and not is_last
-        beside = run.phase(version, beside_training=True) if samples_ahead else None
+        if samples_ahead:
+            beside = run.phase(version, beside_training=True)
+        else:
+            beside = None
         yield PhasedStep(trained, tuple(results), tokens_by_age, beside)
 
 
@@ -132,11 +139,14 @@ class _Run(Generic[Result]):
 
     def steps_left(self, version: int) -> int | None:
         """Of the run, after the step that trains this version of the policy."""
-        return None if self.steps is None else self.steps - 1 - version
+        if self.steps is None:
+            return None
+        return self.steps - 1 - version
 
     def phase(self, version: int, *, beside_training: bool) -> Result:
         """Draw as many prompts as may be in flight, and continue all open groups."""
-        sizes, lengths_of = self.sizes, self.lengths_of
+        sizes = self.sizes
+        lengths_of = self.lengths_of
         missing = sizes.buffer_sizes.num_missing(
             self.buffer, self.steps_left(version + beside_training)
         )
@@ -167,7 +177,8 @@ def _done(summary: Summary) -> int:
 
 
 def _open_group(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> OpenGroup:
-    done, lengths = _done(entry.summary), lengths_of(entry.drawn.number)
+    done = _done(entry.summary)
+    lengths = lengths_of(entry.drawn.number)
     return OpenGroup(
         entry.drawn.number, done, np.minimum(lengths[lengths > done] - done, sizes.phase_tokens)
     )

@@ -26,7 +26,8 @@ from megarl.types import IntArray
 
 _SEQUENCES = 256  # of a step that are simulated: of an engine with more, a part
 # prompts of a step of a part, and longest responses that its cache holds
-_LEAST_PROMPTS, _LEAST_LONGEST = 16, 8
+_LEAST_PROMPTS = 16
+_LEAST_LONGEST = 8
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class _PartSpeed:
     part: _Part
 
     def step_s(self, running: OfGroups, held: OfGroups) -> float:
-        groups, of_group = self.part.groups, self.part.of_group
+        groups = self.part.groups
+        of_group = self.part.of_group
         return self.whole.step_s(
             np.tile(of_group * running, groups), np.tile(of_group * held, groups)
         )
@@ -185,12 +187,14 @@ def phased_rollout(
 
     beside: engines that sample while the ranks learn; None: all of them.
     """
-    rollout, engines = recipe.rollout, speed.layout.count
-    per_prompt, prompts = (
-        samples.num_drawn // samples.drawn_prompts,
-        -(-samples.drawn_prompts // engines),
-    )
-    part = _Part() if whole else _part(prompts, per_prompt, limits)
+    rollout = recipe.rollout
+    engines = speed.layout.count
+    per_prompt = samples.num_drawn // samples.drawn_prompts
+    prompts = -(-samples.drawn_prompts // engines)
+    if whole:
+        part = _Part()
+    else:
+        part = _part(prompts, per_prompt, limits)
     phase_tokens = min(rollout.phase_tokens or limits.longest, limits.longest)
     in_flight = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).num_drawn(
         rollout.in_flight
@@ -230,7 +234,9 @@ def _lengths_of(lengths: IntArray, part: _Part, per_prompt: int) -> LengthsOf:
 
     @cache
     def turn(number: int) -> IntArray:
-        return np.random.default_rng(number).permutation(lengths) if number else lengths
+        if number:
+            return np.random.default_rng(number).permutation(lengths)
+        return lengths
 
     @cache
     def of_drawn(prompt_index: int) -> IntArray:
@@ -258,10 +264,8 @@ def _figures(
     def of_step(value: Callable[[_Phase], float]) -> float:
         return fmean(sum(map(value, step.all_results)) for step in steps)
 
-    prefill_s, total_s = (
-        of_step(lambda phase: phase.prefill_s),
-        of_step(lambda phase: phase.total_s),
-    )
+    prefill_s = of_step(lambda phase: phase.prefill_s)
+    total_s = of_step(lambda phase: phase.total_s)
     longest = max(phase.longest for phase in phases)
     alone = speed.step_s(
         1, samples.prompt_tokens + max(phase.most for phase in phases) - longest / 2

@@ -27,7 +27,10 @@ _PHASE_COLOURS = {
     "rollout": "#f2804a", "score": "#c9cebd", "critic": "#97d8c4", "train": "#4059ad", "ahead": "#f4b942",
     "reshard": "#a4036f", "save": "#8d99ae",
 }  # fmt: skip
-_OTHERS, _IDLE, _FRAME, _RED = "#e8e8e8", "#ffffff", "#111111", "#b00020"
+_OTHERS = "#e8e8e8"
+_IDLE = "#ffffff"
+_FRAME = "#111111"
+_RED = "#b00020"
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,22 @@ class _Grid:
 
     @property
     def bands(self) -> int:
-        return 1 if self.down else -(-self.num_nodes // _MOST_COLUMNS)
+        if self.down:
+            return 1
+        return -(-self.num_nodes // _MOST_COLUMNS)
 
     @property
     def columns(self) -> int:
-        return self.per_node if self.down else min(self.num_nodes, _MOST_COLUMNS)
+        if self.down:
+            return self.per_node
+        return min(self.num_nodes, _MOST_COLUMNS)
 
     @property
     def rows(self) -> int:
         """Of all bands, with an empty one between two."""
-        return self.num_nodes if self.down else self.bands * (self.per_node + 1) - 1
+        if self.down:
+            return self.num_nodes
+        return self.bands * (self.per_node + 1) - 1
 
     @property
     def cell_inches(self) -> tuple[float, float]:
@@ -64,10 +73,8 @@ class _Grid:
         parts: list[list[int]] = []  # [first node, last node, first GPU, last GPU]
         for node in range(slots.start // self.per_node, (slots.stop - 1) // self.per_node + 1):
             start = node * self.per_node
-            low, high = (
-                max(slots.start, start) - start,
-                min(slots.stop, start + self.per_node) - 1 - start,
-            )
+            low = max(slots.start, start) - start
+            high = min(slots.stop, start + self.per_node) - 1 - start
             joins = (
                 bool(parts)
                 and parts[-1][1:] == [node - 1, low, high]
@@ -109,13 +116,17 @@ def draw(plan: RunPlan, path: Path) -> None:
 
 def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]) -> None:
     """A colour for each pipeline stage of `models`, which have one layout; a frame for each engine."""
-    model, size = models[0], plan.sizes[models[0]]
+    model = models[0]
+    size = plan.sizes[models[0]]
     colours = _stage_colours(size.layout.pp)
     for slot in plan.slots:
         at = slot.ranks.get(model)
-        colour = (
-            colours[at.pp] if at else _OTHERS if slot.ranks or slot.engine is not None else _IDLE
-        )
+        if at:
+            colour = colours[at.pp]
+        elif slot.ranks or slot.engine is not None:
+            colour = _OTHERS
+        else:
+            colour = _IDLE
         ((left, top, *_),) = grid.boxes(range(slot.slot, slot.slot + 1))
         axes.add_patch(
             Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5)
@@ -143,7 +154,8 @@ def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]
     for engine in range(plan.engine.count):
         first = plan.engine.first + engine * plan.engine.tp
         for left, top, width, height in grid.boxes(range(first, first + plan.engine.tp)):
-            corner, sides = (left + 0.03, top + 0.03), (width - 0.06, height - 0.06)
+            corner = (left + 0.03, top + 0.03)
+            sides = (width - 0.06, height - 0.06)
             axes.add_patch(Rectangle(corner, *sides, fill=False, edgecolor=_FRAME, linewidth=1.8))
     _name_nodes(axes, grid)
     wide, high = grid.cell_inches
@@ -178,7 +190,8 @@ def _stage_colours(count: int) -> list[Any]:
 
 
 def _label(slot: Slot, model: RoleName) -> str:
-    at, words = slot.ranks.get(model), []
+    at = slot.ranks.get(model)
+    words = []
     if at:
         words.append(f"stage {at.pp}  tp {at.tp}  dp {at.dp}")
         words.append(f"ep {at.ep}  etp {at.etp}  edp {at.edp}")

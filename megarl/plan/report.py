@@ -26,10 +26,17 @@ _HEADS = {"activations": "activa-\ntions", "optimizer": "opti-\nmizer"}
 
 def title(plan: RunPlan) -> str:
     """The recipe in one line."""
-    size, recipe = plan.sizes["policy"], plan.recipe
-    active = f" ({amount(size.active_parameters / 1e9)} B active)" if size.shape.num_experts else ""
+    size = plan.sizes["policy"]
+    recipe = plan.recipe
+    if size.shape.num_experts:
+        active = f" ({amount(size.active_parameters / 1e9)} B active)"
+    else:
+        active = ""
     model = f"{amount(size.parameters / 1e9)} B parameters{active}"
-    nodes = f"{plan.num_nodes} nodes" if plan.num_nodes > 1 else "1 node"
+    if plan.num_nodes > 1:
+        nodes = f"{plan.num_nodes} nodes"
+    else:
+        nodes = "1 node"
     where = f"{recipe.placement.gpus} {plan.hardware.name} in {nodes}"
     return f"{recipe.run.name}: {recipe.algorithm.name}, {model}, on {where}"
 
@@ -49,17 +56,20 @@ def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
     layout = size.layout
     dense = f"tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
     virtual = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
-    experts = (
-        f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}"
-        if size.shape.num_experts
-        else ""
-    )
+    if size.shape.num_experts:
+        experts = f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}"
+    else:
+        experts = ""
     return f"{_joined(models)}: {dense}{virtual}{experts}"
 
 
 def engines(plan: RunPlan) -> str:
     """The engines in one line."""
-    engine, kind = plan.engine, "fp8" if plan.engine.fp8 else plan.recipe.model.dtype
+    engine = plan.engine
+    if plan.engine.fp8:
+        kind = "fp8"
+    else:
+        kind = plan.recipe.model.dtype
     dp = f", dp {engine.dp}" if engine.dp > 1 else ""
     dp += ", experts by DeepEP" * engine.deepep
     slots = spans(range(engine.first, engine.end))
@@ -71,7 +81,9 @@ def amount(value: float) -> str:
     if not value:
         return "0"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{digits}f}" if digits < 6 else f"{value:.1e}"
+    if digits < 6:
+        return f"{value:,.{digits}f}"
+    return f"{value:.1e}"
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -127,13 +139,19 @@ def _placement(plan: RunPlan) -> RenderableType:
 
 def _memory(plan: RunPlan) -> RenderableType:
     """GB of the fullest GPU in each phase."""
-    found, capacity = plan.memory, plan.hardware.memory_bytes
+    found = plan.memory
+    capacity = plan.hardware.memory_bytes
     used = [part for part in PARTS if any(parts.by_name()[part] for parts in found.device.values())]
     names = [_HEADS.get(part, part.replace("_", "\n")) for part in used]
     table = empty_table("memory of the fullest GPU, GB", "phase", *names, "total", "share")
     for phase, parts in found.device.items():
         share = parts.total_bytes / capacity
-        style = "bold red" if share > 1 else "bold" if phase == found.peak_phase else ""
+        if share > 1:
+            style = "bold red"
+        elif phase == found.peak_phase:
+            style = "bold"
+        else:
+            style = ""
         row = [amount(round(parts.by_name()[part] / 1e9, 2)) for part in used]
         table.add_row(phase, *row, amount(parts.total_bytes / 1e9), f"{share:.0%}", style=style)
     slot = found.fullest_slot[found.peak_phase]
@@ -155,11 +173,10 @@ def _batch(plan: RunPlan) -> RenderableType:
             amount(share.micro_batches), f"{amount(share.tokens_full)} in {amount(share.micro_batches_full)}",
             f"{share.bubble:.0%}", f"{share.balance:.0%}",
         )  # fmt: skip
-    drawn = (
-        f"{samples.drawn_prompts:,} prompts drawn"
-        if samples.drawn_prompts != samples.prompts
-        else ""
-    )
+    if samples.drawn_prompts != samples.prompts:
+        drawn = f"{samples.drawn_prompts:,} prompts drawn"
+    else:
+        drawn = ""
     words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples{f', {drawn}' if drawn else ''}; "
     mean = (
         f"{samples.lengths.mean():,.0f} tokens in the mean (assumed), {samples.longest:,} at most"
@@ -172,7 +189,8 @@ def _batch(plan: RunPlan) -> RenderableType:
 
 
 def _rollout(plan: RunPlan) -> RenderableType:
-    found, cache = plan.rollout, plan.memory.kv
+    found = plan.rollout
+    cache = plan.memory.kv
     table = empty_table("what an engine holds", "", "")
     table.add_row("tokens in its KV cache", f"{cache.tokens:,}")
     table.add_row("sequences at once, all at the longest", f"{cache.concurrency_longest:,}")
@@ -188,8 +206,14 @@ def _rollout(plan: RunPlan) -> RenderableType:
         return table
     if plan.recipe.episode:
         _add_episodes(table, plan, plan.recipe.episode)
-    whole = "the longest episode" if plan.recipe.episode else "the longest response"
-    longest = "the most tokens that a phase adds" if plan.phases else whole
+    if plan.recipe.episode:
+        whole = "the longest episode"
+    else:
+        whole = "the longest response"
+    if plan.phases:
+        longest = "the most tokens that a phase adds"
+    else:
+        longest = whole
     alone = (
         f"{longest} alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
     )
@@ -197,7 +221,8 @@ def _rollout(plan: RunPlan) -> RenderableType:
 
 
 def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
-    turns, count = plan.samples.turns, plan.engine.count
+    turns = plan.samples.turns
+    count = plan.engine.count
     table.add_row(
         "turns of an episode, mean (assumed) and maximum", f"{amount(turns.mean)}, {turns.most}"
     )
@@ -208,7 +233,8 @@ def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
         amount(plan.rollout.longest_s(count)),
     )
     table.add_row("worker processes of tools, all engines", f"{count * episode.workers:,}")
-    load, rollout_s = plan.tool_load, plan.rollout.total_s
+    load = plan.tool_load
+    rollout_s = plan.rollout.total_s
     if load:
         per_s = amount(load.calls_per_s(rollout_s))
         table.add_row(
@@ -231,8 +257,12 @@ def _add_phases(table: Table, found: PhasedRollout) -> None:
 
 
 def _reshard(plan: RunPlan) -> RenderableType:
-    found, lora = plan.reshard, plan.sizes["policy"].lora
-    what = "engine's adapters" if lora and lora.in_slots else "engine weights"
+    found = plan.reshard
+    lora = plan.sizes["policy"].lora
+    if lora and lora.in_slots:
+        what = "engine's adapters"
+    else:
+        what = "engine weights"
     table = empty_table("a reshard, GB of one GPU", "", "mean", "max")
     rows = {
         what: found.dest_bytes,
@@ -253,7 +283,8 @@ def _reshard(plan: RunPlan) -> RenderableType:
 
 def _step(plan: RunPlan) -> RenderableType:
     table = empty_table("a step, seconds", "phase", "s", "share", "of what")
-    rollout, details = plan.rollout, dict[str, dict[str, float]]()
+    rollout = plan.rollout
+    details = dict[str, dict[str, float]]()
     if not rollout.beside_s:
         details["rollout"] = {
             "reading prompts": rollout.prefill_s,
@@ -273,7 +304,8 @@ def _step(plan: RunPlan) -> RenderableType:
     table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
     lines = []
     if rollout.beside_s:
-        beside, learning = amount(rollout.mean_beside_s), amount(plan.step.learning_s)
+        beside = amount(rollout.mean_beside_s)
+        learning = amount(plan.step.learning_s)
         lines.append(
             text(
                 f"beside {learning} s of training a phase of {beside} s is sampled by the weights before"
@@ -325,7 +357,10 @@ def page(plan: RunPlan) -> str:
 def rendered(shows: Callable[[Console], None], width: int = _PLAIN_WIDTH) -> str:
     """What is printed, in colours and as wide as a terminal, or plain and of a fixed width."""
     terminal = Console()
-    console = terminal if terminal.is_terminal else Console(width=width)
+    if terminal.is_terminal:
+        console = terminal
+    else:
+        console = Console(width=width)
     with console.capture() as capture:
         shows(console)
     return capture.get().rstrip("\n")
@@ -333,7 +368,9 @@ def rendered(shows: Callable[[Console], None], width: int = _PLAIN_WIDTH) -> str
 
 def plan_json(plan: RunPlan) -> dict[str, Any]:
     """Values of json's own types alone; docs/plan.md lists the keys."""
-    samples, policy, memory = plan.samples, plan.sizes["policy"], plan.memory
+    samples = plan.samples
+    policy = plan.sizes["policy"]
+    memory = plan.memory
     return {
         "name": plan.recipe.run.name,
         "fits": plan.fits,
@@ -385,7 +422,9 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
 
 
 def _episodes_json(plan: RunPlan) -> dict[str, Any]:
-    load, rollout_s, tools = plan.tool_load, plan.rollout.total_s, None
+    load = plan.tool_load
+    rollout_s = plan.rollout.total_s
+    tools = None
     if load and rollout_s:
         tools = asdict(load) | {
             "calls_per_s": load.calls_per_s(rollout_s),

@@ -61,18 +61,17 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
 
     Where engines get adapters on their own it has these alone; the frozen weights travel once, as the run starts.
     """
-    policy, engines = roles.policy, roles.engines
+    policy = roles.policy
+    engines = roles.engines
     factors = factor_maps(
         policy.shape, policy.layout, engines, policy.lora, transformer_engine=True
     )
     sources, targets = factors or weight_maps(
         policy.shape, policy.layout, engines, transformer_engine=True
     )
-    members, node, dtype = (
-        roles.num_members,
-        roles.recipe.placement.gpus_per_node,
-        roles.recipe.model.dtype,
-    )
+    members = roles.num_members
+    node = roles.recipe.placement.gpus_per_node
+    dtype = roles.recipe.model.dtype
     found = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
     gathered = gathered_bytes(sources, targets, members, dtype)
     wanting = found.dest > 0
@@ -148,7 +147,10 @@ def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware:
     """
     per_node = min(gpus_per_node, members)
     cards = per_node * hardware.nic_bytes_per_s * hardware.nic_share
-    fabric = num_bytes / cards if members > gpus_per_node else 0.0
+    if members > gpus_per_node:
+        fabric = num_bytes / cards
+    else:
+        fabric = 0.0
     inside = (
         num_bytes
         * (per_node - 1)
@@ -163,9 +165,11 @@ def _num_rounds(
 ) -> int:
     """All members go on with the largest number that anyone needs of each send stage (`Streams.rounds_needed`)."""
     busiest = np.argsort(-(found.wire_in + found.wire_out), kind="stable")[: _WATCHED // 2]
-    recipe, members = roles.recipe, roles.num_members
+    recipe = roles.recipe
+    members = roles.num_members
     watched = {*busiest.tolist(), *range(0, members, max(1, members * 2 // _WATCHED))}
-    node, dtype = recipe.placement.gpus_per_node, recipe.model.dtype
+    node = recipe.placement.gpus_per_node
+    dtype = recipe.model.dtype
     needed = [
         plan_streams(
             sources, targets, member, members, gpus_per_node=node, dtype=dtype

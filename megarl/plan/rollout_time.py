@@ -63,23 +63,33 @@ class RolloutTime:
 
         Its steps are as long as the whole rollout's in the mean; 0 where nothing is sampled.
         """
-        step_s = self.running * engines / self.tokens_per_s if self.tokens_per_s else 0.0
+        if self.tokens_per_s:
+            step_s = self.running * engines / self.tokens_per_s
+        else:
+            step_s = 0.0
         return min(self.total_s, self.longest * step_s + self.turns_s)
 
     @property
     def mean_beside_s(self) -> float:
         """Seconds of a step in which engines sample while the ranks learn, or would, did these not end before."""
-        return fmean(self.beside_s) if self.beside_s else 0.0
+        if self.beside_s:
+            return fmean(self.beside_s)
+        return 0.0
 
     @property
     def before_s(self) -> float:
         """Seconds of a step in which its training waits for samples."""
         left = self.total_s - self.mean_beside_s
-        return left if left > 1e-9 * self.total_s else 0.0  # 0 and not what rounding leaves
+        # 0 and not what rounding leaves
+        if left > 1e-9 * self.total_s:
+            return left
+        return 0.0
 
     def waited_s(self, learning_s: float) -> float:
         """Mean seconds of a step in which ranks that learn for so long wait for what is sampled meanwhile."""
-        return fmean(max(0.0, one - learning_s) for one in self.beside_s) if self.beside_s else 0.0
+        if self.beside_s:
+            return fmean(max(0.0, one - learning_s) for one in self.beside_s)
+        return 0.0
 
 
 NO_ROLLOUT = RolloutTime(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0, 0.0)
@@ -110,7 +120,8 @@ def rollout_time(speed: EngineSpeed, samples: Samples, limits: GroupLimits) -> R
     engine, ends = sampled(requests, SimulatedSpeed(speed), limits)
     left = engine.most_running // 2
     lengths = [request.response_tokens for request in requests]
-    longest, turns_s = max(lengths), TURN_S * (max(request.turns for request in requests) - 1)
+    longest = max(lengths)
+    turns_s = TURN_S * (max(request.turns for request in requests) - 1)
     return RolloutTime(
         prefill_s=engine.prefill_s,
         decode_s=ends[-1] - engine.prefill_s,
@@ -130,12 +141,14 @@ def rough_rollout_s(speed: EngineSpeed, samples: Samples, room: int) -> float:
 
     All room is in use until the mean response has passed, and the longest response ends alone.
     """
-    responses, engines = samples.responses, speed.layout.count
+    responses = samples.responses
+    engines = speed.layout.count
     running = max(1, min(room, math.ceil(len(responses) / engines)))
     full_s = (
         samples.sampled_tokens / engines / running * speed.step_s(running, samples.running_tokens)
     )
-    longest, sampled_share = int(responses.max()), 1 - samples.turns.observed_share
+    longest = int(responses.max())
+    sampled_share = 1 - samples.turns.observed_share
     left = sampled_share * (longest - float(responses.mean()))
     turns_s = TURN_S * (samples.turns.turns_of(longest) - 1)
     return full_s + left * speed.step_s(1, samples.prompt_tokens + longest / 2) + turns_s
@@ -166,10 +179,8 @@ def sampled(
 
 def whole_requests(samples: Samples, engines: int, groups: int) -> list[SimulatedRequest]:
     """Of the engine with the most prompts; each group reads a prompt once, and its samples are spread evenly."""
-    per_prompt, prompts = (
-        samples.num_drawn // samples.drawn_prompts,
-        -(-samples.drawn_prompts // engines),
-    )
+    per_prompt = samples.num_drawn // samples.drawn_prompts
+    prompts = -(-samples.drawn_prompts // engines)
     count = prompts * per_prompt
     lengths = samples.responses[:: max(1, len(samples.responses) // count)][:count]
     return [
@@ -179,7 +190,8 @@ def whole_requests(samples: Samples, engines: int, groups: int) -> list[Simulate
 
 
 def _request(samples: Samples, length: int, *, shares_prompt: bool) -> SimulatedRequest:
-    observed, turns = samples.turns.observed_of(length), samples.turns.turns_of(length)
+    observed = samples.turns.observed_of(length)
+    turns = samples.turns.turns_of(length)
     return SimulatedRequest(
         samples.prompt_tokens, length - observed, shares_prompt, observed, turns
     )

@@ -88,16 +88,16 @@ class RunPlan:
     def engines_wait_s(self) -> float:
         """Seconds of a step in which GPUs that only sample have nothing to do; 0: there are none."""
         busy_s = self.rollout.total_s + self.step.reshard_s
-        return self.step.total_s - busy_s if any(not slot.ranks for slot in self.slots) else 0.0
+        if any(not slot.ranks for slot in self.slots):
+            return self.step.total_s - busy_s
+        return 0.0
 
     @property
     def ranks_wait_s(self) -> float:
         """Seconds of a step in which GPUs that only train have nothing to do; 0: there are none."""
-        return (
-            self.step.rollout_s + self.step.ahead_s
-            if any(slot.engine is None for slot in self.slots)
-            else 0.0
-        )
+        if any(slot.engine is None for slot in self.slots):
+            return self.step.rollout_s + self.step.ahead_s
+        return 0.0
 
     @property
     def tool_load(self) -> ToolLoad | None:
@@ -145,8 +145,14 @@ def make_plan(
     learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
     tries = _Tries(hardware, sizes, samples, math.ceil(shares["policy"].micro_batches), others)
     memory = with_errors(recipe, hardware, sizes, tries.memory)
-    phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
-    rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
+    if is_phased(recipe):
+        phases = phased_of(roles, hardware, memory, samples)
+    else:
+        phases = None
+    if phases:
+        rollout = phases.time
+    else:
+        rollout = rollout_of(roles, hardware, memory, samples)
     may_be_ahead = bool(roles.unshared_engines)
     return RunPlan(
         recipe=recipe,
@@ -187,7 +193,8 @@ class _Tries:
     others: StepTime
 
     def memory(self, changed: Recipe, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
-        mean, running = math.ceil(self.samples.lengths.mean()), self.samples.running_tokens
+        mean = math.ceil(self.samples.lengths.mean())
+        running = self.samples.running_tokens
         return plan_memory(changed, self.hardware, sizes, mean, running, self.micro_batches)
 
     def phases(self, changed: Recipe) -> TriedPhases | None:
@@ -206,7 +213,8 @@ class _Tries:
 
 def size_errors(recipe: Recipe) -> list[UserError]:
     """Sizes with which a plan would take hours: it deals every sample to a micro-batch, and places every GPU."""
-    errors, rollout = [], recipe.rollout
+    errors = []
+    rollout = recipe.rollout
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
     if samples > MOST_SAMPLES:
         problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and these are {samples:,}"
@@ -225,7 +233,8 @@ def plan_errors(roles: Roles) -> list[UserError]:
 
     Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
     """
-    recipe, shape = roles.recipe, roles.policy.model.known_shape
+    recipe = roles.recipe
+    shape = roles.policy.model.known_shape
     errors = (
         hyperparameter_errors(recipe)
         + sampling_errors(recipe)
@@ -236,7 +245,10 @@ def plan_errors(roles: Roles) -> list[UserError]:
         return errors
     errors += key_errors(recipe)
     longest = recipe.data.max_prompt_tokens + recipe.longest_sample
-    of_sample = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
+    if recipe.episode:
+        of_sample = "episode.max_tokens"
+    else:
+        of_sample = "rollout.max_response_tokens"
     for role in roles.models.values():
         errors += budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
         errors += [role.model.error] if role.model.error else role.layout_errors()
@@ -287,7 +299,8 @@ def phased_of(
     roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples
 ) -> PhasedRollout:
     """A recipe's rollout in phases, of which there is one where responses are sampled whole."""
-    recipe, beside = roles.recipe, len(roles.unshared_engines)
+    recipe = roles.recipe
+    beside = len(roles.unshared_engines)
     speed = engine_speed(recipe, roles.policy.shape, hardware, memory)
     return phased_rollout(
         recipe, speed, samples, group_limits(recipe, hardware, memory), beside=beside
@@ -298,7 +311,8 @@ def engine_speed(
     recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan
 ) -> EngineSpeed:
     """The decoding of the recipe's engines; shape: of the policy."""
-    engine, dtype = engine_layout(recipe), recipe.model.dtype
+    engine = engine_layout(recipe)
+    dtype = recipe.model.dtype
     weights = fmean(weight_bytes(shape, engine, dtype))
     node = recipe.placement.gpus_per_node
     return EngineSpeed(shape, engine, hardware, node, dtype, weights, memory.kv.token_bytes)
@@ -306,7 +320,8 @@ def engine_speed(
 
 def group_limits(recipe: Recipe, hardware: Hardware, memory: MemoryPlan) -> GroupLimits:
     """What each attention group of the recipe's engines can run."""
-    engine, kv = recipe.rollout.engine, memory.kv
+    engine = recipe.rollout.engine
+    kv = memory.kv
     return GroupLimits(
         groups=engine.dp,
         slots=math.ceil(limit_of(recipe, kv.wanted) / engine.dp),

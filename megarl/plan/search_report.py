@@ -37,11 +37,10 @@ def _show(result: SearchResult, console: Console) -> None:
         console.print(text(line))
     for row in result.best.values():
         console.print()
-        where = (
-            "the recipe's layout"
-            if not row.overlay
-            else f"{amount(row.plan.step.total_s)} s a step"
-        )
+        if not row.overlay:
+            where = "the recipe's layout"
+        else:
+            where = f"{amount(row.plan.step.total_s)} s a step"
         console.print(text(f"# {where}, {_needed(row.plan)}", style="bold cyan"))
         console.print(text(overlay_yaml(row.overlay).rstrip() or "# no overlay is needed"))
 
@@ -77,11 +76,15 @@ def _layouts(result: SearchResult) -> RenderableType:
 
 def _remarks(result: SearchResult) -> list[str]:
     own = result.own
-    capacity, host = own.memory.capacity_bytes / 1e9, own.memory.host_capacity_bytes / 1e9
+    capacity = own.memory.capacity_bytes / 1e9
+    host = own.memory.host_capacity_bytes / 1e9
     engines_tried, trains_tried = result.tried
     counts = {"engine layouts": engines_tried, "training layouts": trains_tried}
     tried = [f"{count} {what}" for what, count in counts.items() if count]
-    sides = ("engine", "train") if result.side == "both" else (result.side,)
+    if result.side == "both":
+        sides = ("engine", "train")
+    else:
+        sides = (result.side,)
     return [
         f"{own.hardware.name} has {amount(capacity)} GB, a host {amount(host)} GB; each row leaves 5 % of both free",
         f"{' and '.join(tried)} without a fault were tried, and not {'; '.join(_NOT_TRIED[side] for side in sides)}",
@@ -97,13 +100,18 @@ def _needed(plan: RunPlan) -> str:
 
 
 def _engine_words(plan: RunPlan) -> str:
-    engine, share = plan.engine, plan.recipe.rollout.engine.sglang.get("mem_fraction_static")
-    memory = f", {share} of memory" if share is not None else ""
+    engine = plan.engine
+    share = plan.recipe.rollout.engine.sglang.get("mem_fraction_static")
+    if share is not None:
+        memory = f", {share} of memory"
+    else:
+        memory = ""
     return f"{engine.count} x tp {engine.tp}, ep {engine.ep}, dp {engine.dp}{memory}"
 
 
 def _train_words(plan: RunPlan) -> str:
-    layout, train = plan.sizes["policy"].layout, plan.recipe.train
+    layout = plan.sizes["policy"].layout
+    train = plan.recipe.train
     virtual = f", vpp {layout.vpp}" if layout.vpp > 1 else ""
     context = f", cp {layout.cp}" if layout.cp > 1 else ""
     again = train.megatron.get("recompute_granularity") or "nothing"

@@ -53,7 +53,9 @@ class ComputingModel:
     @property
     def backward_passes(self) -> int:
         """What the products of a backward pass cost, in forward passes."""
-        return 1 if self.frozen_bytes else TRAIN_OVER_FORWARD - 1
+        if self.frozen_bytes:
+            return 1
+        return TRAIN_OVER_FORWARD - 1
 
     @property
     def trained_bytes(self) -> float:
@@ -119,7 +121,8 @@ def step_times(
     reshard_s: float,
 ) -> tuple[dict[RoleName, TrainTime], StepTime]:
     """The parts of what each model that trains does in a step, and the seconds of every phase but the rollout."""
-    recipe, node = roles.recipe, roles.recipe.placement.gpus_per_node
+    recipe = roles.recipe
+    node = roles.recipe.placement.gpus_per_node
     models: dict[RoleName, ComputingModel] = {
         role: _computing(size, shares[role], roles.shared_slots) for role, size in sizes.items()
     }
@@ -149,10 +152,14 @@ def step_times(
 
 def _computing(size: ModelSize, share: RankWork, shared: Container[int]) -> ComputingModel:
     """One role's model with the bytes of the ranks of its fullest stage. shared: slots of several models or engines."""
-    options, stages = size.recipe.train, range(size.layout.pp)
+    options = size.recipe.train
+    stages = range(size.layout.pp)
     fullest = max(stages, key=size.trained)
     offloads = options.optimizer_offload
-    each = MOMENTS_BYTES + MASTER_BYTES if offloads else state_bytes(options, size.weight_bytes)
+    if offloads:
+        each = MOMENTS_BYTES + MASTER_BYTES
+    else:
+        each = state_bytes(options, size.weight_bytes)
     weights = max(sum(chunk.elements for chunk in chunks) for chunks in size.stages)
     return ComputingModel(
         shape=size.shape,
@@ -193,7 +200,8 @@ def passes_s(
     weights), or one where the weights are frozen; adapters' own products are not counted. Exchanges and micro-batches:
     `RankLayers`.
     """
-    share, layers = model.share, RankLayers(model.shape, model.layout, hardware, node, model.deepep)
+    share = model.share
+    layers = RankLayers(model.shape, model.layout, hardware, node, model.deepep)
     passes = forwards + backwards * model.backward_passes
     flops = passes * total_forward_flops(model.shape, samples.lengths)
     products = flops / (model.layout.world_size * hardware.bf16_flops * hardware.compute_share)
@@ -214,14 +222,18 @@ def policy_time(
     reference = 0.0
     if has_reference(recipe.algorithm, recipe.reference.use):
         reference = once
-    merged, crossing_s = trains_merged(recipe), model.weights_bytes / hardware.pcie_bytes_per_s
+    merged = trains_merged(recipe)
+    crossing_s = model.weights_bytes / hardware.pcie_bytes_per_s
     # its weights and the policy's change places, and back
     if reference_copy(recipe) or (reference and merged):
         reference += 4 * crossing_s
     learnt = learning_time(model, samples, hardware, node)
     if merged:  # the frozen weights come from the host for each update's sums
         learnt = replace(learnt, memory_s=learnt.memory_s + model.share.updates * crossing_s)
-    old_logprobs = once if needs_old_logprobs(hyperparameters, model.share.updates) else 0.0
+    if needs_old_logprobs(hyperparameters, model.share.updates):
+        old_logprobs = once
+    else:
+        old_logprobs = 0.0
     return replace(learnt, old_logprobs_s=old_logprobs, reference_s=reference)
 
 
@@ -253,7 +265,8 @@ def gradients_s(model: ComputingModel, hardware: Hardware, node: int) -> float:
 
     A ring of n ranks moves (n - 1) / n of each (Rabenseifner 2004); experts have replicas of their own.
     """
-    layout, of_experts = model.layout, model.expert_grads_bytes
+    layout = model.layout
+    of_experts = model.expert_grads_bytes
     # there as gradients, back as weights
     both = 1 + model.trained_bytes / max(1.0, model.grads_bytes)
     replicas = layout.dp * layout.cp
@@ -261,10 +274,8 @@ def gradients_s(model: ComputingModel, hardware: Hardware, node: int) -> float:
         1 - 1 / replicas
     )
     inside = layout.world_size <= node
-    nvlink, fabric = (
-        hardware.nvlink_bytes_per_s * hardware.nvlink_share,
-        hardware.nic_bytes_per_s * hardware.nic_share,
-    )
+    nvlink = hardware.nvlink_bytes_per_s * hardware.nvlink_share
+    fabric = hardware.nic_bytes_per_s * hardware.nic_share
     return both * volume / (nvlink if inside else fabric)
 
 
@@ -282,7 +293,9 @@ def optimizer_s(model: ComputingModel, hardware: Hardware) -> float:
 def memory_s(model: ComputingModel, hardware: Hardware) -> float:
     """The optimizer's state to the GPU and back to the host, where GPUs are shared and it does not live there."""
     moves = model.takes_turns and not model.offloads
-    return 2 * model.optimizer_bytes / hardware.pcie_bytes_per_s if moves else 0.0
+    if moves:
+        return 2 * model.optimizer_bytes / hardware.pcie_bytes_per_s
+    return 0.0
 
 
 def save_s(recipe: Recipe, model: ComputingModel, hardware: Hardware, nodes: int) -> float:

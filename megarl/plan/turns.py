@@ -40,7 +40,9 @@ class Turns:
 
     def observed_of(self, tokens: int) -> int:
         """Of so many tokens of an episode those that are read and not sampled."""
-        return int(self.observed_share * tokens) if self.turns_of(tokens) > 1 else 0
+        if self.turns_of(tokens) > 1:
+            return int(self.observed_share * tokens)
+        return 0
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,8 @@ def tool_load(recipe: Recipe, turns: Turns, num_drawn: int) -> ToolLoad | None:
     episode = recipe.episode
     if episode is None or episode.agent:
         return None
-    limits, own = (
-        {"episode.call_timeout_s": episode.call_timeout_s},
-        episode.arguments.get("timeout_s"),
-    )
+    limits = {"episode.call_timeout_s": episode.call_timeout_s}
+    own = episode.arguments.get("timeout_s")
     if isinstance(own, int | float) and own > 0:
         limits["episode.arguments.timeout_s"] = float(own)
     limit = min(limits, key=limits.__getitem__)
@@ -111,4 +111,6 @@ def timeout_advice(recipe: Recipe, longest_s: float) -> list[str]:
 
 def tools_bytes(recipe: Recipe) -> int:
     """Of one engine's host, the most that its worker processes of tools may take beyond their imports."""
-    return recipe.episode.workers * recipe.episode.memory_mb * 2**20 if recipe.episode else 0
+    if recipe.episode:
+        return recipe.episode.workers * recipe.episode.memory_mb * 2**20
+    return 0

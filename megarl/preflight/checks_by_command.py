@@ -70,7 +70,8 @@ class _Case:
 class _NoTokenizer:
     """In place of a tokenizer that cannot be loaded, so that the data's own faults are told too."""
 
-    chat_template, eos_token_id = "", 0
+    chat_template = ""
+    eos_token_id = 0
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: object) -> str:
         return ""
@@ -140,7 +141,10 @@ def _errors(case: _Case) -> Errors:
 
 
 def _environment(case: _Case) -> Errors:
-    of_ranks = attention_errors() if case.command != "rollout" else []
+    if case.command != "rollout":
+        of_ranks = attention_errors()
+    else:
+        of_ranks = []
     return device_errors() + of_ranks + cluster_errors(case.recipe.placement)
 
 
@@ -165,7 +169,9 @@ def _weights(case: _Case) -> Errors:
     """Faults of the policy's layout and checkpoint, for ranks that only load weights."""
     policy = case.roles.policy
     if policy.model.known_shape is None:
-        return [policy.model.error] if policy.model.error else []
+        if policy.model.error:
+            return [policy.model.error]
+        return []
     return policy.layout_errors() + hf_import.check_hf(policy.model.path, policy.shape)
 
 
@@ -176,11 +182,14 @@ def _lora(case: _Case) -> Errors:
 
 
 def _critic(case: _Case) -> Errors:
-    return [] if "critic.path" in case.absent else critic_errors(case.roles)
+    if "critic.path" in case.absent:
+        return []
+    return critic_errors(case.roles)
 
 
 def _sglang(case: _Case) -> Errors:
-    arguments, shape = case.recipe.rollout.engine.sglang, case.roles.policy.model.known_shape
+    arguments = case.recipe.rollout.engine.sglang
+    shape = case.roles.policy.model.known_shape
     try:
         errors = sglang_errors(arguments)
     except UserError as error:
@@ -204,7 +213,8 @@ def _layers(case: _Case) -> Errors:
     Where this machine has no GPU, the run's machines are assumed to have TransformerEngine, as the lock does; with
     train.local_layers they may use either, and nothing is refused.
     """
-    train, is_here = case.recipe.train, DEVICE == "cuda"
+    train = case.recipe.train
+    is_here = DEVICE == "cuda"
     if case.device != "cuda" or (train.local_layers and not is_here):
         return []
     problem = transformer_engine_problem() if is_here else ""
@@ -213,7 +223,8 @@ def _layers(case: _Case) -> Errors:
 
 
 def _only_sampling(case: _Case) -> Errors:
-    recipe, reason = case.recipe, "samples are made with the weights of model.path"
+    recipe = case.recipe
+    reason = "samples are made with the weights of model.path"
     errors = _unused(recipe, reason)
     if recipe.lora and recipe.lora.path:
         hint = "leave it out, and sample with the merged model, which megarl convert writes"
@@ -222,10 +233,8 @@ def _only_sampling(case: _Case) -> Errors:
 
 
 def _only_training(case: _Case) -> Errors:
-    errors, name = (
-        _unused(case.recipe, "a file's samples are trained on as they are"),
-        case.recipe.algorithm.name,
-    )
+    errors = _unused(case.recipe, "a file's samples are trained on as they are")
+    name = case.recipe.algorithm.name
     if learns_from_answers(name):
         problem = f"{name} learns from the data's answers, not from samples"
         errors.append(
@@ -285,7 +294,9 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors,
 
     What it meets is the tokenizer, the lengths, the rewards, the critic and the reward model.
     """
-    recipe, roles, absent = case.recipe, case.roles, case.absent
+    recipe = case.recipe
+    roles = case.roles
+    absent = case.absent
     tokenizer, errors = _tokenizer(case)
     is_known = not errors and not isinstance(tokenizer, _NoTokenizer)
     episode = read_episode(recipe, tokenizer if is_known else None, prepares=case.device == DEVICE)
@@ -311,7 +322,10 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors,
     }
     if is_whole:
         is_here = len(data.train) == len(recipe.data.train)
-        unknown = [] if is_here else [Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")]
+        if is_here:
+            unknown = []
+        else:
+            unknown = [Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")]
         errors += length_errors(roles, tokenizer, [*train, *unknown], cache, vocab_size)
     errors += demonstration_errors(recipe, episode, train)
     every = [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)]
@@ -334,7 +348,8 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors,
 
 def _tokenizer(case: _Case) -> tuple[Any, Errors]:
     """The policy's tokenizer, or a stand-in where it cannot be loaded; a folder that is not there is told elsewhere."""
-    path, shape = case.recipe.model.path, case.roles.policy.model.known_shape
+    path = case.recipe.model.path
+    shape = case.roles.policy.model.known_shape
     if "model.path" in case.absent or not Path(path).is_dir():
         return _NoTokenizer(), []
     try:

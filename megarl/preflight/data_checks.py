@@ -46,14 +46,14 @@ def length_errors(
 
     vocab_size: the model's, or None where it is not known.
     """
-    recipe, errors = roles.recipe, []
+    recipe = roles.recipe
+    errors = []
     limit = recipe.longest_sample
     has_openings = recipe.episode is not None and recipe.episode.environment is not None
-    prompt_tokens = (
-        recipe.data.max_prompt_tokens
-        if has_openings
-        else max(len(prompt.token_ids) for prompt in train)
-    )
+    if has_openings:
+        prompt_tokens = recipe.data.max_prompt_tokens
+    else:
+        prompt_tokens = max(len(prompt.token_ids) for prompt in train)
     longest = prompt_tokens + limit
     for role in roles.models.values():
         if role.trains:  # a reward model cuts what is too long
@@ -65,7 +65,10 @@ def length_errors(
         needed = 1 + int(tokens.lengths.max())
         if needed > limit:
             problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
-            key = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
+            if recipe.episode:
+                key = "episode.max_tokens"
+            else:
+                key = "rollout.max_response_tokens"
             errors.append(UserError(key, problem, f"set it to at least {needed}"))
         if vocab_size:
             errors += vocabulary_errors(
@@ -89,8 +92,12 @@ def _tokens_of_answers(
 
 def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
     """Every fault of a file for this recipe. The whole file is read, and the policy's shape must be known."""
-    recipe, shape, context = roles.recipe, roles.policy.shape, roles.policy.model.context_tokens
-    where, train, errors = str(samples.path), recipe.train, []
+    recipe = roles.recipe
+    shape = roles.policy.shape
+    context = roles.policy.model.context_tokens
+    where = str(samples.path)
+    train = recipe.train
+    errors = []
     try:
         seen = [_seen(samples.groups(step), shape) for step in range(1, samples.num_steps + 1)]
     except UserError as error:
@@ -166,7 +173,8 @@ def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
         (group.prompt, row) for group in groups for sample in group.samples for row in sample.rows
     ]
     lengths = [row_length(prompt, row) for prompt, row in rows]
-    layers, chosen = shape.num_layers - shape.num_dense_layers, shape.experts_per_token
+    layers = shape.num_layers - shape.num_dense_layers
+    chosen = shape.experts_per_token
     experts = [row.routed_experts for _, row in rows]
     ids = (
         (prompt.token_ids if row.prompt_ids is None else row.prompt_ids, row.response_ids_T)

@@ -54,7 +54,9 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
     except UserError as error:
         return EpisodeRead(errors=[error])
     thread.shutdown()
-    tools, notes, turn_tokenizer = thread.schemas, [_found(recipe, thread.schemas)], None
+    tools = thread.schemas
+    notes = [_found(recipe, thread.schemas)]
+    turn_tokenizer = None
     if recipe.rollout.phase_tokens and not thread.is_replayable:
         notes.append(
             "episode: the environment is not replayable: an episode that a phase leaves open begins anew"
@@ -66,10 +68,8 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
             prepared = prepare(
                 tokenizer, stop_ids, tools, **has, renders=recipe.episode.history == "render"
             )
-            turn_tokenizer, notes = (
-                prepared.turn_tokenizer,
-                notes + _notes(prepared.facts, prepared.calls),
-            )
+            turn_tokenizer = prepared.turn_tokenizer
+            notes = notes + _notes(prepared.facts, prepared.calls)
     except UserError as error:
         return EpisodeRead(tools, thread.has_reward, errors=[error])
     return EpisodeRead(tools, thread.has_reward, notes, turn_tokenizer=turn_tokenizer)
@@ -82,12 +82,15 @@ def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> Epi
         AgentThread(agent_settings(recipe, workers=1, prepares=prepares)).shutdown()
     except UserError as error:
         return EpisodeRead(has_reward=None, errors=[error])
-    notes, turn_tokenizer = [_found(recipe, [])], None
+    notes = [_found(recipe, [])]
+    turn_tokenizer = None
     try:
         if tokenizer is not None:
-            renders, stop_ids = recipe.episode.history == "render", end_token_ids(recipe.model.path)
+            renders = recipe.episode.history == "render"
+            stop_ids = end_token_ids(recipe.model.path)
             _, facts = prepare_agents(tokenizer, stop_ids, renders=renders)
-            turn_tokenizer, notes = TurnTokenizer(tokenizer, stop_ids), notes + _notes(facts)
+            turn_tokenizer = TurnTokenizer(tokenizer, stop_ids)
+            notes = notes + _notes(facts)
     except UserError as error:
         return EpisodeRead(has_reward=None, errors=[error])
     return EpisodeRead(has_reward=None, notes=notes, turn_tokenizer=turn_tokenizer)
@@ -98,14 +101,16 @@ def demonstration_errors(recipe: Recipe, episode: EpisodeRead, prompts: Sequence
     # imports torch, which `megarl episode-check` does without
     from megarl.algos import learns_from_answers
 
-    name, turn_tokenizer = recipe.data.messages, episode.turn_tokenizer
+    name = recipe.data.messages
+    turn_tokenizer = episode.turn_tokenizer
     if not (
         name
         and turn_tokenizer
         and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))
     ):
         return []
-    bad, longest = RowErrors("data.messages"), 0
+    bad = RowErrors("data.messages")
+    longest = 0
     for prompt in prompts:
         try:
             messages = column(prompt.row, name, "set data.messages to one of {columns}")
@@ -125,9 +130,10 @@ def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
     """What answers the model, and how far an episode goes."""
     episode = recipe.episode
     assert episode
-    tools = (
-        f"tools {', '.join(schema['function']['name'] for schema in schemas)}" if schemas else ""
-    )
+    if schemas:
+        tools = f"tools {', '.join(schema['function']['name'] for schema in schemas)}"
+    else:
+        tools = ""
     answers = " with ".join(filter(None, (episode.agent, episode.environment, tools)))
     turns = f"at most {episode.max_turns} turns, {recipe.rollout.max_response_tokens} sampled tokens in a turn"
     return f"episode: {answers}; {turns}, {episode.max_tokens} tokens after the prompt"
@@ -145,18 +151,19 @@ def _notes(facts: TemplateFacts, calls: CallFormat | None = None) -> list[str]:
 
 def key_errors(recipe: Recipe) -> Errors:
     """What the recipe's keys alone say; nothing without episodes."""
-    return list(_key_errors(recipe, recipe.episode)) if recipe.episode else []
+    if recipe.episode:
+        return list(_key_errors(recipe, recipe.episode))
+    return []
 
 
 def _key_errors(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserError]:
     rollout = recipe.rollout
     named = [key for key in ("tools", "environment", "agent") if getattr(episode, key)]
     if len(named) != 1:
-        problem = (
-            f"it names {' and '.join(named)}"
-            if named
-            else "it names no tools, environment or agent"
-        )
+        if named:
+            problem = f"it names {' and '.join(named)}"
+        else:
+            problem = "it names no tools, environment or agent"
         yield UserError("episode", problem, "name one of the three")
     if episode.endpoint != "off" and not episode.agent:
         yield UserError(

@@ -18,7 +18,8 @@ def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> list[UserEr
     """Every fault of the algorithm's hyperparameters; learns: false where the command samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
-        problem, hint = f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
+        problem = f"{name!r} is no algorithm"
+        hint = f"choose from {', '.join(ALGORITHMS)}"
         return [UserError("algorithm.name", problem, hint)]
     hyperparameters = hyperparameters_of(name, recipe.algorithm)
     unread = _unread(name, hyperparameters, has_turns=recipe.episode is not None)
@@ -38,7 +39,8 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
 
     has_turns: samples are episodes, whose turns may have rewards.
     """
-    row, found = ALGORITHMS[name], {}
+    row = ALGORITHMS[name]
+    found = {}
     if row.surrogate is None:
         others = [field.name for field in fields(Hyperparameters) if field.name != "aggregation"]
         return dict.fromkeys(others, f"{name} learns from the data's answers")
@@ -87,7 +89,8 @@ def _bounds_errors(hyperparameters: Hyperparameters) -> list[UserError]:
 
 def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserError]:
     """Faults of the critic's warm-up and of the reference that a run starts with."""
-    errors, warmup = [], hyperparameters.critic_warmup_steps
+    errors = []
+    warmup = hyperparameters.critic_warmup_steps
     if has_critic(recipe.algorithm.name) and warmup >= recipe.run.steps:
         problem = (
             f"{warmup} are all of run.steps ({recipe.run.steps}): the policy would never learn"
@@ -122,16 +125,15 @@ def _idle_errors(recipe: Recipe) -> list[UserError]:
         "reward_model.adapters": recipe.reward_model.adapters is not None,
         "train.replay": recipe.train.replay != "off",
     }
-    problem, hint = (
-        f"is set, and {recipe.algorithm.name} learns from the data's answers",
-        "leave it out",
-    )
+    problem = f"is set, and {recipe.algorithm.name} learns from the data's answers"
+    hint = "leave it out"
     return [UserError(key, problem, hint) for key, is_set in idle.items() if is_set]
 
 
 def sampling_errors(recipe: Recipe) -> list[UserError]:
     """Faults of how training samples are drawn, where the algorithm is known and learns from samples."""
-    name, rollout = recipe.algorithm.name, recipe.rollout
+    name = recipe.algorithm.name
+    rollout = recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):
         return []
     errors = []
@@ -159,7 +161,8 @@ def sampling_errors(recipe: Recipe) -> list[UserError]:
 
 def eval_errors(recipe: Recipe) -> list[UserError]:
     """Keys for evaluation sets that data.eval does not have, and several greedy answers, which are all the same."""
-    errors, names = [], list(recipe.data.eval)
+    errors = []
+    names = list(recipe.data.eval)
     for name in recipe.evaluation.sets:
         if name not in names:
             hint = did_you_mean(
@@ -170,11 +173,10 @@ def eval_errors(recipe: Recipe) -> list[UserError]:
         own = recipe.evaluation.of(name)
         if own.samples > 1 and own.temperature == 0:
             given = recipe.evaluation.sets.get(name)
-            where = (
-                f"evaluation.sets.{name}.samples"
-                if given and given.samples
-                else "evaluation.samples"
-            )
+            if given and given.samples:
+                where = f"evaluation.sets.{name}.samples"
+            else:
+                where = "evaluation.samples"
             problem = f"{own.samples} greedy answers to a prompt of {name} are the same {own.samples} times"
             errors.append(UserError(where, problem, "set a temperature, or samples to 1"))
     return errors

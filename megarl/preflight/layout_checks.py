@@ -26,7 +26,8 @@ def layout_errors(roles: Roles, device: str) -> Errors:
 
     The layouts of the critic and the reward model are checked with their checkpoints (models.py).
     """
-    shape, placement = shape_or_stand_in(roles), roles.recipe.placement
+    shape = shape_or_stand_in(roles)
+    placement = roles.recipe.placement
     errors = (
         roles.policy.layout_errors(shape) + engine_errors(roles, shape, device) + slot_errors(roles)
     )
@@ -40,7 +41,8 @@ def layout_errors(roles: Roles, device: str) -> Errors:
 
 def shape_or_stand_in(roles: Roles) -> ModelShape:
     """The policy's shape; where its checkpoint cannot be read, sizes that all axes divide, and a layer that drafts."""
-    layout, engines = roles.policy.layout, roles.engines
+    layout = roles.policy.layout
+    engines = roles.engines
     size = FP8_TILE * math.lcm(layout.tp, layout.pp, layout.ep, engines.tp, engines.ep)
     layers = sum(layout.stage_layers) or size
     stand_in = ModelShape(layers, size, size, size, size, size, size, size, size, num_mtp_layers=1)
@@ -62,15 +64,14 @@ def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
 
 def slot_errors(roles: Roles) -> Errors:
     """Slots that do not exist or that nothing uses. Engines beyond the last slot are in EngineLayout.faults."""
-    gpus, num_training, engines, found = (
-        roles.recipe.placement.gpus,
-        len(roles.policy.slots),
-        roles.engines,
-        [],
-    )
+    gpus = roles.recipe.placement.gpus
+    num_training = len(roles.policy.slots)
+    engines = roles.engines
+    found = []
     for role in roles.models.values():
         if role.name != "policy" and role.slots.stop > gpus:
-            first, last = role.first_slot, role.slots.stop - 1
+            first = role.first_slot
+            last = role.slots.stop - 1
             problem = f"its ranks are on the slots {first} to {last}, placement.gpus is {gpus}"
             found.append(
                 UserError(f"{role.branch}.gpus", problem, f"lower it or {role.branch}.first_gpu")
@@ -91,33 +92,38 @@ def slot_errors(roles: Roles) -> Errors:
     if len(used) < gpus and not found:
         idle = min(set(range(gpus)) - used)
         if idle == len(used):
-            problem, hint = (
-                f"{gpus} GPUs, of which training and engines use the first {idle}",
-                f"set it to {idle}",
-            )
+            problem = f"{gpus} GPUs, of which training and engines use the first {idle}"
+            hint = f"set it to {idle}"
         else:
-            problem, hint = f"{gpus} GPUs, of which nothing uses number {idle}", "leave no gap"
+            problem = f"{gpus} GPUs, of which nothing uses number {idle}"
+            hint = "leave no gap"
         found.append(UserError("placement.gpus", problem, hint))
     return found
 
 
 def node_errors(roles: Roles) -> Errors:
     """Tensor-parallel ranks, which communicate in every layer, on several nodes; engines across a node's edge."""
-    node, found = roles.recipe.placement.gpus_per_node, []
+    node = roles.recipe.placement.gpus_per_node
+    found = []
     if max(roles.recipe.placement.gpus, roles.engines.end) <= node:
         return found
     for role in roles.models.values():
-        tp, first = role.layout.tp, role.first_slot
+        tp = role.layout.tp
+        first = role.first_slot
         if node % tp or first % tp:
             problem = f"{tp} ranks at a time, from GPU {first} on, would not all lie inside nodes of {node} GPUs"
             first_hint = f"set {role.branch}.first_gpu to a multiple of it"
-            hint = f"set it to {nearest(tp, divisors(node))}" if node % tp else first_hint
+            if node % tp:
+                hint = f"set it to {nearest(tp, divisors(node))}"
+            else:
+                hint = first_hint
             found.append(UserError(f"{role.branch}.tp", problem, hint))
     return found + _engine_node_errors(roles)
 
 
 def _engine_node_errors(roles: Roles) -> Errors:
-    node, engines = roles.recipe.placement.gpus_per_node, roles.engines
+    node = roles.recipe.placement.gpus_per_node
+    engines = roles.engines
     inside = node % engines.tp == 0 and engines.first % engines.tp == 0
     whole = engines.tp % node == 0 and engines.first % node == 0
     if not inside and not whole:
@@ -151,11 +157,9 @@ def reshard_errors(roles: Roles) -> Errors:
 
 
 def _round_errors(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Errors:
-    members, round_bytes, dtype = (
-        roles.num_members,
-        roles.recipe.reshard.round_bytes,
-        roles.recipe.model.dtype,
-    )
+    members = roles.num_members
+    round_bytes = roles.recipe.reshard.round_bytes
+    dtype = roles.recipe.model.dtype
     # a stream each way with each peer, twice
     if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:
         return []
@@ -182,7 +186,8 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
 
 def batch_errors(recipe: Recipe) -> Errors:
     """More optimizer updates than a step has samples."""
-    rollout, updates = recipe.rollout, recipe.train.updates_per_step
+    rollout = recipe.rollout
+    updates = recipe.train.updates_per_step
     given = {
         "rollout.prompts_per_step x samples_per_prompt": rollout.prompts_per_step
         * rollout.samples_per_prompt

@@ -25,7 +25,8 @@ def limit_errors(recipe: Recipe, device: str) -> Errors:
 
 
 def _step_size_errors(recipe: Recipe) -> Errors:
-    prompts, samples = recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt
+    prompts = recipe.rollout.prompts_per_step
+    samples = recipe.rollout.samples_per_prompt
     if prompts * samples <= _MOST_SAMPLES:
         return []
     problem = f"{prompts} prompts of {samples} samples each are {prompts * samples} samples a step"

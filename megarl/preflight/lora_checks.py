@@ -34,7 +34,8 @@ _OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")
 
 def lora_errors(roles: Roles) -> Errors:
     """Faults of the recipe's adapters."""
-    recipe, shape = roles.recipe, roles.policy.model.known_shape
+    recipe = roles.recipe
+    shape = roles.policy.model.known_shape
     if recipe.lora is None:
         return []
     size = roles.policy.lora
@@ -45,8 +46,12 @@ def lora_errors(roles: Roles) -> Errors:
 
 def adapter_errors(roles: Roles) -> Errors:
     """Faults of the adapters that the policy's ranks begin with."""
-    lora, size, shape = roles.policy.recipe.lora, roles.policy.lora, roles.policy.model.known_shape
-    return peft.check(lora.path, shape, size) if lora and lora.path and size and shape else []
+    lora = roles.policy.recipe.lora
+    size = roles.policy.lora
+    shape = roles.policy.model.known_shape
+    if lora and lora.path and size and shape:
+        return peft.check(lora.path, shape, size)
+    return []
 
 
 def sharing_errors(roles: Roles) -> Errors:
@@ -64,7 +69,9 @@ def sharing_errors(roles: Roles) -> Errors:
 
 
 def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator[UserError]:
-    recipe, policy, where = roles.recipe, roles.policy, f"{branch}.{key}"
+    recipe = roles.recipe
+    policy = roles.policy
+    where = f"{branch}.{key}"
     if recipe.lora is None:
         yield UserError(
             where,
@@ -88,14 +95,13 @@ def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator
 
 def cpu_errors(roles: Roles) -> Errors:
     """Adapters that SGLang's engines have on GPUs alone."""
-    size, shape, engine = (
-        roles.policy.lora,
-        roles.policy.model.known_shape,
-        roles.recipe.rollout.engine,
-    )
+    size = roles.policy.lora
+    shape = roles.policy.model.known_shape
+    engine = roles.recipe.rollout.engine
     if size is None or not size.in_slots:
         return []
-    found, hint = [], "set it to merged, or lora.targets to layers of the attention"
+    found = []
+    hint = "set it to merged, or lora.targets to layers of the attention"
     if _wraps_experts(size, shape):
         problem = "adapters, but SGLang on CPU has no adapters for layers with experts"
         found.append(UserError("lora.sync", problem, hint))
@@ -146,7 +152,8 @@ def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> 
 
 
 def _combination_errors(recipe: Recipe, size: LoraSize) -> Iterator[UserError]:
-    train, engine = recipe.train, recipe.rollout.engine
+    train = recipe.train
+    engine = recipe.rollout.engine
     refused: dict[str, tuple[Any, str, str]] = {
         "train.router_bias_rate": (
             train.router_bias_rate,

@@ -11,7 +11,9 @@ from pathlib import Path
 from megarl.config import PlacementConfig
 from megarl.types import UserError
 
-_ADDRESS, _TOKEN, _TOKEN_PATH = "RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_ADDRESS = "RAY_ADDRESS"
+_TOKEN = "RAY_AUTH_TOKEN"
+_TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 _CONNECT_S = 5.0  # Ray itself tries for minutes
 
 # Megatron sets these itself, to 1 for its "auto", and ends every rank where another value is there before.

@@ -52,7 +52,10 @@ def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
         if own.path and not _has_config(own.path):
             absent[f"{branch}.path"] = f"{own.path}: another model's folder"
             # without a path there is none
-            stands_in = recipe.model.path if branch == "reward_model" else None
+            if branch == "reward_model":
+                stands_in = recipe.model.path
+            else:
+                stands_in = None
             recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": stands_in})})
     return recipe, absent
 
@@ -84,11 +87,10 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> Errors:
     where = f"{recipe.model.path}/generation_config.json"
     if not ends:
         problem = "neither it nor config.json has an eos_token_id: no response would end before its longest"
-        example = (
-            f"{own}, the tokenizer's"
-            if own is not None
-            else "the number of the token that ends a response"
-        )
+        if own is not None:
+            example = f"{own}, the tokenizer's"
+        else:
+            example = "the number of the token that ends a response"
         return [UserError(where, problem, f"write eos_token_id there: {example}")]
     if teaches and own not in ends:
         known = ", ".join(map(str, sorted(ends)))
@@ -99,17 +101,20 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> Errors:
 
 def loss_errors(recipe: Recipe, shape: ModelShape) -> Errors:
     """Keys of `train` for parts that the model does not have."""
-    train, errors = recipe.train, []
+    train = recipe.train
+    errors = []
     of_experts = {
         "aux_loss": train.aux_loss,
         "z_loss": train.z_loss,
         "replay": train.replay != "off",
     }
     for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
-        problem, hint = "the model has no experts", f"leave train.{key} out"
+        problem = "the model has no experts"
+        hint = f"leave train.{key} out"
         errors.append(UserError(f"train.{key}", problem, hint))
     if train.router_bias_rate and not shape.router_bias:
-        problem, hint = "the model's routers have no biases", "set it to 0, or use train.aux_loss"
+        problem = "the model's routers have no biases"
+        hint = "set it to 0, or use train.aux_loss"
         errors.append(UserError("train.router_bias_rate", problem, hint))
     if train.mtp_loss and not shape.num_mtp_layers:
         problem = "the checkpoint has no multi-token prediction layers"
@@ -119,8 +124,12 @@ def loss_errors(recipe: Recipe, shape: ModelShape) -> Errors:
 
 def policy_errors(roles: Roles, *, has_weights: bool = True) -> Errors:
     """Faults of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
-    policy, recipe = roles.policy, roles.recipe
-    errors = [policy.model.error] if policy.model.error else []
+    policy = roles.policy
+    recipe = roles.recipe
+    if policy.model.error:
+        errors = [policy.model.error]
+    else:
+        errors = []
     shape = policy.model.known_shape
     if shape is None:
         return errors
@@ -132,7 +141,8 @@ def policy_errors(roles: Roles, *, has_weights: bool = True) -> Errors:
 
 def _context_errors(roles: Roles) -> Errors:
     """Prompts and responses that are longer together than the model's context."""
-    context, longest = roles.policy.model.context_tokens, roles.recipe.longest_sequence
+    context = roles.policy.model.context_tokens
+    longest = roles.recipe.longest_sequence
     spare = max(_SPARE_CONTEXT, 1 + roles.recipe.rollout.engine.draft)
     if roles.recipe.rollout.phase_tokens or roles.recipe.episode:
         spare = max(spare, _SPARE_AFTER_INPUT)  # a request holds what was said so far
@@ -147,7 +157,8 @@ def _context_errors(roles: Roles) -> Errors:
 
 def reference_errors(roles: Roles) -> Errors:
     """A reference checkpoint of another architecture: its weights take the policy's places in memory."""
-    reference, shape = roles.reference, roles.policy.shape
+    reference = roles.reference
+    shape = roles.policy.shape
     if reference is None:
         return []
     if reference.known_shape is None:
@@ -163,10 +174,13 @@ def reference_errors(roles: Roles) -> Errors:
 
 def critic_errors(roles: Roles) -> Errors:
     """Faults of the critic's checkpoint and ranks; none without a critic."""
-    critic, policy, recipe = roles.critic, roles.policy.model, roles.recipe
+    critic = roles.critic
+    policy = roles.policy.model
+    recipe = roles.recipe
     if critic is None:
         return []
-    path, is_policys = critic.model.path, critic.model.path == policy.path
+    path = critic.model.path
+    is_policys = critic.model.path == policy.path
     errors = _auxiliary_errors(critic, is_known=is_policys)
     if errors or is_policys or policy.known_shape is None or critic.model.facts is None:
         return errors
@@ -249,6 +263,11 @@ def _auxiliary_errors(role: Role, *, is_known: bool) -> Errors:
     is_known: the policy has the same checkpoint, whose faults are reported there.
     """
     if role.model.error:
-        return [] if is_known else [role.renamed(role.model.error)]
-    errors = [] if is_known else hf_import.check_hf(role.model.path, role.shape)
+        if is_known:
+            return []
+        return [role.renamed(role.model.error)]
+    if is_known:
+        errors = []
+    else:
+        errors = hf_import.check_hf(role.model.path, role.shape)
     return [role.renamed(error) for error in errors] + role.layout_errors()

@@ -30,22 +30,32 @@ def unread(recipe: Recipe) -> dict[str, str]:
     Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
     keys that it governs. Other checks tell of `algorithm` (hyperparameter_errors) and `evaluation.sets` (eval_errors).
     """
-    name, data, warm, checkpoint = (
-        recipe.algorithm.name,
-        recipe.data,
-        recipe.warm_start,
-        recipe.checkpoint,
-    )
+    name = recipe.algorithm.name
+    data = recipe.data
+    warm = recipe.warm_start
+    checkpoint = recipe.checkpoint
     has_project = bool(set(recipe.run.trackers) - {"tensorboard"})
-    answers = f"{name} learns from the data's answers" if learns_from_answers(name) else ""
-    evaluation = "" if data.eval or "eval" in data.model_fields_set else "data.eval names no set"
+    if learns_from_answers(name):
+        answers = f"{name} learns from the data's answers"
+    else:
+        answers = ""
+    if data.eval or "eval" in data.model_fields_set:
+        evaluation = ""
+    else:
+        evaluation = "data.eval names no set"
     temperatures = [recipe.evaluation.of(each).temperature for each in data.eval]
     is_greedy = temperatures and not any(temperatures)
-    critic = "" if has_critic(name) else f"{name} has no critic"
+    if has_critic(name):
+        critic = ""
+    else:
+        critic = f"{name} has no critic"
     critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
     has_kl = has_reference(recipe.algorithm, recipe.reference.use)
     has_reward_model = recipe.reward_model.path or recipe.reward_model.adapters
-    agent = "an agent makes its own calls" if recipe.episode and recipe.episode.agent else ""
+    if recipe.episode and recipe.episode.agent:
+        agent = "an agent makes its own calls"
+    else:
+        agent = ""
     saves = checkpoint.every or "every" in checkpoint.model_fields_set
     return dict.fromkeys(Recipe.model_fields, "") | {
         "data.messages": "" if recipe.episode else "episode is not set",
@@ -120,23 +130,21 @@ def _given(branch: Branch, prefix: str) -> Iterator[str]:
 
 def _phases(recipe: Recipe) -> Iterator[str]:
     """How old what a step trains on may be, and whether phases gain anything."""
-    name, rollout = recipe.algorithm.name, recipe.rollout
+    name = recipe.algorithm.name
+    rollout = recipe.rollout
     if (
         not (rollout.phase_tokens or rollout.ahead)
         or name not in ALGORITHMS
         or learns_from_answers(name)
     ):
         return
-    bound, phases = (
-        staleness_bound(recipe, hyperparameters_of(name, recipe.algorithm)),
-        num_phases(recipe),
-    )
+    bound = staleness_bound(recipe, hyperparameters_of(name, recipe.algorithm))
+    phases = num_phases(recipe)
     what = "episode" if recipe.episode else "response"
-    why = (
-        f"the longest {what} takes {phases} phases"
-        if phases > 1
-        else f"a step's {what}s are sampled ahead"
-    )
+    if phases > 1:
+        why = f"the longest {what} takes {phases} phases"
+    else:
+        why = f"a step's {what}s are sampled ahead"
     yield f"{why}: a token is trained on at most {bound} versions later"
     if rollout.phase_tokens and rollout.in_flight == rollout.prompts_per_step:
         usual = 2 * rollout.prompts_per_step
@@ -154,7 +162,8 @@ def _odd_values(recipe: Recipe) -> Iterator[str]:
             yield f"{key} is {rate:g}, and rates of AdamW above {_HIGH_RATE:g} destroy a model"
     if recipe.lora and recipe.train.lr < _LOW_LORA_RATE:
         yield f"train.lr is {recipe.train.lr:g}: adapters (lora) learn best at about 10 times the rate of all weights"
-    rollout, layout = recipe.rollout, train_layout(recipe)
+    rollout = recipe.rollout
+    layout = train_layout(recipe)
     per_update = (
         rollout.prompts_per_step * rollout.samples_per_prompt // recipe.train.updates_per_step
     )
@@ -163,5 +172,6 @@ def _odd_values(recipe: Recipe) -> Iterator[str]:
     if rollout.engine.draft and not recipe.train.mtp_loss:
         yield "train.mtp_loss is 0: the MTP layer stays frozen, and fewer drafts (rollout.engine.draft) get accepted"
     if rollout.engine.count > rollout.prompts_per_step:
-        count, prompts = rollout.engine.count, rollout.prompts_per_step
+        count = rollout.engine.count
+        prompts = rollout.prompts_per_step
         yield f"{count} engines (rollout.engine.count) share the {prompts} prompts of a step: some of them have none"

@@ -27,11 +27,17 @@ _RESPONSE = "response has more than {} tokens (rollout.max_response_tokens)"
 def phase_errors(roles: Roles) -> list[UserError]:
     """Every fault of tokens of earlier policies, where the algorithm is known and learns from samples."""
     recipe = roles.recipe
-    name, rollout = recipe.algorithm.name, recipe.rollout
+    name = recipe.algorithm.name
+    rollout = recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):
         return []
     errors = _size_errors(recipe)
-    key = "phase_tokens" if rollout.phase_tokens else "ahead" if rollout.ahead else None
+    if rollout.phase_tokens:
+        key = "phase_tokens"
+    elif rollout.ahead:
+        key = "ahead"
+    else:
+        key = None
     hyperparameters = hyperparameters_of(name, recipe.algorithm)
     if key is None:
         return errors + _leftover_errors(name, hyperparameters)
@@ -88,12 +94,17 @@ def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> list[UserEr
 
 
 def _size_errors(recipe: Recipe) -> list[UserError]:
-    rollout, where, errors = recipe.rollout, "rollout.prompts_in_flight", []
-    phase, longest, wanted = rollout.phase_tokens, recipe.longest_sample, rollout.prompts_per_step
+    rollout = recipe.rollout
+    where = "rollout.prompts_in_flight"
+    errors = []
+    phase = rollout.phase_tokens
+    longest = recipe.longest_sample
+    wanted = rollout.prompts_per_step
     if phase is not None and phase >= longest:
-        what = (
-            "episode has more than {} tokens (episode.max_tokens)" if recipe.episode else _RESPONSE
-        )
+        if recipe.episode:
+            what = "episode has more than {} tokens (episode.max_tokens)"
+        else:
+            what = _RESPONSE
         problem = f"{phase}, and no {what.format(longest)}"
         errors.append(UserError("rollout.phase_tokens", problem, "set it to less, or leave it out"))
     if rollout.in_flight < wanted:

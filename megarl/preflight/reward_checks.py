@@ -28,7 +28,8 @@ def reward_errors(
     has_own: the environment of episodes gives rewards itself, in place of the functions; None: an agent may.
     The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
     """
-    reward, has_episodes = recipe.reward, recipe.episode is not None
+    reward = recipe.reward
+    has_episodes = recipe.episode is not None
     errors = key_errors(reward, has_own=has_own) + _source_errors(reward, prompts)
     for source in reward_specs(reward, recipe.run.timeout_s):
         first = next(
@@ -45,7 +46,10 @@ def key_errors(reward: RewardConfig, *, has_own: bool | None) -> list[UserError]
     errors = []
     if has_own and (reward.function or reward.by_source):
         hint = "set it to null, or take the method `reward` out of the environment"
-        where = WHERE if reward.function else "reward.by_source"
+        if reward.function:
+            where = WHERE
+        else:
+            where = "reward.by_source"
         errors.append(
             UserError(where, "is set, and episode.environment gives the rewards itself", hint)
         )
@@ -75,8 +79,14 @@ def _source_errors(reward: RewardConfig, prompts: Sequence[Prompt]) -> list[User
     if not unknown:
         return []
     first = unknown[0]
-    value = f"{first.row[reward.source]!r}" if reward.source in first.row else "not there"
-    more = f" (and {len(unknown) - 1} more such rows)" if len(unknown) > 1 else ""
+    if reward.source in first.row:
+        value = f"{first.row[reward.source]!r}"
+    else:
+        value = "not there"
+    if len(unknown) > 1:
+        more = f" (and {len(unknown) - 1} more such rows)"
+    else:
+        more = ""
     problem = (
         f"{first.id}: {reward.source!r} is {value}{more}, which reward.by_source does not name"
     )
@@ -97,10 +107,14 @@ def _only(reward: RewardConfig, source: str) -> RewardConfig:
 
 def _own_errors(spec: RewardSpec) -> list[UserError]:
     """Faults of megarl's own functions that start programs or call services, which have their own time limits."""
-    given, errors = spec.arguments, []
+    given = spec.arguments
+    errors = []
     if spec.function == _CODE:
         url = given.get("url")
-        errors = url_errors(url) if url else sandbox_errors(unsafe=given.get("unsafe", False))
+        if url:
+            errors = url_errors(url)
+        else:
+            errors = sandbox_errors(unsafe=given.get("unsafe", False))
         errors = [UserError(spec.where, error.problem, error.hint) for error in errors]
     if spec.function not in _BOUNDS:
         return errors
@@ -134,8 +148,14 @@ def _function_errors(
         answer = first.answer if first else ""
         place = first.id if first else ""
         responses = [answer, ""] if first else []
-        episodes = [_episode(response) for response in responses] if has_episodes else []
-        found = judges.wait_for_rewards(answer, first.row, responses, episodes) if first else []
+        if has_episodes:
+            episodes = [_episode(response) for response in responses]
+        else:
+            episodes = []
+        if first:
+            found = judges.wait_for_rewards(answer, first.row, responses, episodes)
+        else:
+            found = []
     except UserError as error:
         return [error]
     finally:

@@ -19,12 +19,10 @@ class Agreement:
     """
 
     def __init__(self, store: Store, member: int, num_members: int, timeout_s: float) -> None:
-        self._store, self._member, self._num_members, self._timeout_s = (
-            store,
-            member,
-            num_members,
-            timeout_s,
-        )
+        self._store = store
+        self._member = member
+        self._num_members = num_members
+        self._timeout_s = timeout_s
         self._keys: list[str] = []  # that this member has written since the last `forget`
 
     def reach(self, stage: str, vote: Vote, conclude: Callable[[Sequence[Vote]], Vote]) -> Vote:
@@ -65,7 +63,8 @@ class Agreement:
 
     def forget(self) -> list[str]:
         """The keys written so far, for `delete` when all members have reached another stage."""
-        keys, self._keys = self._keys, []
+        keys = self._keys
+        self._keys = []
         return keys
 
     def delete(self, keys: Sequence[str]) -> None:

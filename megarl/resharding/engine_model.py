@@ -61,7 +61,8 @@ def joined(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
     target, *drafts = models
     if not drafts:
         return target
-    whole, (draft,) = torch.nn.Module(), drafts
+    whole = torch.nn.Module()
+    (draft,) = drafts
     for name, child in target.named_children():
         whole.add_module(name, child)
     whole.add_module(DRAFT.removesuffix("."), draft)
@@ -194,7 +195,8 @@ def _derived(
     w_kc, w_vc = (getattr(attention, attribute, None) for attribute in ("w_kc", "w_vc"))
     if not isinstance(w_kc, torch.Tensor) or not isinstance(w_vc, torch.Tensor):
         return
-    nope_dim, v_dim = w_kc.shape[1], w_vc.shape[2]
+    nope_dim = w_kc.shape[1]
+    v_dim = w_vc.shape[2]
     linear = attention.get_submodule("kv_b_proj")
     heads = _plain_weight(getattr(linear, _WRAPPED, linear)).unflatten(0, (-1, nope_dim + v_dim))
     yield f"{name}.w_kc", w_kc, heads[:, :nope_dim]

@@ -12,7 +12,8 @@ class Exchanges:
 
     def __init__(self, session: Session, params: Params) -> None:
         """params: of the slot's training rank, with the factors of its adapters; empty where it has none."""
-        self.session, self._params = session, params
+        self.session = session
+        self._params = params
         self._members: dict[PayloadName, Member] = {}
 
     def of(self, payload: PayloadName) -> Member:

@@ -68,7 +68,8 @@ def messages(copies: Sequence[Copy]) -> list[list[Piece]]:
     found: list[list[Piece]] = []
     small: list[Piece] = []
     for copy in copies:
-        num_items, num_bytes = copy.size[0], copy.num_bytes
+        num_items = copy.size[0]
+        num_bytes = copy.num_bytes
         if num_bytes >= DIRECT_BYTES * num_items:
             found += [[Piece(copy, item, 1)] for item in range(num_items)]
         elif num_bytes >= DIRECT_BYTES:
@@ -93,7 +94,9 @@ class SendBuffer(NamedTuple):
 
     @property
     def staged_bytes(self) -> int:
-        return 0 if self.direct is not None else -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if self.direct is not None:
+            return 0
+        return -(-self.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
     def stage(self, buffer: torch.Tensor) -> Iterator[tuple[Piece, Sequence[Any], torch.Tensor]]:
         """Each piece with its tensors and its [items, rows, cols] place in the message."""
@@ -217,7 +220,9 @@ def source_views(
     piece: Piece, sources: Params, targets: Params, transform: Transform | None = None
 ) -> Source:
     """A piece's elements at its sender; for scales the elements of their tiles, up to the parameter's end."""
-    copy, at, size = piece.copy, piece.at(piece.copy.source_at), piece.size
+    copy = piece.copy
+    at = piece.at(piece.copy.source_at)
+    size = piece.size
     if transform and not copy.forwarded:
         computed = transform.boxes(copy.name, sources, copy.source_param, at, size)
         if computed is not None:
@@ -225,7 +230,8 @@ def source_views(
     if copy.forwarded or not copy.name.endswith(SCALE_SUFFIX):
         return views(targets if copy.forwarded else sources, copy.source_param, at, size)
     whole = shape_as_stack(sources[copy.source_param.format(at[0])].shape)
-    row, col = at[1] * FP8_TILE, at[2] * FP8_TILE
+    row = at[1] * FP8_TILE
+    col = at[2] * FP8_TILE
     block = (
         piece.number,
         min(size[1] * FP8_TILE, whole[1] - row),
@@ -271,7 +277,9 @@ def _scratch_bytes(copy: Copy, source: Source) -> int:
     if boxes := _computed(source):
         return boxes[0].scratch_bytes
     elements = cast(Sequence[torch.Tensor], source)
-    return SCRATCH_BYTES * FP8_TILE * elements[0].shape[2] if _converter(copy, elements) else 0
+    if _converter(copy, elements):
+        return SCRATCH_BYTES * FP8_TILE * elements[0].shape[2]
+    return 0
 
 
 def _converter(

@@ -99,5 +99,7 @@ def _scale_shard(shard: Shard, ends: tuple[int, int]) -> Shard:
             problem = f"a training rank's {where} cut a tile of {FP8_TILE}, so no rank alone can compute its scale"
             raise LayoutError(f"{shard.name}: {problem}")
     cells = item, at[0] // FP8_TILE, at[1] // FP8_TILE
-    name, rows, cols = shard.name + SCALE_SUFFIX, tiles(shard.rows), tiles(shard.cols)
+    name = shard.name + SCALE_SUFFIX
+    rows = tiles(shard.rows)
+    cols = tiles(shard.cols)
     return Shard(name, rows, cols, shard.param, cells, shard.items, "float32")

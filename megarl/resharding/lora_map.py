@@ -51,7 +51,8 @@ def shards(
     """The factors of training rank `rank` as shards of their logical tensors, A [rank, cols] and B [rows, rank]."""
     found = []
     for (param, name), held in _held(shape, layout, rank, size, transformer_engine).items():
-        width, (rows, cols, items, at) = (0, size.rank_of(STACK in name)), _extent(held)
+        width = (0, size.rank_of(STACK in name))
+        (rows, cols, items, at) = _extent(held)
         a, b = (factor_param(param, name, factor) for factor in "AB")
         found.append(Shard(factor_name(name, "A"), width, cols, a, at, items))
         found += (
@@ -68,7 +69,8 @@ def pairs(
     transformer_engine: bool = False,
 ) -> list[LoraPair]:
     """The pairs of factors of training rank `rank`, one for each tensor of the checkpoint in each linear layer."""
-    found, sizes = [], tensors(shape)
+    found = []
+    sizes = tensors(shape)
     for (param, name), held in _held(shape, layout, rank, size, transformer_engine).items():
         rows, cols, items, at = _extent(held)
         places = tuple(
@@ -77,8 +79,14 @@ def pairs(
             if one.area
         )
         for number, item in enumerate(range(*items)):
-            own = param.format(at[0] + number) if STACK in param else param
-            of_item = name.format(item) if STACK in name else name
+            if STACK in param:
+                own = param.format(at[0] + number)
+            else:
+                own = param
+            if STACK in name:
+                of_item = name.format(item)
+            else:
+                of_item = name
             found.append(LoraPair(of_item, own, STACK in name, sizes[name][1:], rows, cols, places))
     return found
 
@@ -135,4 +143,6 @@ def _is_decoder_linear(name: str, shape: ModelShape) -> bool:
 def _layer(name: str) -> float:
     """The number of a tensor's layer; infinite outside the layers."""
     parts = name.split(".")
-    return int(parts[2]) if parts[:2] == ["model", "layers"] else float("inf")
+    if parts[:2] == ["model", "layers"]:
+        return int(parts[2])
+    return float("inf")

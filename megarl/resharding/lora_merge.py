@@ -28,7 +28,8 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Cell, Shard, verify_params, views
 
-TILE_ROWS, TILE_COLS = 128, 2048
+TILE_ROWS = 128
+TILE_COLS = 2048
 # For each element of a tile: delta, sum, and rounded sum or change, in float32; a 64-bit hash, and its parts.
 SCRATCH_BYTES: Mapping[Rounding, int] = {"nearest": 12, "stochastic": 12 + 24}
 _LOW_BITS = {torch.bfloat16: 16}  # of a float32, which a type drops
@@ -82,12 +83,15 @@ class MergedBox(NamedTuple):
 
     def write(self, target: torch.Tensor) -> None:
         """Write the merged elements to a tensor of the box's shape, rounded once, to the weight's type."""
-        (row, col), (_, num_rows, num_cols) = self.start, self.shape
+        (row, col) = self.start
+        (_, num_rows, num_cols) = self.shape
         rows = _grid(row, row + num_rows, TILE_ROWS, self.weight.shape[1])
         cols = _grid(col, col + num_cols, TILE_COLS, self.weight.shape[2])
         for number, ((top, bottom), (left, right)) in enumerate(product(rows, list(cols))):
-            first, last = max(top, row), min(bottom, row + num_rows)
-            begin, end = max(left, col), min(right, col + num_cols)
+            first = max(top, row)
+            last = min(bottom, row + num_rows)
+            begin = max(left, col)
+            end = min(right, col + num_cols)
             tile = self._tile(top, bottom, left, right, is_counted=number == 0)
             merged = tile[first - top : last - top, begin - left : end - left]
             target[0, first - row : last - row, begin - col : end - col].copy_(merged)
@@ -97,7 +101,8 @@ class MergedBox(NamedTuple):
         weight = self.weight[0, top:bottom, left:right]
         merged = self._rounded(weight + delta, weight.dtype, top, left)
         if is_counted:
-            change, delta = (merged - weight.float()).flatten(), delta.flatten()
+            change = (merged - weight.float()).flatten()
+            delta = delta.flatten()
             self.exchange.kept.add_(
                 torch.stack([torch.dot(change, delta), torch.dot(delta, delta)])
             )
@@ -106,10 +111,12 @@ class MergedBox(NamedTuple):
     def _rounded(
         self, exact: torch.Tensor, dtype: torch.dtype, top: int, left: int
     ) -> torch.Tensor:
-        low, version = _LOW_BITS.get(dtype), self.exchange.version
+        low = _LOW_BITS.get(dtype)
+        version = self.exchange.version
         if self.exchange.rounding == "nearest" or version is None or low is None:
             return exact.to(dtype)
-        first_row, first_col = self.place[0] + top, self.place[1] + left
+        first_row = self.place[0] + top
+        first_col = self.place[1] + left
         rows, cols = (
             torch.arange(first, first + size, device=exact.device)
             for first, size in zip((first_row, first_col), exact.shape, strict=True)
@@ -212,19 +219,18 @@ class Merge:
         ]
         if not held:
             return None
-        (shard,), first_row = (
-            held,
-            min(one.rows[0] for one in self.weights[name] if one.param == param),
-        )
+        (shard,) = held
+        first_row = min(one.rows[0] for one in self.weights[name] if one.param == param)
         above = shard.rows[0] - first_row  # rows of B before the shard's
         is_expert = STACK in name
         found = []
         for number in range(at[0], at[0] + size[0]):
             key = zlib.crc32(name.format(shard.items[0] + number - shard.at[0]).encode())
-            own, scale = (
-                param.format(number) if STACK in param else param,
-                self.size.scale_of(is_expert),
-            )
+            if STACK in param:
+                own = param.format(number)
+            else:
+                own = param
+            scale = self.size.scale_of(is_expert)
             (weight,) = views(params, own, (0, *shard.at[1:]), (1, *shard.size[1:]))
             a, b = (self.factors[factor_param(own, name, factor)] for factor in "AB")
             start = at[1] - shard.at[1], at[2] - shard.at[2]

@@ -130,8 +130,12 @@ def _slot_sizes(
 
 def _of_weight(shard: Shard, size: LoraSize) -> Iterator[Shard]:
     """The shards of the factors of a weight's shard."""
-    rank, fused = size.rank_of(STACK in shard.name), _tensors(shard.param)
-    first = fused.index(leaf_of(shard.name)) * slot_rank(size) if len(fused) > 1 else 0
+    rank = size.rank_of(STACK in shard.name)
+    fused = _tensors(shard.param)
+    if len(fused) > 1:
+        first = fused.index(leaf_of(shard.name)) * slot_rank(size)
+    else:
+        first = 0
     item, row, col = shard.at
     plain = shard._replace(dtype="" if shard.dtype == FP8 else shard.dtype)
     a, b = (factor_name(shard.name, factor) for factor in "AB")

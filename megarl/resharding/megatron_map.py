@@ -61,7 +61,8 @@ def shards(
     shape: ModelShape, layout: TrainLayout, rank: int, transformer_engine: bool = False
 ) -> list[Shard]:
     """All shards of training rank `rank`; the shard of vocabulary rows that are all padding is empty."""
-    at, names = layout.coords(rank), Names(transformer_engine)
+    at = layout.coords(rank)
+    names = Names(transformer_engine)
     found = list(_dense(shape, layout, names, at.pp, at.tp))
     if shape.num_experts:
         found += _experts(shape, layout, names, at.pp, at.ep, at.etp)
@@ -75,12 +76,16 @@ def split_params(
 
     A TP group may hold an expert twice, but as replicas of data parallelism, which share the optimizer's state.
     """
-    at, names = layout.coords(rank), Names(transformer_engine)
+    at = layout.coords(rank)
+    names = Names(transformer_engine)
     first, last = (
         _boxes(_dense(shape, layout, names, at.pp, tp_rank)) for tp_rank in (0, layout.tp - 1)
     )
     split = {param for param in first.keys() | last.keys() if first.get(param) != last.get(param)}
-    experts = _experts(shape, layout, names, at.pp, at.ep, at.etp) if shape.num_experts else ()
+    if shape.num_experts:
+        experts = _experts(shape, layout, names, at.pp, at.ep, at.etp)
+    else:
+        experts = ()
     return frozenset(split | _boxes(experts).keys())
 
 
@@ -101,15 +106,15 @@ class Names:
 
     def norm(self, plain: str, linear: str) -> str:
         """A norm's own parameter, or that of the linear layer into which it is fused."""
-        return f"{linear}.layer_norm_weight" if self.transformer_engine else f"{plain}.weight"
+        if self.transformer_engine:
+            return f"{linear}.layer_norm_weight"
+        return f"{plain}.weight"
 
     def expert(self, linear: str) -> str:
         """The stack of linear_fc1 or linear_fc2 of the rank's experts."""
-        return (
-            f"{linear}.weight{STACK}"
-            if self.transformer_engine
-            else f"local_experts.{STACK}.{linear}.weight"
-        )
+        if self.transformer_engine:
+            return f"{linear}.weight{STACK}"
+        return f"local_experts.{STACK}.{linear}.weight"
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,8 @@ def _dense(
     shape: ModelShape, layout: TrainLayout, names: Names, stage: int, tp_rank: int
 ) -> Shards:
     """All weights of one stage and TP rank except routed experts."""
-    first, last = stage == 0, stage == layout.pp - 1
+    first = stage == 0
+    last = stage == layout.pp - 1
     if first:
         param = _chunk_prefix(layout, 0) + "embedding.word_embeddings.weight"
         yield _vocab_rows(shape, layout, tp_rank, EMBEDDING, param)
@@ -199,11 +205,9 @@ def _vocab_rows(
 def _attention(
     shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
 ) -> Shards:
-    name, param, hidden = (
-        place.name + "self_attn.",
-        place.param + "self_attention.",
-        shape.hidden_size,
-    )
+    name = place.name + "self_attn."
+    param = place.param + "self_attention."
+    hidden = shape.hidden_size
     input_norm = names.norm(place.param + "input_layernorm", param + "linear_qkv")
     yield _vector(place.name + "input_layernorm.weight", hidden, input_norm)
     for letter, rows, row in _fused_rows(shape, layout.tp, tp_rank):
@@ -238,9 +242,11 @@ def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str,
 def _latent_attention(
     shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
 ) -> Shards:
-    mla, hidden = shape.mla, (0, shape.hidden_size)
+    mla = shape.mla
+    hidden = (0, shape.hidden_size)
     assert mla is not None
-    name, param = place.name + "self_attn.", place.param + "self_attention."
+    name = place.name + "self_attn."
+    param = place.param + "self_attention."
     yield _vector(
         place.name + "input_layernorm.weight",
         shape.hidden_size,
@@ -293,7 +299,9 @@ def _dense_mlp(
     shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
 ) -> Shards:
     """The norm and the MLP of a dense layer, or the norm, the router and the shared experts of a MoE layer."""
-    name, param, hidden = place.name + "mlp.", place.param + "mlp.", shape.hidden_size
+    name = place.name + "mlp."
+    param = place.param + "mlp."
+    hidden = shape.hidden_size
     norm = place.param + "pre_mlp_layernorm"
     if shape.is_dense(place.layer):
         yield _vector(
@@ -316,7 +324,8 @@ def _dense_mlp(
 
 
 def _gated(name: str, param: str, hidden: int, width: int, ranks: int, rank: int) -> Shards:
-    mine, fc1 = share(width, ranks, rank), param + "linear_fc1.weight"
+    mine = share(width, ranks, rank)
+    fc1 = param + "linear_fc1.weight"
     yield Shard(name + "gate_proj.weight", mine, (0, hidden), fc1)
     yield Shard(name + "up_proj.weight", mine, (0, hidden), fc1, (0, width // ranks, 0))
     yield Shard(name + "down_proj.weight", (0, hidden), mine, param + "linear_fc2.weight")
@@ -324,7 +333,9 @@ def _gated(name: str, param: str, hidden: int, width: int, ranks: int, rank: int
 
 def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Shards:
     """The weights of a multi-token prediction layer except those of its transformer layer."""
-    name, param, hidden = mtp_prefix(shape, index), _mtp_param(layout, index), shape.hidden_size
+    name = mtp_prefix(shape, index)
+    param = _mtp_param(layout, index)
+    hidden = shape.hidden_size
     for norm, of in (
         ("enorm", "enorm"),
         ("hnorm", "hnorm"),
@@ -338,8 +349,10 @@ def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Sh
 def _experts(
     shape: ModelShape, layout: TrainLayout, names: Names, stage: int, ep_rank: int, etp_rank: int
 ) -> Shards:
-    items, hidden = share(shape.num_experts, layout.ep, ep_rank), (0, shape.hidden_size)
-    mine, width = share(shape.moe_ffn_size, layout.etp, etp_rank), shape.moe_ffn_size // layout.etp
+    items = share(shape.num_experts, layout.ep, ep_rank)
+    hidden = (0, shape.hidden_size)
+    mine = share(shape.moe_ffn_size, layout.etp, etp_rank)
+    width = shape.moe_ffn_size // layout.etp
     for place in _places(shape, layout, stage):
         if shape.is_dense(place.layer):
             continue

@@ -64,7 +64,8 @@ class Member:
 
     def __init__(self, session: Session, params: Params, payload: PayloadName) -> None:
         """params: of the member's training rank, with the factors of its adapters; empty where it has none."""
-        self.session, self.payload = session, make_payload(payload, session, params)
+        self.session = session
+        self.payload = make_payload(payload, session, params)
         self._store = PrefixStore(
             _prefix(session.run_id, payload), join_store(session.meet, session.timeout_s)
         )
@@ -78,8 +79,10 @@ class Member:
 
     @cached_property
     def streams(self) -> Streams:
-        s, started = self.session, time.perf_counter()
-        sources, targets = self.payload.source_parts, self.payload.target_parts
+        s = self.session
+        started = time.perf_counter()
+        sources = self.payload.source_parts
+        targets = self.payload.target_parts
         made = plan_streams(
             sources, targets, s.member, s.num_members, gpus_per_node=s.gpus_per_node, dtype=s.dtype
         )
@@ -102,17 +105,17 @@ class Member:
         called when the targets are written; an exception of it fails the exchange for all. Raises this member's own
         fault (LayoutError, UserError, VerifyError), or RuntimeError with the message of another member.
         """
-        started, targets = time.perf_counter(), targets or {}
+        started = time.perf_counter()
+        targets = targets or {}
         self._plan_s = 0.0
         outcome = self._agree(f"{attempt}/ready", version, targets, error)
-        done, key = f"{attempt}/done", outcome["group"]
+        done = f"{attempt}/done"
+        key = outcome["group"]
         has_group = self._group is not None and self._group[0] == key
         stage = done if has_group else f"{attempt}/prepared"
         try:
-            executor, ask = (
-                self._prepare(outcome["rounds"], targets),
-                partial(self._agreement.ask, done),
-            )
+            executor = self._prepare(outcome["rounds"], targets)
+            ask = partial(self._agreement.ask, done)
             if not has_group:  # NCCL would wait forever for a member that fails before it joins
                 self._agreement.reach(stage, {}, lambda votes: {})
                 stage = done
@@ -151,7 +154,8 @@ class Member:
         if s.verify != "off":
             assert self._group
             bounds = s.round_bytes, s.timeout_s, ask
-            sources, transform = self.payload.sources, self.payload.transform
+            sources = self.payload.sources
+            transform = self.payload.transform
             made = Verifier(
                 self.streams, s.engine, self._group[1], sources, targets, *bounds, transform
             )
@@ -211,7 +215,8 @@ class Member:
         """The executor, made again where the number of rounds or the parameters have changed."""
         started = time.perf_counter()
         if self._plan is None or self._plan[0] != rounds:
-            self._plan, self._executor = (rounds, self.streams.assign(rounds)), None
+            self._plan = (rounds, self.streams.assign(rounds))
+            self._executor = None
         if self._executor is None or not self._executor.fits(self.payload.sources, targets):
             self._executor = Executor(
                 self._plan[1], self.payload.sources, targets, self.payload.transform
@@ -236,7 +241,8 @@ class Member:
 
     def _stats(self, extra_bytes: int, seconds: float, kept_share: float | None) -> Stats:
         assert self._plan
-        plan, node = self._plan[1], self.session.member // self.session.gpus_per_node
+        plan = self._plan[1]
+        node = self.session.member // self.session.gpus_per_node
         sends = [copy for step in plan.rounds for copy in step.sends]
         return Stats(
             wire_bytes=sum(copy.num_bytes for copy in sends),

@@ -82,7 +82,9 @@ class Weights:
             self.transform.begin(version)
 
     def kept_share(self) -> float | None:
-        return self.transform.kept_share() if self.transform else None
+        if self.transform:
+            return self.transform.kept_share()
+        return None
 
 
 class Factors:
@@ -91,7 +93,8 @@ class Factors:
     def __init__(self, session: Session, params: Params) -> None:
         """params: of this member's training rank; empty where it has none."""
         assert session.lora
-        self._session, self._size = session, session.lora
+        self._session = session
+        self._size = session.lora
         self.sources = {name: param for name, param in params.items() if is_factor(name)}
 
     @cached_property
@@ -145,7 +148,9 @@ Payload = Weights | Factors
 
 
 def make_payload(name: PayloadName, session: Session, params: Params) -> Payload:
-    return Weights(session, params) if name == "weights" else Factors(session, params)
+    if name == "weights":
+        return Weights(session, params)
+    return Factors(session, params)
 
 
 def reshard_steps(

@@ -63,8 +63,12 @@ class Copy(NamedTuple):
 
     def piece(self, box: Box) -> Copy:
         """The copy of a box inside this box."""
-        outer, source, target = self.box, self.source_at, self.target_at
-        item, row, col = box[0][0] - outer[0][0], box[1][0] - outer[1][0], box[2][0] - outer[2][0]
+        outer = self.box
+        source = self.source_at
+        target = self.target_at
+        item = box[0][0] - outer[0][0]
+        row = box[1][0] - outer[1][0]
+        col = box[2][0] - outer[2][0]
         return Copy(
             self.name, box, self.dtype,
             self.source, self.source_param, (source[0] + item, source[1] + row, source[2] + col), self.forwarded,
@@ -194,7 +198,9 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _copy(flow: Flow, transfer: Transfer) -> Copy:
-    held, wanted, box = transfer.shard, flow.wanted, flow.box
+    held = transfer.shard
+    wanted = flow.wanted
+    box = flow.box
     return Copy(
         wanted.name, box, flow.dtype, transfer.source, held.param, held.cell(box), transfer.forwarded,
         transfer.target, wanted.param, wanted.cell(box),
@@ -232,7 +238,9 @@ def _num_rounds(streams: Sequence[tuple[int, int]], round_bytes: int) -> int:
         )
 
     most = -(-2 * sum(size for size, _ in streams) // round_bytes)  # this number fits
-    return bisect_left(range(1, most), True, key=fits) + 1 if most else 0
+    if most:
+        return bisect_left(range(1, most), True, key=fits) + 1
+    return 0
 
 
 def _rounds(send_stage: SendStage, member: int, num_rounds: int) -> list[Round]:
@@ -248,7 +256,9 @@ def _rounds(send_stage: SendStage, member: int, num_rounds: int) -> list[Round]:
 
 def _granule_rows(dtype: str) -> int:
     """The rows of a granule, which is not split: one row, or a row of tiles, because a tile has one scale."""
-    return FP8_TILE if dtype.startswith("float8") else 1
+    if dtype.startswith("float8"):
+        return FP8_TILE
+    return 1
 
 
 def granule_bytes(box: Box, dtype: str) -> int:
@@ -260,11 +270,15 @@ def granule_bytes(box: Box, dtype: str) -> int:
 def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
     """Split a stream evenly over the rounds, in order: a granule belongs to the round in whose share it starts."""
     # done: bytes of the stream before `copy`
-    total, done = sum(copy.num_bytes for copy in stream), 0
+    total = sum(copy.num_bytes for copy in stream)
+    done = 0
     for copy in stream:
-        (num_items, num_rows, num_cols), line = copy.size, _granule_rows(copy.dtype)
-        per_item, row_bytes = -(-num_rows // line), num_cols * item_bytes(copy.dtype)
-        granule, num_granules = 0, num_items * per_item
+        (num_items, num_rows, num_cols) = copy.size
+        line = _granule_rows(copy.dtype)
+        per_item = -(-num_rows // line)
+        row_bytes = num_cols * item_bytes(copy.dtype)
+        granule = 0
+        num_granules = num_items * per_item
         while granule < num_granules:
             item, in_item = divmod(granule, per_item)
             index = (done + (item * num_rows + in_item * line) * row_bytes) * num_rounds // total

@@ -121,7 +121,9 @@ class Pair:
 
         Call it, and exhaust the iterator, once for each flow of the pair, in order: it updates the loads.
         """
-        shards, num_bytes, wanted = flow.held.shards, flow.num_bytes, flow.wanted
+        shards = flow.held.shards
+        num_bytes = flow.num_bytes
+        wanted = flow.wanted
         for member in self.local:
             yield Transfer(member, member, shards[self.holders[member]], False)
         for place in self.near if node is None else {node} & self.near.keys():
@@ -130,10 +132,8 @@ class Pair:
                 source = senders.preferred(index, num_bytes)
                 yield Transfer(source, member, shards[self.holders[source]], False)
         for index, (place, lacking) in enumerate(self.far.items()):
-            source, entry = (
-                self.senders.preferred(index, num_bytes),
-                lacking.least_loaded(num_bytes),
-            )
+            source = self.senders.preferred(index, num_bytes)
+            entry = lacking.least_loaded(num_bytes)
             yield Transfer(source, entry, shards[self.holders[source]], False)
             if node is None or node == place:
                 for member in lacking.members:
@@ -161,12 +161,16 @@ class RouteChooser:
         dtype: str,
     ) -> None:
         """dtype: torch's name of the model's data type."""
-        self.sources, self.targets = sources, targets
+        self.sources = sources
+        self.targets = targets
         several_nodes = num_members > gpus_per_node
-        self.num_send_stages = (
-            SEND_STAGES + 1 if several_nodes else 1
-        )  # with several nodes the last send stage only forwards
-        self.gpus_per_node, self.dtype = gpus_per_node, dtype
+        # with several nodes the last send stage only forwards
+        if several_nodes:
+            self.num_send_stages = SEND_STAGES + 1
+        else:
+            self.num_send_stages = 1
+        self.gpus_per_node = gpus_per_node
+        self.dtype = dtype
         self.patterns: dict[tuple[Box, ...], int] = {}
         self.cuts: dict[tuple[int, Box], list[tuple[int, Box]]] = {}
         self.tensors = self._tensors(SEND_STAGES if several_nodes else 1)
@@ -175,7 +179,8 @@ class RouteChooser:
     def _tensors(self, num_send_stages: int) -> dict[str, TensorReplicas]:
         held: dict[str, dict[Box, list[tuple[int, Shard, int]]]] = defaultdict(dict)
         for number, part in enumerate(self.sources):
-            total, done = sum(shard.area for shard in part.shards), 0
+            total = sum(shard.area for shard in part.shards)
+            done = 0
             for shard in part.shards:
                 if area := shard.area:
                     send_stage = done * num_send_stages // total
@@ -202,7 +207,10 @@ class RouteChooser:
             if member is None or member in part.members
         }
         sent = {shard.name for number in mine for shard in self.sources[number].shards}
-        node = None if member is None else member // self.gpus_per_node
+        if member is None:
+            node = None
+        else:
+            node = member // self.gpus_per_node
         for number, part in enumerate(self.targets):
             wants = member is None or member in part.members
             for wanted in part.shards:

@@ -49,7 +49,8 @@ class Session:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Session:
-        shape, train = content["shape"], content["train"]
+        shape = content["shape"]
+        train = content["train"]
         nested = {
             "shape": ModelShape(
                 **{**shape, "mla": MlaShape(**shape["mla"]) if shape["mla"] else None}
@@ -64,7 +65,9 @@ class Session:
 
 
 def _lora_from_json(content: Mapping[str, Any] | None) -> LoraSize | None:
-    return LoraSize(**{**content, "targets": tuple(content["targets"])}) if content else None
+    if content:
+        return LoraSize(**{**content, "targets": tuple(content["targets"])})
+    return None
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ def sessions(common: Session, handles: Sequence[SourceHandles]) -> Sessions:
 
     Raises UserError where there is a gap of slots between the training ranks and the engines.
     """
-    engine, num_ranks = common.engine, common.train.world_size
+    engine = common.engine
+    num_ranks = common.train.world_size
     if engine.first > num_ranks:
         problem = f"the engines begin at GPU {engine.first}, the training ranks end at {num_ranks}"
         raise UserError("placement", problem, f"let the engines begin at GPU {num_ranks} or before")
@@ -121,7 +125,10 @@ def sessions(common: Session, handles: Sequence[SourceHandles]) -> Sessions:
     trainers: dict[int, Session] = {}
     for slot in range(common.num_members):
         if at := engine.member(slot):
-            source = handles[slot] if slot < num_ranks else None
+            if slot < num_ranks:
+                source = handles[slot]
+            else:
+                source = None
             engines[at[0]][at[1]] = replace(common, member=slot, source=source)
         else:
             trainers[slot] = replace(common, member=slot)

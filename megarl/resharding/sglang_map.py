@@ -116,7 +116,8 @@ def _layer(shape: ModelShape, engine: EngineLayout, layer: int) -> Placed:
 
 def _draft(shape: ModelShape, engine: EngineLayout) -> Placed:
     """The draft model, without the embedding and the output layer that it shares with the target model."""
-    prefix, hidden = mtp_prefix(shape, 0), shape.hidden_size
+    prefix = mtp_prefix(shape, 0)
+    hidden = shape.hidden_size
     model = DRAFT + "model."
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         yield (
@@ -162,7 +163,8 @@ def _weight(
             f"{name}: rows {rows}, columns {cols} at row {row} of {param} cut a tile of {FP8_TILE}"
         )
     yield holder, Shard(name, rows, cols, param, (0, row, 0), items, FP8)
-    scales, tiled = f"{name}_scale_inv", f"{param}_scale_inv"
+    scales = f"{name}_scale_inv"
+    tiled = f"{param}_scale_inv"
     yield (
         holder,
         Shard(scales, tiles(rows), tiles(cols), tiled, (0, row // FP8_TILE, 0), items, "float32"),
@@ -170,19 +172,25 @@ def _weight(
 
 
 def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
-    ranks, hidden, param = engine.attention_tp, (0, shape.hidden_size), prefix + "qkv_proj."
-    q_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    ranks = engine.attention_tp
+    hidden = (0, shape.hidden_size)
+    param = prefix + "qkv_proj."
+    q_rows = shape.num_heads * shape.head_dim
+    kv_rows = shape.num_kv_heads * shape.head_dim
     replicas = max(1, ranks // shape.num_kv_heads)
     kv_ranks = ranks // replicas
-    after_q, after_k = q_rows // ranks, q_rows // ranks + kv_rows // kv_ranks
+    after_q = q_rows // ranks
+    after_k = q_rows // ranks + kv_rows // kv_ranks
     for rank in range(ranks):
-        holder, rows = Holder(ranks, rank), share(q_rows, ranks, rank)
+        holder = Holder(ranks, rank)
+        rows = share(q_rows, ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "q_proj.", rows, param, 0)
         yield from _weight(
             holder, engine.fp8, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight"
         )
     for rank in range(kv_ranks):
-        holder, rows = Holder(kv_ranks, rank, replicas), share(kv_rows, kv_ranks, rank)
+        holder = Holder(kv_ranks, rank, replicas)
+        rows = share(kv_rows, kv_ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "k_proj.", rows, param, after_q)
         yield from _projection(shape, engine, holder, prefix + "v_proj.", rows, param, after_k)
     if shape.qk_norm:
@@ -207,13 +215,18 @@ def _projection(
 
 
 def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
-    mla, ranks, hidden = shape.mla, engine.attention_tp, (0, shape.hidden_size)
+    mla = shape.mla
+    ranks = engine.attention_tp
+    hidden = (0, shape.hidden_size)
     assert mla is not None
     yield from _down_projections(engine.fp8, prefix, mla, hidden)
     if mla.q_lora_rank:
         yield from _norm(prefix + "q_a_layernorm.weight", mla.q_lora_rank)
     yield from _norm(prefix + "kv_a_layernorm.weight", mla.kv_lora_rank)
-    query = "q_b_proj.weight" if mla.q_lora_rank else "q_proj.weight"
+    if mla.q_lora_rank:
+        query = "q_b_proj.weight"
+    else:
+        query = "q_proj.weight"
     query_cols = (0, mla.q_lora_rank or shape.hidden_size)
     for rank in range(ranks):
         q_rows, kv_rows, o_cols = (
@@ -231,7 +244,8 @@ def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> P
 
 
 def _down_projections(fp8: bool, prefix: str, mla: MlaShape, hidden: Range) -> Placed:
-    kv_rows, kv_name = (0, mla.kv_lora_rank + mla.rope_dim), prefix + "kv_a_proj_with_mqa.weight"
+    kv_rows = (0, mla.kv_lora_rank + mla.rope_dim)
+    kv_name = prefix + "kv_a_proj_with_mqa.weight"
     if not mla.q_lora_rank:
         yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden, kv_name)
         return
@@ -250,25 +264,22 @@ ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
 
 
 def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int, ranks: int) -> Placed:
-    hidden, gate_up, down = (
-        (0, hidden_size),
-        prefix + "gate_up_proj.weight",
-        prefix + "down_proj.weight",
-    )
+    hidden = (0, hidden_size)
+    gate_up = prefix + "gate_up_proj.weight"
+    down = prefix + "down_proj.weight"
     for rank in range(ranks):
-        to, mine = (Holder(ranks, rank), engine.fp8), share(width, ranks, rank)
+        to = (Holder(ranks, rank), engine.fp8)
+        mine = share(width, ranks, rank)
         yield from _weight(*to, prefix + "gate_proj.weight", mine, hidden, gate_up)
         yield from _weight(*to, prefix + "up_proj.weight", mine, hidden, gate_up, width // ranks)
         yield from _weight(*to, down, hidden, mine, down)
 
 
 def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
-    hidden, ffn, stack, param = (
-        (0, shape.hidden_size),
-        shape.moe_ffn_size,
-        prefix + "experts.{}.",
-        prefix + "experts.",
-    )
+    hidden = (0, shape.hidden_size)
+    ffn = shape.moe_ffn_size
+    stack = prefix + "experts.{}."
+    param = prefix + "experts."
     gate = prefix + "gate."
     yield EVERYONE, Shard(gate + "weight", (0, shape.num_experts), hidden, gate + "weight")
     if shape.router_bias:
@@ -276,11 +287,10 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
         yield EVERYONE, Shard(bias, (0, shape.num_experts), (0, 1), bias, dtype="float32")
     for rank in range(engine.tp):
         expert_rank, width_rank = divmod(rank, engine.moe_tp)
-        items, mine = (
-            share(shape.num_experts, engine.ep, expert_rank),
-            share(ffn, engine.moe_tp, width_rank),
-        )
-        to, after_gate = (Holder(engine.tp, rank), engine.fp8), ffn // engine.moe_tp
+        items = share(shape.num_experts, engine.ep, expert_rank)
+        mine = share(ffn, engine.moe_tp, width_rank)
+        to = (Holder(engine.tp, rank), engine.fp8)
+        after_gate = ffn // engine.moe_tp
         yield from _weight(
             *to, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items
         )
@@ -291,5 +301,6 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
             *to, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items
         )
     if shape.num_shared_experts:
-        width, prefix = shape.num_shared_experts * ffn, prefix + "shared_experts."
+        width = shape.num_shared_experts * ffn
+        prefix = prefix + "shared_experts."
         yield from _mlp(prefix, engine, shape.hidden_size, width, engine.shared_ranks)

@@ -57,7 +57,8 @@ class Shard(NamedTuple):
 
     def cell(self, box: Box) -> Cell:
         """The cell of the parameter that has the first element of a logical box."""
-        (item, row, col), ((items, _), (rows, _), (cols, _)) = self.at, box
+        (item, row, col) = self.at
+        ((items, _), (rows, _), (cols, _)) = box
         return item + items - self.items[0], row + rows - self.rows[0], col + cols - self.cols[0]
 
 
@@ -86,7 +87,9 @@ def intersect(a: Range, b: Range) -> Range:
 
 def intersect_boxes(a: Box, b: Box) -> Box | None:
     """The intersection, or None when it is empty."""
-    items, rows, cols = intersect(a[0], b[0]), intersect(a[1], b[1]), intersect(a[2], b[2])
+    items = intersect(a[0], b[0])
+    rows = intersect(a[1], b[1])
+    cols = intersect(a[2], b[2])
     empty = items[0] == items[1] or rows[0] == rows[1] or cols[0] == cols[1]
     return None if empty else (items, rows, cols)
 
@@ -131,7 +134,8 @@ def views(
 
     param, at: as in a Shard.
     """
-    (item, row, col), (num_items, num_rows, num_cols) = at, size
+    (item, row, col) = at
+    (num_items, num_rows, num_cols) = size
     if STACK in param:
         numbers = range(item, item + num_items)
         return [
@@ -150,7 +154,8 @@ def _view(tensor: torch.Tensor, at: Cell, size: Size) -> torch.Tensor:
 
 def cells(shard: Shard) -> Iterator[tuple[str, Box]]:
     """The parameters that a shard fills, each with the box of its cells."""
-    (item, row, col), (num_items, num_rows, num_cols) = shard.at, shard.size
+    (item, row, col) = shard.at
+    (num_items, num_rows, num_cols) = shard.size
     plane = (row, row + num_rows), (col, col + num_cols)
     if STACK in shard.param:
         for number in range(item, item + num_items):
@@ -199,7 +204,10 @@ def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -
 
 def first_of(errors: Sequence[str]) -> str:
     """The first faults for an error message, and how many more there are: every layer repeats the same fault."""
-    more = f"; and {len(errors) - _ERRORS_SHOWN} more" if len(errors) > _ERRORS_SHOWN else ""
+    if len(errors) > _ERRORS_SHOWN:
+        more = f"; and {len(errors) - _ERRORS_SHOWN} more"
+    else:
+        more = ""
     return "; ".join(errors[:_ERRORS_SHOWN]) + more
 
 

@@ -102,8 +102,10 @@ class _Needs:
     def __init__(
         self, sources: Sequence[Part], targets: Sequence[Part], num_members: int, gpus_per_node: int
     ) -> None:
-        self.sources, self.targets = sources, targets
-        self.num_members, self.gpus_per_node = num_members, gpus_per_node
+        self.sources = sources
+        self.targets = targets
+        self.num_members = num_members
+        self.gpus_per_node = gpus_per_node
         self.pair_bytes: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
         # nodes that want a box and lack it
         self.lacking: dict[tuple[tuple[int, ...], int], frozenset[int]] = {}
@@ -119,12 +121,16 @@ class _Needs:
             self.lacking[pair] = frozenset(wanting - replica_set)
         self.pair_bytes[pair] += flow.num_bytes
         key = flow.wanted.name, flow.box
-        nodes = self.lacking[pair] | self.boxes[key][0] if key in self.boxes else self.lacking[pair]
+        if key in self.boxes:
+            nodes = self.lacking[pair] | self.boxes[key][0]
+        else:
+            nodes = self.lacking[pair]
         self.boxes[key] = nodes, flow.num_bytes
 
     def totals(self) -> tuple[list[int], list[int], list[int]]:
         """(bytes that each member wants, bytes of them in its own slot, distinct bytes that each node lacks)."""
-        dest, local = [0] * self.num_members, [0] * self.num_members
+        dest = [0] * self.num_members
+        local = [0] * self.num_members
         for (parts, target), num_bytes in self.pair_bytes.items():
             holders = self._holders(parts)
             for member in self.targets[target].members:

@@ -69,12 +69,14 @@ class Verifier:
     def _compare_local(self) -> Iterator[str]:
         for copy in self.streams.local:
             for strip in _strips(copy, min(STRIP_BYTES, self.round_bytes)):
-                wanted, found = self._bytes(strip, "source"), self._bytes(strip, "target")
+                wanted = self._bytes(strip, "source")
+                found = self._bytes(strip, "target")
                 if not torch.equal(wanted, found):
                     yield self._describe(strip, _difference(strip, wanted, found))
 
     def _compare_sums(self) -> list[str]:
-        sent, received = self._flows(sent=True), self._flows(sent=False)
+        sent = self._flows(sent=True)
+        received = self._flows(sent=False)
         weights = _weights(min(STRIP_BYTES, self.round_bytes) // WORD_BYTES + 1)
         theirs = {
             peer: torch.empty(len(copies), dtype=torch.int64, device=DEVICE)
@@ -154,10 +156,14 @@ class Verifier:
         """The error message about a box of a copy."""
         items, rows, cols = box
         at = self.engine.member(copy.target)
-        where = f"engine {at[0]}, TP rank {at[1]}" if at else f"member {copy.target}"
-        of_items = (
-            f"items {items}, " if items[1] - items[0] < copy.size[0] or "{}" in copy.name else ""
-        )
+        if at:
+            where = f"engine {at[0]}, TP rank {at[1]}"
+        else:
+            where = f"member {copy.target}"
+        if items[1] - items[0] < copy.size[0] or "{}" in copy.name:
+            of_items = f"items {items}, "
+        else:
+            of_items = ""
         return (
             f"{copy.name}: {of_items}rows {rows}, columns {cols} in {copy.target_param} of {where} "
             f"are not what member {copy.source} has"
@@ -167,10 +173,14 @@ class Verifier:
 def _strips(copy: Copy, max_bytes: int) -> Iterator[Copy]:
     """The copy in order, in strips of at most max_bytes, or of one row (of tiles) if that is more."""
     (first_item, last_item), (first_row, last_row), cols = copy.box
-    step, num_rows = FP8_TILE if copy.dtype == FP8 else 1, last_row - first_row
+    step = FP8_TILE if copy.dtype == FP8 else 1
+    num_rows = last_row - first_row
     row_bytes = copy.num_bytes // ((last_item - first_item) * num_rows)
     num_items = max(1, max_bytes // (num_rows * row_bytes))
-    step = max(1, max_bytes // (row_bytes * step)) * step if num_items == 1 else num_rows
+    if num_items == 1:
+        step = max(1, max_bytes // (row_bytes * step)) * step
+    else:
+        step = num_rows
     for item in range(first_item, last_item, num_items):
         for row in range(first_row, last_row, step):
             yield copy.piece(

@@ -22,7 +22,9 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
 
     span: the engine's node that this process runs on, where the engine spans several.
     """
-    rollout, engine, layout = recipe.rollout, recipe.rollout.engine, engine_layout(recipe)
+    rollout = recipe.rollout
+    engine = recipe.rollout.engine
+    layout = engine_layout(recipe)
     config = _config(recipe.model.path)
     return EngineSettings(
         model_path=recipe.model.path,
@@ -63,4 +65,6 @@ def _adapter(recipe: Recipe) -> AdapterSlot | None:
 def _config(model_path: str) -> dict[str, Any]:
     """The model's config.json; empty where there is none."""
     file = Path(model_path) / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    return {}

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 # start together never hold more than 0.4 of the tokens that they end with, because the short ones leave while the long
 # ones grow. Later, at all ages, they hold 0.9 of them in the mean.
 # The values are the best of those tried in scripts/bench/balancing.py.
-_OVERCOMMIT_TOGETHER, _OVERCOMMIT_MIXED = 2.0, 1.25
+_OVERCOMMIT_TOGETHER = 2.0
+_OVERCOMMIT_MIXED = 1.25
 _FIRST_GUESS = 0.25  # of the longest response
 # responses that the mean of the round before counts as: that round may have been an evaluation
 _MOST_BEFORE = 1024
@@ -69,7 +70,8 @@ class RequestBalancer:
 
     @property
     def mean_response(self) -> float:
-        (before, tokens_before), (now, tokens) = self._before, self._now
+        (before, tokens_before) = self._before
+        (now, tokens) = self._now
         return (tokens_before + tokens) / (before + now)
 
     def expected_tokens(self, receiver: int) -> float:
@@ -86,7 +88,8 @@ class RequestBalancer:
         if self._now[0] and not any(load.sequences for load in self._loads):
             count, tokens = self._now
             weight = min(count, _MOST_BEFORE)
-            self._before, self._now = (weight, weight * tokens / count), (0, 0.0)
+            self._before = (weight, weight * tokens / count)
+            self._now = (0, 0.0)
         receiver = self._least_loaded()
         if receiver is not None:
             self._last = receiver
@@ -106,18 +109,24 @@ class RequestBalancer:
     def _least_loaded(self) -> int | None:
         """The receiver with the fewest expected tokens that has room; of equal ones the next in turn."""
         # Written out, for it runs for each of thousands of requests over hundreds of receivers.
-        found, least, mean = None, math.inf, self.mean_response
+        found = None
+        least = math.inf
+        mean = self.mean_response
         for turn in range(self._last + 1, self._last + 1 + len(self._loads)):
             receiver = turn % len(self._loads)
             load = self._loads[receiver]
             expected = load.prompt_tokens + load.sequences * mean
             if expected < least and self._has_room(receiver, load, expected):
-                found, least = receiver, expected
+                found = receiver
+                least = expected
         return found
 
     def _has_room(self, receiver: int, load: _Outstanding, expected_tokens: float) -> bool:
         capacity = self._capacities[receiver]
-        share = _OVERCOMMIT_TOGETHER if load.started_together else _OVERCOMMIT_MIXED
+        if load.started_together:
+            share = _OVERCOMMIT_TOGETHER
+        else:
+            share = _OVERCOMMIT_MIXED
         return load.sequences < capacity.sequences and expected_tokens < share * capacity.tokens
 
     def _book(self, receiver: int, samples: int, prompt_tokens: int) -> None:

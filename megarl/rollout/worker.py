@@ -47,7 +47,10 @@ class RolloutWorker:
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan | None = None) -> None:
         """span: the engine's first node, where the engine spans several."""
         self._reward = recipe.reward
-        self._rewarding = "agent" if recipe.episode and recipe.episode.agent else "environment"
+        if recipe.episode and recipe.episode.agent:
+            self._rewarding = "agent"
+        else:
+            self._rewarding = "environment"
         self._num_transcripts = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
         self._reward_workers = RewardWorkers(recipe.reward, recipe.run.timeout_s)
         self._runtime: EnvironmentRuntime | AgentRuntime | None = None
@@ -58,7 +61,10 @@ class RolloutWorker:
             self._shut_down_workers()
             raise
         try:
-            self._episodes = self._runtime.runner(self._engine) if self._runtime else None
+            if self._runtime:
+                self._episodes = self._runtime.runner(self._engine)
+            else:
+                self._episodes = None
         except BaseException:
             self.shutdown()
             raise
@@ -75,7 +81,8 @@ class RolloutWorker:
         with reward.on_failure "stop" when any has.
         """
         generated = await self._generate(prompt, sampling, begun)
-        samples, reward_results = generated.samples, list(generated.reward_results)
+        samples = generated.samples
+        reward_results = list(generated.reward_results)
         ended = [
             place
             for place, sample in enumerate(samples)
@@ -203,14 +210,14 @@ async def _continued(
     episodes: EpisodeRunner, prompt: Prompt, sampling: Sampling, begun: PartialGroup
 ) -> Generated:
     """The episodes of a group after a further phase of the open ones."""
-    samples, reward_results = list(begun.samples), list(begun.reward_results)
-    places, assigned = (
-        [place for place, one in enumerate(samples) if one.is_open],
-        partial_summary(begun).context_tokens,
-    )
+    samples = list(begun.samples)
+    reward_results = list(begun.reward_results)
+    places = [place for place, one in enumerate(samples) if one.is_open]
+    assigned = partial_summary(begun).context_tokens
     going = [episodes.run(prompt, sampling, place, samples[place], assigned) for place in places]
     for place, one in zip(places, await asyncio.gather(*going), strict=True):
-        samples[place], reward_results[place] = one.sample, one.reward_result
+        samples[place] = one.sample
+        reward_results[place] = one.reward_result
     return Generated(samples, reward_results)
 
 
@@ -253,8 +260,14 @@ def scored(
     num_dropped = len(samples) - len(kept)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
-        many = "" if reward.on_failure == "stop" else ", as did all of the group"
-        where = WHERE if reward.function or reward.by_source else "episode"
+        if reward.on_failure == "stop":
+            many = ""
+        else:
+            many = ", as did all of the group"
+        if reward.function or reward.by_source:
+            where = WHERE
+        else:
+            where = "episode"
         raise UserError(where, f"{failures[0]}{many}", f"{REWARD_HINT}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,

@@ -79,13 +79,19 @@ def sample_error(prompt: Prompt, sample: Sample) -> str | None:
     have no logprob and no reward. An ended row ends with a token that the model sampled. The trained tokens of all rows
     are those that the engine sampled without those that were dropped, for whatever reason.
     """
-    facts, opened = sample.facts, sample.open_episode
+    facts = sample.facts
+    opened = sample.open_episode
     if sample.is_plain and facts is None and opened is None and sample.token_rewards_T is None:
         return None
     for number, row in enumerate(sample.rows):
         if error := _row_error(row, row_length(prompt, row), sample.is_open):
             return f"has a row {number} with {error}"
-    account = asdict(facts) if facts else opened.account if opened else {}
+    if facts:
+        account = asdict(facts)
+    elif opened:
+        account = opened.account
+    else:
+        account = {}
     sampled = account.get("sampled_tokens", 0)
     dropped = {reason: account.get(f"dropped_{reason}", 0) for reason in get_args(DropReason)}
     if account and sample.num_trained != sampled - sum(dropped.values()):

@@ -90,7 +90,8 @@ class BufferSizes:
         """
         if steps_left is None:
             return min(grown, self.most_surplus)
-        least, most = 0, min(grown, self.most_surplus)
+        least = 0
+        most = min(grown, self.most_surplus)
         for _ in range(steps_left):
             if least >= most:
                 break
@@ -193,7 +194,8 @@ class RolloutBuffer(Generic[Ref]):
     def check(self) -> None:
         """Raises RuntimeError unless every ticket is exactly one of trained on, dropped and in the stock."""
         numbers = [entry.drawn.number for entry in self.entries]
-        held, every = _bits(self.entries), (1 << self.next_number) - 1
+        held = _bits(self.entries)
+        every = (1 << self.next_number) - 1
         overlap = self.trained & self.dropped | self.trained & held | self.dropped & held
         if (
             overlap
@@ -238,6 +240,7 @@ def staleness_bound(recipe: Recipe, hyperparameters: Hyperparameters) -> int:
     With ahead the first phase of a step is sampled in the step before: its tokens are a version older, and all else
     is the same.
     """
-    phases, wanted = num_phases(recipe), recipe.rollout.prompts_per_step
+    phases = num_phases(recipe)
+    wanted = recipe.rollout.prompts_per_step
     waits = -(-hyperparameters.num_drawn(recipe.rollout.in_flight) // wanted) - 1
     return (waits + max(0, phases - 2) if waits else 0) + recipe.rollout.ahead

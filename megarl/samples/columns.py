@@ -32,7 +32,10 @@ from megarl.types.reward_result import Failure, RewardResult
 
 FORMAT = 9
 FORMATS = (5, 6, 7, 8, FORMAT)  # that are read
-_EPISODES_SINCE, _TRANSCRIPTS_SINCE, _OPEN_EPISODES_SINCE, _REASONS_SINCE = 6, 7, 8, 9
+_EPISODES_SINCE = 6
+_TRANSCRIPTS_SINCE = 7
+_OPEN_EPISODES_SINCE = 8
+_REASONS_SINCE = 9
 # others: 6
 _FACTS_SINCE = {
     "reusable_tokens": 7,
@@ -42,7 +45,8 @@ _FACTS_SINCE = {
     "seed": 9,
 }
 # the second had the tokens of every reason
-_DROPPED, _DROPPED_BEFORE = "dropped_unawaited", "dropped_tokens"
+_DROPPED = "dropped_unawaited"
+_DROPPED_BEFORE = "dropped_tokens"
 _EXPERT_TYPES = ("uint8", "int16")
 _EXPERTS_OF = ("experts", "experts_type", "experts_shape")
 _MARKS = ("own_prompt_ids", "trained", "token_rewards")
@@ -57,7 +61,10 @@ def schema(number: int = FORMAT) -> Any:
     """The columns of a format."""
     import pyarrow as pa
 
-    ids, text, whole, logps = pa.list_(pa.int64()), pa.string(), pa.int64(), pa.list_(pa.float32())
+    ids = pa.list_(pa.int64())
+    text = pa.string()
+    whole = pa.int64()
+    logps = pa.list_(pa.float32())
     columns = {
         "step": whole,
         "group": whole,
@@ -108,14 +115,16 @@ def _facts(number: int) -> list[str]:
 
 def row_of(step: int, number: int, group: SampleGroup | PartialGroup, index: int) -> dict[str, Any]:
     """Sample `index` of a group, which has this number in its step."""
-    prompt, sample = group.prompt, group.samples[index]
+    prompt = group.prompt
+    sample = group.samples[index]
     if isinstance(group, PartialGroup):
         reward_result = group.reward_results[index]
     else:
         reward_result = RewardResult(float(group.rewards_G[index]), bool(group.correct_G[index]))
-    judged = (
-        reward_result if isinstance(reward_result, RewardResult) else RewardResult(math.nan, False)
-    )
+    if isinstance(reward_result, RewardResult):
+        judged = reward_result
+    else:
+        judged = RewardResult(math.nan, False)
     first, *more = map(_conversation, sample.rows)
     return {
         "step": step,
@@ -242,19 +251,26 @@ def _is_entry(entry: Any) -> bool:
 def _conversation_error(
     row: dict[str, Any], prompt_ids: np.ndarray, may_be_empty: bool
 ) -> str | None:
-    prompt_ids = prompt_ids if row["own_prompt_ids"] is None else row["own_prompt_ids"]
+    if row["own_prompt_ids"] is None:
+        prompt_ids = prompt_ids
+    else:
+        prompt_ids = row["own_prompt_ids"]
     if empty := [name for name, value in row.items() if value is None and name not in _OPTIONAL]:
         return f"has a row without {empty[0]}"
-    ids, logps = row["response_ids"], row["engine_logp"]
+    ids = row["response_ids"]
+    logps = row["engine_logp"]
     if not len(prompt_ids) or not (len(ids) or may_be_empty) or len(ids) != len(logps):
         return f"has {len(prompt_ids)} prompt tokens, {len(ids)} response tokens and {len(logps)} logprobs"
     if min(prompt_ids.min(), ids.min(initial=0)) < 0:
         return "has a negative token id"
-    versions, part_tokens = row["versions"], row["part_tokens"]
+    versions = row["versions"]
+    part_tokens = row["part_tokens"]
     is_ascending = len(versions) == len(part_tokens) and (np.diff(versions) > 0).all()
     if not is_ascending or (part_tokens < 1).any() or part_tokens.sum() != len(ids):
         return f"has parts of {part_tokens.tolist()} tokens and of versions {versions.tolist()}"
-    return None if row["experts"] is None else _experts_error(row, len(prompt_ids) + len(ids))
+    if row["experts"] is None:
+        return None
+    return _experts_error(row, len(prompt_ids) + len(ids))
 
 
 def _experts_error(row: dict[str, Any], num_tokens: int) -> str | None:
@@ -265,11 +281,9 @@ def _experts_error(row: dict[str, Any], num_tokens: int) -> str | None:
     if row["experts_shape"][0] != num_tokens - 1:
         return f"has the experts of {row['experts_shape'][0]} tokens, and {num_tokens} tokens"
     wanted = int(np.prod(row["experts_shape"])) * np.dtype(row["experts_type"]).itemsize
-    return (
-        None
-        if wanted == len(row["experts"])
-        else f"has {len(row['experts'])} bytes of experts, not {wanted}"
-    )
+    if wanted == len(row["experts"]):
+        return None
+    return f"has {len(row['experts'])} bytes of experts, not {wanted}"
 
 
 def prompt_of(row: dict[str, Any]) -> Prompt:
@@ -336,7 +350,10 @@ def _with_reasons(counts: dict[str, Any]) -> dict[str, Any]:
     """
     if _DROPPED_BEFORE not in counts:
         return counts
-    reason = "dropped_anew" if counts.get("begun_anew") else _DROPPED
+    if counts.get("begun_anew"):
+        reason = "dropped_anew"
+    else:
+        reason = _DROPPED
     return {reason if name == _DROPPED_BEFORE else name: value for name, value in counts.items()}
 
 
@@ -347,7 +364,9 @@ def _open_episode(text: str) -> EpisodeProgress | None:
         for name in ("digests", "said", "messages"):
             found[name] = None if found[name] is None else tuple(found[name])
         found["account"] = _with_reasons(found["account"])
-        return EpisodeProgress(**found) if len(found) == len(fields(EpisodeProgress)) else None
+        if len(found) == len(fields(EpisodeProgress)):
+            return EpisodeProgress(**found)
+        return None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

@@ -164,11 +164,13 @@ def open_samples(path: Path) -> SampleFile:
         raise _unreadable(path, ValueError("it is a folder, a pipe or a device"))
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema, footer = file.schema_arrow, file.metadata
+            schema = file.schema_arrow
+            footer = file.metadata
         ours = _described((schema.metadata or {}).get(_KEY, b"{}"))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
-    found, known = ours.get("format", "not ours"), columns.FORMATS
+    found = ours.get("format", "not ours")
+    known = columns.FORMATS
     if found not in known or not schema.equals(columns.schema(found)):
         *older, last = map(str, known)
         problem = f"its format is {found}, this version reads {', '.join(older)} and {last}"
@@ -193,7 +195,9 @@ def _described(text: bytes) -> dict[str, Any]:
 
 def _group(rows: list[dict[str, Any]]) -> SampleGroup | PartialGroup:
     is_open = any(row["open"] for row in rows)
-    return columns.partial_group_of(rows) if is_open else columns.group_of(rows)
+    if is_open:
+        return columns.partial_group_of(rows)
+    return columns.group_of(rows)
 
 
 def _read(path: Path, step: int) -> list[dict[str, Any]]:

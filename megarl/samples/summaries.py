@@ -14,13 +14,13 @@ def summary(group: SampleGroup) -> GroupSummary:
 
     Raises RuntimeError where the tokens of an episode do not add up.
     """
-    prompt, samples = group.prompt, group.samples
+    prompt = group.prompt
+    samples = group.samples
     accounting.check(prompt, samples)
-    rows = (
-        ()
-        if all(one.is_plain for one in samples)
-        else [accounting.row_summaries(prompt, one) for one in samples]
-    )
+    if all(one.is_plain for one in samples):
+        rows = ()
+    else:
+        rows = [accounting.row_summaries(prompt, one) for one in samples]
     return GroupSummary(
         prompt_text=group.prompt.text,
         answer=group.prompt.answer,

@@ -38,13 +38,18 @@ class Past:
     def typical(self, name: str) -> float:
         """The median of the first training steps; NaN where these have no such metric."""
         values = [record[name] for record in self.first if name in record]
-        return median(values) if values else math.nan
+        if values:
+            return median(values)
+        return math.nan
 
     def after(self, now: Metrics) -> Past:
         """The past of the next step."""
         names = REWARD, STD, ACCURACY, GRADIENT, ENTROPY
         kept = {name: now[name] for name in ("step", *names) if name in now}
-        first = (*self.first, kept) if len(self.first) < _REFERENCE_STEPS else self.first
+        if len(self.first) < _REFERENCE_STEPS:
+            first = (*self.first, kept)
+        else:
+            first = self.first
         varies = now.keys() >= {REWARD, STD} and not _is_constant(now)
         is_best = varies and now[REWARD] > self.best.get(REWARD, -math.inf)
         return Past(first, kept if is_best else self.best)
@@ -136,7 +141,10 @@ def _says_without_variance(now: Metrics, past: Past) -> str:
     rewards = "no group has two different rewards"
     if _is_constant(now):
         rewards = f"every sample has the reward {now[REWARD]:g}"
-    gradient = f", and {GRADIENT} is 0" if now.get(GRADIENT, 1.0) <= _ZERO_GRADIENT else ""
+    if now.get(GRADIENT, 1.0) <= _ZERO_GRADIENT:
+        gradient = f", and {GRADIENT} is 0"
+    else:
+        gradient = ""
     return (
         f"{rewards}, so that rewards teach nothing{gradient}; {_cause_without_variance(now, past)}"
     )
@@ -146,7 +154,10 @@ def _cause_without_variance(now: Metrics, past: Past) -> str:
     if now[ACCURACY] == 1.0 and past.best:
         return "all answers are right: data.train is too easy by now, or the run may end"
     if _is_constant(now) and past.best and past.best[REWARD] > now[REWARD] + 0.1 * past.best[STD]:
-        rate = f" ({now['train/lr']:g})" if "train/lr" in now else ""
+        if "train/lr" in now:
+            rate = f" ({now['train/lr']:g})"
+        else:
+            rate = ""
         best = f"the mean reward was {past.best[REWARD]:.3g} in step {past.best['step']:.0f}"
         return f"{best}: train.lr{rate} is probably too high, try a tenth of it"
     if now.get(ENTROPY, 1.0) <= _ZERO_ENTROPY:

@@ -37,12 +37,14 @@ def rollout_metrics(groups: Sequence[GroupSummary], *, compares_samples: bool) -
         int(group.response_lengths_G[group.drawn_G].sum()) - group.prefills for group in drafted
     )
     steps = sum(group.verifications for group in drafted)
-    accepted = {"rollout/accepted": verified / steps} if steps else {}
-    variance = (
-        {"reward/groups_without_variance": share_without_variance(groups)}
-        if compares_samples
-        else {}
-    )
+    if steps:
+        accepted = {"rollout/accepted": verified / steps}
+    else:
+        accepted = {}
+    if compares_samples:
+        variance = {"reward/groups_without_variance": share_without_variance(groups)}
+    else:
+        variance = {}
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -89,11 +91,10 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
         [getattr(one, name) for one in facts] for name in ("turns", "calls", "tool_s")
     )
     reusable = sum(one.reusable_tokens for one in facts)
-    hits = (
-        {"episode/prefix_hit_share": sum(one.cached_tokens for one in facts) / reusable}
-        if reusable
-        else {}
-    )
+    if reusable:
+        hits = {"episode/prefix_hit_share": sum(one.cached_tokens for one in facts) / reusable}
+    else:
+        hits = {}
     of_turns = [
         group.turn_rewards_G[at] for group, at in places if group.turn_rewards_G is not None
     ]
@@ -194,10 +195,8 @@ def update_metrics(updates: Sequence[Statistics], room: str) -> Metrics:
     """
     metrics: Metrics = {}
     for statistic in {statistic: None for update in updates for statistic in update}:
-        reduction, values = (
-            statistic.reduction,
-            [update[statistic] for update in updates if statistic in update],
-        )
+        reduction = statistic.reduction
+        values = [update[statistic] for update in updates if statistic in update]
         combined = [
             max(column) if reduction.is_max else sum(column) for column in zip(*values, strict=True)
         ]
@@ -294,9 +293,10 @@ def _sample(group: GroupSummary, index: int, advantage: float | None) -> dict[st
         # -1: no token was sampled
         "version": max((part.version for part in group.parts_G[index]), default=-1),
     }
-    facts = group.facts[index] if group.facts and index < len(group.transcripts) else None
-    return (
-        sample
-        if facts is None
-        else sample | {"episode": episode_dict(facts, group.transcripts[index])}
-    )
+    if group.facts and index < len(group.transcripts):
+        facts = group.facts[index]
+    else:
+        facts = None
+    if facts is None:
+        return sample
+    return sample | {"episode": episode_dict(facts, group.transcripts[index])}

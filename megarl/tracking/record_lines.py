@@ -48,6 +48,6 @@ def _parsed(raw: bytes, only_numbers: bool) -> dict[str, Any] | str:
         for name, value in record.items()
         if value is not None and type(value) not in (int, float)
     ]
-    return (
-        f"has something other than a number as {wrong[0]!r}" if only_numbers and wrong else record
-    )
+    if only_numbers and wrong:
+        return f"has something other than a number as {wrong[0]!r}"
+    return record

@@ -126,9 +126,13 @@ class RunLog:
         self._recipe = recipe
         own = Console()
         self._console = console or (own if own.is_terminal else Console(width=_PLAIN_WIDTH))
-        parent, name = Path(recipe.run.dir), recipe.run.name
+        parent = Path(recipe.run.dir)
+        name = recipe.run.name
         with writing(parent, f"the run's folder {name}"):
-            self.folder = parent / name if resume else _new_folder(parent, name)
+            if resume:
+                self.folder = parent / name
+            else:
+                self.folder = _new_folder(parent, name)
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(self.folder)
         if resume and step < 0:
@@ -137,10 +141,8 @@ class RunLog:
         algorithm = ALGORITHMS[recipe.algorithm.name]
         learns_from_rewards = algorithm.learns_from == "rewards" and not algorithm.has_teacher
         self._health = Health(learns_from_rewards).after_all(self._history)
-        shown, commit = (
-            without_secrets(recipe.model_dump(mode="json")),
-            code_commit() if recipe.run.trackers else "",
-        )
+        shown = without_secrets(recipe.model_dump(mode="json"))
+        commit = code_commit() if recipe.run.trackers else ""
         tracked = TrackedRun(
             self.folder.name, self.folder, recipe.run.project, shown, commit, first_step=step + 1
         )
@@ -156,7 +158,8 @@ class RunLog:
 
     def _begin(self, step: int) -> list[Metrics]:
         """Write the recipe, and open records and samples, cut off after `step`; returns the records that stay."""
-        records, samples = self.folder / "metrics.jsonl", self.folder / "samples.jsonl"
+        records = self.folder / "metrics.jsonl"
+        samples = self.folder / "samples.jsonl"
         errors: list[UserError] = []
         kept = [
             read_lines(records, step, errors),
@@ -261,7 +264,8 @@ class RunLog:
 
         About ten progress lines are shown for all of these steps.
         """
-        record, total = Record(0), self._recipe.warm_start.steps
+        record = Record(0)
+        total = self._recipe.warm_start.steps
         yield record
         record.add({"warm_start/step": step})
         written = self._write(record)
@@ -278,7 +282,8 @@ class RunLog:
         """One training step, from 1: its record, its samples, its progress line."""
         if self._training_began is None:
             self._training_began = time.perf_counter()
-        record, steps = Record(step), self._recipe.run.steps
+        record = Record(step)
+        steps = self._recipe.run.steps
         yield record
         written = self._write(record)
         self._trackers.log(step, written)
@@ -393,10 +398,14 @@ def _state(error: BaseException | None) -> State:
     """How the run ended: SIGUSR1, Ctrl-C and SIGTERM stop it."""
     if error is None:
         return "finished"
-    return "stopped" if isinstance(error, EndedEarly | KeyboardInterrupt) else "failed"
+    if isinstance(error, EndedEarly | KeyboardInterrupt):
+        return "stopped"
+    return "failed"
 
 
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{minutes}:{rest:02d}"

@@ -65,9 +65,9 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return [without_secrets(below, name) for below in value]
     if not isinstance(value, str):
         return value
-    return (
-        _WITHHELD if is_secret(name, value) or (value and _WIDE.search(name)) else redacted(value)
-    )
+    if is_secret(name, value) or (value and _WIDE.search(name)):
+        return _WITHHELD
+    return redacted(value)
 
 
 def redacted(text: str) -> str:

@@ -19,12 +19,21 @@ def step_notes(
         yield f"step {step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {failures[0]}"
     if failed_calls:
         count = len(failed_calls)
-        calls = "call of a tool" if count == 1 else "calls of tools"
+        if count == 1:
+            calls = "call of a tool"
+        else:
+            calls = "calls of tools"
         yield f"step {step}: {count} {calls} failed, the first: {failed_calls[0]}"
     if refused_fields:
         count = sum(refused_fields.values())
-        requests = "request of an agent was" if count == 1 else "requests of agents were"
+        if count == 1:
+            requests = "request of an agent was"
+        else:
+            requests = "requests of agents were"
         often = sorted(refused_fields.items(), key=lambda item: (-item[1], item[0]))
         names = ", ".join(f"{name} ({number})" for name, number in often[:_MOST_NAMES])
-        more = f" and {len(often) - _MOST_NAMES} others" if len(often) > _MOST_NAMES else ""
+        if len(often) > _MOST_NAMES:
+            more = f" and {len(often) - _MOST_NAMES} others"
+        else:
+            more = ""
         yield f"step {step}: {count} {requests} refused for a field or a path: {names}{more}"

@@ -94,7 +94,8 @@ class AuxiliaryRank(TrainingRank):
             reference = self.token_outputs(micro_batches)
         if values is None or reference is None:
             return ShareValues(None)
-        scale, pairs = self._hyperparameters.process_scale, zip(values, reference, strict=True)
+        scale = self._hyperparameters.process_scale
+        pairs = zip(values, reference, strict=True)
         return ShareValues(
             [scale * (own_T - reference_T) for own_T, reference_T in pairs], reference
         )
@@ -112,14 +113,15 @@ class AuxiliaryRank(TrainingRank):
         found: of `values`, for the same updates. given: as of `Received`; the token values are the KL penalties of the
         policy's ranks, where an algorithm pays them in the reward.
         """
-        received, statistics = Received.of(group_ids, given), []
-        rewards_of, shares = received.token_values, self._shares(updates, received)
+        received = Received.of(group_ids, given)
+        statistics = []
+        rewards_of = received.token_values
+        shares = self._shares(updates, received)
         for update, share, old in zip(updates, shares, found, strict=True):
-            rewards = (
-                [spread(rewards_of[key_of(ref)], ref) for ref in refs_of([update])]
-                if rewards_of
-                else None
-            )
+            if rewards_of:
+                rewards = [spread(rewards_of[key_of(ref)], ref) for ref in refs_of([update])]
+            else:
+                rewards = None
             statistics.append(self.train_step(share, old, norms_of(update), lr, rewards))
         return statistics
 
@@ -146,8 +148,10 @@ class AuxiliaryRank(TrainingRank):
         Returns grad_norm, and on the last stage the loss and its statistics over all data-parallel ranks. Raises
         FloatingPointError when the gradient is not finite.
         """
-        hyperparameters, has_scores = self._hyperparameters, self._kind.has_scores
-        returns, old_values = None, old.values if has_scores else None
+        hyperparameters = self._hyperparameters
+        has_scores = self._kind.has_scores
+        returns = None
+        old_values = old.values if has_scores else None
         if old_values is not None:
             flat = [one for batch in micro_batches for one in batch]
             returns = critic_returns(flat, old_values, rewards, hyperparameters)
@@ -168,11 +172,10 @@ def critic_returns(
     hyperparameters: Hyperparameters,
 ) -> list[FloatArray]:
     """By GAE, of the values before the step's updates. rewards: KL penalty of each token, if there are any."""
-    lam = (
-        hyperparameters.gae_lambda
-        if hyperparameters.critic_lambda is None
-        else hyperparameters.critic_lambda
-    )
+    if hyperparameters.critic_lambda is None:
+        lam = hyperparameters.gae_lambda
+    else:
+        lam = hyperparameters.critic_lambda
     rewards = credit.with_turn_rewards(sequences, rewards)
     return credit.gae_advantages(
         sequences, old_values, gamma=hyperparameters.gamma, lam=lam, rewards=rewards

@@ -35,7 +35,9 @@ class SampleRef:
     @property
     def tokens(self) -> int:
         """The tokens that are trained on."""
-        return self.response_length if self.num_trained is None else self.num_trained
+        if self.num_trained is None:
+            return self.response_length
+        return self.num_trained
 
 
 MicroBatch = tuple[SampleRef, ...]
@@ -100,7 +102,9 @@ class Update:
 
     def nll_weight(self, coefficient: float) -> float:
         """The weight in the loss sum of a correct sample's tokens, which then add `coefficient` x their mean -log p."""
-        return coefficient * self.denominator / self.correct_tokens if self.correct_tokens else 0.0
+        if self.correct_tokens:
+            return coefficient * self.denominator / self.correct_tokens
+        return 0.0
 
 
 def shuffled(samples: Sequence[SampleRef], seed: int, step: int) -> list[SampleRef]:
@@ -159,7 +163,8 @@ def plan_updates(
     plans = []
     for part in _stratified(whole, updates):
         refs = [ref for rows in part for ref in rows]
-        tokens, trained = sum(ref.length for ref in refs), sum(ref.tokens for ref in refs)
+        tokens = sum(ref.length for ref in refs)
+        trained = sum(ref.tokens for ref in refs)
         denominator = denominator_of(aggregation, trained, len(part), longest_response)
         longest = -(-max(ref.length for ref in refs) // align) * align
         if longest > token_budget:
@@ -327,9 +332,14 @@ def _head_start(work: npt.NDArray[np.float64], count: int, ranks: int) -> npt.ND
     A sample that is more work than the mean of micro-batches is waited for by the other ranks: theirs at its place may
     be as heavy, and all others then lighter.
     """
-    targets, left, places = [], work.sum() / ranks, count // ranks
+    targets = []
+    left = work.sum() / ranks
+    places = count // ranks
     for place in range(places):
-        heaviest = work[place * ranks] if place * ranks < len(work) else 0.0
+        if place * ranks < len(work):
+            heaviest = work[place * ranks]
+        else:
+            heaviest = 0.0
         targets.append(max(heaviest, left / (places - place)))
         left = max(0.0, left - targets[-1])
     return np.repeat(max(targets) - np.array(targets), ranks)
@@ -340,7 +350,8 @@ def _least_first(
 ) -> list[_Bin] | None:
     """Each, longest first, into the lightest that has room (Graham, 1969), or None. start: what they weigh empty."""
     bins: list[_Bin] = [[] for _ in start]
-    room, weight = np.full(len(start), budget), start.copy()
+    room = np.full(len(start), budget)
+    weight = start.copy()
     for place, need in enumerate(tokens):
         index = int(np.where(room >= need, weight, np.inf).argmin())
         if room[index] < need:

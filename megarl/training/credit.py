@@ -37,10 +37,16 @@ def with_token_advantages(
     tokens. penalties: each token's KL penalty, if any. The rows of a sample are all among the sequences: its tokens are
     one chain.
     """
-    token_rewards = with_turn_rewards(sequences, penalties) if row.credits_turns else penalties
+    if row.credits_turns:
+        token_rewards = with_turn_rewards(sequences, penalties)
+    else:
+        token_rewards = penalties
     # the same in samples without a turn's reward
     is_discounted = row.credits_turns and hyperparameters.gamma < 1
-    predicted = [spread(token_values[key_of(ref)], ref) for ref in refs] if row.critic else []
+    if row.critic:
+        predicted = [spread(token_values[key_of(ref)], ref) for ref in refs]
+    else:
+        predicted = []
     if row.critic == "values":
         alpha = hyperparameters.lambda_alpha or None
         how = {"gamma": hyperparameters.gamma, "lam": hyperparameters.gae_lambda, "alpha": alpha}
@@ -60,7 +66,9 @@ def with_token_advantages(
     found = [
         replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)
     ]
-    return whitened(found, sum_over_all) if hyperparameters.whiten else found
+    if hyperparameters.whiten:
+        return whitened(found, sum_over_all)
+    return found
 
 
 def sample_advantages(refs: Sequence[SampleRef], sequences: Sequence[TrainSequence]) -> PerToken:
@@ -125,13 +133,13 @@ def _gae(
     masks = [sequences[place].sampled_T for place in order]
     lengths = np.array([int(mask_T.sum()) for mask_T in masks])
     of_samples = np.add.reduceat(lengths, np.cumsum([0, *map(len, chains[:-1])]))
-    lams = (
-        np.full(len(chains), lam)
-        if alpha is None
-        else np.maximum(0.0, 1 - 1 / (alpha * of_samples))
-    )
+    if alpha is None:
+        lams = np.full(len(chains), lam)
+    else:
+        lams = np.maximum(0.0, 1 - 1 / (alpha * of_samples))
     ends = np.cumsum(of_samples) - 1
-    is_last_T, reward_T = np.zeros(lengths.sum(), np.bool_), np.zeros(lengths.sum())
+    is_last_T = np.zeros(lengths.sum(), np.bool_)
+    reward_T = np.zeros(lengths.sum())
     if rewards is not None:
         reward_T += _on_responses([rewards[place] for place in order], masks)
     is_last_T[ends] = True
@@ -139,7 +147,8 @@ def _gae(
     value_T = _on_responses([values[place] for place in order], masks)
     lam_T = torch.from_numpy(np.repeat(lams, of_samples))
     found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
-    cuts, back = np.cumsum(lengths)[:-1], np.argsort(order)
+    cuts = np.cumsum(lengths)[:-1]
+    back = np.argsort(order)
     advantages, returns = (
         _on_masks(masks, np.split(one.numpy().astype(np.float32), cuts)) for one in found
     )
@@ -202,7 +211,8 @@ def leave_one_out_process_rewards(
     sums_N[1].index_add_(0, places, torch.ones(len(chains), dtype=torch.float64))
     totals, counts = sum_over_all(sums_N)[:, places].numpy()
     of_samples = (totals - means) / np.maximum(counts - 1, 1)
-    baselines, is_compared = np.zeros(len(sequences)), np.zeros(len(sequences), np.bool_)
+    baselines = np.zeros(len(sequences))
+    is_compared = np.zeros(len(sequences), np.bool_)
     for chain, baseline, count in zip(chains, of_samples, counts, strict=True):
         baselines[chain] = baseline
         is_compared[chain] = count > 1

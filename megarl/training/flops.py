@@ -41,7 +41,9 @@ def peak_flops(device_name: str) -> float | None:
     """Dense bf16 operations per second of one GPU; None for one that is not in `PEAKS`, and on CPU."""
     words = device_name.replace("-", " ").split()
     named = [name for name in PEAKS if all(part in words for part in name.split())]
-    return PEAKS[max(named, key=len)] if named else None
+    if named:
+        return PEAKS[max(named, key=len)]
+    return None
 
 
 def mfu(flops: float, seconds: float, gpus: int, peak: float) -> float:
@@ -93,7 +95,8 @@ def train_work(shape: ModelShape) -> Callable[[int], float]:
 def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
     """(for each token, for each pair of a query and a key) of the whole model."""
     attention, per_pair = _attention(shape)
-    dense, hidden = shape.num_dense_layers, shape.hidden_size
+    dense = shape.num_dense_layers
+    hidden = shape.hidden_size
     expert = 3 * hidden * shape.moe_ffn_size
     sparse_layer = (
         hidden * shape.num_experts + (shape.experts_per_token + shape.num_shared_experts) * expert
@@ -107,17 +110,17 @@ def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
 
 def _attention(shape: ModelShape) -> tuple[int, int]:
     """(projections, for each token; scores and values, for each pair) of one layer."""
-    hidden, heads = shape.hidden_size, shape.num_heads
+    hidden = shape.hidden_size
+    heads = shape.num_heads
     if shape.mla is None:
         width = shape.head_dim
         return 2 * hidden * width * (heads + shape.num_kv_heads), 2 * heads * width
     mla = shape.mla
     key = mla.nope_dim + mla.rope_dim
-    query = (
-        hidden * heads * key
-        if mla.q_lora_rank is None
-        else mla.q_lora_rank * (hidden + heads * key)
-    )
+    if mla.q_lora_rank is None:
+        query = hidden * heads * key
+    else:
+        query = mla.q_lora_rank * (hidden + heads * key)
     latent = hidden * (mla.kv_lora_rank + mla.rope_dim) + mla.kv_lora_rank * heads * (
         mla.nope_dim + mla.v_dim
     )

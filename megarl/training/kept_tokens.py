@@ -89,7 +89,8 @@ def reweighted(
 ) -> list[list[TrainSequence]]:
     """The sequences with the weights of their kept tokens in the loss sums of the update, as of `divided_by_kept`."""
     sequences = [sequence for batch in micro_batches for sequence in batch]
-    samples, nll_weight = _samples(sequences), update.nll_weight(hyperparameters.positive_nll)
+    samples = _samples(sequences)
+    nll_weight = update.nll_weight(hyperparameters.positive_nll)
     of_samples = np.bincount(
         samples, weights=[sequence.loss_mask_T.sum() for sequence in sequences]
     )

@@ -52,7 +52,8 @@ class MergedWeights:
         self._frozen = host_offload.host_buffers_like(self._params)
         for name, param in self._params.items():
             self._frozen[name].copy_(param)
-        self._rounding, self._kept_share = size.rounding, None
+        self._rounding = size.rounding
+        self._kept_share = None
         self.write()
 
     @torch.no_grad()

@@ -60,14 +60,13 @@ class PolicyRank(TrainingRank):
 
     def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
         self._has_reference = has_reference(recipe.algorithm, recipe.reference.use)
-        reference, shape = reference_copy(recipe), model_shape(recipe.model.path)
+        reference = reference_copy(recipe)
+        shape = model_shape(recipe.model.path)
         super().__init__(
             rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference
         )
-        self.options, self.communicator_bytes = (
-            self._model.options,
-            lambda: self._model.communicator_bytes,
-        )
+        self.options = self._model.options
+        self.communicator_bytes = lambda: self._model.communicator_bytes
         self._exchanges: Exchanges | None = None
         self._merged: MergedWeights | None = None
         if (
@@ -121,7 +120,8 @@ class PolicyRank(TrainingRank):
         observation: of `observe`, where it was called for this step. given: as of `Received`; the token values are the
         auxiliary model's. Metrics of each update as of `train_step`.
         """
-        received, hyperparameters = Received.of(group_ids, given), self._hyperparameters(algorithm)
+        received = Received.of(group_ids, given)
+        hyperparameters = self._hyperparameters(algorithm)
         shares = self._shares(algorithm, updates, received.groups)
         observation = observation or self._observation(algorithm, shares)
         shares = [observed(share, observation, index) for index, share in enumerate(shares)]
@@ -143,19 +143,17 @@ class PolicyRank(TrainingRank):
         self, algorithm: str, updates: Sequence[Update], groups_by_id: Mapping[int, SampleGroup]
     ) -> list[UpdateShare]:
         """This rank's sequences of each update, with the engine's choices of experts where they are replayed (r3)."""
-        hyperparameters, (replay, temperature) = (
-            self._hyperparameters(algorithm),
-            self._sampling(algorithm),
-        )
-        shares, is_sampled = [], ALGORITHMS[algorithm].learns_from == "rewards"
+        hyperparameters = self._hyperparameters(algorithm)
+        (replay, temperature) = self._sampling(algorithm)
+        shares = []
+        is_sampled = ALGORITHMS[algorithm].learns_from == "rewards"
         for update in updates:
             weights = hyperparameters.aggregation, update.nll_weight(hyperparameters.positive_nll)
             micro_batches = train_sequences(update.micro_batches[0], groups_by_id, *weights)
-            choices = (
-                [self._engine_choices(self._pack(one)) for one in micro_batches]
-                if replay == "r3"
-                else None
-            )
+            if replay == "r3":
+                choices = [self._engine_choices(self._pack(one)) for one in micro_batches]
+            else:
+                choices = None
             how = {
                 "choices": choices,
                 "temperature": temperature,
@@ -172,16 +170,16 @@ class PolicyRank(TrainingRank):
 
     def _observation(self, algorithm: str, shares: Sequence[UpdateShare]) -> RankObservation:
         """Log-probabilities by the policy as it is now, then by the reference, where the updates read them."""
-        hyperparameters, (replay, _) = self._hyperparameters(algorithm), self._sampling(algorithm)
+        hyperparameters = self._hyperparameters(algorithm)
+        (replay, _) = self._sampling(algorithm)
         has_own_pass = needs_old_logprobs(hyperparameters, len(shares))
         old: list[list[FloatArray] | None] = [None for _ in shares]
         choices: list[list[HostChoices] | None] = [None for _ in shares]
         for index, share in enumerate(shares if has_own_pass else ()):
-            noted = (
-                [Choices(is_recording=True) for _ in share.micro_batches]
-                if replay == "r2"
-                else None
-            )
+            if replay == "r2":
+                noted = [Choices(is_recording=True) for _ in share.micro_batches]
+            else:
+                noted = None
             old[index] = self.token_outputs(
                 share.micro_batches, noted or share.choices, share.temperature
             )
@@ -286,9 +284,15 @@ class PolicyRank(TrainingRank):
         """
 
         def row_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
-            old_logp_T = logp_T.detach() if row.old_logp_T is None else row.old_logp_T
+            if row.old_logp_T is None:
+                old_logp_T = logp_T.detach()
+            else:
+                old_logp_T = row.old_logp_T
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
-            diffs = turn_diffs(old_logp_T, row.targets) if share.has_turns else {}
+            if share.has_turns:
+                diffs = turn_diffs(old_logp_T, row.targets)
+            else:
+                diffs = {}
             return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets) | diffs
 
         rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
@@ -316,13 +320,12 @@ class PolicyRank(TrainingRank):
         few = self.layout.batch_multiple
         rows = self._rows(share.micro_batches[:few])
         run = partial(self._model.pipeline.run, temperature=share.temperature)
-        with_replay, without = run(rows, diff, choices=share.choices[:few]), run(rows, diff)
+        with_replay = run(rows, diff, choices=share.choices[:few])
+        without = run(rows, diff)
         if not self._model.is_last_stage:
             return {}
-        (replay_diff, tokens), (free_diff, _) = (
-            torch.stack(with_replay).sum(0),
-            torch.stack(without).sum(0),
-        )
+        (replay_diff, tokens) = torch.stack(with_replay).sum(0)
+        (free_diff, _) = torch.stack(without).sum(0)
         return groups.reduce_stats(
             [{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}]
         )
@@ -380,7 +383,9 @@ class PolicyRank(TrainingRank):
 
     def round_weights(self, version: int) -> float | None:
         """As of `MergedWeights`; None where the weights are not merged here."""
-        return self._merged.round_weights(version) if self._merged else None
+        if self._merged:
+            return self._merged.round_weights(version)
+        return None
 
     def reshard(
         self, session: Session, version: int, attempt: int, steps: Sequence[ReshardStep]

@@ -43,7 +43,8 @@ class Received:
     @staticmethod
     def of(group_ids: Sequence[int], given: Sequence[Any]) -> Received:
         """given: the groups in the order of group_ids, then token values as the other model's ranks returned them."""
-        groups, pieces = given[: len(group_ids)], given[len(group_ids) :]
+        groups = given[: len(group_ids)]
+        pieces = given[len(group_ids) :]
         token_values = {key: value_T for piece in pieces for key, value_T in piece.items()}
         return Received(dict(zip(group_ids, groups, strict=True)), token_values)
 
@@ -71,12 +72,16 @@ class TrainingRank:
         reference: str | None = None,
     ) -> None:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
-        self.rank, self.shape, self._recipe = rank, shape, recipe
+        self.rank = rank
+        self.shape = shape
+        self._recipe = recipe
         self._store = device.join_store(meet, recipe.run.timeout_s)
-        self.layout, size = train_layout(recipe), lora_size(recipe, shape)
-        pairs = (
-            lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE) if size else ()
-        )
+        self.layout = train_layout(recipe)
+        size = lora_size(recipe, shape)
+        if size:
+            pairs = lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE)
+        else:
+            pairs = ()
         self._model = RankModel(
             rank,
             recipe,
@@ -100,14 +105,15 @@ class TrainingRank:
             peft.load_head(recipe.lora.path, shards, self.params())
         if trains:
             self._model.make_optimizer()
-        self._reference = host_offload.host_buffers_like(self.params()) if reference else {}
+        if reference:
+            self._reference = host_offload.host_buffers_like(self.params())
+        else:
+            self._reference = {}
         if reference:
             hf_import.load_hf(reference, shards, self._reference)
-        self.offload, self.onload, self.held_bytes = (
-            self._model.offload,
-            self._model.onload,
-            device.held_bytes,
-        )
+        self.offload = self._model.offload
+        self.onload = self._model.onload
+        self.held_bytes = device.held_bytes
 
     def params(self) -> dict[str, torch.Tensor]:
         """This rank's weights by the map's names: views of long-lived buffers that every step updates in place."""
@@ -157,9 +163,9 @@ class TrainingRank:
 
         rows = self._rows(micro_batches)
         results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
-        return (
-            [array for arrays in results for array in arrays] if self._model.is_last_stage else None
-        )
+        if self._model.is_last_stage:
+            return [array for arrays in results for array in arrays]
+        return None
 
     def _update(
         self,

@@ -54,7 +54,9 @@ class RewardModelRank(TrainingRank):
         for batch, found in zip(batches, results, strict=True):
             scores[batch] = found
         cuts = np.cumsum([len(group.samples) for group in groups_of_rank])[:-1]
-        return np.split(scores, cuts) if groups_of_rank else []
+        if groups_of_rank:
+            return np.split(scores, cuts)
+        return []
 
     def _token_ids(self, group: SampleGroup, response: str) -> IntArray:
         return np.asarray(
@@ -63,7 +65,8 @@ class RewardModelRank(TrainingRank):
 
     def _micro_batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """The samples of each row; as many rows on every data-parallel rank, since they exchange tokens for experts."""
-        layout, multiple = self.layout, self.layout.batch_multiple
+        layout = self.layout
+        multiple = self.layout.batch_multiple
         batches: list[list[int]] = []
         if lengths:
             (plan,) = plan_updates(

@@ -69,7 +69,11 @@ def _on_device(choices: HostChoices) -> Choices:
 
 def observed(share: UpdateShare, observation: RankObservation, index: int) -> UpdateShare:
     """The share, number `index` of the step's updates, with what the old policy and the reference computed of it."""
-    old_logp, reference_logp = observation.old_logp[index], observation.reference_logp[index]
+    old_logp = observation.old_logp[index]
+    reference_logp = observation.reference_logp[index]
     noted = observation.choices[index]
-    choices = share.choices if noted is None else [_on_device(one) for one in noted]
+    if noted is None:
+        choices = share.choices
+    else:
+        choices = [_on_device(one) for one in noted]
     return replace(share, old_logp=old_logp, choices=choices, reference_logp=reference_logp)

@@ -20,8 +20,12 @@ def train_sequence(
     """
     sample = group.samples[ref.sample]
     row = sample.rows[ref.row]
-    prompt_ids = group.prompt.token_ids if row.prompt_ids is None else row.prompt_ids
-    prompt_length, length = len(prompt_ids), len(row.response_ids_T)
+    if row.prompt_ids is None:
+        prompt_ids = group.prompt.token_ids
+    else:
+        prompt_ids = row.prompt_ids
+    prompt_length = len(prompt_ids)
+    length = len(row.response_ids_T)
 
     def on_response(value: np.ndarray | float, dtype: type) -> np.ndarray:
         """[T]: of the trained tokens, and 0 elsewhere."""
@@ -32,11 +36,15 @@ def train_sequence(
         return row_T
 
     # among the trained tokens
-    place_T = np.arange(length) if row.trained_T is None else np.cumsum(row.trained_T) - 1
-    rewards_T, turn_T = (
-        row.token_rewards_T,
-        None if sample.is_plain else turns_of(sample.rows, ref.row),
-    )
+    if row.trained_T is None:
+        place_T = np.arange(length)
+    else:
+        place_T = np.cumsum(row.trained_T) - 1
+    rewards_T = row.token_rewards_T
+    if sample.is_plain:
+        turn_T = None
+    else:
+        turn_T = turns_of(sample.rows, ref.row)
     return TrainSequence(
         token_ids_T=np.concatenate([np.asarray(prompt_ids, np.int64), row.response_ids_T]),
         loss_mask_T=on_response(1.0, np.bool_),
@@ -79,9 +87,8 @@ def turns_of(rows: Sequence[EpisodeRow], row: int) -> IntArray:
 
 def _starts_T(row: EpisodeRow) -> IntArray:
     """1 where a turn begins, else 0."""
-    trained_T = (
-        np.ones(len(row.response_ids_T), np.int64)
-        if row.trained_T is None
-        else row.trained_T.astype(np.int64)
-    )
+    if row.trained_T is None:
+        trained_T = np.ones(len(row.response_ids_T), np.int64)
+    else:
+        trained_T = row.trained_T.astype(np.int64)
     return np.diff(trained_T, prepend=0).clip(0)

@@ -117,7 +117,9 @@ class Sample:
     @property
     def episode(self) -> dict[str, Any] | None:
         """What reward functions get of an ended episode, see `episode_dict`; None of any other sample."""
-        return None if self.facts is None else episode_dict(self.facts, self.transcript)
+        if self.facts is None:
+            return None
+        return episode_dict(self.facts, self.transcript)
 
     @property
     def is_plain(self) -> bool:
@@ -180,9 +182,9 @@ class GroupSummary:
     @property
     def total_rewards_G(self) -> FloatArray:
         """The reward of each sample together with those of its turns."""
-        return (
-            self.rewards_G if self.turn_rewards_G is None else self.rewards_G + self.turn_rewards_G
-        )
+        if self.turn_rewards_G is None:
+            return self.rewards_G
+        return self.rewards_G + self.turn_rewards_G
 
     def rows_of(self, sample: int) -> tuple[RowSummary, ...]:
         """The rows of a sample, by its index."""
@@ -247,7 +249,9 @@ class Hyperparameters:
 
     def num_drawn(self, missing: int) -> int:
         """How many prompts a round draws when this many groups are missing."""
-        return math.ceil(missing * self.oversample) if self.dynamic_sampling else missing
+        if self.dynamic_sampling:
+            return math.ceil(missing * self.oversample)
+        return missing
 
     @property
     def pays_kl(self) -> bool:

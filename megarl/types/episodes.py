@@ -156,7 +156,9 @@ class EpisodeRow:
     @property
     def num_trained(self) -> int:
         """The tokens of the response that the model sampled."""
-        return len(self.response_ids_T) if self.trained_T is None else int(self.trained_T.sum())
+        if self.trained_T is None:
+            return len(self.response_ids_T)
+        return int(self.trained_T.sum())
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ class UserError(Exception):
     def __init__(self, where: str, problem: str, hint: str) -> None:
         # all arguments, so that it survives pickling between processes
         super().__init__(where, problem, hint)
-        self.where, self.problem, self.hint = where, problem, hint
+        self.where = where
+        self.problem = problem
+        self.hint = hint
 
     def __str__(self) -> str:
         return one_line(f"{self.where}: {self.problem}; {self.hint}")
@@ -49,9 +51,8 @@ class EndedEarly(Exception):
         self.step = step
 
     def __str__(self) -> str:
-        saved = (
-            "nothing new to save"
-            if self.step is None
-            else f"the checkpoint of step {self.step} is complete"
-        )
+        if self.step is None:
+            saved = "nothing new to save"
+        else:
+            saved = f"the checkpoint of step {self.step} is complete"
         return f"ended early by SIGUSR1, {saved}: the same command with --resume goes on"

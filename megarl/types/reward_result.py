@@ -43,7 +43,10 @@ class Failure:
 
 def reward_result_of(result: Any) -> RewardResult | Failure:
     """A function's return value as a verdict; a failure if it is not a number that a float32 holds."""
-    value = result.reward if isinstance(result, RewardResult) else result
+    if isinstance(result, RewardResult):
+        value = result.reward
+    else:
+        value = result
     try:
         if not (
             isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST_REWARD
@@ -51,7 +54,10 @@ def reward_result_of(result: Any) -> RewardResult | Failure:
             return Failure(f"returned {short(result)}")
         if not isinstance(result, RewardResult):
             return RewardResult(float(value), float(value) >= 1.0)
-        answer = None if result.answer is None else str(result.answer)[:_LONGEST_ANSWER]
+        if result.answer is None:
+            answer = None
+        else:
+            answer = str(result.answer)[:_LONGEST_ANSWER]
         return RewardResult(float(value), bool(result.correct), answer)
     except OverflowError:  # an integer beyond all floats
         return Failure(f"returned a {type(value).__name__} that is no finite number")

@@ -33,12 +33,16 @@ class Sampling:
     def group_seed(self) -> int:
         """The seed of the environments or agents of a prompt's episodes: the same, because they are compared."""
         given = self.recorded_seed
-        return sample_seed(self.stream, -1) if given is None else given
+        if given is None:
+            return sample_seed(self.stream, -1)
+        return given
 
     def new_tokens(self, response_tokens: int) -> int:
         """The most new tokens of a response that has so many already."""
         left = self.max_tokens - response_tokens
-        return left if self.phase_tokens is None else min(self.phase_tokens, left)
+        if self.phase_tokens is None:
+            return left
+        return min(self.phase_tokens, left)
 
 
 def sample_seed(stream: Sequence[int], index: int) -> int:

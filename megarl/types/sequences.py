@@ -46,4 +46,6 @@ class TrainSequence:
     @property
     def sampled_T(self) -> BoolArray:
         """The tokens that the model sampled, whether the loss keeps them or not."""
-        return self.loss_mask_T if self.dropped_T is None else self.loss_mask_T | self.dropped_T
+        if self.dropped_T is None:
+            return self.loss_mask_T
+        return self.loss_mask_T | self.dropped_T

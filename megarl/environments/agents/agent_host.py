@@ -80,7 +80,8 @@ class _AgentHost:
     """Starts runs, and hands them what the parent writes."""
 
     def __init__(self, parent: ParentSocket, agent: Agent) -> None:
-        self._parent, self._agent = parent, agent
+        self._parent = parent
+        self._agent = agent
         self._lock = threading.Lock()
         self._runs: dict[int, _RunThread] = {}
 
@@ -118,11 +119,10 @@ class _AgentHost:
             RuntimeError,
         ) as error:  # RuntimeError: there is no room for a thread
             self.forget(number)
-            words = (
-                f"could not be started ({describe_error(error)})"
-                if isinstance(error, OSError)
-                else OUT_OF_MEMORY
-            )
+            if isinstance(error, OSError):
+                words = f"could not be started ({describe_error(error)})"
+            else:
+                words = OUT_OF_MEMORY
             self.write(as_line([number, "error", words, True]))
 
 
@@ -132,7 +132,10 @@ class _RunThread:
     chat: Chat
 
     def __init__(self, host: _AgentHost, number: int, agent: Agent, row: Mapping[str, Any]) -> None:
-        self._host, self._number, self._agent, self._row = host, number, agent, row
+        self._host = host
+        self._number = number
+        self._agent = agent
+        self._row = row
         self._lock = threading.Lock()
         self._is_ended = False
         self._loop = asyncio.new_event_loop()
@@ -173,7 +176,10 @@ class _RunThread:
         except (
             BaseException
         ) as error:  # a user's function raises any exception, and must not end this process
-            message = ["end", None] if _is_over(error) else ["error", _words(error)]
+            if _is_over(error):
+                message = ["end", None]
+            else:
+                message = ["error", _words(error)]
         self.chat.end("the episode has ended")
         try:
             is_left = self._leaves_work()
@@ -242,4 +248,6 @@ def _words(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         free_spare_memory()
         return OUT_OF_MEMORY
-    return str(error) if isinstance(error, _BadReturn) else f"raised {describe_error(error)}"
+    if isinstance(error, _BadReturn):
+        return str(error)
+    return f"raised {describe_error(error)}"

@@ -16,7 +16,8 @@ from megarl.isolation.function_loading import (
 )
 from megarl.types import UserError
 
-AGENT, ARGUMENTS = "episode.agent", "episode.arguments"
+AGENT = "episode.agent"
+ARGUMENTS = "episode.arguments"
 _EXAMPLE = "write module:name, for example my_agent:run"
 _FORM = "write it as async def run(chat, row, ...)"
 

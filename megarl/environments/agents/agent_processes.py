@@ -71,11 +71,9 @@ class AgentRun(Job):
 
     def ends_at(self) -> float:
         """Its deadline; after that, the end of the grace."""
-        return (
-            self.began + self.timeout_s
-            if self.cancelled_at is None
-            else self.cancelled_at + _GRACE_S
-        )
+        if self.cancelled_at is None:
+            return self.began + self.timeout_s
+        return self.cancelled_at + _GRACE_S
 
 
 class AgentProcess(WorkerProcess):
@@ -184,7 +182,8 @@ class AgentWorkers(WorkerPool[AgentProcess]):
                 continue
             run.host = min(ready, key=lambda worker: len(worker.in_flight))
             run.host.in_flight[run.number] = run
-            run.began, run.begins = self._loop.time(), run.begins + 1
+            run.began = self._loop.time()
+            run.begins = run.begins + 1
             run.requests.begun()
             run.host.write(run.line)
         self._set_timer()

@@ -130,7 +130,9 @@ class _CallerRequests:
 
     def __init__(self, handler: ChatHandler, reply: _Reply, on_begin: Callable[[], object]) -> None:
         """reply: hands an answer to the thread of the processes. on_begin: as of `AgentThread.run`."""
-        self._handler, self._reply, self._on_begin = handler, reply, on_begin
+        self._handler = handler
+        self._reply = reply
+        self._on_begin = on_begin
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()

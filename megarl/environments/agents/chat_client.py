@@ -35,7 +35,8 @@ class Chat:
         self.url = access.url if access else None
         self.key = access.key if access else None
         self.socket = access.socket if access else None
-        self._send, self._prompt = send, prompt
+        self._send = send
+        self._prompt = prompt
         self._numbers = count()
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._over: str | None = None

@@ -53,7 +53,10 @@ def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> 
     usage = {"usage": None} if asked.include_usage else {}
     deltas = list(_deltas(answer))
     for index, delta in enumerate([*deltas, {}]):
-        finish = answer.finish if index == len(deltas) else None
+        if index == len(deltas):
+            finish = answer.finish
+        else:
+            finish = None
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
         yield _event({**head, "choices": [choice], **usage})
     if asked.include_usage:

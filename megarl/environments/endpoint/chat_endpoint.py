@@ -113,7 +113,9 @@ class ChatEndpoint:
 
 def _key(request: web.BaseRequest) -> str:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer":
+        return key.strip()
+    return ""
 
 
 async def _nothing() -> None:

@@ -101,7 +101,10 @@ def raise_file_limit() -> None:
     """Let this process open as many files as the most connections need, where its hard limit allows that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * _LISTENERS * (MOST_AUTHENTICATED + MOST_UNAUTHENTICATED)
-    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if hard == resource.RLIM_INFINITY:
+        wanted = needed
+    else:
+        wanted = min(needed, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # a sandbox may forbid it: then there are fewer places
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -35,7 +35,8 @@ def make_server(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse
 @contextmanager
 def authenticated(request: web.BaseRequest) -> Iterator[bool]:
     """While a request with the key of an open episode is answered; False: its listener has no place for it."""
-    connection, limits = request.protocol, _limits(request)
+    connection = request.protocol
+    limits = _limits(request)
     has_place, closed = limits.authenticate(connection)
     _close(closed)
     try:
@@ -52,7 +53,9 @@ def unauthenticated(request: web.BaseRequest) -> None:
 def _limits(request: web.BaseRequest) -> ConnectionLimits[Any]:
     """Those of the request's listener; others where the connection has been closed meanwhile."""
     server = request.protocol._manager
-    return server.limits if isinstance(server, _Server) else ConnectionLimits()
+    if isinstance(server, _Server):
+        return server.limits
+    return ConnectionLimits()
 
 
 def _close(connection: web.RequestHandler | None) -> None:

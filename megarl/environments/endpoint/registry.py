@@ -44,11 +44,13 @@ class OpenEpisode:
     """
 
     def __init__(self, handler: ChatHandler, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        self._handler, self._loop = handler, loop
+        self._handler = handler
+        self._loop = loop
         # by the body's hash: the latest exchange, in flight or answered
         self._record: dict[bytes, Exchange] = {}
         self._in_flight: set[Exchange] = set()
-        self._admitted, self._body_bytes = 0, 0
+        self._admitted = 0
+        self._body_bytes = 0
         self._body_was_read = asyncio.Event()  # another one for each body
         self._has_ended = False
         self.refused: Counter[str] = Counter()  # how often each field was refused
@@ -92,7 +94,10 @@ class OpenEpisode:
         EpisodeOver.
         """
         self._check_open()
-        exchange = self._record.get(digest) if is_retry else None
+        if is_retry:
+            exchange = self._record.get(digest)
+        else:
+            exchange = None
         exchange = exchange or self._begin(digest, request)
         exchange.waiting += 1
         try:
@@ -167,10 +172,14 @@ class OpenEpisodes:
 
     def find(self, key: str) -> OpenEpisode | None:
         """The time that it takes tells nothing of the keys: all are compared, each in constant time."""
-        wanted, found = _digest(key), None
+        wanted = _digest(key)
+        found = None
         with self._lock:
             for digest, episode in self._by_digest.items():
-                found = episode if hmac.compare_digest(digest, wanted) else found
+                if hmac.compare_digest(digest, wanted):
+                    found = episode
+                else:
+                    found = found
         return found
 
     def remove(self, key: str) -> OpenEpisode | None:

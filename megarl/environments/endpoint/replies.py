@@ -95,7 +95,10 @@ async def _complete(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
 
 async def _body(request: web.BaseRequest, episode: OpenEpisode) -> tuple[bytes, Completion] | Reply:
     """The body's digest and what it asks for, or the refusal. One that does not tell its length needs all room."""
-    length = MOST_BODY_BYTES if request.content_length is None else request.content_length
+    if request.content_length is None:
+        length = MOST_BODY_BYTES
+    else:
+        length = request.content_length
     too_large = refusal(413, f"The body has more than {MOST_BODY_BYTES} bytes.", "too_large")
     if length > MOST_BODY_BYTES:
         return too_large
@@ -106,7 +109,9 @@ async def _body(request: web.BaseRequest, episode: OpenEpisode) -> tuple[bytes, 
                 body = await _read(request)
         except TimeoutError:
             return refusal(408, "The body was not sent in time.", "too_slow")
-        return too_large if body is None else await asyncio.to_thread(_parsed, body)
+        if body is None:
+            return too_large
+        return await asyncio.to_thread(_parsed, body)
 
 
 def _parsed(body: bytes) -> tuple[bytes, Completion]:

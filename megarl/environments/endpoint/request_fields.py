@@ -221,9 +221,15 @@ def _text(where: str, content: object) -> str:
     if not isinstance(content, list):
         raise BadField(where, "must be text or a list of parts")
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, dict):
+            kind = part.get("type")
+        else:
+            kind = None
         if kind != "text":
-            what = f"of the type {kind[:100]}" if isinstance(kind, str) else "without a type"
+            if isinstance(kind, str):
+                what = f"of the type {kind[:100]}"
+            else:
+                what = "without a type"
             raise BadField(
                 f"{where}[{index}]",
                 f"is a part {what}; the model reads parts of the type text alone",

@@ -90,8 +90,10 @@ class EnvironmentHost:
     def __init__(
         self, parent: ParentSocket, toolbox: Toolbox, timeout_s: float, result_bytes: int
     ) -> None:
-        self._parent, self._toolbox = parent, toolbox
-        self._timeout_s, self._result_bytes = timeout_s, result_bytes
+        self._parent = parent
+        self._toolbox = toolbox
+        self._timeout_s = timeout_s
+        self._result_bytes = result_bytes
         self._instances: dict[int, Environment] = {}
         self._plain: queue.SimpleQueue[JobMessage] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()

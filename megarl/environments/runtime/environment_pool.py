@@ -85,7 +85,9 @@ class EnvironmentPool:
         self._settings = settings
         self._workers = EnvironmentWorkers(settings)
         self._episodes: dict[str, _Episode] = {}
-        self._num_opened, self._num_replayed, self._num_lost = 0, 0, 0
+        self._num_opened = 0
+        self._num_replayed = 0
+        self._num_lost = 0
         self._closing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> list[dict[str, Any]]:
@@ -138,7 +140,9 @@ class EnvironmentPool:
             return None
         self._place(opened)
         (result,) = await self._perform(opened, [("open", row, seed)])
-        return None if result is None else self._text(opened, "reset", result).text
+        if result is None:
+            return None
+        return self._text(opened, "reset", result).text
 
     async def resume(
         self, episode: str, row: Mapping[str, Any], seed: int, history: str | None
@@ -186,7 +190,9 @@ class EnvironmentPool:
         if not self.has_reply:
             return None
         (result,) = await self._perform(opened, [("reply", text)])
-        return None if result is None else self._text(opened, "reply", result)
+        if result is None:
+            return None
+        return self._text(opened, "reply", result)
 
     async def finish(self, episode: str) -> RewardResult | None:
         """End an episode: the environment's verdict, if it gives one, then its `close`. None after a failure."""
@@ -197,7 +203,9 @@ class EnvironmentPool:
             (result,) = await self._perform(opened, [("reward",)])
             if isinstance(result, JobFailure):
                 raise self._failure(opened, sentence("reward", result))
-            return result if isinstance(result, RewardResult) else None
+            if isinstance(result, RewardResult):
+                return result
+            return None
         finally:
             await self.drop(episode)
 
@@ -212,7 +220,9 @@ class EnvironmentPool:
         self._close_later(left)
         if self._settings.environment is None:
             return _NO_HISTORY
-        return to_json(left.history[:operations]) if self.is_replayable else None
+        if self.is_replayable:
+            return to_json(left.history[:operations])
+        return None
 
     async def drop(self, episode: str) -> None:
         """End an episode without its reward: its `close` alone."""
@@ -263,7 +273,8 @@ class EnvironmentPool:
         """Give the episode another instance."""
         self._close_later(replace(episode))
         self._num_opened += 1
-        episode.instance, episode.is_spoiled = self._num_opened, False
+        episode.instance = self._num_opened
+        episode.is_spoiled = False
         self._place(episode)
 
     async def _perform(self, episode: _Episode, operations: Sequence[Operation]) -> list[JobResult]:
@@ -354,7 +365,10 @@ class EnvironmentPool:
     def _text(self, episode: _Episode, name: str, result: JobResult) -> CallResult:
         if isinstance(result, CallResult):
             return result
-        words = sentence(name, result) if isinstance(result, JobFailure) else f"{name} gave no text"
+        if isinstance(result, JobFailure):
+            words = sentence(name, result)
+        else:
+            words = f"{name} gave no text"
         raise self._failure(episode, words)
 
     def _failure(self, episode: _Episode, words: str) -> EnvironmentFailure:

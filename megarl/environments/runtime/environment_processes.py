@@ -59,7 +59,10 @@ def call_result(name: str, result: JobResult) -> CallResult:
     if isinstance(result, CallResult):
         return result
     assert isinstance(result, JobFailure)
-    words = result.words if result.kind in ("raised", "arguments") else f"{name} {result.words}."
+    if result.kind in ("raised", "arguments"):
+        words = result.words
+    else:
+        words = f"{name} {result.words}."
     return CallResult(words, error=result.kind, seconds=result.seconds)
 
 
@@ -70,9 +73,9 @@ def unknown(name: str, tools: str) -> CallResult:
 
 def sentence(name: str, failure: JobFailure) -> str:
     """What the function of this name did."""
-    return (
-        f"{name} raised {failure.words}" if failure.kind == "raised" else f"{name} {failure.words}"
-    )
+    if failure.kind == "raised":
+        return f"{name} raised {failure.words}"
+    return f"{name} {failure.words}"
 
 
 @dataclass(kw_only=True)
@@ -138,18 +141,19 @@ class EnvironmentProcess(WorkerProcess):
         """The job's deadline. With many calls in flight a process may be late in cancelling one that is `async def`:
         its deadline moves while the process still sends messages."""
         end = job.began + self._timeout_s
-        return (
-            end
-            if job.is_plain
-            else max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S
-        )
+        if job.is_plain:
+            return end
+        return max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S
 
 
 class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
     """All processes. A job's result is JobFailure where it is to blame for the end of its process."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
-        where = TOOLS if settings.environment is None else ENVIRONMENT
+        if settings.environment is None:
+            where = TOOLS
+        else:
+            where = ENVIRONMENT
         super().__init__(
             where,
             settings.environment or ", ".join(settings.tools),

@@ -48,12 +48,18 @@ def is_interrupted(result: JobResult) -> bool:
 def function_of(operation: Operation) -> str:
     """The name of the user's function that an operation calls."""
     kind = operation[0]
-    return operation[1] if kind == "call" else "reset" if kind == "open" else kind
+    if kind == "call":
+        return operation[1]
+    if kind == "open":
+        return "reset"
+    return kind
 
 
 def timeless(result: JobResult) -> JobResult:
     """What a replay must come to."""
-    return replace(result, seconds=0.0) if isinstance(result, CallResult | JobFailure) else result
+    if isinstance(result, CallResult | JobFailure):
+        return replace(result, seconds=0.0)
+    return result
 
 
 def _seen(done: Together) -> list[tuple[Operation, JobResult]]:
@@ -64,21 +70,29 @@ def _seen(done: Together) -> list[tuple[Operation, JobResult]]:
 
 
 def _written(operation: Operation) -> list[Any]:
-    return ["open"] if operation[0] == "open" else list(operation)
+    if operation[0] == "open":
+        return ["open"]
+    return list(operation)
 
 
 def _read(operation: Sequence[Any], row: Mapping[str, Any], seed: int) -> Operation:
-    return ("open", row, seed) if operation[0] == "open" else tuple(operation)
+    if operation[0] == "open":
+        return ("open", row, seed)
+    return tuple(operation)
 
 
 def _result(result: JobResult) -> dict[str, Any] | None:
     assert result is None or isinstance(result, CallResult | JobFailure), (
         "a reward or a lost job is in no history"
     )
-    return None if result is None else asdict(result)
+    if result is None:
+        return None
+    return asdict(result)
 
 
 def _result_of(result: dict[str, Any] | None) -> JobResult:
     if result is None:
         return None
-    return JobFailure(**result) if "kind" in result else CallResult(**result)
+    if "kind" in result:
+        return JobFailure(**result)
+    return CallResult(**result)

@@ -66,10 +66,14 @@ def _text_of(result: Any) -> str:
 
 def cut(text: str, most_bytes: int) -> str:
     """The text as UTF-8 can hold it; beginning and end, and what is missing between, where it has too many bytes."""
-    edge = text if len(text) <= 2 * most_bytes else f"{text[:most_bytes]}{text[-most_bytes:]}"
+    if len(text) <= 2 * most_bytes:
+        edge = text
+    else:
+        edge = f"{text[:most_bytes]}{text[-most_bytes:]}"
     raw = edge.encode("utf-8", "replace")
     if edge is text and len(raw) <= most_bytes:
         return raw.decode()
     half = most_bytes // 2
-    head, tail = raw[:half].decode(errors="ignore"), raw[-half:].decode(errors="ignore")
+    head = raw[:half].decode(errors="ignore")
+    tail = raw[-half:].decode(errors="ignore")
     return f"{head}\n[... {len(text) - len(head) - len(tail)} characters left out ...]\n{tail}"

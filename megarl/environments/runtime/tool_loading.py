@@ -12,7 +12,9 @@ from megarl.environments.runtime.tools import Tool, make_tool
 from megarl.isolation.function_loading import PREPARE, kind_of, load_object, prepare
 from megarl.types import UserError
 
-TOOLS, ENVIRONMENT, ARGUMENTS = "episode.tools", "episode.environment", "episode.arguments"
+TOOLS = "episode.tools"
+ENVIRONMENT = "episode.environment"
+ARGUMENTS = "episode.arguments"
 _FORM = "module:name"
 _EXAMPLE = "write module:name, for example megarl.environments.{}"
 # name -> arguments of its call

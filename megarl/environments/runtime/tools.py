@@ -54,7 +54,10 @@ class Tool:
             errors = [
                 _error(one["type"], one["loc"], one["msg"], one["input"]) for one in error.errors()
             ]
-            more = f" and {len(errors) - _MOST_ERRORS} more" if len(errors) > _MOST_ERRORS else ""
+            if len(errors) > _MOST_ERRORS:
+                more = f" and {len(errors) - _MOST_ERRORS} more"
+            else:
+                more = ""
             told = "; ".join(errors[:_MOST_ERRORS])
             raise BadArguments(f"{self.name} was not called: {told}{more}.") from None
         except (TypeError, ValueError, RecursionError) as error:
@@ -85,7 +88,10 @@ def make_tool(
         raise UserError(
             where, f"{path} has a name that no model can call", "use ASCII letters, digits and _"
         )
-    text = inspect.getdoc(function) if function.__doc__ else ""
+    if function.__doc__:
+        text = inspect.getdoc(function)
+    else:
+        text = ""
     if not (text and text.strip()):
         raise UserError(
             where, f"{path} has no docstring", "say in one what it does: it is what the model reads"
@@ -107,7 +113,10 @@ def make_tool(
         if parameter.name not in hints:
             problem = f"the argument {parameter.name!r} of {path} has no type"
             raise UserError(where, problem, "annotate it, for example `expression: str`")
-        default = ... if parameter.default is parameter.empty else parameter.default
+        if parameter.default is parameter.empty:
+            default = ...
+        else:
+            default = parameter.default
         # of a model's own names none can be in the way
         names[parameter.name] = field = f"argument_{len(names)}"
         fields[field] = (
@@ -204,13 +213,15 @@ def _is_map(key: str) -> bool:
 
 def _described(text: str) -> tuple[str, dict[str, str]]:
     """A docstring without its section `Args:` (Google's form), and what that says of each argument."""
-    head, told = [], {}
+    head = []
+    told = {}
     lines = iter(text.strip().splitlines())
     for line in lines:
         if line.strip() in ("Args:", "Arguments:"):
             break
         head.append(line)
-    indent, name = "", ""
+    indent = ""
+    name = ""
     for line in lines:
         own = line[: len(line) - len(line.lstrip())]
         if line.strip() and not own:

@@ -34,7 +34,9 @@ def reward_specs(reward: RewardConfig, start_s: float) -> dict[str, RewardSpec]:
 def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
     """The source whose function scores a row: its own if it has one."""
     name = str(row.get(reward.source, ""))
-    return name if name in reward.by_source else DEFAULT
+    if name in reward.by_source:
+        return name
+    return DEFAULT
 
 
 class RewardWorkers:

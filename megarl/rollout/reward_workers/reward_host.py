@@ -59,7 +59,8 @@ def _keywords(episode: Sequence[Any]) -> dict[str, Any]:
 
 
 def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
-    answer, row = "", {}
+    answer = ""
+    row = {}
     while (message := parent.read()) is not None:
         if isinstance(message[0], str):
             answer, row = message
@@ -87,10 +88,14 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
                 result = reward_result_of(await reward(response, answer, row, **_keywords(episode)))
         except BaseException as error:
             is_late = isinstance(error, TimeoutError) and bound.expired()
-            result = Failure(too_long(timeout_s)) if is_late else _failure(error)
+            if is_late:
+                result = Failure(too_long(timeout_s))
+            else:
+                result = _failure(error)
         _reply(writer.write, number, result)
 
-    answer, row = "", {}
+    answer = ""
+    row = {}
     while line := await reader.readline():
         message = json.loads(line)
         if isinstance(message[0], str):

@@ -58,7 +58,8 @@ class Pool(WorkerPool[RewardProcess]):
     def _started(self, worker: RewardProcess, message: Sequence[Any]) -> bool:
         match message:
             case [bool(is_async), bool(takes_episode)]:
-                worker.is_async, worker.takes_episode = is_async, takes_episode
+                worker.is_async = is_async
+                worker.takes_episode = takes_episode
                 return True
         return False
 
@@ -79,7 +80,8 @@ class Pool(WorkerPool[RewardProcess]):
                 bool(correct),
                 str() | None as answer,
             ] if number in worker.in_flight and abs(reward) <= LARGEST_REWARD:
-                result, is_last = RewardResult(reward, correct, answer), False
+                result = RewardResult(reward, correct, answer)
+                is_last = False
             case _:
                 self._replace(worker, GARBAGE)
                 return
@@ -99,10 +101,11 @@ class Pool(WorkerPool[RewardProcess]):
     def _fill(self, worker: RewardProcess) -> None:
         if not worker.has_room():
             return
-        now, most = (
-            self._loop.time(),
-            AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch,
-        )
+        now = self._loop.time()
+        if worker.is_async:
+            most = AT_ONCE - len(worker.in_flight)
+        else:
+            most = worker.batch
         taken = 0
         while self._waiting and taken < most:
             request = self._waiting[0]
@@ -116,7 +119,8 @@ class Pool(WorkerPool[RewardProcess]):
             taken += 1
             if request.alone:
                 break
-        worker.batch_began, worker.batch_size = now, max(taken, 1)
+        worker.batch_began = now
+        worker.batch_size = max(taken, 1)
 
     def _settle(self, job: Request, result: RewardResult | Failure) -> None:
         self.slowest_s = max(self.slowest_s, self._loop.time() - job.began)

@@ -45,8 +45,11 @@ class RewardProcess(WorkerProcess):
         sent = {**vars(spec), "arguments": dict(spec.arguments)}
         super().__init__("megarl.rollout.reward_workers.reward_host", sent, _LONGEST_LINE_BYTES)
         self._timeout_s = spec.timeout_s
-        self.is_async, self.takes_episode = False, False
-        self.batch, self.batch_began, self.batch_size = 1, 0.0, 1
+        self.is_async = False
+        self.takes_episode = False
+        self.batch = 1
+        self.batch_began = 0.0
+        self.batch_size = 1
         self._context = b""
 
     def send(self, request: Request) -> None:
@@ -54,13 +57,18 @@ class RewardProcess(WorkerProcess):
             self._context = request.context
             self.write(request.context)
         self.in_flight[request.number] = request
-        episode = [request.episode] if self.takes_episode else []
+        if self.takes_episode:
+            episode = [request.episode]
+        else:
+            episode = []
         self.write(as_line([request.number, request.response, *episode]))
 
     def has_room(self) -> bool:
         if any(request.alone for request in self.in_flight.values()):
             return False
-        return len(self.in_flight) < AT_ONCE if self.is_async else not self.in_flight
+        if self.is_async:
+            return len(self.in_flight) < AT_ONCE
+        return not self.in_flight
 
     def deadline(self) -> float | None:
         """A process with many in flight may be late in cancelling calls: it moves while it still sends messages."""
@@ -68,11 +76,9 @@ class RewardProcess(WorkerProcess):
         if first is None or self.is_ending:
             return None
         end = first.began + self._timeout_s
-        return (
-            max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S
-            if self.is_async
-            else end
-        )
+        if self.is_async:
+            return max(end, min(self.message_at, end + self._timeout_s)) + _GRACE_S
+        return end
 
     def culprit(self) -> Request | None:
         """The first in flight; of several in flight to an asynchronous function it is not known."""

@@ -36,10 +36,8 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
     function = load_object(path, where, "module:function", _FORM)
     if not callable(function):
         raise UserError(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
-    key, given = (
-        f"{where.rpartition('.')[0]}.arguments",
-        {EPISODE: None} if takes_episode(function) else {},
-    )
+    key = f"{where.rpartition('.')[0]}.arguments"
+    given = {EPISODE: None} if takes_episode(function) else {}
     if given.keys() & arguments.keys():
         raise UserError(
             key,
@@ -56,7 +54,9 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
         raise UserError(where, f"{path} cannot be called with ({call}): {error}", hint) from None
     except ValueError:  # a function that is written in C may have no signature
         pass
-    return partial(function, **arguments) if arguments else function
+    if arguments:
+        return partial(function, **arguments)
+    return function
 
 
 def takes_episode(function: Reward) -> bool:

@@ -69,7 +69,10 @@ def score(
         stdout_bytes=_ALL_OUTPUT_BYTES,
     )
     here = functools.partial(sandbox.run, unsafe=unsafe)
-    run = here if url is None else functools.partial(http_service.run, url)
+    if url is None:
+        run = here
+    else:
+        run = functools.partial(http_service.run, url)
     runner = _Runner(run, limits, timeout_s)
     passed = _passed(runner, blocks[-1], suite, stop=not partial)
     num_passed = sum(passed)

@@ -80,7 +80,8 @@ class _Cutter(ast.NodeTransformer):
     """Replaces expressions that begin with a name neither built in nor imported by `_0`, `_1`..."""
 
     def __init__(self, known: set[str], stored: set[str]) -> None:
-        self.known, self.stored = known, stored
+        self.known = known
+        self.stored = stored
         self.expressions: list[str] = []
 
     def visit(self, node: ast.AST) -> Any:
@@ -99,8 +100,13 @@ class _Cutter(ast.NodeTransformer):
 def _root(node: ast.AST) -> str | None:
     """The name that an expression begins with: `f` of `f(1).x[2]`."""
     while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else None
+        if isinstance(node, ast.Call):
+            node = node.func
+        else:
+            node = node.value
+    if isinstance(node, ast.Name):
+        return node.id
+    return None
 
 
 def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:

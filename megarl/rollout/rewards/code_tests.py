@@ -50,11 +50,13 @@ def read_tests(tests: Any) -> Suite:
         except ValueError as error:
             raise ValueError(f"the tests are not JSON ({error})") from error
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
+        inputs = list(tests["inputs"])
+        outputs = list(tests["outputs"])
         name = next((tests[key] for key in _NAMES if tests.get(key)), None)
     elif isinstance(tests, Sequence) and all(isinstance(test, Mapping) for test in tests):
         try:
-            inputs, outputs = [test["input"] for test in tests], [test["output"] for test in tests]
+            inputs = [test["input"] for test in tests]
+            outputs = [test["output"] for test in tests]
         except KeyError as error:
             raise ValueError(f"a test has no {error.args[0]!r}") from error
         name = next((test[key] for test in tests for key in _NAMES if test.get(key)), None)
@@ -66,14 +68,17 @@ def read_tests(tests: Any) -> Suite:
         raise ValueError("the tests are neither inputs and outputs nor a list of assertions")
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
-    return _calls(name, inputs, outputs) if name else Suite("", tuple(map(_stdin, inputs, outputs)))
+    if name:
+        return _calls(name, inputs, outputs)
+    return Suite("", tuple(map(_stdin, inputs, outputs)))
 
 
 # --- stdin and stdout --------------------------------------------------------------------------------------------
 
 
 def _stdin(given: Any, expected: Any) -> Check:
-    given, expected = _text(given), _text(expected)
+    given = _text(given)
+    expected = _text(expected)
 
     def passes(reports: Sequence[TestReport]) -> bool:
         return reports[0]["status"] == 0 and same_output(reports[0]["stdout"], expected)
@@ -82,13 +87,11 @@ def _stdin(given: Any, expected: Any) -> Check:
 
 
 def _text(lines: Any) -> str:
-    return (
-        lines
-        if isinstance(lines, str)
-        else "\n".join(map(str, lines))
-        if isinstance(lines, list)
-        else str(lines)
-    )
+    if isinstance(lines, str):
+        return lines
+    if isinstance(lines, list):
+        return "\n".join(map(str, lines))
+    return str(lines)
 
 
 def same_output(output: str, expected: str) -> bool:
@@ -96,14 +99,16 @@ def same_output(output: str, expected: str) -> bool:
 
     A number that is expected with a fraction may be off by a millionth.
     """
-    ours, theirs = output.strip().splitlines(), expected.strip().splitlines()
+    ours = output.strip().splitlines()
+    theirs = expected.strip().splitlines()
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
 
 
 def _same_line(ours: str, theirs: str) -> bool:
     if ours.strip() == theirs.strip():
         return True
-    words, expected_words = ours.split(), theirs.split()
+    words = ours.split()
+    expected_words = theirs.split()
     return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
@@ -137,7 +142,9 @@ def _calls(name: str, inputs: list[Any], outputs: list[Any]) -> Suite:
 
 def _from_json(output: Any) -> Any:
     try:
-        return json.loads(output) if isinstance(output, str) else output
+        if isinstance(output, str):
+            return json.loads(output)
+        return output
     except ValueError:
         return output
 
@@ -195,7 +202,8 @@ def _asserts(texts: Sequence[str]) -> Suite:
 
 def _assertions(cuts: Sequence[Cut]) -> Check:
     def passes(reports: Sequence[TestReport]) -> bool | str:
-        conditions, values = [], map(_encoded, reports)
+        conditions = []
+        values = map(_encoded, reports)
         for each in cuts:
             try:
                 result = _condition(each, list(islice(values, len(each.expressions))))
@@ -258,10 +266,14 @@ def source(encoded: Any) -> str:
         value = decode(encoded)
         if name == "int":
             return f"({value:#x})"
-        return f"{name}({str(value)!r})" if name in ("float", "complex") else repr(value)
+        if name in ("float", "complex"):
+            return f"{name}({str(value)!r})"
+        return repr(value)
     if name in _MADE_BY:
         return f"__import__({name!r}).{_MADE_BY[name]}({str(content)!r})"
     if name == "dict":
         return "{" + ", ".join(f"{source(key)}: {source(item)}" for key, item in content) + "}"
     items = f"[{', '.join(map(source, content))}]"
-    return f"iter({items})" if name == "iterator" else f"{_MANY[name].__name__}({items})"
+    if name == "iterator":
+        return f"iter({items})"
+    return f"{_MANY[name].__name__}({items})"

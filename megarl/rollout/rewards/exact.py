@@ -8,4 +8,6 @@ from typing import Any
 
 def score(response: str, answer: str, row: Mapping[str, Any]) -> float:
     """1 when response and answer are equal but for surrounding white space, else 0."""
-    return 1.0 if response.strip() == answer.strip() else 0.0
+    if response.strip() == answer.strip():
+        return 1.0
+    return 0.0

@@ -44,7 +44,10 @@ def score(
     reward_result = reward_result_of(inner(given.strip(), answer, row, **more, **(arguments or {})))
     if not isinstance(reward_result, RewardResult):
         raise ValueError(f"{function} {reward_result.words}")
-    own_answer = given.strip() if reward_result.answer is None else reward_result.answer
+    if reward_result.answer is None:
+        own_answer = given.strip()
+    else:
+        own_answer = reward_result.answer
     return RewardResult(reward + reward_result.reward, reward_result.correct, own_answer)
 
 

@@ -31,7 +31,9 @@ class Encoder:
         if self.nodes > _MOST_NODES:
             raise TypeError("a value of too many parts")
         if value is None or isinstance(value, bool | str):
-            return value if value is None or isinstance(value, bool) else str.__str__(value)
+            if value is None or isinstance(value, bool):
+                return value
+            return str.__str__(value)
         if isinstance(value, int):
             return ["int", format(int(value), "x")]  # fast, and without Python's limit on digits
         if isinstance(value, float):
@@ -66,8 +68,14 @@ def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: in
 
     Functions that are needed after the program are held in local variables, because it may replace built-in ones.
     """
-    run, evaluate, build, read, write, leave = exec, eval, compile, os.read, os.write, os._exit
-    encode, dump = Encoder().encode, json.dumps
+    run = exec
+    evaluate = eval
+    build = compile
+    read = os.read
+    write = os.write
+    leave = os._exit
+    encode = Encoder().encode
+    dump = json.dumps
     # a tested function's module must not run as __main__
     name = "__main__" if "stdin" in test else "solution"
     module = sys.modules["__main__"] = sys.modules[name] = type(sys)(name)
@@ -86,11 +94,10 @@ def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: in
             dump(encode(evaluate(build(test["expression"], "<test>", "eval"), space))).encode(),
         )
     else:
-        function = (
-            space[test["call"]]
-            if test["call"] in space
-            else getattr(space["Solution"](), test["call"])
-        )
+        if test["call"] in space:
+            function = space[test["call"]]
+        else:
+            function = getattr(space["Solution"](), test["call"])
         write_all(write, answer, dump(encode(function(*test["arguments"]))).encode())
     leave(0)
 
@@ -128,7 +135,8 @@ def new_file(path: str) -> int:
 
 def await_child(pid: int, wall_s: float) -> int | None:
     """A child's exit status (128 + the signal that ended it); None: it was killed at the time limit."""
-    deadline, status = time.monotonic() + wall_s, None
+    deadline = time.monotonic() + wall_s
+    status = None
     while status is None and (left := deadline - time.monotonic()) > 0:
         signal.sigtimedwait({signal.SIGCHLD}, left)
         ended, raw = os.waitpid(pid, os.WNOHANG)
@@ -158,7 +166,9 @@ def main() -> None:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for test in job["tests"]:
-        stdin, stdout, value = new_file("stdin"), new_file("stdout"), new_file("value")
+        stdin = new_file("stdin")
+        stdout = new_file("stdout")
+        value = new_file("value")
         write_all(os.write, stdin, test.get("stdin", "").encode("utf-8", "replace"))
         os.lseek(stdin, 0, os.SEEK_SET)
         token_read, token_write = os.pipe()

@@ -45,7 +45,8 @@ _VERDICT = re.compile(
     re.MULTILINE | re.IGNORECASE,
 )
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 20.0
+_FIRST_WAIT_S = 0.5
+_MOST_WAIT_S = 20.0
 _Post = Callable[[], Awaitable[httpx.Response]]
 
 
@@ -178,7 +179,8 @@ async def _reply(post: _Post) -> str:
         )
     try:
         choice = answer.json()["choices"][0]
-        text, reason = choice["message"]["content"], choice.get("finish_reason")
+        text = choice["message"]["content"]
+        reason = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError):
         raise _Retry("a reply that is not a chat completion") from None
     if reason == "length":  # its last verdict may be a quotation
@@ -195,7 +197,9 @@ def _wished_wait_s(header: str) -> float:
             wait_s = parsedate_to_datetime(header).timestamp() - time()
         except ValueError:
             return 0.0
-    return max(wait_s, 0.0) if math.isfinite(wait_s) else 0.0
+    if math.isfinite(wait_s):
+        return max(wait_s, 0.0)
+    return 0.0
 
 
 def _read(reply: str) -> float:
@@ -205,7 +209,9 @@ def _read(reply: str) -> float:
         raise _Retry("a reply without a verdict")
     verdict, number = matches[-1]
     if verdict:
-        return 1.0 if verdict.upper() == "CORRECT" else 0.0
+        if verdict.upper() == "CORRECT":
+            return 1.0
+        return 0.0
     if float(number) > 1.0:
         raise _Retry("a score above 1")
     return float(number)

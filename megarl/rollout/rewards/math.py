@@ -73,7 +73,9 @@ def final_answer(response: str) -> str:
     if opening < 0:
         return ""
     end = _closing(response, opening)
-    return response[start : end + 1] if end and response[opening + 1 : end].strip() else ""
+    if end and response[opening + 1 : end].strip():
+        return response[start : end + 1]
+    return ""
 
 
 def is_hostile(text: str, answer: str = "") -> bool:
@@ -90,7 +92,10 @@ def is_hostile(text: str, answer: str = "") -> bool:
 
 def _bare(text: str) -> str:
     """The text without its box, and without dollars, spaces and sizes of brackets, which do not change its value."""
-    boxed = text[text.index("{") + 1 : -1] if text.startswith("\\boxed") else text
+    if text.startswith("\\boxed"):
+        boxed = text[text.index("{") + 1 : -1]
+    else:
+        boxed = text
     plain = _ORNAMENT.sub("", _TEXT.sub(r"\1", boxed))
     return re.sub(r"\^\{(\w)\}", r"^\1", re.sub(r"\\[dt]frac", r"\\frac", plain))
 

@@ -54,7 +54,9 @@ def chosen(response: str, options: str) -> str | None:
         matches = [match for match in pattern.finditer(tail) if match[1] in options]
         if matches:
             last = matches[-1]
-            return None if _OR_ANOTHER.match(tail, last.end()) else last[1]
+            if _OR_ANOTHER.match(tail, last.end()):
+                return None
+            return last[1]
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     if not lines or len({line for line in lines if line in options}) > 1:
         return None
@@ -62,7 +64,9 @@ def chosen(response: str, options: str) -> str | None:
         for text in (lines[-1], tail):
             letters = {letter for letter in pattern.findall(text) if letter in options}
             if letters:
-                return letters.pop() if len(letters) == 1 else None
+                if len(letters) == 1:
+                    return letters.pop()
+                return None
     return None
 
 

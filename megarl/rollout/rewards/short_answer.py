@@ -9,7 +9,8 @@ from typing import Any
 
 from megarl.types.reward_result import RewardResult
 
-_OPEN, _CLOSE = "<answer>", "</answer>"
+_OPEN = "<answer>"
+_CLOSE = "</answer>"
 _LONGEST = 1000  # characters of an answer; those of data sets have a few words
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -40,7 +41,9 @@ def _last(response: str) -> str:
     """The text of the last answer; "" where there is none, or one that is not closed or long."""
     _, opening, rest = response.rpartition(_OPEN)
     given, closing, _ = rest.partition(_CLOSE)
-    return given if opening and closing and len(given) <= _LONGEST else ""
+    if opening and closing and len(given) <= _LONGEST:
+        return given
+    return ""
 
 
 def _plain(text: object) -> str:

@@ -170,7 +170,9 @@ class EngineSettings:
     @property
     def first_rank(self) -> int:
         """The first tensor-parallel rank on this node."""
-        return self.span.node * self.tp // self.span.nodes if self.span else 0
+        if self.span:
+            return self.span.node * self.tp // self.span.nodes
+        return 0
 
 
 def server_arguments(
@@ -278,13 +280,15 @@ def sglang_errors(arguments: Mapping[str, Any]) -> list[UserError]:
     known = server_fields()
     errors = []
     for key in arguments:
-        owner = "speculative_" if key.startswith("speculative_") else key
+        if key.startswith("speculative_"):
+            owner = "speculative_"
+        else:
+            owner = key
         if owner in _SET_BY_MEGARL or key in _NOT_IN_RECIPES:
-            hint = (
-                f"set {_SET_BY_MEGARL[owner]} and remove it"
-                if owner in _SET_BY_MEGARL
-                else "remove it"
-            )
+            if owner in _SET_BY_MEGARL:
+                hint = f"set {_SET_BY_MEGARL[owner]} and remove it"
+            else:
+                hint = "remove it"
             errors.append(UserError(f"{WHERE}.{key}", "is set by megarl itself", hint))
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
             errors.append(
@@ -303,7 +307,8 @@ def latent_cache_errors(arguments: Mapping[str, Any]) -> list[UserError]:
     cached = arguments.get("kv_cache_dtype", "auto")
     if cached in _PLAIN_CACHES:
         return []
-    where, hint = f"{WHERE}.kv_cache_dtype", f"remove it, or set {WHERE}.attention_backend to"
+    where = f"{WHERE}.kv_cache_dtype"
+    hint = f"remove it, or set {WHERE}.attention_backend to"
     hint = f"{hint} flashmla (Hopper), trtllm_mla (Blackwell) or triton"
     if cached != "fp8_e4m3":
         problem = f"SGLang's latent attention does not take a cache in {cached!r}"

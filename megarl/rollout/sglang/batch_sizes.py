@@ -19,7 +19,8 @@ _MOST_IN_GRAPHS = 512
 
 def step_sequences(recipe: Recipe) -> int:
     """The sequences that an engine runs at once in a phase of a training step: an even share of the prompts."""
-    name, rollout = recipe.algorithm.name, recipe.rollout
+    name = recipe.algorithm.name
+    rollout = recipe.rollout
     num_prompts = hyperparameters_of(name, recipe.algorithm).num_drawn(rollout.in_flight)
     of_prompt = rollout.samples_per_prompt + ALGORITHMS[name].greedy_baseline
     return math.ceil(num_prompts / rollout.engine.count) * of_prompt
@@ -27,11 +28,15 @@ def step_sequences(recipe: Recipe) -> int:
 
 def most_sequences(recipe: Recipe) -> int:
     """The most sequences that an engine runs at once, in a round or an evaluation; a multiple of its groups."""
-    sets, engine = [recipe.evaluation.of(name) for name in recipe.data.eval], recipe.rollout.engine
+    sets = [recipe.evaluation.of(name) for name in recipe.data.eval]
+    engine = recipe.rollout.engine
     of_sets = [
         math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets
     ]
-    most = max(step_sequences(recipe), *of_sets) if of_sets else step_sequences(recipe)
+    if of_sets:
+        most = max(step_sequences(recipe), *of_sets)
+    else:
+        most = step_sequences(recipe)
     return math.ceil(most / engine.dp) * engine.dp
 
 
@@ -44,11 +49,9 @@ def limit_of(recipe: Recipe, wanted: int) -> int:
 
 def given_sizes(recipe: Recipe) -> dict[str, Any]:
     """The recipe's own server arguments over those of `group_arguments`."""
-    engine, most, deepep = (
-        recipe.rollout.engine,
-        most_sequences(recipe),
-        recipe.rollout.engine.experts == "deepep",
-    )
+    engine = recipe.rollout.engine
+    most = most_sequences(recipe)
+    deepep = recipe.rollout.engine.experts == "deepep"
     own = group_arguments(
         engine.tp,
         engine.dp,
@@ -62,7 +65,9 @@ def given_sizes(recipe: Recipe) -> dict[str, Any]:
 
 def running_limit(tp: int, wanted: int, *, deepep: bool, draft: int) -> int:
     """Sequences that an engine may run at once, of those that it is given."""
-    return min(wanted, _deepep_sequences(draft) * tp) if deepep else wanted
+    if deepep:
+        return min(wanted, _deepep_sequences(draft) * tp)
+    return wanted
 
 
 def _deepep_sequences(draft: int) -> int:
@@ -84,8 +89,12 @@ def group_arguments(
     if dp == 1 or not (has_fraction or deepep):
         return {}
     ranks = max(1, tp // dp)  # what does not divide is told elsewhere
-    of_group, step = -(-concurrency * 11 // (10 * dp)), math.lcm(8, ranks)
-    most = min(_MOST_IN_GRAPHS, _deepep_sequences(draft) * ranks) if deepep else _MOST_IN_GRAPHS
+    of_group = -(-concurrency * 11 // (10 * dp))
+    step = math.lcm(8, ranks)
+    if deepep:
+        most = min(_MOST_IN_GRAPHS, _deepep_sequences(draft) * ranks)
+    else:
+        most = _MOST_IN_GRAPHS
     found = {"cuda_graph_max_bs_decode": min(most, -(-of_group // step) * step)}
     if dp > 4 and has_fraction:
         found["chunked_prefill_size"] = _GROUP_CHUNK * dp if deepep else _GATHERED_CHUNK

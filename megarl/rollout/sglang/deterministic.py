@@ -64,7 +64,10 @@ def sample_by_seed() -> None:
         positions: torch.Tensor,
         simple_sampling_case: bool,
     ) -> tuple[torch.Tensor, None]:
-        kept = probs if simple_sampling_case else truncated(probs, info.top_ks, info.top_ps)
+        if simple_sampling_case:
+            kept = probs
+        else:
+            kept = truncated(probs, info.top_ks, info.top_ps)
         chosen = sampler.multinomial_with_seed(torch.log(kept), info.sampling_seed, positions)
         return chosen.view(-1).to(torch.int32), None
 
@@ -168,7 +171,8 @@ _KEPT_LIBRARIES: list[torch.library.Library] = []
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left [rows, inner] x right [inner, columns]"""
-    (rows, inner), width = left.shape, right.shape[1]
+    (rows, inner) = left.shape
+    width = right.shape[1]
     height = _up(rows, _BLOCK)
     padded = left.new_zeros(height, _up(inner, _LINE))[:, :inner]
     padded[:rows] = left

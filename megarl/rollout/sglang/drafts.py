@@ -19,7 +19,9 @@ _LEAST_CHUNK = 8192  # tokens of prompts that SGLang reads at once on cards of 6
 
 def draft_errors(recipe: Recipe) -> list[UserError]:
     """Settings that do not go with drafts: seeds, other attention backends, more routed experts than SGLang stores."""
-    engine, found, none = recipe.rollout.engine, [], "or rollout.engine.draft to 0"
+    engine = recipe.rollout.engine
+    found = []
+    none = "or rollout.engine.draft to 0"
     if not engine.draft:
         return []
     if recipe.rollout.seeded:

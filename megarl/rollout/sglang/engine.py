@@ -38,17 +38,16 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
-        self._tp, self._seeded, self._routed_experts = (
-            settings.tp,
-            settings.seeded,
-            settings.routed_experts,
-        )
-        self._groups, self._weight_loader, self._timeout_s = (
-            settings.dp,
-            weight_loader,
-            settings.timeout_s,
-        )
-        self._adapter = ADAPTER_NAME if settings.adapter else None
+        self._tp = settings.tp
+        self._seeded = settings.seeded
+        self._routed_experts = settings.routed_experts
+        self._groups = settings.dp
+        self._weight_loader = weight_loader
+        self._timeout_s = settings.timeout_s
+        if settings.adapter:
+            self._adapter = ADAPTER_NAME
+        else:
+            self._adapter = None
         self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # takes seconds, while the schedulers start
@@ -57,11 +56,10 @@ class Engine:
             settings.model_path, trust_remote_code=False
         )
         # The reason why the weights cannot be sampled from, or None.
-        self._stale = (
-            None
-            if settings.load_weights
-            else "the engine has no weights: none were resharded into it yet"
-        )
+        if settings.load_weights:
+            self._stale = None
+        else:
+            self._stale = "the engine has no weights: none were resharded into it yet"
 
     @property
     def version(self) -> int:
@@ -214,9 +212,15 @@ class Engine:
 
     def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
-        seed = {"sampling_seed": sample_seed(sampling.stream, place)} if self._seeded else {}
+        if self._seeded:
+            seed = {"sampling_seed": sample_seed(sampling.stream, place)}
+        else:
+            seed = {}
         limit = {"max_new_tokens": sampling.new_tokens(response_tokens)}
-        stop = {"stop": list(sampling.stop)} if sampling.stop else {}
+        if sampling.stop:
+            stop = {"stop": list(sampling.stop)}
+        else:
+            stop = {}
         return {"temperature": sampling.temperature, "top_p": sampling.top_p} | seed | limit | stop
 
     async def _ask(
@@ -293,7 +297,8 @@ class Engine:
         rows: int,
     ) -> Sample:
         """The sample with the tokens of SGLang's output after its own; rows: as of `_ask`."""
-        meta, length = output["meta_info"], len(sample.response_ids_T)
+        meta = output["meta_info"]
+        length = len(sample.response_ids_T)
         reason = meta["finish_reason"]
         if reason["type"] == "abort":
             raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
@@ -328,11 +333,14 @@ class Engine:
             shape
         )
         num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
-        smallest = np.uint8 if num_experts <= 256 else np.int16
+        if num_experts <= 256:
+            smallest = np.uint8
+        else:
+            smallest = np.int16
         new = experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
-        return (
-            new if sample.routed_experts is None else np.concatenate([sample.routed_experts, new])
-        )
+        if sample.routed_experts is None:
+            return new
+        return np.concatenate([sample.routed_experts, new])
 
 
 class Schedulers:
@@ -371,4 +379,6 @@ def _named_tensors(message: Mapping[str, Any]) -> bytes:
 
 def _rows_before(sample: Sample, prompt_length: int) -> int:
     """The tokens whose experts the sample has: all but its last, which no engine has computed."""
-    return prompt_length + len(sample.response_ids_T) - 1 if sample.parts else 0
+    if sample.parts:
+        return prompt_length + len(sample.response_ids_T) - 1
+    return 0

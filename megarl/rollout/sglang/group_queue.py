@@ -77,7 +77,8 @@ class GroupQueue:
         """What has finished since the last call, as soon as anything has."""
         await self._has_finished.wait()
         self._has_finished.clear()
-        found, self._completed = self._completed, []
+        found = self._completed
+        self._completed = []
         return found
 
     def _report(self, sample: CompletedSample) -> None:

@@ -33,10 +33,13 @@ class EngineError(RuntimeError):
 
     def __init__(self, cause: str, log: str = "") -> None:
         super().__init__(cause, log)
-        self.cause, self.log = cause, log
+        self.cause = cause
+        self.log = log
 
     def __str__(self) -> str:
-        return f"{self.log}\n{self.cause}" if self.log else self.cause
+        if self.log:
+            return f"{self.log}\n{self.cause}"
+        return self.cause
 
 
 class EngineStandstill(EngineError, Silence):
@@ -195,14 +198,19 @@ class Host:
             return None
         rank, process = min(dead, key=lambda item: (item[1].exitcode or 0) >= 0)
         code = process.exitcode or 0
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
         log = self._entry.log_path(rank)
-        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
-        reason = f": {lines[-1].strip()}" if lines and code > 0 else ""
+        if log.exists():
+            lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        else:
+            lines = []
+        if lines and code > 0:
+            reason = f": {lines[-1].strip()}"
+        else:
+            reason = ""
         return EngineError(
             f"engine scheduler {rank} (pid {process.pid}) {how}{reason}", "\n".join(lines)
         )

@@ -24,7 +24,8 @@ class LoopCounter:
     def __init__(self, file: Path, index: int) -> None:
         with file.open("r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), 0)
-        self._offset, self._count = index * _COUNT.size, 0
+        self._offset = index * _COUNT.size
+        self._count = 0
 
     def count(self) -> None:
         self._count += 1
@@ -57,7 +58,9 @@ class Standstill:
     def __init__(self, file: Path, timeout_s: float) -> None:
         """timeout_s: how long a scheduler may be stopped, or stay in one round."""
         self.period_s = max(0.1, min(1.0, timeout_s / 10))
-        self._file, self._timeout_s, self._looked_at = file, timeout_s, time.monotonic()
+        self._file = file
+        self._timeout_s = timeout_s
+        self._looked_at = time.monotonic()
         self._stopped_s: dict[int, float] = {}
         self._same_s: dict[int, float] = {}
         self._counts: dict[int, int] = {}
@@ -65,7 +68,8 @@ class Standstill:
     def look(self, schedulers: Sequence[BaseProcess], first_rank: int) -> str | None:
         """A description of the schedulers that hang, or None. first_rank: the rank of the first scheduler."""
         now = time.monotonic()
-        passed_s, self._looked_at = min(now - self._looked_at, 2 * self.period_s), now
+        passed_s = min(now - self._looked_at, 2 * self.period_s)
+        self._looked_at = now
         counts = [count for (count,) in _COUNT.iter_unpack(self._file.read_bytes())]
         for index, process in enumerate(schedulers):
             is_stopped = process.pid is not None and processes.is_stopped(process.pid)
@@ -86,8 +90,6 @@ class Standstill:
             for index, name in enumerate(names)
             if self._same_s[index] >= self._timeout_s + PEERS_S
         ]
-        return (
-            f"engine scheduler {', '.join(still)} has done nothing for {self._timeout_s:g} s"
-            if still
-            else None
-        )
+        if still:
+            return f"engine scheduler {', '.join(still)} has done nothing for {self._timeout_s:g} s"
+        return None

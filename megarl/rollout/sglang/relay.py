@@ -18,7 +18,9 @@ from megarl.device import Address, join_store, own_address
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan
 from megarl.rollout.sglang.scheduler import group_address, ipc_address
 
-_PORTS, _ANSWERS, _JOIN_S = "relay", "answers", 600.0
+_PORTS = "relay"
+_ANSWERS = "answers"
+_JOIN_S = 600.0
 
 
 def new_endpoint() -> Endpoint:
@@ -31,7 +33,9 @@ class Relay:
 
     def __init__(self, folder: Path, tp: int, dp: int, span: NodeSpan) -> None:
         """folder: of this node's Unix sockets. The first node publishes its ports in the store span.rendezvous."""
-        self._context, self._endpoint, self._folder = zmq.Context(), span.endpoint, folder
+        self._context = zmq.Context()
+        self._endpoint = span.endpoint
+        self._folder = folder
         self._context.linger = 0  # this and the next are options of every socket
         # no limit, as SGLang's own: no sender waits for a slow reader
         self._context.sndhwm = self._context.rcvhwm = 0
@@ -39,11 +43,10 @@ class Relay:
         leaders = [group * (tp // dp) // (tp // span.nodes) for group in range(dp)]
         groups = [group for group, node in enumerate(leaders) if node and span.node in (0, node)]
         try:
-            pairs = (
-                self._follow(groups, span.rendezvous)
-                if span.node
-                else self._lead(groups, span.rendezvous)
-            )
+            if span.node:
+                pairs = self._follow(groups, span.rendezvous)
+            else:
+                pairs = self._lead(groups, span.rendezvous)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -61,7 +64,8 @@ class Relay:
     def _lead(
         self, groups: list[int], rendezvous: Address
     ) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-        host, ports = own_address(rendezvous.host), {}
+        host = own_address(rendezvous.host)
+        ports = {}
         answers = self._socket(zmq.PULL)
         ports[_ANSWERS] = answers.bind_to_random_port(f"tcp://{host}")
         pairs = [(answers, self._file(zmq.PUSH, "tokenizer"))]
@@ -92,7 +96,8 @@ class Relay:
         """A TCP socket: the first node is the CURVE server, the others use its public key and a new key pair."""
         socket = self._context.socket(kind)
         if self._endpoint.secret:
-            socket.curve_server, socket.curve_publickey = True, self._endpoint.public
+            socket.curve_server = True
+            socket.curve_publickey = self._endpoint.public
             socket.curve_secretkey = self._endpoint.secret
         else:
             socket.curve_serverkey = self._endpoint.public
@@ -100,12 +105,14 @@ class Relay:
         return socket
 
     def _file(self, kind: int, name: str, binds: bool = False) -> zmq.Socket[bytes]:
-        socket, address = self._context.socket(kind), ipc_address(self._folder, name)
+        socket = self._context.socket(kind)
+        address = ipc_address(self._folder, name)
         socket.bind(address) if binds else socket.connect(address)
         return socket
 
     def _forward(self, pairs: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]) -> None:
-        poller, onward = zmq.Poller(), dict(pairs)
+        poller = zmq.Poller()
+        onward = dict(pairs)
         for source in onward:
             poller.register(source, zmq.POLLIN)
         with suppress(zmq.ContextTerminated):

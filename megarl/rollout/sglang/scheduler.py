@@ -131,11 +131,10 @@ class SchedulerEntry:
             # its default lock is a named semaphore, which a SIGKILL leaves
             tqdm.set_lock(threading.RLock())
             _report_failed_loads(rounds)
-            group = (
-                tp_rank * server_args.dp_size // server_args.tp_size
-                if server_args.dp_size > 1
-                else None
-            )
+            if server_args.dp_size > 1:
+                group = tp_rank * server_args.dp_size // server_args.tp_size
+            else:
+                group = None
             address = group_address(port_args.scheduler_input_ipc_name, group or 0)
             port_args = replace(port_args, scheduler_input_ipc_name=address)
             scheduler.run_scheduler_process(
@@ -260,12 +259,18 @@ def _report_failed_loads(rounds: LoopCounter) -> None:
                 success, message = original(self, *args, **kwargs)
         except Exception as error:
             traceback.print_exc()
-            success, message = False, " ".join(f"{type(error).__name__}: {error}".split())
+            success = False
+            message = " ".join(f"{type(error).__name__}: {error}".split())
         group = get_tp_group()
         failures: list[str | None] = [None] * group.world_size
-        mine = None if success else f"tensor-parallel rank {group.rank_in_group}: {message}"
+        if success:
+            mine = None
+        else:
+            mine = f"tensor-parallel rank {group.rank_in_group}: {message}"
         dist.all_gather_object(failures, mine, group=group.cpu_group)
         reasons = [failure for failure in failures if failure]
-        return (False, "; ".join(reasons)) if reasons else (True, message)
+        if reasons:
+            return (False, "; ".join(reasons))
+        return (True, message)
 
     updater.update_weights_from_tensor = update

@@ -66,7 +66,8 @@ class Tokenizer(TokenizerManager):
     def init_ipc_channels(self, port_args: PortArgs) -> None:
         super().init_ipc_channels(port_args)
         first: zmq.Socket[Any] = cast(Any, self.send_to_scheduler)
-        address, groups = port_args.scheduler_input_ipc_name, range(1, get_parallel().dp_size)
+        address = port_args.scheduler_input_ipc_name
+        groups = range(1, get_parallel().dp_size)
         others = [
             get_zmq_socket(first.context, zmq.PUSH, group_address(address, group), True)
             for group in groups
@@ -170,7 +171,10 @@ class SglangEngine(sglang_engine.Engine):
     def _group_queue(self) -> GroupQueue:
         """The queue in front of the attention groups; without a limit for one group, whose own queue does the same."""
         groups = self.server_args.dp_size
-        capacity = self.group_capacity if groups > 1 else Capacity(sys.maxsize, sys.maxsize)
+        if groups > 1:
+            capacity = self.group_capacity
+        else:
+            capacity = Capacity(sys.maxsize, sys.maxsize)
         return GroupQueue(capacity, groups, self.tokenizer_manager.context_len)
 
     def _launch_subprocesses(

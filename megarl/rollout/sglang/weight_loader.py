@@ -46,19 +46,25 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 def _models(run_id: str, attempt: int, model: torch.nn.Module) -> list[torch.nn.Module]:
     """The models of this attempt in the order of the calls; what an earlier attempt has left is forgotten."""
     before, models = _loaded.get(run_id, (attempt, []))
-    models = [*models, model] if before == attempt else [model]
+    if before == attempt:
+        models = [*models, model]
+    else:
+        models = [model]
     _loaded[run_id] = attempt, models
     return models
 
 
 def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
     """Carry out the steps of a reshard in this process. models: the target model, then its draft if there is one."""
-    run_id, version, attempt = message["run_id"], message["version"], message["attempt"]
+    run_id = message["run_id"]
+    version = message["version"]
+    attempt = message["attempt"]
     if "sessions" in message:
         if run_id in _exchanges:  # whose handles are no longer valid
             _exchanges[run_id].close()
         _exchanges[run_id] = _opened(Session.from_json(message["sessions"][str(dist.get_rank())]))
-    exchanges, whole = _exchanges[run_id], engine_model.joined(models)
+    exchanges = _exchanges[run_id]
+    whole = engine_model.joined(models)
     unread: Exception | None = None  # why this rank lacks the weights that it reads itself
     for step in message["steps"]:
         if step == "factors":

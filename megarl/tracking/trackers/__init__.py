@@ -30,7 +30,8 @@ TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
 END_S = 60.0  # how long the end of a run waits for all trackers together
 # the same for a run that is stopped or fails: Slurm kills all processes 30 s after its signal
 EARLY_END_S = 7.0
-_LAST_S, _EARLY_LAST_S = 10.0, 1.0  # how long abandoned trackers may then take, together
+_LAST_S = 10.0
+_EARLY_LAST_S = 1.0  # how long abandoned trackers may then take, together
 _MOST_WAITING = 1000  # writes in the queue of a tracker; further ones are dropped
 
 _Call = tuple[str, Callable[[], None]]  # (description of the write, function that writes)
@@ -79,7 +80,8 @@ class Trackers:
             (self._end_s, _LAST_S) if state == "finished" else (EARLY_END_S, _EARLY_LAST_S)
         )
         deadline = time.monotonic() + min(wait_s, self._end_s)
-        writers, self._writers = self._writers, []
+        writers = self._writers
+        self._writers = []
         with ExitStack() as cleanup:  # it runs all callbacks even if a signal interrupts one
             cleanup.callback(self._wait_for_last, writers, last_s)
             for writer in writers:
@@ -104,7 +106,9 @@ class Writer:
     """
 
     def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
-        self._name, self.tracker, self._say = name, tracker, say
+        self._name = name
+        self.tracker = tracker
+        self._say = say
         self._calls: queue.Queue[_Call | None] = queue.Queue()
         self._has_failed = False
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
@@ -160,7 +164,9 @@ class Writer:
 def _cell(value: Any) -> Any:
     if isinstance(value, dict):
         return json_line(value)
-    return printable(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return printable(value)
+    return value
 
 
 def _reason(error: BaseException) -> str:

@@ -33,12 +33,14 @@ class MlflowRun(Tracker):
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
-        self._metric, self._param = Metric, Param
+        self._metric = Metric
+        self._param = Param
         self._client: Any = MlflowClient()
         self._run = run
 
     def open(self) -> str:
-        run, client = self._run, self._client
+        run = self._run
+        client = self._client
         self._id = run.id_of("mlflow", self._begin)
         client.update_run(self._id, status="RUNNING")  # an earlier start has set another status
         client.log_text(self._id, yaml.safe_dump(dict(run.recipe), sort_keys=False), "recipe.yaml")
@@ -47,12 +49,13 @@ class MlflowRun(Tracker):
 
     def _begin(self) -> str:
         """Create the run with its parameters, which MLflow cannot change at a later start; returns its id."""
-        client, name = (
-            self._client,
-            self._run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl"),
-        )
+        client = self._client
+        name = self._run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")
         experiment = client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else client.create_experiment(name)
+        if experiment:
+            number = experiment.experiment_id
+        else:
+            number = client.create_experiment(name)
         found = client.create_run(number, run_name=self._run.name).info.run_id
         params = [self._param(_name(key), value) for key, value in _flat(self._run.recipe)]
         for first in range(0, len(params), _MOST_PARAMS):

@@ -61,7 +61,9 @@ class WandbRun:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        return f"this run is {self._run.url}" if self._run.url else ""
+        if self._run.url:
+            return f"this run is {self._run.url}"
+        return ""
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log({"step": step, **metrics})
