@@ -94,7 +94,7 @@ def workers(cluster: Cluster) -> list[Worker]:
     found = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
     cluster.gather(
         {
-            worker.start("test_session:Target", rank): worker.name
+            worker.start("test_ray_session:Target", rank): worker.name
             for rank, worker in enumerate(found)
         }
     )
@@ -172,7 +172,7 @@ def test_what_one_worker_puts_together_others_get_as_arguments(
     cluster: Cluster, workers: list[Worker]
 ):
     parts = [cluster.put(number) for number in range(1, 4)]
-    bundle = workers[1].bundle("test_session:doubled", "a", *parts)
+    bundle = workers[1].bundle("test_ray_session:doubled", "a", *parts)
     calls = {worker.call("join", worker.name, bundle, "z"): worker.name for worker in workers}
     assert cluster.gather(calls) == ["rank 0a246z", "rank 1a246z"]
 
@@ -180,7 +180,7 @@ def test_what_one_worker_puts_together_others_get_as_arguments(
 def test_what_could_not_be_put_together_fails_the_calls_with_it(
     cluster: Cluster, workers: list[Worker]
 ):
-    bundle = workers[1].bundle("test_session:doubled", "a", None)
+    bundle = workers[1].bundle("test_ray_session:doubled", "a", None)
     with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
         cluster.gather({workers[0].call("join", bundle): "rank 0"})
 
@@ -196,7 +196,7 @@ def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: 
 
 def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: list[Worker]):
     stuck = cluster.worker("stuck", 0)
-    cluster.gather({stuck.start("test_session:Target", 2): "stuck"})
+    cluster.gather({stuck.start("test_ray_session:Target", 2): "stuck"})
     calls = {
         workers[0].call("add", 10): "sound",
         workers[1].call("fault"): "faulty",
@@ -214,7 +214,7 @@ def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: li
 def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: list[Worker]):
     (node,) = ray_nodes(cluster.host)
     assert node.gpus == 2
-    started = answers({node.worker.start("test_session:Target", 5): "node"}, 120.0)
+    started = answers({node.worker.start("test_ray_session:Target", 5): "node"}, 120.0)
     assert isinstance(started["node"], int), started
     assert answers({node.worker.call("add", 1): "node"}, BOUND_S) == {"node": 6}
     node.worker.kill()
@@ -240,7 +240,7 @@ def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Clu
 def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
     pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
     cluster.gather(
-        {worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)}
+        {worker.start("test_ray_session:Target", rank): worker.name for rank, worker in enumerate(pair)}
     )
     with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
         cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
@@ -252,7 +252,7 @@ def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[l
     """Two workers more, whose silence is noticed soon, and the process id of the second."""
     pair = [cluster.worker(f"peer {rank}", rank) for rank in range(2)]
     calls = {
-        worker.start("test_session:Target", rank): worker.name for rank, worker in enumerate(pair)
+        worker.start("test_ray_session:Target", rank): worker.name for rank, worker in enumerate(pair)
     }
     _, pid = cluster.gather(calls)
     monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
@@ -337,7 +337,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job sta
 from megarl.cluster.ray_session import Cluster, WorkerFailed
 with Cluster(2) as cluster:
     workers = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
-    pids = cluster.gather({w.start("test_session:Target", rank): w.name for rank, w in enumerate(workers)})
+    pids = cluster.gather({w.start("test_ray_session:Target", rank): w.name for rank, w in enumerate(workers)})
     if sys.argv[1] != "kill":
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     os.kill(pids[0], signal.SIGKILL)
@@ -391,7 +391,7 @@ from megarl.cluster.ray_session import Cluster, WorkerFailed
 try:
     with Cluster(1, say=print) as cluster:
         worker = cluster.worker("rank 0", 0)
-        cluster.gather({worker.start("test_session:Target", 0): worker.name})
+        cluster.gather({worker.start("test_ray_session:Target", 0): worker.name})
         print("folder", cluster._folder.path, flush=True)
         below = psutil.Process().children(recursive=True)
         os.kill(next(p.pid for p in [psutil.Process(), *below] if sys.argv[1] in p.name()), signal.SIGKILL)

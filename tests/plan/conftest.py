@@ -19,7 +19,7 @@ Requests = Sequence[dict[str, Any]]
 def models_are_built_once() -> Iterator[None]:
     """Forks of a process that has imported Megatron build them: the import takes most of the program's time.
 
-    test_search.py also runs `megarl plan`, and with it the program itself.
+    test_layout_search.py also runs `megarl plan`, and with it the program itself.
     """
     known: dict[str, dict[str, Any]] = {}
 
