@@ -110,7 +110,7 @@ def test_calls_are_heard_of_as_they_return(cluster: Cluster, workers: list[Worke
     calls = {slow: "rank 0", fast: "rank 1"}
     assert cluster.await_any(calls) == [fast]
     assert cluster.await_any({slow: "rank 0"}) == [slow]
-    failing = workers[1].call("fault")
+    failing = workers[1].call("error")
     with pytest.raises(UserError, match="returned nan"):
         while cluster.await_any({workers[0].call("add", 1): "rank 0", failing: "rank 1"}):
             pass
@@ -149,7 +149,7 @@ def test_a_failure_in_the_background_ends_what_is_waited_for(
     cluster: Cluster, workers: list[Worker], tmp_path: Path
 ):
     one = Counting(cluster, workers[1], tmp_path / "last")
-    one.calls, cluster.background = {workers[1].call("fault"): "rank 1"}, one
+    one.calls, cluster.background = {workers[1].call("error"): "rank 1"}, one
     waited_for = workers[0].call("wait_for", tmp_path / "last")
     with pytest.raises(UserError, match="returned nan"):
         cluster.gather({waited_for: "rank 0"})
@@ -199,7 +199,7 @@ def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: li
     cluster.gather({stuck.start("test_ray_session:Target", 2): "stuck"})
     calls = {
         workers[0].call("add", 10): "sound",
-        workers[1].call("fault"): "faulty",
+        workers[1].call("error"): "faulty",
         stuck.call("hang"): "stuck",
     }
     found = answers(calls, BOUND_S)
@@ -222,7 +222,7 @@ def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: l
 
 def test_a_user_error_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
     with pytest.raises(UserError) as caught:
-        cluster.gather({workers[0].call("fault"): "rank 0"})
+        cluster.gather({workers[0].call("error"): "rank 0"})
     assert (caught.value.where, caught.value.hint) == ("reward.function", "return a finite number")
 
 
@@ -324,7 +324,7 @@ def test_every_worker_says_where_it_sits(cluster: Cluster, workers: list[Worker]
 
 
 def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers: list[Worker]):
-    calls = {workers[0].call("fault"): "rank 0", workers[1].call("add", 1): "rank 1"}
+    calls = {workers[0].call("error"): "rank 0", workers[1].call("add", 1): "rank 1"}
     assert cluster.settle(calls)
     assert cluster.gather({ref: name for ref, name in calls.items() if name == "rank 1"}) == [2]
 

@@ -129,5 +129,5 @@ def test_seeded_samples_are_the_same_in_whatever_group(
     assert len(set(assigned)) > 1
     for capacities in ([Capacity(4, 10**6), Capacity(0, 0)], [Capacity(0, 0), Capacity(1, 10**6)]):
         with monkeypatch.context() as patch:
-            patch.setattr(engine._manager.queue, "_dealer", RequestBalancer(capacities, 100))
+            patch.setattr(engine._manager.queue, "_balancer", RequestBalancer(capacities, 100))
             assert bits(asyncio.run(draw())) == assigned, "all in one group"
