@@ -51,7 +51,8 @@ class WorkerFailed(Exception):
 class Cluster:
     """The GPU slots of a Ray session, which this command starts here or joins; a context manager.
 
-    background: its calls are attended to while any others are waited for, and their failures are reported alike.
+    The calls of background work (`begin_background`) are attended to while any others are waited for, and their
+    failures are reported alike.
 
     On exit a session that it started ends with all of its processes and files; a joined cluster goes on. Slot s is on
     node s // node_gpus; the nodes of a joined cluster are sorted by address, and a run takes whole nodes.
@@ -80,7 +81,7 @@ class Cluster:
         # the placement group's bundle of each node, in the order of the slots
         self._bundles: list[int] = []
         self._servers: processes.RayServers | None = None
-        self.background: Background | None = None
+        self._background: Background | None = None
         self.host = LOOPBACK
         self.nodes: list[str] = []  # the nodes' addresses, in the order of the slots
 
@@ -233,29 +234,47 @@ class Cluster:
         watched = self._workers if among is None else among
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         while True:
-            if among is None:
-                background = self.background
-            else:
-                background = None
-            waiting = {**(background.labels() if background else {}), **labels}
+            background = self._background if among is None else None
+            waiting = dict(labels)
+            if background:
+                waiting.update(background.labels())
             done = self._ended([*waiting, *watches], watched)
-            failures = [why for ref in done if (why := failure(ref)) is not None]
-            if failures:
-                at_fault = [why for why in failures if isinstance(why, UserError)]
-                raise (
-                    at_fault[0]
-                    if at_fault
-                    else self._cause([*waiting, *watches], {**waiting, **watches})
-                )
+            self._raise_failure(done, waiting | watches)
             if len(done) < len(waiting) and (silence := self._silence(watched)):
                 raise WorkerFailed(silence, silence)
-            if background and (ended := [ref for ref in done if ref not in labels]):
+            ended = [ref for ref in done if ref not in labels]
+            if background and ended:
                 # while it takes these, what it waits for itself hands it no further ones
-                self.background = None
+                self._background = None
                 background.take(ended)
-                self.background = background
-            if asked := [ref for ref in done if ref in labels]:
+                self._background = background
+            asked = [ref for ref in done if ref in labels]
+            if asked:
                 return asked
+
+    def begin_background(self, work: Background) -> None:
+        """Let work go on from now on, whenever the controller waits for any call; one at a time."""
+        assert self._background is None, "the work before it has not been ended"
+        self._background = work
+
+    def end_background(self, work: Background) -> None:
+        """The opposite; work that has not begun is ended, too."""
+        assert self._background in (work, None)
+        self._background = None
+
+    def _raise_failure(self, done: Sequence[Ref], labels: Mapping[Ref, str]) -> None:
+        """Raise what the most telling of these calls has raised, if any has: a user's error, else the likeliest cause.
+
+        labels: of all calls that are open.
+        """
+        causes = [failure(ref) for ref in done]
+        raised = [cause for cause in causes if cause is not None]
+        if not raised:
+            return
+        for cause in raised:
+            if isinstance(cause, UserError):
+                raise cause
+        raise self._cause([*labels], labels)
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has returned or raised; False as soon as any worker dies or is silent for too long."""
@@ -276,7 +295,8 @@ class Cluster:
         """The failure to report, waiting a moment for a more telling one; see `_severity`."""
         self._pulses.ask(self._workers)
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
-        failures = [(labels[ref], why) for ref in done if (why := failure(ref)) is not None]
+        causes = [(labels[ref], failure(ref)) for ref in done]
+        failures = [(label, cause) for label, cause in causes if cause is not None]
         name, cause = min(failures, key=_severity)
         # A process that waited for a hanging one may time out before the hanging one has been silent for long enough.
         if _severity((name, cause)) == _OTHER and (silence := self._silence_now()):

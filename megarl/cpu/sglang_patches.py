@@ -270,7 +270,12 @@ class _UnpinnedTorch:
     """torch, whose new tensors are not pinned."""
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(torch, name)
+        function = getattr(torch, name)
         if name not in ("tensor", "zeros"):
-            return found
-        return lambda *args, **kwargs: found(*args, **{**kwargs, "pin_memory": False})
+            return function
+
+        def unpinned(*arguments: Any, **options: Any) -> Any:
+            options["pin_memory"] = False
+            return function(*arguments, **options)
+
+        return unpinned

@@ -228,7 +228,8 @@ def _known(
 
 
 def _values(rates: Sequence[RankRates], name: str) -> list[float]:
-    return [value for rank in rates if (value := getattr(rank, name)) is not None]
+    values = [getattr(rank, name) for rank in rates]
+    return [value for value in values if value is not None]
 
 
 def _yaml(value: float | int | str) -> str:

@@ -106,10 +106,7 @@ class EpisodeRunner:
         name = f"episode-{next(self._numbers)}"
         config = self._config
         opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
-        if begun:
-            own_tokens = longest_row(prompt, begun)
-        else:
-            own_tokens = len(prompt.token_ids)
+        own_tokens = longest_row(prompt, begun) if begun else len(prompt.token_ids)
         await self._sampler.begin(name, own_tokens)
         rows = EpisodeRows(
             self._sampler,
@@ -123,10 +120,7 @@ class EpisodeRunner:
         rows.tally = Tally(
             **opened.account, transcript=TranscriptWriter(begun.transcript if begun else ())
         )
-        if sampling.phase_tokens:
-            phase_s = config.phase_tool_s
-        else:
-            phase_s = None
+        phase_s = config.phase_tool_s if sampling.phase_tokens else None
         tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
         try:
             state, end, failure = await self._phase(rows, tools, prompt, sampling, begun)
@@ -140,12 +134,8 @@ class EpisodeRunner:
             )
         if state is None and failure is None:
             await self._environment.leave(name, 0)
-            words = f"reset took longer than episode.phase_tool_s ({config.phase_tool_s:g} s) in {phases} phases"
-            if end == "timeout":
-                words = (
-                    f"episode.timeout_s ({config.timeout_s:g} s) had passed before the end of reset"
-                )
-            return EpisodeResult(rows.sample("environment"), Failure(words))
+            failure = self._reset_failure(phases, has_timed_out=end == "timeout")
+            return EpisodeResult(rows.sample("environment"), failure)
         reward_result = None
         try:
             reward_result = await tools.unlimited(self._environment.finish(name))
@@ -154,6 +144,15 @@ class EpisodeRunner:
             failure = error
         sample = rows.sample(end or "timeout")
         return EpisodeResult(sample, Failure(str(failure)) if failure else reward_result)
+
+    def _reset_failure(self, phases: int, *, has_timed_out: bool) -> Failure:
+        """Why an episode whose environment never began has no reward."""
+        config = self._config
+        if has_timed_out:
+            limit = f"episode.timeout_s ({config.timeout_s:g} s)"
+            return Failure(f"{limit} had passed before the end of reset")
+        limit = f"episode.phase_tool_s ({config.phase_tool_s:g} s)"
+        return Failure(f"reset took longer than {limit} in {phases} phases")
 
     async def _phase(
         self,

@@ -183,8 +183,11 @@ def _longest_of(texts: Collection[str]) -> str:
     rests: dict[str, set[str]] = {}
     for rest in (text.removeprefix(start) for text in texts if text != start):
         rests.setdefault(rest[0], set()).add(rest)
+    if not rests:
+        return re.escape(start)
     ways = "|".join(_longest_of(rest) for _, rest in sorted(rests.items()))
-    return re.escape(start) + (f"(?:{ways}){'?' if start in texts else ''}" if ways else "")
+    may_end_here = "?" if start in texts else ""
+    return f"{re.escape(start)}(?:{ways}){may_end_here}"
 
 
 def as_utf8(text: str) -> str:

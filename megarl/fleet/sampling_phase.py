@@ -65,14 +65,14 @@ class SamplingPhase:
     def begin(self) -> None:
         """Send what engines have room for. From here on the round goes on whenever the cluster waits for any call."""
         self._send()
-        self._cluster.background = self
+        self._cluster.begin_background(self)
 
     def result(self) -> tuple[list[Entry[Ref]], PhaseBalance | None]:
         """The entries in their order after their open samples have gone on, once all have.
 
         No round without entries has a balance.
         """
-        self._cluster.background = None
+        self._cluster.end_background(self)
         while calls := self.labels():
             self.take(self._cluster.await_any(calls))
         if not self._entries:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +13,6 @@ from megarl.algos.targets import Targets
 from megarl.types import FloatArray, IntArray, TrainSequence
 
 LENGTH_STEP = 1024
-_TARGETS = {  # fields of a TrainSequence that losses read
-    "loss_mask_T": np.bool_,
-    "is_stale_T": np.bool_,
-    **dict.fromkeys(
-        ("loss_weight_T", "advantage_T", "outcome", "engine_logp_T", "nll_weight_T"), np.float32
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -96,58 +88,50 @@ def pack(
 
     old_logp and what follows hold one array per sequence, aligned like the sequence's own arrays.
     """
-    lengths = tuple(len(one.token_ids_T) for one in sequences)
+    lengths = tuple(len(sequence.token_ids_T) for sequence in sequences)
     bounds = _bounds(lengths, split)
     starts = tuple(bounds[: len(lengths)].tolist())
+    length = int(bounds[-1])
     shares = [zigzag(bounds, split.cp, rank) for rank in range(split.cp)]
     places = shares[split.cp_rank]
 
-    def on_device(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
-
-    def row(arrays: Sequence[np.ndarray] | None, dtype: type) -> Any:
-        if arrays is None:
-            return None
-        return on_device(_about_next(arrays, starts, int(bounds[-1]), dtype))
-
-    def targets(name: str, dtype: type) -> torch.Tensor:
-        return row([_per_token(one, name, dtype) for one in sequences], dtype)
-
-    token_ids_T = np.zeros(bounds[-1], np.int64)
-    sequence_T = np.full(bounds[-1], len(lengths), np.int64)
-    for index, (start, one) in enumerate(zip(starts, sequences, strict=True)):
-        token_ids_T[start : start + lengths[index]] = one.token_ids_T
+    row = _RowLayout(sequences, starts, length, device)
+    token_ids_T = np.zeros(length, np.int64)
+    sequence_T = np.full(length, len(lengths), np.int64)
+    for index, (start, sequence) in enumerate(zip(starts, sequences, strict=True)):
+        token_ids_T[start : start + lengths[index]] = sequence.token_ids_T
         sequence_T[start : start + lengths[index]] = index
-    experts_TMK = _experts(sequences, starts, int(bounds[-1]))
+    experts_TMK = _experts(sequences, starts, length)
     samples = _samples(sequences)
-    has_turns = any(one.turn_T is not None for one in sequences)
+    targets = Targets(
+        loss_mask_T=row.field("loss_mask_T", np.bool_),
+        is_stale_T=row.field("is_stale_T", np.bool_),
+        loss_weight_T=row.field("loss_weight_T", np.float32),
+        advantage_T=row.field("advantage_T", np.float32),
+        outcome_T=row.field("outcome", np.float32),
+        engine_logp_T=row.field("engine_logp_T", np.float32),
+        nll_weight_T=row.field("nll_weight_T", np.float32),
+        sequence_T=row.on_device(sequence_T if samples is None else samples[sequence_T]),
+        dropped_T=row.field_of_some("dropped_T", np.bool_),
+        turn_T=row.field_of_some("turn_T", np.int64),
+        reference_logp_T=row.floats(reference_logp),
+        return_T=row.floats(returns),
+        old_value_T=row.floats(old_values),
+    )
     return PackedRow(
-        token_ids_L=on_device(token_ids_T[places]),
-        labels_L=targets("token_ids_T", np.int64)[on_device(places)],
-        sequence_L=on_device(sequence_T[places]),
-        bounds=on_device(bounds.astype(np.int32)),
-        order_T=on_device(np.argsort(np.concatenate(shares))),
+        token_ids_L=row.on_device(token_ids_T[places]),
+        labels_L=row.field("token_ids_T", np.int64)[row.on_device(places)],
+        sequence_L=row.on_device(sequence_T[places]),
+        bounds=row.on_device(bounds.astype(np.int32)),
+        order_T=row.on_device(np.argsort(np.concatenate(shares))),
         places=places,
         starts=starts,
         lengths=lengths,
-        lengths_S=on_device(np.array([*lengths, 1], np.float32)),
+        lengths_S=row.on_device(np.array([*lengths, 1], np.float32)),
         max_length=rounded_length(int(np.diff(bounds).max())),
-        targets=Targets(
-            **{
-                f"{name.removesuffix('_T')}_T": targets(name, dtype)
-                for name, dtype in _TARGETS.items()
-            },
-            sequence_T=on_device(sequence_T if samples is None else samples[sequence_T]),
-            dropped_T=targets("dropped_T", np.bool_)
-            if any(one.dropped_T is not None for one in sequences)
-            else None,
-            turn_T=targets("turn_T", np.int64) if has_turns else None,
-            reference_logp_T=row(reference_logp, np.float32),
-            return_T=row(returns, np.float32),
-            old_value_T=row(old_values, np.float32),
-        ),
-        old_logp_T=row(old_logp, np.float32),
-        experts_LMK=None if experts_TMK is None else on_device(experts_TMK[places]),
+        targets=targets,
+        old_logp_T=row.floats(old_logp),
+        experts_LMK=None if experts_TMK is None else row.on_device(experts_TMK[places]),
     )
 
 
@@ -160,12 +144,41 @@ def _samples(sequences: Sequence[TrainSequence]) -> IntArray | None:
     return None
 
 
-def _per_token(one: TrainSequence, name: str, dtype: type) -> np.ndarray:
-    """[T]: a field of the tokens as it is, of the whole sequence at each of its tokens; 0 where it is None."""
-    value = getattr(one, name)
+@dataclass(frozen=True)
+class _RowLayout:
+    """Makes the tensors [length] of a row in which the sequences begin at `starts`."""
+
+    sequences: Sequence[TrainSequence]
+    starts: tuple[int, ...]
+    length: int
+    device: str
+
+    def on_device(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    def floats(self, arrays: Sequence[FloatArray] | None) -> torch.Tensor | None:
+        """One array for each sequence, aligned with the logprobs."""
+        return None if arrays is None else self._aligned(arrays, np.float32)
+
+    def field(self, name: str, dtype: type) -> torch.Tensor:
+        """A field of the sequences' tokens, or of a whole sequence at each of its tokens; 0 where it is None."""
+        return self._aligned([_per_token(each, name, dtype) for each in self.sequences], dtype)
+
+    def field_of_some(self, name: str, dtype: type) -> torch.Tensor | None:
+        """None where no sequence has the field."""
+        if all(getattr(sequence, name) is None for sequence in self.sequences):
+            return None
+        return self.field(name, dtype)
+
+    def _aligned(self, arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+        return self.on_device(_about_next(arrays, self.starts, self.length, dtype))
+
+
+def _per_token(sequence: TrainSequence, name: str, dtype: type) -> np.ndarray:
+    value = getattr(sequence, name)
     if isinstance(value, np.ndarray):
         return value
-    return np.full(len(one.token_ids_T), value or 0, dtype)
+    return np.full(len(sequence.token_ids_T), value or 0, dtype)
 
 
 def rounded_length(length: int) -> int:

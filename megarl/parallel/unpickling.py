@@ -147,6 +147,12 @@ def _members_unchanged() -> Iterator[None]:
 
 
 @cache
+def _load_weights(*arguments: Any, **options: Any) -> Any:
+    """torch.load, whatever its caller asks for, without code."""
+    options["weights_only"] = True
+    return torch.load(*arguments, **options)
+
+
 def load_no_code() -> None:
     """Keep torch and Megatron from unpickling code in this process: in an index, and in files of tensors and objects.
 
@@ -156,9 +162,7 @@ def load_no_code() -> None:
     torch.serialization.clear_safe_globals()
     namespace = ModuleType("torch")
     namespace.__dict__.update(torch.__dict__)
-    namespace.__dict__["load"] = lambda *args, **options: torch.load(
-        *args, **{**options, "weights_only": True}
-    )
+    namespace.__dict__["load"] = _load_weights
     default_planner.torch = namespace  # type: ignore[assignment]
     common.torch = namespace  # type: ignore[assignment]
 

@@ -270,6 +270,9 @@ def _figures(
     alone = speed.step_s(
         1, samples.prompt_tokens + max(phase.most for phase in phases) - longest / 2
     )
+    beside_s: tuple[float, ...] = ()
+    if recipe.rollout.ahead:
+        beside_s = tuple(step.beside.total_s if step.beside else 0.0 for step in steps)
     time = RolloutTime(
         prefill_s=prefill_s,
         decode_s=total_s - prefill_s,
@@ -280,9 +283,7 @@ def _figures(
         again_share=of_step(lambda phase: phase.retracted_tokens) / tokens,
         longest=longest,
         alone_s=longest * alone,
-        beside_s=tuple(step.beside.total_s if step.beside else 0.0 for step in steps)
-        if recipe.rollout.ahead
-        else (),
+        beside_s=beside_s,
     )
     hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
     return PhasedRollout(

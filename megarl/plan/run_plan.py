@@ -145,15 +145,16 @@ def make_plan(
     learning, others = step_times(roles, hardware, sizes, shares, samples, reshard.expected_s)
     tries = _Tries(hardware, sizes, samples, math.ceil(shares["policy"].micro_batches), others)
     memory = with_errors(recipe, hardware, sizes, tries.memory)
-    if is_phased(recipe):
-        phases = phased_of(roles, hardware, memory, samples)
-    else:
-        phases = None
-    if phases:
-        rollout = phases.time
-    else:
-        rollout = rollout_of(roles, hardware, memory, samples)
-    may_be_ahead = bool(roles.unshared_engines)
+    phases = phased_of(roles, hardware, memory, samples) if is_phased(recipe) else None
+    rollout = phases.time if phases else rollout_of(roles, hardware, memory, samples)
+    hints = [
+        *advice(recipe, policy.layout, roles.engines.count, samples),
+        *cache_advice(recipe, policy.shape, memory, tries.engines),
+        *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
+    ]
+    if not memory.errors:
+        may_be_ahead = bool(roles.unshared_engines)
+        hints += phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)
     return RunPlan(
         recipe=recipe,
         hardware=hardware,
@@ -164,16 +165,7 @@ def make_plan(
         memory=memory,
         samples=samples,
         shares=shares,
-        advice=(
-            *advice(recipe, policy.layout, roles.engines.count, samples),
-            *cache_advice(recipe, policy.shape, memory, tries.engines),
-            *timeout_advice(recipe, rollout.longest_s(roles.engines.count)),
-            *(
-                []
-                if memory.errors
-                else phase_advice(recipe, tries.phases, may_be_ahead=may_be_ahead)
-            ),
-        ),
+        advice=tuple(hints),
         reshard=reshard,
         rollout=rollout,
         phases=phases,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.algos import ALGORITHMS, learns_from_answers
+from megarl.config import Recipe
 from megarl.data.prompts import vocabulary_errors
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.model.shape import ModelShape
@@ -134,22 +135,25 @@ def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
     if fewest < train.updates_per_step:
         problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
         errors.append(UserError("train.updates_per_step", problem, f"set it to at most {fewest}"))
-    algorithm = ALGORITHMS.get(recipe.algorithm.name)
+    return errors + _algorithm_errors(recipe, seen, where)
+
+
+def _algorithm_errors(recipe: Recipe, seen: Sequence[_Seen], where: str) -> list[UserError]:
+    """What the algorithm needs of samples and a file does not have. where: the file's path."""
+    errors = []
+    name = recipe.algorithm.name
+    algorithm = ALGORITHMS.get(name)
     if algorithm and algorithm.greedy_baseline and not all(step.has_baselines for step in seen):
-        problem = f"{recipe.algorithm.name} compares with greedy samples, and {where} has steps without any"
-        hint = f"sample with algorithm.name={recipe.algorithm.name}"
-        errors.append(UserError("algorithm.name", problem, hint))
+        problem = f"{name} compares with greedy samples, and {where} has steps without any"
+        errors.append(UserError("algorithm.name", problem, f"sample with algorithm.name={name}"))
     if algorithm and algorithm.needs_group and not any(step.has_groups for step in seen):
-        problem = f"{recipe.algorithm.name} compares the samples of a prompt, and {where} has one of each prompt"
+        problem = f"{name} compares the samples of a prompt, and {where} has one of each prompt"
         hint = "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2"
         errors.append(UserError("algorithm.name", problem, hint))
-    if train.replay == "r3" and not all(step.has_experts for step in seen):
+    if recipe.train.replay == "r3" and not all(step.has_experts for step in seen):
         problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
-        errors.append(
-            UserError(
-                "train.replay", problem, "set it to off or r2, or sample with train.replay=r3"
-            )
-        )
+        hint = "set it to off or r2, or sample with train.replay=r3"
+        errors.append(UserError("train.replay", problem, hint))
     return errors
 
 

@@ -24,85 +24,72 @@ _HIGH_RATE = 0.1
 _LOW_LORA_RATE = 5e-6  # rates of full training by reinforcement are about 1e-6
 
 
-def unread(recipe: Recipe) -> dict[str, str]:
+def unread_reasons(recipe: Recipe) -> dict[str, str]:
     """Key or section -> why nothing reads it, or "". The longest entry that a key begins with counts.
 
     Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
     keys that it governs. Other checks tell of `algorithm` (hyperparameter_errors) and `evaluation.sets` (eval_errors).
     """
     name = recipe.algorithm.name
-    data = recipe.data
-    warm = recipe.warm_start
-    checkpoint = recipe.checkpoint
-    has_project = bool(set(recipe.run.trackers) - {"tensorboard"})
-    if learns_from_answers(name):
-        answers = f"{name} learns from the data's answers"
-    else:
-        answers = ""
-    if data.eval or "eval" in data.model_fields_set:
-        evaluation = ""
-    else:
-        evaluation = "data.eval names no set"
-    temperatures = [recipe.evaluation.of(each).temperature for each in data.eval]
-    is_greedy = temperatures and not any(temperatures)
-    if has_critic(name):
-        critic = ""
-    else:
-        critic = f"{name} has no critic"
+    learns_from_samples = not learns_from_answers(name)
+    from_answers = _unless(learns_from_samples, f"{name} learns from the data's answers")
+    names_sets = bool(recipe.data.eval) or "eval" in recipe.data.model_fields_set
+    evaluation = _unless(names_sets, "data.eval names no set")
+    temperatures = [recipe.evaluation.of(each).temperature for each in recipe.data.eval]
+    is_greedy = bool(temperatures) and not any(temperatures)
+    greedy = "at temperature 0 the most probable token is taken"
+    critic = _unless(has_critic(name), f"{name} has no critic")
     critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
+    critic_lr = _unless(critic_schedule != "constant", "the critic's lr_schedule is constant")
     has_kl = has_reference(recipe.algorithm, recipe.reference.use)
-    has_reward_model = recipe.reward_model.path or recipe.reward_model.adapters
-    if recipe.episode and recipe.episode.agent:
-        agent = "an agent makes its own calls"
-    else:
-        agent = ""
-    saves = checkpoint.every or "every" in checkpoint.model_fields_set
+    no_kl = "reference.use is false and algorithm.kl_coefficient is 0"
+    has_reward_model = bool(recipe.reward_model.path or recipe.reward_model.adapters)
+    has_agent = recipe.episode is not None and recipe.episode.agent is not None
+    agent = _unless(not has_agent, "an agent makes its own calls")
+    has_project = bool(set(recipe.run.trackers) - {"tensorboard"})
+    warms = bool(recipe.warm_start.steps) or "steps" in recipe.warm_start.model_fields_set
+    saves = bool(recipe.checkpoint.every) or "every" in recipe.checkpoint.model_fields_set
+    has_schedule = recipe.train.lr_schedule != "constant"
+    is_phased = recipe.rollout.phase_tokens is not None
+    on_signal = "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone"
     return dict.fromkeys(Recipe.model_fields, "") | {
-        "data.messages": "" if recipe.episode else "episode is not set",
-        "episode.phase_tool_s": ""
-        if recipe.rollout.phase_tokens
-        else "rollout.phase_tokens is not set",
+        "data.messages": _unless(recipe.episode is not None, "episode is not set"),
+        "episode.phase_tool_s": _unless(is_phased, "rollout.phase_tokens is not set"),
         "episode.max_observation_tokens": agent,
         "episode.call_timeout_s": agent,
-        "run.project": "" if has_project else "run.trackers names neither wandb nor mlflow",
-        "warm_start": ""
-        if warm.steps or "steps" in warm.model_fields_set
-        else "warm_start.steps is not set",
+        "run.project": _unless(has_project, "run.trackers names neither wandb nor mlflow"),
+        "warm_start": _unless(warms, "warm_start.steps is not set"),
         "warm_start.steps": "",
-        "reward.source": "" if recipe.reward.by_source else "reward.by_source names no source",
-        "rollout.temperature": answers,
-        "rollout.top_p": answers,
-        "rollout.phase_tokens": answers,
-        "rollout.prompts_in_flight": answers,
-        "rollout.ahead": answers,
+        "reward.source": _unless(bool(recipe.reward.by_source), "reward.by_source names no source"),
+        "rollout.temperature": from_answers,
+        "rollout.top_p": from_answers,
+        "rollout.phase_tokens": from_answers,
+        "rollout.prompts_in_flight": from_answers,
+        "rollout.ahead": from_answers,
         "evaluation": evaluation,
-        "evaluation.top_p": "at temperature 0 the most probable token is taken"
-        if is_greedy
-        else evaluation,
+        "evaluation.top_p": greedy if is_greedy else evaluation,
         "evaluation.sets": "",
-        "train.lr_end": "train.lr_schedule is constant"
-        if recipe.train.lr_schedule == "constant"
-        else "",
-        "reference.path": ""
-        if has_kl
-        else "reference.use is false and algorithm.kl_coefficient is 0",
+        "train.lr_end": _unless(has_schedule, "train.lr_schedule is constant"),
+        "reference.path": _unless(has_kl, no_kl),
         "critic": critic,
-        "critic.lr_end": critic
-        or ("the critic's lr_schedule is constant" if critic_schedule == "constant" else ""),
-        "reward_model": "" if has_reward_model else "reward_model.path is not set",
+        "critic.lr_end": critic or critic_lr,
+        "reward_model": _unless(has_reward_model, "reward_model.path is not set"),
         "reward_model.path": "",
         "reward_model.adapters": "",
-        "checkpoint": ""
-        if saves
-        else "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone",
+        "checkpoint": _unless(saves, on_signal),
         "checkpoint.every": "",
     }
+
+
+def _unless(is_read: bool, reason: str) -> str:
+    """Empty for what is read, else the reason why it is not."""
+    return "" if is_read else reason
 
 
 def recipe_notes(recipe: Recipe) -> list[str]:
     """One sentence for each reason why keys are not read, and for each value that is probably a mistake."""
     keys_of: dict[str, list[str]] = {}
-    reasons = unread(recipe)
+    reasons = unread_reasons(recipe)
     for key in _given(recipe, ""):
         entry = key
         while entry not in reasons:

@@ -66,13 +66,15 @@ class SourceHandles:
         storages = tuple(
             CpuStorage(**s) if "fd" in s else CudaStorage(**s) for s in content["storages"]
         )
-        params = {
-            name: ParamView(
-                **{**view, "shape": tuple(view["shape"]), "stride": tuple(view["stride"])}
-            )
-            for name, view in content["params"].items()
-        }
+        params = {name: _view_from_json(view) for name, view in content["params"].items()}
         return SourceHandles(storages, params)
+
+
+def _view_from_json(content: Mapping[str, Any]) -> ParamView:
+    fields = dict(content)
+    for name in ("shape", "stride"):
+        fields[name] = tuple(fields[name])
+    return ParamView(**fields)
 
 
 def share_params(params: Mapping[str, torch.Tensor]) -> SourceHandles:

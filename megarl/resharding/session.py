@@ -49,25 +49,30 @@ class Session:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Session:
-        shape = content["shape"]
-        train = content["train"]
-        nested = {
-            "shape": ModelShape(
-                **{**shape, "mla": MlaShape(**shape["mla"]) if shape["mla"] else None}
-            ),
-            "train": TrainLayout(**{**train, "stage_layers": tuple(train["stage_layers"])}),
-            "meet": Address(*content["meet"]),
-            "engine": EngineLayout(**content["engine"]),
-            "lora": _lora_from_json(content["lora"]),
-            "source": SourceHandles.from_json(content["source"]) if content["source"] else None,
-        }
-        return Session(**{**content, **nested})
+        fields = dict(content)
+        fields["shape"] = _shape_from_json(content["shape"])
+        fields["train"] = TrainLayout(**_with_tuple(content["train"], "stage_layers"))
+        fields["meet"] = Address(*content["meet"])
+        fields["engine"] = EngineLayout(**content["engine"])
+        if content["lora"]:
+            fields["lora"] = LoraSize(**_with_tuple(content["lora"], "targets"))
+        if content["source"]:
+            fields["source"] = SourceHandles.from_json(content["source"])
+        return Session(**fields)
 
 
-def _lora_from_json(content: Mapping[str, Any] | None) -> LoraSize | None:
-    if content:
-        return LoraSize(**{**content, "targets": tuple(content["targets"])})
-    return None
+def _shape_from_json(content: Mapping[str, Any]) -> ModelShape:
+    fields = dict(content)
+    if fields["mla"]:
+        fields["mla"] = MlaShape(**fields["mla"])
+    return ModelShape(**fields)
+
+
+def _with_tuple(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The fields, with a tuple in place of the list that JSON has for one of them."""
+    fields = dict(content)
+    fields[name] = tuple(fields[name])
+    return fields
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,12 @@ def _strips(copy: Copy, max_bytes: int) -> Iterator[Copy]:
 
 def _next_strips(strips: Mapping[int, Iterator[Copy]]) -> Iterator[dict[int, Copy]]:
     """The next strip of every peer that has any left, until all are exhausted."""
-    while found := {peer: strip for peer, rest in strips.items() if (strip := next(rest, None))}:
-        yield found
+    left = dict(strips)
+    while left:
+        following = {peer: next(rest, None) for peer, rest in left.items()}
+        left = {peer: left[peer] for peer, strip in following.items() if strip is not None}
+        if left:
+            yield {peer: strip for peer, strip in following.items() if strip is not None}
 
 
 def _weights(number: int) -> torch.Tensor:

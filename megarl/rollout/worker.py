@@ -230,58 +230,38 @@ def scored(
     may_lose_all: bool = False,
 ) -> tuple[GroupSummary, SampleGroup]:
     """The group of samples with their verdicts; reward.on_failure decides about failed ones. Raises as `sample`."""
-    pairs = list(zip(samples, reward_results, strict=True))
-    failed = [
-        (sample, reward_result)
-        for sample, reward_result in pairs
-        if isinstance(reward_result, Failure)
-    ]
-    failures = tuple(
-        describe_failure(failure, sample.text, prompt.answer, prompt.id)
-        for sample, failure in failed
-    )
-    # an episode whose environment failed at once has no tokens to train on
-    if reward.on_failure == "penalise":
-        penalty = RewardResult(reward.penalty, False)
-        pairs = [
-            (
-                sample,
-                penalty
-                if isinstance(reward_result, Failure) and len(sample.response_ids_T)
-                else reward_result,
-            )
-            for sample, reward_result in pairs
-        ]
-    kept = [
-        (sample, reward_result)
-        for sample, reward_result in pairs
-        if isinstance(reward_result, RewardResult)
-    ]
+    kept: list[tuple[Sample, RewardResult]] = []
+    failures: list[str] = []
+    for sample, result in zip(samples, reward_results, strict=True):
+        if isinstance(result, RewardResult):
+            kept.append((sample, result))
+            continue
+        failures.append(describe_failure(result, sample.text, prompt.answer, prompt.id))
+        # an episode whose environment failed at once has no tokens to train on
+        if reward.on_failure == "penalise" and len(sample.response_ids_T):
+            kept.append((sample, RewardResult(reward.penalty, False)))
     num_dropped = len(samples) - len(kept)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):
-        if reward.on_failure == "stop":
-            many = ""
-        else:
-            many = ", as did all of the group"
-        if reward.function or reward.by_source:
-            where = WHERE
-        else:
-            where = "episode"
-        raise UserError(where, f"{failures[0]}{many}", f"{REWARD_HINT}, or see reward.on_failure")
+        problem = failures[0]
+        if reward.on_failure != "stop":
+            problem += ", as did all of the group"
+        where = WHERE if reward.function or reward.by_source else "episode"
+        raise UserError(where, problem, f"{REWARD_HINT}, or see reward.on_failure")
     group = SampleGroup(
         prompt=prompt,
         samples=tuple(sample for sample, _ in kept),
-        rewards_G=np.asarray([reward_result.reward for _, reward_result in kept], dtype=np.float32),
-        correct_G=np.asarray([reward_result.correct for _, reward_result in kept], dtype=np.bool_),
+        rewards_G=np.asarray([result.reward for _, result in kept], dtype=np.float32),
+        correct_G=np.asarray([result.correct for _, result in kept], dtype=np.bool_),
         given_answers=tuple(
-            sample.text.strip() if reward_result.answer is None else reward_result.answer
-            for sample, reward_result in kept
+            sample.text.strip() if result.answer is None else result.answer
+            for sample, result in kept
         ),
     )
-    facts = {
-        "failures": failures,
-        "num_dropped": num_dropped,
-        "failed_calls": failed_calls(samples),
-    }
-    return replace(summary(group), **facts), group
+    short = replace(
+        summary(group),
+        failures=tuple(failures),
+        num_dropped=num_dropped,
+        failed_calls=failed_calls(samples),
+    )
+    return short, group

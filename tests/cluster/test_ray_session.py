@@ -139,17 +139,19 @@ def test_background_work_goes_on_while_others_are_waited_for(
     cluster: Cluster, workers: list[Worker], tmp_path: Path
 ):
     """The call that is waited for ends when the background work has taken its third result."""
-    cluster.background = one = Counting(cluster, workers[1], tmp_path / "last")
+    counting = Counting(cluster, workers[1], tmp_path / "last")
+    cluster.begin_background(counting)
     assert cluster.gather({workers[0].call("wait_for", tmp_path / "last"): "rank 0"}) == [0]
-    assert (one.taken, cluster.background) == ([1, 2, 3], one)
-    cluster.background = None
+    assert counting.taken == [1, 2, 3]
+    cluster.end_background(counting)
 
 
 def test_a_failure_in_the_background_ends_what_is_waited_for(
     cluster: Cluster, workers: list[Worker], tmp_path: Path
 ):
-    one = Counting(cluster, workers[1], tmp_path / "last")
-    one.calls, cluster.background = {workers[1].call("error"): "rank 1"}, one
+    counting = Counting(cluster, workers[1], tmp_path / "last")
+    counting.calls = {workers[1].call("error"): "rank 1"}
+    cluster.begin_background(counting)
     waited_for = workers[0].call("wait_for", tmp_path / "last")
     with pytest.raises(UserError, match="returned nan"):
         cluster.gather({waited_for: "rank 0"})
@@ -157,7 +159,7 @@ def test_a_failure_in_the_background_ends_what_is_waited_for(
     assert cluster.gather({waited_for: "rank 0"}, among=workers) == [0], (
         "what a rescue needs goes on without it"
     )
-    cluster.background = None
+    cluster.end_background(counting)
 
 
 def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[Worker]):
@@ -240,7 +242,10 @@ def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Clu
 def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
     pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
     cluster.gather(
-        {worker.start("test_ray_session:Target", rank): worker.name for rank, worker in enumerate(pair)}
+        {
+            worker.start("test_ray_session:Target", rank): worker.name
+            for rank, worker in enumerate(pair)
+        }
     )
     with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
         cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
@@ -252,7 +257,8 @@ def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[l
     """Two workers more, whose silence is noticed soon, and the process id of the second."""
     pair = [cluster.worker(f"peer {rank}", rank) for rank in range(2)]
     calls = {
-        worker.start("test_ray_session:Target", rank): worker.name for rank, worker in enumerate(pair)
+        worker.start("test_ray_session:Target", rank): worker.name
+        for rank, worker in enumerate(pair)
     }
     _, pid = cluster.gather(calls)
     monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)

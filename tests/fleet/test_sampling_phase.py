@@ -28,6 +28,12 @@ class Cluster:
         self.most, self.now = 0, 0.0
         self.background: SamplingPhase | None = None
 
+    def begin_background(self, work: SamplingPhase) -> None:
+        self.background = work
+
+    def end_background(self, work: SamplingPhase) -> None:
+        self.background = None
+
     def _worker(self, index: int) -> Any:
         def call_many(
             count: int, method: str, prompt: Prompt, sampling: Sampling, *begun: Any

@@ -13,7 +13,7 @@ from megarl import cli
 from megarl.config import Recipe
 from megarl.config.fields import Branch
 from megarl.config.loading import load_recipe
-from megarl.preflight.notes import recipe_notes, unread
+from megarl.preflight.notes import recipe_notes, unread_reasons
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -118,7 +118,7 @@ def keys(kind: Any, path: str = "") -> Iterator[str]:
 
 
 def test_the_table_names_keys_that_there_are_and_every_section() -> None:
-    known, entries = list(keys(Recipe)), unread(load_recipe(QUICKSTART))
+    known, entries = list(keys(Recipe)), unread_reasons(load_recipe(QUICKSTART))
     assert [
         entry for entry in entries if not any(f"{key}.".startswith(f"{entry}.") for key in known)
     ] == []
@@ -157,8 +157,10 @@ def test_a_run_in_phases_is_told_how_old_its_tokens_may_be() -> None:
         "the longest episode takes 6 phases: a token is trained on at most 5 versions later"
         in episodes
     )
-    unread = "episode.phase_tool_s is set, and nothing reads it: rollout.phase_tokens is not set"
-    assert unread in recipe_notes(load_recipe(tools, ["episode.phase_tool_s=5"]))
+    unread_reasons = (
+        "episode.phase_tool_s is set, and nothing reads it: rollout.phase_tokens is not set"
+    )
+    assert unread_reasons in recipe_notes(load_recipe(tools, ["episode.phase_tool_s=5"]))
     whole = load_recipe(QUICKSTART, ["rollout.ahead=1", "algorithm.rollout_correction=tis"])
     says = "a step's responses are sampled ahead: a token is trained on at most 1 versions later"
     assert recipe_notes(whole) == [says]

@@ -1,4 +1,4 @@
-"""The traffic of exchanges small enough to add up by hand; that it is the sum of the plans is in test_reshard_plan.py."""
+"""The traffic of exchanges small enough to add up by hand; test_reshard_plan.py sums that of the plans."""
 
 from __future__ import annotations
 

@@ -85,23 +85,11 @@ def make_tool(
     UserError(where) when it is not typed, documented, or callable with what JSON can hold.
     """
     if not _NAME.fullmatch(name):
-        raise UserError(
-            where, f"{path} has a name that no model can call", "use ASCII letters, digits and _"
-        )
-    if function.__doc__:
-        text = inspect.getdoc(function)
-    else:
-        text = ""
-    if not (text and text.strip()):
-        raise UserError(
-            where, f"{path} has no docstring", "say in one what it does: it is what the model reads"
-        )
-    try:
-        hints = get_type_hints(function, include_extras=True)
-    except Exception as error:  # an annotation may be any expression
-        problem = f"the annotations of {path} cannot be read ({describe_error(error)})"
-        raise UserError(where, problem, "import the types in its module") from None
-    description, told = _described(text)
+        problem = f"{path} has a name that no model can call"
+        raise UserError(where, problem, "use ASCII letters, digits and _")
+    description, told = _described(_docstring(function, path, where))
+    hints = _hints(function, path, where)
+    known = inspect.signature(function).parameters
     fields: dict[str, tuple[Any, Any]] = {}
     names: dict[str, str] = {}
     for parameter in _parameters(function, path, where, skip=is_method):
@@ -123,20 +111,34 @@ def make_tool(
             hints[parameter.name],
             _field(default, parameter.name, told.pop(parameter.name, None)),
         )
-    bound = {
-        key: value
-        for key, value in arguments.items()
-        if key in inspect.signature(function).parameters
-    }
-    if unknown := [key for key in told if key not in inspect.signature(function).parameters]:
+    unknown = [key for key in told if key not in known]
+    if unknown:
         problem = f"the docstring of {path} describes {unknown[0]!r}, which is no argument of it"
         raise UserError(where, problem, "correct the section `Args:`")
     model, parameters = _model(name, fields, path, where)
     schema = {"name": name, "description": description, "parameters": parameters}
+    bound = {key: value for key, value in arguments.items() if key in known}
     is_async = inspect.iscoroutinefunction(function)
     return Tool(
         name, function, bound, is_async, {"type": "function", "function": schema}, model, names
     )
+
+
+def _docstring(function: Callable[..., Any], path: str, where: str) -> str:
+    text = inspect.getdoc(function) if function.__doc__ else ""
+    if not (text and text.strip()):
+        hint = "say in one what it does: it is what the model reads"
+        raise UserError(where, f"{path} has no docstring", hint)
+    return text
+
+
+def _hints(function: Callable[..., Any], path: str, where: str) -> Mapping[str, Any]:
+    """The types of a function's arguments, with what `Annotated` says of them."""
+    try:
+        return get_type_hints(function, include_extras=True)
+    except Exception as error:  # an annotation may be any expression
+        problem = f"the annotations of {path} cannot be read ({describe_error(error)})"
+        raise UserError(where, problem, "import the types in its module") from None
 
 
 def _parameters(
