@@ -16,9 +16,10 @@ from megarl.algos.surrogates import Surrogate, cispo, clipped, reinforce, sequen
 from megarl.algos.targets import Targets
 from megarl.types import Aggregation, Hyperparameters
 
-# What a training step does, in order: sample from the policy or take the data's demonstrations; observe the samples'
-# KL penalties for the auxiliary model; have the auxiliary model value them and learn from them; update the policy.
-Stage = Literal["sample", "demonstrate", "observe", "value", "update"]
+# What a training step does, in order: sample from the policy or take the data's demonstrations; compute old and
+# reference logprobs, where the auxiliary model learns from KL penalties; have the auxiliary model compute values and
+# learn from them; update the policy.
+Stage = Literal["sample", "demonstrate", "logprobs", "values", "update"]
 
 # (logp_T, entropy_T, old_logp_T, targets) -> (loss sum, statistics)
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Targets], LossResult]
@@ -103,8 +104,8 @@ class Algorithm:
         wanted: dict[Stage, bool] = {
             "sample": self.learns_from == "rewards",
             "demonstrate": self.learns_from == "demonstrations",
-            "observe": bool(self.critic) and hyperparameters.pays_kl,
-            "value": bool(self.critic),
+            "logprobs": bool(self.critic) and hyperparameters.pays_kl,
+            "values": bool(self.critic),
             "update": True,
         }
         return tuple(stage for stage, is_wanted in wanted.items() if is_wanted)

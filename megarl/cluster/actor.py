@@ -8,11 +8,10 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megarl.cluster import ray_environment  # noqa: F401  isort: skip  (before Ray)
@@ -26,6 +25,7 @@ from megarl.cluster.topology import DevicePlacement, own_placement
 from megarl.cluster.visible_gpus import device_errors
 from megarl.device import use_network, use_sglang_nccl_settings
 from megarl.types import UserError
+from megarl.types.remote import RemoteCall
 
 Ref = ray.ObjectRef
 SHARES = 4  # actors that share a GPU slot
@@ -34,11 +34,57 @@ _ERROR_LETTERS = 20_000
 _CALLS = 2**20
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """Several arguments as one object; a method that is called with it receives them as separate arguments."""
+def at_arrival(ref: Ref) -> Any:
+    """The reference, in a field of a `RemoteCall`: where the call arrives, the value that it refers to is there."""
+    return ref
 
-    values: tuple[Any, ...]
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Stands in a call that travels for the reference with this number, whose value Ray brings beside it."""
+
+    number: int
+
+
+def _without_references(call: RemoteCall) -> tuple[RemoteCall, list[Ref]]:
+    """(the call with places, its references): Ray resolves those alone that are arguments themselves."""
+    refs: list[Ref] = []
+
+    def place(value: Any) -> Any:
+        if isinstance(value, Ref):
+            refs.append(value)
+            return _Arriving(len(refs) - 1)
+        if isinstance(value, list):
+            return [place(item) for item in value]
+        return value
+
+    return _with_fields(call, place), refs
+
+
+def _with_values(call: RemoteCall, values: Sequence[Any]) -> RemoteCall:
+    """The call with the values of its references in their places."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, _Arriving):
+            return values[value.number]
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return value
+
+    return _with_fields(call, fill)
+
+
+def _with_fields(call: Any, change: Callable[[Any], Any]) -> Any:
+    changed = {field.name: change(getattr(call, field.name)) for field in fields(call)}
+    return replace(call, **changed)
+
+
+def _resolvable(args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments for Ray; a `RemoteCall`'s references follow it."""
+    if args and isinstance(args[0], RemoteCall):
+        call, refs = _without_references(args[0])
+        return [call, *refs]
+    return args
 
 
 class _Shell:
@@ -69,11 +115,8 @@ class _Shell:
     async def call(self, method: str, *args: Any) -> Any:
         await self._is_made.wait()
         function = getattr(self._target, method)
-        args = tuple(
-            chain.from_iterable(
-                arg.values if isinstance(arg, _Arguments) else (arg,) for arg in args
-            )
-        )
+        if args and isinstance(args[0], RemoteCall):
+            args = (_with_values(args[0], args[1:]),)
         with _short_errors():
             if asyncio.iscoroutinefunction(function):
                 return await function(*args)
@@ -82,18 +125,14 @@ class _Shell:
             )
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
-        results = await self.call(method, *args)
+        results = [*await self.call(method, *args)]
         # with num_returns=1 Ray returns the sequence itself
         return results if count > 1 else results[0]
 
-    async def bundle(self, function: str, *args: Any) -> _Arguments:
+    async def compute(self, function: str, *args: Any) -> Any:
         module, _, name = function.partition(":")
-        make = getattr(importlib.import_module(module), name)
-        return _Arguments(
-            tuple(
-                await asyncio.get_running_loop().run_in_executor(self._thread, lambda: make(*args))
-            )
-        )
+        made = getattr(importlib.import_module(module), name)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: made(*args))
 
     async def own_placement(self, gpu: int) -> DevicePlacement:
         return own_placement(gpu, ray.util.get_node_ip_address())
@@ -128,25 +167,28 @@ class Worker:
         return self._actor.start.remote(self._host, os.getcwd(), target, *args)
 
     def call(self, method: str, *args: Any) -> Ref:
-        """Call a method; arguments that are references are fetched by the worker's node, not by the caller's."""
-        return self._actor.call.remote(method, *args)
+        """Call a method; arguments that are references are fetched by the worker's node, not by the caller's.
+
+        A `RemoteCall` is the only argument of its method.
+        """
+        return self._actor.call.remote(method, *_resolvable(args))
 
     def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
-        """Call a method that returns `count` values, each with a reference of its own, so that each moves alone."""
-        refs = self._actor.call_many.options(num_returns=count).remote(count, method, *args)
+        """Call a method whose result has `count` items, each with a reference of its own, so that each moves alone."""
+        arguments = _resolvable(args)
+        refs = self._actor.call_many.options(num_returns=count).remote(count, method, *arguments)
         return refs if count > 1 else [refs]
 
     def watch(self, method: str) -> None:
         """Start a method that does not return; from now on the run fails with what it raises."""
         self.watch_refs.append(self.call(method))
 
-    def bundle(self, function: str, *args: Any) -> Ref:
-        """The items that `module:function` returns in the process, as one argument for many calls.
+    def compute(self, function: str, *args: Any) -> Ref:
+        """What `module:function` returns in the process, for the calls of others.
 
-        The called methods receive the items as separate arguments. One reference in place of many: each reference among
-        a call's arguments costs the caller some 10 microseconds.
+        So one reference stands for what many were needed for: each costs the caller of a call some 10 microseconds.
         """
-        return self._actor.bundle.remote(function, *args)
+        return self._actor.compute.remote(function, *args)
 
     def own_placement(self, gpu: int) -> Ref:
         """The `DevicePlacement` of the process, which uses GPU number `gpu` of its node."""

@@ -359,9 +359,8 @@ class Cluster:
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""
         with processes.interrupts_ignored():
-            ended = {
-                pid for worker in self._pulses.pids if (pid := self._pid_here(worker)) is not None
-            }
+            pids = {self._pid_here(worker) for worker in self._pulses.pids}
+            ended = {pid for pid in pids if pid is not None}
             ended |= {process.pid for process in processes.descendants(spare=self._not_ours)}
             # Ray's own shutdown would wait for the dead server
             if self._servers and self._servers.error():

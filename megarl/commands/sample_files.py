@@ -11,7 +11,7 @@ from megarl.config import Recipe
 from megarl.controller.learning_rate import policy_lr
 from megarl.controller.run import Step, TrainingRun
 from megarl.controller.samples import sampling_of, with_overlong_penalty
-from megarl.controller.stages import LEARNING_STAGES, advantages, publish, score
+from megarl.controller.stages import LEARNING_STAGES, advantages, reshard, score
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, training_fleet
 from megarl.model.hf_config import model_shape
@@ -37,18 +37,18 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
             record.add(inputs.metrics)
             with record.phase("start"):
                 fleet = Fleet(cluster, recipe, log.say, learns=False)
-            publish(fleet, record)
+            reshard(fleet, record)
         for step in range(1, recipe.run.steps + 1):
             with log.step(step) as record:
                 with record.phase("rollout"):
                     prompts = inputs.prompts.take(recipe.rollout.prompts_per_step)
                     groups = fleet.engines.sample(prompts, sampling_of(recipe, step))
-                groups = score(fleet, groups, record)
+                groups = score(fleet, groups, record, recipe.reward_model.weight)
                 with disk.writing(out.parent, out.name, "--out"):
                     file.write(fleet.fetch(groups))
                 if fleet.reward_model:
                     # where it had the engines' memory their weights may be lost
-                    publish(fleet, record)
+                    reshard(fleet, record)
                 record.add(
                     rollout_metrics(
                         groups.summaries,

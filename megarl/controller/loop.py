@@ -17,7 +17,7 @@ references. With `rollout.ahead` engines that have GPUs of their own sample a ph
 | eval    | evaluation prompts, weights of version n + 1   | the engines' KV cache        | the next step's phases |
 
 An asynchronous checkpoint is copied in `save` and written while the next step runs. A reshard that fails is tried once
-more, see `Fleet.publish`.
+more, see `Fleet.reshard`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megarl.controller.learning_rate import policy_lr
 from megarl.controller.resuming import resume
 from megarl.controller.run import Run, Step
 from megarl.controller.saver import Saver
-from megarl.controller.stages import finish_rollout, learn, publish
+from megarl.controller.stages import finish_rollout, learn, reshard
 from megarl.controller.warm_start import warm_start
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet
@@ -87,7 +87,7 @@ def begin(
         run.saver.leave_if_wanted()
         if start:
             buffer = resume(start, recipe, fleet, inputs.prompts)
-        publish(fleet, record)  # engines start empty: this gives them their first weights
+        reshard(fleet, record)  # engines start empty: this gives them their first weights
         if not start and recipe.evaluation.at_start:
             evaluate(run, record)
     if recipe.warm_start.steps and not start:
@@ -114,6 +114,6 @@ def train_step(run: Run, step: Step) -> GroupBuffer:
     step.record.add(step.update_metrics)
     with step.record.phase("save"):
         step.record.add(run.saver.begin(step.number, step.buffer))
-    publish(run.fleet, step.record)  # reshard
+    reshard(run.fleet, step.record)
     step.record.add(step.speed)
     return step.buffer

@@ -68,7 +68,7 @@ class Step:
     rollout: StepRollout | None = None
     groups: RolloutBatch = NO_GROUPS
     samples: Sequence[SampleRef] = ()
-    observation: PerTokenResults | None = None
+    logprobs: PerTokenResults | None = None
     token_values: PerTokenResults | None = None
     lr: float = 0.0
     trained: Trained | None = None

@@ -287,6 +287,21 @@ def with_overlong_penalty(
     return RolloutBatch(summaries, rollout.refs)
 
 
+def with_scores(rollout: RolloutBatch, scores: Sequence[FloatArray], weight: float) -> RolloutBatch:
+    """The groups with `weight` times each response's score added to its reward.
+
+    Raises UserError(reward_model.path) for a score that is no finite number.
+    """
+    summaries = []
+    for group, scores_G in zip(rollout.summaries, scores, strict=True):
+        if not np.isfinite(scores_G).all():
+            problem = f"scores {scores_G} in answer to {group.prompt_text!r}"
+            raise UserError("reward_model.path", problem, "use another model, or model.dtype")
+        rewards_G = group.rewards_G + weight * scores_G
+        summaries.append(replace(group, rewards_G=rewards_G.astype(np.float32)))
+    return RolloutBatch(summaries, rollout.refs)
+
+
 def used_tokens_G(group: GroupSummary) -> IntArray:
     """The tokens of each sample that count against its limit: `rollout.max_response_tokens` or `episode.max_tokens`.
 

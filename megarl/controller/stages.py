@@ -17,6 +17,7 @@ from megarl.controller.samples import (
     samples_of,
     staleness,
     with_overlong_penalty,
+    with_scores,
 )
 from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.fleet import Fleet
@@ -50,7 +51,7 @@ def sample(run: Run, step: Step) -> Step:
             rollout.begin_next()
     bound = max(staleness_bound(recipe, hyperparameters), step.buffer.loaded_bound)
     record.add(staleness(groups.summaries, run.fleet.version, bound))
-    groups = score(run.fleet, groups, record)
+    groups = score(run.fleet, groups, record, recipe.reward_model.weight)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
     record.add(
         rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[run.algorithm].needs_group)
@@ -73,13 +74,14 @@ def demonstrate(run: Run, step: Step) -> Step:
     return replace(step, groups=run.fleet.put(groups))
 
 
-def score(fleet: Fleet, groups: RolloutBatch, record: Record) -> RolloutBatch:
-    """The groups with the reward model's scores added to their rewards, where there is a reward model."""
+def score(fleet: Fleet, groups: RolloutBatch, record: Record, weight: float) -> RolloutBatch:
+    """The groups with the reward model's scores, times the weight, added to their rewards, where there is one."""
     if fleet.reward_model is None:
         return groups
     with record.phase("score"):
         record.add(fleet.onload_for("score"))
-        return fleet.reward_model.score(groups)
+        scores = fleet.reward_model.scores(groups.refs)
+    return with_scores(groups, scores, weight)
 
 
 def advantages(run: TrainingRun, step: Step) -> Step:
@@ -97,19 +99,21 @@ def advantages(run: TrainingRun, step: Step) -> Step:
     return replace(step, samples=shuffled(samples, run.recipe.run.seed, step.number))
 
 
-def observe(run: TrainingRun, step: Step) -> Step:
-    """The policy's KL penalty of each token, which is part of the rewards that the critic learns from."""
+def compute_logprobs(run: TrainingRun, step: Step) -> Step:
+    """Old and reference logprobs, and so the KL penalties in the rewards that the critic learns from."""
     fleet = run.fleet
     critic = run.fleet.critic
     assert critic is not None
-    with step.record.phase("observe"):
+    with step.record.phase("logprobs"):
         step.record.add(fleet.onload_for("train"))
         readers = critic.plan_of(step.samples)
-        observation = fleet.trainers.observe(run.algorithm, step.samples, step.groups.refs, readers)
-    return replace(step, observation=observation)
+        logprobs = fleet.trainers.compute_logprobs(
+            run.algorithm, step.samples, step.groups.refs, readers
+        )
+    return replace(step, logprobs=logprobs)
 
 
-def value(run: TrainingRun, step: Step) -> Step:
+def compute_values(run: TrainingRun, step: Step) -> Step:
     """The critic's value of each token, from before its updates in this step; then all of these updates."""
     fleet = run.fleet
     critic = run.fleet.critic
@@ -119,7 +123,7 @@ def value(run: TrainingRun, step: Step) -> Step:
         readers = fleet.trainers.plan_of(run.algorithm, step.samples)
         token_values = critic.values(step.samples, step.groups.refs, readers)
         lr = learning_rate(critic.recipe.train, step.number, run.recipe.run.steps)
-        updates = critic.train(token_values, lr, step.observation)
+        updates = critic.train(token_values, lr, step.logprobs)
     step.record.add({"critic/lr": lr, **update_metrics(updates, "critic")})
     return replace(step, token_values=token_values.for_readers())
 
@@ -127,12 +131,12 @@ def value(run: TrainingRun, step: Step) -> Step:
 def update(run: TrainingRun, step: Step) -> Step:
     """All updates of the policy, in the steps that have a learning rate for it.
 
-    The returned step has no token values and no observation: only these updates read them.
+    The returned step has no token values and no logprobs: only these updates read them.
     """
     lr = run.learning_rate(step.number)
     values = step.token_values
-    observation = step.observation
-    step = replace(step, token_values=None, observation=None)
+    logprobs = step.logprobs
+    step = replace(step, token_values=None, logprobs=None)
     if lr is None:
         return step
     with step.record.phase("train"):
@@ -143,7 +147,7 @@ def update(run: TrainingRun, step: Step) -> Step:
             step.groups.refs,
             lr,
             token_values=values,
-            observation=observation,
+            logprobs=logprobs,
         )
     return replace(step, lr=lr, trained=trained)
 
@@ -157,10 +161,10 @@ def learn(run: Run, step: Step) -> Step:
     return step
 
 
-def publish(fleet: Fleet, record: Record) -> None:
+def reshard(fleet: Fleet, record: Record) -> None:
     """Reshard: the trained weights into the engines, which then hold the GPUs' memory again."""
     with record.phase("reshard"):
-        stats, readings = fleet.publish()
+        stats, readings = fleet.reshard()
     record.add(
         {f"reshard/{name}": value for name, value in asdict(stats).items() if value is not None}
     )
@@ -168,8 +172,8 @@ def publish(fleet: Fleet, record: Record) -> None:
 
 
 LEARNING_STAGES: dict[Stage, Callable[[TrainingRun, Step], Step]] = {
-    "observe": observe,
-    "value": value,
+    "logprobs": compute_logprobs,
+    "values": compute_values,
     "update": update,
 }
 STAGES: dict[Stage, Callable[[Run, Step], Step]] = {

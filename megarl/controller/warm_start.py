@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.controller.evaluation import evaluate
 from megarl.controller.run import Run, Step
-from megarl.controller.stages import learn, publish
+from megarl.controller.stages import learn, reshard
 from megarl.fleet.rank_groups import GroupBuffer
 from megarl.tracking.metrics import train_metrics
 
@@ -29,6 +29,6 @@ def warm_start(run: Run) -> None:
             record.add(train_metrics(step.trained.updates, "warm_start"))
             if number == warm.steps:
                 record.add(readings | run.saver.begin(0, GroupBuffer()))
-                publish(run.fleet, record)
+                reshard(run.fleet, record)
                 evaluate(run, record)
     run.saver.settle(0)

@@ -156,7 +156,7 @@ class Fleet(TrainingFleet):
             for one, of in zip(groups, rollout.summaries, strict=True)
         ]
 
-    def publish(self) -> tuple[Stats, Metrics]:
+    def reshard(self) -> tuple[Stats, Metrics]:
         """Move the trained weights, or adapters, into the engines, in place, and leave the GPUs' memory to them.
 
         Returns the cost of the exchange, and the memory's readings. An exchange that fails is tried once more while
@@ -267,7 +267,7 @@ class Fleet(TrainingFleet):
         self.engines.shutdown()
 
     def _open_sessions(self) -> Sessions:
-        published = self.trainers.publish()
+        published = self.trainers.handles()
         common = Session(
             meet=address_of(self._store),
             run_id=self._run_id,
@@ -292,7 +292,7 @@ def _share_weights(
     """Have models without frozen weights of their own compute with the policy's."""
     for ranks in others:
         if ranks and ranks.shares_weights:
-            ranks.share(trainers.publish())  # handles are for one process that maps them
+            ranks.share(trainers.handles())  # handles are for one process that maps them
 
 
 def _summary(group: SampleGroup | PartialGroup) -> Summary:

@@ -9,21 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-
 from megarl import device
 from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
-from megarl.cluster.actor import Ref
+from megarl.cluster.actor import Ref, at_arrival
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.placement.roles import Role, is_reporting_rank
 from megarl.resharding.session import PublishedRank
 from megarl.samples.buffer import Entry, RolloutBuffer
 from megarl.training.batching import SampleRef, Update, by_sample, key_of, plan_updates, refs_of
+from megarl.training.calls import ScoreCall, TokenValuesCall, TrainCall
 from megarl.training.flops import speed, train_work
-from megarl.types import GroupSummary, Hyperparameters, Metrics, UserError
+from megarl.types import FloatArray, GroupSummary, Hyperparameters, Metrics
 
 GroupBuffer = RolloutBuffer[Ref]
 
@@ -47,17 +46,25 @@ class RolloutBatch:
 
 
 @dataclass(frozen=True)
+class Share:
+    """References to a data-parallel rank's part of a step: its updates, and the groups that have its samples."""
+
+    updates: Ref
+    groups: Ref
+
+
+@dataclass(frozen=True)
 class PerTokenResults:
     """References to what the ranks of one model computed for the tokens of a step.
 
     The policy's ranks compute KL penalties, an auxiliary model's values or process rewards. Ranks that hold the same
     samples compute the same, and one of them reports.
 
-    shares: (updates, their samples) of each data-parallel rank. states: of each rank, results that its own next call
-    reuses. token_values: of each reporting rank, one reference for each data-parallel rank of the readers.
+    shares: of each data-parallel rank. states: of each rank, results that its own next call reuses. token_values: of
+    each reporting rank, one reference for each data-parallel rank of the readers.
     """
 
-    shares: list[tuple[Ref, Ref]]
+    shares: list[Share]
     states: list[Ref]
     token_values: list[list[Ref]]
 
@@ -101,9 +108,10 @@ class RankGroup:
         self._layout = role.layout
         # Where the ranks meet: served as long as this object lives.
         self.store = device.host_store(recipe.run.timeout_s, cluster.host)
+        meet = device.address_of(self.store)
         self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
         self.started = {
-            worker.start(target, rank, recipe, device.address_of(self.store), *more): worker.name
+            worker.start(target, rank, role, meet, *more): worker.name
             for rank, worker in enumerate(self.workers)
         }
         self._sharing = [
@@ -148,53 +156,51 @@ class RankGroup:
     def _per_token(
         self,
         method: str,
+        algorithm: str,
         updates: Sequence[Update],
         refs: Sequence[Ref],
         readers: Sequence[Update],
-        *first: object,
     ) -> PerTokenResults:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
         of_readers = [refs_of(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))]
         wanted = self._cluster.put([frozenset(map(key_of, of_reader)) for of_reader in of_readers])
-        found = PerTokenResults(self._assigned(updates, refs), [], [])
+        results = PerTokenResults(self._shares(updates, refs), [], [])
         calls = {}
         for rank, worker in enumerate(self.workers):
-            share, samples = found.shares[self._layout.coords(rank).dp]
+            share = results.shares[self._layout.coords(rank).dp]
             # Ranks that hold the same return their own state alone: each reference costs the controller time.
             reports = is_reporting_rank(self._layout, rank)
-            parts, asked = (len(of_readers), wanted) if reports else (0, ())
-            *token_values, state = worker.call_many(
-                parts + 1, method, *first, share, asked, samples
+            call = TokenValuesCall(
+                algorithm=algorithm,
+                updates=at_arrival(share.updates),
+                groups=at_arrival(share.groups),
+                readers=at_arrival(wanted) if reports else (),
             )
-            found.states.append(state)
+            num_parts = len(of_readers) + 1 if reports else 1
+            *token_values, state = worker.call_many(num_parts, method, call)
+            results.states.append(state)
             if reports:
-                found.token_values.append(token_values)
+                results.token_values.append(token_values)
             calls |= dict.fromkeys([*token_values, state], worker.name)
         self._cluster.await_all(calls)
-        return found
+        return results
 
-    def _assigned(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[tuple[Ref, Ref]]:
-        """(updates, their samples) of each data-parallel rank, one reference for all ranks with the same samples.
+    def _shares(self, updates: Sequence[Update], refs: Sequence[Ref]) -> list[Share]:
+        """The share of each data-parallel rank, one reference for all ranks with the same samples.
 
         The first of these ranks fetches the groups, and passes them on without the samples of other shares.
         """
-        # Megatron's order: data-parallel ranks are so far apart
-        found = []
-        first = self._layout.tp * self._layout.cp
-        for dp, worker in enumerate(self.workers[: self._layout.dp * first : first]):
-            share = _share(updates, dp)
-            needed = _groups(share)
-            shared = self._cluster.put(share)
-            of_groups = [refs[group] for group in needed]
-            found.append(
-                (
-                    shared,
-                    worker.bundle(
-                        "megarl.training.batching:own_samples", shared, needed, *of_groups
-                    ),
-                )
-            )
-        return found
+        shares = []
+        # in Megatron's order of ranks, data-parallel ranks are so far apart
+        step = self._layout.tp * self._layout.cp
+        for dp, worker in enumerate(self.workers[: self._layout.dp * step : step]):
+            own_updates = _share(updates, dp)
+            numbers = _groups(own_updates)
+            put = self._cluster.put(own_updates)
+            groups = [refs[number] for number in numbers]
+            function = "megarl.training.batching:own_samples"
+            shares.append(Share(put, worker.compute(function, put, numbers, *groups)))
+        return shares
 
     def plan(self, samples: Sequence[SampleRef], hyperparameters: Hyperparameters) -> list[Update]:
         """The step's updates; the micro-batches of each by data-parallel rank.
@@ -226,22 +232,26 @@ class RankGroup:
 
     def _train(
         self,
-        shares: Sequence[tuple[Ref, Ref]],
+        algorithm: str,
+        shares: Sequence[Share],
         lr: float,
         states: Sequence[Ref | None],
         of_others: PerTokenResults | None,
-        *first: object,
     ) -> list[Statistics]:
-        """Train all ranks; the statistics of each update.
-
-        of_others: the token values of another model's ranks. first: the call's first arguments.
-        """
+        """Train all ranks; the statistics of each update. of_others: the token values of another model's ranks."""
         calls = {}
         for rank, (worker, state) in enumerate(zip(self.workers, states, strict=True)):
             dp = self._layout.coords(rank).dp
-            share, samples = shares[dp]
-            values = of_others.of(dp) if of_others else []
-            calls[worker.call("train", *first, share, lr, state, samples, *values)] = worker.name
+            token_values = of_others.of(dp) if of_others else []
+            call = TrainCall(
+                algorithm=algorithm,
+                updates=at_arrival(shares[dp].updates),
+                groups=at_arrival(shares[dp].groups),
+                lr=lr,
+                state=state,
+                token_values=[at_arrival(piece) for piece in token_values],
+            )
+            calls[worker.call("train", call)] = worker.name
         return self._statistics(calls)
 
     def _statistics(self, calls: dict[Ref, str]) -> list[Statistics]:
@@ -276,25 +286,24 @@ class PolicyRanks(RankGroup):
         shares = [one for one in self._cluster.gather(calls) if one is not None]
         return fmean(shares) if shares else None
 
-    def publish(self) -> list[PublishedRank]:
+    def handles(self) -> list[PublishedRank]:
         """Each rank's handles to its parameters."""
-        return self._cluster.call_all(self.workers, "publish")
+        return self._cluster.call_all(self.workers, "handles")
 
     def plan_of(self, algorithm: str, samples: Sequence[SampleRef]) -> list[Update]:
         """The updates that `train` makes of a step's samples."""
         return self.plan(samples, hyperparameters_of(algorithm, self._recipe.algorithm))
 
-    def observe(
+    def compute_logprobs(
         self,
         algorithm: str,
         samples: Sequence[SampleRef],
         refs: Sequence[Ref],
         readers: Sequence[Update],
     ) -> PerTokenResults:
-        """KL penalties of the samples' tokens, for the critic and for `train`; readers: the critic's plan."""
-        return self._per_token(
-            "observe", self.plan_of(algorithm, samples), refs, readers, algorithm
-        )
+        """Old and reference logprobs for `train`, and KL penalties for the readers: the critic's plan."""
+        updates = self.plan_of(algorithm, samples)
+        return self._per_token("compute_logprobs", algorithm, updates, refs, readers)
 
     def train(
         self,
@@ -304,31 +313,28 @@ class PolicyRanks(RankGroup):
         lr: float,
         *,
         token_values: PerTokenResults | None = None,
-        observation: PerTokenResults | None = None,
+        logprobs: PerTokenResults | None = None,
     ) -> Trained:
         """All optimizer updates of one step. Each rank gets the samples of its own share, and no others.
 
-        token_values: of the auxiliary model, for the advantages. observation: of the same samples, if there is one.
+        token_values: of the auxiliary model, for the advantages. logprobs: of `compute_logprobs` for the same samples,
+        where it was called.
         """
-        if observation:
-            updates = []
+        if logprobs:
+            began = time.perf_counter()
+            shares = logprobs.shares
+            states: list[Ref | None] = [*logprobs.states]
         else:
             updates = self.plan_of(algorithm, samples)
-        began = time.perf_counter()
-        if observation:
-            shares = observation.shares
-        else:
-            shares = self._assigned(updates, refs)
-        if observation:
-            states = observation.states
-        else:
+            began = time.perf_counter()
+            shares = self._shares(updates, refs)
             states = [None] * len(self.workers)
-        metrics = self._train(shares, lr, states, token_values, algorithm)
-        lengths = [one.length for one in samples]
+        statistics = self._train(algorithm, shares, lr, states, token_values)
+        lengths = [sample.length for sample in samples]
         seconds = time.perf_counter() - began
+        world_size = self._layout.world_size
         return Trained(
-            metrics,
-            speed(self._shape, lengths, seconds, self._layout.world_size, device.gpu_name()),
+            statistics, speed(self._shape, lengths, seconds, world_size, device.gpu_name())
         )
 
 
@@ -340,9 +346,7 @@ class AuxiliaryRanks(RankGroup):
         self._model = AUXILIARY_MODELS[kind]
         name = f"{self._model.name} rank"
         target = "megarl.training.auxiliary:AuxiliaryRank"
-        super().__init__(
-            cluster, role, shared, name=name, target=target, more=[kind, role.first_slot]
-        )
+        super().__init__(cluster, role, shared, name=name, target=target, more=[kind])
 
     @property
     def recipe(self) -> Recipe:
@@ -358,16 +362,19 @@ class AuxiliaryRanks(RankGroup):
         self, samples: Sequence[SampleRef], refs: Sequence[Ref], readers: Sequence[Update]
     ) -> PerTokenResults:
         """Values of the samples' tokens, for the policy and for `train`; readers: the policy's plan."""
-        return self._per_token("values", self.plan_of(samples), refs, readers)
+        algorithm = self._recipe.algorithm.name
+        return self._per_token("values", algorithm, self.plan_of(samples), refs, readers)
 
     def train(
-        self, token_values: PerTokenResults, lr: float, observation: PerTokenResults | None = None
+        self, token_values: PerTokenResults, lr: float, logprobs: PerTokenResults | None = None
     ) -> list[Statistics]:
         """All optimizer updates of the step on the samples of these values; statistics of each.
 
-        observation: with the KL penalties of the samples' tokens, where the algorithm pays them in the reward.
+        logprobs: with the KL penalties of the samples' tokens, where the algorithm pays them in the reward.
         """
-        return self._train(token_values.shares, lr, token_values.states, observation)
+        algorithm = self._recipe.algorithm.name
+        shares = token_values.shares
+        return self._train(algorithm, shares, lr, token_values.states, logprobs)
 
 
 class RewardModelRanks(RankGroup):
@@ -375,41 +382,23 @@ class RewardModelRanks(RankGroup):
 
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         target = "megarl.training.reward_model:RewardModelRank"
-        super().__init__(
-            cluster, role, shared, name="reward model rank", target=target, more=[role.first_slot]
-        )
+        super().__init__(cluster, role, shared, name="reward model rank", target=target)
 
-    def score(self, rollout: RolloutBatch) -> RolloutBatch:
-        """The rollout with `reward_model.weight` times each response's score added to its reward.
-
-        Raises UserError(reward_model.path) for a score that is no finite number.
-        """
-        dp = self._layout.dp
-        count = len(rollout.refs)
+    def scores(self, refs: Sequence[Ref]) -> list[FloatArray]:
+        """The scores of the samples of each group."""
+        layout = self._layout
+        numbers = [
+            range(layout.coords(rank).dp, len(refs), layout.dp) for rank in range(len(self.workers))
+        ]
         calls = {}
-        for rank, worker in enumerate(self.workers):
-            own = range(self._layout.coords(rank).dp, count, dp)
-            calls[worker.call("score", *(rollout.refs[index] for index in own))] = worker.name
-        summaries = list(rollout.summaries)
-        for rank, scores in enumerate(self._cluster.gather(calls)):
-            # not on this stage
-            if scores is not None:
-                own = range(self._layout.coords(rank).dp, count, dp)
-            else:
-                own = ()
-            for index, scores_G in zip(own, scores or (), strict=True):
-                if not np.isfinite(scores_G).all():
-                    asked = rollout.summaries[index].prompt_text
-                    problem = f"scores {scores_G} in answer to {asked!r}"
-                    hint = "use another model, or model.dtype"
-                    raise UserError("reward_model.path", problem, hint)
-                rewards_G = (
-                    rollout.summaries[index].rewards_G + self._recipe.reward_model.weight * scores_G
-                )
-                summaries[index] = replace(
-                    rollout.summaries[index], rewards_G=rewards_G.astype(np.float32)
-                )
-        return RolloutBatch(summaries, rollout.refs)
+        for worker, of_rank in zip(self.workers, numbers, strict=True):
+            call = ScoreCall([at_arrival(refs[number]) for number in of_rank])
+            calls[worker.call("score", call)] = worker.name
+        by_number: dict[int, FloatArray] = {}
+        for of_rank, scores in zip(numbers, self._cluster.gather(calls), strict=True):
+            if scores is not None:  # only the last stage has them
+                by_number.update(zip(of_rank, scores, strict=True))
+        return [by_number[number] for number in range(len(refs))]
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:

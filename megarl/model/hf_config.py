@@ -123,6 +123,14 @@ class HfModel:
             raise self.error
         return self.known_shape
 
+    @property
+    def required_facts(self) -> HfFacts:
+        """Raises the error where they could not be read, or say what megarl does not build."""
+        if self.facts is None:
+            assert self.error
+            raise self.error
+        return self.facts
+
 
 def read_model(path: str | Path, *, has_scores: bool = False) -> HfModel:
     """Read `config.json` without raising; has_scores: as a model with one score per token, not logits."""

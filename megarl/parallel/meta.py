@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megarl.config import Recipe
 from megarl.cpu import megatron_patches
-from megarl.model.hf_config import model_shape, scorer_shape
+from megarl.model.hf_config import HfFacts, read_model
 from megarl.model.shape import ModelShape
 from megarl.parallel import groups, model
 from megarl.parallel.chunk_sizes import ChunkSize, Whole
@@ -30,10 +30,10 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 
 
-def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
+def whole(facts: HfFacts, shape: ModelShape, recipe: Recipe) -> Whole:
     """The parameters of the whole model, measured on one rank with as many EP ranks as experts (one expert a layer)."""
     ranks = shape.num_experts or 1
-    (chunk,) = _chunks(path, shape, TrainLayout(ranks, 1, 1, ranks), 0, recipe)
+    (chunk,) = _chunks(facts, shape, TrainLayout(ranks, 1, 1, ranks), 0, recipe)
     if chunk.mtp_process:
         of_mtp = {id(param) for param in chunk.mtp.parameters()}
     else:
@@ -50,7 +50,7 @@ def whole(path: str, shape: ModelShape, recipe: Recipe) -> Whole:
 
 
 def stages(
-    path: str, shape: ModelShape, layout: TrainLayout, recipe: Recipe
+    facts: HfFacts, shape: ModelShape, layout: TrainLayout, recipe: Recipe
 ) -> list[list[ChunkSize]]:
     """The model chunks of every pipeline rank; all ranks of a stage are of equal size.
 
@@ -68,7 +68,7 @@ def stages(
         if kind not in known:
             rank = stage * (layout.world_size // layout.pp)
             known[kind] = [
-                size_of(chunk, shape) for chunk in _chunks(path, shape, layout, rank, recipe)
+                size_of(chunk, shape) for chunk in _chunks(facts, shape, layout, rank, recipe)
             ]
         found.append(known[kind])
     return found
@@ -91,18 +91,18 @@ def size_of(chunk: model.Chunk, shape: ModelShape) -> ChunkSize:
 
 
 def _chunks(
-    path: str, shape: ModelShape, layout: TrainLayout, rank: int, recipe: Recipe
+    facts: HfFacts, shape: ModelShape, layout: TrainLayout, rank: int, recipe: Recipe
 ) -> list[model.Chunk]:
     """Build a rank's chunks without `train.megatron`, whose kernels may need a GPU and do not change the weights."""
     train = recipe.train.model_copy(update={"megatron": {}})
     with groups.simulated(rank, layout), torch.device("meta"):
         config = model.transformer_config(
-            path, shape, layout, model.DTYPES[recipe.model.dtype], train
+            facts, shape, layout, model.DTYPES[recipe.model.dtype], train
         )
         config.init_method = config.output_layer_init_method = config.embedding_init_method = (
             lambda weight: weight
         )
-        chunks = model.build_chunks(config, path, shape, layout, rank, Routing(), device="meta")
+        chunks = model.build_chunks(config, facts, shape, layout, rank, Routing(), device="meta")
     if not train.mtp_loss:
         model.freeze_mtp(chunks)
     return chunks
@@ -126,18 +126,16 @@ def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     answers = []
     for request in requests:
         recipe = Recipe.model_validate_json(request["recipe"])
-        path = recipe.model.path
+        folder = read_model(recipe.model.path, has_scores=request["scores"])
         try:
-            if request["scores"]:
-                shape = scorer_shape(path)
-            else:
-                shape = model_shape(path)
-            sizes = stages(path, shape, train_layout(recipe), recipe)
+            facts = folder.required_facts
+            shape = folder.shape
+            sizes = stages(facts, shape, train_layout(recipe), recipe)
             answer: dict[str, Any] = {
                 "stages": [[asdict(chunk) for chunk in chunks] for chunks in sizes]
             }
             if request["whole"]:
-                answer["whole"] = asdict(whole(path, shape, recipe))
+                answer["whole"] = asdict(whole(facts, shape, recipe))
         except UserError as error:
             answer = {"fault": error.args}
         answers.append(answer)

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.device import DEVICE
-from megarl.model.hf_config import HfFacts, hf_facts
+from megarl.model.hf_config import HfFacts
 from megarl.model.lora_pairs import is_factor
 from megarl.model.shape import MlaShape, ModelShape
 from megarl.parallel.latent import has_fused_rope, latent_fields
@@ -191,17 +190,13 @@ def _default_fields(shape: ModelShape, facts: HfFacts) -> dict[str, Any]:
 
 
 def transformer_config(
-    path: str | Path, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: TrainConfig
+    facts: HfFacts, shape: ModelShape, layout: TrainLayout, dtype: torch.dtype, train: TrainConfig
 ) -> TransformerConfig:
     """Megatron's configuration. Raises UserError when Megatron refuses the recipe's options."""
-    facts = hf_facts(path)
-    fields = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
-    if shape.mla:
-        made = MLATransformerConfig
-    else:
-        made = TransformerConfig
+    fixed = _fixed_fields(shape, layout, facts, dtype, train.router_bias_rate)
+    kind = MLATransformerConfig if shape.mla else TransformerConfig
     return make_config(
-        "train.megatron", made, _default_fields(shape, facts) | train.megatron | fields
+        "train.megatron", kind, _default_fields(shape, facts) | train.megatron | fixed
     )
 
 
@@ -262,7 +257,7 @@ class Chunk(GPTModel):
 
 def build_chunks(
     config: TransformerConfig,
-    path: str | Path,
+    facts: HfFacts,
     shape: ModelShape,
     layout: TrainLayout,
     rank: int,
@@ -270,7 +265,6 @@ def build_chunks(
     device: str = DEVICE,
 ) -> list[Chunk]:
     """This rank's model chunks, one for each virtual stage, uninitialised. routing: the state that routers share."""
-    facts = hf_facts(path)
     stage = layout.coords(rank).pp
     found = []
     for chunk in range(layout.vpp):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -13,7 +13,6 @@ from torch.distributed.distributed_c10d import Store
 from megarl import device
 from megarl.cpu import megatron_patches
 from megarl.model.lora_pairs import LoraPair
-from megarl.model.shape import ModelShape
 from megarl.parallel import (
     dist_checkpoint,
     groups,
@@ -29,46 +28,42 @@ from megarl.parallel.packing import Split
 from megarl.parallel.pipeline import Pipeline
 from megarl.parallel.routing import Routing
 from megarl.parallel.tp_attributes import set_tp_attributes
-from megarl.placement.roles import lora_size, train_layout
-
-if TYPE_CHECKING:
-    from megarl.config import Recipe
+from megarl.placement.roles import Role
 
 
 class RankModel:
     """Rank `rank` of a Megatron world. Every method but `params` is collective.
 
     The constructor meets the other ranks at the store and builds this rank's chunks with undefined weights; once they
-    are loaded, `make_optimizer` copies them. Raises UserError for a Megatron option that does not fit. slot: of the
-    GPU. tp_split_params: this rank's weights that are split over TP, as `megatron_map.split_params` says. trains: with
-    gradients and an optimizer. is_published: engines map the parameters, which therefore never move. pairs: the factors
-    of this rank's adapters, where the recipe has `lora`; the weights themselves are frozen then.
+    are loaded, `make_optimizer` copies them. Raises UserError for a Megatron option that does not fit. tp_split_params:
+    this rank's weights that are split over TP, as `megatron_map.split_params` says. is_published: engines map the
+    parameters, which therefore never move. pairs: the factors of this rank's adapters, where the recipe has `lora`; the
+    weights themselves are frozen then. A role that does not train has no gradients and no optimizer.
     """
 
     def __init__(
         self,
         rank: int,
-        recipe: Recipe,
-        shape: ModelShape,
+        role: Role,
         store: Store,
         *,
-        slot: int,
         tp_split_params: Collection[str],
-        trains: bool = True,
         is_published: bool = True,
         pairs: Sequence[LoraPair] = (),
     ) -> None:
+        recipe = role.recipe
         self._dtype = model.DTYPES[recipe.model.dtype]
         if device.DEVICE == "cpu":
             megatron_patches.patch_megatron()
             use_local_layers()
             torch.set_num_threads(1)
         else:
-            torch.cuda.set_device(recipe.placement.gpu_of(slot))
+            torch.cuda.set_device(recipe.placement.gpu_of(role.first_slot + rank))
             model.select_layers(recipe.train, self._dtype)
-        path = recipe.model.path
         train = recipe.train
-        layout = train_layout(recipe)
+        layout = role.layout
+        shape = role.shape
+        facts = role.model.required_facts
         self.rank = rank
         self.shape = shape
         self.layout = layout
@@ -76,27 +71,26 @@ class RankModel:
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
-        config = model.transformer_config(path, shape, layout, self._dtype, train)
+        config = model.transformer_config(facts, shape, layout, self._dtype, train)
         groups.join(store, rank, layout, recipe.run.seed, recipe.run.timeout_s)
         self.communicator_bytes = groups.open_communicators()
         routing = Routing()
-        chunks = model.build_chunks(config, path, shape, layout, rank, routing)
+        chunks = model.build_chunks(config, facts, shape, layout, rank, routing)
         set_tp_attributes(chunks, tp_split_params, config.sequence_parallel)
         if not train.mtp_loss:
             model.freeze_mtp(chunks)
-        size = lora_size(recipe, shape)
-        if size:
-            self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed)
-        else:
-            self.adapters = None
+        size = role.lora
+        self.adapters = lora.attach(chunks, pairs, size, recipe.run.seed) if size else None
         for head in shared_weights.heads(chunks):
-            head.requires_grad_(trains)
+            head.requires_grad_(role.trains)
         self._unwrapped: Sequence[torch.nn.Module] = chunks
-        self._trains = trains
+        self._trains = role.trains
         self._is_published = is_published
         self._offloaded: host_offload.Offloaded = []
         self._shared: frozenset[str] = frozenset()  # weights that are in another process's memory
-        self.chunks: Sequence[Any] = model.wrap(config, chunks, train) if trains else chunks
+        self.chunks: Sequence[Any] = chunks
+        if role.trains:
+            self.chunks = model.wrap(config, chunks, train)
         self.pipeline = Pipeline(
             self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss
         )

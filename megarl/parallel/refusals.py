@@ -28,7 +28,7 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
     dtype = DTYPES[role.recipe.model.dtype]
     offloaded = train.optimizer_offload and device == "cuda"
     made: list[Callable[[], object]] = [
-        lambda: transformer_config(role.model.path, shape, layout, dtype, train),
+        lambda: transformer_config(role.model.required_facts, shape, layout, dtype, train),
         lambda: buffers_config(train),
         lambda: optimizer_config(train, dtype, offloaded),
     ]
@@ -39,6 +39,6 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
             errors.append(error)
     if DEVICE == "cuda":
         missing = transformer_engine_error(train, offloaded)
-    else:
-        missing = None
-    return errors + ([missing] if missing else [])
+        if missing:
+            errors.append(missing)
+    return errors

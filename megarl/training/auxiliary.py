@@ -6,32 +6,29 @@ The critic's score of the state before each token is learnt from the returns. Of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from megarl.algos import AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.losses import LossResult, outcome_loss, value_loss
 from megarl.algos.statistics import Statistics
-from megarl.config import Recipe
 from megarl.device import Address
-from megarl.model.hf_config import read_model
 from megarl.parallel import host_offload
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.pipeline import Norms
+from megarl.placement.roles import Role
 from megarl.training import credit
 from megarl.training.batching import (
-    Key,
-    TokenValues,
     Update,
     key_of,
     refs_of,
     spread,
     values_by_reader,
 )
-from megarl.training.rank import MicroBatches, Received, TrainingRank, norms_of
+from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
+from megarl.training.rank import MicroBatches, TrainingRank, norms_of
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, TrainSequence
 
@@ -48,42 +45,31 @@ class ShareValues:
 
 
 class AuxiliaryRank(TrainingRank):
-    """A rank of an auxiliary model on GPU slot first_gpu + rank. Raises as a TrainingRank.
+    """A rank of an auxiliary model. Raises as a TrainingRank.
 
     It begins with the weights of model.path: a classifier's, or a language model's with scores of 0. With `lora` it
     computes with the policy's frozen weights, once `share` has named them.
     """
 
-    def __init__(
-        self, rank: int, recipe: Recipe, meet: Address, kind: str, first_gpu: int = 0
-    ) -> None:
+    def __init__(self, rank: int, role: Role, meet: Address, kind: str) -> None:
         """kind: a key of AUXILIARY_MODELS."""
+        recipe = role.recipe
         self._kind = AUXILIARY_MODELS[kind]
         self._hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-        path = recipe.model.path
-        shape = read_model(path, has_scores=self._kind.has_scores).shape
-        reference = None if self._kind.has_scores else path
-        super().__init__(rank, recipe, meet, shape, slot=first_gpu + rank, reference=reference)
+        reference = None if self._kind.has_scores else recipe.model.path
+        super().__init__(rank, role, meet, reference=reference)
 
-    def values(
-        self,
-        updates: Sequence[Update],
-        readers: Sequence[frozenset[Key]],
-        group_ids: Sequence[int],
-        *samples: SampleGroup,
-    ) -> tuple[TokenValues | list[ShareValues], ...]:
-        """The token values of this rank's samples, for each reader those of its own; last, all of them for `train`.
+    def values(self, call: TokenValuesCall) -> TokenValuesResult[list[ShareValues]]:
+        """The token values of this rank's samples, for each reader those of its own; the state has all, for `train`.
 
-        readers: the samples of each data-parallel rank of the policy; none on ranks that do not report.
+        The readers are the ranks of the policy.
         """
-        found = [
-            self.values_of(share)
-            for share in self._shares(updates, Received.of(group_ids, samples))
-        ]
-        flat = [value_T for one in found for value_T in one.values or ()]
-        return *values_by_reader(
-            refs_of(updates), flat if self._model.is_last_stage else None, readers
-        ), found
+        shares = [self.values_of(share) for share in self._shares(call.updates, call.groups)]
+        values = None
+        if self._model.is_last_stage:
+            values = [value_T for share in shares for value_T in share.values or ()]
+        by_reader = values_by_reader(refs_of(call.updates), values, call.readers)
+        return TokenValuesResult([*by_reader], shares)
 
     def values_of(self, micro_batches: MicroBatches) -> ShareValues:
         """The token values of one update's share, aligned to the token that each is about (the first: 0)."""
@@ -100,40 +86,28 @@ class AuxiliaryRank(TrainingRank):
             [scale * (own_T - reference_T) for own_T, reference_T in pairs], reference
         )
 
-    def train(
-        self,
-        updates: Sequence[Update],
-        lr: float,
-        found: Sequence[ShareValues],
-        group_ids: Sequence[int],
-        *given: Any,
-    ) -> list[Statistics]:
+    def train(self, call: TrainCall[list[ShareValues]]) -> list[Statistics]:
         """All optimizer updates of a step. Statistics of each as of `train_step`.
 
-        found: of `values`, for the same updates. given: as of `Received`; the token values are the KL penalties of the
-        policy's ranks, where an algorithm pays them in the reward.
+        The state is that of `values`, for the same updates. The token values are the KL penalties of the policy's
+        ranks, where an algorithm pays them in the reward.
         """
-        received = Received.of(group_ids, given)
         statistics = []
-        rewards_of = received.token_values
-        shares = self._shares(updates, received)
-        for update, share, old in zip(updates, shares, found, strict=True):
-            if rewards_of:
-                rewards = [spread(rewards_of[key_of(ref)], ref) for ref in refs_of([update])]
-            else:
-                rewards = None
-            statistics.append(self.train_step(share, old, norms_of(update), lr, rewards))
+        penalties = call.values_by_sample
+        shares = self._shares(call.updates, call.groups)
+        for update, share, old in zip(call.updates, shares, call.state, strict=True):
+            rewards = None
+            if penalties:
+                rewards = [spread(penalties[key_of(ref)], ref) for ref in refs_of([update])]
+            statistics.append(self.train_step(share, old, norms_of(update), call.lr, rewards))
         return statistics
 
     def _shares(
-        self, updates: Sequence[Update], received: Received
+        self, updates: Sequence[Update], groups: Mapping[int, SampleGroup]
     ) -> list[list[list[TrainSequence]]]:
         """This rank's sequences of each update."""
         aggregation = self._kind.aggregation
-        return [
-            train_sequences(update.micro_batches[0], received.groups, aggregation)
-            for update in updates
-        ]
+        return [train_sequences(update.micro_batches[0], groups, aggregation) for update in updates]
 
     def train_step(
         self,

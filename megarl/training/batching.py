@@ -382,8 +382,8 @@ def _assign(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray
 
 def own_samples(
     updates: Sequence[Update], group_ids: Sequence[int], *groups: SampleGroup
-) -> tuple[Sequence[int], *tuple[SampleGroup, ...]]:
-    """The ids and the groups, these without tokens and text of the samples that a rank's share does not name."""
+) -> dict[int, SampleGroup]:
+    """The groups by their number, without tokens and text of the samples that a rank's share does not name."""
     named = {(ref.group, ref.sample) for ref in refs_of(updates)}
     nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, parts=())
 
@@ -393,4 +393,5 @@ def own_samples(
         ]
         return replace(group, samples=tuple(samples), given_answers=())
 
-    return group_ids, *(own(*pair) for pair in zip(group_ids, groups, strict=True))
+    numbered = zip(group_ids, groups, strict=True)
+    return {group_id: own(group_id, group) for group_id, group in numbered}

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,22 +26,21 @@ from megarl.algos.losses import LossResult, policy_statistics, turn_diffs
 from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
-from megarl.config import Recipe
-from megarl.model.hf_config import model_shape
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.routing import Choices
-from megarl.placement.roles import lora_size, reference_copy, sent_lora, trains_merged
+from megarl.placement.roles import Role, reference_copy, sent_lora, trains_merged
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.payloads import ReshardStep, exchanged
 from megarl.resharding.session import PublishedRank, Session
 from megarl.training import credit, kept_tokens
-from megarl.training.batching import Key, TokenValues, Update, refs_of, values_by_reader
+from megarl.training.batching import TokenValues, Update, refs_of, values_by_reader
+from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.merged_weights import MergedWeights
-from megarl.training.rank import Received, TrainingRank, norms_of
-from megarl.training.shares import HostChoices, RankObservation, UpdateShare, observed, on_host
+from megarl.training.rank import TrainingRank, norms_of
+from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup
 
@@ -56,25 +54,20 @@ FREE_DIFF = Statistic("replay/logprob_diff_without")  # the same without replay
 
 
 class PolicyRank(TrainingRank):
-    """A rank of the policy, which is on GPU slot `rank`. Raises as a TrainingRank."""
+    """A rank of the policy. Raises as a TrainingRank."""
 
-    def __init__(self, rank: int, recipe: Recipe, meet: device.Address) -> None:
+    def __init__(self, rank: int, role: Role, meet: device.Address) -> None:
+        recipe = role.recipe
         self._has_reference = has_reference(recipe.algorithm, recipe.reference.use)
-        reference = reference_copy(recipe)
-        shape = model_shape(recipe.model.path)
-        super().__init__(
-            rank, recipe, meet, shape, slot=rank, is_published=True, reference=reference
-        )
+        super().__init__(rank, role, meet, is_published=True, reference=reference_copy(recipe))
         self.options = self._model.options
         self.communicator_bytes = lambda: self._model.communicator_bytes
         self._exchanges: Exchanges | None = None
         self._merged: MergedWeights | None = None
-        if (
-            (adapters := self._model.adapters)
-            and (size := lora_size(recipe, shape))
-            and trains_merged(recipe)
-        ):
-            of_rank = shape, self.layout, rank, model.TRANSFORMER_ENGINE
+        adapters = self._model.adapters
+        size = role.lora
+        if adapters and size and trains_merged(recipe):
+            of_rank = self.shape, self.layout, rank, model.TRANSFORMER_ENGINE
             self._merged = MergedWeights(size, *of_rank, self.params(), self.factors())
             adapters.are_in_weights = True
 
@@ -90,50 +83,37 @@ class PolicyRank(TrainingRank):
         if self._merged:
             self._merged.write()
 
-    def observe(
-        self,
-        algorithm: str,
-        updates: Sequence[Update],
-        readers: Sequence[frozenset[Key]],
-        group_ids: Sequence[int],
-        *samples: SampleGroup,
-    ) -> tuple[TokenValues | RankObservation, ...]:
-        """The KL penalties of this rank's tokens, for each reader those that it trains on; last, the observation.
+    def compute_logprobs(self, call: TokenValuesCall) -> TokenValuesResult[Logprobs]:
+        """Old and reference logprobs, which are the state for `train`; readers get the KL penalties of their tokens.
 
-        readers: the samples of each data-parallel rank of the critic; none on ranks that do not report.
+        The readers are the ranks of the critic.
         """
-        shares = self._shares(algorithm, updates, Received.of(group_ids, samples).groups)
-        found = self._observation(algorithm, shares)
-        return *values_by_reader(refs_of(updates), found.kl_penalties, readers), found
+        shares = self._shares(call.algorithm, call.updates, call.groups)
+        logprobs = self._logprobs(call.algorithm, shares)
+        refs = refs_of(call.updates)
+        penalties = values_by_reader(refs, logprobs.kl_penalties, call.readers)
+        return TokenValuesResult([*penalties], logprobs)
 
-    def train(
-        self,
-        algorithm: str,
-        updates: Sequence[Update],
-        lr: float,
-        observation: RankObservation | None,
-        group_ids: Sequence[int],
-        *given: Any,
-    ) -> list[Statistics]:
-        """All optimizer updates of one step; an update's micro_batches[0] are this data-parallel rank's.
+    def train(self, call: TrainCall[Logprobs | None]) -> list[Statistics]:
+        """All optimizer updates of one step; metrics of each as of `train_step`.
 
-        observation: of `observe`, where it was called for this step. given: as of `Received`; the token values are the
-        auxiliary model's. Metrics of each update as of `train_step`.
+        The state is that of `compute_logprobs`, where it was called for this step. The token values are the auxiliary
+        model's.
         """
-        received = Received.of(group_ids, given)
+        algorithm = call.algorithm
         hyperparameters = self._hyperparameters(algorithm)
-        shares = self._shares(algorithm, updates, received.groups)
-        observation = observation or self._observation(algorithm, shares)
-        shares = [observed(share, observation, index) for index, share in enumerate(shares)]
+        shares = self._shares(algorithm, call.updates, call.groups)
+        logprobs = call.state or self._logprobs(algorithm, shares)
+        shares = [with_logprobs(share, logprobs, index) for index, share in enumerate(shares)]
         if rollout_correction.drops(hyperparameters):
-            shares = self._kept(updates, shares, hyperparameters)
+            shares = self._kept(call.updates, shares, hyperparameters)
         if self._model.is_last_stage:  # nothing reads an advantage on the others
             shares = self._credited(
-                algorithm, updates, shares, received.token_values, observation.kl_penalties
+                algorithm, call.updates, shares, call.values_by_sample, logprobs.kl_penalties
             )
         loss = ALGORITHMS[algorithm].loss(hyperparameters)
         diffs = self._replay_diffs(shares[0])
-        first, *rest = [self.train_step(share, lr, loss) for share in shares]
+        first, *rest = [self.train_step(share, call.lr, loss) for share in shares]
         return [first | diffs, *rest]
 
     def _hyperparameters(self, algorithm: str) -> Hyperparameters:
@@ -168,7 +148,7 @@ class PolicyRank(TrainingRank):
             return "off", 1.0
         return self._recipe.train.replay, self._recipe.rollout.temperature
 
-    def _observation(self, algorithm: str, shares: Sequence[UpdateShare]) -> RankObservation:
+    def _logprobs(self, algorithm: str, shares: Sequence[UpdateShare]) -> Logprobs:
         """Log-probabilities by the policy as it is now, then by the reference, where the updates read them."""
         hyperparameters = self._hyperparameters(algorithm)
         (replay, _) = self._sampling(algorithm)
@@ -197,7 +177,7 @@ class PolicyRank(TrainingRank):
                 [logp for one in of for logp in one or ()] for of in (old, reference)
             )
             penalties = credit.kl_penalties(flat_old, flat_reference, hyperparameters)
-        return RankObservation(old, reference, choices, penalties)
+        return Logprobs(old, reference, choices, penalties)
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -377,7 +357,7 @@ class PolicyRank(TrainingRank):
         )
         export_hf(job, self.params() | self.factors(), PrefixStore(f"export {folder}", self._store))
 
-    def publish(self) -> PublishedRank:
+    def handles(self) -> PublishedRank:
         """Let another process of this GPU map the parameters; they stay where they are for this one."""
         return PublishedRank(share_params(self.params() | self.factors()), model.TRANSFORMER_ENGINE)
 

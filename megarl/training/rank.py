@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,84 +15,57 @@ from megarl.algos.losses import LossResult
 from megarl.algos.statistics import GRAD_NORM, LOSS, Statistics
 from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
-from megarl.config import Recipe
 from megarl.disk import visible_folder, writing
-from megarl.model.shape import ModelShape
 from megarl.parallel import groups, host_offload, model
 from megarl.parallel.packing import PackedRow, assigned, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
-from megarl.placement.roles import lora_size, train_layout
+from megarl.placement.roles import Role
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
-from megarl.training.batching import TokenValues, Update
-from megarl.types import FloatArray, SampleGroup, TrainSequence
+from megarl.training.batching import Update
+from megarl.types import FloatArray, TrainSequence
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 
 
-@dataclass(frozen=True)
-class Received:
-    """What a call brings by reference: sample groups by their number in the step, and token values by sample."""
-
-    groups: Mapping[int, SampleGroup]
-    token_values: TokenValues
-
-    @staticmethod
-    def of(group_ids: Sequence[int], given: Sequence[Any]) -> Received:
-        """given: the groups in the order of group_ids, then token values as the other model's ranks returned them."""
-        groups = given[: len(group_ids)]
-        pieces = given[len(group_ids) :]
-        token_values = {key: value_T for piece in pieces for key, value_T in piece.items()}
-        return Received(dict(zip(group_ids, groups, strict=True)), token_values)
-
-
 class TrainingRank:
-    """Rank `rank` of one model's Megatron world, whose recipe this is. Every method but `params` is collective.
+    """Rank `rank` of the Megatron world of a role. Every method but `params` is collective.
 
-    The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model on GPU slot
-    `slot`, and loads the weights of the Hugging Face checkpoint at model.path. trains: with gradients and an optimizer.
-    is_published: engines map the parameters, which stay where they are. reference: another checkpoint of the same
-    shape, whose weights wait in host memory. With `lora` the frozen weights of a model that is not published are the
-    policy's, undefined until `share`. Raises UserError for a checkpoint or Megatron option that does not fit.
+    The constructor meets the other ranks at the store at `meet`, builds this rank's part of the model on its GPU slot,
+    and loads the weights of the role's Hugging Face checkpoint. is_published: engines map the parameters, which stay
+    where they are. reference: another checkpoint of the same shape, whose weights wait in host memory. With `lora` the
+    frozen weights of a model that is not published are the policy's, undefined until `share`. Raises UserError for a
+    checkpoint or Megatron option that does not fit.
     """
 
     def __init__(
         self,
         rank: int,
-        recipe: Recipe,
+        role: Role,
         meet: device.Address,
-        shape: ModelShape,
         *,
-        slot: int,
-        trains: bool = True,
         is_published: bool = False,
         reference: str | None = None,
     ) -> None:
         gc.freeze()  # what the imports made is never garbage, and walking it takes half a second
+        recipe = role.recipe
+        shape = role.shape
+        size = role.lora
         self.rank = rank
         self.shape = shape
+        self.layout = role.layout
         self._recipe = recipe
         self._store = device.join_store(meet, recipe.run.timeout_s)
-        self.layout = train_layout(recipe)
-        size = lora_size(recipe, shape)
-        if size:
-            pairs = lora_map.pairs(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE)
-        else:
-            pairs = ()
+        of_rank = shape, self.layout, rank
         self._model = RankModel(
             rank,
-            recipe,
-            shape,
+            role,
             self._store,
-            slot=slot,
-            tp_split_params=megatron_map.split_params(
-                shape, self.layout, rank, model.TRANSFORMER_ENGINE
-            ),
-            trains=trains,
+            tp_split_params=megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE),
             is_published=is_published,
-            pairs=pairs,
+            pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
         )
         self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
@@ -103,13 +75,11 @@ class TrainingRank:
             factors = lora_map.shards(shape, self.layout, rank, size, model.TRANSFORMER_ENGINE)
             peft.load(recipe.lora.path, factors, self.factors())
             peft.load_head(recipe.lora.path, shards, self.params())
-        if trains:
+        if role.trains:
             self._model.make_optimizer()
+        self._reference: dict[str, torch.Tensor] = {}
         if reference:
             self._reference = host_offload.host_buffers_like(self.params())
-        else:
-            self._reference = {}
-        if reference:
             hf_import.load_hf(reference, shards, self._reference)
         self.offload = self._model.offload
         self.onload = self._model.onload

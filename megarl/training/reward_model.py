@@ -9,41 +9,37 @@ import torch
 import torch.distributed as dist
 
 from megarl import device
-from megarl.config import Recipe
-from megarl.model.hf_config import hf_facts, scorer_shape
 from megarl.model.tokenizer import chat_ids, load_tokenizer
 from megarl.parallel import groups
 from megarl.parallel.packing import PackedRow
+from megarl.placement.roles import Role
 from megarl.training.batching import SampleRef, plan_updates
+from megarl.training.calls import ScoreCall
 from megarl.training.flops import train_work
 from megarl.training.rank import TrainingRank
 from megarl.types import FloatArray, IntArray, SampleGroup, TrainSequence
 
 
 class RewardModelRank(TrainingRank):
-    """A rank of the reward model on GPU slot first_gpu + rank; it does not train. Raises as a TrainingRank.
+    """A rank of the reward model, which does not train. Raises as a TrainingRank.
 
     With `lora` it computes with the policy's frozen weights, once `share` has named them.
     """
 
-    def __init__(self, rank: int, recipe: Recipe, meet: device.Address, first_gpu: int = 0) -> None:
-        path = recipe.model.path
-        super().__init__(
-            rank, recipe, meet, scorer_shape(path), slot=first_gpu + rank, trains=False
-        )
-        self._tokenizer = load_tokenizer(path)
-        longest = min(hf_facts(path).max_positions, recipe.train.tokens_per_micro_batch)
+    def __init__(self, rank: int, role: Role, meet: device.Address) -> None:
+        super().__init__(rank, role, meet)
+        self._tokenizer = load_tokenizer(role.recipe.model.path)
+        positions = role.model.required_facts.max_positions
+        longest = min(positions, role.recipe.train.tokens_per_micro_batch)
         self._longest = longest // self.layout.tokens_align * self.layout.tokens_align
 
-    def score(self, *groups_of_rank: SampleGroup) -> list[FloatArray] | None:
+    def score(self, call: ScoreCall) -> list[FloatArray] | None:
         """The scores of all samples of each group, in order. A data-parallel rank may have no groups.
 
         None on all but the last pipeline stage.
         """
         token_ids = [
-            self._token_ids(group, sample.text)
-            for group in groups_of_rank
-            for sample in group.samples
+            self._token_ids(group, sample.text) for group in call.groups for sample in group.samples
         ]
         scores = np.zeros(len(token_ids), np.float32)
         batches = self._micro_batches([len(one) for one in token_ids])
@@ -53,10 +49,10 @@ class RewardModelRank(TrainingRank):
             return None
         for batch, found in zip(batches, results, strict=True):
             scores[batch] = found
-        cuts = np.cumsum([len(group.samples) for group in groups_of_rank])[:-1]
-        if groups_of_rank:
-            return np.split(scores, cuts)
-        return []
+        if not call.groups:
+            return []
+        cuts = np.cumsum([len(group.samples) for group in call.groups])[:-1]
+        return np.split(scores, cuts)
 
     def _token_ids(self, group: SampleGroup, response: str) -> IntArray:
         return np.asarray(

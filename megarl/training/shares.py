@@ -1,4 +1,4 @@
-"""What a training rank of the policy has of a step: its share of each update, and what was observed before them."""
+"""What a training rank of the policy has of a step: its share of each update, and the logprobs computed before them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class UpdateShare:
 
 
 @dataclass(frozen=True)
-class RankObservation:
+class Logprobs:
     """What a rank computed of its share of a step with the policy before the updates, and with the reference.
 
     It goes back to the same rank, by way of the object store of its node, so all of it is in host memory. old_logp,
@@ -67,13 +67,12 @@ def _on_device(choices: HostChoices) -> Choices:
     return Choices({layer: experts_NK.to(device.DEVICE) for layer, experts_NK in experts.items()})
 
 
-def observed(share: UpdateShare, observation: RankObservation, index: int) -> UpdateShare:
+def with_logprobs(share: UpdateShare, logprobs: Logprobs, index: int) -> UpdateShare:
     """The share, number `index` of the step's updates, with what the old policy and the reference computed of it."""
-    old_logp = observation.old_logp[index]
-    reference_logp = observation.reference_logp[index]
-    noted = observation.choices[index]
-    if noted is None:
-        choices = share.choices
-    else:
-        choices = [_on_device(one) for one in noted]
+    old_logp = logprobs.old_logp[index]
+    reference_logp = logprobs.reference_logp[index]
+    noted = logprobs.choices[index]
+    choices = share.choices
+    if noted is not None:
+        choices = [_on_device(of_micro_batch) for of_micro_batch in noted]
     return replace(share, old_logp=old_logp, choices=choices, reference_logp=reference_logp)

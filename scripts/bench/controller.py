@@ -21,6 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.cluster.actor import at_arrival
+from megarl.training.calls import TrainCall
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from megarl.cluster.actor import Ref, Worker
@@ -143,9 +146,7 @@ def inline(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[R
     for rank, worker in enumerate(step.trainers.workers):
         share = _share(updates, step.layout.coords(rank).dp)
         needed = _groups(share)
-        call = worker.call(
-            "train", "grpo", share, 1e-6, None, needed, *(refs[group] for group in needed)
-        )
+        call = worker.call("train_listed", share, needed, *(refs[group] for group in needed))
         calls[call] = worker.name
     return calls
 
@@ -162,19 +163,25 @@ def shares_put(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> di
     for rank, worker in enumerate(step.trainers.workers):
         dp = step.layout.coords(rank).dp
         share, ids = put[dp]
-        call = worker.call(
-            "train", "grpo", share, 1e-6, None, ids, *(refs[group] for group in needed[dp])
-        )
+        call = worker.call("train_listed", share, ids, *(refs[group] for group in needed[dp]))
         calls[call] = worker.name
     return calls
 
 
 def assigned(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
     """megarl's: the first rank of those with the same share makes one object of its samples for all of them."""
-    shares, calls = step.trainers._assigned(updates, refs), {}
+    shares = step.trainers._shares(updates, refs)
+    calls = {}
     for rank, worker in enumerate(step.trainers.workers):
-        share, own = shares[step.layout.coords(rank).dp]
-        calls[worker.call("train", "grpo", share, 1e-6, None, own)] = worker.name
+        share = shares[step.layout.coords(rank).dp]
+        call = TrainCall(
+            algorithm="grpo",
+            updates=at_arrival(share.updates),
+            groups=at_arrival(share.groups),
+            lr=1e-6,
+            state=None,
+        )
+        calls[worker.call("train", call)] = worker.name
     return calls
 
 
@@ -182,7 +189,7 @@ def everything(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> di
     """The whole plan and every group to every rank, which picks what is its own."""
     calls = {}
     for rank, worker in enumerate(step.trainers.workers):
-        call = worker.call("train_own", "grpo", updates, 1e-6, step.layout.coords(rank).dp, *refs)
+        call = worker.call("train_own", updates, step.layout.coords(rank).dp, *refs)
         calls[call] = worker.name
     return calls
 
@@ -292,7 +299,9 @@ def rest(
         "to_reshard": lambda: scheduler.onload_for("reshard"),
         "exchange": exchange,
         "to_rollout": lambda: scheduler.onload_for("rollout"),
-        "values": lambda: values.append(step.critic._per_token("values", plan, rollout.refs, plan)),
+        "values": lambda: values.append(
+            step.critic._per_token("values", "ppo", plan, rollout.refs, plan)
+        ),
         "train_on_values": lambda: step.trainers.train(
             "grpo", samples, rollout.refs, 1e-6, token_values=values.pop()
         ),

@@ -6,20 +6,14 @@ import asyncio
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megarl.rollout.load_balancing import Capacity, CompletedSample
-from megarl.training.batching import (
-    Key,
-    SampleRef,
-    TokenValues,
-    Update,
-    key_of,
-    refs_of,
-    values_by_reader,
-)
+from megarl.training.batching import SampleRef, Update, key_of, refs_of, values_by_reader
+from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup, SamplePart
 
 PROMPT_TOKENS = 200
@@ -77,42 +71,27 @@ class Answers:
         )
         return summary_of(group), group
 
-    def train(
-        self,
-        algorithm: str,
-        updates: Sequence[Update],
-        lr: float,
-        observation: object,
-        group_ids: Sequence[int],
-        *given: Any,
-    ) -> list[Metrics]:
+    def train(self, call: TrainCall[Any]) -> list[Metrics]:
         """The metrics of each update: all ranks say all of them here, in a run those of the last stage."""
-        by_id = dict(zip(group_ids, given, strict=False))
-        return [dict.fromkeys(_NAMES, _tokens(update, by_id)) for update in updates]
+        return _metrics(call.updates, call.groups)
 
-    def train_own(
-        self, algorithm: str, updates: Sequence[Update], lr: float, dp: int, *groups: SampleGroup
+    def train_listed(
+        self, updates: Sequence[Update], group_ids: Sequence[int], *groups: SampleGroup
     ) -> list[Metrics]:
-        """`train` by a rank that is given everything and picks what is its own."""
-        mine = [
-            Update((one.micro_batches[dp],), one.denominator, one.tokens, one.loss_tokens)
-            for one in updates
-        ]
-        return self.train(algorithm, mine, lr, None, range(len(groups)), *groups)
+        """`train` by a rank that is given each group by a reference of its own."""
+        return _metrics(updates, dict(zip(group_ids, groups, strict=True)))
 
-    def values(
-        self,
-        updates: Sequence[Update],
-        readers: Sequence[frozenset[Key]],
-        group_ids: Sequence[int],
-        *groups: Any,
-    ) -> tuple[TokenValues | None, ...]:
+    def train_own(self, updates: Sequence[Update], dp: int, *groups: SampleGroup) -> list[Metrics]:
+        """`train` by a rank that is given everything and picks what is its own."""
+        mine = [replace(update, micro_batches=(update.micro_batches[dp],)) for update in updates]
+        return _metrics(mine, dict(enumerate(groups)))
+
+    def values(self, call: TokenValuesCall) -> TokenValuesResult[None]:
         """Token values without contents for each reader, and no state."""
-        refs = refs_of(updates)
-        by_id = dict(zip(group_ids, groups, strict=True))
+        refs = refs_of(call.updates)
         for ref in refs:
-            _array(ref, by_id[ref.group])
-        return *values_by_reader(refs, None, readers), None
+            _array(ref, call.groups[ref.group])
+        return TokenValuesResult([*values_by_reader(refs, None, call.readers)], None)
 
     def onload(self) -> None: ...
 
@@ -132,6 +111,10 @@ class Answers:
 
     def version(self) -> int:
         return self._version
+
+
+def _metrics(updates: Sequence[Update], groups: Mapping[int, SampleGroup]) -> list[Metrics]:
+    return [dict.fromkeys(_NAMES, _tokens(update, groups)) for update in updates]
 
 
 def summary_of(group: SampleGroup) -> GroupSummary:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any, Protocol
 
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.ray_session import Cluster
+from megarl.types.remote import RemoteCall
 
 # Ray sends a larger argument through the object store, once for each call
 INLINE_BYTES = 100 * 1024
@@ -46,20 +48,30 @@ class Counted(Worker):
             else super().call_many(count, method, *args)
         )
 
-    def bundle(self, function: str, *args: Any) -> Any:
-        return Unsent() if self._is_weighed(args) else super().bundle(function, *args)
+    def compute(self, function: str, *args: Any) -> Any:
+        return Unsent() if self._is_weighed(args) else super().compute(function, *args)
 
     def _is_weighed(self, args: Sequence[Any]) -> bool:
-        values, count = (
-            [one for one in args if not isinstance(one, Ref | Unsent)],
-            self._tally.count,
-        )
+        count = self._tally.count
+        flat = [*_flat(args)]
+        values = [value for value in flat if not isinstance(value, Ref | Unsent)]
         count["calls"] += 1
-        count["references"] += len(args) - len(values)
+        count["references"] += len(flat) - len(values)
         sizes = [size_of(one) for one in values] if self._tally.weighs else []
         count["pickled_bytes"] += sum(sizes)
         count["stored_bytes"] += sum(size for size in sizes if size > INLINE_BYTES)
         return self._tally.weighs
+
+
+def _flat(args: Sequence[Any]) -> Iterator[Any]:
+    """The arguments, with the fields of a `RemoteCall`, and the items of lists in them, in its place."""
+    for argument in args:
+        if not isinstance(argument, RemoteCall):
+            yield argument
+            continue
+        for field in fields(argument):  # type: ignore[arg-type]
+            value = getattr(argument, field.name)
+            yield from value if isinstance(value, list) else [value]
 
 
 class CountedEngine(Counted):

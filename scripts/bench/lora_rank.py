@@ -14,7 +14,7 @@ from megarl.config import Recipe
 from megarl.device import Address
 from megarl.parallel.optimizer import stepping
 from megarl.placement.engine_layout import EngineLayout
-from megarl.placement.roles import lora_size, sent_lora
+from megarl.placement.roles import lora_size, resolve, sent_lora
 from megarl.resharding import lora_slots, sglang_map
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.member import Stats
@@ -39,7 +39,7 @@ class Rank:
         from megarl.training.policy import PolicyRank, UpdateShare
 
         self._imports_bytes = device.held_bytes()
-        self._trainer = PolicyRank(rank, recipe, meet)
+        self._trainer = PolicyRank(rank, resolve(recipe).policy, meet)
         lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
         refs = [
             SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)

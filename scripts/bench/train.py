@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from megarl.placement.roles import resolve
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
@@ -107,7 +109,7 @@ def work(
     from megarl.training.policy import PolicyRank, UpdateShare
     from scripts.bench.train_bare import Bare
 
-    trainer = PolicyRank(rank, recipe, meet)
+    trainer = PolicyRank(rank, resolve(recipe).policy, meet)
     layout, shape = trainer.layout, trainer.shape
     bare = Bare(recipe, shape, layout, rank, trainer.params())
     lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]

@@ -35,10 +35,11 @@ class Bare:
     def __init__(
         self, recipe: Recipe, shape: ModelShape, layout: TrainLayout, rank: int, weights: Mapping
     ) -> None:
-        path, dtype = recipe.model.path, model.DTYPES[recipe.model.dtype]
-        config = model.transformer_config(path, shape, layout, dtype, recipe.train)
+        dtype = model.DTYPES[recipe.model.dtype]
+        facts = hf_facts(recipe.model.path)
+        config = model.transformer_config(facts, shape, layout, dtype, recipe.train)
         config.finalize_model_grads_func = finalize_model_grads
-        stage, facts = layout.coords(rank).pp, hf_facts(path)
+        stage = layout.coords(rank).pp
         is_dense = [shape.is_dense(layer) for layer in layout.layers(stage, shape.num_layers, 0)]
         block, _ = model._specs(config, is_dense, Routing(), with_mtp=False)
         for layer in block.layer_specs:

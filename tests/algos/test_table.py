@@ -9,9 +9,9 @@ from megarl.algos.targets import Targets
 
 STAGES = {
     "sft": ("demonstrate", "update"),
-    "prime": ("sample", "value", "update"),
-    "ppo": ("sample", "observe", "value", "update"),
-    "vapo": ("sample", "value", "update"),
+    "prime": ("sample", "values", "update"),
+    "ppo": ("sample", "logprobs", "values", "update"),
+    "vapo": ("sample", "values", "update"),
 }
 
 
@@ -25,7 +25,7 @@ def test_a_critic_needs_no_look_at_the_policy_without_a_kl_reward() -> None:
     row = ALGORITHMS["ppo"]
     assert row.stages(replace(row.hyperparameters, kl_coefficient=0.0)) == (
         "sample",
-        "value",
+        "values",
         "update",
     )
 

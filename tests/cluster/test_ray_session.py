@@ -9,15 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megarl.cluster.actor import Pulses, Ref, Worker, answers, ray_nodes
+from megarl.cluster.actor import Pulses, Ref, Worker, answers, at_arrival, ray_nodes
 from megarl.cluster.ray_session import Cluster, WorkerFailed
 from megarl.config import PlacementConfig
 from megarl.types import UserError
+from megarl.types.remote import RemoteCall
 from tests.leftovers import left_since, shared_files
 
 pytestmark = pytest.mark.slow
@@ -28,6 +30,13 @@ BOUND_S = 5.0  # of a silence; the machine may be busy
 
 def doubled(first: str, *rest: int) -> tuple[str | int, ...]:
     return first, *(2 * one for one in rest)
+
+
+@dataclass(frozen=True)
+class Joining(RemoteCall):
+    name: str
+    doubled: tuple[str | int, ...]
+    parts: list[int]
 
 
 class Target:
@@ -45,8 +54,9 @@ class Target:
     def size(self, payload: bytes) -> int:
         return len(payload)
 
-    def join(self, *args: str | int) -> str:
-        return "".join(map(str, args))
+    def join(self, call: Joining) -> str:
+        doubled = "".join(map(str, call.doubled))
+        return f"{call.name} {doubled} {''.join(map(str, call.parts))}"
 
     def error(self) -> None:
         raise UserError("reward.function", "returned nan", "return a finite number")
@@ -170,21 +180,24 @@ def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[W
     assert cluster.gather({light: "rank 1"}) == [1], "not the pair"
 
 
-def test_what_one_worker_puts_together_others_get_as_arguments(
+def test_what_a_worker_computes_arrives_in_the_calls_of_others(
     cluster: Cluster, workers: list[Worker]
 ):
     parts = [cluster.put(number) for number in range(1, 4)]
-    bundle = workers[1].bundle("test_ray_session:doubled", "a", *parts)
-    calls = {worker.call("join", worker.name, bundle, "z"): worker.name for worker in workers}
-    assert cluster.gather(calls) == ["rank 0a246z", "rank 1a246z"]
+    doubled = workers[1].compute("test_ray_session:doubled", "a", *parts)
+    calls = {}
+    for worker in workers:
+        call = Joining(worker.name, at_arrival(doubled), [at_arrival(part) for part in parts])
+        calls[worker.call("join", call)] = worker.name
+    assert cluster.gather(calls) == ["rank 0 a246 123", "rank 1 a246 123"]
 
 
-def test_what_could_not_be_put_together_fails_the_calls_with_it(
+def test_what_could_not_be_computed_fails_the_calls_with_it(
     cluster: Cluster, workers: list[Worker]
 ):
-    bundle = workers[1].bundle("test_ray_session:doubled", "a", None)
+    doubled = workers[1].compute("test_ray_session:doubled", "a", None)
     with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
-        cluster.gather({workers[0].call("join", bundle): "rank 0"})
+        cluster.gather({workers[0].call("join", Joining("", at_arrival(doubled), [])): "rank 0"})
 
 
 def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: list[Worker]):

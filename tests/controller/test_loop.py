@@ -70,7 +70,9 @@ class Fleet:
         self.finished, self.rewards = True, [1.0, 0.0]
         self.engines = SimpleNamespace(begin=self.begin)
         self.trainers = SimpleNamespace(
-            observe=self.observe, train=self.train, plan_of=lambda *_: "policy's plan"
+            compute_logprobs=self.compute_logprobs,
+            train=self.train,
+            plan_of=lambda *_: "policy's plan",
         )
         own = SimpleNamespace(
             plan_of=lambda _: "critic's plan", values=self.values, train=self.train_critic
@@ -102,7 +104,7 @@ class Fleet:
         found = [summary(group.prompt.id, [1.0]) for group in groups]
         return RolloutBatch(found, [f"ref {group.prompt.id}" for group in groups])  # type: ignore[misc]
 
-    def observe(self, algorithm: str, samples: Any, refs: list[str], readers: str) -> str:
+    def compute_logprobs(self, algorithm: str, samples: Any, refs: list[str], readers: str) -> str:
         self.calls.append(f"observe {len(samples)} for the {readers}")
         return "penalties"
 
@@ -110,8 +112,8 @@ class Fleet:
         self.calls.append(f"values of {len(samples)} for the {readers}")
         return Values("values")
 
-    def train_critic(self, token_values: str, lr: float, observation: str | None) -> str:
-        self.calls.append(f"train the critic on {token_values}, {observation}")
+    def train_critic(self, token_values: str, lr: float, logprobs: str | None) -> str:
+        self.calls.append(f"train the critic on {token_values}, {logprobs}")
         return "updates"
 
     def train(
@@ -122,15 +124,15 @@ class Fleet:
         lr: float,
         *,
         token_values: Any,
-        observation: Any,
+        logprobs: Any,
     ) -> Trained:
         self.calls.append(
-            f"train {algorithm} on {len(samples)} of {refs}, {token_values}, {observation}"
+            f"train {algorithm} on {len(samples)} of {refs}, {token_values}, {logprobs}"
         )
         return Trained([{LOSS: (lr,)}], {"speed/train_tokens_per_s": 1.0})
 
-    def publish(self) -> tuple[Stats, dict[str, float]]:
-        self.calls.append("publish")
+    def reshard(self) -> tuple[Stats, dict[str, float]]:
+        self.calls.append("reshard")
         self.version += 1
         return Stats(1, 0, 0, 0, 0.0, 0.0), {"memory/after_rollout_bytes": 1.0}
 
@@ -201,7 +203,7 @@ def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
     assert refs(loop.train_step(one, Step(1, record))) == []
     assert fleet.calls == [
         *("sample 2", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
-        *("save 1 and []", "publish"),
+        *("save 1 and []", "reshard"),
     ]
     assert {
         "reward/mean",
@@ -254,7 +256,7 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
             "values of 4 for the policy's plan",
             "train the critic on values, penalties",
         ),
-        *("save 1 and []", "publish"),
+        *("save 1 and []", "reshard"),
     ]
     assert "critic/lr" in first.metrics and not {"train/lr", "speed/train_tokens_per_s"} & set(
         first.metrics
@@ -266,7 +268,7 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
             "hand over to train",
             "train ppo on 4 of ['ref 2', 'ref 3'], values for the policy, penalties",
         ),
-        *("save 2 and []", "publish"),
+        *("save 2 and []", "reshard"),
     ]
     lr = [policy_lr(one.recipe, fleet)(step) for step in range(1, 10)]
     assert lr[0] is None and None not in lr[1:]
@@ -310,7 +312,7 @@ def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> Non
             "hand over to train",
             "train grpo on 4 of ['ref 0', 'ref 1'], None, None",
         ),
-        *("await what was sampled ahead", "save 1 and ['ref 2', 'ref 3']", "publish"),
+        *("await what was sampled ahead", "save 1 and ['ref 2', 'ref 3']", "reshard"),
     ]
     metrics = record.close()
     times = [name for name in metrics if name.startswith("time/")]
@@ -434,7 +436,7 @@ def test_a_warm_start_is_supervised_steps_and_one_publication(made: Any) -> None
             "hand over to train",
             "train sft on 3 of ['ref 3', 'ref 4', 'ref 5'], None, None",
         ),
-        *("save 0 and []", "publish", "settle 0"),
+        *("save 0 and []", "reshard", "settle 0"),
     ]
     assert [one.metrics["warm_start/loss"] for one in records] == [0.25, 0.5], (
         "the learning rate of the warm start"

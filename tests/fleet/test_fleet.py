@@ -97,7 +97,7 @@ def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
 ) -> None:
     engines = Engines()
     one, said, phases = made(monkeypatch, Cluster(failures=1, alive=True), engines)
-    assert one.publish() == (
+    assert one.reshard() == (
         STATS,
         {"memory/before_reshard_bytes": 1.0, "memory/before_rollout_bytes": 1.0},
     )
@@ -115,11 +115,11 @@ def test_engines_get_the_frozen_weights_until_they_have_them(
     one.__dict__.update(_have_sessions=False)
     of_policy: Any = one.roles.policy
     of_policy.lora = LoraSize(2, 2, 4.0, (), sync="adapters")
-    one.publish()
-    one.publish()
+    one.reshard()
+    one.reshard()
     assert engines.steps == [["weights", "factors"], ["weights", "factors"], ["factors"]]
     of_policy.lora = LoraSize(2, 2, 4.0, ())
-    one.publish()
+    one.reshard()
     assert engines.steps[-1] == ["weights"]
 
 
@@ -152,7 +152,7 @@ def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
     of_policy.recipe = SimpleNamespace(
         lora=SimpleNamespace(sync="merged"), model=SimpleNamespace(dtype=dtype)
     )
-    stats, _ = one.publish()
+    stats, _ = one.reshard()
     assert (rounded, stats.kept_share, len(engines.asked)) == (asked, published, 2)
 
 
@@ -163,7 +163,7 @@ def test_then_the_run_ends_with_the_version_it_had(
     engines = Engines()
     one, _, phases = made(monkeypatch, Cluster(failures, alive), engines)
     with pytest.raises(WorkerFailed, match="broken off"):
-        one.publish()
+        one.reshard()
     assert (one.version, len(engines.asked)) == (3, attempts)
     assert phases == ["reshard"]  # nobody may sample
 
@@ -173,7 +173,7 @@ def test_an_engine_that_states_another_version_ends_the_run(
 ) -> None:
     one, _, phases = made(monkeypatch, Cluster(0, True), Engines(stuck=3))
     with pytest.raises(RuntimeError, match=r"engines are at versions \[3\], the trainer is at 4"):
-        one.publish()
+        one.reshard()
     assert (one.version, phases) == (3, ["reshard"])
 
 

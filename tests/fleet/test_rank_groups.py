@@ -5,8 +5,8 @@ Ray and the ranks are stood in for: a call is made at once in this process, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.placement.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
+from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.types import FloatArray, Prompt, Sample, SampleGroup, SamplePart
 from tests.plan import plans
 
@@ -27,42 +28,24 @@ class Ref:
     value: Any
 
 
-class Together(tuple[Any, ...]):
-    """Arguments that travel as one object."""
-
-
 class Rank:
     """Computes 10 x group + sample as the value of every token, and checks everything that it is given."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def observe(
-        self,
-        algorithm: str,
-        updates: Sequence[Update],
-        readers: Any,
-        group_ids: Sequence[int],
-        *samples: SampleGroup,
-    ) -> tuple[Any, ...]:
-        return self.values(updates, readers, group_ids, *samples)
+    def compute_logprobs(self, call: TokenValuesCall) -> TokenValuesResult[int]:
+        return self.values(call)
 
-    def values(
-        self,
-        updates: Sequence[Update],
-        readers: Any,
-        group_ids: Sequence[int],
-        *samples: SampleGroup,
-    ) -> tuple[Any, ...]:
-        refs = self._checked(updates, group_ids, samples)
+    def values(self, call: TokenValuesCall) -> TokenValuesResult[int]:
+        refs = self._checked(call.updates, call.groups)
         values = [np.full(ref.length, 10 * ref.group + ref.sample) for ref in refs]
-        return *values_by_reader(refs, values, readers), self.rank
+        return TokenValuesResult([*values_by_reader(refs, values, call.readers)], self.rank)
 
-    def train(self, *args: Any) -> list[dict[str, float]]:
-        updates, lr, state, group_ids, *given = args[1:] if args[0] == "ppo" else args
-        refs = self._checked(updates, group_ids, given[: len(group_ids)])
+    def train(self, call: TrainCall[int | None]) -> list[dict[str, float]]:
+        refs = self._checked(call.updates, call.groups)
         found: dict[Key, FloatArray] = {}
-        for piece in given[len(group_ids) :]:
+        for piece in call.token_values:
             assert not found.keys() & piece.keys(), "each sample's values come once"
             found |= piece
         assert found.keys() == ({key_of(ref) for ref in refs} if found else set())
@@ -70,21 +53,22 @@ class Rank:
             np.testing.assert_array_equal(
                 found[key_of(ref)], np.full(ref.response_length, 10 * ref.group + ref.sample)
             )
-        assert state in (None, self.rank)
-        return [
-            {f"rank {self.rank}": lr, "state": -1 if state is None else state, "values": len(found)}
-        ] * len(updates)
+        assert call.state in (None, self.rank)
+        state = -1 if call.state is None else call.state
+        metrics = {f"rank {self.rank}": call.lr, "state": state, "values": len(found)}
+        return [metrics] * len(call.updates)
 
     def _checked(
-        self, updates: Sequence[Update], ids: Sequence[int], groups: Sequence[SampleGroup]
+        self, updates: Sequence[Update], by_id: Mapping[int, SampleGroup]
     ) -> list[SampleRef]:
         refs = [ref for one in updates for batch in one.micro_batches[0] for ref in batch]
-        by_id = dict(zip(ids, groups, strict=True))
         assert all(
             len(by_id[ref.group].samples[ref.sample].response_ids_T) == ref.response_length
             for ref in refs
         )
-        tokens = sum(len(sample.response_ids_T) for group in groups for sample in group.samples)
+        tokens = sum(
+            len(sample.response_ids_T) for group in by_id.values() for sample in group.samples
+        )
         assert tokens == sum(ref.response_length for ref in refs), (
             "no tokens of other shares travel"
         )
@@ -99,21 +83,27 @@ class Worker:
         self._rank = Rank(rank)
         return Ref(None)
 
-    def call(self, method: str, *args: Any) -> Ref:
-        values = (one.value if isinstance(one, Ref) else one for one in args)
-        flat = [item for one in values for item in (one if isinstance(one, Together) else (one,))]
-        return Ref(getattr(self._rank, method)(*flat))
+    def call(self, method: str, call: Any) -> Ref:
+        given = {field.name: arrived(getattr(call, field.name)) for field in fields(call)}
+        return Ref(getattr(self._rank, method)(replace(call, **given)))
 
-    def call_many(self, count: int, method: str, *args: Any) -> list[Ref]:
-        found = self.call(method, *args).value
+    def call_many(self, count: int, method: str, call: Any) -> list[Ref]:
+        found = [*self.call(method, call).value]
         assert len(found) == count
         self.returned += count
         return [Ref(one) for one in found]
 
-    def bundle(self, function: str, *args: Any) -> Ref:
+    def compute(self, function: str, *args: Any) -> Ref:
         assert function == "megarl.training.batching:own_samples"
-        updates, ids, *groups = (one.value if isinstance(one, Ref) else one for one in args)
-        return Ref(Together(own_samples(updates, ids, *groups)))
+        updates, ids, *groups = map(arrived, args)
+        return Ref(own_samples(updates, ids, *groups))
+
+
+def arrived(value: Any) -> Any:
+    """A field of a call as the rank gets it."""
+    if isinstance(value, list):
+        return [arrived(item) for item in value]
+    return value.value if isinstance(value, Ref) else value
 
 
 class Cluster:
@@ -177,12 +167,10 @@ def test_each_rank_gets_its_own_state_and_the_token_values_of_its_samples(
 ) -> None:
     policy, critic = ranks
     refs, groups = samples()
-    observation = policy.observe("ppo", refs, groups, critic.plan_of(refs))
+    logprobs = policy.compute_logprobs("ppo", refs, groups, critic.plan_of(refs))
     token_values = critic.values(refs, groups, policy.plan_of("ppo", refs))
-    learnt = critic.train(token_values, 0.5, observation)
-    trained = policy.train(
-        "ppo", refs, groups, 0.5, token_values=token_values, observation=observation
-    )
+    learnt = critic.train(token_values, 0.5, logprobs)
+    trained = policy.train("ppo", refs, groups, 0.5, token_values=token_values, logprobs=logprobs)
     for group, updates in ((critic, learnt), (policy, trained.updates)):
         assert len(updates) == UPDATES
         assert updates[0].keys() >= {f"rank {rank}" for rank in range(len(group.workers))}
@@ -195,7 +183,7 @@ def test_each_rank_returns_its_state_and_few_of_them_token_values(
     """The first rank of the last stage of each data-parallel rank: on the others a reference would be for nothing."""
     policy, critic = ranks
     refs, groups = samples()
-    policy.observe("ppo", refs, groups, critic.plan_of(refs))
+    policy.compute_logprobs("ppo", refs, groups, critic.plan_of(refs))
     critic.values(refs, groups, policy.plan_of("ppo", refs))
     assert [worker.returned for worker in policy.workers] == [1, 1, 1, 1, 5, 1, 5, 1]  # type: ignore[attr-defined]
     assert [worker.returned for worker in critic.workers] == [3, 1, 3, 1, 3, 1, 3, 1]  # type: ignore[attr-defined]

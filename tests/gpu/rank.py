@@ -18,14 +18,14 @@ from torch._C._distributed_c10d import HashStore
 
 from megarl import device
 from megarl.checkpoints import hf_import
-from megarl.model.hf_config import model_shape
+from megarl.model.hf_config import read_model
 from megarl.model.lora_pairs import LoraSize, weight_of
 from megarl.model.shape import ModelShape
 from megarl.parallel import model
 from megarl.parallel.packing import PackedRow, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
-from megarl.placement.roles import lora_size, train_layout
+from megarl.placement.roles import Role, train_layout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.shards import Shard, verify_params, views
 from megarl.types import TrainSequence
@@ -99,17 +99,16 @@ class Rank:
     ) -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         dtype = dtype or ("bfloat16" if model.TRANSFORMER_ENGINE else "float32")
-        shape = model_shape(folder)
         made = recipe(folder, dtype, adapters, gpus, **train)
-        of_rank, size = (shape, train_layout(made), rank), lora_size(made, shape)
+        role = Role("policy", made, train_layout(made), 0, False, read_model(folder))
+        shape, size = role.shape, role.lora
+        of_rank = shape, role.layout, rank
         pairs = lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else ()
         split = megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE)
         store = (
             device.join_store(device.Address(*meet), made.run.timeout_s) if meet else HashStore()
         )
-        self._rank = RankModel(
-            rank, made, shape, store, slot=rank, tp_split_params=split, pairs=pairs
-        )
+        self._rank = RankModel(rank, role, store, tp_split_params=split, pairs=pairs)
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
         hf_import.load_hf(folder, shards, self._rank.params())
         if size:

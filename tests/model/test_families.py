@@ -16,7 +16,7 @@ from megarl.checkpoints.hf_import import load_hf
 from megarl.config import TrainConfig
 from megarl.cpu import megatron_patches
 from megarl.device import Address
-from megarl.model.hf_config import model_shape
+from megarl.model.hf_config import hf_facts, model_shape
 from megarl.parallel import groups, model
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.routing import Routing
@@ -70,8 +70,10 @@ def load_real_model(rank: int, meet: Address, path: Path, layout: TrainLayout) -
         model.select_layers(train, dtype)
     shape = model_shape(path)
     groups.join(device.join_store(meet, TIMEOUT_S), rank, layout, seed=1, timeout_s=TIMEOUT_S)
-    config = model.transformer_config(path, shape, layout, dtype, train)
-    params = model.params(model.build_chunks(config, path, shape, layout, rank, Routing()))
+    config = model.transformer_config(hf_facts(path), shape, layout, dtype, train)
+    params = model.params(
+        model.build_chunks(config, hf_facts(path), shape, layout, rank, Routing())
+    )
     load_hf(path, megatron_map.shards(shape, layout, rank, model.TRANSFORMER_ENGINE), params)
     return len(params)
 

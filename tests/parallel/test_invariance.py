@@ -17,7 +17,8 @@ import pytest
 
 from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import MicroBatch, SampleRef, plan_updates
-from megarl.training.shares import RankObservation
+from megarl.training.calls import TrainCall
+from megarl.training.shares import Logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.checkpoints import write
@@ -109,11 +110,10 @@ def update_of(
             (sample,) = groups[ref.group].samples
             sample = replace(sample, engine_logp_T=engine_T[-ref.response_length :])
             own[ref.group] = replace(groups[ref.group], samples=(sample,))
-    given = RankObservation([old_logp], [None], [None], None)
+    given = Logprobs([old_logp], [None], [None], None)
+    call = TrainCall("gspo", [replace(plan, micro_batches=(mine,))], own, LR, given)
     with patch.object(trainer, "_hyperparameters", lambda _: rules):
-        (stats,) = trainer.train(
-            "gspo", [replace(plan, micro_batches=(mine,))], LR, given, [*own], *own.values()
-        )
+        (stats,) = trainer.train(call)
     return numbers(stats) | {"samples": len(flat)}
 
 
@@ -133,7 +133,7 @@ def train(trainer: Any) -> dict[str, Any]:
     )
     rules = replace(PENALISED, rollout_correction="icepop", rollout_correction_low=1.5)
     with patch.object(trainer, "_hyperparameters", lambda _: rules):
-        (nothing,) = trainer.train("gspo", [plan], LR, None, [*groups], *groups.values())
+        (nothing,) = trainer.train(TrainCall("gspo", [plan], groups, LR, state=None))
     return {"metrics": metrics, "learning": learning, "nothing": numbers(nothing)}
 
 

@@ -26,7 +26,15 @@ from tests.parallel.checkpoints import write
 from tests.parallel.gradients import Tensors, check_gradients, check_moved, check_weights, whole
 from tests.parallel.precision import within
 from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE
-from tests.parallel.worlds import assemble, ragged, recipe, rectangles, run_ranks, run_world
+from tests.parallel.worlds import (
+    assemble,
+    ragged,
+    recipe,
+    rectangles,
+    role_of,
+    run_ranks,
+    run_world,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -348,7 +356,7 @@ def train_without_mark(
     from megarl.training.policy import PolicyRank
 
     with without_mark(mark, **of):
-        trainer = PolicyRank(rank, made, meet)
+        trainer = PolicyRank(rank, role_of(made), meet)
     return adapters.train(trainer)
 
 

@@ -12,10 +12,10 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
 from megarl.config import TrainConfig
-from megarl.model.hf_config import model_shape
+from megarl.model.hf_config import hf_facts, model_shape
 from megarl.parallel import model
 from megarl.parallel.local_spec import DuplicatedLinear
-from megarl.parallel.model import hf_facts, transformer_config
+from megarl.parallel.model import transformer_config
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.gpu import tiny
@@ -67,7 +67,7 @@ def test_unsupported_variants_are_refused(edited: Any, changes: dict[str, Any], 
 def config(path: Path, options: dict[str, Any]) -> Any:
     train = TrainConfig(lr=1.0, megatron=options)
     return transformer_config(
-        path, model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, train
+        hf_facts(path), model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, train
     )
 
 

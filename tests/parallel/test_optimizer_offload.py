@@ -23,6 +23,7 @@ from tests.parallel.worlds import (
     ragged,
     recipe,
     rectangles,
+    role_of,
     run_ranks,
     weighted_loss,
     world_part,
@@ -62,7 +63,7 @@ def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any
         say_gpu()
     from megarl.training.policy import PolicyRank
 
-    return work(PolicyRank(rank, made, meet), folder)
+    return work(PolicyRank(rank, role_of(made), meet), folder)
 
 
 def steps(trainer: Any, count: int) -> list[dict[str, float]]:

@@ -12,10 +12,11 @@ import torch
 
 from megarl.device import Address
 from megarl.placement.train_layout import TrainLayout
+from megarl.training.calls import ScoreCall
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.checkpoints import write, write_classifier
 from tests.parallel.gradients import check_learning, recorded, whole
-from tests.parallel.worlds import assign, numbers, ragged, recipe, run_ranks
+from tests.parallel.worlds import assign, numbers, ragged, recipe, role_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
     from megarl.parallel.pipeline import Norms
     from megarl.training.auxiliary import AuxiliaryRank
 
-    critic: Any = AuxiliaryRank(rank, made, meet, "values")
+    critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
     layout = critic.layout
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = assign(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
@@ -151,13 +152,13 @@ def conversations() -> list[SampleGroup]:
 def score(rank: int, meet: Address, made: Any) -> Any:
     from megarl.training.reward_model import RewardModelRank
 
-    reward_model: Any = RewardModelRank(rank, made, meet)
+    reward_model: Any = RewardModelRank(rank, role_of(made, "reward_model", has_scores=True), meet)
     layout = reward_model.layout
     at = layout.coords(rank)
-    found = reward_model.score(*conversations()[at.dp :: layout.dp])
+    found = reward_model.score(ScoreCall(conversations()[at.dp :: layout.dp]))
     reward_model.offload()
     reward_model.onload()
-    again = reward_model.score(*conversations()[at.dp :: layout.dp])
+    again = reward_model.score(ScoreCall(conversations()[at.dp :: layout.dp]))
     if at.pp < layout.pp - 1:
         assert found is again is None
         return None

@@ -17,10 +17,11 @@ from megarl.device import Address
 from megarl.placement.roles import is_reporting_rank
 from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import SampleRef, TokenValues, Update, key_of, plan_updates
+from megarl.training.calls import TokenValuesCall, TrainCall
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
-from tests.parallel.worlds import numbers, recipe, run_ranks
+from tests.parallel.worlds import numbers, recipe, role_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -117,9 +118,9 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """One step with each algorithm, one after the other; PPO's critic gets the KL penalties first."""
     from megarl.training.policy import PolicyRank
 
-    trainer: Any = PolicyRank(rank, made, meet)
+    trainer: Any = PolicyRank(rank, role_of(made), meet)
     layout, (groups, refs) = trainer.layout, batch()
-    at, everything = layout.coords(rank), [*range(GROUPS)]
+    at, numbered = layout.coords(rank), dict(enumerate(groups))
     readers = (
         [frozenset(map(key_of, refs[:3])), frozenset(map(key_of, refs[3:]))]
         if reports(trainer)
@@ -130,8 +131,9 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
         share = plan(layout, at.dp, updates=2 if algorithm in ("ppo", "prime") else 1)
         values, state = [token_values_of(refs[:2], 4), token_values_of(refs[2:], 4)], None
         if algorithm == "ppo":
-            *found["penalties"], state = trainer.observe("ppo", share, readers, everything, *groups)
-        updates = trainer.train(algorithm, share, LR, state, everything, *groups, *values)
+            call = TokenValuesCall("ppo", share, numbered, readers)
+            *found["penalties"], state = trainer.compute_logprobs(call)
+        updates = trainer.train(TrainCall(algorithm, share, numbered, LR, state, values))
         found[algorithm] = [numbers(one) for one in updates]
     return found
 
@@ -142,7 +144,7 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     from megarl.training.policy import PolicyRank
     from megarl.training.train_sequences import train_sequences
 
-    trainer: Any = PolicyRank(rank, made, meet)
+    trainer: Any = PolicyRank(rank, role_of(made), meet)
     groups, _ = batch()
     (update,) = plan(ONE_RANK, 0, 1, outcomes=False)
     share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
@@ -151,9 +153,9 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     with host_offload.swapped_in(trainer.params(), trainer._reference):
         teacher = trainer.token_outputs(share)
     diffs = [(a - b)[m] for a, b, m in zip(student, teacher, masks, strict=True)]
-    (metrics,) = trainer.train(
-        "on_policy_distillation", [update], LR, None, [*range(GROUPS)], *groups
-    )
+    numbered = dict(enumerate(groups))
+    call = TrainCall("on_policy_distillation", [update], numbered, LR, state=None)
+    (metrics,) = trainer.train(call)
     return {
         "diff": np.concatenate(diffs).sum() / update.denominator,
         "loss": numbers(metrics)["loss"],
@@ -205,30 +207,27 @@ def test_every_layout_pays_what_one_rank_does(
                 ), algorithm
 
 
-def observe(rank: int, meet: Address, made: Any) -> list[Any]:
-    """Metrics of PPO's updates at learning rate 0: with what was observed before, and without."""
+def reuse(rank: int, meet: Address, made: Any) -> list[Any]:
+    """Metrics of PPO's updates at learning rate 0: with the logprobs of a call before, and without."""
     from megarl.training.policy import PolicyRank
 
-    trainer: Any = PolicyRank(rank, made, meet)
+    trainer: Any = PolicyRank(rank, role_of(made), meet)
     groups, refs = batch()
-    share, everything, values = (
-        plan(trainer.layout, 0, updates=2),
-        [*range(GROUPS)],
-        token_values_of(refs, 4),
-    )
-    *_, state = trainer.observe("ppo", share, [], everything, *groups)
+    share, numbered = plan(trainer.layout, 0, updates=2), dict(enumerate(groups))
+    state = trainer.compute_logprobs(TokenValuesCall("ppo", share, numbered)).state
+    call = TrainCall("ppo", share, numbered, 0.0, as_by_ray(state), [token_values_of(refs, 4)])
     with patch.object(trainer, "token_outputs", side_effect=AssertionError("it computes again")):
-        found = trainer.train("ppo", share, 0.0, as_by_ray(state), everything, *groups, values)
-    return [found, trainer.train("ppo", share, 0.0, None, everything, *groups, values)]
+        found = trainer.train(call)
+    return [found, trainer.train(replace(call, state=None))]
 
 
 @pytest.mark.parametrize("replay", ["off", "r2"])
-def test_an_observation_spares_the_computation_and_changes_nothing(
+def test_logprobs_of_a_call_before_spare_the_computation_and_change_nothing(
     models: tuple[Path, Path], replay: str
 ) -> None:
     from megarl.training.policy import DIFFERING_SHARE
 
-    for observed, computed in world(models, LAYOUTS["tp2 pp2"], observe, replay=replay):
+    for observed, computed in world(models, LAYOUTS["tp2 pp2"], reuse, replay=replay):
         assert observed == computed
         assert (DIFFERING_SHARE in observed[0]) == (replay == "r2")
 
@@ -244,18 +243,16 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     """Three steps of PRIME's model, each on its own process rewards."""
     from megarl.training.auxiliary import AuxiliaryRank
 
-    model: Any = AuxiliaryRank(rank, made, meet, "process_rewards")
+    model: Any = AuxiliaryRank(rank, role_of(made, "critic"), meet, "process_rewards")
     groups, refs = batch()
-    share, everything = (
-        plan(model.layout, model.layout.coords(rank).dp, updates=2),
-        [*range(GROUPS)],
-    )
+    share = plan(model.layout, model.layout.coords(rank).dp, updates=2)
+    numbered = dict(enumerate(groups))
     readers = [frozenset(map(key_of, refs))] if reports(model) else []
     found = {"process_rewards": [], "metrics": []}
     for _ in range(3):
-        *process_rewards, state = model.values(share, readers, everything, *groups)
+        *process_rewards, state = model.values(TokenValuesCall("prime", share, numbered, readers))
         found["process_rewards"] += process_rewards or [{}]
-        updates = model.train(share, LR, as_by_ray(state), everything, *groups)
+        updates = model.train(TrainCall("prime", share, numbered, LR, as_by_ray(state)))
         found["metrics"].append([numbers(one) for one in updates])
         model.offload()
         model.onload()

@@ -19,6 +19,8 @@ from megarl.algos.losses import DIFF, DIFF_MAX, LossResult
 from megarl.algos.statistics import TOKENS, Statistics, over_tokens
 from megarl.config import Recipe
 from megarl.device import Address
+from megarl.model.hf_config import read_model
+from megarl.placement.roles import Role, RoleName, train_layout
 from megarl.placement.train_layout import TrainLayout
 from megarl.tracking.metrics import train_metrics
 from megarl.types import TrainSequence
@@ -73,7 +75,13 @@ def _with_trainer(
 ) -> Any:
     from megarl.training.policy import PolicyRank
 
-    return work(PolicyRank(rank, made, meet), *args)
+    return work(PolicyRank(rank, role_of(made), meet), *args)
+
+
+def role_of(made: Recipe, name: RoleName = "policy", *, has_scores: bool = False) -> Role:
+    """The role of a model whose ranks read this recipe, from slot 0 on."""
+    model = read_model(made.model.path, has_scores=has_scores)
+    return Role(name, made, train_layout(made), 0, has_scores, model)
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:

@@ -8,7 +8,6 @@ import pytest
 
 from megarl import device
 from megarl.config import Recipe
-from megarl.model.hf_config import model_shape
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout
@@ -16,6 +15,7 @@ from megarl.plan.model_size import ModelSize, model_sizes, sizes_of
 from megarl.resharding import megatron_map
 from megarl.types import UserError
 from tests.parallel import worlds
+from tests.parallel.worlds import role_of
 from tests.plan import plans
 from tests.plan import recipes as planning
 
@@ -158,7 +158,7 @@ def _hold(rank: int, meet: device.Address, made: Recipe) -> tuple[int, int, int]
     from megarl.parallel.rank_model import RankModel
 
     store = device.join_store(meet, 60.0)
-    held = RankModel(rank, made, model_shape(made.model.path), store, slot=rank, tp_split_params=())
+    held = RankModel(rank, role_of(made), store, tp_split_params=())
     held.make_optimizer()
     dist_checkpoint._start_states(held.optimizer)
     params = [param for chunk in held.chunks for param in chunk.parameters()]

@@ -71,7 +71,7 @@ def train_rank(trainer: Any, meet: Address, source: str, exported: str) -> None:
     store, rank = PrefixStore("test", join_store(meet, TIMEOUT_S)), trainer.rank
     params = trainer.params()
     perturb(params.values())
-    store.set(f"handles/{rank}", json.dumps(trainer.publish().source.to_json()))
+    store.set(f"handles/{rank}", json.dumps(trainer.handles().source.to_json()))
     job = Export(
         exported, source, trainer.shape, trainer.layout, rank, TRANSFORMER_ENGINE, "float32", 2, TIMEOUT_S,
         file_bytes=500_000, round_bytes=100_000,

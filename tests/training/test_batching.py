@@ -271,8 +271,9 @@ def test_a_share_needs_no_more_than_its_own_samples():
         for at, which in named
     ]
     updates = [Update(((tuple(refs[:2]),),), 1.0, 1, 1), Update(((tuple(refs[2:]),),), 1.0, 1, 1)]
-    ids, *kept = own_samples(updates, [3, 7], *groups.values())
-    assert ids == [3, 7]
+    own = own_samples(updates, [3, 7], *groups.values())
+    kept = [*own.values()]
+    assert [*own] == [3, 7]
     assert [[len(one.response_ids_T) for one in group.samples] for group in kept] == [
         [4, 0, 6],
         [7, 0],
@@ -281,7 +282,7 @@ def test_a_share_needs_no_more_than_its_own_samples():
     for update in updates:
         (batch,) = update.micro_batches[0]
         before = train_sequences((batch,), groups, "token_mean")
-        after = train_sequences((batch,), dict(zip(ids, kept, strict=True)), "token_mean")
+        after = train_sequences((batch,), own, "token_mean")
         for one, other in zip(before[0], after[0], strict=True):
             np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
             np.testing.assert_array_equal(one.engine_logp_T, other.engine_logp_T)

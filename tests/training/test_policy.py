@@ -17,6 +17,7 @@ from megarl.controller.samples import samples_of
 from megarl.placement.train_layout import TrainLayout
 from megarl.samples.summaries import summary
 from megarl.training.batching import SampleRef, plan_updates
+from megarl.training.calls import TrainCall
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.worlds import assign, numbers, part, ragged, recipe, run_world, weighted_loss
@@ -66,7 +67,7 @@ def explore(trainer: Any) -> dict[str, Any]:
         float(buffer.grad_data.abs().max()) for buffer in _buffers(trainer)
     )
 
-    mapped = map_params(trainer.publish().source)
+    mapped = map_params(trainer.handles().source)
     before = {name: tensor.clone() for name, tensor in mapped.items()}
     facts["first"] = numbers(trainer.train_step(part(batches, 50.0), 1e-2, weighted_loss))
     facts["unchanged"] = [
@@ -79,13 +80,13 @@ def explore(trainer: Any) -> dict[str, Any]:
     facts["on_policy"] = numbers(trainer.train_step(part(batches, 50.0), 0.0, weighted_loss))
     off_policy = part(batches, 50.0, old_logp=facts["logprobs"])
     facts["off_policy"] = numbers(trainer.train_step(off_policy, 0.0, weighted_loss))
-    facts["grpo"] = [
-        [numbers(one) for one in trainer.train("grpo", *step)] for step in (_step(1), _step(2))
+    facts["grpo"] = [[numbers(one) for one in trainer.train(_step(updates))] for updates in (1, 2)]
+    facts["sft"] = [
+        [numbers(one) for one in trainer.train(_step(1, algorithm="sft"))] for _ in range(8)
     ]
-    facts["sft"] = [[numbers(one) for one in trainer.train("sft", *_step(1))] for _ in range(8)]
     facts["episodes"] = {
         name: [
-            numbers(trainer.train(name, *_episodes(how))[0])
+            numbers(trainer.train(_episodes(how, name))[0])
             for how in ("whole", "cut", "other words")
         ]
         for name in ("grpo", "gspo")
@@ -104,8 +105,10 @@ def _buffers(trainer: Any) -> list[Any]:
     ]
 
 
-def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
-    """Arguments of PolicyRank.train after the algorithm: two groups of four samples of up to `longest` tokens."""
+def _step(
+    updates: int, seed: int = 9, longest: int = 6, *, algorithm: str = "grpo", lr: float = 1e-2
+) -> TrainCall[Any]:
+    """A step on two groups of four samples of up to `longest` tokens."""
     rng = np.random.default_rng(seed)
     groups, refs = [], []
     for group in range(2):
@@ -131,11 +134,11 @@ def _step(updates: int, seed: int = 9, longest: int = 6) -> tuple[Any, ...]:
     plan = plan_updates(
         refs, updates=updates, dp=1, token_budget=24, aggregation="sequence_mean", work=float
     )
-    return plan, 1e-2, None, [0, 1], *groups
+    return TrainCall(algorithm, plan, dict(enumerate(groups)), lr, state=None)
 
 
-def _episodes(how: str) -> tuple[Any, ...]:
-    """Arguments of PolicyRank.train after the algorithm: two episodes of three turns, at learning rate 0.
+def _episodes(how: str, algorithm: str) -> TrainCall[Any]:
+    """A step on two episodes of three turns, at learning rate 0.
 
     how: "whole", each in a row of its own; "cut", the first in two rows; with "other words" in an observation.
     """
@@ -155,7 +158,7 @@ def _episodes(how: str) -> tuple[Any, ...]:
     plan = plan_updates(
         refs, updates=1, dp=1, token_budget=99, aggregation="sequence_mean", work=float
     )
-    return plan, 0.0, None, [0], group
+    return TrainCall(algorithm, plan, {0: group}, 0.0, state=None)
 
 
 def _idle_share() -> float:
@@ -265,8 +268,10 @@ def drift(trainer: Any) -> dict[str, Any]:
     """
     from megarl.parallel import host_offload
 
-    plan, _, *rest = _step(1)
-    still = {name: numbers(trainer.train(name, plan, 0.0, *rest)[0]) for name in ("grpo", "sft")}
+    still = {
+        name: numbers(trainer.train(_step(1, algorithm=name, lr=0.0))[0])
+        for name in ("grpo", "sft")
+    }
     batches = assign(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     before, places = (
         trainer.token_outputs(batches),
@@ -274,7 +279,7 @@ def drift(trainer: Any) -> dict[str, Any]:
     )
     kls = [
         numbers(update).get("reference_kl")
-        for (update,) in (trainer.train("grpo", *_step(1)) for _ in range(3))
+        for (update,) in (trainer.train(_step(1)) for _ in range(3))
     ]
     weights = {name: param.clone() for name, param in trainer.params().items()}
     with host_offload.swapped_in(trainer.params(), trainer._reference):
@@ -310,7 +315,7 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     start, *later = last["kls"]
     assert start == pytest.approx(0.0, abs=1e-6)
     assert all(kl > 1e-3 for kl in later)
-    (update,), *_ = _step(1)
+    (update,) = _step(1).updates
     tempered_T, plain_T = (_response_logps(small_vocabulary, one) for one in (TEMPERATURE, 1.0))
     # the engine's logprob of every token is -4
     distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()
@@ -328,8 +333,7 @@ def _response_logps(path: Path, temperature: float) -> np.ndarray:
     from transformers import Qwen3MoeForCausalLM
 
     model, found = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
-    *_, one, other = _step(1)
-    for group in (one, other):
+    for group in _step(1).groups.values():
         for sample in group.samples:
             ids = torch.tensor([[*group.prompt.token_ids, *sample.response_ids_T.tolist()]])
             with torch.no_grad():
@@ -366,7 +370,7 @@ def hold(trainer: Any) -> list[int]:
     held = []
     for seed in range(STEPS):
         trainer.onload()
-        trainer.train("grpo", *_step(2, seed, longest=19))
+        trainer.train(_step(2, seed, longest=19))
         trainer.offload()
         held.append(trainer.held_bytes())
     return held

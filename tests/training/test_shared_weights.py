@@ -15,11 +15,12 @@ from megarl.model.tokenizer import chat_ids, load_tokenizer
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.model_checks import reward_model_errors
+from megarl.training.calls import ScoreCall
 from tests.parallel.adapters import LR, VOCAB_SIZE, digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.test_scorers import conversations
-from tests.parallel.worlds import assign, numbers, ragged, recipe, run_ranks
+from tests.parallel.worlds import assign, numbers, ragged, recipe, role_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
     from megarl.resharding.memory_handles import share_params
     from megarl.training.auxiliary import AuxiliaryRank
 
-    critic: Any = AuxiliaryRank(rank, made, meet, "values")
+    critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
     frozen = policy_weights(critic)
     critic.share(share_params(frozen))
     assert is_same_memory(critic, frozen)
@@ -149,7 +150,7 @@ def test_a_critic_learns_in_every_layout_what_one_rank_does(
 def plain_values(rank: int, meet: Address, made: Any) -> Any:
     from megarl.training.auxiliary import AuxiliaryRank
 
-    critic: Any = AuxiliaryRank(rank, made, meet, "values")
+    critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
     return critic.values_of([ragged(3, VOCAB_SIZE, seed=5)]).values
 
 
@@ -163,11 +164,11 @@ def score(rank: int, meet: Address, made: Any) -> Any:
     from megarl.resharding.memory_handles import share_params
     from megarl.training.reward_model import RewardModelRank
 
-    reward_model: Any = RewardModelRank(rank, made, meet)
+    reward_model: Any = RewardModelRank(rank, role_of(made, "reward_model", has_scores=True), meet)
     frozen = policy_weights(reward_model)
     reward_model.share(share_params(frozen))
     assert is_same_memory(reward_model, frozen)
-    found = reward_model.score(*conversations())
+    found = reward_model.score(ScoreCall(conversations()))
     own = (reward_model.params() | reward_model.factors()).items()
     kept = [one for name, one in own if name not in frozen]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
@@ -175,7 +176,7 @@ def score(rank: int, meet: Address, made: Any) -> Any:
     reward_model.offload()
     reward_model.onload()
     assert np.array_equal(
-        np.concatenate(found), np.concatenate(reward_model.score(*conversations()))
+        np.concatenate(found), np.concatenate(reward_model.score(ScoreCall(conversations())))
     )
     return found
 
