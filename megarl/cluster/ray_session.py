@@ -213,12 +213,16 @@ class Cluster:
         try:
             return ray.get(list(labels), timeout=self._timeout_s)
         except ray.exceptions.RayError as error:  # a node has died, with results that it stored
-            failures = [
-                (name, why) for ref, name in labels.items() if (why := failure(ref)) is not None
-            ]
+            failures = self._failures(labels)
             raise _reported(
                 *min(failures or [("a worker's result", error)], key=_severity)
             ) from None
+
+    @staticmethod
+    def _failures(labels: Mapping[Ref, str]) -> list[tuple[str, Exception]]:
+        """(label, what it has raised) of the calls that have raised something."""
+        causes = [(label, failure(ref)) for ref, label in labels.items()]
+        return [(label, cause) for label, cause in causes if cause is not None]
 
     def await_all(self, labels: Mapping[Ref, str], among: Sequence[Worker] | None = None) -> None:
         """`gather` without fetching the results."""
@@ -295,8 +299,7 @@ class Cluster:
         """The failure to report, waiting a moment for a more telling one; see `_severity`."""
         self._pulses.ask(self._workers)
         done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
-        causes = [(labels[ref], failure(ref)) for ref in done]
-        failures = [(label, cause) for label, cause in causes if cause is not None]
+        failures = self._failures({ref: labels[ref] for ref in done})
         name, cause = min(failures, key=_severity)
         # A process that waited for a hanging one may time out before the hanging one has been silent for long enough.
         if _severity((name, cause)) == _OTHER and (silence := self._silence_now()):
