@@ -211,7 +211,7 @@ def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
 def has_open(folder: Path, name: str) -> bool:
     """Whether the newest complete checkpoint of a run holds responses that have not ended."""
     states = sorted((folder / "runs" / name / "checkpoints").glob("step-*/run.json"))
-    return bool(states) and json.loads(states[-1].read_text())["stock"]["has_open"]
+    return bool(states) and json.loads(states[-1].read_text())["buffer"]["has_open"]
 
 
 def ask(folder: Path, name: str) -> str:

@@ -367,7 +367,7 @@ def test_what_episode_check_says_of_the_environment_is_what_it_says(
     fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     plain = [block for language, block in fences if not language]
     (turn,) = (block for block in plain if block.startswith("[{"))
-    (shown,) = (block for block in plain if block.endswith("verdict: nothing to mend\n"))
+    (shown,) = (block for block in plain if block.endswith("result: nothing to correct\n"))
     Path("turns.jsonl").write_text(turn)
     Path("shop.jsonl").write_text(
         json.dumps({"prompt": "Buy fruit.", "answer": "-", "money": 20}) + "\n"

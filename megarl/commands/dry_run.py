@@ -254,4 +254,4 @@ def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterato
         else:
             cores = ""
         yield f"not checked here: memory and time{cores}: megarl plan"
-    yield f"{recipe.run.name}: nothing to mend"
+    yield f"{recipe.run.name}: nothing to correct"

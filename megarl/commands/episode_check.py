@@ -94,7 +94,7 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
         thread.shutdown()
     trial.score()
     found = list(trial.errors.values())
-    show(f"verdict: {len(found)} to mend" if found else "verdict: nothing to mend")
+    show(f"result: {len(found)} to correct" if found else "result: nothing to correct")
     if found:
         raise UserErrors(found)
 

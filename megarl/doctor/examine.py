@@ -97,7 +97,7 @@ def _token_findings() -> list[Finding]:
     path = os.environ.get(_TOKEN_PATH)
     if path and Path(path).is_file() and Path(path).stat().st_mode & 0o077:
         hint = f"chmod 600 {path}, and make a new one: whoever has it may run code on all nodes"
-        return [Finding("fault", _TOKEN_PATH, f"{path} can be read by other users", hint)]
+        return [Finding("error", _TOKEN_PATH, f"{path} can be read by other users", hint)]
     return []
 
 
@@ -293,7 +293,7 @@ def _probe(wanted: Wanted) -> Iterator[str]:
 def _silent(address: str, why: Exception) -> Finding:
     """The finding about a node on which no process could be started, or did not finish."""
     if isinstance(why, UserError):
-        return Finding("fault", why.where, why.problem, why.hint, (address,))
+        return Finding("error", why.where, why.problem, why.hint, (address,))
     cause = (str(why).strip().splitlines() or [type(why).__name__])[-1]
     hint = "look at the node and at Ray's logs there, or start Ray without it"
-    return Finding("fault", "Ray", f"no answer from a process there ({cause})", hint, (address,))
+    return Finding("error", "Ray", f"no answer from a process there ({cause})", hint, (address,))

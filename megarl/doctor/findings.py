@@ -13,10 +13,10 @@ from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.printable import one_line
 from megarl.types import UserError
 
-# a fault must be mended; a warning costs time; a note informs
-Severity = Literal["fault", "warning", "note"]
+# an error must be corrected; a warning costs time; a note informs
+Severity = Literal["error", "warning", "note"]
 Problem = tuple[Severity, str, str, str]  # of a node: severity, where, problem, mend, as in Finding
-_ORDER: tuple[Severity, ...] = ("fault", "warning", "note")
+_ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 _MOST_NAMED = 4  # nodes in one line
 
 
@@ -55,7 +55,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        if any(finding.severity == "fault" for finding in self.findings):
+        if any(finding.severity == "error" for finding in self.findings):
             return 2
         return 0
 
@@ -69,14 +69,13 @@ class Report:
         kinds = Counter(gpu.name for node in self.nodes for gpu in node.gpus)
         gpus = " and ".join(f"{count} x {name}" for name, count in kinds.items()) or "no GPU"
         counts = Counter(finding.severity for finding in self.findings)
-        if counts["fault"]:
-            reward_result = f"{_counted(counts['fault'], 'fault')} to mend"
-        else:
-            reward_result = "nothing must be mended"
+        outcome = "nothing must be corrected"
+        if counts["error"]:
+            outcome = f"{_counted(counts['error'], 'error')} to correct"
         seen = f"{_counted(len(self.nodes), 'node')}, {gpus}"
         return [
             *found,
-            f"megarl doctor: {seen}: {reward_result}, {_counted(counts['warning'], 'warning')}",
+            f"megarl doctor: {seen}: {outcome}, {_counted(counts['warning'], 'warning')}",
         ]
 
     def to_json(self) -> str:
@@ -98,7 +97,7 @@ def of_node(node: NodeFacts, *problems: Iterable[Problem]) -> list[Finding]:
 
 def of_errors(errors: Iterable[UserError]) -> list[Finding]:
     """Faults of megarl's other checks as findings without a node."""
-    return [Finding("fault", error.where, error.problem, error.hint) for error in errors]
+    return [Finding("error", error.where, error.problem, error.hint) for error in errors]
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:

@@ -50,7 +50,7 @@ def measure(
         counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
         if not counts:
             hint = "start Ray with --num-gpus, on a machine without GPUs too"
-            return [], [Finding("fault", "--measure", "Ray counts no GPU on any node", hint)]
+            return [], [Finding("error", "--measure", "Ray counts no GPU on any node", hint)]
         ((per_node, count),) = counts.most_common(1)
     else:
         per_node = len(nodes[0].gpus) or SIMULATED
@@ -61,7 +61,7 @@ def measure(
         return [], of_errors([error])
     except WorkerFailed as raised:
         hint = "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too"
-        return [], [Finding("fault", "--measure", f"it failed ({raised})", hint)]
+        return [], [Finding("error", "--measure", f"it failed ({raised})", hint)]
     addresses = [node.address for node in nodes if not joins or node.ray_gpus == per_node]
     return rates, laggards(rates, sorted(addresses, key=IPv4Address))
 

@@ -55,7 +55,7 @@ def _clock(node: NodeFacts) -> Iterator[Problem]:
         else:
             way = "behind"
         problem = f"{abs(node.clock_offset_s):.1f} s {way} the first node's: logs and files cannot be put in order"
-        severity = "fault" if sure > _SKEW_S else "warning"
+        severity = "error" if sure > _SKEW_S else "warning"
         yield severity, "clock", problem, "let chronyd or ntpd set it on every node"
 
 
@@ -64,11 +64,11 @@ def _ray_gpus(node: NodeFacts) -> Iterator[Problem]:
         return
     if node.ray_gpus != len(node.gpus):
         problem = f"Ray counts {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
-        yield "fault", "Ray", problem, "restart Ray there with --num-gpus, or mend the GPUs"
+        yield "error", "Ray", problem, "restart Ray there with --num-gpus, or mend the GPUs"
     if node.environment.get(_ALL_GPUS) != "1":
         problem = "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process"
         yield (
-            "fault",
+            "error",
             _ALL_GPUS,
             problem,
             "export it before Ray is started there, or start Ray by scripts/ray_node.sh",
@@ -81,10 +81,10 @@ def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Problem]:
         where = f"{folder.path} ({folder.purpose})"
         if folder.is_shared is False:
             hint = "name a folder on a disk that all nodes share"
-            yield "fault", where, "a file of the first node is not seen there", hint
+            yield "error", where, "a file of the first node is not seen there", hint
         if not folder.exists and folder.path in of_first and folder.is_shared is None:
             hint = "put it on a disk that all share, or copy it"
-            yield "fault", where, "it is on the first node, and not there", hint
+            yield "error", where, "it is on the first node, and not there", hint
 
 
 def _no_fabric(node: NodeFacts) -> Iterator[Problem]:
@@ -116,12 +116,12 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     install = "install the same environment on all nodes"
     for name in sorted({name for node in nodes for name in node.versions}):
         yield from unequal(
-            "fault", name, install, lambda node, name=name: node.versions.get(name, _ABSENT)
+            "error", name, install, lambda node, name=name: node.versions.get(name, _ABSENT)
         )
-    yield from unequal("fault", "Python", install, lambda node: node.python)
-    yield from unequal("fault", "NCCL", install, lambda node: node.torch.nccl or _ABSENT)
+    yield from unequal("error", "Python", install, lambda node: node.python)
+    yield from unequal("error", "NCCL", install, lambda node: node.torch.nccl or _ABSENT)
     yield from unequal(
-        "fault", "megarl", "copy one commit to all nodes", lambda node: f"source {node.source}"
+        "error", "megarl", "copy one commit to all nodes", lambda node: f"source {node.source}"
     )
     yield from unequal(
         "warning", "driver", "install the same one", lambda node: node.driver or _ABSENT
@@ -144,7 +144,7 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
         if 0 < here < placement.gpus:
             problem = f"{placement.gpus} GPUs, and this machine has {here}"
             yield (
-                "fault",
+                "error",
                 "placement.gpus",
                 problem,
                 "set it to those there are, or placement.network to nodes",
@@ -156,7 +156,7 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
     if nodes[0].ray_gpus is not None and len(fit) < wanted:
         problem = f"{placement.gpus} GPUs are {wanted} nodes of {each}, Ray has {len(fit)} with as many GPUs"
         yield (
-            "fault",
+            "error",
             "placement.gpus",
             problem,
             "start Ray on more nodes, or correct placement.gpus_per_node",
@@ -175,7 +175,7 @@ def _checkpoints(
         kept = f"{recipe.checkpoint.keep} checkpoints and one being written"
         problem = f"{gb(folder.free_bytes)} free; {kept} take {gb(needed)}"
         hint = "make room, lower checkpoint.keep, or name a folder on another disk"
-        yield "fault", f"{folder.path} (run.dir)", problem, hint
+        yield "error", f"{folder.path} (run.dir)", problem, hint
 
 
 def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
@@ -202,4 +202,4 @@ def _fp8(recipe: Recipe, node: NodeFacts) -> Iterator[Problem]:
         major, _, minor = gpu.compute_capability.partition(".")
         if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < _FP8_CAPABILITY:
             problem = f"GPU {gpu.index} ({gpu.name}) has no float8 (compute capability {gpu.compute_capability})"
-            yield "fault", "rollout.engine.fp8", problem, "set it to false, or book newer GPUs"
+            yield "error", "rollout.engine.fp8", problem, "set it to false, or book newer GPUs"

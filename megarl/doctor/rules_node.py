@@ -57,7 +57,7 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
     if node.nvidia_smi:
         hint = "look at dmesg, and whether the driver's module and library are of one version"
         problem = f"it does not answer ({node.nvidia_smi})"
-        return [Finding("fault", "nvidia-smi", problem, hint, (node.address,))]
+        return [Finding("error", "nvidia-smi", problem, hint, (node.address,))]
     if not node.gpus:
         return []
     rules = (_torch, _attention, _cudnn, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
@@ -71,7 +71,7 @@ def _shm(node: NodeFacts) -> Iterator[Problem]:
     if free < _LEAST_SHM_BYTES:
         least = gb(_LEAST_SHM_BYTES)
         problem = f"{gb(free)} of {gb(node.shm_total_bytes)} free; NCCL, gloo and Ray need {least} and more"
-        yield "fault", "/dev/shm", problem, hint
+        yield "error", "/dev/shm", problem, hint
     elif free < store:
         problem = f"{gb(free)} free, and Ray's object store wants {gb(store)}: the rest of it spills to the disk"
         yield "warning", "/dev/shm", problem, hint
@@ -83,7 +83,7 @@ def _memlock(node: NodeFacts) -> Iterator[Problem]:
     if cards and limit != UNLIMITED:
         problem = f"{limit // 1024} KiB may be locked, and the RDMA cards ({', '.join(cards)}) lock all that they send"
         hint = "set it to unlimited: `* - memlock unlimited` in limits.conf, or --ulimit memlock=-1 of the container"
-        yield "fault", "memlock", problem, hint
+        yield "error", "memlock", problem, hint
 
 
 def _counts(node: NodeFacts) -> Iterator[Problem]:
@@ -94,7 +94,7 @@ def _counts(node: NodeFacts) -> Iterator[Problem]:
         if limit != UNLIMITED and limit < good:
             problem = f"{limit} {what} at most, and a node of eight GPUs wants {good}"
             hint = f"raise it before Ray is started: `* - {name} {good}` in limits.conf"
-            yield "fault" if limit < _LEAST else "warning", name, problem, hint
+            yield "error" if limit < _LEAST else "warning", name, problem, hint
 
 
 def _disks(node: NodeFacts) -> Iterator[Problem]:
@@ -112,10 +112,10 @@ def _disks(node: NodeFacts) -> Iterator[Problem]:
             problem = (
                 f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}"
             )
-            yield "fault", where, problem, "make room there, or name a folder on another disk"
+            yield "error", where, problem, "make room there, or name a folder on another disk"
         elif folder.error:
             yield (
-                "fault",
+                "error",
                 where,
                 f"nothing can be written ({folder.error})",
                 "mend that, or name another folder",
@@ -137,7 +137,7 @@ def _ports(node: NodeFacts) -> Iterator[Problem]:
     for port in node.ports:
         if port.taken_by:
             if port.is_needed:
-                severity = "fault"
+                severity = "error"
             else:
                 severity = "warning"
             yield severity, f"port {port.number}", f"taken by {port.taken_by}", hint
@@ -146,12 +146,12 @@ def _ports(node: NodeFacts) -> Iterator[Problem]:
 def _packages(node: NodeFacts) -> Iterator[Problem]:
     for name in _NEEDED:
         if name not in node.versions:
-            yield "fault", name, "it is not installed", _INSTALL
+            yield "error", name, "it is not installed", _INSTALL
     for name, pinned in node.pins.items():
         here = node.versions.get(name)
         if here and here.partition("+")[0] != pinned:
             problem = f"{here} is installed, and SGLang {node.versions.get('sglang', '')} is built for {pinned}"
-            yield "fault", name, problem, f"pip install {name}=={pinned}"
+            yield "error", name, problem, f"pip install {name}=={pinned}"
 
 
 def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
@@ -175,7 +175,7 @@ def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
 def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
     for distribution, (module, purpose) in _NEEDED_ON_GPUS.items():
         if error := node.import_errors.get(module, ""):
-            severity = "fault"
+            severity = "error"
             effect = f", and {purpose}"
             if local_layers and distribution == "transformer-engine":
                 severity = "warning"
@@ -193,7 +193,7 @@ def _cudnn(node: NodeFacts) -> Iterator[Problem]:
     problem = f"{node.foreign_cudnn} is loaded in place of the package's {packaged}: TransformerEngine's import fails, "
     hint = "take an image without cuDNN (cuda:*-devel, not cudnn-devel), or remove it and take its folder out of "
     hint += "LD_LIBRARY_PATH, CUDNN_HOME and CUDNN_PATH"
-    yield "fault", "cuDNN", f"{problem}or two versions are mixed", hint
+    yield "error", "cuDNN", f"{problem}or two versions are mixed", hint
 
 
 def _torch(node: NodeFacts) -> Iterator[Problem]:
@@ -201,19 +201,19 @@ def _torch(node: NodeFacts) -> Iterator[Problem]:
     count = len(node.gpus)
     if torch.version and not torch.cuda:
         problem = f"{torch.version} is a CPU build on a node with {count} GPUs: a run would train on the CPU, over gloo"
-        yield "fault", "torch", problem, f"{_INSTALL}: torch's build for CUDA"
+        yield "error", "torch", problem, f"{_INSTALL}: torch's build for CUDA"
     elif _major(node.driver_cuda) and _major(torch.cuda) > _major(node.driver_cuda):
         problem = f"{node.driver} runs CUDA {node.driver_cuda}, and torch {torch.version} is built for {torch.cuda}"
-        yield "fault", "driver", problem, "install a newer driver"
+        yield "error", "driver", problem, "install a newer driver"
     elif torch.error:
         hint = next(
             (hint for word, hint in _WHY.items() if word in torch.error),
             "look at nvidia-smi -q and dmesg",
         )
-        yield "fault", "torch", f"CUDA does not start ({torch.error})", hint
+        yield "error", "torch", f"CUDA does not start ({torch.error})", hint
     elif torch.num_devices != count:
         hint = "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs"
-        yield "fault", "torch", f"torch sees {torch.num_devices} of {count} GPUs", hint
+        yield "error", "torch", f"torch sees {torch.num_devices} of {count} GPUs", hint
 
 
 def _attention(node: NodeFacts) -> Iterator[Problem]:
@@ -231,14 +231,14 @@ def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
         where = f"GPU {gpu.index} ({gpu.pci})"
         if gpu.mig:
             yield (
-                "fault",
+                "error",
                 where,
                 "it is cut into MIG instances",
                 f"nvidia-smi -i {gpu.index} -mig 0",
             )
         if gpu.ecc_errors:
             problem = f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded"
-            yield "fault", where, problem, "drain the node and have the GPU reset or replaced"
+            yield "error", where, problem, "drain the node and have the GPU reset or replaced"
         if reasons := slowdowns(gpu.clock_reasons or 0):
             if gpu.sm_mhz and gpu.max_sm_mhz:
                 clocks = f"{gpu.sm_mhz:g} of {gpu.max_sm_mhz:g} MHz"

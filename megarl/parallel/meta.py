@@ -137,7 +137,7 @@ def answer_requests(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if request["whole"]:
                 answer["whole"] = asdict(whole(facts, shape, recipe))
         except UserError as error:
-            answer = {"fault": error.args}
+            answer = {"error": error.args}
         answers.append(answer)
     return answers
 

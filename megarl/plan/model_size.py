@@ -161,8 +161,8 @@ def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answers of `megarl.parallel.meta`. Raises UserError where Megatron cannot build a model."""
     found = _asked(requests)
     for answer in found:
-        if "fault" in answer:
-            raise UserError(*answer["fault"])
+        if "error" in answer:
+            raise UserError(*answer["error"])
     return found
 
 

@@ -374,8 +374,8 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     return {
         "name": plan.recipe.run.name,
         "fits": plan.fits,
-        "faults": [
-            {"where": error.where, "problem": error.problem, "mend": error.hint}
+        "errors": [
+            {"where": error.where, "problem": error.problem, "hint": error.hint}
             for error in plan.errors
         ],
         "hardware": plan.hardware.model_dump(),

@@ -39,18 +39,18 @@ class Agreement:
             try:
                 outcome = conclude([json.loads(content) for content in votes])
             except RuntimeError as error:
-                outcome = {"fault": str(error)}
+                outcome = {"error": str(error)}
             self._propose(stage, outcome)
         outcome = self._outcome(stage)
-        if "fault" in outcome:
-            raise RuntimeError(outcome["fault"])
+        if "error" in outcome:
+            raise RuntimeError(outcome["error"])
         return outcome
 
     def refuse(self, stage: str, error: str) -> str | None:
         """Fail a stage for all members, present and later; returns the fault of another member that was first."""
         self._keys.append(f"{stage}/outcome")
         own = f"reshard: member {self._member} {error}"
-        first = self._propose(stage, {"fault": own}).get("fault")
+        first = self._propose(stage, {"error": own}).get("error")
         return None if first == own else first
 
     def ask(self, stage: str) -> None:
@@ -58,8 +58,8 @@ class Agreement:
         key = f"{stage}/outcome"
         if self._store.check([key]):
             outcome = json.loads(self._store.get(key))
-            if "fault" in outcome:
-                raise RuntimeError(outcome["fault"])
+            if "error" in outcome:
+                raise RuntimeError(outcome["error"])
 
     def forget(self) -> list[str]:
         """The keys written so far, for `delete` when all members have reached another stage."""

@@ -325,7 +325,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)  # of the processes that load the tools
     found: dict[str, dict[str, Figures]] = {
-        "splice": {
+        "tokenising": {
             f"{turns} turns": tokenising_against_rendering(turns, args.repeats)
             for turns in args.conversations
         }

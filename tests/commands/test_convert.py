@@ -35,7 +35,7 @@ def made(tiny_model: Path, tmp_path: Path) -> Any:
     shape = json.loads(json.dumps(asdict(model_shape(tiny_model))))
     for step in (4, 8):
         known = {"prompts_taken": 9, "data": "", "seed": 7, "trains_mtp": False, "critic": None}
-        known |= {"stock": {}, "sampling": {}}
+        known |= {"buffer": {}, "sampling": {}}
         progress = Progress(step, version=2, attempts=3, shape=shape, **known)
         partial = snapshots.begin(step)
         (partial / "rank-0.pt").write_bytes(b"weights")

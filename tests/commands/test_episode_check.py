@@ -139,7 +139,7 @@ def test_good_tools_have_nothing_to_mend() -> None:
         in done.stdout
     )
     assert "reward of rows.jsonl:1 for '0', answer '0': 1, correct" in done.stdout
-    assert done.stdout.endswith("verdict: nothing to mend\n")
+    assert done.stdout.endswith("result: nothing to correct\n")
 
 
 def test_an_environment_is_replayed_and_its_replies_are_tried() -> None:
@@ -151,7 +151,7 @@ def test_an_environment_is_replayed_and_its_replies_are_tried() -> None:
         done.stdout.count("the same results in another run, also after the end of its process") == 2
     )
     done = run(*command(environment="odd_episodes:Fair", own="environment"), "--rows", "1")
-    assert done.exit_code == 2 and done.stdout.endswith("verdict: 1 to mend\n")
+    assert done.exit_code == 2 and done.stdout.endswith("result: 1 to correct\n")
     assert (
         "also after the end of its process" in done.stdout and "method reward: plain" in done.stdout
     )
@@ -171,7 +171,7 @@ def test_what_goes_wrong_is_one_line_each() -> None:
         "episode.tools: rows.jsonl:1: garbage returned a value of type object, which is neither text nor JSON.",
         "episode.tools: brittle, 1 MB of text: brittle ended its process (exit code 4).",
     ]
-    assert done.stdout.endswith("verdict: 4 to mend\n")
+    assert done.stdout.endswith("result: 4 to correct\n")
 
 
 @pytest.mark.parametrize(

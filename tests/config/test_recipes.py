@@ -137,7 +137,7 @@ def test_it_dry_runs(
     inputs = [] if name in CLUSTER else request.getfixturevalue(f"{name}_inputs")
     recipe = load(name, over, *inputs, f"run.dir={tmp_path / 'runs'}")
     lines = lines_of(recipe)
-    assert lines[-1] == f"{recipe.run.name}: nothing to mend"
+    assert lines[-1] == f"{recipe.run.name}: nothing to correct"
     assert sum(line.startswith("reshard: ") for line in lines) == 2
     (weights,) = [line for line in lines if line.startswith("model.path: ")]
     assert ("fp8 tiles of 128 x 128" in weights) == ("deepseek" in name or "kimi" in name)

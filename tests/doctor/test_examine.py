@@ -41,9 +41,9 @@ def test_cpu_torch_beside_gpus_no_te_and_no_kernel_are_a_line_each(
     assert done.returncode == 2, done.stderr
     lines = done.stdout.splitlines()
     for start in (
-        "fault: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs",
-        "fault: transformer-engine: it cannot be imported (not installed)",
-        "fault: sglang-kernel: it cannot be imported (not installed)",
+        "error: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs",
+        "error: transformer-engine: it cannot be imported (not installed)",
+        "error: sglang-kernel: it cannot be imported (not installed)",
     ):
         assert sum(line.startswith(start) for line in lines) == 1, lines
     assert lines[-1].startswith("megarl doctor: 1 node, 8 x NVIDIA H800: ")
@@ -58,7 +58,7 @@ def test_a_port_and_a_recipes_errors_are_told_and_json_has_the_facts(tmp_path: P
     assert done.returncode == 2, done.stderr
     found = json.loads(done.stdout)
     assert found["exit_code"] == 2 and found["hardware_file"] is None and found["rates"] == []
-    wheres = [one["where"] for one in found["findings"] if one["severity"] == "fault"]
+    wheres = [one["where"] for one in found["findings"] if one["severity"] == "error"]
     assert {
         f"port {port}",
         "placement.gpus",
@@ -90,11 +90,11 @@ def test_a_recipe_that_cannot_be_read_and_a_cluster_that_is_gone_keep_nothing_el
     )
     assert done.returncode == 2
     starts = [
-        "fault: override train.tpp=2: unknown key",
-        f"fault: RAY_ADDRESS: nobody answers at {address}",
+        "error: override train.tpp=2: unknown key",
+        f"error: RAY_ADDRESS: nobody answers at {address}",
     ]
     starts += [
-        f"fault: RAY_AUTH_TOKEN_PATH: {token} can be read by other users",
+        f"error: RAY_AUTH_TOKEN_PATH: {token} can be read by other users",
         "note: GPUs: nvidia-smi lists none",
     ]
     for start in starts:
@@ -132,9 +132,9 @@ def test_a_token_of_mode_600_is_nobody_elses(
 @pytest.mark.parametrize(
     ("severities", "code", "reward_result"),
     [
-        ((), 0, "nothing must be mended, 0 warnings"),
-        (("warning", "note"), 0, "nothing must be mended, 1 warning"),
-        (("fault", "warning", "warning"), 2, "1 fault to mend, 2 warnings"),
+        ((), 0, "nothing must be corrected, 0 warnings"),
+        (("warning", "note"), 0, "nothing must be corrected, 1 warning"),
+        (("error", "warning", "warning"), 2, "1 error to correct, 2 warnings"),
     ],
 )
 def test_only_errors_fail(severities: tuple[str, ...], code: int, reward_result: str) -> None:

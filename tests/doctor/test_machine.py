@@ -36,7 +36,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         assert (found.exists, found.is_written, found.total_bytes) == (False, True, 2**20)
         assert found.error == "no space left" and found.write_bytes_per_s is None
         (finding,) = node_findings(sound(folders=(found,)))
-    assert finding.line(1).startswith(f"fault: {disk}/runs (run.dir): the disk is full: ")
+    assert finding.line(1).startswith(f"error: {disk}/runs (run.dir): the disk is full: ")
 
 
 def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
         total, free = machine.disk_bytes(disk)
     assert 0 < free <= total == 4 * 2**20
     (finding,) = node_findings(sound(shm_total_bytes=total, shm_free_bytes=free))
-    assert finding.line(1).startswith("fault: /dev/shm: 0.0042 GB of 0.0042 GB free; NCCL")
+    assert finding.line(1).startswith("error: /dev/shm: 0.0042 GB of 0.0042 GB free; NCCL")
     assert machine.disk_bytes(tmp_path / "nowhere") == (0, 0)
 
 
@@ -77,7 +77,7 @@ def test_a_port_that_is_taken_names_who_has_it() -> None:
         taken = machine.port(number)
     assert taken.taken_by == f"{psutil.Process().name()} (pid {os.getpid()})"
     (finding,) = node_findings(sound(ports=(taken,)))
-    assert finding.line(1).startswith(f"fault: port {number}: taken by ")
+    assert finding.line(1).startswith(f"error: port {number}: taken by ")
     assert machine.port(number).taken_by == ""
 
 
@@ -122,7 +122,7 @@ def test_a_low_memlock_is_named() -> None:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith(
-        "fault: memlock: 64 KiB may be locked, and the RDMA cards (mlx5_0, "
+        "error: memlock: 64 KiB may be locked, and the RDMA cards (mlx5_0, "
     )
 
 

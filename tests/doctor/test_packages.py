@@ -25,7 +25,7 @@ def test_a_missing_kernel_and_a_missing_te_are_named() -> None:
     assert errors == dict.fromkeys(errors, "not installed"), "neither has a build for CPU"
     lines = [one.line(1) for one in gpu_findings(sound(import_errors=errors))]
     assert [line.partition(" (")[0] for line in lines] == [
-        "fault: transformer-engine: it cannot be imported", "fault: sglang-kernel: it cannot be imported",
+        "error: transformer-engine: it cannot be imported", "error: sglang-kernel: it cannot be imported",
     ]  # fmt: skip
 
 

@@ -50,45 +50,45 @@ def folder(**changed: Any) -> Folder:
     ("changed", "start", "words"),
     [
         ({"shm_total_bytes": 64 * 2**20, "shm_free_bytes": 64 * 2**20},
-         "fault: /dev/shm: 0.067 GB of 0.067 GB free", "--shm-size"),
+         "error: /dev/shm: 0.067 GB of 0.067 GB free", "--shm-size"),
         ({"shm_free_bytes": 2 * 10**9}, "warning: /dev/shm: 2 GB free, and Ray's object store wants 34 GB", "remount"),
         ({"limits": ProcessLimits(8192 * 1024, 2**20, 2**20)},
-         "fault: memlock: 8192 KiB may be locked, and the RDMA cards (mlx5_0, mlx5_1", "memlock unlimited"),
-        ({"limits": ProcessLimits(-1, 1024, 2**20)}, "fault: nofile: 1024 open files", "limits.conf"),
+         "error: memlock: 8192 KiB may be locked, and the RDMA cards (mlx5_0, mlx5_1", "memlock unlimited"),
+        ({"limits": ProcessLimits(-1, 1024, 2**20)}, "error: nofile: 1024 open files", "limits.conf"),
         ({"limits": ProcessLimits(-1, 20_000, 2**20)}, "warning: nofile: 20000 open files", "limits.conf"),
-        ({"limits": ProcessLimits(-1, 2**20, 1000)}, "fault: nproc: 1000 processes and threads", "limits.conf"),
+        ({"limits": ProcessLimits(-1, 2**20, 1000)}, "error: nproc: 1000 processes and threads", "limits.conf"),
         ({"folders": (folder(free_bytes=10**6),)},
-         "fault: /shared/runs (run.dir): the disk is full: 0.001 GB of 1000000 GB free", "make room"),
-        ({"folders": (folder(free_files=0),)}, "fault: /shared/runs (run.dir): the disk is full", "make room"),
+         "error: /shared/runs (run.dir): the disk is full: 0.001 GB of 1000000 GB free", "make room"),
+        ({"folders": (folder(free_files=0),)}, "error: /shared/runs (run.dir): the disk is full", "make room"),
         ({"folders": (folder(free_bytes=5 * 10**9),)}, "warning: /shared/runs (run.dir): 5 GB free", "make room"),
         ({"folders": (folder(error="Read-only file system"),)},
-         "fault: /shared/runs (run.dir): nothing can be written (Read-only", "name another folder"),
+         "error: /shared/runs (run.dir): nothing can be written (Read-only", "name another folder"),
         ({"folders": (folder(write_bytes_per_s=30e6),)}, "warning: /shared/runs (run.dir): 30 MB/s are", "faster disk"),
         ({"ports": (Port(6379, "redis-server (pid 7)"), Port(6380))},
-         "fault: port 6379: taken by redis-server (pid 7)", "another port"),
+         "error: port 6379: taken by redis-server (pid 7)", "another port"),
         ({"ports": (Port(6379, "redis-server (pid 7)", False),)}, "warning: port 6379: taken", "another port"),
         ({"pins": {"sglang-kernel": "0.4.6"}},
-         "fault: sglang-kernel: 0.4.7 is installed, and SGLang 0.5.21 is built for 0.4.6", "pip install"),
+         "error: sglang-kernel: 0.4.7 is installed, and SGLang 0.5.21 is built for 0.4.6", "pip install"),
         ({"versions": {**sound().versions, "torch": "2.13.0+cu130"}, "pins": {"torch": "2.12.0"}},
-         "fault: torch: 2.13.0+cu130 is installed", "torch==2.12.0"),
+         "error: torch: 2.13.0+cu130 is installed", "torch==2.12.0"),
         ({"nvidia_smi": "Failed to initialize NVML: Driver/library version mismatch", "gpus": ()},
-         "fault: nvidia-smi: it does not answer (Failed to initialize NVML", "dmesg"),
-        ({"torch": Torch("2.13.0+cpu")}, "fault: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs", "gpu.txt"),
-        ({"driver_cuda": "12.4"}, "fault: driver: 580.65.06 runs CUDA 12.4, and torch 2.13.0+cu130", "newer driver"),
+         "error: nvidia-smi: it does not answer (Failed to initialize NVML", "dmesg"),
+        ({"torch": Torch("2.13.0+cpu")}, "error: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs", "gpu.txt"),
+        ({"driver_cuda": "12.4"}, "error: driver: 580.65.06 runs CUDA 12.4, and torch 2.13.0+cu130", "newer driver"),
         ({"torch": replace(sound().torch, num_devices=0, error="Error 802: system not yet initialized")},
-         "fault: torch: CUDA does not start (Error 802", "fabricmanager"),
-        ({"torch": replace(sound().torch, num_devices=7)}, "fault: torch: torch sees 7 of 8 GPUs", "CUDA_VISIBLE"),
+         "error: torch: CUDA does not start (Error 802", "fabricmanager"),
+        ({"torch": replace(sound().torch, num_devices=7)}, "error: torch: torch sees 7 of 8 GPUs", "CUDA_VISIBLE"),
         ({"import_errors": {"transformer_engine.pytorch": "not installed"}},
-         "fault: transformer-engine: it cannot be imported (not installed), and Trans", "gpu.txt"),
+         "error: transformer-engine: it cannot be imported (not installed), and Trans", "gpu.txt"),
         ({"import_errors": {"sgl_kernel": "ImportError: undefined symbol: _ZN3c10"}},
-         "fault: sglang-kernel: it cannot be imported (ImportError: undefined symbol", "this torch and this CUDA"),
-        ({"import_errors": {"torch_memory_saver": "not installed"}}, "fault: torch-memory-saver: it cannot", "gpu.txt"),
+         "error: sglang-kernel: it cannot be imported (ImportError: undefined symbol", "this torch and this CUDA"),
+        ({"import_errors": {"torch_memory_saver": "not installed"}}, "error: torch-memory-saver: it cannot", "gpu.txt"),
         ({"torch": replace(sound().torch, cudnn="")}, "warning: flash-attn: neither it (not installed) nor", "cuDNN"),
         ({"foreign_cudnn": "/usr/lib/libcudnn.so.9.13.0", "versions": CUDNN},
-         "fault: cuDNN: /usr/lib/libcudnn.so.9.13.0 is loaded in place of the package's 9.20.0.48", "cuda:*-devel"),
+         "error: cuDNN: /usr/lib/libcudnn.so.9.13.0 is loaded in place of the package's 9.20.0.48", "cuda:*-devel"),
         ({"import_errors": {"flashinfer": "not installed"}}, "warning: flashinfer-python: it cannot", "gpu.txt"),
-        (gpus(mig_mode_current={3: "Enabled"}), "fault: GPU 3 (0000:5d:00.0): it is cut into MIG", "-mig 0"),
-        (gpus(ecc_errors_uncorrected_volatile_total={3: "2"}), "fault: GPU 3 (0000:5d:00.0): 2 uncorrected", "reset"),
+        (gpus(mig_mode_current={3: "Enabled"}), "error: GPU 3 (0000:5d:00.0): it is cut into MIG", "-mig 0"),
+        (gpus(ecc_errors_uncorrected_volatile_total={3: "2"}), "error: GPU 3 (0000:5d:00.0): 2 uncorrected", "reset"),
         (gpus(clocks_event_reasons_active={0: "0x0000000000000048"}),
          "warning: GPU 0 (0000:18:00.0): 345 of 1980 MHz (hardware slowdown", "cooling or power"),
         (gpus(pcie_link_width_current={7: "8"}), "warning: GPU 7 (0000:db:00.0): 8 of 16 PCIe lanes", "seated"),
@@ -103,11 +103,11 @@ def folder(**changed: Any) -> Folder:
          "warning: network: the GPUs' cards are of unequal speed: 7 of 400 Gb/s, 1 of 200 Gb/s", "ibstat"),
         ({"nic_errors": ("on one ranks 0, 1 share the network card mlx5_0",)}, "warning: network: on o", "NCCL_IB"),
         ({"has_peermem": False}, "warning: GPUDirect: neither nvidia_peermem", "modprobe"),
-        ({"clock_offset_s": -61.0, "clock_error_s": 0.01}, "fault: clock: 61.0 s behind the first node's", "chronyd"),
+        ({"clock_offset_s": -61.0, "clock_error_s": 0.01}, "error: clock: 61.0 s behind the first node's", "chronyd"),
         ({"clock_offset_s": 2.0}, "warning: clock: 2.0 s ahead of", "chronyd"),
         ({"ray_gpus": 8, "environment": {}},
-         "fault: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES: it is not 1 in Ray's environment", "scripts/ray_node.sh"),
-        ({"ray_gpus": 4}, "fault: Ray: Ray counts 4 GPUs, nvidia-smi lists 8", "--num-gpus"),
+         "error: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES: it is not 1 in Ray's environment", "scripts/ray_node.sh"),
+        ({"ray_gpus": 4}, "error: Ray: Ray counts 4 GPUs, nvidia-smi lists 8", "--num-gpus"),
     ],
 )  # fmt: skip
 def test_one_error_of_a_node_is_one_line(changed: dict[str, Any], start: str, words: str) -> None:
@@ -157,7 +157,7 @@ def test_a_machine_without_gpus_is_told_what_it_lacks_and_not_blamed() -> None:
     assert "for one on GPUs: torch is a CPU build, transformer-engine is not installed" in note.hint
     del versions["ray"]
     error, _ = judged(sound(**nothing, versions=versions))
-    assert (error.severity, error.where, error.problem) == ("fault", "ray", "it is not installed")
+    assert (error.severity, error.where, error.problem) == ("error", "ray", "it is not installed")
 
 
 def second(**changed: Any) -> tuple[NodeFacts, NodeFacts]:
@@ -167,17 +167,17 @@ def second(**changed: Any) -> tuple[NodeFacts, NodeFacts]:
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
-        ({"versions": {**sound().versions, "ray": "2.50.0"}}, "fault: 10.0.0.2: ray: 2.50.0, where 1 node has 2.60.0"),
-        ({"versions": {**sound().versions, "apex": "0.1"}}, "fault: 10.0.0.2: apex: 0.1, where 1 node has nothing"),
-        ({"python": "3.11.7"}, "fault: 10.0.0.2: Python: 3.11.7, where 1 node has 3.12.3"),
-        ({"source": "ffff"}, "fault: 10.0.0.2: megarl: source ffff, where 1 node has source 0123456789ab"),
-        ({"torch": replace(sound().torch, nccl="2.27.3")}, "fault: 10.0.0.2: NCCL: 2.27.3, where 1 node has 2.28.9"),
+        ({"versions": {**sound().versions, "ray": "2.50.0"}}, "error: 10.0.0.2: ray: 2.50.0, where 1 node has 2.60.0"),
+        ({"versions": {**sound().versions, "apex": "0.1"}}, "error: 10.0.0.2: apex: 0.1, where 1 node has nothing"),
+        ({"python": "3.11.7"}, "error: 10.0.0.2: Python: 3.11.7, where 1 node has 3.12.3"),
+        ({"source": "ffff"}, "error: 10.0.0.2: megarl: source ffff, where 1 node has source 0123456789ab"),
+        ({"torch": replace(sound().torch, nccl="2.27.3")}, "error: 10.0.0.2: NCCL: 2.27.3, where 1 node has 2.28.9"),
         ({"driver": "570.1"}, "warning: 10.0.0.2: driver: 570.1, where 1 node has 580.65.06"),
         ({"environment": {**sound().environment, "NCCL_IB_HCA": "mlx5"}},
          "warning: 10.0.0.2: NCCL_IB_HCA: mlx5, where 1 node has nothing"),
-        ({"folders": (folder(is_shared=False),)}, "fault: 10.0.0.2: /shared/runs (run.dir): a file of the first node"),
-        ({"folders": (folder(exists=False, is_written=False),)}, "fault: 10.0.0.2: /shared/runs (run.dir): it is on"),
-        ({"clock_offset_s": 30.0}, "fault: 10.0.0.2: clock: 30.0 s ahead of the first node's"),
+        ({"folders": (folder(is_shared=False),)}, "error: 10.0.0.2: /shared/runs (run.dir): a file of the first node"),
+        ({"folders": (folder(exists=False, is_written=False),)}, "error: 10.0.0.2: /shared/runs (run.dir): it is on"),
+        ({"clock_offset_s": 30.0}, "error: 10.0.0.2: clock: 30.0 s ahead of the first node's"),
     ],
 )  # fmt: skip
 def test_one_difference_between_two_nodes_is_one_line(changed: dict[str, Any], line: str) -> None:
@@ -198,7 +198,7 @@ def test_many_nodes_alike_are_one_line_and_the_worst_comes_first() -> None:
         for n in range(1, 9)
     ]
     torch, direct = [one.line(8) for one in judged(*nodes)]
-    assert torch.startswith("fault: all 8 nodes: torch: 2.13.0+cpu is a CPU build")
+    assert torch.startswith("error: all 8 nodes: torch: 2.13.0+cpu is a CPU build")
     assert direct.startswith(
         "warning: 10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 2 more: GPUDirect: "
     )
@@ -207,13 +207,13 @@ def test_many_nodes_alike_are_one_line_and_the_worst_comes_first() -> None:
 def test_the_usual_version_is_most_nodes_and_of_a_draw_the_first_nodes() -> None:
     nodes = [sound(address=f"10.0.0.{n}", source="new" if n == 3 else "old") for n in range(1, 5)]
     assert only(*nodes).startswith(
-        "fault: 10.0.0.3: megarl: source new, where 3 nodes have source old"
+        "error: 10.0.0.3: megarl: source new, where 3 nodes have source old"
     )
-    assert only(*second(source="x")).startswith("fault: 10.0.0.2")
+    assert only(*second(source="x")).startswith("error: 10.0.0.2")
 
 
 def test_no_line_is_broken_by_what_it_tells() -> None:
-    assert Finding("fault", "a", "b\nc\x1b[2J", "d").line(1) == "fault: a: b\\nc\\x1b[2J; d"
+    assert Finding("error", "a", "b\nc\x1b[2J", "d").line(1) == "error: a: b\\nc\\x1b[2J; d"
 
 
 @pytest.mark.parametrize(

@@ -39,10 +39,10 @@ def test_nothing_is_said_of_nodes_that_fit() -> None:
 
 def test_too_few_gpus_and_nodes_are_named() -> None:
     (here,) = judged(recipe("placement.gpus=16"), sound())
-    assert here.line(1).startswith("fault: placement.gpus: 16 GPUs, and this machine has 8; ")
+    assert here.line(1).startswith("error: placement.gpus: 16 GPUs, and this machine has 8; ")
     (nodes,) = judged(recipe(*NODES), sound(ray_gpus=8), sound(ray_gpus=4))
     assert nodes.line(2).startswith(
-        "fault: placement.gpus: 16 GPUs are 2 nodes of 8, Ray has 1 with as many GPUs; "
+        "error: placement.gpus: 16 GPUs are 2 nodes of 8, Ray has 1 with as many GPUs; "
     )
     assert judged(recipe("placement.gpus=16"), sound(gpus=())) == [], "on CPU they are simulated"
 
@@ -52,7 +52,7 @@ def test_checkpoints_must_fit_on_the_disk() -> None:
     given = recipe("checkpoint.every=20", "checkpoint.keep=3")
     assert judged(given, sound(folders=(folder,)), checkpoint_bytes=25 * 10**9) == []
     (full,) = judged(given, sound(folders=(folder,)), checkpoint_bytes=26 * 10**9)
-    assert full.severity == "fault"
+    assert full.severity == "error"
     assert full.problem == "100 GB free; 3 checkpoints and one being written take 104 GB"
     assert judged(recipe(), sound(folders=(folder,)), checkpoint_bytes=10**15) == [], (
         "it writes none"
@@ -87,5 +87,5 @@ def test_float8_engines_want_gpus_that_have_it() -> None:
     )
     given = recipe("placement.gpus=1", "rollout.engine.fp8=true")
     (finding,) = judged(given, old)
-    assert (finding.severity, finding.where) == ("fault", "rollout.engine.fp8")
+    assert (finding.severity, finding.where) == ("error", "rollout.engine.fp8")
     assert judged(given, sound()) == []

@@ -206,9 +206,9 @@ def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:
     lines = {
         (one["severity"], one["where"], *one["nodes"]): one["problem"] for one in found["findings"]
     }
-    assert lines["fault", "apex", SECOND] == "0.1, where 1 node has nothing"
+    assert lines["error", "apex", SECOND] == "0.1, where 1 node has nothing"
     assert lines["warning", "NCCL_IB_HCA", SECOND] == "mlx5_1, where 1 node has nothing"
-    assert [key for key in lines if key[0] == "fault"] == [("fault", "apex", SECOND)]
+    assert [key for key in lines if key[0] == "error"] == [("error", "apex", SECOND)]
     for node in found["facts"]:
         assert abs(node["clock_offset_s"]) <= node["clock_error_s"], (
             "two processes of one machine have one clock"
@@ -233,8 +233,8 @@ def test_a_wrong_token_is_named_and_this_machine_is_looked_at_all_the_same(nodes
     wrong.chmod(0o600)
     done = nodes.doctor(token=wrong)
     assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("fault: ")]
-    assert line.startswith(f"fault: RAY_ADDRESS: no Ray cluster can be joined at {nodes.address} (")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: RAY_ADDRESS: no Ray cluster can be joined at {nodes.address} (")
     assert "token that RAY_AUTH_TOKEN_PATH names" in line
     assert "note: GPUs: nvidia-smi lists none" in done.stdout
     assert "6" * 64 not in done.stdout + done.stderr

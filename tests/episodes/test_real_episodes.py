@@ -93,7 +93,7 @@ class Faulty(Environment):
     """Answers in the way that its row names."""
 
     def reset(self, row):
-        self._fault = row["fault"]
+        self._fault = row["error"]
 
     def reply(self, text):
         if self._fault == "hang":
@@ -308,7 +308,7 @@ def test_errors_of_environments_cost_their_own_episodes(
     errors = [*ENDED_BY, "flood", *["none"] * 4]
     ids = tuple(turn_tokenizer.first("go"))
     prompts = [
-        Prompt(f"row {place}", "", ids, "", {"fault": error}, "go")
+        Prompt(f"row {place}", "", ids, "", {"error": error}, "go")
         for place, error in enumerate(errors)
     ]
     sampling, ended = Sampling(1, 4 * TURN_TOKENS, stream=(6, 2)), faulty.counts.ended

@@ -144,7 +144,7 @@ def test_an_estimate_is_the_plan_without_its_reshard(recipe: Recipe, estimator: 
     for overlay in overlays:
         found, plan = estimator.estimate(overlay), planned(estimator, overlay)
         assert found.step_s == pytest.approx(plan.step.total_s - plan.step.reshard_s)
-        assert found.memory == plan.memory.__class__(**{**vars(plan.memory), "faults": []})
+        assert found.memory == plan.memory.__class__(**{**vars(plan.memory), "errors": []})
         assert found.fits() == fits(plan)
 
 

@@ -385,10 +385,10 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
     content: dict[str, Any] = json.loads(said.out)
     assert content["fits"] is False and content["hardware"]["memory_bytes"] == 3_000_000_000
     lines = said.err.splitlines()
-    assert lines and len(lines) == len(content["faults"])
+    assert lines and len(lines) == len(content["errors"])
     assert all(
         line.startswith(f"{error['where']}: ")
-        for error, line in zip(content["faults"], lines, strict=True)
+        for error, line in zip(content["errors"], lines, strict=True)
     )
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -384,8 +384,8 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import os\n"
         "from megarl.config import RewardConfig\n"
-        "from megarl.rollout.reward_workers.by_source import Scorers\n"
-        f"judges = Scorers(RewardConfig(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
+        "from megarl.rollout.reward_workers.by_source import RewardWorkers\n"
+        f"judges = RewardWorkers(RewardConfig(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
         "print(*judges.pids(), flush=True)\n"
         f"judges.wait_for_rewards('7', {{}}, ['daemon {path}'])\n"
     )
