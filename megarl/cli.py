@@ -2,8 +2,8 @@
 `reward-check`, `episode-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to correct in the recipe or its files, a
-line each; 75 ended early by SIGUSR1, to be started again with --resume; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait until
-the recipe is known to be good.
+line each; 75 ended early by SIGUSR1, to be started again with --resume; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait
+until the recipe is known to be good.
 """
 
 from __future__ import annotations
@@ -273,7 +273,10 @@ def episode_check(
         Path | None, typer.Option(metavar="FILE", help="Play a file's episodes again.")
     ] = None,
 ) -> None:
-    """Try a recipe's tools or environment without a model; exit code 2: something is to correct, or came out otherwise."""
+    """Try a recipe's tools or environment without a model.
+
+    Exit code 2: something is to correct, or came out otherwise.
+    """
 
     def run(recipe: Recipe) -> None:
         from megarl.commands.episode_check import check

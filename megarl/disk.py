@@ -49,7 +49,7 @@ def writing(folder: Path, what: str, where: str = "run.dir") -> Iterator[None]:
 
 
 def _error(error: BaseException, folder: Path, what: str, where: str) -> UserError | None:
-    """The fault that replaces an error; None for an error that has nothing to do with the file system."""
+    """The UserError that replaces an error; None for an error that has nothing to do with the file system."""
     cause = _system_error(error)
     if not folder.is_dir() and (cause is None or cause.errno in _GONE):
         return folder_gone(folder, what)
@@ -132,7 +132,7 @@ def output_error(
 
 
 def folder_gone(folder: Path, what: str) -> FolderGone:
-    """The fault of a folder that was removed, or replaced by another."""
+    """The error of a folder that was removed, or replaced by another."""
     problem = f"the folder was removed or replaced while the run wrote {what}"
     return FolderGone(str(folder), problem, "what it held is lost, so start the run again")
 

@@ -8,7 +8,7 @@ _LONGEST_NAME = 100  # a longer name is no misspelling, and comparing it takes l
 
 
 def did_you_mean(names: Sequence[str], otherwise: str) -> str:
-    """What a fault tells the user to write instead: one of at most three `names`; `otherwise` where there are none."""
+    """What an error tells the user to write instead: one of at most three `names`; `otherwise` where there are none."""
     if names:
         return f"did you mean {' or '.join(names[:3])}?"
     return otherwise

@@ -220,7 +220,7 @@ def needs_old_logprobs(hyperparameters: Hyperparameters, num_updates: int) -> bo
     """Whether a step computes the old policy's log-probabilities in a forward pass of its own, before its updates.
 
     With one update the trained policy is the old one, and its own pass gives them. They are still needed first where
-    rewards have a KL penalty, or where the mismatch correction drops tokens: these decide advantages and denominators.
+    rewards have a KL penalty, or where the rollout correction drops tokens: these decide advantages and denominators.
     """
     return num_updates > 1 or hyperparameters.pays_kl or drops(hyperparameters)
 

@@ -54,13 +54,15 @@ def policy_loss(
     targets: Targets,
     hyperparameters: Hyperparameters,
 ) -> LossResult:
-    """Weighted sum over the masked tokens of the surrogate, corrected for the engine's mismatch, and of the penalties.
+    """Weighted sum over the masked tokens of the surrogate, corrected for the engine's other logprobs, and of the
+    penalties.
 
     + kl_coefficient x KL(policy | reference) - entropy_coefficient x entropy; and of -log p by weights of its own
     (of the correct samples: VAPO, arXiv 2504.05118, eq. 10). old_logp_T: of the policy before the step, around which
     the ratio is clipped; a token whose log-ratio leaves +-20 has no gradient by it. What earlier policies sampled is
-    corrected by the mismatch (decoupled PPO, arXiv 2505.24298); where that is off, the ratio of these tokens is to the
-    engine's own probabilities. Tokens that the mismatch drops are out of the mask, and in the statistics of the engine.
+    corrected by the rollout correction (decoupled PPO, arXiv 2505.24298); where that is off, the ratio of these tokens
+    is to the engine's own probabilities. Tokens that the rollout correction drops are out of the mask, and in the
+    statistics of the engine.
     """
     mask_T = targets.loss_mask_T
     sampled_T = targets.sampled_T

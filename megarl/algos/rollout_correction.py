@@ -74,7 +74,8 @@ def dropped(
 def weights(
     old_logp_T: torch.Tensor, targets: Targets, hyperparameters: Hyperparameters
 ) -> Weighted:
-    """(weight_T, without a gradient; statistics over all sampled tokens), where hyperparameters.mismatch is not off.
+    """(weight_T, without a gradient; statistics over all sampled tokens), where hyperparameters.rollout_correction is
+    not off.
 
     tis: min(w, high), truncated (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     training"). The others: w, of mis_sequence the product of its sequence at each token; dropped tokens have 0.

@@ -12,8 +12,8 @@ class Targets:
     """What losses read, every tensor [T] and aligned with the logprobs: entry t is about the token that t predicts.
 
     The last position of every sequence predicts nothing: it is masked, as is the padding, and as are sampled tokens
-    that a mismatch correction drops (by `mismatch.dropped`, before the loss). Only a critic has returns and values from
-    before the step's updates.
+    that a rollout correction drops (by `rollout_correction.dropped`, before the loss). Only a critic has returns and
+    values from before the step's updates.
     """
 
     loss_mask_T: torch.Tensor

@@ -45,7 +45,7 @@ def without_head(path: str | Path) -> bool:
 def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
     """Check names and shapes of the checkpoint's tensors against `config.json`, reading only the files' headers.
 
-    A missing score head is no fault. One fault for each mend, which names its first tensor and counts the others: a
+    A missing score head is no error. One error for each mend, which names its first tensor and counts the others: a
     wrong width is wrong in every layer.
     """
     found: list[UserError] = []

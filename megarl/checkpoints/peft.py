@@ -113,7 +113,7 @@ def lost_in_transformers(factors: Collection[str]) -> str | None:
 
 
 def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserError]:
-    """Faults of a folder as the adapters that a recipe asks for; reads only the files' headers.
+    """Errors of a folder as the adapters that a recipe asks for; reads only the files' headers.
 
     For a shape with scores it must have a head as well, as PEFT writes one beside the adapters of a classifier.
     """

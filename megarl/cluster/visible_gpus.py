@@ -23,7 +23,7 @@ _INSTALL = "install requirements/gpu.txt (docs/install.md)"
 
 
 def device_errors() -> list[UserError]:
-    """Faults of this machine and of this process's environment; none where MEGARL_DEVICE asks for the CPU."""
+    """Errors of this machine and of this process's environment; none where MEGARL_DEVICE asks for the CPU."""
     asked = os.environ.get(DEVICE_VARIABLE, "")
     if asked not in ("", "cpu", "cuda"):
         return [

@@ -35,7 +35,7 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     """Check a recipe, launch nothing, write nothing, and say in some lines what was found.
 
     A recipe with placement.hardware is checked as for GPUs, any other as for this machine. Raises UserErrors with every
-    fault.
+    error.
     """
     device = "cuda" if recipe.placement.hardware else DEVICE
     found, absent = stand_ins(recipe)
@@ -58,7 +58,7 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
 
 
 def argument_errors(roles: Roles, device: str, absent: Container[str]) -> list[UserError]:
-    """Faults that Megatron's and SGLang's own classes find in the arguments that they would get.
+    """Errors that Megatron's and SGLang's own classes find in the arguments that they would get.
 
     They are asked about a run on this machine only where the recipe gives them something to judge (`_asks_megatron`,
     `_asks_sglang`). SGLang's are not asked where the engines' layout is wrong or the algorithm unknown, and neither is
@@ -103,7 +103,7 @@ def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> list[
 
 
 def _sglang_errors(recipe: Recipe, device: str) -> list[UserError]:
-    """Faults of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
+    """Errors of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
     try:
         if sglang_errors(recipe.rollout.engine.sglang):
             return []

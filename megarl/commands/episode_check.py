@@ -133,7 +133,7 @@ def _demonstrated(rows: Sequence[_Row], name: str | None) -> list[list[ScriptedT
 
 @dataclass
 class _Trial:
-    """What is tried, and the faults that were found: by name and kind, so that each is told once."""
+    """What is tried, and the errors that were found: by name and kind, so that each is told once."""
 
     recipe: Recipe
     thread: EnvironmentThread
@@ -247,7 +247,7 @@ class _Trial:
         return f"{_cut(text)} ({', '.join(facts)}{cut})"
 
     def _judge(self, step: PlayedStep, place: str) -> bool:
-        """Whether an answer is one; else it becomes a fault."""
+        """Whether an answer is one; else it becomes an error."""
         if step.result is None or step.result.error not in _HINTS:
             return True
         problem = f"{place}: {step.result.text}"

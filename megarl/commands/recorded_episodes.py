@@ -1,6 +1,6 @@
 """Episodes of a file played again: their turns are given as tokens, and tools or an environment answer them anew.
 
-The runner of episodes gets these turns in place of an engine's, so that they are read, answered and spliced as in a
+The runner of episodes gets these turns in place of an engine's, so that they are read, answered and tokenised as in a
 rollout. Whatever is before a turn must be, token for token, what the file has before it.
 """
 
@@ -186,7 +186,7 @@ def first_difference(
 
 
 def _reward(judged: Judged) -> str:
-    """A verdict in words, with every bit of the float32 that a file keeps."""
+    """A reward in words, with every bit of the float32 that a file keeps."""
     if isinstance(judged, RewardResult):
         return f"the reward {np.float32(judged.reward)!s} ({'correct' if judged.correct else 'not correct'})"
     return "no reward"

@@ -1,6 +1,6 @@
-"""`megarl reward-check`: the verdicts of a reward on its data's own answers, on others, and on hostile responses.
+"""`megarl reward-check`: the results of a reward function on its data's own answers, others, and hostile responses.
 
-Or, with `--samples`, on the samples of a file, compared with the verdicts that the file has.
+Or, with `--samples`, on the samples of a file, compared with the rewards that the file has.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check(
 ) -> bool:
     """Print what was found in the first rows of a file of data, or the first groups of a file of samples.
 
-    Whether no verdict failed. Raises UserError for a wrong function or file, and unless one file is given. Responses
+    Whether no reward failed. Raises UserError for a wrong function or file, and unless one file is given. Responses
     are scored as in a run: in a process of its own, within the same limits.
     """
     if data and not samples:
@@ -106,7 +106,7 @@ def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: 
 
 
 def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
-    """How the verdicts differ from the file's. Functions that take it get each sample's episode."""
+    """How the rewards differ from the file's. Functions that take it get each sample's episode."""
     file = open_samples(path)
     groups = chain.from_iterable(file.groups(step) for step in range(1, file.num_steps + 1))
     found: dict[str, list[Trial]] = {_BEFORE: [], _ANEW: []}

@@ -100,7 +100,7 @@ class SourceRewardConfig(Branch):
 class RewardConfig(Branch):
     """`module:function` that scores a response, with keyword arguments; `by_source` has functions for named sources.
 
-    Every verdict is computed in a process with limits of time and memory (docs/rewards.md). After a failed verdict
+    Every reward is computed in a process with limits of time and memory (docs/rewards.md). After a failed reward
     `on_failure` decides: the sample leaves the group, the run stops, or the reward is `penalty`.
     """
 
@@ -109,8 +109,8 @@ class RewardConfig(Branch):
     source: Text = "data_source"  # the column that names a row's source
     by_source: Mapping[Text, SourceRewardConfig] = Field(default_factory=dict)
     workers: Annotated[int, Field(ge=1, le=1024)] = 2  # processes of each function for every engine
-    timeout_s: Seconds = 5.0  # of one verdict
-    # of a verdict, beyond what loading the function takes
+    timeout_s: Seconds = 5.0  # of one reward
+    # of a reward, beyond what loading the function takes
     memory_mb: Annotated[int, Field(ge=1, le=2**24)] = 1024
     on_failure: WhenFailed = "drop"
     penalty: Weight = 0.0

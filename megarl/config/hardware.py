@@ -67,7 +67,7 @@ def communicator_bytes(path: str | Path | None) -> int:
 
 
 def load_hardware(path: str | Path | None) -> Hardware:
-    """Read one file. Raises UserErrors with the faults of its lines; UserError where there is no such file."""
+    """Read one file. Raises UserErrors with the errors of its lines; UserError where there is no such file."""
     if path is None:
         there = sorted(str(file) for file in FOLDER.glob("*.yaml"))
         if there:

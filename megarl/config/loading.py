@@ -1,4 +1,4 @@
-"""A recipe on disk: YAML, overlays and `a.b=c` into the frozen tree, with every fault told where it was written."""
+"""A recipe on disk: YAML, overlays and `a.b=c` into the frozen tree, with every error told where it was written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply overrides in order: `a.b=c`, whose value is YAML, or the name of an overlay's file.
 
     An overlay is a YAML file with some of a recipe's keys: mappings merge key by key, anything else is replaced, and
-    null takes a named entry (data.eval.NAME) out. Raises UserErrors with every fault at once: unknown keys with the
+    null takes a named entry (data.eval.NAME) out. Raises UserErrors with every error at once: unknown keys with the
     nearest known one, wrong types, missing keys.
     """
     return load_branch(Recipe, path, overrides)
@@ -126,7 +126,7 @@ def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parse
 
 
 def _note(parsed: Parsed, found: Parsed) -> None:
-    """Add to `found` where the parsed keys are written, and their faults."""
+    """Add to `found` where the parsed keys are written, and their errors."""
     found.origins |= parsed.origins
     found.errors += parsed.errors
     found.keys_at_fault |= parsed.keys_at_fault
@@ -168,7 +168,7 @@ def _is_named(keys: Keys, kind: type[Branch]) -> bool:
 
 
 def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Parsed) -> None:
-    """Remove the entry, or all entries, of a named mapping; a name that is not there is a fault."""
+    """Remove the entry, or all entries, of a named mapping; a name that is not there is an error."""
     key = keys[-1]
     path = dotted(keys)
     if get_origin(_annotation(keys, kind)) is Mapping:

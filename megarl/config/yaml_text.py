@@ -80,7 +80,7 @@ def dotted(keys: Keys) -> str:
 
 @dataclass
 class Parsed:
-    """A YAML text's value; dotted key -> where it is written; the faults of single values, and whose they are."""
+    """A YAML text's value; dotted key -> where it is written; the errors of single values, and whose they are."""
 
     value: Any = None
     origins: dict[str, str] = field(default_factory=dict)
@@ -114,7 +114,7 @@ def parse(
 ) -> Parsed:
     """The value of a YAML text.
 
-    where: a line, counted from 1 -> where it is, for faults and origins. is_free: whether the value of a key may be
+    where: a line, counted from 1 -> where it is, for errors and origins. is_free: whether the value of a key may be
     of any type, so that no later check tells of one that is meant otherwise. prefix: the key whose value the text is.
     Raises UserErrors for a text that has no value.
     """
@@ -191,9 +191,9 @@ def _walk(
     is_free: Callable[[Keys], bool],
     found: Parsed,
 ) -> None:
-    """Note every key below `node` with its place, and the faults of its values; keys: those that lead to the node.
+    """Note every key below `node` with its place, and the errors of its values; keys: those that lead to the node.
 
-    A key written twice is a fault, for YAML drops one in silence. Raises UserErrors for what has no value.
+    A key written twice is an error, for YAML drops one in silence. Raises UserErrors for what has no value.
     """
     place = where(node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):

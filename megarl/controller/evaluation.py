@@ -17,7 +17,7 @@ _STREAMS = 1_000_000
 def evaluate(run: Run, record: Record) -> None:
     """Sample and score all evaluation sets with the published weights.
 
-    Raises UserError(reward.function), or (episode) where that rewards, where every verdict of a set failed.
+    Raises UserError(reward.function), or (episode) where that rewards, where every reward of a set failed.
     """
     with record.phase("eval"):
         answered = {

@@ -1,17 +1,17 @@
 """The training loop. It knows the order of the phases; what an algorithm needs is stages that its row names.
 
 Each phase begins when the phase before it has ended, and the samples stay in the object store: the controller passes
-references. With `rollout.ahead` engines that have GPUs of their own sample a phase of the stock from the end of
+references. With `rollout.ahead` engines that have GPUs of their own sample a phase of the buffer from the end of
 `rollout` on, and `ahead` waits for it; otherwise the loop is synchronous.
 
 | phase   | is fed by                                      | waits for                    | is freed by            |
 |---------|------------------------------------------------|------------------------------|------------------------|
-| rollout | prompts, the stock, weights of version n       | the engines' KV cache        | the next hand-over     |
+| rollout | prompts, the buffer, weights of version n       | the engines' KV cache        | the next hand-over     |
 | score   | groups of the rollout                          | the reward model's memory    | the next hand-over     |
 | observe | samples with their rewards                     | the policy's memory          | hand-over to `critic`  |
 | critic  | samples, KL penalties of `observe`             | the critic's memory          | the next hand-over     |
 | train   | samples with advantages, token values          | the policy's memory          | hand-over to `reshard` |
-| ahead   | the stock, prompts, weights of version n       | nothing                      | its own end            |
+| ahead   | the buffer, prompts, weights of version n       | nothing                      | its own end            |
 | save    | weights and optimizer after the updates        | the checkpoint before it     | `Saver.settle`         |
 | reshard | the policy's weights                           | the engines' weights' memory | hand-over to `rollout` |
 | eval    | evaluation prompts, weights of version n + 1   | the engines' KV cache        | the next step's phases |
@@ -67,7 +67,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
 def begin(
     recipe: Recipe, inputs: Inputs, cluster: Cluster, log: RunLog, start: Snapshot | None
 ) -> tuple[Run, GroupBuffer]:
-    """Everything before the first step, of a new run or after a checkpoint; the run, and its stock."""
+    """Everything before the first step, of a new run or after a checkpoint; the run, and its buffer."""
     buffer = GroupBuffer()
     with log.start(is_new=start is None) as record:
         record.add(inputs.metrics)
@@ -96,7 +96,7 @@ def begin(
 
 
 def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
-    """One training step with its evaluation and checkpoint; stock: of the step before, and for the next."""
+    """One training step with its evaluation and checkpoint; buffer: of the step before, and for the next."""
     run.saver.leave_if_wanted()
     with run.log.step(number) as record:
         buffer = train_step(run, Step(number, record, buffer))
@@ -107,7 +107,7 @@ def take_step(run: Run, number: int, buffer: GroupBuffer) -> GroupBuffer:
 
 
 def train_step(run: Run, step: Step) -> GroupBuffer:
-    """Rollout -> reward -> advantage -> train -> reshard; the stock for the next step."""
+    """Rollout -> reward -> advantage -> train -> reshard; the buffer for the next step."""
     # rollout, reward, advantage and train: the stages of the algorithm's row
     step = learn(run, step)
     step = finish_rollout(step)

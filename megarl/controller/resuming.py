@@ -37,7 +37,7 @@ _COMPLETE_GROUP_KEYS = (
 
 @dataclass(frozen=True)
 class BufferState:
-    """A stock's counters and tickets; its groups have a file of their own.
+    """A buffer's counters and drawn prompts; its groups have a file of their own.
 
     streams: by number in the buffer, in the groups' order. has_open: whether any of these is open. trained, dropped: as
     in `RolloutBuffer`, in hexadecimal digits. surplus: of `RolloutBuffer`; a checkpoint without it is of a run that
@@ -53,7 +53,7 @@ class BufferState:
 
     @staticmethod
     def of(buffer: GroupBuffer) -> dict[str, Any]:
-        """The state as JSON stores it. Raises RuntimeError where a ticket is lost or counted twice."""
+        """The state as JSON stores it. Raises RuntimeError where a drawn prompt is lost or counted twice."""
         buffer.check()
         streams = {str(entry.drawn.number): list(entry.drawn.stream) for entry in buffer.entries}
         state = BufferState(
@@ -81,7 +81,7 @@ class Progress:
     shape: dict[str, object]
     critic: dict[str, Any] | None  # `critic_of`, in a run with a critic
     buffer: dict[str, Any]  # `BufferState`
-    sampling: dict[str, Any]  # what the groups of the stock depend on: `sampling_keys`
+    sampling: dict[str, Any]  # what the groups of the buffer depend on: `sampling_keys`
     lora: dict[str, Any] | None = None  # `adapter_identity`, in a run that trains adapters
 
 
@@ -137,7 +137,7 @@ def progress_of(snapshot: Snapshot) -> Progress:
 
 
 def _buffer_of(snapshot: Snapshot, stored: dict[str, Any]) -> BufferState:
-    """The stock's counters and tickets. Raises UserErrors as `progress_of` does."""
+    """The buffer's counters and drawn prompts. Raises UserErrors as `progress_of` does."""
     state = _stored(snapshot, BufferState, stored)
     are_hexadecimal = all(
         re.fullmatch("[0-9a-f]+", digits) for digits in (state.trained, state.dropped)
@@ -182,7 +182,7 @@ def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
 
 
 def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
-    """The faults of a stock in a file format of another version, or whose groups cannot go on under the recipe."""
+    """The errors of a buffer in a file format of another version, or whose groups cannot go on under the recipe."""
     buffer = _buffer_of(found, then.buffer)
     if not buffer.streams:
         return []
@@ -210,7 +210,7 @@ def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
 
 
 def sampling_keys(recipe: Recipe) -> dict[str, Any]:
-    """By recipe key, what the open groups of a stock depend on: their samples, and how old their tokens become.
+    """By recipe key, what the open groups of a buffer depend on: their samples, and how old their tokens become.
 
     How old those of complete groups become is computed from the groups (`RolloutBuffer.after_loading`).
     """
@@ -366,9 +366,9 @@ def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
 
 
 def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupBuffer:
-    """Load a checkpoint into the ranks and move the data on to where it was; the stock, with its prompts' own rows.
+    """Load a checkpoint into the ranks and move the data on to where it was; the buffer, with its prompts' own rows.
 
-    Raises UserError where these are not the rows of the stock's groups.
+    Raises UserError where these are not the rows of the buffer's groups.
     """
     then = progress_of(snapshot)
     groups = fleet.resume(snapshot.folder, then.version, then.attempts)

@@ -58,7 +58,7 @@ class Run(TrainingRun):
 class Step:
     """One step: the record that it fills, and what its stages have found so far.
 
-    stock: groups that were not trained on yet; of the step before until `rollout` is finished, then for the next.
+    buffer: groups that were not trained on yet; of the step before until `rollout` is finished, then for the next.
     samples: of `groups`, with their advantages. lr: the policy's. trained: None where the policy was not updated.
     """
 

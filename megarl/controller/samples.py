@@ -31,9 +31,10 @@ from megarl.types import (
 from megarl.types.reward_result import REWARD_HINT
 from megarl.types.sampling import Sampling
 
-# (stock, how many prompts to draw, number of the round of drawing for this step) -> the stock with their tickets
+# (buffer, how many prompts to draw, number of the round of drawing for this step) -> the buffer with their drawn
+# prompts
 Admit = Callable[[GroupBuffer, int, int], GroupBuffer]
-# The stock -> the same after a phase, in which every open group has gone on.
+# The buffer -> the same after a phase, in which every open group has gone on.
 Advance = Callable[[GroupBuffer], GroupBuffer]
 
 
@@ -59,7 +60,7 @@ def is_mixed(group: GroupSummary) -> bool:
 
 @dataclass(frozen=True)
 class Limits:
-    """How many groups a step trains on, and how many are in flight: in the stock, open or complete.
+    """How many groups a step trains on, and how many are in flight: in the buffer, open or complete.
 
     in_flight: at most, as many as `BufferSizes` allows. steps_left: of the run after this step; None: it has no end.
     ahead: the phase that a step would begin with is sampled while the ranks learn in the step before. is_phased:
@@ -105,7 +106,7 @@ class Limits:
         return len(buffer.finished) < self.wanted
 
     def begins_with_phase(self, buffer: GroupBuffer) -> bool:
-        """Whether a step with this stock has a phase at all.
+        """Whether a step with this buffer has a phase at all.
 
         Open groups go on for one phase in every step at least, so that none grows old without growing.
         """
@@ -114,7 +115,7 @@ class Limits:
     def completed(
         self, before: GroupBuffer, after: GroupBuffer
     ) -> tuple[GroupBuffer, list[GroupSummary]]:
-        """The stock after a phase, without what dynamic sampling drops, and the groups that the phase has completed."""
+        """The buffer after a phase, without what dynamic sampling drops, and the groups that are complete now."""
         was_open = {entry.drawn.number for entry in before.open}
         new = [entry for entry in after.finished if entry.drawn.number in was_open]
         if self.hyperparameters.dynamic_sampling:
@@ -124,7 +125,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Collected:
-    """What the phases of a step have found. before, stock: at its begin, and for the next, without the chosen groups.
+    """What the phases of a step have found. before, buffer: at its begin, and for the next, without the chosen groups.
 
     complete: every group that became complete. rounds: of drawing.
     """
@@ -136,7 +137,7 @@ class Collected:
     rounds: int
 
     def advanced(self, buffer: GroupBuffer, complete: list[GroupSummary]) -> Collected:
-        """With a phase more, from the stock that it left; complete: the groups that it has completed."""
+        """With a phase more, from the buffer that it left; complete: the groups that it has completed."""
         rounds = self.rounds + (buffer.next_number > self.buffer.next_number)
         return replace(self, buffer=buffer, complete=self.complete + complete, rounds=rounds)
 
@@ -161,7 +162,7 @@ class Collected:
 
 
 def waiting_metrics(chosen: Sequence[GroupSummary], buffer: GroupBuffer) -> Metrics:
-    """What waits in the stock after a step, beside what the step trains on.
+    """What waits in the buffer after a step, beside what the step trains on.
 
     `groups`: that wait; `open`: of these, those with open samples. `longest_mean`: the mean over them of the tokens
     that a group's longest response has so far (of open episodes: of all after the prompt); `longest_trained_mean`: the

@@ -74,7 +74,7 @@ class Saver:
     def begin(self, step: int, buffer: GroupBuffer) -> Metrics:
         """Begin a checkpoint if it is due; the readings of memory that was handed over for it.
 
-        Call it while the training ranks hold their memory, before the publication. stock: for the next step.
+        Call it while the training ranks hold their memory, before the publication. buffer: for the next step.
         """
         self._now = _RunState(self._progress(step, buffer), buffer)
         self._is_saved = False

@@ -61,7 +61,7 @@ def sample(run: Run, step: Step) -> Step:
 
 
 def finish_rollout(step: Step) -> Step:
-    """After the updates: the stock for the next step, once the phase has ended that was sampled meanwhile."""
+    """After the updates: the buffer for the next step, once the phase has ended that was sampled meanwhile."""
     if step.rollout:
         return replace(step, buffer=step.rollout.finish(step.record))
     return step

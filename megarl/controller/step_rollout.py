@@ -42,11 +42,11 @@ class StepRollout:
         self._before_phase = before_phase
         self._balances: list[PhaseBalance] = []
         self._found: Collected
-        # its stock, the round, when it began
+        # its buffer, the round, when it began
         self._beside: tuple[GroupBuffer, SamplingPhase, float] | None = None
 
     def collect(self, buffer: GroupBuffer) -> RolloutBatch:
-        """The groups that the step trains on; stock: of the step before."""
+        """The groups that the step trains on; buffer: of the step before."""
         self._found = collect(self._limits, buffer, self._admit, self._advance)
         return self._found.chosen
 
@@ -64,7 +64,7 @@ class StepRollout:
         self._beside = buffer, began, time.monotonic()
 
     def finish(self, record: Record) -> GroupBuffer:
-        """Wait for the phase that was begun; the stock for the next step, and in the record what all phases found."""
+        """Wait for the phase that was begun; the buffer for the next step, and in the record what all phases found."""
         with record.phase("ahead") if self._beside else nullcontext():
             record.add(self._end_next())
         record.add(self._found.counts(self._limits))
@@ -103,7 +103,7 @@ class StepRollout:
         )
 
     def _after(self, buffer: GroupBuffer, round_: SamplingPhase) -> GroupBuffer:
-        """The stock after this round of its open groups."""
+        """The buffer after this round of its open groups."""
         entries, balance = round_.result()
         self._balances.extend([balance] if balance else [])
         return buffer.updated(entries)

@@ -102,7 +102,7 @@ def _token_findings() -> list[Finding]:
 
 
 def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """The faults of a run's own checks, and the findings about what the recipe needs of the nodes."""
+    """The errors of a run's own checks, and the findings about what the recipe needs of the nodes."""
     from megarl.plan.model_size import model_sizes
     from megarl.preflight.checks_by_command import check
 

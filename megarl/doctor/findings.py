@@ -1,4 +1,4 @@
-"""Findings, each a problem, the nodes that have it, and the mend; and the doctor's report of them."""
+"""Findings, each a problem, the nodes that have it, and the hint; and the doctor's report of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def of_node(node: NodeFacts, *problems: Iterable[Problem]) -> list[Finding]:
 
 
 def of_errors(errors: Iterable[UserError]) -> list[Finding]:
-    """Faults of megarl's other checks as findings without a node."""
+    """Errors of megarl's other checks as findings without a node."""
     return [Finding("error", error.where, error.problem, error.hint) for error in errors]
 
 

@@ -1,6 +1,6 @@
 """Rules about several nodes, which should be alike, and about what a recipe needs of its nodes. Pure.
 
-`megarl.preflight.checks_by_command` finds the recipe's own faults.
+`megarl.preflight.checks_by_command` finds the recipe's own errors.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from megarl.samples.summaries import partial_summary, summary
 from megarl.types import Metrics, SampleGroup
 
 CRITIC = "critic"  # the folder of the critic's files in a checkpoint
-BUFFER_FILE = "stock.parquet"  # a checkpoint's file of the stock's groups, a row group each
+BUFFER_FILE = "stock.parquet"  # a checkpoint's file of the buffer's groups, a row group each
 
 
 class TrainingFleet:
@@ -215,7 +215,7 @@ class Fleet(TrainingFleet):
     def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Summary, Ref]]:
         """Load a checkpoint whose weights were published last as `version`.
 
-        Returns the groups of its stock, each with its prompt's id.
+        Returns the groups of its buffer, each with its prompt's id.
         """
         if self.critic:
             self.onload_for("critic")

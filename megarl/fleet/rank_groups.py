@@ -36,7 +36,7 @@ class RolloutBatch:
 
     @staticmethod
     def of(entries: Sequence[Entry[Ref]]) -> RolloutBatch:
-        """The complete groups of a stock's entries."""
+        """The complete groups of a buffer's entries."""
         complete = [
             (one.summary, one.ref) for one in entries if isinstance(one.summary, GroupSummary)
         ]
@@ -86,7 +86,10 @@ class Trained:
 
 
 class RankGroup:
-    """All ranks of one Megatron world; rank r is on GPU slot first + r. Ranks on `shared` slots hand over memory."""
+    """All ranks of one Megatron world.
+
+    Rank r is on GPU slot first + r. Ranks on `shared` slots take turns with the memory.
+    """
 
     def __init__(
         self,
@@ -216,7 +219,7 @@ class RankGroup:
             updates = min(updates, math.ceil(updates * share))
         return plan_updates(
             samples,
-            updates=min(updates, num_samples),  # verdicts that failed may leave fewer samples too
+            updates=min(updates, num_samples),  # rewards that failed may leave fewer samples too
             dp=self._layout.dp,
             token_budget=train.tokens_per_micro_batch,
             aggregation=hyperparameters.aggregation,

@@ -1,4 +1,4 @@
-"""One round of sampling: groups go to the engines as these have room, and samples are counted as they finish."""
+"""One sampling phase: groups go to the engines as these have room, and samples are counted as they finish."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail
 
 
 class SamplingPhase:
-    """A round of sampling: one phase of the open samples of groups. Each engine has one call `take_completed` open.
+    """A sampling phase: one phase of the open samples of groups. Each engine has one call `take_completed` open.
 
-    The call returns before the verdicts, so that slow ones do not keep work from an engine. After a failed round the
+    The call returns before the rewards, so that slow ones do not keep work from an engine. After a failed round the
     engines must not be used again: calls are still open.
     """
 
@@ -92,7 +92,7 @@ class SamplingPhase:
         return 0.0
 
     def labels(self) -> dict[Ref, str]:
-        """The open calls with their engines' names: for what engines finish next, and for summaries, after verdicts."""
+        """The open calls with their engines' names: for what engines finish next, and for summaries, after rewards."""
         return {
             **self._unscored,
             **{ref: self._workers[engine].name for ref, engine in self._reports.items()},

@@ -14,7 +14,7 @@ _TIMED_OUT = "TimeLimitExceeded"
 
 
 def url_errors(url: str) -> list[UserError]:
-    """The fault of a malformed address."""
+    """The error of a malformed address."""
     parts = urlsplit(url)
     if parts.scheme in ("http", "https") and parts.hostname:
         return []
@@ -28,7 +28,7 @@ def url_errors(url: str) -> list[UserError]:
 
 
 def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
-    """Run a program there. Raises ConnectionError when the service does not run it: the verdict fails."""
+    """Run a program there. Raises ConnectionError when the service does not run it: the reward fails."""
     request = {
         "code": program,
         "language": "python",

@@ -135,7 +135,7 @@ class WorkerPool(Generic[Process]):
             )
 
     def _fail(self, error: UserError) -> None:
-        """The function cannot be used: all callers that wait get the fault."""
+        """The function cannot be used: all callers that wait get the error."""
         self._error = self._error or error
         self._num_workers = 0
         jobs = [*self._waiting]

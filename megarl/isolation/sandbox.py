@@ -67,7 +67,7 @@ class Outcome:
 
 
 def sandbox_errors(*, unsafe: bool = False) -> list[UserError]:
-    """The fault of a machine on which programs cannot be isolated, found by starting bwrap; unsafe: none is needed."""
+    """The error of a machine on which programs cannot be isolated, found by starting bwrap; unsafe: none is needed."""
     problem = "" if unsafe else find_problem()
     if problem:
         return [UserError(WHERE, problem, _HINT)]
@@ -340,7 +340,7 @@ def _end(first: int) -> None:
 
 
 def _await_end(process: int) -> None:
-    """Raises RuntimeError when a killed process does not end, so that the verdict fails."""
+    """Raises RuntimeError when a killed process does not end, so that the reward fails."""
     with selectors.DefaultSelector() as selector:
         selector.register(process, selectors.EVENT_READ)
         if not selector.select(_ENDS_WITHIN_S):

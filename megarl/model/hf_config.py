@@ -105,7 +105,7 @@ def read_json(file: Path) -> dict[str, Any]:
 class HfModel:
     """The `config.json` of a checkpoint folder, read once.
 
-    fault: why `facts`, and perhaps `known_shape` too, could not be read and are None. context_tokens: None where the
+    error: why `facts`, and perhaps `known_shape` too, could not be read and are None. context_tokens: None where the
     file does not have them.
     """
 
@@ -117,7 +117,7 @@ class HfModel:
 
     @property
     def shape(self) -> ModelShape:
-        """Raises the fault where the shape could not be read."""
+        """Raises the error where the shape could not be read."""
         if self.known_shape is None:
             assert self.error
             raise self.error

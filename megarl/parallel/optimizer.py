@@ -90,7 +90,7 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
 
 
 def transformer_engine_error(train: TrainConfig, offloaded: bool) -> UserError | None:
-    """The fault of a recipe that asks for TransformerEngine's optimizer where it is not installed, or on the CPU."""
+    """The error of a recipe that asks for TransformerEngine's optimizer where it is not installed, or on the CPU."""
     if (HAVE_TE and DEVICE == "cuda") or offloaded or not train.optimizer.get(PRECISION_AWARE):
         return None
     problem = "true, but this optimizer comes with TransformerEngine, which cannot be used here"

@@ -50,7 +50,7 @@ _RANGES = {
 
 
 def field_errors(where: str, value: Any, closest: Any) -> Iterator[UserError]:
-    """The fault of a value that does not fit the field's type or range, if any; hint: the field's type."""
+    """The error of a value that does not fit the field's type or range, if any; hint: the field's type."""
     wanted = _RANGES.get(where)
     if not _fits(value, closest):
         if wanted:

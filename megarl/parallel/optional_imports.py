@@ -35,7 +35,7 @@ class TransformerEngineFinder(MetaPathFinder):
     Libraries of another CUDA or cuDNN raise OSError or RuntimeError, which ended also a run that uses other layers; and
     `import transformer_engine` succeeds without its torch part, so that half of Megatron's modules believed in it.
 
-    fault: why it cannot be imported; "" while nobody has tried, or where it can. On the CPU it is refused untried.
+    error: why it cannot be imported; "" while nobody has tried, or where it can. On the CPU it is refused untried.
     """
 
     def __init__(self, device: str = DEVICE) -> None:
@@ -92,7 +92,7 @@ def transformer_engine_problem() -> str:
 
 
 def layers_error(problem: str, *, local_layers: bool, dtype: str) -> UserError | None:
-    """The fault of a recipe whose ranks have no layers on GPUs.
+    """The error of a recipe whose ranks have no layers on GPUs.
 
     problem: why TransformerEngine cannot be used there, "" where it can. local_layers, dtype: train.local_layers and
     model.dtype.

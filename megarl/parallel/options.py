@@ -40,7 +40,7 @@ OF_OPTIMIZER = (
 
 
 def option_errors(train: TrainConfig, fixed: Callable[[], set[str]]) -> list[UserError]:
-    """Faults of Megatron's options: unknown keys, keys that something else decides, and values that do not fit.
+    """Errors of Megatron's options: unknown keys, keys that something else decides, and values that do not fit.
 
     fixed: returns the fields of TransformerConfig that the checkpoint, the layout and the loss's normalisation decide.
     """
@@ -106,7 +106,7 @@ def _written(value: Any) -> Any:
 def _errors(
     branch: str, options: Mapping[str, Any], kind: Any, refused: Mapping[str, str], names: set[str]
 ) -> Iterator[UserError]:
-    """Faults of a branch of options. refused: key -> why a recipe may not set it; names: the keys that it may set."""
+    """Errors of a branch of options. refused: key -> why a recipe may not set it; names: the keys that it may set."""
     hints = get_type_hints(kind)
     for key, value in options.items():
         where = f"{branch}.{key}"

@@ -13,9 +13,9 @@ from megarl.types import UserError
 
 
 def megatron_errors(role: Role, device: str) -> list[UserError]:
-    """All faults of train.megatron, train.ddp and train.optimizer for the ranks of a role; device: of the run.
+    """All errors of train.megatron, train.ddp and train.optimizer for the ranks of a role; device: of the run.
 
-    Megatron's configurations check themselves when they are made, with at most one fault each. They are made where all
+    Megatron's configurations check themselves when they are made, with at most one error each. They are made where all
     keys are right and the layout fits the shape. On a machine without GPUs, TransformerEngine is assumed to be
     installed where the run will be.
     """

@@ -178,7 +178,7 @@ def reading(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:  # it is no Exception, and has those of all ranks
         with (folder / ".metadata").open("rb") as file:
-            # torch puts an assertion of its own in the place of a fault in the index
+            # torch puts an assertion of its own in the place of an error in the index
             read_index(file)
         causes = [cause for cause, _ in error.failures.values()]
         raise next(

@@ -86,7 +86,7 @@ class EngineLayout:
         ]
 
     def errors(self, shape: ModelShape, gpus: int) -> list[UserError]:
-        """Faults of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""
+        """Errors of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""
         found = []
         if self.end > gpus:
             problem = (
@@ -117,7 +117,7 @@ class EngineLayout:
         return found + self._model_errors(shape)
 
     def _dp_errors(self) -> list[UserError]:
-        """Faults of what SGLang has for DP attention alone, and of DeepEP."""
+        """Errors of what SGLang has for DP attention alone, and of DeepEP."""
         found = []
         keys = (
             ("dense", "whole", "cut", self.whole_dense),
@@ -149,7 +149,7 @@ class EngineLayout:
         ]
 
     def _model_errors(self, shape: ModelShape) -> list[UserError]:
-        """Faults of the model's sizes; requires that `ep` and `dp` divide the ranks."""
+        """Errors of the model's sizes; requires that `ep` and `dp` divide the ranks."""
         problems = self._cut_problems(shape) or (self._tile_problems(shape) if self.fp8 else [])
         if not problems:
             return []
@@ -223,7 +223,7 @@ class EngineLayout:
         ]
 
     def gpu_errors(self, shape: ModelShape) -> list[UserError]:
-        """Faults on a GPU, where SGLang pads the vocabulary regardless of the number of ranks."""
+        """Errors on a GPU, where SGLang pads the vocabulary regardless of the number of ranks."""
         rows = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         if rows % self.head_ranks == 0:
             return []
@@ -233,7 +233,7 @@ class EngineLayout:
         ]
 
     def cpu_errors(self, shape: ModelShape) -> list[UserError]:
-        """Faults on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
+        """Errors on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
         found = []
         if shape.mla:
             kv_heads = shape.num_heads

@@ -178,7 +178,7 @@ class Role:
         return self.name != "reward_model"
 
     def renamed(self, error: UserError) -> UserError:
-        """A fault of the policy's keys with the keys that this role has instead."""
+        """An error of the policy's keys with the keys that this role has instead."""
         if self.name == "policy":
             of_its_own = error.where == "placement.gpus" and self.recipe.placement.train_gpus
             if of_its_own:
@@ -241,7 +241,7 @@ class Roles:
 
 
 def resolve(recipe: Recipe, *, learns: bool = True) -> Roles:
-    """The roles of a recipe. A checkpoint that cannot be read is in `Role.model.fault`, and nothing is raised.
+    """The roles of a recipe. A checkpoint that cannot be read is in `Role.model.error`, and nothing is raised.
 
     learns: without training there is no critic, and the policy's ranks keep no reference.
     """

@@ -109,7 +109,7 @@ class TrainLayout:
         return math.ceil(vocab_size / (128 * self.tp)) * 128 * self.tp
 
     def errors(self, shape: ModelShape) -> list[UserError]:
-        """Faults of sizes that this layout does not divide, in the model and in the world."""
+        """Errors of sizes that this layout does not divide, in the model and in the world."""
         found = self._tp_errors(shape) + self._stage_errors(shape)
         dense = self.tp * self.cp * self.pp
         if self.world_size % dense:

@@ -1,4 +1,4 @@
-"""The layouts that a search tries: overlays of a recipe, each valid by the faults that a plan would tell. Pure.
+"""The layouts that a search tries: overlays of a recipe, each valid by the errors that a plan would tell. Pure.
 
 Training's `tp` stays inside a node. `cp`, for sequences that do not fit otherwise, is only lowered from the recipe's.
 """

@@ -368,7 +368,7 @@ def simulate(
 
 
 def observe_lengths(balancer: RequestBalancer, lengths: Sequence[int]) -> None:
-    """Let a dealer see responses of these lengths finish, as those of the round before."""
+    """Let a balancer see responses of these lengths finish, as those of the round before."""
     receiver = balancer.assign(0, len(lengths)) or 0  # the first, which has nothing yet
     for length in lengths:
         balancer.finish(receiver, 0, length)

@@ -95,7 +95,7 @@ class Estimator:
     _rollouts: dict[tuple[EngineLayout, GroupLimits], RolloutTime] = field(default_factory=dict)
 
     def estimate(self, overlay: Overlay) -> Estimate:
-        """The layouts must have no fault."""
+        """The layouts must have no error."""
         roles = resolve(overlaid(self.recipe, overlay))
         sizes = self.sizes_of(roles)
         shares: dict[RoleName, RankWork] = {

@@ -61,7 +61,7 @@ class _Change:
 def with_errors(
     recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], count: Count
 ) -> MemoryPlan:
-    """The recipe's memory, with a fault for each phase that does not fit. count: the memory of a recipe.
+    """The recipe's memory, with an error for each phase that does not fit. count: the memory of a recipe.
 
     Changes are tried by counting the memory again. Those that need models to be built again are tried only where no
     other change is enough.

@@ -35,7 +35,7 @@ class LayerSizes:
     last: ChunkSize
 
     def stages(self, shape: ModelShape, layout: TrainLayout) -> tuple[tuple[ChunkSize, ...], ...]:
-        """The chunks of every pipeline rank, as `ModelSize.stages`; the layout must have no fault."""
+        """The chunks of every pipeline rank, as `ModelSize.stages`; the layout must have no error."""
         return tuple(
             tuple(self._chunk(shape, layout, stage, chunk) for chunk in range(layout.vpp))
             for stage in range(layout.pp)

@@ -109,7 +109,7 @@ class ModelSize(Role):
 
 
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:
-    """Every model of a recipe. Raises UserError if Megatron cannot build one; its layouts must have no fault."""
+    """Every model of a recipe. Raises UserError if Megatron cannot build one; its layouts must have no error."""
     return sizes_of([resolve(recipe).models], whole=True)[0]
 
 

@@ -100,7 +100,7 @@ def plan_memory(
     running_tokens: int,
     micro_batches: int,
 ) -> MemoryPlan:
-    """The memory of every phase, without faults; the recipe's layouts must have no fault.
+    """The memory of every phase, without errors; the recipe's layouts must have no error.
 
     mean_tokens: of prompt and response together; running_tokens: of a sequence that is being generated, as in
     `Samples`. micro_batches: of one update.

@@ -1,6 +1,7 @@
 """Steps of a run whose responses are sampled in phases, on planted lengths: what each phase runs, and how old it is.
 
-The stock is that of a run (`samples/buffer.py`). All complete groups are trained on, as without dynamic sampling. Pure.
+The buffer is that of a run (`samples/buffer.py`). All complete groups are trained on, as without dynamic sampling.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megarl.samples.buffer import BufferSizes, Entry, PartialSummary, RolloutBuf
 from megarl.types import GroupSummary, IntArray, Prompt
 
 Result = TypeVar("Result")
-LengthsOf = Callable[[int], IntArray]  # ticket -> [samples], tokens of its responses
+LengthsOf = Callable[[int], IntArray]  # drawn prompt -> [samples], tokens of its responses
 
 _PROMPT = Prompt("", "", (), "")
 _NONE = np.zeros(0, np.bool_)
@@ -47,7 +48,7 @@ class PhaseSizes:
 
 @dataclass(frozen=True)
 class OpenGroup:
-    """The open samples of a ticket. done: tokens that each has; new: [open samples], tokens that a phase adds."""
+    """The open samples of a drawn prompt. done: tokens that each has; new: [open samples], tokens that a phase adds."""
 
     prompt_index: int
     done: int
@@ -60,7 +61,7 @@ RunPhase = Callable[[Sequence[OpenGroup], bool], Result]
 
 @dataclass(frozen=True)
 class PhasedStep(Generic[Result]):
-    """A step. trained: its tickets. tokens_by_age: of trained tokens, by versions of age.
+    """A step. trained: its drawn prompts. tokens_by_age: of trained tokens, by versions of age.
 
     results: of each phase that its training waits for. beside: of the phase that is sampled while the ranks learn.
     """
@@ -120,7 +121,7 @@ def phased_steps(
 
 @dataclass
 class _Run(Generic[Result]):
-    """What is in flight. steps: as of `phased_steps`. sampled_by: the version of each phase of a ticket."""
+    """What is in flight. steps: as of `phased_steps`. sampled_by: the version of each phase of a drawn prompt."""
 
     sizes: PhaseSizes
     lengths_of: LengthsOf
@@ -158,7 +159,7 @@ class _Run(Generic[Result]):
         return self.run_phase(sorted(groups, key=lambda group: -group.done), beside_training)
 
     def train(self, version: int) -> tuple[tuple[int, ...], IntArray]:
-        """(the tickets that this version of the policy is trained on, their tokens by age)."""
+        """(the drawn prompts that this version of the policy is trained on, their tokens by age)."""
         chosen = self.buffer.ready(self.sizes.wanted)
         self.buffer = self.buffer.without_trained(chosen).after_step(
             self.sizes.buffer_sizes, self.steps_left(version)
@@ -194,7 +195,7 @@ def _advanced(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> E
 def _tokens_by_age(
     ages: dict[int, list[int]], lengths_of: LengthsOf, sizes: PhaseSizes
 ) -> IntArray:
-    """Trained tokens by versions of age; ages: of each phase of each ticket."""
+    """Trained tokens by versions of age; ages: of each phase of each drawn prompt."""
     found = np.zeros(1 + max(max(of_phases) for of_phases in ages.values()), np.int64)
     for prompt_index, of_phases in ages.items():
         for phase, age in enumerate(of_phases):

@@ -1,6 +1,6 @@
 """How long a step's rollout takes in phases, how old its tokens are, and what is read again: by simulated steps.
 
-All engines have an even share of the stock, which is what an even load of them comes to; one of them is simulated.
+All engines have an even share of the buffer, which is what an even load of them comes to; one of them is simulated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long sampling takes: the events of the engine with the most prompts, as SGLang and the dealer let them run."""
+"""How long sampling takes: the events of the engine with the most prompts, as SGLang and the balancer let them run."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class SimulatedSpeed:
 
 
 def rollout_time(speed: EngineSpeed, samples: Samples, limits: GroupLimits) -> RolloutTime:
-    """limits: of each engine's groups. The dealer has seen a round of such samples before."""
+    """limits: of each engine's groups. The balancer has seen a round of such samples before."""
     requests = whole_requests(samples, speed.layout.count, limits.groups)
     engine, ends = sampled(requests, SimulatedSpeed(speed), limits)
     left = engine.most_running // 2

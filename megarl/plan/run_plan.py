@@ -37,7 +37,7 @@ from megarl.preflight.phase_checks import phase_errors
 from megarl.rollout.sglang.batch_sizes import limit_of
 from megarl.types import UserError, UserErrors
 
-# samples of a step; dealing them takes seconds, and four times as many a minute or more
+# samples of a step; assigning them takes seconds, and four times as many a minute or more
 MOST_SAMPLES = 2**16
 MOST_GPUS = 4096
 
@@ -204,7 +204,7 @@ class _Tries:
 
 
 def size_errors(recipe: Recipe) -> list[UserError]:
-    """Sizes with which a plan would take hours: it deals every sample to a micro-batch, and places every GPU."""
+    """Sizes with which a plan would take hours: it assigns every sample to a micro-batch, and places every GPU."""
     errors = []
     rollout = recipe.rollout
     samples = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -244,7 +244,7 @@ def plan_errors(roles: Roles) -> list[UserError]:
     for role in roles.models.values():
         errors += budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
         errors += [role.model.error] if role.model.error else role.layout_errors()
-    if shape is None:  # a fault of the policy's
+    if shape is None:  # an error of the policy's
         return errors
     errors += engine_errors(roles, shape, "cuda") + slot_errors(roles) + node_errors(roles)
     return errors + batch_errors(recipe) + loss_errors(recipe, shape)

@@ -13,7 +13,7 @@ MEAN_TURNS_SHARE = 0.5  # assumption: of episode.max_turns, the mean number of t
 MEAN_OBSERVATION_SHARE = 0.5  # assumption: of episode.max_observation_tokens, the mean observation
 # assumption: of an episode's tokens, observations at most, where they would be more
 MOST_OBSERVED_SHARE = 0.8
-# assumption: between two turns, beside the tool's own time: the splice, a request, and its admission
+# assumption: between two turns, beside the tool's own time: the turn tokenizer, a request, and its admission
 TURN_S = 0.02
 
 

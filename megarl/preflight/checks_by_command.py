@@ -68,7 +68,7 @@ class _Case:
 
 
 class _NoTokenizer:
-    """In place of a tokenizer that cannot be loaded, so that the data's own faults are told too."""
+    """In place of a tokenizer that cannot be loaded, so that the data's own errors are told too."""
 
     chat_template = ""
     eos_token_id = 0
@@ -81,7 +81,7 @@ class _NoTokenizer:
 
 
 def check(recipe: Recipe) -> Inputs:
-    """Read and check everything that a training run needs. Raises UserErrors with every fault."""
+    """Read and check everything that a training run needs. Raises UserErrors with every error."""
     return _check_inputs(_Case("train", resolve(recipe)), [])
 
 
@@ -113,7 +113,7 @@ def check_convert(recipe: Recipe) -> None:
 def errors_elsewhere(
     roles: Roles, device: str, absent: Container[str]
 ) -> tuple[Errors, Sequence[str]]:
-    """(every fault that can be known on another machine than the run's, notes on its episodes).
+    """(every error that can be known on another machine than the run's, notes on its episodes).
 
     device: of the run. absent: keys that name files which are not here; model.path must be a folder with
     the model's config.json even so. Absent training data counts as one prompt of the longest length.
@@ -149,7 +149,7 @@ def _environment(case: _Case) -> Errors:
 
 
 def _keys(case: _Case) -> Errors:
-    """Faults of values that can be judged without any file but placement.hardware."""
+    """Errors of values that can be judged without any file but placement.hardware."""
     recipe = case.recipe
     errors = limit_errors(recipe, case.device) + secret_errors(recipe)
     for name in dict.fromkeys(recipe.run.trackers):  # each is the name of its client's package
@@ -166,7 +166,7 @@ def _checkpoints(case: _Case) -> Errors:
 
 
 def _weights(case: _Case) -> Errors:
-    """Faults of the policy's layout and checkpoint, for ranks that only load weights."""
+    """Errors of the policy's layout and checkpoint, for ranks that only load weights."""
     policy = case.roles.policy
     if policy.model.known_shape is None:
         if policy.model.error:
@@ -199,7 +199,7 @@ def _sglang(case: _Case) -> Errors:
 
 
 def _megatron(case: _Case) -> Errors:
-    """Faults of Megatron's own options, checked where the recipe sets any: importing Megatron takes seconds."""
+    """Errors of Megatron's own options, checked where the recipe sets any: importing Megatron takes seconds."""
     if not case.recipe.train.passes_options:
         return []
     from megarl.parallel.refusals import megatron_errors
@@ -208,7 +208,7 @@ def _megatron(case: _Case) -> Errors:
 
 
 def _layers(case: _Case) -> Errors:
-    """The fault of ranks that have no layers for model.dtype on GPUs.
+    """The error of ranks that have no layers for model.dtype on GPUs.
 
     Where this machine has no GPU, the run's machines are assumed to have TransformerEngine, as the lock does; with
     train.local_layers they may use either, and nothing is refused.
@@ -260,7 +260,7 @@ def _unused(recipe: Recipe, reason: str) -> Errors:
     ]
 
 
-# The checks of each command, in the order in which their faults are told. Those of the data follow (`_read`).
+# The checks of each command, in the order in which their errors are told. Those of the data follow (`_read`).
 _BOTH_SIDES = (
     _keys,
     lambda case: layout_errors(case.roles, case.device),
@@ -289,7 +289,7 @@ CHECKS: Mapping[Command, tuple[Callable[[_Case], Errors], ...]] = {
 
 
 def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors, Sequence[str]]:
-    """The inputs, None where the training data could not be read, the faults of all data and what it meets, and the
+    """The inputs, None where the training data could not be read, the errors of all data and what it meets, and the
     notes on episodes.
 
     What it meets is the tokenizer, the lengths, the rewards, the critic and the reward model.

@@ -1,4 +1,4 @@
-"""The prompts that a recipe names, read and tokenised; faults of these files, of files of samples, and of lengths."""
+"""The prompts that a recipe names, read and tokenised; errors of these files, of files of samples, and of lengths."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _tokens_of_answers(
 
 
 def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
-    """Every fault of a file for this recipe. The whole file is read, and the policy's shape must be known."""
+    """Every error of a file for this recipe. The whole file is read, and the policy's shape must be known."""
     recipe = roles.recipe
     shape = roles.policy.shape
     context = roles.policy.model.context_tokens

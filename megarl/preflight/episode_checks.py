@@ -26,8 +26,8 @@ Errors = list[UserError]
 class EpisodeRead:
     """What preflight learns of a recipe's episodes. tools: the schemas that prompts are rendered with.
 
-    has_reward: the environment gives rewards itself; None: the agent may. notes: sentences to print. splice: None where
-    the tokenizer could not be loaded.
+    has_reward: the environment gives rewards itself; None: the agent may. notes: sentences to print. turn tokenizer:
+    None where the tokenizer could not be loaded.
     """
 
     tools: Sequence[Mapping[str, Any]] = ()

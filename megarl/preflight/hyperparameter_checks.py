@@ -1,4 +1,4 @@
-"""Faults of hyperparameters, sampling and evaluation that contradict the algorithm or each other."""
+"""Errors of hyperparameters, sampling and evaluation that contradict the algorithm or each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
 def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> list[UserError]:
-    """Every fault of the algorithm's hyperparameters; learns: false where the command samples alone."""
+    """Every error of the algorithm's hyperparameters; learns: false where the command samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
         problem = f"{name!r} is no algorithm"
@@ -88,7 +88,7 @@ def _bounds_errors(hyperparameters: Hyperparameters) -> list[UserError]:
 
 
 def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserError]:
-    """Faults of the critic's warm-up and of the reference that a run starts with."""
+    """Errors of the critic's warm-up and of the reference that a run starts with."""
     errors = []
     warmup = hyperparameters.critic_warmup_steps
     if has_critic(recipe.algorithm.name) and warmup >= recipe.run.steps:
@@ -131,7 +131,7 @@ def _idle_errors(recipe: Recipe) -> list[UserError]:
 
 
 def sampling_errors(recipe: Recipe) -> list[UserError]:
-    """Faults of how training samples are drawn, where the algorithm is known and learns from samples."""
+    """Errors of how training samples are drawn, where the algorithm is known and learns from samples."""
     name = recipe.algorithm.name
     rollout = recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):

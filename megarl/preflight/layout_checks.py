@@ -22,7 +22,7 @@ Errors = list[UserError]
 
 
 def layout_errors(roles: Roles, device: str) -> Errors:
-    """Faults of the policy's ranks and the engines; without a readable checkpoint, those that need no model size.
+    """Errors of the policy's ranks and the engines; without a readable checkpoint, those that need no model size.
 
     The layouts of the critic and the reward model are checked with their checkpoints (models.py).
     """
@@ -55,7 +55,7 @@ def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
         return roles.engines.errors(shape, roles.recipe.placement.gpus) or roles.engines.gpu_errors(
             shape
         )
-    # on CPU fp8 itself is the fault, not the tiles that it cuts
+    # on CPU fp8 itself is the error, not the tiles that it cuts
     without_tiles = replace(roles.engines, fp8=False)
     return without_tiles.errors(shape, roles.recipe.placement.gpus) or roles.engines.cpu_errors(
         shape
@@ -63,7 +63,7 @@ def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
 
 
 def slot_errors(roles: Roles) -> Errors:
-    """Slots that do not exist or that nothing uses. Engines beyond the last slot are in EngineLayout.faults."""
+    """Slots that do not exist or that nothing uses. Engines beyond the last slot are in EngineLayout.errors."""
     gpus = roles.recipe.placement.gpus
     num_training = len(roles.policy.slots)
     engines = roles.engines

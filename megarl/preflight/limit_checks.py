@@ -1,4 +1,4 @@
-"""Faults of sizes that exceed a machine, of folders and the hardware file, and of secrets in a recipe."""
+"""Errors of sizes that exceed a machine, of folders and the hardware file, and of secrets in a recipe."""
 
 from __future__ import annotations
 

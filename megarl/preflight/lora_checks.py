@@ -1,4 +1,4 @@
-"""Faults of `lora`: layers that the model does not have, and what was not shown to work together with adapters."""
+"""Errors of `lora`: layers that the model does not have, and what was not shown to work together with adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")
 
 
 def lora_errors(roles: Roles) -> Errors:
-    """Faults of the recipe's adapters."""
+    """Errors of the recipe's adapters."""
     recipe = roles.recipe
     shape = roles.policy.model.known_shape
     if recipe.lora is None:
@@ -45,7 +45,7 @@ def lora_errors(roles: Roles) -> Errors:
 
 
 def adapter_errors(roles: Roles) -> Errors:
-    """Faults of the adapters that the policy's ranks begin with."""
+    """Errors of the adapters that the policy's ranks begin with."""
     lora = roles.policy.recipe.lora
     size = roles.policy.lora
     shape = roles.policy.model.known_shape
@@ -55,7 +55,7 @@ def adapter_errors(roles: Roles) -> Errors:
 
 
 def sharing_errors(roles: Roles) -> Errors:
-    """Faults of a critic and a reward model that compute with the policy's frozen weights."""
+    """Errors of a critic and a reward model that compute with the policy's frozen weights."""
     recipe = roles.recipe
     errors = []
     if recipe.critic.shares_weights and roles.critic:

@@ -29,7 +29,7 @@ def attention_errors(environment: Mapping[str, str] = os.environ) -> list[UserEr
 
 
 def cluster_errors(placement: PlacementConfig) -> list[UserError]:
-    """Faults of Ray's environment variables; none where the run starts its own Ray."""
+    """Errors of Ray's environment variables; none where the run starts its own Ray."""
     if placement.network == "loopback":
         return []
     address = os.environ.get(_ADDRESS, "")

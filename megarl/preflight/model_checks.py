@@ -1,4 +1,4 @@
-"""Faults of the checkpoints and tokenizers of all models; stand-ins for checkpoints that are not on this machine."""
+"""Errors of the checkpoints and tokenizers of all models; stand-ins for checkpoints that are not on this machine."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def loss_errors(recipe: Recipe, shape: ModelShape) -> Errors:
 
 
 def policy_errors(roles: Roles, *, has_weights: bool = True) -> Errors:
-    """Faults of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
+    """Errors of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
     policy = roles.policy
     recipe = roles.recipe
     if policy.model.error:
@@ -173,7 +173,7 @@ def reference_errors(roles: Roles) -> Errors:
 
 
 def critic_errors(roles: Roles) -> Errors:
-    """Faults of the critic's checkpoint and ranks; none without a critic."""
+    """Errors of the critic's checkpoint and ranks; none without a critic."""
     critic = roles.critic
     policy = roles.policy.model
     recipe = roles.recipe
@@ -197,7 +197,7 @@ def critic_errors(roles: Roles) -> Errors:
 
 
 def reward_model_errors(roles: Roles, prompts: Sequence[Prompt]) -> Errors:
-    """Faults of the reward model's checkpoint, ranks and tokenizer. prompts: the training prompts."""
+    """Errors of the reward model's checkpoint, ranks and tokenizer. prompts: the training prompts."""
     role = roles.reward_model
     if role is None:
         return []
@@ -210,7 +210,7 @@ def reward_model_errors(roles: Roles, prompts: Sequence[Prompt]) -> Errors:
 
 
 def _reward_checkpoint_errors(role: Role, prompts: Sequence[Prompt]) -> Errors:
-    """Faults of a reward model that is a checkpoint of its own."""
+    """Errors of a reward model that is a checkpoint of its own."""
     if hf_import.without_head(role.model.path):
         problem = f"{role.model.path} has no score.weight: it is a language model"
         return [
@@ -220,7 +220,7 @@ def _reward_checkpoint_errors(role: Role, prompts: Sequence[Prompt]) -> Errors:
 
 
 def _judging_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Errors:
-    """Faults of the tokenizer and the template with which a reward model reads prompts and responses."""
+    """Errors of the tokenizer and the template with which a reward model reads prompts and responses."""
     try:
         tokenizer = load_tokenizer(role.model.path)
     except UserError as error:
@@ -247,7 +247,7 @@ def _judging_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Errors
 
 
 def _reward_adapter_errors(folder: str, role: Role) -> Errors:
-    """Faults of a reward model's adapters and head; its tokenizer is the policy's."""
+    """Errors of a reward model's adapters and head; its tokenizer is the policy's."""
     if not role.lora or role.model.known_shape is None:
         return []
     hint = "name a folder that PEFT has written of a sequence classifier on the policy's model"
@@ -258,9 +258,9 @@ def _reward_adapter_errors(folder: str, role: Role) -> Errors:
 
 
 def _auxiliary_errors(role: Role, *, is_known: bool) -> Errors:
-    """Faults of an auxiliary model's checkpoint and layout.
+    """Errors of an auxiliary model's checkpoint and layout.
 
-    is_known: the policy has the same checkpoint, whose faults are reported there.
+    is_known: the policy has the same checkpoint, whose errors are reported there.
     """
     if role.model.error:
         if is_known:

@@ -1,4 +1,4 @@
-"""Faults of recipes in which a step trains on tokens that earlier policies have sampled.
+"""Errors of recipes in which a step trains on tokens that earlier policies have sampled.
 
 These are rollouts in phases or ahead, and dynamic sampling, whose leftover groups wait for a later step.
 """
@@ -25,7 +25,7 @@ _RESPONSE = "response has more than {} tokens (rollout.max_response_tokens)"
 
 
 def phase_errors(roles: Roles) -> list[UserError]:
-    """Every fault of tokens of earlier policies, where the algorithm is known and learns from samples."""
+    """Every error of tokens of earlier policies, where the algorithm is known and learns from samples."""
     recipe = roles.recipe
     name = recipe.algorithm.name
     rollout = recipe.rollout
@@ -63,7 +63,7 @@ def phase_errors(roles: Roles) -> list[UserError]:
 
 
 def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> list[UserError]:
-    """The fault of sequence-level bounds whose defaults fit rounding alone, where a step trains on older tokens.
+    """The error of sequence-level bounds whose defaults fit rounding alone, where a step trains on older tokens.
 
     These are tokens that earlier policies have sampled. Bounds that the recipe sets are accepted.
 

@@ -1,4 +1,4 @@
-"""Faults of a recipe's rewards: contradictory keys, rows without a reward function, functions that fail."""
+"""Errors of a recipe's rewards: contradictory keys, rows without a reward function, functions that fail."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserError, episo
 from megarl.types.reward_result import REWARD_HINT, Failure
 
 _CODE = "megarl.rollout.rewards.code:score"
-# The argument that limits the time of a verdict, and its default.
+# The argument that limits the time of a reward, and its default.
 _BOUNDS = {_CODE: ("total_s", 30.0), "megarl.rollout.rewards.llm_judge:score": ("timeout_s", 60.0)}
-_SPARE_S = 5.0  # for the verdict's start and end
+_SPARE_S = 5.0  # for the reward's start and end
 
 
 def reward_errors(
     recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | None = False
 ) -> list[UserError]:
-    """Faults of the keys, of the prompts' sources, and of two verdicts of each function on its first row.
+    """Errors of the keys, of the prompts' sources, and of two rewards of each function on its first row.
 
     has_own: the environment of episodes gives rewards itself, in place of the functions; None: an agent may.
     The functions run in worker processes, as in the run, so that a function that hangs is stopped at its time limit.
@@ -106,7 +106,7 @@ def _only(reward: RewardConfig, source: str) -> RewardConfig:
 
 
 def _own_errors(spec: RewardSpec) -> list[UserError]:
-    """Faults of megarl's own functions that start programs or call services, which have their own time limits."""
+    """Errors of megarl's own functions that start programs or call services, which have their own time limits."""
     given = spec.arguments
     errors = []
     if spec.function == _CODE:

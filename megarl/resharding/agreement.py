@@ -47,7 +47,7 @@ class Agreement:
         return outcome
 
     def refuse(self, stage: str, error: str) -> str | None:
-        """Fail a stage for all members, present and later; returns the fault of another member that was first."""
+        """Fail a stage for all members, present and later; returns the error of another member that was first."""
         self._keys.append(f"{stage}/outcome")
         own = f"reshard: member {self._member} {error}"
         first = self._propose(stage, {"error": own}).get("error")

@@ -29,7 +29,7 @@ from megarl.resharding.sglang_map import DRAFT
 from megarl.resharding.shards import LayoutError
 
 _OTHER_BACKEND = "set rollout.engine.sglang.moe_runner_backend to triton"
-# A flag of a MoE layer or its quantisation that means another order of the experts' weights -> the mend.
+# A flag of a MoE layer or its quantisation that means another order of the experts' weights -> the hint.
 _UNKNOWN_MOE_LAYOUTS = {
     "use_triton_kernels": _OTHER_BACKEND,
     "use_flashinfer_trtllm_moe": _OTHER_BACKEND,

@@ -100,10 +100,10 @@ class Member:
     ) -> Stats:
         """Update this member's target parameters to `version`; collective. Returns this member's cost.
 
-        attempt: unique in a run. targets may be different tensors each time (an engine may rebind them). fault: the
+        attempt: unique in a run. targets may be different tensors each time (an engine may rebind them). error: the
         reason why the caller cannot take part, which is raised here after the other members have received it. finish:
         called when the targets are written; an exception of it fails the exchange for all. Raises this member's own
-        fault (LayoutError, UserError, VerifyError), or RuntimeError with the message of another member.
+        error (LayoutError, UserError, VerifyError), or RuntimeError with the message of another member.
         """
         started = time.perf_counter()
         targets = targets or {}

@@ -203,7 +203,7 @@ def verify_params(shards: Sequence[Shard], params: Mapping[str, torch.Tensor]) -
 
 
 def first_of(errors: Sequence[str]) -> str:
-    """The first faults for an error message, and how many more there are: every layer repeats the same fault."""
+    """The first errors for an error message, and how many more there are: every layer repeats the same error."""
     if len(errors) > _ERRORS_SHOWN:
         more = f"; and {len(errors) - _ERRORS_SHOWN} more"
     else:

@@ -122,7 +122,7 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
 
 
 def balance_metrics(rounds: Sequence[PhaseBalance]) -> Metrics:
-    """How evenly the engines worked in a step's rounds of sampling, each of which waits for its last sample.
+    """How evenly the engines worked in a step's sampling phases, each of which waits for its last sample.
 
     `imbalance`: tokens of the busiest attention group over the mean group's; `tail_s`: from 90 % of a round's samples
     to all of them; `idle_s`: of the mean engine with nothing left, until the round's end. The busiest groups' tokens,
@@ -167,7 +167,7 @@ def idle_metrics(phases: Metrics, step_s: float, sampled_s: float) -> Metrics:
 
 
 def failed_share(groups: Sequence[GroupSummary]) -> float:
-    """Of all samples, those whose verdict failed, in the groups or dropped from them."""
+    """Of all samples, those whose reward failed, in the groups or dropped from them."""
     asked = sum(len(group.rewards_G) + group.num_dropped for group in groups)
     return sum(len(group.failures) for group in groups) / max(asked, 1)
 
@@ -217,7 +217,7 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
     """
     found: Metrics = {}
     for name, asked in sets.items():
-        groups = [group for group in asked if len(group.rewards_G)]  # others' verdicts failed
+        groups = [group for group in asked if len(group.rewards_G)]  # others' rewards failed
         found[f"eval/{name}/accuracy"] = _mean([group.correct_G for group in groups])
         found[f"eval/{name}/response_length_mean"] = _mean(
             [group.response_lengths_G for group in groups]

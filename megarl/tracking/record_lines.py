@@ -1,4 +1,4 @@
-"""A run's JSON lines, read back when it is resumed: whole records up to a step, or the fault of a broken line."""
+"""A run's JSON lines, read back when it is resumed: whole records up to a step, or the error of a broken line."""
 
 from __future__ import annotations
 

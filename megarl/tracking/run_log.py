@@ -81,7 +81,7 @@ class Record:
         self.advantages = advantages
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
-        """Add the failed verdicts, failed calls and refused fields of scored groups, for the terminal."""
+        """Add the failed rewards, failed calls and refused fields of scored groups, for the terminal."""
         self.failures += [failure for group in groups for failure in group.failures]
         self.failed_calls += [call for group in groups for call in group.failed_calls]
         for group in groups:
@@ -330,7 +330,7 @@ class RunLog:
         self._console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def _closing_table(self) -> Table:
-        """First and last value of the main metrics, worst logprob gap, mean seconds of each phase of a step."""
+        """First and last value of the main metrics, worst logprob difference, mean seconds of each phase of a step."""
         duration = _clock(time.perf_counter() - self._began)
         table = Table(title=f"{self._recipe.run.name}: {duration}", title_justify="left")
         for column in ("", "first", "last"):

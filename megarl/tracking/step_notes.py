@@ -13,7 +13,7 @@ def step_notes(
     failed_calls: Sequence[str],
     refused_fields: Mapping[str, int],
 ) -> Iterator[str]:
-    """A line each for failed verdicts, failed calls of tools, and fields that the endpoint has refused to agents."""
+    """A line each for failed rewards, failed calls of tools, and fields that the endpoint has refused to agents."""
     if failures:
         count = len(failures)
         yield f"step {step}: {count} {'verdict' if count == 1 else 'verdicts'} failed, the first {failures[0]}"

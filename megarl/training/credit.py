@@ -32,7 +32,7 @@ def with_token_advantages(
 ) -> list[TrainSequence]:
     """The sequences with the advantage of each token, as the algorithm computes it; demonstrations get none.
 
-    All sampled tokens make up the chains of rewards and values, also those that a mismatch correction drops; whitening
+    All sampled tokens make up the chains of rewards and values, also those that a rollout correction drops; whitening
     is over those that it keeps. refs: the sequences' samples. token_values: of the auxiliary model, for the responses'
     tokens. penalties: each token's KL penalty, if any. The rows of a sample are all among the sequences: its tokens are
     one chain.

@@ -1,6 +1,6 @@
-"""What a mismatch correction keeps of an update, and by what its loss sums are divided then. Pure.
+"""What a rollout correction keeps of an update, and by what its loss sums are divided then. Pure.
 
-A plan divides by the tokens and samples that it deals out. Which of them a correction keeps is known once the old
+A plan divides by the tokens and samples that it assigns out. Which of them a correction keeps is known once the old
 policy's log-probabilities are: the ranks then take the dropped tokens out of their masks, count what is left, add the
 counts up, and weight and divide by them as the plan would have if it had known. So every term of the loss is a sum over
 kept tokens, and one place still divides it, by a number that no layout changes (as verl, whose response mask loses what

@@ -197,7 +197,7 @@ class PolicyRank(TrainingRank):
         shares: Sequence[UpdateShare],
         hyperparameters: Hyperparameters,
     ) -> list[UpdateShare]:
-        """The shares without the tokens that the mismatch drops, divided by what all ranks keep together.
+        """The shares without the tokens that the rollout correction drops, divided by what all ranks keep together.
 
         The last stage knows the old log-probabilities, and every stage divides its gradients. Collective.
         """
@@ -284,7 +284,7 @@ class PolicyRank(TrainingRank):
     def _replay_diffs(self, share: UpdateShare) -> Statistics:
         """|engine - trainer| logprob with and without replay, over the first micro-batches' tokens to train on.
 
-        Without those that earlier policies sampled: there the gap is the policies' own.
+        Without those that earlier policies sampled: there the difference is the policies' own.
         """
 
         def diff(

@@ -9,7 +9,7 @@ of `AgentSettings`; then about a run, which has a number:
     [number, "refused", request, words]
     [number, "over", request, words]
 
-Output: first `["ready"]`, or the fault `[where, problem, mend]`; then
+Output: first `["ready"]`, or the error `[where, problem, mend]`; then
 
     [number, "chat", request, [messages, tools]]
     [number, "drop", request, null]          the agent does not wait for the answer any more
@@ -233,7 +233,7 @@ class _RunThread:
 
 
 class _BadReturn(Exception):
-    """The agent has returned what is no verdict."""
+    """The agent has returned what is no reward."""
 
 
 def _is_over(error: BaseException) -> bool:

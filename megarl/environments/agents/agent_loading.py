@@ -21,7 +21,7 @@ ARGUMENTS = "episode.arguments"
 _EXAMPLE = "write module:name, for example my_agent:run"
 _FORM = "write it as async def run(chat, row, ...)"
 
-# (chat, row) -> a verdict, a number, of which 1 and more is correct, or None: the agent gives no reward.
+# (chat, row) -> a reward, a number, of which 1 and more is correct, or None: the agent gives no reward.
 Agent = Callable[..., Coroutine[Any, Any, Any]]
 
 

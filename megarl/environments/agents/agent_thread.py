@@ -30,7 +30,7 @@ _Reply = Callable[[AgentRun, int, Outcome, object], None]
 
 
 class AgentFailure(Exception):
-    """The agent of an episode has failed: it is not the model's fault. The text says in a few words what it did."""
+    """The agent of an episode has failed: it is not the model's error. The text says in a few words what it did."""
 
 
 class AgentTimeout(AgentFailure):
@@ -82,7 +82,7 @@ class AgentThread:
         timeout_s: float,
         on_begin: Callable[[], object] = lambda: None,
     ) -> RewardResult | None:
-        """Run the agent on a row, whose prompt are these messages: its verdict, or None where it gives none.
+        """Run the agent on a row, whose prompt are these messages: its reward, or None where it gives none.
 
         None too where the agent has let EpisodeOver pass. `handler.answer` runs in the caller's loop, several at once,
         and is cancelled and awaited before this returns or raises. timeout_s: from the time that a process begins with

@@ -9,7 +9,7 @@ of `EnvironmentSettings`; then jobs, `[number, operation, ...]`:
     [number, "reward", instance]
     [number, "close", instance]
 
-Output: first `["ready", schemas, names of `async def` functions, reserved methods, replayable]`, or the fault
+Output: first `["ready", schemas, names of `async def` functions, reserved methods, replayable]`, or the error
 `[where, problem, mend]`; then for each job one of
 
     [number, "text", text, reward, done]

@@ -41,7 +41,7 @@ _NO_HISTORY = "[]"  # of functions, which have no state
 class EnvironmentFailure(Exception):
     """The environment of an episode has failed: the episode has ended, and `reward.on_failure` decides about it.
 
-    It is not the model's fault. The text says in a few words what happened.
+    It is not the model's error. The text says in a few words what happened.
     """
 
 
@@ -195,7 +195,7 @@ class EnvironmentPool:
         return self._text(opened, "reply", result)
 
     async def finish(self, episode: str) -> RewardResult | None:
-        """End an episode: the environment's verdict, if it gives one, then its `close`. None after a failure."""
+        """End an episode: the environment's reward, if it gives one, then its `close`. None after a failure."""
         try:
             opened = self._episodes[episode]
             if opened.failure or "reward" not in self.offer.has:

@@ -65,7 +65,7 @@ class GroupQueue:
     def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """The conversation has ended, with so many tokens after its prompt; perhaps without any turn.
 
-        prompt_tokens: as its sample was dealt to the engine.
+        prompt_tokens: as its sample was assigned to the engine.
         """
         group, placed_tokens = self._placed.pop(conversation, (0, None))
         if placed_tokens is not None:

@@ -191,7 +191,7 @@ class Host:
         self._entry.kill()
 
     def _death(self) -> EngineError | None:
-        """The fault of a dead scheduler; a killed process comes before others, which failed because it was gone."""
+        """The error of a dead scheduler; a killed process comes before others, which failed because it was gone."""
         ranks = enumerate(self._entry.processes, start=self._entry.settings.first_rank)
         dead = [(rank, process) for rank, process in ranks if process.exitcode is not None]
         if not dead:

@@ -32,7 +32,7 @@ _NO_GPU = ("CUDA", "NVIDIA driver")
 
 
 def server_errors(arguments: Mapping[str, Any]) -> Errors:
-    """A fault for each argument with a wrong type or choice; where there is none, SGLang's own check of them all.
+    """An error for each argument with a wrong type or choice; where there is none, SGLang's own check of them all.
 
     arguments: as `server_arguments` returns them; the folder model_path may have nothing but a config.json.
     """
@@ -66,7 +66,7 @@ def _field_errors(key: str, value: Any, kind: Any) -> Errors:
 
 
 def _resolution_errors(arguments: Mapping[str, Any]) -> Errors:
-    """The fault of SGLang's resolution of the arguments with the model's config, which refuses contradictions."""
+    """The error of SGLang's resolution of the arguments with the model's config, which refuses contradictions."""
     try:
         # SGLang writes some arguments into the environment.
         with mock.patch.dict(os.environ), sglang_patches.quiet_import():

@@ -45,7 +45,7 @@ class StopTextDecoder:
         self._model_path = model_path
 
     def decode(self, ids: Sequence[int]) -> str:
-        """As the splice decodes a turn, in which the text is looked for again."""
+        """As the turn tokenizer decodes a turn, in which the text is looked for again."""
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
