@@ -5,30 +5,26 @@ Recipes of cluster runs are checked on machines without their weights and data; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from megarl.algos import ALGORITHMS, learns_from_answers
+from megarl.algos import learns_from_answers
 from megarl.checkpoints.quantised import weights_in_words
-from megarl.config import EngineConfig, Recipe
-from megarl.device import DEVICE, LOOPBACK, Address
+from megarl.config import Recipe
+from megarl.device import DEVICE
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import Roles, resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.adapter_sizes import adapters_in_words
 from megarl.plan.batch import step_samples
 from megarl.plan.turns import tool_load
+from megarl.preflight.argument_checks import asks_megatron, asks_sglang
 from megarl.preflight.checks_by_command import errors_elsewhere
 from megarl.preflight.model_checks import stand_ins
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.reshard_plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
 from megarl.resharding.traffic import count_traffic
-from megarl.rollout.engine_settings import engine_settings
-from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_errors
 from megarl.types import UserError, UserErrors
-
-# any name: it is looked up where the weights arrive
-_LOADER = "megarl.rollout.sglang.scheduler:load"
 
 
 def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
@@ -41,7 +37,6 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     found, absent = stand_ins(recipe)
     roles = resolve(found)
     errors, of_episodes = errors_elsewhere(roles, device, absent)
-    errors += argument_errors(roles, device, absent)
     if errors:
         raise UserErrors(errors)
     not_checked = _not_checked(recipe, device, absent)
@@ -55,69 +50,6 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     ):
         for line in lines:
             say(line)
-
-
-def argument_errors(roles: Roles, device: str, absent: Container[str]) -> list[UserError]:
-    """Errors that Megatron's and SGLang's own classes find in the arguments that they would get.
-
-    They are asked about a run on this machine only where the recipe gives them something to judge (`_asks_megatron`,
-    `_asks_sglang`). SGLang's are not asked where the engines' layout is wrong or the algorithm unknown, and neither is
-    where the model's shape cannot be read: other checks report these.
-    """
-    shape = roles.policy.model.known_shape
-    errors = []
-    if shape is None:
-        return []
-    recipe = roles.recipe
-    if _asks_megatron(recipe, device):
-        errors += _megatron_errors(roles, device, absent)
-    has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.errors(
-        shape, recipe.placement.gpus
-    )
-    if has_engines and _asks_sglang(recipe, device):
-        errors += _sglang_errors(recipe, device)
-    return errors
-
-
-def _asks_megatron(recipe: Recipe, device: str) -> bool:
-    """Whether Megatron's classes are asked, whose import takes seconds: they get options, or the run is elsewhere."""
-    return device != DEVICE or recipe.train.passes_options
-
-
-def _asks_sglang(recipe: Recipe, device: str) -> bool:
-    """Whether SGLang's class is asked, whose import takes seconds: it gets more than sizes, or the run is elsewhere."""
-    engine = recipe.rollout.engine
-    sizes_alone = EngineConfig(count=engine.count, tp=engine.tp, ep=engine.ep)
-    asks_more = recipe.rollout.seeded or recipe.train.replay != "off" or recipe.lora is not None
-    return device != DEVICE or engine != sizes_alone or asks_more
-
-
-def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> list[UserError]:
-    from megarl.parallel.refusals import megatron_errors
-
-    errors = []
-    for role in roles.models.values():
-        if role.name != "reward_model" or "reward_model.path" not in absent:
-            errors += megatron_errors(role, device)
-    return errors
-
-
-def _sglang_errors(recipe: Recipe, device: str) -> list[UserError]:
-    """Errors of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
-    try:
-        if sglang_errors(recipe.rollout.engine.sglang):
-            return []
-    except UserError:
-        return []
-    from megarl.rollout.sglang.option_check import server_errors
-
-    nowhere = Address(LOOPBACK, 1)
-    if recipe.engine_nodes > 1:
-        span = NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b""))
-    else:
-        span = None
-    arguments = server_arguments(engine_settings(recipe, 0, span), _LOADER, device)
-    return server_errors(arguments | {"device": device})
 
 
 def _placement(roles: Roles) -> Iterator[str]:
@@ -234,9 +166,9 @@ def _sample(layout: TrainLayout, engines: EngineLayout, members: int) -> list[in
 def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:
     for key, what in absent.items():
         yield f"not checked here: {key}: {what}"
-    if not _asks_megatron(recipe, device):
+    if not asks_megatron(recipe, device):
         yield "not checked here: Megatron's own classes, which get no options from this recipe"
-    if not _asks_sglang(recipe, device):
+    if not asks_sglang(recipe, device):
         yield "not checked here: SGLang's own class, which gets nothing but sizes from this recipe"
     if recipe.episode and device != DEVICE:
         if recipe.episode.environment:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from megarl.algos import ALGORITHMS, learns_from_answers
+from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
@@ -27,13 +27,8 @@ from megarl.plan.reshard_cost import ReshardPlan, plan_reshard
 from megarl.plan.rollout_time import NO_ROLLOUT, RolloutTime, rollout_time
 from megarl.plan.step_time import StepTime, TrainTime, step_times
 from megarl.plan.turns import ToolLoad, timeout_advice, tool_load
-from megarl.preflight.data_checks import budget_errors
-from megarl.preflight.episode_checks import key_errors
-from megarl.preflight.hyperparameter_checks import hyperparameter_errors, sampling_errors
-from megarl.preflight.layout_checks import batch_errors, engine_errors, node_errors, slot_errors
-from megarl.preflight.lora_checks import lora_errors
-from megarl.preflight.model_checks import loss_errors, stand_ins
-from megarl.preflight.phase_checks import phase_errors
+from megarl.preflight.checks_by_command import plan_errors
+from megarl.preflight.model_checks import stand_ins
 from megarl.rollout.sglang.batch_sizes import limit_of
 from megarl.types import UserError, UserErrors
 
@@ -218,36 +213,6 @@ def size_errors(recipe: Recipe) -> list[UserError]:
         problem = f"a plan has at most {MOST_GPUS:,} GPUs, and these are {recipe.placement.gpus:,}"
         errors.append(UserError("placement.gpus", problem, f"set it to at most {MOST_GPUS}"))
     return errors
-
-
-def plan_errors(roles: Roles) -> list[UserError]:
-    """Everything that keeps a recipe from being planned, as far as that can be known without its data and a GPU.
-
-    Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
-    """
-    recipe = roles.recipe
-    shape = roles.policy.model.known_shape
-    errors = (
-        hyperparameter_errors(recipe)
-        + sampling_errors(recipe)
-        + phase_errors(roles)
-        + lora_errors(roles)
-    )
-    if recipe.algorithm.name not in ALGORITHMS:
-        return errors
-    errors += key_errors(recipe)
-    longest = recipe.data.max_prompt_tokens + recipe.longest_sample
-    if recipe.episode:
-        of_sample = "episode.max_tokens"
-    else:
-        of_sample = "rollout.max_response_tokens"
-    for role in roles.models.values():
-        errors += budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
-        errors += [role.model.error] if role.model.error else role.layout_errors()
-    if shape is None:  # an error of the policy's
-        return errors
-    errors += engine_errors(roles, shape, "cuda") + slot_errors(roles) + node_errors(roles)
-    return errors + batch_errors(recipe) + loss_errors(recipe, shape)
 
 
 def slot_map(

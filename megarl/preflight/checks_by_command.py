@@ -23,20 +23,29 @@ from megarl.episodes.demonstrations import demonstrations
 from megarl.model.tokenizer import load_tokenizer
 from megarl.parallel.optional_imports import layers_error, transformer_engine_problem
 from megarl.placement.roles import Roles, resolve
-from megarl.preflight.data_checks import length_errors, sample_file_errors
-from megarl.preflight.episode_checks import demonstration_errors, read_episode
+from megarl.preflight.argument_checks import argument_errors
+from megarl.preflight.data_checks import budget_errors, length_errors, sample_file_errors
+from megarl.preflight.episode_checks import demonstration_errors, key_errors, read_episode
 from megarl.preflight.hyperparameter_checks import (
     eval_errors,
     hyperparameter_errors,
     sampling_errors,
 )
-from megarl.preflight.layout_checks import layout_errors, shape_or_stand_in
+from megarl.preflight.layout_checks import (
+    batch_errors,
+    engine_errors,
+    layout_errors,
+    node_errors,
+    shape_or_stand_in,
+    slot_errors,
+)
 from megarl.preflight.limit_checks import limit_errors, secret_errors
 from megarl.preflight.lora_checks import adapter_errors, cpu_errors, lora_errors, sharing_errors
 from megarl.preflight.machine_checks import attention_errors, cluster_errors
 from megarl.preflight.model_checks import (
     critic_errors,
     eos_errors,
+    loss_errors,
     policy_errors,
     reward_model_errors,
     tokenizer_errors,
@@ -50,7 +59,7 @@ from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserError, UserErrors
 
 Errors = list[UserError]
-Command = Literal["train", "dry run", "rollout", "train from samples", "convert"]
+Command = Literal["train", "dry run", "plan", "rollout", "train from samples", "convert"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,14 @@ def errors_elsewhere(
     case = _Case("dry run", roles, device, absent)
     _, errors, notes = _read(case, TokenCache.of_user(writes=False))
     return _errors(case) + errors, notes
+
+
+def plan_errors(roles: Roles) -> Errors:
+    """Everything that keeps a recipe from being planned, as far as that can be known without its data and a GPU.
+
+    Layouts are checked as on GPUs; the recipe is one of `stand_ins`.
+    """
+    return _errors(_Case("plan", roles, device="cuda"))
 
 
 def _check_inputs(case: _Case, errors: Errors) -> Inputs:
@@ -222,6 +239,25 @@ def _layers(case: _Case) -> Errors:
     return [error] if error else []
 
 
+def _planned(case: _Case) -> Errors:
+    """Errors of what a plan computes with: lengths, layouts, batches. Of an unknown algorithm nothing more is said."""
+    recipe = case.recipe
+    roles = case.roles
+    if recipe.algorithm.name not in ALGORITHMS:
+        return []
+    errors = key_errors(recipe)
+    longest = recipe.data.max_prompt_tokens + recipe.longest_sample
+    of_sample = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
+    for role in roles.models.values():
+        errors += budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
+        errors += [role.model.error] if role.model.error else role.layout_errors()
+    shape = roles.policy.model.known_shape
+    if shape is None:  # an error of the policy's
+        return errors
+    errors += engine_errors(roles, shape, case.device) + slot_errors(roles) + node_errors(roles)
+    return errors + batch_errors(recipe) + loss_errors(recipe, shape)
+
+
 def _only_sampling(case: _Case) -> Errors:
     recipe = case.recipe
     reason = "samples are made with the weights of model.path"
@@ -271,7 +307,18 @@ _BOTH_SIDES = (
 )
 CHECKS: Mapping[Command, tuple[Callable[[_Case], Errors], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
-    "dry run": (_layers, *_BOTH_SIDES),
+    "dry run": (
+        _layers,
+        *_BOTH_SIDES,
+        lambda case: argument_errors(case.roles, case.device, case.absent),
+    ),
+    "plan": (
+        lambda case: hyperparameter_errors(case.recipe),
+        lambda case: sampling_errors(case.recipe),
+        lambda case: phase_errors(case.roles),
+        lambda case: lora_errors(case.roles),
+        _planned,
+    ),
     "rollout": (_only_sampling, _environment, *_BOTH_SIDES),
     "train from samples": (
         _environment,

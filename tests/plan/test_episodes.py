@@ -23,7 +23,7 @@ from megarl.plan.engine_simulation import (
 from megarl.plan.phase_advice import phase_advice
 from megarl.plan.report import amount, page, plan_json
 from megarl.plan.rollout_time import NO_ROLLOUT, whole_requests
-from megarl.plan.run_plan import RunPlan, make_plan, plan_errors
+from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.plan.turns import (
     MOST_OBSERVED_SHARE,
     TURN_S,
@@ -34,6 +34,7 @@ from megarl.plan.turns import (
     tools_bytes,
     turns_of,
 )
+from megarl.preflight.checks_by_command import plan_errors
 from megarl.preflight.hyperparameter_checks import hyperparameter_errors
 from megarl.preflight.model_checks import stand_ins
 from tests.plan import recipes as planning

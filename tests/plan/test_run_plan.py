@@ -26,6 +26,7 @@ from megarl.plan.model_size import ModelSize
 from megarl.plan.picture import draw
 from megarl.plan.report import amount, plan_json, show, spans
 from megarl.plan.run_plan import RunPlan, make_plan, slot_map
+from megarl.preflight.checks_by_command import plan_errors as plan_errors_of
 from megarl.preflight.model_checks import stand_ins
 from megarl.types import UserError, UserErrors
 from tests.plan import plans
@@ -71,7 +72,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
 
 
 def plan_errors(recipe: Recipe) -> list[UserError]:
-    return run_plan.plan_errors(resolve(stand_ins(recipe)[0]))
+    return plan_errors_of(resolve(stand_ins(recipe)[0]))
 
 
 def report_of(plan: RunPlan, width: int = 140) -> str:
