@@ -6,8 +6,7 @@ CORE = [
     "torch==2.13.0",  # tensors, collectives and the optimiser; the version that SGLang is built for
     "megatron-core==0.16.1",  # the model, its parallel axes and the pipeline schedule
     "ray>=2.50",  # places processes on GPUs and calls them
-    # tokenizers and chat templates; with it numpy and safetensors; SGLang's version
-    "transformers==5.12.1",
+    "transformers==5.12.1",  # tokenizers and chat templates; SGLang's version
     "psutil>=6",  # finds the processes that a run must not leave behind; Megatron hangs without it
     "pyarrow>=18",  # JSONL and parquet
     "pydantic>=2.10",  # the recipe's types, and errors that name the key

@@ -204,7 +204,8 @@ def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: 
     dead = cluster.worker("dead", 0)
     dead.kill()
     with pytest.raises(WorkerFailed, match="dead: its process died"):
-        cluster.gather({workers[0].call("add", 10): "rank 0"})
+        while True:  # until Ray has noticed it
+            cluster.gather({workers[0].call("add", 10): "rank 0"})
     assert cluster.gather({workers[0].call("add", 10): "rank 0"}, among=workers) == [10]
     cluster._workers.remove(dead)
 
