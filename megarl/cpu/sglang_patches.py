@@ -270,12 +270,12 @@ class _UnpinnedTorch:
     """torch, whose new tensors are not pinned."""
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(torch, name)
+        attribute = getattr(torch, name)
         if name not in ("tensor", "zeros"):
-            return function
+            return attribute
 
-        def unpinned(*arguments: Any, **options: Any) -> Any:
-            options["pin_memory"] = False
-            return function(*arguments, **options)
+        def unpinned(*args: Any, **kwargs: Any) -> torch.Tensor:
+            kwargs["pin_memory"] = False
+            return attribute(*args, **kwargs)
 
         return unpinned

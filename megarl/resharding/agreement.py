@@ -49,9 +49,9 @@ class Agreement:
     def refuse(self, stage: str, error: str) -> str | None:
         """Fail a stage for all members, present and later; returns the error of another member that was first."""
         self._keys.append(f"{stage}/outcome")
-        own = f"reshard: member {self._member} {error}"
-        first = self._propose(stage, {"error": own}).get("error")
-        return None if first == own else first
+        own_error = f"reshard: member {self._member} {error}"
+        standing_error = self._propose(stage, {"error": own_error}).get("error")
+        return None if standing_error == own_error else standing_error
 
     def ask(self, stage: str) -> None:
         """Return at once; raises RuntimeError with the message of a member that has refused the stage."""

@@ -135,6 +135,7 @@ class Executor:
     def __init__(
         self, plan: MemberPlan, sources: Params, targets: Params, transform: Transform | None = None
     ) -> None:
+        self.plan = plan
         self._addresses = _addresses(sources), _addresses(targets)
         whole = [Piece(copy, 0, copy.size[0]) for copy in plan.local]
         self._local = [

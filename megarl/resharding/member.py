@@ -12,29 +12,33 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property, partial
+from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
 from megarl.resharding.agreement import Agreement, Vote
-from megarl.resharding.execute import Executor
 from megarl.resharding.payloads import Params, PayloadName, make_payload
-from megarl.resharding.reshard_plan import DIGEST_BITS, MemberPlan, Streams, plan_streams
+from megarl.resharding.planner import Planner
+from megarl.resharding.reshard_plan import DIGEST_BITS, MemberPlan
 from megarl.resharding.session import Session
 from megarl.resharding.transport import PeerCheck, close_group, make_group
 from megarl.resharding.verify import Verifier
 
 # increase it whenever the same inputs give another plan: members of two versions must not exchange
 PLANNER = 1
+# The settings of a session that must be equal on all members.
+_COMMON_SETTINGS = (
+    "shape", "train", "lora", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node", "verify"
+)  # fmt: skip
 # How a field of Stats is reduced over members; of the others the maximum counts.
 _REDUCED_BY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("wire_bytes", "inter_node_bytes", "local_bytes"), sum),
     "kept_share": fmean,
 }
-# The same where weights and adapters are moved one after the other.
+# The same for the payloads of a reshard, which are moved one after the other.
 _ADDED: Mapping[str, Callable[[Sequence[Any]], Any]] = dict.fromkeys(
     ("wire_bytes", "inter_node_bytes", "local_bytes", "plan_s", "seconds"), sum
 )
@@ -44,23 +48,31 @@ _ADDED: Mapping[str, Callable[[Sequence[Any]], Any]] = dict.fromkeys(
 class Stats:
     """The cost of one exchange for one member, or (from `collect_stats`) for all of them.
 
-    Bytes sent over a wire, the part of them to another node, and bytes copied inside the GPU; the peak of extra memory;
-    seconds of planning (0 when the plan was kept), and in total; of adapters that were merged, the part that rounding
-    has kept (`Merge.kept_share`). For several members bytes are sums, extra memory and seconds are maxima, and the kept
-    part is a mean.
+    For all members bytes are sums, extra memory and seconds are maxima, and the kept share is a mean.
     """
 
-    wire_bytes: int
-    inter_node_bytes: int
-    local_bytes: int
-    extra_bytes: int
-    plan_s: float
-    seconds: float
-    kept_share: float | None = None
+    wire_bytes: int  # sent to other members
+    inter_node_bytes: int  # the part of them that is sent to another node
+    local_bytes: int  # copied inside the GPU
+    extra_bytes: int  # peak of the memory for buffers
+    plan_s: float  # 0 when the plan was kept
+    seconds: float  # of the whole exchange
+    kept_share: float | None = None  # of adapters that were merged, see `Merge.kept_share`
+
+
+class _Group(NamedTuple):
+    """A process group of all members, and the key of the prefix store through which they found each other."""
+
+    key: str
+    process_group: Any
 
 
 class Member:
-    """A member in all exchanges of one payload in a run. The plan is made in the first exchange."""
+    """A member in all exchanges of one payload in a run.
+
+    The plan is made in the first exchange. A process group is opened in the first exchange and after each failure, and
+    lives until `close` or an error.
+    """
 
     def __init__(self, session: Session, params: Params, payload: PayloadName) -> None:
         """params: of the member's training rank, with the factors of its adapters; empty where it has none."""
@@ -72,22 +84,8 @@ class Member:
         self._agreement = Agreement(
             self._store, session.member, session.num_members, session.timeout_s
         )
-        self._plan: tuple[list[int], MemberPlan] | None = None  # (rounds of each send stage, plan)
-        self._executor: Executor | None = None
-        self._group: tuple[str, Any] | None = None  # (key of its prefix store, process group)
-        self._plan_s = 0.0  # seconds of planning in the current exchange
-
-    @cached_property
-    def streams(self) -> Streams:
-        s = self.session
-        started = time.perf_counter()
-        sources = self.payload.source_parts
-        targets = self.payload.target_parts
-        made = plan_streams(
-            sources, targets, s.member, s.num_members, gpus_per_node=s.gpus_per_node, dtype=s.dtype
-        )
-        self._plan_s += time.perf_counter() - started
-        return made
+        self.planner = Planner(session, self.payload)
+        self._group: _Group | None = None
 
     def run(
         self,
@@ -106,33 +104,38 @@ class Member:
         error (LayoutError, UserError, VerifyError), or RuntimeError with the message of another member.
         """
         started = time.perf_counter()
+        planned_before_s = self.planner.seconds
         targets = targets or {}
-        self._plan_s = 0.0
         outcome = self._agree(f"{attempt}/ready", version, targets, error)
         done = f"{attempt}/done"
-        key = outcome["group"]
-        has_group = self._group is not None and self._group[0] == key
+        ask = partial(self._agreement.ask, done)
+        has_group = self._group is not None and self._group.key == outcome["group"]
         stage = done if has_group else f"{attempt}/prepared"
         try:
-            executor = self._prepare(outcome["rounds"], targets)
-            ask = partial(self._agreement.ask, done)
+            executor = self.planner.executor(outcome["rounds"], targets)
             if not has_group:  # NCCL would wait forever for a member that fails before it joins
                 self._agreement.reach(stage, {}, lambda votes: {})
                 stage = done
-                self._join(key, ask)
+                self._join(outcome["group"], ask)
             assert self._group
             self.payload.begin(version)
-            extra_bytes = executor.run(self._group[1], self.session.timeout_s, ask)
+            extra_bytes = executor.run(self._group.process_group, self.session.timeout_s, ask)
             if finish:
                 finish()
-            kept_share = self.payload.kept_share()  # verifying reads all boxes once more
+            kept_share = self.payload.kept_share()  # before `verify`, which reads all boxes again
             self.verify(targets, ask)
-            stats = self._stats(extra_bytes, time.perf_counter() - started, kept_share)
+            stats = Stats(
+                **self._moved_bytes(executor.plan),
+                extra_bytes=extra_bytes,
+                plan_s=self.planner.seconds - planned_before_s,
+                seconds=time.perf_counter() - started,
+                kept_share=kept_share,
+            )
         except Exception as raised:
-            first = self._agreement.refuse(stage, f"failed in the exchange: {raised}")
+            other_error = self._agreement.refuse(stage, f"failed in the exchange: {raised}")
             self.close()  # only now, so that peers that fail because of it find this error
-            if first:
-                raise RuntimeError(first) from raised
+            if other_error:
+                raise RuntimeError(other_error) from raised
             raise
         try:
             self._agreement.reach(stage, asdict(stats), lambda votes: {})
@@ -141,7 +144,7 @@ class Member:
             raise
         # SGLang may rebind fp8 weights, and the executor would keep the old memory
         if self.session.engine.fp8:
-            self._executor = None
+            self.planner.drop_executor()
         return stats
 
     def verify(self, targets: Params, ask: PeerCheck = lambda: None) -> None:
@@ -150,19 +153,24 @@ class Member:
         Raises VerifyError, or what `ask` raises when another member has failed. Call it only inside an exchange, or
         between two that have succeeded.
         """
-        s = self.session
-        if s.verify != "off":
-            assert self._group
-            bounds = s.round_bytes, s.timeout_s, ask
-            sources = self.payload.sources
-            transform = self.payload.transform
-            made = Verifier(
-                self.streams, s.engine, self._group[1], sources, targets, *bounds, transform
-            )
-            made.check(s.verify)
+        if self.session.verify == "off":
+            return
+        assert self._group
+        verifier = Verifier(
+            self.planner.streams,
+            self.session.engine,
+            self._group.process_group,
+            self.payload.sources,
+            targets,
+            self.session.round_bytes,
+            self.session.timeout_s,
+            ask,
+            self.payload.transform,
+        )
+        verifier.check(self.session.verify)
 
     def _agree(self, stage: str, version: int, targets: Params, error: Exception | None) -> Vote:
-        """Return the outcome if every member is ready and has the same inputs; otherwise raise."""
+        """The outcome of the members' votes; raises where a member is not ready, or where their inputs differ."""
         error = error or self._error(targets)
         if error:
             self.close()
@@ -171,9 +179,9 @@ class Member:
         outdated = self._agreement.forget()
         vote = {
             "inputs": self._inputs(version),
-            "rounds": self.streams.rounds_needed(self.session.round_bytes),
-            "digest": str(self.streams.digest),
-            "group": self._group[0] if self._group else "",
+            "rounds": self.planner.streams.rounds_needed(self.session.round_bytes),
+            "digest": str(self.planner.streams.digest),
+            "group": self._group.key if self._group else "",
         }
         try:
             outcome = self._agreement.reach(
@@ -190,90 +198,58 @@ class Member:
         """The reason why this member cannot take part: parameters that the maps do not describe, or no plan."""
         try:
             self.payload.check(targets)
-            self.streams.rounds_needed(self.session.round_bytes)
+            self.planner.streams.rounds_needed(self.session.round_bytes)
         except Exception as error:
             return error
         return None
 
     def _inputs(self, version: int) -> dict[str, str]:
         """The inputs that must be equal on all members."""
-        s = self.session
-        names = [
-            "shape",
-            "train",
-            "lora",
-            "engine",
-            "transformer_engine",
-            "dtype",
-            "round_bytes",
-            "gpus_per_node",
-        ]
-        found = {name: repr(getattr(s, name)) for name in [*names, "verify"]}
-        return {"planner": str(PLANNER), "version": str(version), **found}
-
-    def _prepare(self, rounds: list[int], targets: Params) -> Executor:
-        """The executor, made again where the number of rounds or the parameters have changed."""
-        started = time.perf_counter()
-        if self._plan is None or self._plan[0] != rounds:
-            self._plan = (rounds, self.streams.assign(rounds))
-            self._executor = None
-        if self._executor is None or not self._executor.fits(self.payload.sources, targets):
-            self._executor = Executor(
-                self._plan[1], self.payload.sources, targets, self.payload.transform
-            )
-            self._plan_s += time.perf_counter() - started
-        return self._executor
+        inputs = {name: repr(getattr(self.session, name)) for name in _COMMON_SETTINGS}
+        return {"planner": str(PLANNER), "version": str(version), **inputs}
 
     def _join(self, key: str, ask: PeerCheck) -> None:
         """Replace the process group by that of this key; collective."""
         self.close()
         s = self.session
-        self._group = (
-            key,
-            make_group(PrefixStore(key, self._store), s.member, s.num_members, s.timeout_s, ask),
-        )
+        store = PrefixStore(key, self._store)
+        self._group = _Group(key, make_group(store, s.member, s.num_members, s.timeout_s, ask))
 
     def close(self) -> None:
         """End this member's process group; the next exchange makes a new one."""
         if self._group:
-            close_group(self._group[1])
+            close_group(self._group.process_group)
         self._group = None
 
-    def _stats(self, extra_bytes: int, seconds: float, kept_share: float | None) -> Stats:
-        assert self._plan
-        plan = self._plan[1]
-        node = self.session.member // self.session.gpus_per_node
+    def _moved_bytes(self, plan: MemberPlan) -> dict[str, int]:
+        """The bytes that this member moves in an exchange, by the fields of `Stats`."""
+        gpus_per_node = self.session.gpus_per_node
+        own_node = self.session.member // gpus_per_node
         sends = [copy for step in plan.rounds for copy in step.sends]
-        return Stats(
-            wire_bytes=sum(copy.num_bytes for copy in sends),
-            inter_node_bytes=sum(
-                c.num_bytes for c in sends if c.target // self.session.gpus_per_node != node
-            ),
-            local_bytes=sum(copy.num_bytes for copy in plan.local),
-            extra_bytes=extra_bytes,
-            plan_s=self._plan_s,
-            seconds=seconds,
-            kept_share=kept_share,
-        )
+        inter_node = [copy for copy in sends if copy.target // gpus_per_node != own_node]
+        return {
+            "wire_bytes": sum(copy.num_bytes for copy in sends),
+            "inter_node_bytes": sum(copy.num_bytes for copy in inter_node),
+            "local_bytes": sum(copy.num_bytes for copy in plan.local),
+        }
 
 
 def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
     """The outcome of the votes of members that are all ready. Raises RuntimeError where they do not match."""
+    first_inputs = votes[0]["inputs"]
     for member, vote in enumerate(votes):
         for name, value in vote["inputs"].items():
-            if value != votes[0]["inputs"][name]:
-                first = votes[0]["inputs"][name]
-                raise RuntimeError(
-                    f"reshard: {name} is {first} for member 0 and {value} for member {member}"
-                )
+            if value != first_inputs[name]:
+                both = f"{first_inputs[name]} for member 0 and {value} for member {member}"
+                raise RuntimeError(f"reshard: {name} is {both}")
     if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
         raise RuntimeError("reshard: the members' plans do not match: sends differ from receives")
+    rounds_by_stage = zip(*(vote["rounds"] for vote in votes), strict=True)
     groups = {vote["group"] for vote in votes}
+    have_same_group = len(groups) == 1 and "" not in groups
     return {
-        "rounds": [
-            max(numbers) for numbers in zip(*(vote["rounds"] for vote in votes), strict=True)
-        ],
-        "group": groups.pop() if len(groups) == 1 and "" not in groups else new_group,
+        "rounds": [max(rounds) for rounds in rounds_by_stage],
+        "group": groups.pop() if have_same_group else new_group,
     }
 
 
@@ -291,21 +267,26 @@ def collect_stats(
     store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]
 ) -> Stats:
     """The cost of a successful attempt for all members and payloads; read it before the next attempt."""
-    of_payloads = [
-        _reduced(member_stats(store, run_id, attempt, num_members, one), _REDUCED_BY)
-        for one in payloads
+    by_payload = [
+        _reduced(member_stats(store, run_id, attempt, num_members, payload), _REDUCED_BY)
+        for payload in payloads
     ]
-    return _reduced(of_payloads, _ADDED)
+    return _reduced(by_payload, _ADDED)
 
 
-def _reduced(found: Sequence[Stats], how: Mapping[str, Callable[[Sequence[Any]], Any]]) -> Stats:
-    of_each = {
-        field.name: [getattr(stats, field.name) for stats in found] for field in fields(Stats)
-    }
-    known = {name: [one for one in values if one is not None] for name, values in of_each.items()}
-    return Stats(**{name: how.get(name, max)(values) for name, values in known.items() if values})
+def _reduced(
+    every_stats: Sequence[Stats], reductions: Mapping[str, Callable[[Sequence[Any]], Any]]
+) -> Stats:
+    """One value of each field, by its reduction or as the maximum. A field without values keeps its default."""
+    reduced = {}
+    for field in fields(Stats):
+        values = [getattr(stats, field.name) for stats in every_stats]
+        known_values = [value for value in values if value is not None]
+        if known_values:
+            reduced[field.name] = reductions.get(field.name, max)(known_values)
+    return Stats(**reduced)
 
 
 def _prefix(run_id: str, payload: PayloadName) -> str:
-    """Of the store's keys."""
+    """The prefix of the keys in the store."""
     return f"reshard/{run_id}/{payload}"

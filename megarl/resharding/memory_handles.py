@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,11 @@ class ParamView:
     stride: tuple[int, ...]
     dtype: str
 
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> ParamView:
+        view = ParamView(**content)
+        return replace(view, shape=tuple(view.shape), stride=tuple(view.stride))
+
 
 @dataclass(frozen=True)
 class SourceHandles:
@@ -64,17 +69,11 @@ class SourceHandles:
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> SourceHandles:
         storages = tuple(
-            CpuStorage(**s) if "fd" in s else CudaStorage(**s) for s in content["storages"]
+            CpuStorage(**storage) if "fd" in storage else CudaStorage(**storage)
+            for storage in content["storages"]
         )
-        params = {name: _view_from_json(view) for name, view in content["params"].items()}
+        params = {name: ParamView.from_json(view) for name, view in content["params"].items()}
         return SourceHandles(storages, params)
-
-
-def _view_from_json(content: Mapping[str, Any]) -> ParamView:
-    fields = dict(content)
-    for name in ("shape", "stride"):
-        fields[name] = tuple(fields[name])
-    return ParamView(**fields)
 
 
 def share_params(params: Mapping[str, torch.Tensor]) -> SourceHandles:

@@ -49,30 +49,24 @@ class Session:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> Session:
-        fields = dict(content)
-        fields["shape"] = _shape_from_json(content["shape"])
-        fields["train"] = TrainLayout(**_with_tuple(content["train"], "stage_layers"))
-        fields["meet"] = Address(*content["meet"])
-        fields["engine"] = EngineLayout(**content["engine"])
+        """The session of which `to_json` made this, also after JSON has made lists of its tuples."""
+        shape = ModelShape(**content["shape"])
+        if content["shape"]["mla"]:
+            shape = replace(shape, mla=MlaShape(**content["shape"]["mla"]))
+        train = TrainLayout(**content["train"])
+        lora = None
         if content["lora"]:
-            fields["lora"] = LoraSize(**_with_tuple(content["lora"], "targets"))
-        if content["source"]:
-            fields["source"] = SourceHandles.from_json(content["source"])
-        return Session(**fields)
-
-
-def _shape_from_json(content: Mapping[str, Any]) -> ModelShape:
-    fields = dict(content)
-    if fields["mla"]:
-        fields["mla"] = MlaShape(**fields["mla"])
-    return ModelShape(**fields)
-
-
-def _with_tuple(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The fields, with a tuple in place of the list that JSON has for one of them."""
-    fields = dict(content)
-    fields[name] = tuple(fields[name])
-    return fields
+            lora = LoraSize(**content["lora"])
+            lora = replace(lora, targets=tuple(lora.targets))
+        return replace(
+            Session(**content),
+            meet=Address(*content["meet"]),
+            shape=shape,
+            train=replace(train, stage_layers=tuple(train.stage_layers)),
+            engine=EngineLayout(**content["engine"]),
+            source=SourceHandles.from_json(content["source"]) if content["source"] else None,
+            lora=lora,
+        )
 
 
 @dataclass(frozen=True)
@@ -107,8 +101,9 @@ class Sessions:
             "run_id": members[0].run_id,
             "version": version,
             "attempt": attempt,
+            "models": 2 if members[0].engine.draft else 1,
+            "steps": list(steps),
         }
-        message |= {"models": 2 if members[0].engine.draft else 1, "steps": list(steps)}
         if first:
             message["sessions"] = {
                 str(tp_rank): session.to_json() for tp_rank, session in members.items()
@@ -129,12 +124,13 @@ def sessions(common: Session, handles: Sequence[SourceHandles]) -> Sessions:
     engines: tuple[dict[int, Session], ...] = tuple({} for _ in range(engine.count))
     trainers: dict[int, Session] = {}
     for slot in range(common.num_members):
-        if at := engine.member(slot):
-            if slot < num_ranks:
-                source = handles[slot]
-            else:
-                source = None
-            engines[at[0]][at[1]] = replace(common, member=slot, source=source)
-        else:
-            trainers[slot] = replace(common, member=slot)
+        session = replace(common, member=slot)
+        place = engine.member(slot)
+        if place is None:
+            trainers[slot] = session
+            continue
+        if slot < num_ranks:
+            session = replace(session, source=handles[slot])
+        engine_number, tp_rank = place
+        engines[engine_number][tp_rank] = session
     return Sessions(engines, trainers)

@@ -190,12 +190,12 @@ def _strips(copy: Copy, max_bytes: int) -> Iterator[Copy]:
 
 def _next_strips(strips: Mapping[int, Iterator[Copy]]) -> Iterator[dict[int, Copy]]:
     """The next strip of every peer that has any left, until all are exhausted."""
-    left = dict(strips)
-    while left:
-        following = {peer: next(rest, None) for peer, rest in left.items()}
-        left = {peer: left[peer] for peer, strip in following.items() if strip is not None}
-        if left:
-            yield {peer: strip for peer, strip in following.items() if strip is not None}
+    while True:
+        upcoming = {peer: next(rest, None) for peer, rest in strips.items()}
+        present = {peer: strip for peer, strip in upcoming.items() if strip is not None}
+        if not present:
+            return
+        yield present
 
 
 def _weights(number: int) -> torch.Tensor:

@@ -26,6 +26,7 @@ from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude
 from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
 from megarl.resharding.payloads import PayloadName
+from megarl.resharding.planner import Planner
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.sglang_map import DRAFT
 from megarl.rollout.sglang.weight_loader import load
@@ -117,7 +118,7 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
                 model.get_submodule(arguments[0]).register_buffer("table", torch.zeros(2))
                 pipe.send("done")
             elif order == "starve":
-                Member._prepare = starving  # type: ignore[method-assign]
+                Planner.executor = starving  # type: ignore[method-assign]
                 pipe.send("done")
             else:
                 message = json.dumps(arguments[0]).encode()
@@ -153,7 +154,7 @@ def made_models(params: Params, mla_rows: int) -> list[Model]:
     return [target, draft]
 
 
-def starving(self: Member, rounds: list[int], targets: Params) -> NoReturn:
+def starving(self: Planner, rounds: list[int], targets: Params) -> NoReturn:
     raise MemoryError("no room for its tables")
 
 

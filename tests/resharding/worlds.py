@@ -305,7 +305,7 @@ class Slot:
         """All that goes out of or comes into this slot."""
         return [
             copy
-            for send_stage in self.member.streams.send_stages
+            for send_stage in self.member.planner.streams.send_stages
             for copies in send_stage.values()
             for copy in copies
         ]
@@ -316,8 +316,8 @@ class Slot:
     def sabotage(self, sends: int, kill: bool) -> None:
         """Let the next exchange fail in the middle, at this end."""
         assert self.member._group
-        key, group = self.member._group
-        self.member._group = key, FailingGroup(group, sends, kill)
+        failing = FailingGroup(self.member._group.process_group, sends, kill)
+        self.member._group = self.member._group._replace(process_group=failing)
 
 
 def slot_process(pipe: Connection) -> None:
