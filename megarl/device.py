@@ -13,10 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 # cpu: use no GPU; cuda: refuse to run on the CPU (megarl/cluster/visible_gpus.py)
 DEVICE_VARIABLE = "MEGARL_DEVICE"
-if torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cpu":
-    DEVICE = "cuda"
-else:
-    DEVICE = "cpu"
+_USES_GPU = torch.cuda.is_available() and os.environ.get(DEVICE_VARIABLE) != "cpu"
+DEVICE = "cuda" if _USES_GPU else "cpu"
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 LOOPBACK = "127.0.0.1"
 
@@ -71,14 +69,21 @@ def use_network(host: str) -> None:
 
     Variables that are already set stay: the user knows the cluster better.
     """
-    own = host if is_loopback(host) else own_address(host)
-    names = (
-        name for name, found in psutil.net_if_addrs().items() if own in {it.address for it in found}
-    )
-    interface = "lo" if is_loopback(own) else next(names)
+    interface = "lo" if is_loopback(host) else _interface_to(host)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # without the sign it is a prefix of names
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+
+
+def _interface_to(host: str) -> str:
+    """The name of the interface that leads to `host`, which may be another address of this machine."""
+    address = own_address(host)
+    if is_loopback(address):
+        return "lo"
+    interfaces = psutil.net_if_addrs().items()
+    return next(
+        name for name, entries in interfaces if address in {entry.address for entry in entries}
+    )
 
 
 def own_address(host: str) -> str:

@@ -1,4 +1,8 @@
-"""Writing files: an error of the file system becomes one line that names the folder, the file and the reason."""
+"""Writing files, with errors that a user can act on.
+
+`writing` turns an error of the file system into a UserError that names the folder, the file and the reason;
+`output_error` finds out before long work whether its result could be written; `take_lock` locks a folder's file.
+"""
 
 from __future__ import annotations
 
@@ -46,25 +50,6 @@ def writing(folder: Path, what: str, where: str = "run.dir") -> Iterator[None]:
         if error is None:
             raise
         raise error from raised
-
-
-def _error(error: BaseException, folder: Path, what: str, where: str) -> UserError | None:
-    """The UserError that replaces an error; None for an error that has nothing to do with the file system."""
-    cause = _system_error(error)
-    if not folder.is_dir() and (cause is None or cause.errno in _GONE):
-        return folder_gone(folder, what)
-    if cause is None and shutil.disk_usage(folder).free >= _FULL_BYTES:
-        return None
-    number = errno.ENOSPC if cause is None else cause.errno
-    if number in _FULL:
-        problem = f"{_FULL[number]} in {folder} while writing {what}"
-        return UserError(where, problem, "make room there, or name a folder on another disk")
-    reason = cause.strerror if cause else ""
-    return UserError(
-        where,
-        f"{what} cannot be written in {folder} ({reason})",
-        "mend that, or name another folder",
-    )
 
 
 def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
@@ -137,6 +122,31 @@ def folder_gone(folder: Path, what: str) -> FolderGone:
     return FolderGone(str(folder), problem, "what it held is lost, so start the run again")
 
 
+def visible_folder(folder: Path) -> Path:
+    """The nearest folder that is not part of a hidden checkpoint folder: `checkpoints`, or the folder itself."""
+    hidden = [path for path in (folder, *folder.parents) if PARTIAL in path.name]
+    return hidden[0].parent if hidden else folder
+
+
+def _error(error: BaseException, folder: Path, what: str, where: str) -> UserError | None:
+    """The UserError that replaces an error; None for an error that has nothing to do with the file system."""
+    cause = _system_error(error)
+    if not folder.is_dir() and (cause is None or cause.errno in _GONE):
+        return folder_gone(folder, what)
+    if cause is None and shutil.disk_usage(folder).free >= _FULL_BYTES:
+        return None
+    number = errno.ENOSPC if cause is None else cause.errno
+    if number in _FULL:
+        problem = f"{_FULL[number]} in {folder} while writing {what}"
+        return UserError(where, problem, "make room there, or name a folder on another disk")
+    reason = cause.strerror if cause else ""
+    return UserError(
+        where,
+        f"{what} cannot be written in {folder} ({reason})",
+        "correct that, or name another folder",
+    )
+
+
 def _system_error(error: BaseException | None) -> OSError | None:
     """The first error of the file system in a chain of exceptions, without contexts that `from None` suppresses."""
     seen: set[int] = set()
@@ -146,9 +156,3 @@ def _system_error(error: BaseException | None) -> OSError | None:
         seen.add(id(error))
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
-
-
-def visible_folder(folder: Path) -> Path:
-    """The nearest folder that is not part of a hidden checkpoint folder: `checkpoints`, or the folder itself."""
-    hidden = [path for path in (folder, *folder.parents) if PARTIAL in path.name]
-    return hidden[0].parent if hidden else folder

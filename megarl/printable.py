@@ -1,8 +1,9 @@
-"""Values, errors and untrusted text for a terminal or a log: short, and control and invisible characters escaped.
+"""Turns values, errors and untrusted text into text that is safe to print: hidden characters are escaped.
 
-Model outputs, data, chat templates, exceptions and file names may hold escape sequences, which a terminal carries out,
+Model outputs, data, chat templates, exceptions and file names may hold escape sequences, which a terminal executes,
 and characters that reorder or hide the text around them (Unicode Technical Report 36). Everything that megarl
 prints passes through `printable` or `show`, and every line of `samples.jsonl` through `json_line`.
+`short` and `describe_error` also limit the length.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import IO, Any
 _KEPT = "\n\t"
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})  # Unicode's general categories
 _BEYOND_ASCII = re.compile(r"[^\x20-\x7e]")
-_LONGEST_WORDS = 300
+_LONGEST_ERROR = 300
 
 
 def is_hidden(character: str) -> bool:
@@ -27,7 +28,7 @@ def is_hidden(character: str) -> bool:
 
 def printable(text: object, kept: str = _KEPT) -> str:
     """The text with hidden characters escaped as in a Python string literal; those in `kept` stay as they are."""
-    return _BEYOND_ASCII.sub(lambda found: _escaped(found[0], kept), str(text))
+    return _BEYOND_ASCII.sub(lambda match: _escaped(match[0], kept), str(text))
 
 
 def one_line(text: object) -> str:
@@ -58,36 +59,24 @@ def json_line(value: object, default: Callable[[Any], Any] | None = None) -> str
     default: converts a value that JSON has no type for.
     """
     text = json.dumps(value, ensure_ascii=False, default=default)
-    return _BEYOND_ASCII.sub(
-        lambda found: json.dumps(found[0])[1:-1] if is_hidden(found[0]) else found[0], text
-    )
-
-
-def _escaped(character: str, kept: str) -> str:
-    if character in kept or not is_hidden(character):
-        return character
-    return character.encode("unicode_escape").decode("ascii")
+    return _BEYOND_ASCII.sub(_escaped_for_json, text)
 
 
 def short(value: object, longest: int = 80) -> str:
     """A value as Python writes it, cut to `longest` characters."""
-    text = repr(value[: 2 * longest] if isinstance(value, str) else value)
-    if len(text) <= longest:
-        return text
-    return f"{text[: longest - 3]}..."
+    if isinstance(value, str):
+        value = value[: 2 * longest]
+    return _cut(repr(value), longest)
 
 
 def describe_error(error: BaseException) -> str:
     """An exception as one line."""
     try:
         words = " ".join(f"{type(error).__name__}: {error}".split())
-    except (
-        BaseException
-    ):  # its __str__ raises, perhaps KeyboardInterrupt, which would end a worker process
+    except BaseException:
+        # Its __str__ raises, perhaps KeyboardInterrupt, which would end a worker process.
         words = type(error).__name__
-    if len(words) <= _LONGEST_WORDS:
-        return words
-    return f"{words[: _LONGEST_WORDS - 3]}..."
+    return _cut(words, _LONGEST_ERROR)
 
 
 def plain_value(value: Any) -> Any:
@@ -97,3 +86,18 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
     return str(value)
+
+
+def _escaped(character: str, kept: str) -> str:
+    if character in kept or not is_hidden(character):
+        return character
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _escaped_for_json(match: re.Match[str]) -> str:
+    character = match[0]
+    return json.dumps(character)[1:-1] if is_hidden(character) else character
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

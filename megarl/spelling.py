@@ -1,4 +1,4 @@
-"""Suggestions for misspelt names."""
+"""Suggestions for misspelt names: the known names that are nearest in edits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ _LONGEST_NAME = 100  # a longer name is no misspelling, and comparing it takes l
 
 
 def did_you_mean(names: Sequence[str], otherwise: str) -> str:
-    """What an error tells the user to write instead: one of at most three `names`; `otherwise` where there are none."""
-    if names:
-        return f"did you mean {' or '.join(names[:3])}?"
-    return otherwise
+    """The hint of an error: to write one of at most three `names`; `otherwise` where there are none."""
+    return f"did you mean {' or '.join(names[:3])}?" if names else otherwise
 
 
 def near(name: str, known: Iterable[str]) -> list[str]:
@@ -22,10 +20,10 @@ def near(name: str, known: Iterable[str]) -> list[str]:
     if len(name) > _LONGEST_NAME:
         return []
     distances = {other: edit_distance(name, other) for other in known}
-    best = min(distances.values(), default=len(name))
-    if best <= 1 + len(name) // 4:
-        return [other for other, distance in distances.items() if distance == best]
-    return []
+    smallest = min(distances.values(), default=len(name))
+    if smallest > 1 + len(name) // 4:
+        return []
+    return [other for other, distance in distances.items() if distance == smallest]
 
 
 def edit_distance(a: str, b: str) -> int:

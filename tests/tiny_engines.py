@@ -193,5 +193,5 @@ def judges() -> Iterator[Callable[..., RewardWorkers]]:
 @pytest.fixture
 def isolation() -> None:
     """Or a skip that says why not."""
-    for error in sandbox_errors():
+    for error in sandbox_errors("reward.function"):
         pytest.skip(str(error))

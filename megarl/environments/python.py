@@ -6,9 +6,8 @@ import asyncio
 
 from megarl.environments import Environment
 from megarl.isolation import sandbox
-from megarl.isolation.interpreter import CellOutcome, SandboxSession
+from megarl.isolation.interpreter import CellOutcome, SandboxInterpreter
 from megarl.isolation.sandbox import Outcome, SandboxLimits
-from megarl.types import UserError
 
 _OUTPUT_BYTES = 2**16
 _ERROR_LINES = 20
@@ -24,17 +23,16 @@ async def python(
         code: the whole program; print what you want to see
     """
     limits = SandboxLimits(wall_s=timeout_s, memory_mb=memory_mb, stdout_bytes=_OUTPUT_BYTES)
-    return _told(
-        await asyncio.to_thread(sandbox.run, code, limits=limits, unsafe=unsafe), timeout_s
+    outcome = await asyncio.to_thread(
+        sandbox.run, code, limits=limits, where="episode.tools", unsafe=unsafe
     )
+    return _told(outcome, timeout_s)
 
 
 def _prepare(*, unsafe: bool = False, where: str = "episode.tools", **_: object) -> None:
     """Refuse a machine on which programs cannot be isolated."""
-    for error in sandbox.sandbox_errors(unsafe=unsafe):
-        raise UserError(
-            where, error.problem, "install bubblewrap, or run without isolation: `unsafe: true`"
-        )
+    for error in sandbox.sandbox_errors(where, unsafe=unsafe):
+        raise error
 
 
 python.prepare = _prepare  # type: ignore[attr-defined]
@@ -52,7 +50,7 @@ class PythonSession(Environment):
             wall_s=timeout_s, cpu_s=_SESSION_CPU_S, memory_mb=memory_mb, stdout_bytes=_OUTPUT_BYTES
         )
         self._unsafe = unsafe
-        self._session: SandboxSession | None = None
+        self._session: SandboxInterpreter | None = None
         self._turn = asyncio.Lock()  # calls of one turn arrive together, in their order
         self._is_closed = False
 
@@ -73,8 +71,8 @@ class PythonSession(Environment):
         async with self._turn:
             if self._is_closed:  # while the call waited
                 raise RuntimeError("the episode has ended")
-            self._session = self._session or SandboxSession(
-                self._limits, self.seed, unsafe=self._unsafe
+            self._session = self._session or SandboxInterpreter(
+                self._limits, self.seed, where="episode.environment", unsafe=self._unsafe
             )
             try:
                 outcome = await self._session.run(code)

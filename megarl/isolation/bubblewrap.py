@@ -42,13 +42,11 @@ def uid(number: int | None = None) -> int | None:
 
     number: the thread's, unless it is given.
     """
+    if not has_own_user():
+        return None
     if number is None:
         number = threading.get_native_id()
-    else:
-        number = number
-    if has_own_user():
-        return _FIRST_UID + number % _NUM_UIDS
-    return None
+    return _FIRST_UID + number % _NUM_UIDS
 
 
 def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> list[str]:
@@ -58,14 +56,10 @@ def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> lis
     process ids to it.
     """
     line = [
-        *(shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session", "--clearenv"),
-        *(
-            "--unshare-ipc",
-            "--unshare-pid",
-            "--unshare-net",
-            "--unshare-uts",
-            "--unshare-cgroup-try",
-        ),
+        shutil.which("bwrap") or "bwrap",
+        *("--die-with-parent", "--new-session", "--clearenv"),
+        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+        "--unshare-cgroup-try",
         *("--hostname", "sandbox", "--info-fd", str(info), "--cap-drop", "ALL"),
         # bwrap's own process 1 outlives bwrap for a moment, an orphan that not every container collects
         "--as-pid-1",

@@ -1,4 +1,7 @@
-"""What every kind of user's function needs when a worker process loads it."""
+"""Loads what a recipe names as `module:name` in a worker process, and calls its `prepare` once.
+
+Used for all kinds of users' functions: rewards, tools, environments and agents.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ PREPARE = "prepare"
 def prepare(
     function: Callable[..., object] | None, arguments: Mapping[str, Any], where: str, path: str
 ) -> None:
-    """Let what `path` names get ready once in its process; None: it need not. It may raise UserError itself."""
+    """Call the `prepare` of what `path` names; None: it has none. Raises UserError, as `prepare` itself may."""
     if function is None:
         return
     try:
@@ -30,21 +33,24 @@ def prepare(
 
 
 def kind_of(value: object) -> str:
-    """What a value is, as a part of a sentence."""
+    """The kind of a value as words for an error message: "the class Calculator", "a str"."""
     if inspect.isclass(value):
         return f"the class {value.__name__}"
     return f"a {type(value).__name__}"
 
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:
-    """Whether calls give a coroutine: of an `async def` function, a partial of it, or an object with such a call."""
+    """Whether a call returns a coroutine: an `async def` function, a partial of it, or an object with such a call."""
     function = getattr(function, "func", function)  # of a partial
     call = getattr(type(function), "__call__", None)  # noqa: B004 - of an object that is called like a function
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def load_object(path: str, where: str, form: str, hint: str) -> Any:
-    """What a path names. Raises UserError(where) when there is no such thing, with `form` and `hint` as the words."""
+    """The object at `module:name`. Raises UserError(where, hint) when there is none.
+
+    form: the expected form of a path in words, for an error about a path without it.
+    """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise UserError(where, f"{path!r} is not {form}", hint)
@@ -55,7 +61,7 @@ def load_object(path: str, where: str, form: str, hint: str) -> Any:
         raise UserError(
             where, f"{module_name} cannot be imported ({reason})", "correct or install it"
         ) from error
-    found = getattr(module, name, None)
-    if found is None:
+    loaded = getattr(module, name, None)
+    if loaded is None:
         raise UserError(where, f"{module_name} has no {name!r}", hint)
-    return found
+    return loaded

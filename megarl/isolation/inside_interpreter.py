@@ -1,7 +1,10 @@
-"""The interpreter of a session inside the sandbox: runs cells, all in one module. Imports nothing of megarl.
+"""The program of `interpreter.SandboxInterpreter` inside the sandbox: it runs cells of code, one after the other.
 
-Standard input and output are one socket. Input: the seed of `random`, then for each cell a line `[code, mark]` of JSON.
-Output: what the cell writes to standard output and error, then its mark.
+All cells share one module, so that a cell finds what earlier ones have defined. Standard input and output are one
+socket. Its input is the seed of `random`, then a line of JSON `[code, mark]` for each cell; its output is what the cell
+writes to standard output and error, then the mark, by which the parent sees that the cell has ended.
+
+The sandbox has no packages of this environment, so this file imports nothing of megarl.
 """
 
 import ast
@@ -15,7 +18,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-_LINES = 20  # of a traceback: the last ones
+_TRACEBACK_LINES = 20  # the last ones are shown
 
 
 def main() -> None:
@@ -27,11 +30,11 @@ def main() -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a cell that is ended loses one line at most
     module = sys.modules["__main__"] = ModuleType("__main__")
     random.seed(json.loads(parent.readline()))
-    own = os.getpid()
+    own_pid = os.getpid()
     for number, line in enumerate(parent, start=1):
         code, mark = json.loads(line)
         run(code, f"<cell {number}>", vars(module))
-        if os.getpid() != own:  # a cell has forked
+        if os.getpid() != own_pid:  # a cell has forked
             os._exit(0)
         flush()
         write(parent.fileno(), mark)
@@ -39,14 +42,13 @@ def main() -> None:
 
 def run(code: str, name: str, space: dict[str, Any]) -> None:
     """Run a cell; as in an interactive session the value of its last line is printed, and so is an exception."""
-    # for tracebacks
+    # tracebacks show a cell's lines from here
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         tree = ast.parse(code, name)
+        last: list[ast.stmt] = []
         if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = [tree.body.pop()]
-        else:
-            last = []
+            last.append(tree.body.pop())
         exec(compile(tree, name, "exec"), space)
         if last:
             exec(compile(ast.Interactive(last), name, "single"), space)
@@ -56,7 +58,7 @@ def run(code: str, name: str, space: dict[str, Any]) -> None:
             shown = shown.tb_next
         lines = "".join(traceback.format_exception(type(error), error, shown)).splitlines()
         flush()
-        write(2, "\n".join(lines[-_LINES:]) + "\n")
+        write(2, "\n".join(lines[-_TRACEBACK_LINES:]) + "\n")
 
 
 def flush() -> None:

@@ -1,6 +1,6 @@
-"""The launcher inside the sandbox: sets its own limits, then becomes the program. Imports nothing of megarl.
+"""The launcher inside the sandbox: it sets its own limits, then becomes the program.
 
-argv: the limits as JSON, the program's path.
+argv: the limits as JSON, the program's path. The sandbox has no packages, so this file imports nothing of megarl.
 """
 
 import json
@@ -52,19 +52,19 @@ def set_limits(limits: dict[str, Any]) -> None:
     limit(resource.RLIMIT_FSIZE, limits["file_mb"] << 20)
     limit(resource.RLIMIT_NOFILE, limits["open_files"])
     limit(resource.RLIMIT_AS, limits["memory_mb"] << 20)
-    if limits["uid"] is not None:
+    uid = limits["uid"]
+    if uid is not None:
         os.setgroups([])
-        os.setresgid(limits["uid"], limits["uid"], limits["uid"])
-        os.setresuid(limits["uid"], limits["uid"], limits["uid"])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
 
 
 def limit(kind: int, value: int, grace: int = 0) -> None:
     """Set a soft limit, and a hard limit that is `grace` above it, unless they are lower already."""
-    hard = resource.getrlimit(kind)[1]
-    if hard == resource.RLIM_INFINITY:
-        most = value + grace
-    else:
-        most = min(value + grace, hard)
+    most = value + grace
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
     resource.setrlimit(kind, (min(value, most), most))
 
 

@@ -39,27 +39,28 @@ class CellOutcome:
     timed_out: bool = False
 
 
-class SandboxSession:
+class SandboxInterpreter:
     """One interpreter, in a process of its own. A cell that takes longer than limits.wall_s ends it; limits.cpu_s is of
     all cells together, and of output limits.stdout_bytes are kept.
 
     With the same seed `random` and the order of sets repeat themselves.
     """
 
-    def __init__(self, limits: SandboxLimits, seed: int, *, unsafe: bool = False) -> None:
+    def __init__(
+        self, limits: SandboxLimits, seed: int, *, where: str, unsafe: bool = False
+    ) -> None:
         """unsafe: as of `sandbox.run`. It ends with the thread that makes it, which waits some milliseconds.
 
-        Raises UserError where there is no isolation.
+        Raises UserError(where) where there is no isolation.
         """
-        for error in sandbox_errors(unsafe=unsafe):
+        for error in sandbox_errors(where, unsafe=unsafe):
             raise error
         self._limits = limits
         self._seed = seed
         self._stream: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         if unsafe:
             self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        else:
-            self._folder = None
         self._is_closed = False
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -69,19 +70,18 @@ class SandboxSession:
         self._end.atexit = False  # a copy of this process that ends must not end it
 
     def _started(self, end: int) -> tuple[subprocess.Popen[bytes], int | None]:
-        """The process, and the first of its namespace."""
+        """The process, and the first one of its namespace. end: a descriptor of the interpreter's end of the socket."""
         if self._folder:
-            return start_unsafe(
-                _PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED
-            ), None
-        # Not by thread: many interpreters are started by one.
+            process = start_unsafe(_PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED)
+            return process, None
+        # Not by the thread's number: one thread starts many interpreters.
         uid = bubblewrap.uid(secrets.randbits(32))
         process, info = start_isolated(_PROGRAM, self._limits, uid, end, end, _HASH_SEED)
         with info:
             return process, first_of_namespace(process.pid, info.fileno(), self._limits.wall_s)
 
     async def run(self, code: str) -> CellOutcome:
-        """Run a cell, one at a time. After an outcome that is not alive, or a cancellation, the session is closed."""
+        """Run a cell, one at a time. After an outcome that is not alive, or a cancellation, it is closed."""
         mark = secrets.token_hex(_MARK_BYTES).encode()
         output = _Output(self._limits.stdout_bytes)
         timed_out = False
@@ -133,17 +133,18 @@ class _Output:
         self.num_bytes = 0
 
     def take(self, chunk: bytes, mark: bytes) -> bool:
-        """Whether the mark has come, now or in part before."""
+        """Take in the next bytes; whether the mark is among them, or has begun in those before."""
         window = self._rest + chunk
         place = window.find(mark)
-        # the mark may begin behind it
-        if place < 0:
-            before = max(0, len(window) - len(mark) + 1)
-        else:
-            before = place
-        self._rest = window[before:] if place < 0 else b""
+        if place >= 0:
+            self._keep(window[:place])
+            self._rest = b""
+            return True
+        # the last bytes may be the beginning of the mark
+        before = max(0, len(window) - len(mark) + 1)
         self._keep(window[:before])
-        return place >= 0
+        self._rest = window[before:]
+        return False
 
     def take_rest(self) -> None:
         """Take what would have been the mark's beginning."""

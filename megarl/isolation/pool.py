@@ -123,7 +123,7 @@ class WorkerPool(Generic[Process]):
                 )
                 return
         self._failed_starts = 0
-        if all(one.is_ready for one in self._workers) and not self._ready.done():
+        if all(worker.is_ready for worker in self._workers) and not self._ready.done():
             self._ready.set_result(None)
         self._feed()
 
@@ -160,11 +160,8 @@ class WorkerPool(Generic[Process]):
         if self._timer:
             self._timer.cancel()
         deadlines = [worker.deadline() for worker in self._workers]
-        first = min((one for one in deadlines if one is not None), default=None)
-        if first is not None:
-            self._timer = self._loop.call_at(first, self._expire)
-        else:
-            self._timer = None
+        first = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        self._timer = None if first is None else self._loop.call_at(first, self._expire)
 
     def _expire(self) -> None:
         """Act on the processes whose deadline has passed."""
@@ -203,7 +200,7 @@ class WorkerPool(Generic[Process]):
             self._replace(worker)
             return
         problem = f"{self._name} {end.words} while it was imported"
-        self._fail(UserError(self._where, problem, "mend what it does when it is imported"))
+        self._fail(UserError(self._where, problem, "correct what it does when it is imported"))
 
     def _replace(self, worker: Process, end: ProcessEnd | None = None) -> None:
         """Kill a process and start another. end: of the job that is to blame; the others are sent again.

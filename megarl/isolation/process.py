@@ -99,9 +99,7 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         """The worker's process id, once it has told it."""
-        if self._worker_pid is None:
-            return self.process.pid
-        return self._worker_pid
+        return self.process.pid if self._worker_pid is None else self._worker_pid
 
     async def messages(self) -> AsyncIterator[list[Any] | None]:
         """Send the spec, then yield each message until the process closes its socket or is killed.
@@ -151,10 +149,7 @@ class WorkerProcess:
         self.is_ending = True
         began = time.monotonic()
         while (code := self.process.poll()) is None:
-            if _is_exiting(self.pid):
-                bound_s = _LATE_S
-            else:
-                bound_s = _SOON_S
+            bound_s = _LATE_S if _is_exiting(self.pid) else _SOON_S
             if time.monotonic() - began > bound_s:
                 return None
             await asyncio.sleep(_POLL_S)
@@ -224,9 +219,7 @@ def _is_exiting(pid: int) -> bool:
 
 def _message(line: bytes) -> list[Any] | None:
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if isinstance(found, list) and found:
-        return found
-    return None
+    return message if isinstance(message, list) and message else None

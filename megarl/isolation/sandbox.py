@@ -29,8 +29,7 @@ from megarl.isolation.bubblewrap import ENVIRONMENT
 from megarl.isolation.seccomp import filter_program
 from megarl.types import UserError
 
-WHERE = "reward.function"
-_HINT = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
+HINT = "install bubblewrap, or run without isolation: `unsafe: true`"
 _LAUNCHER = Path(__file__).with_name("inside_launcher.py").read_text(encoding="utf-8")
 _ENDS_WITHIN_S = 10.0  # how long the kernel may take to end a killed namespace
 _CHUNK_BYTES = 1 << 16
@@ -66,11 +65,14 @@ class Outcome:
     too_much_output: bool = False
 
 
-def sandbox_errors(*, unsafe: bool = False) -> list[UserError]:
-    """The error of a machine on which programs cannot be isolated, found by starting bwrap; unsafe: none is needed."""
+def sandbox_errors(where: str, *, unsafe: bool = False, hint: str = HINT) -> list[UserError]:
+    """The error of a machine on which programs cannot be isolated, found by starting bwrap; [] where they can.
+
+    where: the recipe key that asks for a sandbox. unsafe: no isolation is asked for, so that there is no error.
+    """
     problem = "" if unsafe else find_problem()
     if problem:
-        return [UserError(WHERE, problem, _HINT)]
+        return [UserError(where, problem, hint)]
     return []
 
 
@@ -93,17 +95,23 @@ def find_problem() -> str:
 
 
 def run(
-    program: str, stdin: str = "", limits: SandboxLimits | None = None, *, unsafe: bool = False
+    program: str,
+    stdin: str = "",
+    limits: SandboxLimits | None = None,
+    *,
+    where: str,
+    unsafe: bool = False,
+    hint: str = HINT,
 ) -> Outcome:
     """Run a program's text to its end or its limits; none of its processes and files remain.
 
     unsafe: with limits and a process group only, in a folder of its own. It has this user's rights, and a daemon that
-    it starts may remain. Raises UserError where there is no isolation.
+    it starts may remain. Raises UserError(where) with the hint where there is no isolation.
     """
     limits = limits or SandboxLimits()
     if unsafe:
         return _run_unsafe(program, stdin, limits)
-    for error in sandbox_errors():
+    for error in sandbox_errors(where, hint=hint):
         raise error
     return _run_isolated(program, stdin, limits)
 
@@ -251,20 +259,22 @@ def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | 
         out = _Bounded(process.stdout, limits.stdout_bytes)
         error = _Bounded(process.stderr, limits.stderr_bytes)
         outer = os.pidfd_open(process.pid)
-        if info is None:
-            first = None
-        else:
+        first = None
+        if info is not None:
             first = first_of_namespace(process.pid, info, limits.wall_s)
         try:
             ended = _follow(outer, out, error, deadline)
         finally:
             os.close(outer)
             status = end_program(process, first)
-        texts = out.text(), error.text()
-    status = 128 - status if status < 0 else status
+        stdout = out.text()
+        stderr = error.text()
+    if status < 0:  # -1 times the signal
+        status = 128 - status
     return Outcome(
         status if ended else None,
-        *texts,
+        stdout,
+        stderr,
         timed_out=not ended and not out.full,
         too_much_output=out.full,
     )
@@ -312,10 +322,7 @@ def first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
     with selectors.DefaultSelector() as selector:
         selector.register(info, selectors.EVENT_READ)
         while b"}" not in written:
-            if selector.select(wall_s):
-                chunk = os.read(info, _CHUNK_BYTES)
-            else:
-                chunk = b""
+            chunk = os.read(info, _CHUNK_BYTES) if selector.select(wall_s) else b""
             if not chunk:
                 return None
             written += chunk
@@ -340,7 +347,7 @@ def _end(first: int) -> None:
 
 
 def _await_end(process: int) -> None:
-    """Raises RuntimeError when a killed process does not end, so that the reward fails."""
+    """Raises RuntimeError when a killed process does not end, so that the caller has no outcome to judge."""
     with selectors.DefaultSelector() as selector:
         selector.register(process, selectors.EVENT_READ)
         if not selector.select(_ENDS_WITHIN_S):

@@ -10,7 +10,7 @@ from megarl.isolation.http_service import url_errors
 from megarl.isolation.sandbox import sandbox_errors
 from megarl.rollout.reward_workers.by_source import DEFAULT, RewardWorkers, reward_specs, source_of
 from megarl.rollout.reward_workers.reward_process import RewardSpec
-from megarl.rollout.rewards import WHERE, describe_failure
+from megarl.rollout.rewards import SANDBOX_HINT, WHERE, describe_failure
 from megarl.types import EpisodeFacts, Prompt, TranscriptEntry, UserError, episode_dict
 from megarl.types.reward_result import REWARD_HINT, Failure
 
@@ -112,10 +112,10 @@ def _own_errors(spec: RewardSpec) -> list[UserError]:
     if spec.function == _CODE:
         url = given.get("url")
         if url:
-            errors = url_errors(url)
+            errors = url_errors(url, spec.where)
         else:
-            errors = sandbox_errors(unsafe=given.get("unsafe", False))
-        errors = [UserError(spec.where, error.problem, error.hint) for error in errors]
+            unsafe = given.get("unsafe", False)
+            errors = sandbox_errors(spec.where, unsafe=unsafe, hint=SANDBOX_HINT)
     if spec.function not in _BOUNDS:
         return errors
     key, usual_s = _BOUNDS[spec.function]

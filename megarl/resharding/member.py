@@ -60,7 +60,7 @@ class Stats:
     kept_share: float | None = None  # of adapters that were merged, see `Merge.kept_share`
 
 
-class _Group(NamedTuple):
+class _OpenGroup(NamedTuple):
     """A process group of all members, and the key of the prefix store through which they found each other."""
 
     key: str
@@ -85,7 +85,7 @@ class Member:
             self._store, session.member, session.num_members, session.timeout_s
         )
         self.planner = Planner(session, self.payload)
-        self._group: _Group | None = None
+        self._group: _OpenGroup | None = None
 
     def run(
         self,
@@ -213,7 +213,7 @@ class Member:
         self.close()
         s = self.session
         store = PrefixStore(key, self._store)
-        self._group = _Group(key, make_group(store, s.member, s.num_members, s.timeout_s, ask))
+        self._group = _OpenGroup(key, make_group(store, s.member, s.num_members, s.timeout_s, ask))
 
     def close(self) -> None:
         """End this member's process group; the next exchange makes a new one."""

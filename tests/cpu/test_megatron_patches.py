@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import subprocess
 import sys
 
-import megatron.core
 import pytest
 import torch
 from megatron.core import optimizer as chosen
@@ -92,14 +89,3 @@ def test_patches() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "torch itself still refuses"
-
-
-def test_megatron_does_without_a_tracker_that_others_may_import(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    with monkeypatch.context() as importing:
-        importing.setattr(megatron.core.__spec__, "_initializing", True, raising=False)
-        with pytest.raises(ModuleNotFoundError, match="not needed while Megatron is imported"):
-            importlib.import_module("wandb")
-    assert importlib.util.find_spec("wandb")

@@ -14,7 +14,7 @@ import pytest
 from megarl.environments.python import PythonSession
 from megarl.environments.runtime.tool_loading import load_environment
 from megarl.isolation import sandbox
-from megarl.isolation.interpreter import SandboxSession
+from megarl.isolation.interpreter import SandboxInterpreter
 from megarl.isolation.sandbox import SandboxLimits
 from megarl.types import UserError
 
@@ -25,7 +25,7 @@ LONG_S = 60.0
 
 @pytest.fixture(autouse=True)
 def isolation() -> None:
-    for error in sandbox.sandbox_errors():
+    for error in sandbox.sandbox_errors("episode.environment"):
         pytest.skip(str(error))
 
 
@@ -191,7 +191,7 @@ def test_a_call_that_waits_does_not_outlive_the_episode() -> None:
 
 def test_an_interpreter_that_nobody_closes_ends_and_leaves_no_descriptor() -> None:
     async def forget() -> None:
-        one = SandboxSession(SandboxLimits(wall_s=LONG_S), 0)
+        one = SandboxInterpreter(SandboxLimits(wall_s=LONG_S), 0, where="episode.environment")
         await one.run(
             "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()"
         )

@@ -11,15 +11,18 @@ import tempfile
 import textwrap
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.isolation.sandbox import Outcome, SandboxLimits, run
+from megarl.isolation import sandbox
+from megarl.isolation.sandbox import Outcome, SandboxLimits
 from megarl.isolation.seccomp import filter_program
 
 ROOT = Path(__file__).parents[2]
+run = partial(sandbox.run, where="reward.function")
 TOKEN = f"token-{uuid.uuid4().hex}"
 PATIENT = SandboxLimits(wall_s=60.0, cpu_s=30)
 needs_filter = pytest.mark.skipif(
@@ -293,7 +296,7 @@ for name in os.listdir("/proc"):
     parent = f"""
 from megarl.isolation.sandbox import run
 for unsafe in (False, True):
-    print({TOKEN!r} in run({program!r}, unsafe=unsafe).stdout)
+    print({TOKEN!r} in run({program!r}, where="", unsafe=unsafe).stdout)
 """
     environment = {**os.environ, "MEGARL_JUDGE_KEY": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run(

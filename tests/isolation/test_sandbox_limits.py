@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import psutil
 import pytest
 
 from megarl.isolation import sandbox
-from megarl.isolation.sandbox import SandboxLimits, run
+from megarl.isolation.interpreter import SandboxInterpreter
+from megarl.isolation.sandbox import SandboxLimits
 from megarl.types import UserError
 
 pytestmark = pytest.mark.slow
 
 PATIENT = SandboxLimits(wall_s=60.0, cpu_s=30)
+run = partial(sandbox.run, where="reward.function")
 
 
 # --- limits ------------------------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ def test_nothing_outlives_a_killed_caller(isolation: None) -> None:
     """As when the pool of reward workers kills one."""
     name = f"k{uuid.uuid4().hex[:12]}"
     program = f"import signal\nopen('/proc/self/comm', 'w').write({name!r})\nsignal.pause()"
-    parent = f"from megarl.isolation.sandbox import *\nrun({program!r}, limits=SandboxLimits(wall_s=600.0))"
+    parent = f"from megarl.isolation.sandbox import *\nrun({program!r}, where='', limits=SandboxLimits(wall_s=600.0))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", parent], env=environment) as caller:
         try:
@@ -240,12 +243,14 @@ def other_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_missing_bubblewrap_is_said_in_a_line(other_path: Path) -> None:
-    (error,) = sandbox.sandbox_errors()
-    assert error.where == "reward.function"
+    (error,) = sandbox.sandbox_errors("episode.tools")
+    assert error.where == "episode.tools"
     assert "bubblewrap (bwrap) is not installed; install bubblewrap" in str(error)
-    with pytest.raises(UserError, match="`unsafe: true`"):
+    with pytest.raises(UserError, match="^reward.function: .*; install .* `unsafe: true`$"):
         run("print('ran')")
-    assert sandbox.sandbox_errors(unsafe=True) == []
+    with pytest.raises(UserError, match="^episode.environment: bubblewrap .* is not installed"):
+        SandboxInterpreter(PATIENT, 0, where="episode.environment")
+    assert sandbox.sandbox_errors("episode.tools", unsafe=True) == []
     assert run("print('ran')", limits=PATIENT, unsafe=True).stdout == "ran\n"
 
 
@@ -255,7 +260,7 @@ def test_a_bubblewrap_that_does_not_work_is_said_in_a_line(other_path: Path) -> 
         "#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n"
     )
     path.chmod(0o755)
-    (error,) = sandbox.sandbox_errors()
+    (error,) = sandbox.sandbox_errors("episode.tools")
     assert "does not work on this machine (bwrap: No permissions to create a new namespace)" in str(
         error
     )

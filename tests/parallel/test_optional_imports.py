@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import pytest
 
 from megarl.parallel.optional_imports import TransformerEngineFinder, layers_error
@@ -158,3 +159,14 @@ def test_megatron_is_imported_beside_an_engine_whose_libraries_do_not_load(tmp_p
         f"train.local_layers: TransformerEngine cannot be used ({SYMBOL}); install what req"
     )
     assert (package / "tries").read_text() == "x"
+
+
+def test_megatron_does_without_a_tracker_that_others_may_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with monkeypatch.context() as importing:
+        importing.setattr(megatron.core.__spec__, "_initializing", True, raising=False)
+        with pytest.raises(ModuleNotFoundError, match="not needed while Megatron is imported"):
+            importlib.import_module("wandb")
+    assert importlib.util.find_spec("wandb")

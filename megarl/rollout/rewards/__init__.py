@@ -15,6 +15,7 @@ from megarl.types.reward_result import RewardResult as RewardResult
 from megarl.types.reward_result import refuse_earlier_name
 
 WHERE = "reward.function"
+SANDBOX_HINT = "install bubblewrap, name a remote sandbox with `url`, or run without isolation with `unsafe: true`"
 _FORM = "write module:function, for example megarl.rollout.rewards.exact:score"
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from megarl.isolation import http_service, sandbox
 from megarl.isolation.sandbox import Outcome, SandboxLimits
+from megarl.rollout.rewards import SANDBOX_HINT, WHERE
 from megarl.rollout.rewards.code_tests import Suite, TestReport, read_tests
 from megarl.rollout.rewards.inside_tests import BEGUN
 from megarl.types.reward_result import RewardResult
@@ -68,7 +69,7 @@ def score(
         memory_mb=memory_mb,
         stdout_bytes=_ALL_OUTPUT_BYTES,
     )
-    here = functools.partial(sandbox.run, unsafe=unsafe)
+    here = functools.partial(sandbox.run, where=WHERE, unsafe=unsafe, hint=SANDBOX_HINT)
     if url is None:
         run = here
     else:

@@ -423,5 +423,6 @@ def test_a_service_that_is_not_there_is_no_reward_result(
 ) -> None:
     with pytest.raises(ConnectionError, match="gave no answer: ConnectError"):
         judged(ADD, ADDS, url="http://127.0.0.1:1")
-    assert [error.where for error in http_service.url_errors("sandbox:8080")] == ["reward.function"]
-    assert http_service.url_errors(service[0]) == []
+    (error,) = http_service.url_errors("sandbox:8080", "reward.function")
+    assert error.where == "reward.function"
+    assert http_service.url_errors(service[0], "reward.function") == []
