@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from aiohttp import web  # a requirement of SGLang, without which there is no engine to ask
 
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.device import LOOPBACK
 from megarl.environments.agents.chat import Access, ChatHandler
-from megarl.environments.endpoint.connection_limits import raise_file_limit, taken_at_once
+from megarl.environments.endpoint.connection_limits import files_for_most, taken_at_once
 from megarl.environments.endpoint.http_server import authenticated, make_server, unauthenticated
 from megarl.environments.endpoint.registry import OpenEpisode, OpenEpisodes
 from megarl.environments.endpoint.replies import refusal, reply_to, send
@@ -32,7 +34,7 @@ class ChatEndpoint:
     """
 
     def __init__(self) -> None:
-        raise_file_limit()
+        _allow_open_files(files_for_most())
         self._episodes = OpenEpisodes()
         remove_dead(_PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(_PREFIX, tempfile.gettempdir())
@@ -109,6 +111,17 @@ class ChatEndpoint:
                     refusal(429, "Too many connections have requests.", "too_many_requests"),
                 )
             return await send(request, await reply_to(request, episode))
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise the soft limit of this process to as many open files, or to the hard limit where that is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft < wanted:
+        with suppress(OSError, ValueError):  # a sandbox may forbid it: then there are fewer places
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _key(request: web.BaseRequest) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import resource
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 MOST_AUTHENTICATED = 2048  # connections of a listener that have shown the key of an open episode
 MOST_UNAUTHENTICATED = 512  # the others of a listener, while it has the most authenticated ones
 _LISTENERS = 2
+_SHARES = 2  # of the files that this process may open; one share is left to the engine
 # The event loop sees a connection's key three turns after it has taken it, and takes others in each. More than three,
 # as a margin.
 _TURNS_TO_BE_HEARD = 8
@@ -97,22 +97,14 @@ def taken_at_once() -> int:
     return max(1, most_unauthenticated() // _TURNS_TO_BE_HEARD)
 
 
-def raise_file_limit() -> None:
-    """Let this process open as many files as the most connections need, where its hard limit allows that."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * _LISTENERS * (MOST_AUTHENTICATED + MOST_UNAUTHENTICATED)
-    if hard == resource.RLIM_INFINITY:
-        wanted = needed
-    else:
-        wanted = min(needed, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(OSError, ValueError):  # a sandbox may forbid it: then there are fewer places
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+def files_for_most() -> int:
+    """How many files this process must be allowed to open, so that each listener can have the most connections."""
+    return _SHARES * _LISTENERS * (MOST_AUTHENTICATED + MOST_UNAUTHENTICATED)
 
 
 def _room() -> int:
-    """The connections of a listener. Half of the files that this process may have open are left to the engine."""
+    """The connections that a listener may have, by the files that this process may open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return MOST_AUTHENTICATED + MOST_UNAUTHENTICATED
-    return max(8, soft // 2 // _LISTENERS)
+    return max(8, soft // (_SHARES * _LISTENERS))
