@@ -23,6 +23,7 @@ _ENTRY = re.compile(r"\s*(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 _MOST_ERRORS = 3  # told of one call
 # keys of a JSON schema whose values are no schemas
 _VERBATIM = ("default", "const", "enum", "examples")
+_MAPS = ("properties", "$defs", "patternProperties")  # of names to schemas
 
 
 class BadArguments(Exception):
@@ -49,23 +50,16 @@ class Tool:
         if not isinstance(arguments, Mapping):
             raise BadArguments(f"{self.name} was not called: its arguments are not a JSON object.")
         try:
-            found = self.model.model_validate_json(json.dumps(arguments))
+            checked = self.model.model_validate_json(json.dumps(arguments))
         except ValidationError as error:
-            errors = [
-                _error(one["type"], one["loc"], one["msg"], one["input"]) for one in error.errors()
-            ]
-            if len(errors) > _MOST_ERRORS:
-                more = f" and {len(errors) - _MOST_ERRORS} more"
-            else:
-                more = ""
-            told = "; ".join(errors[:_MOST_ERRORS])
-            raise BadArguments(f"{self.name} was not called: {told}{more}.") from None
+            problems = _problems(error)
+            raise BadArguments(f"{self.name} was not called: {problems}.") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise BadArguments(f"{self.name} was not called: {describe_error(error)}.") from None
         given = {
-            name: getattr(found, field)
+            name: getattr(checked, field)
             for name, field in self.fields.items()
-            if field in found.model_fields_set
+            if field in checked.model_fields_set
         }
         return {**self.bound, **given}
 
@@ -87,12 +81,13 @@ def make_tool(
     if not _NAME.fullmatch(name):
         problem = f"{path} has a name that no model can call"
         raise UserError(where, problem, "use ASCII letters, digits and _")
-    description, told = _described(_docstring(function, path, where))
+    description, descriptions = _described(_docstring(function, path, where))
     hints = _hints(function, path, where)
-    known = inspect.signature(function).parameters
-    fields: dict[str, tuple[Any, Any]] = {}
-    names: dict[str, str] = {}
-    for parameter in _parameters(function, path, where, skip=is_method):
+    parameters = _parameters(function, path, where, skip=is_method)
+    takes = inspect.signature(function).parameters
+    argument_fields: dict[str, tuple[Any, FieldInfo]] = {}
+    field_names: dict[str, str] = {}
+    for parameter in parameters:
         if parameter.name in arguments:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY:
@@ -101,39 +96,39 @@ def make_tool(
         if parameter.name not in hints:
             problem = f"the argument {parameter.name!r} of {path} has no type"
             raise UserError(where, problem, "annotate it, for example `expression: str`")
-        if parameter.default is parameter.empty:
-            default = ...
-        else:
-            default = parameter.default
-        # of a model's own names none can be in the way
-        names[parameter.name] = field = f"argument_{len(names)}"
-        fields[field] = (
-            hints[parameter.name],
-            _field(default, parameter.name, told.pop(parameter.name, None)),
-        )
-    unknown = [key for key in told if key not in known]
-    if unknown:
+        # an argument may be called as an attribute of pydantic's models is, so fields have names of their own
+        field_name = f"argument_{len(field_names)}"
+        field_names[parameter.name] = field_name
+        field = _field(parameter, descriptions.pop(parameter.name, None))
+        argument_fields[field_name] = (hints[parameter.name], field)
+    if unknown := [key for key in descriptions if key not in takes]:
         problem = f"the docstring of {path} describes {unknown[0]!r}, which is no argument of it"
         raise UserError(where, problem, "correct the section `Args:`")
-    model, parameters = _model(name, fields, path, where)
-    schema = {"name": name, "description": description, "parameters": parameters}
-    bound = {key: value for key, value in arguments.items() if key in known}
-    is_async = inspect.iscoroutinefunction(function)
+    model, parameter_schema = _model(name, argument_fields, path, where)
+    schema = {"name": name, "description": description, "parameters": parameter_schema}
     return Tool(
-        name, function, bound, is_async, {"type": "function", "function": schema}, model, names
+        name=name,
+        function=function,
+        bound={key: value for key, value in arguments.items() if key in takes},
+        is_async=inspect.iscoroutinefunction(function),
+        schema={"type": "function", "function": schema},
+        model=model,
+        fields=field_names,
     )
 
 
 def _docstring(function: Callable[..., Any], path: str, where: str) -> str:
-    text = inspect.getdoc(function) if function.__doc__ else ""
-    if not (text and text.strip()):
+    text = (
+        (inspect.getdoc(function) or "") if function.__doc__ else ""
+    )  # getdoc alone would inherit one
+    if not text.strip():
         hint = "say in one what it does: it is what the model reads"
         raise UserError(where, f"{path} has no docstring", hint)
     return text
 
 
-def _hints(function: Callable[..., Any], path: str, where: str) -> Mapping[str, Any]:
-    """The types of a function's arguments, with what `Annotated` says of them."""
+def _hints(function: Callable[..., Any], path: str, where: str) -> dict[str, Any]:
+    """The types of the function's arguments."""
     try:
         return get_type_hints(function, include_extras=True)
     except Exception as error:  # an annotation may be any expression
@@ -144,19 +139,21 @@ def _hints(function: Callable[..., Any], path: str, where: str) -> Mapping[str, 
 def _parameters(
     function: Callable[..., Any], path: str, where: str, *, skip: bool
 ) -> list[inspect.Parameter]:
+    """skip: leave out the first, which is a method's instance."""
     try:
-        found = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        raise UserError(
-            where, f"{path} has no signature", "write a Python function around it"
-        ) from None
-    found = found[1:] if skip else found
-    for one in found:
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
-            stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
-            problem = f"{path} takes {stars}{one.name}, which a model cannot name"
+        hint = "write a Python function around it"
+        raise UserError(where, f"{path} has no signature", hint) from None
+    if skip:
+        parameters = parameters[1:]
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    for parameter in parameters:
+        if parameter.kind in (*stars, parameter.POSITIONAL_ONLY):
+            argument = stars.get(parameter.kind, "") + parameter.name
+            problem = f"{path} takes {argument}, which a model cannot name"
             raise UserError(where, problem, "name its arguments, and no / before them")
-    return found
+    return parameters
 
 
 def _check_default(parameter: inspect.Parameter, path: str, where: str) -> None:
@@ -165,10 +162,11 @@ def _check_default(parameter: inspect.Parameter, path: str, where: str) -> None:
         raise UserError(where, f"{path} needs {parameter.name!r}, which only has a keyword", hint)
 
 
-def _field(default: Any, alias: str, description: str | None) -> FieldInfo:
-    # None would hide an annotation's
-    own: dict[str, Any] = {} if description is None else {"description": description}
-    return Field(default, alias=alias, **own)
+def _field(parameter: inspect.Parameter, description: str | None) -> FieldInfo:
+    default = ... if parameter.default is parameter.empty else parameter.default
+    if description is None:  # given as None it would hide the annotation's own
+        return Field(default, alias=parameter.name)
+    return Field(default, alias=parameter.name, description=description)
 
 
 def _model(
@@ -197,54 +195,62 @@ def _model(
 def _untitled(schema: Any, *, is_map: bool = False) -> Any:
     """A JSON schema without pydantic's titles. is_map: of names to schemas, which may be called title."""
     if isinstance(schema, list):
-        return [_untitled(one) for one in schema]
+        return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    if is_map:
+        return {name: _untitled(value) for name, value in schema.items()}
     return {
-        key: value
-        if key in _VERBATIM and not is_map
-        else _untitled(value, is_map=_is_map(key) and not is_map)
+        key: value if key in _VERBATIM else _untitled(value, is_map=key in _MAPS)
         for key, value in schema.items()
-        if is_map or key != "title"
+        if key != "title"
     }
-
-
-def _is_map(key: str) -> bool:
-    return key in ("properties", "$defs", "patternProperties")
 
 
 def _described(text: str) -> tuple[str, dict[str, str]]:
     """A docstring without its section `Args:` (Google's form), and what that says of each argument."""
-    head = []
-    told = {}
     lines = iter(text.strip().splitlines())
+    head = []
     for line in lines:
         if line.strip() in ("Args:", "Arguments:"):
             break
         head.append(line)
-    indent = ""
+    description = "\n".join(head).strip()
+    descriptions: dict[str, str] = {}
+    section_indent = ""
     name = ""
     for line in lines:
-        own = line[: len(line) - len(line.lstrip())]
-        if line.strip() and not own:
-            return "\n".join(["\n".join(head).strip(), "", line, *lines]).strip(), told
+        indent = line[: len(line) - len(line.lstrip())]
+        if line.strip() and not indent:  # the section has ended
+            return "\n".join([description, "", line, *lines]).strip(), descriptions
+        section_indent = section_indent or indent
         entry = _ENTRY.fullmatch(line)
-        indent = indent or own
-        if entry and own == indent:
+        if entry and indent == section_indent:
             name = entry[1]
-            told[name] = entry[2].strip()
+            descriptions[name] = entry[2].strip()
         elif name and line.strip():
-            told[name] = f"{told[name]} {line.strip()}".strip()
-    return "\n".join(head).strip(), told
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return description, descriptions
 
 
-def _error(kind: str, place: Sequence[int | str], message: str, value: object) -> str:
-    """What is wrong with an argument, as a part of a sentence."""
+def _problems(error: ValidationError) -> str:
+    """What is wrong with the arguments of a call, as a part of a sentence."""
+    problems = [
+        _problem(detail["type"], detail["loc"], detail["msg"], detail["input"])
+        for detail in error.errors()
+    ]
+    more = len(problems) - _MOST_ERRORS
+    return "; ".join(problems[:_MOST_ERRORS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _problem(kind: str, place: Sequence[int | str], message: str, value: object) -> str:
+    """What is wrong with one argument."""
     name = ".".join(map(str, place))
+    words = message[:1].lower() + message[1:]
     if kind == "missing":
         return f"the argument {name!r} is missing"
     if kind == "extra_forbidden":
         return f"there is no argument {name!r}"
     if kind == "json_invalid":  # nested too deeply, or text that UTF-8 cannot hold
-        return f"its arguments are {message[:1].lower()}{message[1:]}"
-    return f"the argument {name!r} is {short(value)}, and {message[:1].lower()}{message[1:]}"
+        return f"its arguments are {words}"
+    return f"the argument {name!r} is {short(value)}, and {words}"
