@@ -78,7 +78,11 @@ DOORS = {  # library -> the only places that import it
     "wandb": {"megarl.tracking.trackers.wandb_run"},
     "mlflow": {"megarl.tracking.trackers.mlflow_run"},
     "matplotlib": {"megarl.tracking.curve", "megarl.plan.picture"},
-    "pydantic": {"megarl.config", "megarl.environments.runtime.tools"},
+    "pydantic": {
+        "megarl.config",
+        "megarl.environments.runtime.tools",
+        "megarl.environments.endpoint.request_fields",
+    },
     "bm25s": {"megarl.environments.search"},
     "yaml": {"megarl.config", "megarl.tracking.trackers"},
 }

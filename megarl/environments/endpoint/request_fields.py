@@ -4,47 +4,53 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from megarl.environments.agents.chat import ChatRequest
 
-_SAMPLING = {"temperature", "top_p", "max_tokens", "max_completion_tokens", "stop"}
-_LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}
-_READ = {"model", "messages", "tools", "tool_choice", "stream", "stream_options"}
-_ONLY: Mapping[str, tuple[Any, ...]] = {  # the values with which these change nothing
-    "n": (1,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logprobs": (False,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-}
-# With one seed all samples of a prompt, which are compared with each other, would be the same.
-_REFUSED = {
-    "seed": "is not supported by this endpoint: run.seed of the recipe seeds the samples; leave it out"
-}
 MOST_STOPS = 16
 # of one of them: the engine decodes as many tokens after each that it samples
 MOST_STOP_BYTES = 128
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-# of answers, as clients send them back
-_EMPTY_EXTRAS = ("refusal", "annotations", "audio", "function_call")
 _MAX_DEPTH = 100  # of lists and objects inside each other: Python's own JSON fails near 1000
 # commas and opening brackets, which bound the time of Python's JSON: it lets no other thread run
 MOST_MARKS = 2**18
 _HALF_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+_SHOWN_CHARACTERS = 100  # of a name that a client has made up
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OF_MESSAGES = ("role", "content", "name", "tool_calls", "tool_call_id")
+# of a message; the last four are of answers, as clients send them back
+_MAY_BE_EMPTY = ("tool_calls", "refusal", "annotations", "audio", "function_call")
+_UNSUPPORTED = "is not supported by this endpoint"
+_PROBLEMS = {  # pydantic's name of an error -> what is wrong with the field
+    "missing": "is missing",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "bool_type": "must be true or false",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number of 1 or more",
+    "greater_than_equal": "must be a whole number of 1 or more",
+}
+# With one seed all samples of a prompt, which are compared with each other, would be the same.
+_NO_SEED = f"{_UNSUPPORTED}: run.seed of the recipe seeds the samples; leave it out"
 
 
 class BadField(Exception):
@@ -67,69 +73,22 @@ class Completion:
 
 def read_body(body: bytes) -> Completion:
     """The request in a body. Raises BadField."""
-    fields = {name: value for name, value in _parse(body).items() if value is not None}
-    for name, value in fields.items():
-        if name in _ONLY and value not in _ONLY[name]:
-            allowed = " or ".join(json.dumps(one) for one in _ONLY[name])
-            raise BadField(name, f"is not supported by this endpoint, unless it is {allowed}")
-        if name not in _SAMPLING | _LABELS | _READ | _ONLY.keys():
-            raise BadField(name[:100], _REFUSED.get(name, "is not supported by this endpoint"))
-    messages = _typed(fields, "messages", list, required=True)
-    if not messages:
-        raise BadField("messages", "has no message")
-    read = [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
-    if read[-1]["role"] == "assistant":
-        raise BadField("messages", "ends with the assistant's, which is the model's to write")
-    tools = [
-        _tool(f"tools[{index}]", tool) for index, tool in enumerate(_typed(fields, "tools", list))
-    ]
-    choice = fields.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise BadField(
-            "tool_choice", 'is not supported by this endpoint, unless it is "auto" or "none"'
-        )
-    return Completion(
-        model=_typed(fields, "model", str, required=True),
-        chat=ChatRequest(
-            messages=read,
-            tools=tools if choice == "auto" else (),
-            stop=_stop(fields),
-            max_tokens=_max_tokens(fields),
-            temperature=_number(fields, "temperature"),
-            top_p=_number(fields, "top_p"),
-        ),
-        stream=_typed(fields, "stream", bool),
-        include_usage=_typed(_stream_options(fields), "include_usage", bool),
+    fields = _parse(body)
+    try:
+        asked = _RequestFields.model_validate(fields)
+    except ValidationError as error:
+        raise _bad_field(error) from None
+    limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit]
+    chat = ChatRequest(
+        messages=asked.messages,
+        tools=asked.tools if asked.tool_choice == "auto" else (),
+        stop=asked.stop,
+        max_tokens=min(limits, default=None),
+        temperature=asked.temperature,
+        top_p=asked.top_p,
     )
-
-
-def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The texts of `stop`, which is one text or a list of them."""
-    given = fields.get("stop", [])
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise BadField("stop", "must be a text or a list of texts, and none may be empty")
-    if len(texts) > MOST_STOPS or any(len(text.encode()) > MOST_STOP_BYTES for text in texts):
-        raise BadField(
-            "stop", f"may have {MOST_STOPS} texts of {MOST_STOP_BYTES} bytes in UTF-8 at most"
-        )
-    return tuple(texts)
-
-
-def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    """The smaller of the two fields that limit the answer."""
-    names = [name for name in ("max_tokens", "max_completion_tokens") if name in fields]
-    for name in names:
-        if type(fields[name]) is not int or fields[name] < 1:
-            raise BadField(name, "must be a whole number of 1 or more")
-    return min((fields[name] for name in names), default=None)
-
-
-def _number(fields: Mapping[str, Any], name: str) -> float | None:
-    value = fields.get(name)
-    if value is not None and type(value) not in (int, float):
-        raise BadField(name, "must be a number")
-    return value
+    include_usage = asked.stream_options.get("include_usage", False)
+    return Completion(asked.model, chat, asked.stream, include_usage)
 
 
 def _parse(body: bytes) -> dict[str, Any]:
@@ -145,14 +104,9 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise BadField("", "the body is not JSON in UTF-8") from None
     if not isinstance(fields, dict):
         raise BadField("", "the body is not a JSON object")
-    level: list[Any] = [fields]
-    for _ in range(_MAX_DEPTH):
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    if level:
-        raise BadField(
-            "", f"the body is not read, because it is nested deeper than {_MAX_DEPTH} levels"
-        )
+    if _is_nested_deeper(fields, _MAX_DEPTH):
+        words = f"the body is not read, because it is nested deeper than {_MAX_DEPTH} levels"
+        raise BadField("", words)
     return fields
 
 
@@ -160,111 +114,241 @@ def _no_number(text: str) -> None:
     raise ValueError(f"JSON has no {text}")
 
 
-def _typed(
-    fields: Mapping[str, Any], name: str, kind: type, *, required: bool = False, where: str = ""
-) -> Any:
-    """A field's value, or the empty value of its type. Raises BadField where it is missing or of another type."""
-    value = fields.get(name)
-    if value is None and not required:
-        return kind()
-    if not isinstance(value, kind):
-        words = {str: "text", list: "a list", dict: "an object", bool: "true or false"}[kind]
-        raise BadField(where + name, "is missing" if value is None else f"must be {words}")
-    return value
+def _is_nested_deeper(fields: dict[str, Any], levels: int) -> bool:
+    level: list[Any] = [fields]
+    for _ in range(levels):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    return bool(level)
 
 
-def _stream_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    options = _typed(fields, "stream_options", dict)
-    for name in options.keys() - {"include_usage", "include_obfuscation"}:
-        raise BadField(f"stream_options.{name[:100]}", "is not supported by this endpoint")
-    return options
+def _bad_field(error: ValidationError) -> BadField:
+    """The first thing that pydantic found, in the words of this endpoint."""
+    detail = error.errors(include_url=False, include_input=False)[0]
+    kind = detail["type"]
+    place = list(detail["loc"])
+    if place[:1] == ["messages"]:
+        del place[2:3]  # the role, by which pydantic has chosen the message's class
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return BadField(_written([*place, "role"]), f"must be one of {', '.join(_ROLES)}")
+    if kind == "refused":
+        refusal = detail.get("ctx", {})
+        return BadField(_written([*place, *refusal["inner_place"]]), refusal["problem"])
+    if kind == "extra_forbidden":  # a field that another role's messages may have
+        is_call = place[-1] == "tool_calls"
+        problem = "belongs to the assistant's messages" if is_call else _UNSUPPORTED
+        return BadField(_written(place), problem)
+    return BadField(_written(place), _PROBLEMS[kind])
 
 
-def _message(where: str, message: object) -> dict[str, Any]:
-    """A message with text as its content and nothing that clients only carry along."""
-    if not isinstance(message, dict):
-        raise BadField(where, "must be an object")
-    given = {name: value for name, value in message.items() if value is not None}
-    role = given.pop("role", None)
-    if not isinstance(role, str) or role not in _ROLES:
-        raise BadField(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-    calls = given.pop("tool_calls", [])
-    read: dict[str, Any] = {
-        "role": _ROLES[role],
-        "content": _text(f"{where}.content", given.pop("content", None)),
-    }
-    if calls and role != "assistant":
-        raise BadField(f"{where}.tool_calls", "belongs to the assistant's messages")
-    if calls:
-        calls = _typed({"tool_calls": calls}, "tool_calls", list, where=f"{where}.")
-        read["tool_calls"] = [
-            _call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(calls)
-        ]
-    if role == "tool":
-        read["tool_call_id"] = _typed(given, "tool_call_id", str, required=True, where=f"{where}.")
-        del given["tool_call_id"]
-    if "name" in given:
-        read["name"] = _typed(given, "name", str, where=f"{where}.")
-        del given["name"]
-    for name, value in given.items():
-        if name not in _EMPTY_EXTRAS or value:
-            raise BadField(f"{where}.{name[:100]}", "is not supported by this endpoint")
-    return read
+def _written(place: Sequence[str | int]) -> str:
+    """A place in the body, as in messages[1].content."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
+    return "".join(parts).removeprefix(".")
 
 
-def _text(where: str, content: object) -> str:
+def _refusal(problem: str, *inner_place: str) -> PydanticCustomError:
+    """What is wrong with the value that a validator has, or with a place in it."""
+    details = {"problem": problem, "inner_place": inner_place}
+    return PydanticCustomError("refused", "{problem}", details)
+
+
+def _only(*values: Any) -> AfterValidator:
+    """The validator of a field that is taken only with a value that changes nothing."""
+
+    def check(value: Any) -> Any:
+        if value not in values:
+            allowed = " or ".join(map(json.dumps, values))
+            raise _refusal(f"{_UNSUPPORTED}, unless it is {allowed}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _without_nulls(given: Any) -> Any:
+    """An object's fields but for those that are null, which count as left out."""
+    if not isinstance(given, dict):
+        return given
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _known(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The same, where all are known. Pydantic would list all unknown ones, which takes long where they are many."""
+    fields = _without_nulls(given)
+    unknown = next((name for name in fields if name not in known), None)
+    if unknown is not None:
+        problem = _NO_SEED if unknown == "seed" else _UNSUPPORTED
+        raise _refusal(problem, unknown[:_SHOWN_CHARACTERS])
+    return fields
+
+
+def _message(given: Any) -> Any:
+    """A message without what clients only carry along."""
+    if not isinstance(given, dict):
+        return given
+    fields = {name: value for name, value in given.items() if value or name not in _MAY_BE_EMPTY}
+    return {"content": "", **_known(fields, _OF_MESSAGES)}
+
+
+def _options(given: Any) -> Any:
+    return _known(given, _StreamOptions.__annotations__) if isinstance(given, dict) else given
+
+
+def _function(given: Any) -> Any:
+    """A tool or a call. What clients add to it has no effect: `strict` would ask for a grammar."""
+    if not isinstance(given, dict) or given.get("type") != "function":
+        raise _refusal("must be function", "type")
+    return _without_nulls(given)
+
+
+def _part(given: Any) -> Any:
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind == "text":
+        return _without_nulls(given)
+    if isinstance(kind, str):
+        what = f"of the type {kind[:_SHOWN_CHARACTERS]}"
+    else:
+        what = "without a type"
+    raise _refusal(f"is a part {what}; the model reads parts of the type text alone")
+
+
+def _joined(content: Any) -> str:
     """The text of a message's content: text, or a list of parts of the type text."""
-    if content is None:
-        return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadField(where, "must be text or a list of parts")
-    for index, part in enumerate(content):
-        if isinstance(part, dict):
-            kind = part.get("type")
-        else:
-            kind = None
-        if kind != "text":
-            if isinstance(kind, str):
-                what = f"of the type {kind[:100]}"
-            else:
-                what = "without a type"
-            raise BadField(
-                f"{where}[{index}]",
-                f"is a part {what}; the model reads parts of the type text alone",
-            )
-    return "".join(
-        _typed(part, "text", str, required=True, where=f"{where}[{index}].")
-        for index, part in enumerate(content)
+        raise _refusal("must be text or a list of parts")
+    return "".join(part["text"] for part in _PARTS.validate_python(content))
+
+
+def _texts(stop: Any) -> tuple[str, ...]:
+    """The texts of `stop`, which is one text or a list of them."""
+    texts = [stop] if isinstance(stop, str) else stop
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise _refusal("must be a text or a list of texts, and none may be empty")
+    if len(texts) > MOST_STOPS or any(len(text.encode()) > MOST_STOP_BYTES for text in texts):
+        raise _refusal(f"may have {MOST_STOPS} texts of {MOST_STOP_BYTES} bytes in UTF-8 at most")
+    return tuple(texts)
+
+
+def _answerable(messages: list[Any]) -> list[Any]:
+    if not messages:
+        raise _refusal("has no message")
+    if messages[-1]["role"] == "assistant":
+        raise _refusal("ends with the assistant's, which is the model's to write")
+    return messages
+
+
+class _Extensible(TypedDict):
+    """What else a client adds is left out."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")  # type: ignore[misc]
+
+
+class _TextPart(_Extensible):
+    text: str
+
+
+class _CalledFunction(_Extensible):
+    name: str
+    arguments: str
+
+
+class _AssistantCall(_Extensible):
+    id: str
+    type: str
+    function: Annotated[_CalledFunction, BeforeValidator(_without_nulls)]
+
+
+class _OfferedFunction(_Extensible):
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[dict[str, Any]]
+
+
+class _OfferedTool(_Extensible):
+    type: str
+    function: Annotated[_OfferedFunction, BeforeValidator(_without_nulls)]
+
+
+class _Message(TypedDict):
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
+    content: Annotated[str, BeforeValidator(_joined)]
+    name: NotRequired[str]
+
+
+class _SystemMessage(_Message):
+    role: Annotated[Literal["system", "developer"], AfterValidator(lambda role: "system")]
+
+
+class _UserMessage(_Message):
+    role: Literal["user"]
+
+
+class _AssistantMessage(_Message):
+    role: Literal["assistant"]
+    tool_calls: NotRequired[
+        Annotated[list[Annotated[_AssistantCall, BeforeValidator(_function)]], FailFast()]
+    ]
+
+
+class _ToolMessage(_Message):
+    role: Literal["tool"]
+    tool_call_id: str
+
+
+class _StreamOptions(_Extensible):
+    include_usage: NotRequired[bool]
+    include_obfuscation: NotRequired[Any]
+
+
+_PARTS = TypeAdapter(Annotated[list[Annotated[_TextPart, BeforeValidator(_part)]], FailFast()])
+_AnyMessage = Annotated[
+    _SystemMessage | _UserMessage | _AssistantMessage | _ToolMessage,
+    Field(discriminator="role"),
+    BeforeValidator(_message),
+]
+_TokenLimit = Annotated[int, Field(ge=1)]
+
+
+class _RequestFields(BaseModel):
+    """The fields of a request that are read, and those that are taken as long as they change nothing."""
+
+    model_config = ConfigDict(strict=True)
+
+    n: Annotated[Any, _only(1)] = None
+    logit_bias: Annotated[Any, _only({})] = None
+    presence_penalty: Annotated[Any, _only(0)] = None
+    frequency_penalty: Annotated[Any, _only(0)] = None
+    logprobs: Annotated[Any, _only(False)] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    parallel_tool_calls: Annotated[Any, _only(True)] = None
+    store: Annotated[Any, _only(False)] = None
+    service_tier: Annotated[Any, _only("auto", "default")] = None
+    messages: Annotated[list[_AnyMessage], FailFast(), AfterValidator(_answerable)]
+    tools: Annotated[list[Annotated[_OfferedTool, BeforeValidator(_function)]], FailFast()] = Field(
+        default_factory=list
     )
+    tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
+    model: str
+    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    max_tokens: _TokenLimit | None = None
+    max_completion_tokens: _TokenLimit | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool = False
+    stream_options: Annotated[_StreamOptions, BeforeValidator(_options)] = Field(
+        default_factory=lambda: _StreamOptions()
+    )
+    # labels, which have no effect
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
-
-def _call(where: str, value: object) -> dict[str, Any]:
-    call, function = _function(where, value)
-    arguments = _typed(function, "arguments", str, required=True, where=f"{where}.function.")
-    number = _typed(call, "id", str, required=True, where=f"{where}.")
-    return {
-        "id": number,
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _tool(where: str, value: object) -> dict[str, Any]:
-    """A tool without `strict`, which would ask for a grammar."""
-    _, function = _function(where, value)
-    schema = {"name": function["name"]}
-    for name, kind in (("description", str), ("parameters", dict)):
-        if function.get(name) is not None:
-            schema[name] = _typed(function, name, kind, where=f"{where}.function.")
-    return {"type": "function", "function": schema}
-
-
-def _function(where: str, value: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A tool or a call, and its function, which has a name."""
-    if not isinstance(value, dict) or value.get("type") != "function":
-        raise BadField(f"{where}.type", "must be function")
-    function = _typed(value, "function", dict, required=True, where=f"{where}.")
-    _typed(function, "name", str, required=True, where=f"{where}.function.")
-    return value, function
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return _known(given, cls.model_fields)
