@@ -1,4 +1,4 @@
-"""The process that runs agents, started by `workers` through `megarl.isolation.entry`.
+"""The process that runs agents, started by `AgentProcess` through `megarl.isolation.entry`.
 
 It reads and writes JSON lines on the socket that is its standard input and output. Input: first an object, the fields
 of `AgentSettings`; then about a run, which has a number:
@@ -6,10 +6,10 @@ of `AgentSettings`; then about a run, which has a number:
     [number, "run", row, prompt messages, seed, [url, key, socket] or null]
     [number, "cancel"]
     [number, "answer", request, message]     to a request of the run, which has a number too
-    [number, "refused", request, words]
-    [number, "over", request, words]
+    [number, "refused", request, words]      it raises ValueError in the agent
+    [number, "over", request, words]         it raises EpisodeOver
 
-Output: first `["ready"]`, or the error `[where, problem, mend]`; then
+Output: first `["ready"]`, or the error `[where, problem, hint]`; then
 
     [number, "chat", request, [messages, tools]]
     [number, "drop", request, null]          the agent does not wait for the answer any more
@@ -77,7 +77,7 @@ def main(parent_pid: int) -> None:
 
 
 class _AgentHost:
-    """Starts runs, and hands them what the parent writes."""
+    """Starts a thread for each run that the parent asks for, and gives each run the messages about it."""
 
     def __init__(self, parent: ParentSocket, agent: Agent) -> None:
         self._parent = parent
@@ -105,33 +105,36 @@ class _AgentHost:
     def forget(self, number: int) -> None:
         self._runs.pop(number, None)
 
-    def _begin(
-        self, number: int, row: Any, prompt: Any, seed: int, access: Sequence[str] | None
-    ) -> None:
+    def _begin(self, number: int, row: Any, *chat_arguments: Any) -> None:
         try:
-            run = _RunThread(self, number, self._agent, row)
-            run.chat = Chat(run.send, prompt, seed, Access(*access) if access else None)
+            run = _RunThread(self, number, self._agent, row, *chat_arguments)
             self._runs[number] = run
             run.start()
-        except (
-            MemoryError,
-            OSError,
-            RuntimeError,
-        ) as error:  # RuntimeError: there is no room for a thread
-            self.forget(number)
-            if isinstance(error, OSError):
-                words = f"could not be started ({describe_error(error)})"
-            else:
-                words = OUT_OF_MEMORY
-            self.write(as_line([number, "error", words, True]))
+        except OSError as error:
+            self._fail_start(number, f"could not be started ({describe_error(error)})")
+        except (MemoryError, RuntimeError):  # RuntimeError: there is no room for a thread
+            self._fail_start(number, OUT_OF_MEMORY)
+
+    def _fail_start(self, number: int, words: str) -> None:
+        self.forget(number)
+        self.write(as_line([number, "error", words, True]))
 
 
 class _RunThread:
     """One run of the agent, in a thread and an event loop of its own."""
 
-    chat: Chat
-
-    def __init__(self, host: _AgentHost, number: int, agent: Agent, row: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        host: _AgentHost,
+        number: int,
+        agent: Agent,
+        row: Mapping[str, Any],
+        prompt: Sequence[Mapping[str, Any]],
+        seed: int,
+        access: Sequence[str] | None,
+    ) -> None:
+        """row and what follows: as the parent writes them."""
+        self._chat = Chat(self._send, prompt, seed, Access(*access) if access else None)
         self._host = host
         self._number = number
         self._agent = agent
@@ -139,7 +142,8 @@ class _RunThread:
         self._lock = threading.Lock()
         self._is_ended = False
         self._loop = asyncio.new_event_loop()
-        self._executor = ThreadPoolExecutor(thread_name_prefix=f"run-{number}-executor")
+        self._executor_name = f"run-{number}-executor"
+        self._executor = ThreadPoolExecutor(thread_name_prefix=self._executor_name)
         self._loop.set_default_executor(self._executor)
         self._task: asyncio.Task[Any] | None = None
 
@@ -154,17 +158,17 @@ class _RunThread:
         """A message of the parent, in the main thread."""
         match kind:
             case "cancel":
-                self.chat.end("the time of the episode is over")
+                self._chat.end("the time of the episode is over")
                 with suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._cancel)
             case "answer":
-                self.chat.settle(rest[0], rest[1])
+                self._chat.settle(rest[0], rest[1])
             case "refused":
-                self.chat.settle(rest[0], ValueError(rest[1]))
+                self._chat.settle(rest[0], ValueError(rest[1]))
             case "over":
-                self.chat.settle(rest[0], EpisodeOver(rest[1]))
+                self._chat.settle(rest[0], EpisodeOver(rest[1]))
 
-    def send(self, kind: str, request: int, payload: bytes) -> None:
+    def _send(self, kind: str, request: int, payload: bytes) -> None:
         """Write a message about a request, unless the run has ended."""
         self._write(b'[%d, "%s", %d, %s]\n' % (self._number, kind.encode(), request, payload))
 
@@ -173,27 +177,22 @@ class _RunThread:
         asyncio.set_event_loop(self._loop)
         try:
             message = ["end", self._result()]
-        except (
-            BaseException
-        ) as error:  # a user's function raises any exception, and must not end this process
-            if _is_over(error):
-                message = ["end", None]
-            else:
-                message = ["error", _words(error)]
-        self.chat.end("the episode has ended")
+        # a user's function raises any exception, and must not end this process
+        except BaseException as error:
+            message = ["end", None] if _is_over(error) else ["error", _words(error)]
+        self._chat.end("the episode has ended")
         try:
             is_left = self._leaves_work()
         except BaseException:  # of a task that the agent left behind
             is_left = True
         self._host.forget(self._number)
-        self._write(
-            as_line([self._number, *message, is_left or message[1] == OUT_OF_MEMORY]), is_last=True
-        )
+        is_spoiled = is_left or message[1] == OUT_OF_MEMORY
+        self._write(as_line([self._number, *message, is_spoiled]), is_last=True)
         self._loop.close()
 
     def _result(self) -> list[Any] | None:
         """What the agent returns, as the parent reads it."""
-        self._task = self._loop.create_task(self._agent(self.chat, self._row))
+        self._task = self._loop.create_task(self._agent(self._chat, self._row))
         result = self._loop.run_until_complete(self._task)
         if result is None:
             return None
@@ -217,9 +216,9 @@ class _RunThread:
         self._executor.shutdown(wait=False, cancel_futures=True)
         until = time.monotonic() + _LEAVE_S
         threads = [
-            one
-            for one in threading.enumerate()
-            if one.name.startswith(f"run-{self._number}-executor")
+            thread
+            for thread in threading.enumerate()
+            if thread.name.startswith(self._executor_name)
         ]
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
@@ -233,7 +232,7 @@ class _RunThread:
 
 
 class _BadReturn(Exception):
-    """The agent has returned what is no reward."""
+    """The agent has returned what is no reward result."""
 
 
 def _is_over(error: BaseException) -> bool:

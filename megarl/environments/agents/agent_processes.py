@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any
 
 from megarl.environments.agents.agent_loading import AGENT
+from megarl.environments.agents.agent_requests import AgentRequests, Outcome
 from megarl.environments.agents.chat import ChatRequest
 from megarl.environments.agents.chat_client import AT_ONCE, MOST_BYTES
 from megarl.isolation.child import OUT_OF_MEMORY, too_long
@@ -19,23 +22,6 @@ _MOST_BEGINS = 3  # of a run that has not asked the model, in processes that oth
 _LONGEST_LINE_BYTES = MOST_BYTES + 2**20
 
 RunResult = RewardResult | Failure | None
-Outcome = Literal["answer", "refused", "over"]
-
-
-class RequestHandler(Protocol):
-    """Takes the requests of one run. It must not wait: the loop of all processes calls it."""
-
-    def begun(self) -> None:
-        """A process begins with the run, perhaps anew."""
-        ...
-
-    def ask(self, run: AgentRun, request: int, content: ChatRequest) -> None:
-        """Answer a request later, by `AgentWorkers.answer`."""
-        ...
-
-    def drop(self, request: int) -> None:
-        """The agent does not wait for an answer any more."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +49,7 @@ class AgentRun(Job):
 
     line: bytes = field(repr=False)  # it has the key of the endpoint
     timeout_s: float
-    requests: RequestHandler
+    requests: AgentRequests
     host: AgentProcess | None = None
     begins: int = 0
     has_asked: bool = False
@@ -104,6 +90,15 @@ def overdue(timeout_s: float) -> Failure:
     return Failure(too_long(timeout_s))
 
 
+def _read_reward_result(message: list[Any]) -> RewardResult | None:
+    match message:
+        case [int() | float() as reward, bool(correct), str() | None as answer] if (
+            abs(reward) <= LARGEST_REWARD
+        ):
+            return RewardResult(float(reward), correct, answer)
+    return None
+
+
 class AgentWorkers(WorkerPool[AgentProcess]):
     """All processes. Everything happens in the loop that runs `start`.
 
@@ -123,7 +118,7 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         self,
         message: Sequence[Any],
         timeout_s: float,
-        requests: RequestHandler,
+        requests: AgentRequests,
         *,
         has_asked: bool = False,
     ) -> RunResult:
@@ -150,9 +145,11 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         finally:
             self._cancel(run)
 
-    def answer(self, run: AgentRun, request: int, outcome: Outcome, content: object) -> None:
-        """Answer a request. content: the assistant's message, or the words of the refusal."""
-        self._write(run, [run.number, outcome, request, content])
+    def _answer(self, run: AgentRun, request: int, outcome: Outcome, content: object) -> None:
+        """Answer a request, in any thread. content: the assistant's message, or the words of the refusal."""
+        message = [run.number, outcome, request, content]
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._write, run, message)
 
     def _write(self, run: AgentRun, message: Sequence[Any]) -> None:
         if run.host and run.number in run.host.in_flight:
@@ -183,8 +180,8 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             run.host = min(ready, key=lambda worker: len(worker.in_flight))
             run.host.in_flight[run.number] = run
             run.began = self._loop.time()
-            run.begins = run.begins + 1
-            run.requests.begun()
+            run.begins += 1
+            run.requests.begin()
             run.host.write(run.line)
         self._set_timer()
 
@@ -193,7 +190,8 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             case [int(number), "chat", int(request), [list(messages), list(tools)]]:
                 if (run := worker.in_flight.get(number)) and run.cancelled_at is None:
                     run.has_asked = True
-                    run.requests.ask(run, request, ChatRequest(messages, tools))
+                    reply = partial(self._answer, run, request)
+                    run.requests.ask(request, ChatRequest(messages, tools), reply)
             case [int(number), "drop", int(request), None]:
                 if run := worker.in_flight.get(number):
                     run.requests.drop(request)
@@ -201,21 +199,10 @@ class AgentWorkers(WorkerPool[AgentProcess]):
                 pass  # it has told that the process still answers
             case [int(number), "end", None, bool(is_spoiled)]:
                 self._end_run(worker, number, None, is_spoiled=is_spoiled)
-            case [
-                int(number),
-                "end",
-                [int() | float() as reward, bool(correct), str() | None as answer],
-                bool(spoiled),
-            ]:
-                if abs(reward) <= LARGEST_REWARD:
-                    self._end_run(
-                        worker,
-                        number,
-                        RewardResult(float(reward), correct, answer),
-                        is_spoiled=spoiled,
-                    )
-                else:
-                    self._replace(worker, GARBAGE)
+            case [int(number), "end", list(reward_result), bool(is_spoiled)] if (
+                result := _read_reward_result(reward_result)
+            ):
+                self._end_run(worker, number, result, is_spoiled=is_spoiled)
             case [int(number), "error", str(words), bool(is_spoiled)]:
                 self._end_run(worker, number, Failure(words), is_spoiled=is_spoiled)
             case _:
@@ -226,11 +213,13 @@ class AgentWorkers(WorkerPool[AgentProcess]):
     ) -> None:
         """A run has ended by itself, or because it was cancelled."""
         run = worker.in_flight.pop(number, None)
-        if run is not None and run.cancelled_at is not None:
+        if run is None:  # it was settled before
+            pass
+        elif run.cancelled_at is not None:
             self._settle(run, overdue(run.timeout_s))
-        elif run is not None and result == Failure(OUT_OF_MEMORY) and worker.in_flight:
+        elif result == Failure(OUT_OF_MEMORY) and worker.in_flight:
             self._begin_anew(run, OUT_OF_MEMORY)  # the others may have filled it
-        elif run is not None:
+        else:
             self._settle(run, result)
         if is_spoiled or worker.is_retired:
             self._retire(worker)
@@ -266,10 +255,13 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             self._set_timer()
 
     def _replace(self, worker: AgentProcess, end: ProcessEnd | None = None) -> None:
-        if end and len(worker.in_flight) == 1 and not worker.is_retired:
+        if end is None:
+            self._kill(worker)
+            return
+        if len(worker.in_flight) == 1 and not worker.is_retired:
             (run,) = worker.in_flight.values()
             self._settle(run, Failure(end.words))
-        self._kill(worker, f"it or another agent {end.words}" if end else "")
+        self._kill(worker, f"it or another agent {end.words}")
 
     def _kill(self, worker: AgentProcess, cause: str = "") -> None:
         """Kill a process and start another. cause: told to the runs that were in it and cannot begin anew."""
@@ -291,5 +283,6 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             self._waiting.appendleft(run)
 
     def _begin_missing(self) -> None:
+        """Start a process for each that has ended or is retired."""
         while sum(not worker.is_retired for worker in self._workers) < self._num_workers:
             self._begin()

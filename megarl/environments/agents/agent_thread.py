@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from dataclasses import astuple
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.environments.agents.agent_processes import (
-    AgentRun,
-    AgentSettings,
-    AgentWorkers,
-    Outcome,
-    overdue,
-)
-from megarl.environments.agents.chat import (
-    Access,
-    ChatHandler,
-    ChatRefused,
-    ChatRequest,
-    EpisodeOver,
-)
+from megarl.environments.agents.agent_processes import AgentSettings, AgentWorkers, overdue
+from megarl.environments.agents.agent_requests import AgentRequests
+from megarl.environments.agents.chat import Access, ChatHandler
 from megarl.isolation.loop_thread import LoopThread
 from megarl.types.reward_result import Failure, RewardResult
 
-_Reply = Callable[[AgentRun, int, Outcome, object], None]
-
 
 class AgentFailure(Exception):
-    """The agent of an episode has failed: it is not the model's error. The text says in a few words what it did."""
+    """The agent of an episode has failed, and not the model. The text says in a few words what it did."""
 
 
 class AgentTimeout(AgentFailure):
@@ -82,7 +68,7 @@ class AgentThread:
         timeout_s: float,
         on_begin: Callable[[], object] = lambda: None,
     ) -> RewardResult | None:
-        """Run the agent on a row, whose prompt are these messages: its reward, or None where it gives none.
+        """Run the agent on a row, whose prompt are these messages: its reward result, or None where it gives none.
 
         None too where the agent has let EpisodeOver pass. `handler.answer` runs in the caller's loop, several at once,
         and is cancelled and awaited before this returns or raises. timeout_s: from the time that a process begins with
@@ -90,15 +76,10 @@ class AgentThread:
         what the handler raises beside ChatRefused and EpisodeOver, and UserError when the processes cannot be started
         again.
         """
-        message = [
-            dict(row),
-            [*map(dict, prompt)],
-            seed,
-            access and [access.url, access.key, access.socket],
-        ]
-        requests = _CallerRequests(
-            handler, partial(self._thread.call_soon, self._workers.answer), on_begin
-        )
+        prompt_messages = [dict(message) for message in prompt]
+        access_fields = astuple(access) if access else None
+        message = [dict(row), prompt_messages, seed, access_fields]
+        requests = AgentRequests(handler, on_begin)
         running = self._workers.run(message, timeout_s, requests, has_asked=access is not None)
         work = asyncio.ensure_future(self._thread.run(running))
         requests.on_error = work.cancel
@@ -113,84 +94,10 @@ class AgentThread:
         if requests.error:
             raise requests.error
         if isinstance(result, Failure):
-            raise (
-                AgentTimeout(result.words)
-                if result == overdue(timeout_s)
-                else AgentFailure(result.words)
-            )
+            is_late = result == overdue(timeout_s)
+            raise (AgentTimeout if is_late else AgentFailure)(result.words)
         return result
 
     def shutdown(self) -> None:
         """End and reap the processes, and cancel the runs; may be called again."""
         self._thread.end(self._workers.end())
-
-
-class _CallerRequests:
-    """Answers the requests of one run in the loop in which it was made: a `RequestHandler`."""
-
-    def __init__(self, handler: ChatHandler, reply: _Reply, on_begin: Callable[[], object]) -> None:
-        """reply: hands an answer to the thread of the processes. on_begin: as of `AgentThread.run`."""
-        self._handler = handler
-        self._reply = reply
-        self._on_begin = on_begin
-        self._loop = asyncio.get_running_loop()
-        self._open: dict[int, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
-        self.error: BaseException | None = None
-        self.on_error: Callable[[], object] = lambda: None
-
-    def begun(self) -> None:
-        self._call_soon(self._on_begin)
-
-    def ask(self, run: AgentRun, request: int, content: ChatRequest) -> None:
-        self._call_soon(self._begin, run, request, content)
-
-    def drop(self, request: int) -> None:
-        self._call_soon(self._cancel, request)
-
-    async def close(self) -> None:
-        """Cancel the requests that are open, and wait until their handlers have ended, even if this is cancelled."""
-        self._is_closed = True
-        interrupt: asyncio.CancelledError | None = None
-        for task in self._tasks:
-            task.cancel()
-        while self._tasks:
-            try:
-                await asyncio.wait(self._tasks)
-            except asyncio.CancelledError as error:
-                interrupt = error
-        if interrupt:
-            raise interrupt
-
-    def _call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        with suppress(RuntimeError):  # the caller's loop is closed
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _begin(self, run: AgentRun, request: int, content: ChatRequest) -> None:
-        if self._is_closed:
-            return
-        task = self._loop.create_task(self._answer(run, request, content))
-        self._open[request] = task
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _cancel(self, request: int) -> None:
-        if task := self._open.pop(request, None):
-            task.cancel()
-
-    async def _answer(self, run: AgentRun, request: int, content: ChatRequest) -> None:
-        try:
-            answer = await self._handler.answer(content)
-        except ChatRefused as error:
-            self._reply(run, request, "refused", str(error))
-        except EpisodeOver as error:
-            self._reply(run, request, "over", str(error))
-        except BaseException as error:
-            if request in self._open and not self._is_closed:  # it was not cancelled from here
-                self.error = self.error or error
-                self.on_error()
-        else:
-            self._reply(run, request, "answer", answer.message())
-        finally:
-            self._open.pop(request, None)
