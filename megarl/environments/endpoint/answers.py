@@ -25,7 +25,7 @@ def error(message: str, code: str, param: str | None = None) -> dict[str, Any]:
 
 
 def models(created: int) -> dict[str, Any]:
-    """The list of models: one, which answers under any name."""
+    """The list of models, which has the policy alone: it answers under any name."""
     model = {"id": "policy", "object": "model", "created": created, "owned_by": "megarl"}
     return {"object": "list", "data": [model]}
 
@@ -38,8 +38,14 @@ def whole(asked: Completion, answer: ChatAnswer, number: str, created: int) -> d
         "logprobs": None,
         "finish_reason": answer.finish,
     }
-    head = {"id": number, "object": "chat.completion", "created": created, "model": asked.model}
-    return {**head, "choices": [choice], "usage": _usage(answer)}
+    return {
+        "id": number,
+        "object": "chat.completion",
+        "created": created,
+        "model": asked.model,
+        "choices": [choice],
+        "usage": _usage(answer),
+    }
 
 
 def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> Iterator[bytes]:
@@ -51,12 +57,9 @@ def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> 
         "model": asked.model,
     }
     usage = {"usage": None} if asked.include_usage else {}
-    deltas = list(_deltas(answer))
-    for index, delta in enumerate([*deltas, {}]):
-        if index == len(deltas):
-            finish = answer.finish
-        else:
-            finish = None
+    for delta in _deltas(answer):
+        # the last delta is empty, and tells why the answer has ended
+        finish = None if delta else answer.finish
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
         yield _event({**head, "choices": [choice], **usage})
     if asked.include_usage:
@@ -70,13 +73,11 @@ def _deltas(answer: ChatAnswer) -> Iterator[dict[str, Any]]:
         yield {"content": piece}
     for index, call in enumerate(answer.calls):
         function = {"name": call.name, "arguments": ""}
-        yield {
-            "tool_calls": [
-                {"index": index, "id": call.id, "type": "function", "function": function}
-            ]
-        }
+        begun = {"index": index, "id": call.id, "type": "function", "function": function}
+        yield {"tool_calls": [begun]}
         for piece in _pieces(call.arguments):
             yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+    yield {}
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -89,9 +90,8 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _usage(answer: ChatAnswer) -> dict[str, int]:
-    total = answer.prompt_tokens + answer.completion_tokens
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,
-        "total_tokens": total,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }

@@ -36,21 +36,21 @@ class ConnectionLimits(Generic[Connection]):
     def add(self, connection: Connection) -> Connection | None:
         """A new connection has come."""
         self._unauthenticated[connection] = None
-        kinds = (self._refused, self._unauthenticated, self._idle, self._busy)
-        if sum(map(len, kinds)) <= most_authenticated() + most_unauthenticated():
+        if sum(map(len, self._kinds())) <= most_authenticated() + most_unauthenticated():
             return None
-        return _first(self._refused or self._unauthenticated)
+        return _take_first(self._refused or self._unauthenticated)
 
     def authenticate(self, connection: Connection) -> tuple[bool, Connection | None]:
         """A request with a key begins. Whether there is a place for it, and the idle connection that goes for it.
 
         Without a place the connection stays what it was.
         """
+        closed = None
         is_authenticated = connection in self._idle or connection in self._busy
-        is_full = not is_authenticated and len(self._idle) + len(self._busy) >= most_authenticated()
-        if is_full and not self._idle:
-            return False, None
-        closed = _first(self._idle) if is_full else None
+        if not is_authenticated and len(self._idle) + len(self._busy) >= most_authenticated():
+            if not self._idle:
+                return False, None
+            closed = _take_first(self._idle)
         self.remove(connection)
         self._busy[connection] = None
         return True, closed
@@ -69,12 +69,14 @@ class ConnectionLimits(Generic[Connection]):
 
     def remove(self, connection: Connection) -> None:
         """It is closed."""
-        for kind in (self._refused, self._unauthenticated, self._idle, self._busy):
+        for kind in self._kinds():
             kind.pop(connection, None)
 
+    def _kinds(self) -> tuple[dict[Connection, None], ...]:
+        return self._refused, self._unauthenticated, self._idle, self._busy
 
-def _first(connections: dict[Connection, None]) -> Connection:
-    """Take the first out."""
+
+def _take_first(connections: dict[Connection, None]) -> Connection:
     first = next(iter(connections))
     del connections[first]
     return first

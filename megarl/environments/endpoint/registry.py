@@ -57,8 +57,9 @@ class OpenEpisode:
 
     def count_refused(self, name: str) -> None:
         """Count a refused field or path. A program that makes up names fills no memory."""
-        is_full = name not in self.refused and len(self.refused) >= MOST_NAMES
-        self.refused["others" if is_full else name] += 1
+        if name not in self.refused and len(self.refused) >= MOST_NAMES:
+            name = "others"
+        self.refused[name] += 1
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -94,10 +95,7 @@ class OpenEpisode:
         EpisodeOver.
         """
         self._check_open()
-        if is_retry:
-            exchange = self._record.get(digest)
-        else:
-            exchange = None
+        exchange = self._record.get(digest) if is_retry else None
         exchange = exchange or self._begin(digest, request)
         exchange.waiting += 1
         try:
@@ -173,14 +171,12 @@ class OpenEpisodes:
     def find(self, key: str) -> OpenEpisode | None:
         """The time that it takes tells nothing of the keys: all are compared, each in constant time."""
         wanted = _digest(key)
-        found = None
+        open_episode = None
         with self._lock:
             for digest, episode in self._by_digest.items():
                 if hmac.compare_digest(digest, wanted):
-                    found = episode
-                else:
-                    found = found
-        return found
+                    open_episode = episode
+        return open_episode
 
     def remove(self, key: str) -> OpenEpisode | None:
         with self._lock:

@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer before it is sent. parts: its body; a list where its length is told."""
+    """An answer before it is sent. parts: of its body; a list where the length of the whole is sent first."""
 
     status: int
     parts: Iterable[bytes]
-    kind: str = "application/json"
+    content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -51,26 +51,25 @@ async def reply_to(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
     """The answer to a request of an open episode, also where it is refused."""
     try:
         if (request.method, request.path) == ("GET", "/v1/models"):
-            return Reply(200, [json.dumps(answers.models(int(time.time()))).encode()])
+            return _json_reply(200, answers.models(int(time.time())))
         if request.path in _INSTEAD:
             episode.count_refused(request.path)
             return refusal(404, _INSTEAD[request.path], "not_found")
         if (request.method, request.path) != ("POST", "/v1/chat/completions"):
-            return refusal(
-                404, "There are POST /v1/chat/completions and GET /v1/models alone.", "not_found"
-            )
+            message = "There are POST /v1/chat/completions and GET /v1/models alone."
+            return refusal(404, message, "not_found")
         return await _complete(request, episode)
-    except BadField as problem:
-        if problem.param:
-            episode.count_refused(_PART.split(problem.param)[0])
-        return refusal(400, f"{problem}.", "unsupported", problem.param)
-    except ChatRefused as problem:
-        if problem.param is None:
-            return refusal(400, str(problem), "refused")
-        episode.count_refused(problem.param)
-        return refusal(400, f"{problem}.", "unsupported", problem.param)
-    except EpisodeOver as problem:
-        return refusal(403, str(problem) or "The episode is over.", "episode_over")
+    except BadField as error:
+        if error.param:
+            episode.count_refused(_PART.split(error.param)[0])
+        return refusal(400, f"{error}.", "unsupported", error.param)
+    except ChatRefused as error:
+        if error.param is None:
+            return refusal(400, str(error), "refused")
+        episode.count_refused(error.param)
+        return refusal(400, f"{error}.", "unsupported", error.param)
+    except EpisodeOver as error:
+        return refusal(403, str(error) or "The episode is over.", "episode_over")
     except TooManyRequests:
         return refusal(429, "The episode has too many requests in flight.", "too_many_requests")
     except Exception:
@@ -88,17 +87,12 @@ async def _complete(request: web.BaseRequest, episode: OpenEpisode) -> Reply:
     if asked.stream:
         events = answers.events(asked, answer, exchange.number, exchange.created)
         return Reply(200, events, "text/event-stream")
-    return Reply(
-        200, [json.dumps(answers.whole(asked, answer, exchange.number, exchange.created)).encode()]
-    )
+    return _json_reply(200, answers.whole(asked, answer, exchange.number, exchange.created))
 
 
 async def _body(request: web.BaseRequest, episode: OpenEpisode) -> tuple[bytes, Completion] | Reply:
     """The body's digest and what it asks for, or the refusal. One that does not tell its length needs all room."""
-    if request.content_length is None:
-        length = MOST_BODY_BYTES
-    else:
-        length = request.content_length
+    length = MOST_BODY_BYTES if request.content_length is None else request.content_length
     too_large = refusal(413, f"The body has more than {MOST_BODY_BYTES} bytes.", "too_large")
     if length > MOST_BODY_BYTES:
         return too_large
@@ -137,13 +131,17 @@ def _is_retry(request: web.BaseRequest) -> bool:
 
 
 def refusal(status: int, message: str, code: str, param: str | None = None) -> Reply:
-    body = json.dumps(answers.error(message, code, param)).encode()
-    return Reply(status, [body], headers={} if status == 429 else {"x-should-retry": "false"})
+    headers = {} if status == 429 else {"x-should-retry": "false"}  # which OpenAI's clients heed
+    return _json_reply(status, answers.error(message, code, param), headers)
+
+
+def _json_reply(status: int, body: object, headers: Mapping[str, str] | None = None) -> Reply:
+    return Reply(status, [json.dumps(body).encode()], headers=headers or {})
 
 
 async def send(request: web.BaseRequest, reply: Reply) -> web.StreamResponse:
     response = web.StreamResponse(
-        status=reply.status, headers={"Content-Type": reply.kind, **reply.headers}
+        status=reply.status, headers={"Content-Type": reply.content_type, **reply.headers}
     )
     if isinstance(reply.parts, list):
         response.content_length = sum(map(len, reply.parts))
