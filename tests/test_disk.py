@@ -23,7 +23,8 @@ from megarl.disk import output_error, writing
 from megarl.samples.parquet import writing as writing_samples
 from megarl.tracking import run_log
 from megarl.tracking.run_log import RunLog
-from megarl.types import FolderGone, Prompt, Sample, SampleGroup, SamplePart, UserError
+from megarl.types import FolderGone, Prompt, SampleGroup, UserError
+from tests.samples.responses import response
 from tests.small_disk import small_disk
 from tests.tracking.test_metrics import group
 from tests.tracking.test_run_log import plain, recipe_in
@@ -231,7 +232,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(dis
 def a_group(num_tokens: int) -> SampleGroup:
     rng = np.random.default_rng(1)
     ids, logp = rng.integers(0, 90, num_tokens), rng.random(num_tokens, dtype=np.float32)
-    sample = Sample(ids, logp, "x", True, (SamplePart(0, len(ids)),))
+    sample = response((1, 2), ids, logp, "x")
     return SampleGroup(
         Prompt("1", "p", (1, 2), "7"), (sample,), np.ones(1, np.float32), np.ones(1, np.bool_)
     )

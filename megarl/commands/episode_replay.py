@@ -143,12 +143,12 @@ class _Replay:
             return "that are open"
         if facts is None:
             return "that are no episodes"
-        if facts.end == "agent" or (sample.more_rows and config.history == "append"):
+        if facts.end == "agent" or (len(sample.rows) > 1 and config.history == "append"):
             return "of an agent or of several conversations"
         if facts.end == "timeout":
             return "that ended as `timeout`"
         if facts.seed is None and config.environment:
-            return "without the seed of their environment, which files before format 9 do not have"
+            return "without the seed of their environment"
         return ""
 
     def _with_messages(self, prompt: Prompt) -> Prompt:
@@ -181,7 +181,7 @@ class _Replay:
         sample = group.samples[index]
         place = next(self._numbers)
         assert sample.facts
-        recorded = RecordedEpisode(recorded_turns(prompt, sample), self._turn_tokenizer)
+        recorded = RecordedEpisode(recorded_turns(sample), self._turn_tokenizer)
         sampling = Sampling(
             1, self.recipe.rollout.max_response_tokens, recorded_seed=sample.facts.seed
         )
@@ -189,7 +189,7 @@ class _Replay:
         now = await self._runner.run(prompt, sampling, place)
         del self._sampler.episodes[place]
         return first_difference(
-            recorded, prompt, sample, now, self._rewards(group, index, now.reward_result)
+            recorded, sample, now, self._rewards(group, index, now.reward_result)
         )
 
     def _rewards(self, group: Group, index: int, now: Judged) -> tuple[Judged, Judged]:

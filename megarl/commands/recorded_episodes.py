@@ -15,7 +15,7 @@ from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.template import num_shared
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.printable import short
-from megarl.types import Prompt, Sample, SamplePart
+from megarl.types import Row, Sample, SamplePart
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
@@ -45,27 +45,20 @@ class ReplayDifference:
         return f"{self.place} the file has {self.recorded}, and now there is {self.replayed}"
 
 
-def recorded_turns(prompt: Prompt, sample: Sample) -> list[RecordedTurn]:
+def recorded_turns(sample: Sample) -> list[RecordedTurn]:
     """The turns of an episode, row by row: tokens that the model sampled with no other between them."""
     turns = []
     for row in sample.rows:
-        if row.prompt_ids is None:
-            own = list(prompt.token_ids)
-        else:
-            own = row.prompt_ids.tolist()
-        ids = [*own, *row.response_ids_T.tolist()]
-        if row.trained_T is None:
-            trained_T = np.ones(len(row.response_ids_T), np.bool_)
-        else:
-            trained_T = row.trained_T
-        edges = np.flatnonzero(np.diff(np.pad(trained_T.astype(np.int8), 1))).tolist()
+        prompt_length = len(row.prompt_ids)
+        ids = [*row.prompt_ids, *row.response_ids_T.tolist()]
+        edges = np.flatnonzero(np.diff(np.pad(row.trained_T.astype(np.int8), 1))).tolist()
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             if row.token_rewards_T is None:
                 reward = 0.0
             else:
                 reward = float(row.token_rewards_T[end - 1])
-            first = len(own) + begin
-            turns.append(RecordedTurn(ids[:first], ids[first : len(own) + end], reward))
+            first = prompt_length + begin
+            turns.append(RecordedTurn(ids[:first], ids[first : prompt_length + end], reward))
     return turns
 
 
@@ -138,9 +131,9 @@ class RecordedSampler:
         ids = self.episodes[place].next_turn(context_ids, sampling.max_tokens)
         finished = bool(ids) and ids[-1] in self._turn_tokenizer.stop_ids
         logp_T = np.zeros(len(ids), np.float32)
-        return Sample(
-            np.asarray(ids, np.int64), logp_T, self.text(ids), finished, (SamplePart(0, len(ids)),)
-        )
+        parts = (SamplePart(0, len(ids)),)
+        row = Row.response(context_ids, np.asarray(ids, np.int64), logp_T, parts)
+        return Sample((row,), self.text(ids), finished)
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """Nobody waits for the place."""
@@ -152,7 +145,6 @@ class RecordedSampler:
 
 def first_difference(
     recorded: RecordedEpisode,
-    prompt: Prompt,
     sample: Sample,
     now: EpisodeResult,
     rewards: tuple[Judged, Judged],
@@ -173,7 +165,7 @@ def first_difference(
     if found.end != facts.end:
         return ReplayDifference(f"after turn {number}", f"the end `{facts.end}`", end)
     for place, (before, after) in enumerate(
-        zip(recorded.turns, recorded_turns(prompt, now.sample), strict=True), 1
+        zip(recorded.turns, recorded_turns(now.sample), strict=True), 1
     ):
         if before.reward != after.reward:
             return ReplayDifference(

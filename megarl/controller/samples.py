@@ -371,7 +371,7 @@ def samples_of(
                 continue
             of_sample = {"reward": float(given_G[sample]), "advantage": advantage}
             of_sample["is_correct"] = bool(group.correct_G[sample])
-            for number, one in enumerate(group.rows_of(sample)):
+            for number, one in enumerate(group.rows[sample]):
                 stale = num_stale(one.parts, version)
                 trained = one.num_trained
                 if trained == one.response_length:

@@ -12,16 +12,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from megarl.types import EpisodeRow, Sample, SamplePart, with_part
+from megarl.types import Row, Sample, SamplePart, with_part
 
 Hash = Any  # of hashlib
 Asked = tuple[int, bytes]  # of a turn: its first token's place, and the hash of all tokens before
 
 
 class Conversation:
-    """prompt_ids: of the conversation, up to and with the generation prompt."""
+    """prompt_ids: of the conversation, up to and with the generation prompt; its row gets this very object."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.prompt_ids = prompt_ids
         self.prompt_length = len(prompt_ids)
         self._ids = list(prompt_ids)
         self._logp: list[np.ndarray] = []
@@ -33,32 +34,27 @@ class Conversation:
         self._asked: list[Asked] = []
 
     @classmethod
-    def restored(cls, row: EpisodeRow, prompt_ids: Sequence[int], digest: bytes) -> Self:
-        """The conversation of a row, which an earlier phase has left open. digest: what its `digest` was.
+    def restored(cls, row: Row, prompt_ids: Sequence[int], digest: bytes) -> Self:
+        """The conversation of a row, which an earlier phase has left open.
 
-        The row is proven by it as by the hash of a turn.
+        prompt_ids: the row's. digest: what the conversation's `digest` was, by which the row is proven as by the hash
+        of a turn.
         """
-        found = cls(prompt_ids)
-        if row.trained_T is None:
-            trained_T = np.ones(len(row.response_ids_T), np.bool_)
-        else:
-            trained_T = row.trained_T
-        found._ids += row.response_ids_T.tolist()
-        found._hash.update(_bytes(found._ids[found.prompt_length :]))
-        found._logp = [row.engine_logp_T]
-        found._trained = [trained_T]
-        found._parts = row.parts
+        conversation = cls(prompt_ids)
+        response_ids = row.response_ids_T.tolist()
+        conversation._ids += response_ids
+        conversation._hash.update(_bytes(response_ids))
+        conversation._logp = [row.engine_logp_T]
+        conversation._trained = [row.trained_T]
+        conversation._parts = row.parts
         if row.token_rewards_T is not None:
-            places = np.flatnonzero(row.token_rewards_T).tolist()
-            found._rewards = {
-                found.prompt_length + place: float(row.token_rewards_T[place]) for place in places
-            }
-        if row.routed_experts is None:
-            found._experts = []
-        else:
-            found._experts = [row.routed_experts]
-        found._asked = [(len(found._ids), digest)]
-        return found
+            for place in np.flatnonzero(row.token_rewards_T).tolist():
+                reward = float(row.token_rewards_T[place])
+                conversation._rewards[conversation.prompt_length + place] = reward
+        if row.routed_experts is not None:
+            conversation._experts = [row.routed_experts]
+        conversation._asked = [(len(conversation._ids), digest)]
+        return conversation
 
     @property
     def digest(self) -> bytes:
@@ -69,10 +65,6 @@ class Conversation:
     def ids(self) -> Sequence[int]:
         """All tokens so far, which the next turn is sampled after."""
         return self._ids
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return self._ids[: self.prompt_length]
 
     @property
     def prompt_key(self) -> int:
@@ -114,12 +106,13 @@ class Conversation:
 
     def add_turn(self, turn: Sample, asked: Asked) -> None:
         """What the engine sampled after `ids`, as a sample whose prompt they were; asked: from before the sampling."""
+        row = turn.only_row
         self._asked.append(asked)
-        self._append(turn.response_ids_T.tolist(), turn.engine_logp_T, is_trained=True)
-        for part in turn.parts:
+        self._append(row.response_ids_T.tolist(), row.engine_logp_T, is_trained=True)
+        for part in row.parts:
             self._parts = with_part(self._parts, part)
-        if turn.routed_experts is not None:
-            self._experts.append(turn.routed_experts)
+        if row.routed_experts is not None:
+            self._experts.append(row.routed_experts)
 
     def add_message(self, ids: Sequence[int]) -> None:
         """What is said to the model before its next turn, up to and with the generation prompt."""
@@ -133,29 +126,29 @@ class Conversation:
             place = len(self._ids) - 1
             self._rewards[place] = self._rewards.get(place, 0.0) + reward
 
-    def row(self) -> EpisodeRow:
+    def row(self) -> Row:
         """The conversation as a row, which ends with the last turn: a message that no turn followed is left out.
 
         Raises RuntimeError unless each turn was sampled after exactly the tokens that the row has before it.
         """
         end = len(self._ids) - self._said
+        self._check_turns(end)
         parts = self._parts
         if self._said:
             parts = *parts[:-1], SamplePart(parts[-1].version, parts[-1].num_tokens - self._said)
         response_ids_T = np.asarray(self._ids[self.prompt_length : end], np.int64)
-        self._check_turns(end)
-        trained_T = np.concatenate([np.zeros(0, np.bool_), *self._trained])[: len(response_ids_T)]
-        rewards_T = np.zeros(len(response_ids_T), np.float32)
+        num_tokens = len(response_ids_T)
+        rewards_T = np.zeros(num_tokens, np.float32)
         for place, reward in self._rewards.items():
             rewards_T[place - self.prompt_length] = reward
-        return EpisodeRow(
-            response_ids_T,
-            np.concatenate([np.zeros(0, np.float32), *self._logp])[: len(response_ids_T)],
-            parts,
-            np.asarray(self._ids[: self.prompt_length], np.int64),
-            None if trained_T.all() else trained_T,
-            rewards_T if self._rewards else None,
-            np.concatenate(self._experts) if self._experts else None,
+        return Row(
+            prompt_ids=self.prompt_ids,
+            response_ids_T=response_ids_T,
+            engine_logp_T=np.concatenate([np.zeros(0, np.float32), *self._logp])[:num_tokens],
+            trained_T=np.concatenate([np.zeros(0, np.bool_), *self._trained])[:num_tokens],
+            parts=parts,
+            token_rewards_T=rewards_T if self._rewards else None,
+            routed_experts=np.concatenate(self._experts) if self._experts else None,
         )
 
     def _append(self, ids: Sequence[int], logp_T: np.ndarray, *, is_trained: bool) -> None:
@@ -166,12 +159,12 @@ class Conversation:
 
     def _check_turns(self, length: int) -> None:
         """length: of the row."""
-        found = hashlib.blake2b()
+        hash_so_far = hashlib.blake2b()
         start = 0
         for place, asked in self._asked:
-            found.update(_bytes(self._ids[start:place]))
+            hash_so_far.update(_bytes(self._ids[start:place]))
             start = place
-            if found.digest() != asked:
+            if hash_so_far.digest() != asked:
                 raise RuntimeError(
                     f"token {place} of a conversation was sampled after other tokens than are before it"
                 )

@@ -11,7 +11,16 @@ import numpy as np
 from megarl.data.files import BadRow, column
 from megarl.episodes.demonstrated_episode import demonstrate
 from megarl.episodes.turn_tokenizer import TurnTokenizer
-from megarl.types import IntArray, Prompt, Sample, SampleGroup, SamplePart, UserError
+from megarl.types import (
+    BoolArray,
+    IntArray,
+    Prompt,
+    Row,
+    Sample,
+    SampleGroup,
+    SamplePart,
+    UserError,
+)
 
 
 def demonstrations(
@@ -48,7 +57,9 @@ def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:
         *tokenizer(prompt.answer, add_special_tokens=False)["input_ids"],
         tokenizer.eos_token_id,
     ]
-    return _demonstrated(prompt, np.asarray(token_ids, dtype=np.int64), prompt.answer)
+    response_ids_T = np.asarray(token_ids, dtype=np.int64)
+    trained_T = np.ones(len(token_ids), np.bool_)
+    return _demonstrated(prompt, prompt.token_ids, response_ids_T, trained_T, prompt.answer)
 
 
 def demonstrated_conversation(
@@ -68,20 +79,28 @@ def demonstrated_conversation(
         raise ValueError(
             f"a conversation begins with a prompt and has tokens to train on; this has {problem}"
         )
-    cut = places[0]
-    end = places[-1] + 1
-    own: dict[str, Any] = {}
-    if not np.array_equal(ids_T[:cut], prompt.token_ids):
-        own["prompt_ids"] = ids_T[:cut]
-    if not trained_T[cut:end].all():
-        own["trained_T"] = trained_T[cut:end]
-    return _demonstrated(prompt, ids_T[cut:end], text, **own)
+    response = slice(places[0], places[-1] + 1)
+    prompt_ids = ids_T[: places[0]].tolist()
+    if prompt_ids == list(prompt.token_ids):
+        prompt_ids = prompt.token_ids
+    return _demonstrated(prompt, prompt_ids, ids_T[response], trained_T[response], text)
 
 
-def _demonstrated(prompt: Prompt, response_ids_T: IntArray, text: str, **own: Any) -> SampleGroup:
-    """own: further fields of the sample."""
-    count = len(response_ids_T)
-    logp_T = np.zeros(count, dtype=np.float32)
-    parts = (SamplePart(0, count),)
-    sample = Sample(response_ids_T, logp_T, text, finished=True, parts=parts, **own)
+def _demonstrated(
+    prompt: Prompt,
+    prompt_ids: Sequence[int],
+    response_ids_T: IntArray,
+    trained_T: BoolArray,
+    text: str,
+) -> SampleGroup:
+    """The group of one sample, whose reward is 1 and whose logprobs are 0."""
+    num_tokens = len(response_ids_T)
+    row = Row(
+        prompt_ids,
+        response_ids_T,
+        engine_logp_T=np.zeros(num_tokens, np.float32),
+        trained_T=trained_T,
+        parts=(SamplePart(0, num_tokens),),
+    )
+    sample = Sample((row,), text, finished=True)
     return SampleGroup(prompt, (sample,), np.ones(1, dtype=np.float32), np.ones(1, dtype=np.bool_))

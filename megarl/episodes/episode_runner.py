@@ -106,7 +106,7 @@ class EpisodeRunner:
         name = f"episode-{next(self._numbers)}"
         config = self._config
         opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
-        own_tokens = longest_row(prompt, begun) if begun else len(prompt.token_ids)
+        own_tokens = longest_row(begun) if begun else len(prompt.token_ids)
         await self._sampler.begin(name, own_tokens)
         rows = EpisodeRows(
             self._sampler,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-import numpy as np
-
 from megarl.episodes.conversation import Conversation
 from megarl.episodes.tally import Tally
-from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Sample
+from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Row, Sample
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
@@ -76,7 +75,8 @@ class EpisodeRows:
         max_tokens: int,
     ) -> None:
         self.name = name
-        self._prompt_ids = list(prompt_ids)
+        self._prompt_ids = prompt_ids
+        self._prompt_list = list(prompt_ids)
         self.tally = Tally()
         self._sampler = sampler
         self._sampling = sampling
@@ -96,24 +96,29 @@ class EpisodeRows:
 
     def open(self, prompt_ids: Sequence[int]) -> Conversation:
         """A further conversation, which begins with these tokens."""
-        conversation = Conversation(prompt_ids)
+        conversation = Conversation(self._shared(prompt_ids))
         self._conversations.append(conversation)
         return conversation
 
     def restore(self, begun: Sample, opened: EpisodeProgress) -> tuple[Conversation, SampledTurn]:
         """Take the rows of an earlier phase: the last of them, and its last turn."""
         for row, digest in zip(begun.rows, opened.digests, strict=True):
-            if row.prompt_ids is None:
-                own = self._prompt_ids
-            else:
-                own = row.prompt_ids.tolist()
-            self._conversations.append(Conversation.restored(row, own, bytes.fromhex(digest)))
+            prompt_ids = self._shared(row.prompt_ids)
+            self._conversations.append(
+                Conversation.restored(row, prompt_ids, bytes.fromhex(digest))
+            )
         self._restored_length = self._longest
         last = self._conversations[-1]
         is_open = opened.following == "turn"
         ids = last.ids[len(last.ids) - opened.turn_tokens :]
         self.last = SampledTurn(ids, self._sampler.text(ids), not is_open, is_open)
         return last, self.last
+
+    def _shared(self, prompt_ids: Sequence[int]) -> Sequence[int]:
+        """The prompt of a conversation: that of the group itself where it has the same tokens."""
+        if self._prompt_list == list(prompt_ids):
+            return self._prompt_ids
+        return array("i", prompt_ids)
 
     def room(self, prompt_tokens: int, response_tokens: int = 0) -> int:
         """How many tokens the model may sample in a conversation that has so many; 0 or less: none.
@@ -216,8 +221,9 @@ class EpisodeRows:
         asked_for = self._begin(work, limits.max_tokens)
         try:
             sample = await asyncio.shield(asked_for)
-            ids = [*given, *sample.response_ids_T.tolist()]
-            is_open = not sample.finished and len(sample.response_ids_T) == limits.max_tokens < left
+            new_ids = sample.only_row.response_ids_T.tolist()
+            ids = [*given, *new_ids]
+            is_open = not sample.finished and len(new_ids) == limits.max_tokens < left
             turn = SampledTurn(
                 ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open
             )
@@ -262,8 +268,8 @@ class EpisodeRows:
         prompt_ids = conversation.prompt_ids
         stream = self._sampling.stream
         earlier = self._conversations[: self._conversations.index(conversation)]
-        twins = sum(one.prompt_ids == prompt_ids for one in earlier)
-        if prompt_ids == self._prompt_ids and not twins:
+        twins = sum(other.prompt_ids == prompt_ids for other in earlier)
+        if prompt_ids is self._prompt_ids and not twins:
             return stream
         return (*stream, conversation.prompt_key, twins)
 
@@ -293,7 +299,7 @@ class EpisodeRows:
             while self._abandoned:
                 sample = await self._abandoned.pop()
                 self.tally.turns += 1
-                self.tally.dropped_unawaited += len(sample.response_ids_T)
+                self.tally.dropped_unawaited += sample.num_trained
         finally:
             await self._sampler.complete(
                 self.name, prompt_tokens, max(0, self._longest - self._restored_length)
@@ -310,31 +316,41 @@ class EpisodeRows:
         if self.last and self.last.is_open:
             tally.transcript.add_turn(text)
         facts = EpisodeFacts(
-            tally.turns,
-            tally.calls,
-            tally.call_errors,
-            tally.tool_s,
-            end,
-            tally.sampled_tokens,
-            tally.dropped_unawaited,
-            tally.dropped_anew,
-            tally.reusable_tokens,
-            tally.cached_tokens,
-            tally.begun_anew,
-            self._sampling.group_seed,
+            turns=tally.turns,
+            calls=tally.calls,
+            call_errors=tally.call_errors,
+            tool_s=tally.tool_s,
+            end=end,
+            sampled_tokens=tally.sampled_tokens,
+            dropped_unawaited=tally.dropped_unawaited,
+            dropped_anew=tally.dropped_anew,
+            reusable_tokens=tally.reusable_tokens,
+            cached_tokens=tally.cached_tokens,
+            begun_anew=tally.begun_anew,
+            seed=self._sampling.group_seed,
         )
-        transcript = tally.transcript.transcript()
-        return self._sample(
-            text=text, finished=end in ENDS_BY_ITSELF, facts=facts, transcript=transcript
+        return Sample(
+            self._rows(),
+            text,
+            finished=end in ENDS_BY_ITSELF,
+            verifications=tally.verifications,
+            prefills=tally.prefills,
+            facts=facts,
+            transcript=tally.transcript.transcript(),
         )
 
     def open_sample(self, opened: EpisodeProgress) -> Sample:
         """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
-        digests = tuple(one.digest.hex() for one in self._asked())
-        opened = replace(opened, account=self.tally.account, digests=digests)
-        entries = self.tally.transcript.entries
-        return self._sample(
-            text="", finished=False, is_open=True, open_episode=opened, transcript=entries
+        digests = tuple(conversation.digest.hex() for conversation in self._asked())
+        return Sample(
+            self._rows(),
+            text="",
+            finished=False,
+            is_open=True,
+            verifications=self.tally.verifications,
+            prefills=self.tally.prefills,
+            transcript=self.tally.transcript.entries,
+            open_episode=replace(opened, account=self.tally.account, digests=digests),
         )
 
     def _asked(self) -> list[Conversation]:
@@ -342,28 +358,12 @@ class EpisodeRows:
         asked = [one for one in self._conversations if one.has_turns] or self._conversations[:1]
         return asked or [Conversation(self._prompt_ids)]
 
-    def _sample(self, **fields: Any) -> Sample:
-        first, *more = [one.row() for one in self._asked()]
-        is_groups_prompt = np.array_equal(
-            first.prompt_ids if first.prompt_ids is not None else [], self._prompt_ids
-        )
-        return Sample(
-            response_ids_T=first.response_ids_T,
-            engine_logp_T=first.engine_logp_T.astype(np.float32),
-            parts=first.parts,
-            routed_experts=first.routed_experts,
-            verifications=self.tally.verifications,
-            prefills=self.tally.prefills,
-            prompt_ids=None if is_groups_prompt else first.prompt_ids,
-            trained_T=first.trained_T,
-            token_rewards_T=first.token_rewards_T,
-            more_rows=tuple(more),
-            **fields,
-        )
+    def _rows(self) -> tuple[Row, ...]:
+        return tuple(conversation.row() for conversation in self._asked())
 
     def _count(self, turn: Sample) -> None:
         tally = self.tally
-        tally.sampled_tokens += len(turn.response_ids_T)
+        tally.sampled_tokens += turn.num_trained
         tally.verifications += turn.verifications
         tally.prefills += turn.prefills
-        self._phase_sampled += len(turn.response_ids_T)
+        self._phase_sampled += turn.num_trained

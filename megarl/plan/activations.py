@@ -37,7 +37,7 @@ DROPPED_BY = {
 
 
 @dataclass(frozen=True)
-class Row:
+class RowSize:
     """A micro-batch on one rank, and the model's sizes that its memory depends on."""
 
     shape: ModelShape
@@ -142,11 +142,11 @@ class Row:
 
 
 def kept_and_recomputed(
-    row: Row, layers: Sequence[bool], options: dict[str, Any]
+    row: RowSize, layers: Sequence[bool], options: dict[str, Any]
 ) -> tuple[float, float]:
     """Bytes that a chunk of these layers keeps of each micro-batch, and of one more at a time in the backward pass.
 
-    The latter are what is recomputed, and the gradients on their way through the layer (`Row.working_bytes`).
+    The latter are what is recomputed, and the gradients on their way through the layer (`RowSize.working_bytes`).
 
     layers: of each whether it has an MLP in place of experts. options: `train.megatron`, whose recompute_* fields
     count: full keeps the input of each run of layers (uniform) or of the first ones (block); selective drops parts.
@@ -240,7 +240,7 @@ def logits_bytes(size: ModelSize, stage: int) -> float:
     return hidden + logits + rows * shape.hidden_size * (4 + row.item)
 
 
-def row_of(size: ModelSize) -> Row:
+def row_of(size: ModelSize) -> RowSize:
     """The fullest micro-batch of a model's ranks."""
     tokens = size.recipe.train.tokens_per_micro_batch / size.layout.cp
-    return Row(size.shape, size.layout, tokens, size.weight_bytes)
+    return RowSize(size.shape, size.layout, tokens, size.weight_bytes)

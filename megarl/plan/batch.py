@@ -108,14 +108,15 @@ def samples_bytes(
 ) -> list[int]:
     """Bytes of each node's host: its engines' samples, and those that training ranks there fetch (rank_groups).
 
-    Of each token an id of 8 bytes, a probability of 4, and with replay the experts of each layer, of 1 byte, or of 2
-    where there are more than 256. The first pipeline stage fetches whole groups too, to take the samples out of them.
+    Of each token an id of 8 bytes, a probability of 4, a mark of 1 (whether the model sampled it), and with replay the
+    experts of each layer, of 1 byte, or of 2 where there are more than 256. The first pipeline stage fetches whole
+    groups too, to take the samples out of them.
     """
     size = recipe.placement.gpus_per_node
     counts = step_samples(recipe)
     of_expert = 1 if shape.num_experts <= 256 else 2
     chosen = (shape.num_layers - shape.num_dense_layers) * shape.experts_per_token * of_expert
-    of_sample = mean_tokens * (8 + 4 + chosen * (recipe.train.replay != "off"))
+    of_sample = mean_tokens * (8 + 4 + 1 + chosen * (recipe.train.replay != "off"))
     found = [0.0] * -(-recipe.placement.gpus // size)
     for index in range(engine.count):
         found[(engine.first + index * engine.tp) // size] += (

@@ -21,9 +21,7 @@ LengthsOf = Callable[[int], IntArray]  # drawn prompt -> [samples], tokens of it
 
 _PROMPT = Prompt("", "", (), "")
 _NONE = np.zeros(0, np.bool_)
-_COMPLETE = GroupSummary(
-    "", "", (), 0, np.zeros(0, np.int64), _NONE, np.zeros(0, np.float32), _NONE, ()
-)
+_COMPLETE = GroupSummary("", "", (), (), _NONE, np.zeros(0, np.float32), _NONE)
 
 
 @dataclass(frozen=True)

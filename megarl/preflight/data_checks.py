@@ -14,7 +14,6 @@ from megarl.data.prompts import vocabulary_errors
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles
-from megarl.samples.accounting import row_length
 from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, SampleGroup, UserError
@@ -173,25 +172,17 @@ class _Seen:
 
 
 def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
-    rows = [
-        (group.prompt, row) for group in groups for sample in group.samples for row in sample.rows
-    ]
-    lengths = [row_length(prompt, row) for prompt, row in rows]
+    rows = [row for group in groups for sample in group.samples for row in sample.rows]
     layers = shape.num_layers - shape.num_dense_layers
     chosen = shape.experts_per_token
-    experts = [row.routed_experts for _, row in rows]
-    ids = (
-        (prompt.token_ids if row.prompt_ids is None else row.prompt_ids, row.response_ids_T)
-        for prompt, row in rows
-    )
+    token_ids = [ids for row in rows for ids in (row.prompt_ids, row.response_ids_T)]
     return _Seen(
-        highest_id=max(
-            (int(np.max(one)) for of_row in ids for one in of_row if len(one)), default=0
-        ),
-        longest=max(lengths, default=0),
+        highest_id=max((int(np.max(ids)) for ids in token_ids if len(ids)), default=0),
+        longest=max((row.num_tokens for row in rows), default=0),
         has_experts=all(
-            of is not None and of.shape == (length - 1, layers, chosen)
-            for of, length in zip(experts, lengths, strict=True)
+            row.routed_experts is not None
+            and row.routed_experts.shape == (row.num_tokens - 1, layers, chosen)
+            for row in rows
         ),
         has_baselines=any(sample.is_baseline for group in groups for sample in group.samples),
         has_groups=any(

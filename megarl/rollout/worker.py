@@ -238,7 +238,7 @@ def scored(
             continue
         failures.append(describe_failure(result, sample.text, prompt.answer, prompt.id))
         # an episode whose environment failed at once has no tokens to train on
-        if reward.on_failure == "penalise" and len(sample.response_ids_T):
+        if reward.on_failure == "penalise" and sample.num_trained:
             kept.append((sample, RewardResult(reward.penalty, False)))
     num_dropped = len(samples) - len(kept)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)

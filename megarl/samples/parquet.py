@@ -1,25 +1,19 @@
 """Files of scored samples, which `megarl rollout --out` writes and `megarl train --from-samples` reads.
 
 A parquet file with one row a sample and one row group a step, which any parquet reader shows. A checkpoint has one of
-the run's stock, with one row group a group.
+the run's rollout buffer, with one row group a group.
 
 - step, group, sample: from 1, from 0 in the step, from 0 in the group; rows are in this order
 - prompt_id, prompt, prompt_ids, answer, row: the group's prompt (`row`: the data row in JSON, as the processes of
   rewards and environments get it), the same in each of its samples
-- response, response_ids, engine_logp: the text, its token ids, and a float32 logprob for each of them
-- finished, reward, correct; baseline: Sample.is_baseline
-- versions, part_tokens: of the weights that sampled each part of the response, and the part's tokens
-- verifications, prefills: Sample's
-- open: Sample.is_open. Of a group with open samples, where verdicts are not applied yet, given_answer is that of each
-  verdict (null: the whole response), and failure the reason why there is none; reward is NaN without a verdict
-- experts, experts_type, experts_shape: Sample.routed_experts' bytes, or nulls
-- own_prompt_ids, trained, token_rewards, more_rows, facts: of an episode, as the fields of a Sample; nulls where these
-  are None. Each of more_rows has the columns of a response: response_ids, engine_logp, versions, part_tokens, experts,
-  own_prompt_ids and so on. Files of format 5, which do not have these columns, are read, too
-- transcript: of an episode, Sample.transcript in JSON; files of format 6 do not have it, nor the tokens that could be
-  and were cached in facts
-- open_episode: Sample.open_episode in JSON; files of formats 6 and 7 do not have it, nor begun_anew in facts
-- in files of formats 6 to 8 facts have no seed, and dropped_tokens in place of dropped_unawaited and dropped_anew
+- response: the text; finished, open, baseline, verifications, prefills: as of `Sample`
+- reward, correct. Of a group with open samples, where reward results are not applied yet, reward is NaN without a
+  result, given_answer is that of the result (null: the whole response), and failure the reason why there is none
+- rows: the sample's rows, one of a plain response. Of each row: prompt_ids (null: those of the group's prompt);
+  response_ids, and for each of them a float32 engine_logp and trained (whether the model sampled it); versions and
+  part_tokens, of the weights that sampled each part of the response, and the part's tokens; token_rewards, or null;
+  experts, experts_type, experts_shape: the bytes of Row.routed_experts, or nulls
+- of an episode, else null: facts, with the fields of `EpisodeFacts`; transcript and open_episode, in JSON
 
 The schema's metadata has the format's version, the size of the model's vocabulary, and the temperature of sampling
 and of engine_logp. Pages carry checksums.
@@ -131,9 +125,9 @@ class SampleFile:
 
     def groups(self, step: int) -> list[SampleGroup]:
         """The groups of a step, from 1, as they were written. Raises UserError for a damaged file."""
-        found = self.any_groups(step)
-        whole = [group for group in found if isinstance(group, SampleGroup)]
-        if len(whole) < len(found):
+        groups = self.any_groups(step)
+        whole = [group for group in groups if isinstance(group, SampleGroup)]
+        if len(whole) < len(groups):
             problem = f"step {step} has samples that have not ended, as in a checkpoint's file"
             raise UserError(str(self.path), problem, _HINT)
         for number, group in enumerate(whole):
@@ -145,12 +139,11 @@ class SampleFile:
     def any_groups(self, step: int) -> list[SampleGroup | PartialGroup]:
         """The same for any file of samples: also the groups with open samples."""
         rows = _read(self.path, step)
-        return [
-            _group(list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])
-        ]
+        by_group = groupby(rows, key=lambda row: row["group"])
+        return [_group(list(rows_of_group)) for _, rows_of_group in by_group]
 
     def buffered_groups(self) -> Iterator[SampleGroup | PartialGroup]:
-        """The groups of a stock's file, one after another. Raises UserError for a damaged file."""
+        """The groups of a rollout buffer's file, one after another. Raises UserError for a damaged file."""
         for step in range(1, self.num_steps + 1):
             yield from self.any_groups(step)
 
@@ -169,11 +162,9 @@ def open_samples(path: Path) -> SampleFile:
         ours = _described((schema.metadata or {}).get(_KEY, b"{}"))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise _unreadable(path, error) from None
-    found = ours.get("format", "not ours")
-    known = columns.FORMATS
-    if found not in known or not schema.equals(columns.schema(found)):
-        *older, last = map(str, known)
-        problem = f"its format is {found}, this version reads {', '.join(older)} and {last}"
+    file_format = ours.get("format", "not ours")
+    if file_format != columns.FORMAT or not schema.equals(columns.schema()):
+        problem = f"its format is {file_format}, this version reads {columns.FORMAT}"
         raise UserError(str(path), problem, _HINT)
     counts = tuple(footer.row_group(index).num_rows for index in range(footer.num_row_groups))
     return SampleFile(path, ours["vocab_size"], ours["temperature"], counts)
@@ -182,20 +173,19 @@ def open_samples(path: Path) -> SampleFile:
 def _described(text: bytes) -> dict[str, Any]:
     """What the schema's metadata says of a file. Raises ValueError where this is none that megarl writes."""
     try:
-        found = json.loads(text)
+        description = json.loads(text)
     except RecursionError:
         raise ValueError("its description is nested too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"its description is a {type(found).__name__}")
-    ours = {"vocab_size": 0, "temperature": 1.0, **found}
+    if not isinstance(description, dict):
+        raise ValueError(f"its description is a {type(description).__name__}")
+    ours = {"vocab_size": 0, "temperature": 1.0, **description}
     if type(ours["vocab_size"]) is not int or type(ours["temperature"]) not in (int, float):
         raise ValueError("its vocab_size or its temperature is no number")
     return ours
 
 
 def _group(rows: list[dict[str, Any]]) -> SampleGroup | PartialGroup:
-    is_open = any(row["open"] for row in rows)
-    if is_open:
+    if any(row["open"] for row in rows):
         return columns.partial_group_of(rows)
     return columns.group_of(rows)
 
@@ -210,7 +200,7 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
             table = file.read_row_group(step - 1)
     except (OSError, ValueError, pyarrow.ArrowException) as raised:
         raise _unreadable(path, raised) from None
-    rows = columns.rows_of(table)
+    rows = columns.table_rows(table)
     before = (-1, -1)
     for number, row in enumerate(rows):
         place = row["group"], row["sample"]

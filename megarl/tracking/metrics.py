@@ -84,7 +84,7 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     facts = [one for one in (group.facts[at] for group, at in places) if one]
     if not facts:
         return {}
-    rows = [group.rows_of(at) for group, at in places if group.facts[at]]
+    rows = [group.rows[at] for group, at in places if group.facts[at]]
     tokens = sum(row.response_length for of_episode in rows for row in of_episode)
     trained = sum(row.num_trained for of_episode in rows for row in of_episode)
     turns, calls, tool_s = (

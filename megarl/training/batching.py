@@ -385,7 +385,7 @@ def own_samples(
 ) -> dict[int, SampleGroup]:
     """The groups by their number, without tokens and text of the samples that a rank's share does not name."""
     named = {(ref.group, ref.sample) for ref in refs_of(updates)}
-    nothing = Sample(np.zeros(0, np.int64), np.zeros(0, np.float32), "", finished=True, parts=())
+    nothing = Sample((), "", finished=True)
 
     def own(group_id: int, group: SampleGroup) -> SampleGroup:
         samples = [

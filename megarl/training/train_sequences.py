@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megarl.training.batching import MicroBatch, SampleRef, key_of
-from megarl.types import Aggregation, EpisodeRow, IntArray, SampleGroup, TrainSequence
+from megarl.types import Aggregation, IntArray, Row, SampleGroup, TrainSequence
 
 
 def train_sequence(
@@ -20,33 +20,18 @@ def train_sequence(
     """
     sample = group.samples[ref.sample]
     row = sample.rows[ref.row]
-    if row.prompt_ids is None:
-        prompt_ids = group.prompt.token_ids
-    else:
-        prompt_ids = row.prompt_ids
-    prompt_length = len(prompt_ids)
-    length = len(row.response_ids_T)
 
     def on_response(value: np.ndarray | float, dtype: type) -> np.ndarray:
-        """[T]: of the trained tokens, and 0 elsewhere."""
-        row_T = np.zeros(prompt_length + length, dtype=dtype)
-        row_T[prompt_length:] = (
-            value if row.trained_T is None else np.where(row.trained_T, value, 0)
-        )
+        """[T]: the value on the trained tokens, and 0 elsewhere."""
+        row_T = np.zeros(row.num_tokens, dtype=dtype)
+        row_T[len(row.prompt_ids) :] = np.where(row.trained_T, value, 0)
         return row_T
 
-    # among the trained tokens
-    if row.trained_T is None:
-        place_T = np.arange(length)
-    else:
-        place_T = np.cumsum(row.trained_T) - 1
+    number_T = np.cumsum(row.trained_T) - 1  # among the trained tokens
     rewards_T = row.token_rewards_T
-    if sample.is_plain:
-        turn_T = None
-    else:
-        turn_T = turns_of(sample.rows, ref.row)
+    has_turns = len(sample.rows) > 1 or not row.trained_T.all()
     return TrainSequence(
-        token_ids_T=np.concatenate([np.asarray(prompt_ids, np.int64), row.response_ids_T]),
+        token_ids_T=np.concatenate([np.asarray(row.prompt_ids, np.int64), row.response_ids_T]),
         loss_mask_T=on_response(1.0, np.bool_),
         loss_weight_T=on_response(
             1.0 / sample.num_trained if aggregation == "sequence_mean" else 1.0, np.float32
@@ -55,11 +40,11 @@ def train_sequence(
         reward=ref.reward,
         outcome=float(ref.is_correct),
         nll_weight_T=on_response(nll_weight, np.float32) if nll_weight and ref.is_correct else None,
-        is_stale_T=on_response(place_T < ref.num_stale, np.bool_) if ref.num_stale else None,
+        is_stale_T=on_response(number_T < ref.num_stale, np.bool_) if ref.num_stale else None,
         experts_TMK=row.routed_experts,
         key=key_of(ref),
         token_rewards_T=None if rewards_T is None else on_response(rewards_T, np.float32),
-        turn_T=None if turn_T is None else on_response(turn_T, np.int64),
+        turn_T=on_response(turns_of(sample.rows, ref.row), np.int64) if has_turns else None,
     )
 
 
@@ -76,19 +61,15 @@ def train_sequences(
     ]
 
 
-def turns_of(rows: Sequence[EpisodeRow], row: int) -> IntArray:
+def turns_of(rows: Sequence[Row], row: int) -> IntArray:
     """The turn of each sampled token of a row's response, from 1 on in its sample; of others, that of the turn before.
 
     A turn is sampled tokens one after another: between two turns there is at least a token of the chat template.
     """
-    before = sum(int(_starts_T(one).sum()) for one in rows[:row])
+    before = sum(int(_starts_T(earlier).sum()) for earlier in rows[:row])
     return before + np.cumsum(_starts_T(rows[row]))
 
 
-def _starts_T(row: EpisodeRow) -> IntArray:
+def _starts_T(row: Row) -> IntArray:
     """1 where a turn begins, else 0."""
-    if row.trained_T is None:
-        trained_T = np.ones(len(row.response_ids_T), np.int64)
-    else:
-        trained_T = row.trained_T.astype(np.int64)
-    return np.diff(trained_T, prepend=0).clip(0)
+    return np.diff(row.trained_T.astype(np.int64), prepend=0).clip(0)

@@ -11,29 +11,25 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 from megarl.types.episodes import TRUNCATED as TRUNCATED
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
-from megarl.types.episodes import (
-    EpisodeFacts,
-    EpisodeProgress,
-    EpisodeRow,
-    RowSummary,
-    SamplePart,
-    Transcript,
-)
+from megarl.types.episodes import EpisodeFacts, EpisodeProgress, Transcript
 from megarl.types.episodes import TranscriptCall as TranscriptCall
 from megarl.types.episodes import TranscriptEntry as TranscriptEntry
 from megarl.types.episodes import episode_dict as episode_dict
-from megarl.types.episodes import num_stale as num_stale
-from megarl.types.episodes import with_part as with_part
 from megarl.types.errors import EndedEarly as EndedEarly
 from megarl.types.errors import FolderGone as FolderGone
 from megarl.types.errors import Silence as Silence
 from megarl.types.errors import UserError as UserError
 from megarl.types.errors import UserErrors as UserErrors
+from megarl.types.sample_rows import Row as Row
+from megarl.types.sample_rows import RowSummary as RowSummary
+from megarl.types.sample_rows import SamplePart as SamplePart
+from megarl.types.sample_rows import merged_parts as merged_parts
+from megarl.types.sample_rows import num_stale as num_stale
+from megarl.types.sample_rows import with_part as with_part
 from megarl.types.sequences import TrainSequence as TrainSequence
 
 Metrics = dict[str, float]
@@ -69,50 +65,34 @@ class Prompt:
 class Sample:
     """One attempt at a prompt: a response of the engine, or an episode.
 
-    response_ids_T and engine_logp_T have the response's length (the end-of-sequence token included when it was
-    sampled); its parts, whose versions ascend, have all of its tokens. An episode's response is all that follows the
-    prompt of its first row, up to the last token that the model sampled; engine_logp_T is 0 on tokens that it did not
-    sample. `text` is the response's text, of an episode that of its last turn. routed_experts [T - 1, M, K], where it
-    was asked for, are the experts of prompt and response together but for the last token, which the engine did not
-    compute, in each of the M layers that have experts, from the model's first on: uint8, or int16 if there are more
-    than 256; those of a part's tokens are from when they were sampled. verifications: steps in which the model verified
-    drafts, each of which gave one token or more; 0 without drafts. prefills: phases in which an engine read the prompt,
-    each of which gave one token. is_open: it has neither ended nor reached the length limit.
+    rows: one for a response; one or more for an episode, in the order of their first turns. `text` is the response's
+    text, of an episode that of its last turn. verifications: steps in which the model verified drafts, each of which
+    gave one token or more; 0 without drafts. prefills: phases in which an engine read the prompt, each of which gave
+    one token. is_open: the sample has neither ended nor reached the length limit. is_baseline: the sample is greedy, so
+    that the others of its group are compared with it; it is not trained on.
 
-    cached_tokens, of an episode's turn alone: of its context, those in the engine's prefix cache.
-    Of an episode alone: prompt_ids, if not the group's; trained_T, of the response, whether the model sampled the token
-    (None: all); token_rewards_T, of the response, the reward of each turn at its last sampled token, beside that of the
-    whole (None: 0); more_rows, after the first; facts, once ended; transcript, whole while it is open; open_episode.
+    facts: of an ended episode; open_episode: of an open one; transcript: of either, whole while it is open.
+    cached_tokens, of an episode's turn alone: how many of its context's tokens were in the engine's prefix cache.
     """
 
-    response_ids_T: IntArray
-    engine_logp_T: FloatArray
+    rows: tuple[Row, ...]
     text: str
     finished: bool  # False: cut at the length limit, or open
-    parts: tuple[SamplePart, ...]
-    routed_experts: npt.NDArray[Any] | None = None
-    # sampled greedily, to compare the group's other samples with; not trained on
+    _: KW_ONLY
+    is_open: bool = False
     is_baseline: bool = False
     verifications: int = 0
     prefills: int = 1
-    is_open: bool = False
-    _: KW_ONLY
-    prompt_ids: IntArray | None = None
-    trained_T: BoolArray | None = None
-    token_rewards_T: FloatArray | None = None
-    more_rows: tuple[EpisodeRow, ...] = ()
     facts: EpisodeFacts | None = None
     transcript: Transcript = ()
-    cached_tokens: int = 0
     open_episode: EpisodeProgress | None = None
+    cached_tokens: int = 0
 
     @property
-    def rows(self) -> tuple[EpisodeRow, ...]:
-        """The conversations, each of which is one sequence to train on."""
-        own = self.prompt_ids, self.trained_T, self.token_rewards_T, self.routed_experts
-        return EpisodeRow(
-            self.response_ids_T, self.engine_logp_T, self.parts, *own
-        ), *self.more_rows
+    def only_row(self) -> Row:
+        """The row of a response, or of a turn. Raises ValueError where there are several."""
+        (row,) = self.rows
+        return row
 
     @property
     def episode(self) -> dict[str, Any] | None:
@@ -120,11 +100,6 @@ class Sample:
         if self.facts is None:
             return None
         return episode_dict(self.facts, self.transcript)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is the group's prompt and one response, of which the model sampled every token."""
-        return not self.more_rows and self.prompt_ids is None and self.trained_T is None
 
     @property
     def num_trained(self) -> int:
@@ -148,24 +123,22 @@ class SampleGroup:
 class GroupSummary:
     """What the controller keeps of a group: the samples themselves stay in the object store.
 
-    response_lengths_G, parts_G: of the tokens of a sample that the model sampled. failures: descriptions of the failed
-    verdicts; num_dropped of their samples are not in the group. verifications, prefills: of all but the baseline.
+    rows: of each sample. failures: descriptions of the failed reward results; num_dropped of their samples are not in
+    the group. verifications, prefills: of all samples but the baseline.
 
-    Of episodes alone: rows, of each sample, empty where every sample is plain (`Sample.is_plain`); turn_rewards_G, the
-    sum of its turns' rewards, None where no sample has any; facts, empty where no sample has any; transcripts, of the
-    first samples, as many as samples.jsonl may show; failed_calls, the results of calls whose tools are to be mended;
-    refused_fields, how often the endpoint has refused a field or a path to agents.
+    Of episodes alone: turn_rewards_G, the sum of the rewards of a sample's turns, None where no turn has any; facts, of
+    each sample, None where it is no episode; transcripts, of the first samples, as many as samples.jsonl may show;
+    failed_calls, the results of calls whose tools need to be corrected; refused_fields, how often the endpoint has
+    refused a field or a path to agents.
     """
 
     prompt_text: str
     answer: str
     responses: tuple[str, ...]
-    prompt_length: int
-    response_lengths_G: IntArray
+    rows: tuple[tuple[RowSummary, ...], ...]
     finished_G: BoolArray
     rewards_G: FloatArray
     correct_G: BoolArray
-    parts_G: tuple[tuple[SamplePart, ...], ...]
     baseline: int | None = None  # the index of the baseline sample, if there is one
     given_answers: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
@@ -174,10 +147,19 @@ class GroupSummary:
     refused_fields: Mapping[str, int] = field(default_factory=dict)
     verifications: int = 0
     prefills: int = 0
-    rows: tuple[tuple[RowSummary, ...], ...] = ()
     turn_rewards_G: FloatArray | None = None
     facts: tuple[EpisodeFacts | None, ...] = ()
     transcripts: tuple[Transcript, ...] = ()
+
+    @property
+    def response_lengths_G(self) -> IntArray:
+        """The tokens of each sample that the model sampled."""
+        return np.array([sum(row.num_trained for row in rows) for rows in self.rows], np.int64)
+
+    @property
+    def parts_G(self) -> tuple[tuple[SamplePart, ...], ...]:
+        """The parts of the tokens of each sample that the model sampled, by ascending versions."""
+        return tuple(merged_parts([row.parts for row in rows]) for rows in self.rows)
 
     @property
     def total_rewards_G(self) -> FloatArray:
@@ -185,13 +167,6 @@ class GroupSummary:
         if self.turn_rewards_G is None:
             return self.rewards_G
         return self.rewards_G + self.turn_rewards_G
-
-    def rows_of(self, sample: int) -> tuple[RowSummary, ...]:
-        """The rows of a sample, by its index."""
-        if self.rows:
-            return self.rows[sample]
-        length = int(self.response_lengths_G[sample])
-        return (RowSummary(self.prompt_length + length, length, length, self.parts_G[sample]),)
 
     @property
     def drawn_G(self) -> BoolArray:

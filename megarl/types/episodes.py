@@ -1,20 +1,10 @@
-"""Episodes: attempts at a prompt in which the model samples in turns, and tools or an environment answer in between.
-
-A row is a conversation of an episode: a prompt, then tokens that are only appended to. Nearly always an episode has one
-row; only an agent that rewrites its history, or has several conversations, makes more. Each row is one sequence to
-train on, and all of an episode's rows together are one sample: it has one reward, one advantage, and the loss weight of
-one sample.
-"""
+"""Episodes: attempts at a prompt in which the model samples in turns, and tools or an environment answer in between."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
-
-import numpy.typing as npt
-
-from megarl.types.arrays import BoolArray, FloatArray, IntArray
 
 # Why an episode ended: the model answered, or the environment said so; a limit of turns, of tokens, or of a turn's
 # tokens; too many broken calls; time, or phases; or a failure of the environment, or of the agent.
@@ -116,56 +106,3 @@ def episode_dict(facts: EpisodeFacts, transcript: Sequence[TranscriptEntry]) -> 
         "tool_s": facts.tool_s,
     }
     return {"turns": list(transcript), **own}
-
-
-@dataclass(frozen=True)
-class SamplePart:
-    """Tokens of a response, one after another, that one version of the weights sampled.
-
-    Tokens that the model did not sample belong to the part of the turn before them.
-    """
-
-    version: int
-    num_tokens: int
-
-
-def with_part(parts: tuple[SamplePart, ...], new: SamplePart) -> tuple[SamplePart, ...]:
-    """Parts with a new one after them, which lengthens the last where both are of one version."""
-    if parts and parts[-1].version == new.version:
-        return *parts[:-1], SamplePart(new.version, parts[-1].num_tokens + new.num_tokens)
-    return *parts, new
-
-
-def num_stale(parts: Sequence[SamplePart], version: int) -> int:
-    """How many of a response's tokens earlier weights than those of `version` sampled: its first ones."""
-    return sum(part.num_tokens for part in parts if part.version < version)
-
-
-@dataclass(frozen=True)
-class EpisodeRow:
-    """A conversation of an episode; all fields as of a `Sample`."""
-
-    response_ids_T: IntArray
-    engine_logp_T: FloatArray
-    parts: tuple[SamplePart, ...]
-    prompt_ids: IntArray | None = None
-    trained_T: BoolArray | None = None
-    token_rewards_T: FloatArray | None = None
-    routed_experts: npt.NDArray[Any] | None = None
-
-    @property
-    def num_trained(self) -> int:
-        """The tokens of the response that the model sampled."""
-        if self.trained_T is None:
-            return len(self.response_ids_T)
-        return int(self.trained_T.sum())
-
-
-@dataclass(frozen=True)
-class RowSummary:
-    """What the controller keeps of a row: lengths in tokens. parts: of the trained tokens alone."""
-
-    length: int  # of prompt and response
-    response_length: int
-    num_trained: int
-    parts: tuple[SamplePart, ...]

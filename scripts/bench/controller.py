@@ -61,7 +61,7 @@ LAYOUTS = {
 GPUS_PER_NODE = 8
 LONGEST, SAMPLES = 20_000, 16
 MEAN, SIGMA = 7.5, 0.8  # of the logarithm of a response's tokens: median 1,800
-TOKEN_BYTES = 12  # its id and its logprob; texts are left out
+TOKEN_BYTES = 13  # its id, its logprob and whether it was sampled; texts are left out
 Figures = dict[str, float]
 COLUMNS = (
     "dispatch_s", "dispatch_cpu_s", "collect_s", "collect_cpu_s", "calls", "references", "puts", "pickled_bytes",

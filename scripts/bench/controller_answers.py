@@ -12,9 +12,19 @@ from typing import Any
 import numpy as np
 
 from megarl.rollout.load_balancing import Capacity, CompletedSample
+from megarl.samples.accounting import row_summaries
 from megarl.training.batching import SampleRef, Update, key_of, refs_of, values_by_reader
 from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
-from megarl.types import FloatArray, GroupSummary, Metrics, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import (
+    FloatArray,
+    GroupSummary,
+    Metrics,
+    Prompt,
+    Row,
+    Sample,
+    SampleGroup,
+    SamplePart,
+)
 
 PROMPT_TOKENS = 200
 # about as many as an update's loss and routing say
@@ -49,19 +59,19 @@ class Answers:
         Their text, four letters for each token, is in the summary alone: a process has the arguments of all its calls
         at once, and one that stands for 64 ranks would have as many copies of it.
         """
-        samples = tuple(
-            Sample(
+        lengths = self._lengths[prompt.id]
+        rows = [
+            Row.response(
+                prompt.token_ids,
                 np.zeros(length, np.int64),
                 np.zeros(length, np.float32),
-                "",
-                True,
                 (SamplePart(1, length),),
             )
-            for length in self._lengths[prompt.id]
-        )
+            for length in lengths
+        ]
+        samples = tuple(Sample((row,), "", finished=True) for row in rows)
         rewards_G = np.arange(len(samples)) % 2
         given_answers = tuple("42" for _ in samples)
-        lengths = [len(sample.response_ids_T) for sample in samples]
         self._completed[engine] += [
             CompletedSample(0, len(prompt.token_ids), length) for length in lengths
         ]
@@ -119,17 +129,14 @@ def _metrics(updates: Sequence[Update], groups: Mapping[int, SampleGroup]) -> li
 
 def summary_of(group: SampleGroup) -> GroupSummary:
     """As an engine's process tells it the controller."""
-    lengths_G = np.asarray([len(sample.response_ids_T) for sample in group.samples])
     return GroupSummary(
         prompt_text=group.prompt.text,
         answer=group.prompt.answer,
-        responses=tuple("word" * int(length) for length in lengths_G),
-        prompt_length=len(group.prompt.token_ids),
-        response_lengths_G=lengths_G,
+        responses=tuple("word" * sample.num_trained for sample in group.samples),
+        rows=tuple(row_summaries(sample) for sample in group.samples),
         finished_G=np.ones(len(group.samples), np.bool_),
         rewards_G=group.rewards_G,
         correct_G=group.correct_G,
-        parts_G=tuple((SamplePart(1, int(length)),) for length in lengths_G),
         given_answers=group.given_answers,
     )
 
@@ -140,6 +147,6 @@ def _tokens(update: Update, by_id: Mapping[int, SampleGroup]) -> float:
 
 
 def _array(ref: SampleRef, group: SampleGroup) -> FloatArray:
-    found_T = group.samples[ref.sample].engine_logp_T
+    found_T = group.samples[ref.sample].rows[ref.row].engine_logp_T
     assert len(found_T) == ref.response_length, f"sample {key_of(ref)} did not come"
     return found_T

@@ -35,7 +35,7 @@ from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.template import user
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
-from megarl.types import Prompt, Sample, SamplePart
+from megarl.types import Prompt, Row, Sample, SamplePart
 from megarl.types.sampling import Sampling
 from scripts.bench.slow_tools import HANGS
 from scripts.make_tiny_moe import make_tokenizer
@@ -104,7 +104,9 @@ class Scripted:
             self.tokenizer.eos_token_id,
         ]
         logp_T = np.full(len(ids), -1.0, np.float32)
-        return Sample(np.asarray(ids, np.int64), logp_T, text, True, (SamplePart(1, len(ids)),))
+        parts = (SamplePart(1, len(ids)),)
+        row = Row.response((), np.asarray(ids, np.int64), logp_T, parts)
+        return Sample((row,), text, finished=True)
 
     def _text(self, number: int, place: int) -> str:
         if number == self.turns - 1:

@@ -31,11 +31,10 @@ from megarl.types import (
     Hyperparameters,
     Prompt,
     RolloutCorrection,
-    Sample,
     SampleGroup,
-    SamplePart,
     TrainSequence,
 )
+from tests.samples.responses import response, with_row
 
 PER_GROUP, LONGEST, BUDGET = 3, 9, 48
 FROM_REWARDS = [name for name, row in ALGORITHMS.items() if row.learns_from == "rewards"]
@@ -75,17 +74,18 @@ def batch_of(lengths: Sequence[int], seed: int) -> Batch:
                 (one + at).astype(np.float32)
                 for one, at in ((old, 0.0), (logp, rng.normal(0, 0.3, length)))
             )
-            samples.append(
-                Sample(
-                    np.arange(length), engine.astype(np.float32), "", True, (SamplePart(0, length),)
-                )
-            )
+            samples.append(response(prompt.token_ids, np.arange(length), engine.astype(np.float32)))
             total = len(prompt.token_ids) + length
             how = {"advantage": float(rng.normal()), "is_correct": bool(rng.integers(2))}
             made.refs.append(SampleRef(number, index, total, length, **how))
         nothing = np.zeros(len(own), np.float32)
         groups[number] = SampleGroup(prompt, tuple(samples), nothing, nothing.astype(np.bool_))
     return replace(made, groups=groups)
+
+
+def with_prompt(group: SampleGroup, prompt: Prompt) -> SampleGroup:
+    samples = tuple(with_row(sample, prompt_ids=prompt.token_ids) for sample in group.samples)
+    return replace(group, prompt=prompt, samples=samples)
 
 
 def padded(batch: Batch, ref: SampleRef, values: FloatArray, junk: float) -> FloatArray:
@@ -201,7 +201,7 @@ def given_of(
 
 def kept_of(batch: Batch, ref: SampleRef, hparams: Hyperparameters) -> torch.Tensor:
     """Which tokens of a response the mismatch correction keeps."""
-    engine_T = torch.from_numpy(batch.groups[ref.group].samples[ref.sample].engine_logp_T)
+    engine_T = torch.from_numpy(batch.groups[ref.group].samples[ref.sample].only_row.engine_logp_T)
     everything_T, one_sample_T = (
         torch.ones(len(engine_T)) > 0,
         torch.zeros(len(engine_T), dtype=torch.int64),
@@ -215,7 +215,7 @@ def kept_of(batch: Batch, ref: SampleRef, hparams: Hyperparameters) -> torch.Ten
 def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
     """The mean that the aggregation names, of samples that each are seen alone, behind a prompt of one token."""
     prompt = Prompt("", "", (0,), "")
-    one_token = {number: replace(group, prompt=prompt) for number, group in batch.groups.items()}
+    one_token = {number: with_prompt(group, prompt) for number, group in batch.groups.items()}
     alone, of_policy = replace(batch, groups=one_token), replace(hparams, positive_nll=0.0)
     kept = {key_of(ref): kept_of(batch, ref, hparams) for ref in batch.refs}
     counts = {key: int(kept_T.sum()) for key, kept_T in kept.items()}

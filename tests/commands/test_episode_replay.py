@@ -24,10 +24,11 @@ from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.worker import scored
 from megarl.samples.buffer import PartialGroup
 from megarl.samples.parquet import writing
-from megarl.types import EpisodeProgress, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import EpisodeProgress, Prompt, Sample, SampleGroup
 from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
+from tests.samples.responses import response
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
@@ -114,12 +115,13 @@ class Script:
             else [*ids, self._tokenizer.eos_token_id]
         )
         assert len(ids) <= sampling.max_tokens
-        return Sample(
+        return response(
+            context_ids,
             np.array(ids),
             np.full(len(ids), -1.0, np.float32),
             self.text(ids),
-            not is_cut,
-            (SamplePart(3, len(ids)),),
+            finished=not is_cut,
+            version=3,
         )
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
@@ -247,9 +249,9 @@ def test_episodes_of_an_unchanged_environment_come_out_the_same(history: str) ->
         "cut",
         "bad_calls",
     }
-    assert made[0].samples[0].prompt_ids is not None and made[1].samples[0].prompt_ids is None, (
-        "reset said something"
-    )
+    assert [
+        len(group.samples[0].rows[0].prompt_ids) > len(group.prompt.token_ids) for group in made
+    ] == [True, False], "reset said something"
     assert len({sample.facts.seed for sample in samples if sample.facts}) == 2, (
         "one for each prompt"
     )
@@ -352,7 +354,7 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
     late = replace(late, facts=replace(whole.facts, end="timeout"))
     other = replace(other, facts=replace(whole.facts, seed=None))
     twice = {"sampled_tokens": 2 * whole.facts.sampled_tokens}
-    agents = replace(agents, more_rows=whole.rows, facts=replace(whole.facts, **twice))
+    agents = replace(agents, rows=whole.rows * 2, facts=replace(whole.facts, **twice))
     reward_result = RewardResult(float(dice[0].rewards_G[0]), bool(dice[0].correct_G[0]))
     reward_results = reward_result, None, reward_result, reward_result, reward_result
     write(
@@ -360,14 +362,14 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
         [dice[1]],
     )
     assert check(*ENVIRONMENT).stdout.splitlines() == [
-        "samples left out: 1 that are open, 1 that ended as `timeout`, 1 without the seed of their environment, which "
-        "files before format 9 do not have, 1 of an agent or of several conversations",
+        "samples left out: 1 that are open, 1 that ended as `timeout`, 1 without the seed of their environment, "
+        "1 of an agent or of several conversations",
         "5 of 5 episodes came out the same",
     ]
 
 
 def without_seeds(group: SampleGroup) -> SampleGroup:
-    """As a file of an older format has it."""
+    """As another program may write them."""
     return replace(
         group,
         samples=tuple(
@@ -377,7 +379,7 @@ def without_seeds(group: SampleGroup) -> SampleGroup:
 
 
 def without_episodes(group: SampleGroup) -> SampleGroup:
-    plain = Sample(np.arange(3), np.zeros(3, np.float32), "x", True, (SamplePart(1, 3),))
+    plain = response(group.prompt.token_ids, np.arange(3), text="x")
     return replace(group, samples=(plain,) * len(group.samples))
 
 
@@ -387,7 +389,7 @@ def without_episodes(group: SampleGroup) -> SampleGroup:
         ("dice", ["model.path=gone"], "gone"),
         ("vocabulary", [], "it was sampled from a vocabulary of 7, and that of model.path has"),
         ("no episodes", [], "none of its samples can be played again: 8 that are no episodes"),
-        ("older", [], "none of its samples can be played again: 8 without the seed of their environment, which files"),
+        ("older", [], "none of its samples can be played again: 8 without the seed of their environment"),
         ("dice", ["data.prompt=answer"], "the prompt of rows.jsonl:1 has 'go<eos><assistant>' at token "),
         ("dice", ["data.prompt=question"], "the prompt of rows.jsonl:1 cannot be made again (there is no column 'ques"),
         ("dice", ["episode.environment=null", *TOOLS], "the prompt of rows.jsonl:1 has 'roll<eos><user>go<eos><assis"),

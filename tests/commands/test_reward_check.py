@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 from megarl.cli import app
 from megarl.samples.parquet import writing
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import Prompt, SampleGroup
+from tests.samples.responses import response
 from tests.training.episodes import episode
 
 REWARDS = """
@@ -133,12 +134,12 @@ def samples_of(folder: Path) -> str:
         np.random.default_rng(0),
         {"role": "assistant", "text": "2", "calls": [], "reward": 0.0},
     )
+    prompt = Prompt("rows.jsonl:1", "2+2=", (1, 2), "4", {"unit": "m"})
     transcript: Any = (turn, turn | {"text": "4"})
     right, wrong = (
-        replace(episode(rng, 2), text=text, transcript=transcript) for text in ("4", "5")
+        replace(episode(prompt, rng, 2), text=text, transcript=transcript) for text in ("4", "5")
     )
-    plain = Sample(np.arange(3), np.zeros(3, np.float32), "4", True, (SamplePart(0, 3),))
-    prompt = Prompt("rows.jsonl:1", "2+2=", (1, 2), "4", {"unit": "m"})
+    plain = response((1, 2), np.arange(3), text="4")
     groups = [
         SampleGroup(
             prompt, (right, wrong), np.array([1.0, 0.0], np.float32), np.array([True, False])

@@ -26,6 +26,7 @@ from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch, Trained
 from megarl.resharding.member import Stats
 from megarl.tracking.run_log import Record
 from megarl.types import EndedEarly, GroupSummary, Prompt, SampleGroup, SamplePart, UserError
+from tests.samples.responses import response_rows
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 LOOP = Path(loop.__file__).read_text(encoding="utf-8")
@@ -36,17 +37,15 @@ def summary(
 ) -> GroupSummary:
     count, rewards_G = len(rewards), np.array(rewards, np.float32)
     finished_G = np.full(count, finished)
-    parts_G = ((SamplePart(version, 3),),) * count
+    rows = response_rows(1, [(SamplePart(version, 3),)] * count)
     return GroupSummary(
         prompt,
         "",
         ("",) * count,
-        1,
-        np.full(count, 3),
+        rows,
         finished_G,
         rewards_G,
         rewards_G > 0,
-        parts_G,
     )
 
 

@@ -34,6 +34,7 @@ from megarl.types import (
     SamplePart,
     UserError,
 )
+from tests.samples.responses import response, response_rows, with_row
 from tests.training.episodes import cut, episode
 
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
@@ -41,19 +42,16 @@ DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
 
 def group(name: str, correct: Sequence[bool]) -> GroupSummary:
     count = len(correct)
-    lengths_G, correct_G = np.arange(1, count + 1), np.array(correct)
-    parts_G = tuple((SamplePart(0, length),) for length in lengths_G.tolist())
+    correct_G = np.array(correct)
     rewards_G = correct_G.astype(np.float32)
     return GroupSummary(
         name,
         "",
         ("",) * count,
-        1,
-        lengths_G,
+        response_rows(1, [(SamplePart(0, length),) for length in range(1, count + 1)]),
         np.ones(count, np.bool_),
         rewards_G,
         correct_G,
-        parts_G,
     )
 
 
@@ -241,7 +239,7 @@ def test_groups_of_different_sizes_have_their_own_advantages(algorithm: str) -> 
 def test_staleness_is_of_tokens_and_never_beyond_the_bound() -> None:
     """Of seven tokens of two samples one is two versions old, two are one version old."""
     mixed = SamplePart(3, 1), SamplePart(4, 2), SamplePart(5, 1)
-    one = replace(group("a", MIXED), parts_G=(mixed, (SamplePart(5, 3),)))
+    one = replace(group("a", MIXED), rows=response_rows(1, [mixed, (SamplePart(5, 3),)]))
     assert staleness([one], 5, 2) == {
         "stale/token_mean": pytest.approx(4 / 7), "stale/token_max": 2, "stale/parts_mean": 2.0,
         "stale/share_0": pytest.approx(4 / 7), "stale/share_1": pytest.approx(2 / 7),
@@ -255,15 +253,16 @@ def test_staleness_is_of_tokens_and_never_beyond_the_bound() -> None:
 def episodes(correct: Sequence[bool]) -> SampleGroup:
     """Episodes of one row, of 1, 2, 3... turns; each turn and observation is one token, of the versions 2 to 4."""
     rng = np.random.default_rng(len(correct))
-    made = tuple(episode(rng, 1 + turns, longest=1, pays=False) for turns in range(len(correct)))
-    return SampleGroup(
-        Prompt("e", "", (1, 2, 3), ""), made, np.array(correct, np.float32), np.array(correct)
+    prompt = Prompt("e", "", (1, 2, 3), "")
+    made = tuple(
+        episode(prompt, rng, 1 + turns, longest=1, pays=False) for turns in range(len(correct))
     )
+    return SampleGroup(prompt, made, np.array(correct, np.float32), np.array(correct))
 
 
 def in_rows(of: SampleGroup) -> SampleGroup:
     """The same episodes with a row for each turn."""
-    return replace(of, samples=tuple(cut(of.prompt, one, range(9)) for one in of.samples))
+    return replace(of, samples=tuple(cut(one, range(9)) for one in of.samples))
 
 
 def test_long_episodes_are_punished_by_the_tokens_that_count_against_their_limit() -> None:
@@ -333,10 +332,7 @@ def test_dynamic_sampling_compares_episodes(correct: tuple[bool, ...], is_kept: 
 def test_a_sample_has_one_ref_for_each_row_with_sampled_tokens() -> None:
     """Lengths of prompt, of all that follows, and of what was sampled; an episode without a turn has none."""
     made = episodes((False, False, True))
-    silent = replace(
-        made.samples[0], response_ids_T=np.zeros(0, np.int64), engine_logp_T=np.zeros(0, np.float32)
-    )
-    silent = replace(silent, parts=(), trained_T=np.zeros(0, np.bool_), facts=None)
+    silent = response(made.prompt.token_ids, np.zeros(0, np.int64))
     short = summary(replace(made, samples=(silent, *made.samples[1:])))
     found = samples_of([short], "dr_grpo", version=3)
     assert [(one.sample, one.length, one.response_length, one.tokens, one.num_trained) for one in found] == [
@@ -357,8 +353,8 @@ def test_staleness_counts_what_was_sampled() -> None:
     of_whole, of_rows = (staleness([summary(one)], 4, 2) for one in (made, in_rows(made)))
     assert of_whole == of_rows
     versions_T = np.concatenate([
-        np.repeat([part.version for part in one.parts], [part.num_tokens for part in one.parts])[one.trained_T]
-        for one in made.samples
+        np.repeat([part.version for part in row.parts], [part.num_tokens for part in row.parts])[row.trained_T]
+        for row in (sample.only_row for sample in made.samples)
     ])  # fmt: skip
     assert of_whole["stale/token_mean"] == pytest.approx(float((4 - versions_T).mean()))
 
@@ -368,7 +364,7 @@ def test_the_rewards_of_turns_are_a_part_of_what_episodes_are_compared_by() -> N
     made = episodes((True, True))
     rewards_T = np.array([0.25, 0, 0.5], np.float32)
     made = replace(
-        made, samples=(made.samples[0], replace(made.samples[1], token_rewards_T=rewards_T))
+        made, samples=(made.samples[0], with_row(made.samples[1], token_rewards_T=rewards_T))
     )
     short = summary(made)
     for name in ("grpo", "rloo", "prime", "remax"):

@@ -30,6 +30,7 @@ from megarl.fleet.rank_groups import GroupBuffer
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.types import EndedEarly, GroupSummary, Prompt, SamplePart, UserError, UserErrors
+from tests.samples.responses import response_rows
 
 EMPTY = GroupBuffer()
 SUMMARY: Any = "summary"
@@ -188,8 +189,8 @@ def saved(recipe: Recipe, fleet: Any, tmp_path: Path, *, is_open: bool) -> None:
     buffer = buffered(prompts)
     if not is_open:
         nothing = np.zeros(1, np.float32)
-        facts = np.array([5]), nothing > 0, nothing, nothing > 0, ((SamplePart(2, 5),),)
-        whole = GroupSummary("", "", ("",), 1, *facts)
+        rows = response_rows(1, [(SamplePart(2, 5),)])
+        whole = GroupSummary("", "", ("",), rows, nothing > 0, nothing, nothing > 0)
         buffer = buffer.updated([replace(entry, summary=whole) for entry in buffer.entries])
     one = saver(recipe, fleet, prompts, tmp_path)
     one.begin(4, buffer)

@@ -19,6 +19,7 @@ from megarl.samples.buffer import BufferSizes, RolloutBuffer
 from megarl.tracking.run_log import Record
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.types import GroupSummary
+from tests.samples.responses import response_rows
 from tests.samples.test_buffer import PROMPT_TOKENS, Run, recipe_of
 
 LONGEST, WANTED, UPDATES = 96, 64, 8
@@ -44,9 +45,7 @@ def trained_samples(run: Run, number: int, drawn_prompts: list[int]) -> Sequence
     """A step's samples in the order in which the controller gives them to the ranks."""
     facts = np.ones(2, np.bool_), np.array([1, 0], np.float32), np.array([True, False])
     summaries = [
-        GroupSummary(
-            "", "", ("", ""), PROMPT_TOKENS, lengths(0)[drawn], *facts, tuple(run.parts[drawn])
-        )
+        GroupSummary("", "", ("", ""), response_rows(PROMPT_TOKENS, run.parts[drawn]), *facts)
         for drawn in drawn_prompts
     ]
     hyperparameters, fleet = (

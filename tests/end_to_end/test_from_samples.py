@@ -53,7 +53,7 @@ def test_a_file_of_samples_trains_alike_in_every_layout(
     file = open_samples(sampling.folder / "two.parquet")
     assert file.num_samples == (32, 32)
     samples = [sample for step in (1, 2) for group in file.groups(step) for sample in group.samples]
-    assert {part.version for sample in samples for part in sample.parts} == {0}
+    assert {part.version for sample in samples for part in sample.only_row.parts} == {0}
 
     for name in layouts:
         keys = (

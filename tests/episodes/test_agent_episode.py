@@ -19,9 +19,10 @@ from megarl.episodes.agent_tools import ToolSet, ToolSets
 from megarl.episodes.request_sampling import PolicySampling
 from megarl.episodes.rows import EpisodeRows
 from megarl.samples import accounting
-from megarl.types import Prompt, Sample, SamplePart
+from megarl.types import Prompt, Sample
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
+from tests.samples.responses import response
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
@@ -81,12 +82,13 @@ class Script:
         is_cut = text.endswith("...") or len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         words = TOKENIZER.decode(ids, skip_special_tokens=True)
-        return Sample(
+        return response(
+            context_ids,
             np.array(ids),
             np.full(len(ids), -1.0, np.float32),
             words,
-            not is_cut,
-            (SamplePart(3, len(ids)),),
+            finished=not is_cut,
+            version=3,
         )
 
     def text(self, ids: Sequence[int]) -> str:
@@ -137,7 +139,6 @@ def texts(sample: Sample) -> list[str]:
     """Each row's tokens as text."""
     found = []
     for row in sample.rows:
-        assert row.prompt_ids is not None
         found.append(TOKENIZER.decode([*row.prompt_ids, *row.response_ids_T]))
     return found
 
@@ -152,14 +153,14 @@ def test_a_chat_is_one_row_whose_turns_are_all_trained() -> None:
         await ask(user("hi"), told, user("how?"), second.message(), last)
 
     sample, episode, _ = played({"hi": "hello", "how?": "so", "ok": "yes"}, agent)
-    assert episode.end == "answered" and sample.finished and not sample.more_rows
+    assert episode.end == "answered" and sample.finished
     whole = "<bos><user>hi<eos><assistant>hello<eos><user>how?<eos><assistant>so<eos><user>ok<eos><assistant>yes<eos>"
-    assert texts(sample) == [whole] and sample.trained_T is not None
-    trained = TOKENIZER.decode(sample.response_ids_T[sample.trained_T])
+    assert texts(sample) == [whole]
+    trained = TOKENIZER.decode(sample.only_row.response_ids_T[sample.only_row.trained_T])
     assert trained == "hello<eos>so<eos>yes<eos>" and sample.text == "yes"
     assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (
         3,
-        int(sample.trained_T.sum()),
+        int(sample.only_row.trained_T.sum()),
     )
 
 
@@ -180,7 +181,7 @@ def test_results_of_calls_are_tokenised_in_the_order_of_the_calls() -> None:
 
     sample, _, _ = played({"go": f"twice{CALL}{CALL}", "ab": "8"}, agent)
     assert (
-        not sample.more_rows
+        len(sample.rows) == 1
         and sample.facts
         and (sample.facts.calls, sample.facts.call_errors) == (2, 0)
     )
@@ -292,11 +293,14 @@ def test_a_stop_text_ends_a_turn_and_the_conversation_goes_on() -> None:
         await ask(user("hi"), first.message(), user("how?"), second.message(), user("ok"))
 
     sample, episode, _ = played({"hi": "think stop: more", "how?": "so", "ok": "yes"}, agent)
-    assert episode.end == "answered" and not sample.more_rows and sample.trained_T is not None
+    assert episode.end == "answered"
     assert texts(sample) == [
         "<bos><user>hi<eos><assistant>think stop:<eos><user>how?<eos><assistant>so<eos><user>ok<eos><assistant>yes<eos>"
     ]
-    assert TOKENIZER.decode(sample.response_ids_T[sample.trained_T]) == "think stop:so<eos>yes<eos>"
+    assert (
+        TOKENIZER.decode(sample.only_row.response_ids_T[sample.only_row.trained_T])
+        == "think stop:so<eos>yes<eos>"
+    )
 
 
 def test_a_stop_text_after_calls_and_inside_of_one() -> None:

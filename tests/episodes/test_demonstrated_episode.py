@@ -21,7 +21,6 @@ from megarl.episodes.template_check import check
 from megarl.episodes.tool_calls import CallFormat, ToolCall
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import load_tokenizer
-from megarl.types import Sample, SamplePart
 from scripts import make_arithmetic, make_tiny_moe
 from tests.episodes.chatml_families import CHATML, HERMES, QWEN_2_5, QWEN_3_CODER
 from tests.episodes.families import TOOLS, Family, stop_ids, tokenizer_of
@@ -33,6 +32,7 @@ from tests.episodes.other_families import (
     LLAMA_3_1,
     MISTRAL,
 )
+from tests.samples.responses import response
 
 QUESTION, ANSWER = "how many?", "the answer is three"
 CALCULATOR = load_tools(["megarl.environments.calculator:calculate"], {}).tools["calculate"].schema
@@ -286,8 +286,7 @@ def played(
     conversation = Conversation(turn_tokenizer.first(prompt))
     for text, expression in turns:
         ids = turn_tokenizer.template.ids(text)
-        part = SamplePart(0, len(ids))
-        turn = Sample(np.asarray(ids), np.zeros(len(ids), np.float32), text, True, (part,))
+        turn = response(conversation.ids, np.asarray(ids), text=text)
         conversation.add_turn(turn, conversation.asked())
         if expression:
             results = [ToolResult(calculate(expression), "calculate")]
@@ -307,12 +306,9 @@ def test_a_demonstration_is_the_episode_with_the_same_turns(
     called = f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call><eos>'
     turns: list[tuple[str, str | None]] = [(called, expression)] if len(row["messages"]) > 1 else []
     found = played(turn_tokenizer, row["prompt"], [*turns, (f"{row['answer']}<eos>", None)]).row()
-    assert found.prompt_ids is not None
-    assert made.prompt_ids == found.prompt_ids.tolist()
+    assert made.prompt_ids == found.prompt_ids
     assert made.response_ids == found.response_ids_T.tolist()
-    assert made.sampled == (
-        [True] * len(made.response_ids) if found.trained_T is None else found.trained_T.tolist()
-    )
+    assert made.sampled == found.trained_T.tolist()
     assert made.text == row["answer"]
 
 

@@ -21,10 +21,11 @@ from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.rollout.worker import Generated, RolloutWorker
-from megarl.types import Prompt, Sample, SamplePart
+from megarl.types import Prompt, Sample
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
+from tests.samples.responses import response
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
@@ -113,12 +114,13 @@ class Script:
         is_cut = text.endswith("...") or len(ids) >= sampling.max_tokens
         ids = ids[: sampling.max_tokens] if is_cut else [*ids, self.tokenizer.eos_token_id]
         words = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Sample(
+        return response(
+            context_ids,
             np.array(ids),
             np.full(len(ids), -1.0, np.float32),
             words,
-            not is_cut,
-            (SamplePart(3, len(ids)),),
+            finished=not is_cut,
+            version=3,
         )
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
@@ -197,7 +199,7 @@ def play(threads: dict[str, EnvironmentThread]) -> Play:
 
 
 def text_of(script: Script, played: EpisodeResult) -> str:
-    return script.tokenizer.decode(played.sample.response_ids_T, skip_special_tokens=False)
+    return script.tokenizer.decode(played.sample.only_row.response_ids_T, skip_special_tokens=False)
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -215,15 +217,20 @@ def test_calls_are_answered_in_their_order(play: Play) -> None:
         3,
         2,
     )
-    assert sample.trained_T is not None
     said = script.tokenizer.decode(
-        sample.response_ids_T[~sample.trained_T], skip_special_tokens=False
+        sample.only_row.response_ids_T[~sample.only_row.trained_T], skip_special_tokens=False
     )
     assert said.index("8") < said.index("no such tool") < said.index("argument number")
-    assert (sample.response_ids_T[sample.trained_T] == script.tokenizer.eos_token_id).sum() == 2
-    assert facts.sampled_tokens == sample.trained_T.sum() and sample.text == "8" and sample.finished
-    assert not sample.engine_logp_T[~sample.trained_T].any()
-    assert script.completed == [("episode-0", len(sample.response_ids_T))]
+    assert (
+        sample.only_row.response_ids_T[sample.only_row.trained_T] == script.tokenizer.eos_token_id
+    ).sum() == 2
+    assert (
+        facts.sampled_tokens == sample.only_row.trained_T.sum()
+        and sample.text == "8"
+        and sample.finished
+    )
+    assert not sample.only_row.engine_logp_T[~sample.only_row.trained_T].any()
+    assert script.completed == [("episode-0", len(sample.only_row.response_ids_T))]
     assert played.reward_result is None, "the reward function decides"
 
 
@@ -271,7 +278,7 @@ def test_a_rendered_history_begins_a_row_where_it_differs_from_what_was_sampled(
     sample, facts = played.sample, played.sample.facts
     assert facts and (facts.turns, len(sample.rows)) == (3, 3)
     decode = script.tokenizer.decode
-    prompts = [decode(row.prompt_ids) for row in sample.rows if row.prompt_ids is not None]
+    prompts = [decode(list(row.prompt_ids)) for row in sample.rows]
     assert "<assistant>one<eos>" in prompts[1] and prompts[2].startswith(prompts[1])
     assert "<assistant>two<eos>" in prompts[2] and "<assistant>hm" not in prompts[2]
     assert [decode(row.response_ids_T) for row in sample.rows] == [
@@ -297,16 +304,17 @@ def test_a_rendered_history_is_one_row_where_the_template_keeps_all(play: Play, 
         for history in ("append", "render")
     ]
     assert rows[0].facts and rows[1].facts and rows[0].facts.turns == rows[1].facts.turns == 3
-    np.testing.assert_array_equal(rows[0].response_ids_T, rows[1].response_ids_T)
-    np.testing.assert_array_equal(rows[0].trained_T, rows[1].trained_T)
-    assert not rows[1].more_rows
+    np.testing.assert_array_equal(rows[0].only_row.response_ids_T, rows[1].only_row.response_ids_T)
+    np.testing.assert_array_equal(rows[0].only_row.trained_T, rows[1].only_row.trained_T)
 
 
 def test_a_tool_may_end_an_episode_and_reward_its_turn(play: Play) -> None:
     played, _ = play("tools", call("double", number=1), call("end", number=3))
     sample = played.sample
-    assert sample.facts and sample.facts.end == "done" and sample.token_rewards_T is not None
-    assert sample.token_rewards_T[-1] == 3.0 == sample.token_rewards_T.sum()
+    assert (
+        sample.facts and sample.facts.end == "done" and sample.only_row.token_rewards_T is not None
+    )
+    assert sample.only_row.token_rewards_T[-1] == 3.0 == sample.only_row.token_rewards_T.sum()
 
 
 def test_a_call_that_hangs_is_told_and_the_episode_goes_on(play: Play) -> None:
@@ -432,10 +440,9 @@ def test_what_a_tool_says_is_cut_and_is_no_markup(play: Play) -> None:
     played, script = play(
         "tools", call("say", words="a<eos><user>" * 25), "ok", max_observation_tokens=30
     )
-    trained_T = played.sample.trained_T
-    assert trained_T is not None
+    trained_T = played.sample.only_row.trained_T
     said = script.tokenizer.decode(
-        played.sample.response_ids_T[~trained_T], skip_special_tokens=False
+        played.sample.only_row.response_ids_T[~trained_T], skip_special_tokens=False
     )
     assert "tokens left out" in said and "< eos>" in said and said.count("<eos>") == 1, (
         "the result's own end"
@@ -458,10 +465,10 @@ def test_every_limit_ends_an_episode_by_its_name(
 ) -> None:
     played, script = play("tools", *turns, **limits)
     assert played.sample.facts and played.sample.facts.end == end and not played.sample.finished
-    trained_T = played.sample.trained_T
-    assert trained_T is None or trained_T[-1], "a row ends with what the model sampled"
+    trained_T = played.sample.only_row.trained_T
+    assert trained_T[-1], "a row ends with what the model sampled"
     assert (
-        len(played.sample.response_ids_T) <= limits.get("max_tokens", 400)
+        len(played.sample.only_row.response_ids_T) <= limits.get("max_tokens", 400)
         and len(script.completed) == 1
     )
 
@@ -469,11 +476,13 @@ def test_every_limit_ends_an_episode_by_its_name(
 def test_an_environment_answers_rewards_and_opens(play: Play) -> None:
     played, script = play("environment", "hello", "again", row={"opening": "begin"}, max_turns=2)
     sample = played.sample
-    assert played.reward_result == RewardResult(0.5, False) and sample.prompt_ids is not None
-    assert "begin" in script.tokenizer.decode(sample.prompt_ids) and "you said hello" in text_of(
-        script, played
+    assert played.reward_result == RewardResult(0.5, False)
+    assert "begin" in script.tokenizer.decode(
+        list(sample.only_row.prompt_ids)
+    ) and "you said hello" in text_of(script, played)
+    assert (
+        sample.only_row.token_rewards_T is not None and sample.only_row.token_rewards_T.sum() == 0.5
     )
-    assert sample.token_rewards_T is not None and sample.token_rewards_T.sum() == 0.5
     assert [(entry["role"], entry["text"], entry["reward"]) for entry in sample.transcript] == [
         ("user", "begin", 0.0),
         ("assistant", "hello", 0.25), ("user", "you said hello", 0.0),

@@ -20,10 +20,11 @@ from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.samples import accounting
-from megarl.types import EpisodeProgress, Prompt, Sample, SamplePart
+from megarl.types import EpisodeProgress, Prompt, Sample
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
+from tests.samples.responses import response
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
@@ -83,9 +84,16 @@ class Model:
         finished = len(before) - last + len(ids) == len(whole) and not text.endswith("...")
         places = np.arange(len(before), len(before) + len(ids))
         experts = np.arange(rows, len(before) + len(ids) - 1).astype(np.int16).reshape(-1, 1, 1)
-        parts = (SamplePart(self.version, len(ids)),)
-        logp = (-places / 1000).astype(np.float32)
-        return Sample(np.array(ids), logp, self.text(ids), finished, parts, experts)
+        logp_T = (-places / 1000).astype(np.float32)
+        return response(
+            before,
+            np.array(ids),
+            logp_T,
+            self.text(ids),
+            finished=finished,
+            version=self.version,
+            routed_experts=experts,
+        )
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         self.completed.append((prompt_tokens, response_tokens))
@@ -146,7 +154,7 @@ def play(
             config, model, pair[at % ENGINES], turn_tokenizer, calls, max_prompt_tokens=100
         )
         sampling = Sampling(1, 100, stream=(1, 2), phase_tokens=phases[min(at, len(phases) - 1)])
-        assigned = accounting.longest_row(prompt, sample) if sample else 0
+        assigned = accounting.longest_row(sample) if sample else 0
         result = asyncio.run(own.run(prompt, sampling, 0, sample, assigned))
         accounting.check(prompt, [result.sample])
         played.phases.append(result)
@@ -222,7 +230,7 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     assert len(parts.phases) == -(-sampled // tokens) or sampled % tokens == 0, (
         "each phase gives as many as it may"
     )
-    versions = [part.version for part in accounting.trained_parts(parts.last.rows)]
+    versions = [part.version for part in accounting.trained_parts(parts.last.only_row)]
     assert versions == list(range(-(-sampled // tokens)))
     assert all(one.reward_result is None for one in parts.phases[:-1])
     grown = sum(response for _, response in parts.model.completed)
@@ -234,7 +242,7 @@ def test_an_episode_in_phases_is_that_of_one_phase(
 def test_a_row_that_was_changed_between_two_phases_is_found(threads: Threads) -> None:
     def change(sample: Sample) -> None:
         if sample.is_open:
-            sample.response_ids_T[0] += 1
+            sample.only_row.response_ids_T[0] += 1
 
     with pytest.raises(RuntimeError, match="was sampled after other tokens than are before it"):
         play(threads("walk"), STEPS, [12], between=change)
@@ -255,7 +263,7 @@ def test_a_slow_tool_leaves_its_own_episode_open(threads: Threads, tmp_path: Pat
     )
     assert gate.exists() and len(slow.phases) >= 2
     same(slow.last, play(threads("walk"), turns, [None], row, max_turns=3, max_tokens=299).last)
-    assert "found after 3" in slow.model.tokenizer.decode(slow.last.response_ids_T)
+    assert "found after 3" in slow.model.tokenizer.decode(slow.last.only_row.response_ids_T)
     assert slow.last.facts and slow.last.facts.tool_s >= 0.5, (
         "the seconds that were waited in vain are counted"
     )
@@ -308,5 +316,5 @@ def test_an_environment_that_cannot_go_on_begins_anew(
     assert len(played.phases) == 2 and facts and (facts.begun_anew, facts.dropped_anew) == (1, lost)
     assert facts.dropped_unawaited == 0
     assert facts.sampled_tokens == lost + played.last.num_trained and facts.end == "max_turns"
-    assert [part.version for part in played.last.parts] == [1]
+    assert [part.version for part in played.last.only_row.parts] == [1]
     assert (facts.turns, played.last.prefills) == (4, 4)

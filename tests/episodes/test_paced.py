@@ -8,8 +8,9 @@ import numpy as np
 from megarl.episodes.paced import PacedSampler
 from megarl.types import Sample
 from megarl.types.sampling import Sampling
+from tests.samples.responses import response
 
-SAMPLE = Sample(np.zeros(1, np.int64), np.zeros(1, np.float32), "", True, ())
+SAMPLE = response((1,), np.zeros(1, np.int64))
 BURST = 50
 
 

@@ -213,7 +213,7 @@ def test_every_trained_token_was_sampled_after_its_row(
     played = play(engine, game, model, (1, 2))
     assert max(one.sample.facts.turns for one in played if one.sample.facts) > 2
     check_rows(played, Reference(model))
-    assert not any(one.sample.more_rows for one in played)
+    assert not any(len(one.sample.rows) > 1 for one in played)
     facts = [one.sample.facts for one in played if one.sample.facts]
     reusable, cached = (
         sum(getattr(one, name) for one in facts) for name in ("reusable_tokens", "cached_tokens")
@@ -253,7 +253,7 @@ def test_rows_of_agents_are_what_was_sampled(
         )
 
     played = asyncio.run(together())
-    check_rows(played, Reference(model), prompt.token_ids)
+    check_rows(played, Reference(model))
     for one in played:
         assert one.reward_result == RewardResult(0.5, False) and one.sample.facts
         assert one.refused_fields == {"temperature": 1}
@@ -275,7 +275,7 @@ def check_stop_texts(
     ended = []
     for row in (row for one in played for row in one.sample.rows):
         response = row.response_ids_T.tolist()
-        trained = [True] * len(response) if row.trained_T is None else row.trained_T.tolist()
+        trained = row.trained_T.tolist()
         for place in range(len(response) - 1):
             if trained[place] and not trained[place + 1] and response[place] not in stops:
                 assert tokenizer.decode(response[place + 1 : place + 6]) == "<eos><user>and"
@@ -329,7 +329,7 @@ def test_errors_of_environments_cost_their_own_episodes(
         assert all(
             ("tokens left out" in text) == (error == "flood") and len(text) < 100 for text in heard
         )
-    check_rows(played, Reference(model), ids)
+    check_rows(played, Reference(model))
     assert faulty.counts.ended - ended == len(ENDED_BY), "each of these faults has ended a process"
     assert len(asyncio.run(engine.take_completed())) == len(played), (
         "every episode has given its place back"
@@ -338,21 +338,15 @@ def test_errors_of_environments_cost_their_own_episodes(
     assert again.num_trained
 
 
-def check_rows(
-    played: Sequence[EpisodeResult], reference: Reference, prompt_ids: Sequence[int] = ()
-) -> None:
-    """Every trained token has the logprob that transformers gives it after the row's tokens before it.
-
-    prompt_ids: of rows that begin with the prompt of their group.
-    """
+def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
+    """Every trained token has the logprob that transformers gives it after the row's tokens before it."""
     for one in played:
         sample = one.sample
         assert sample.facts and one.reward_result is not None
         assert sample.num_trained == sample.facts.sampled_tokens - sample.facts.dropped_unawaited
         for row in sample.rows:
             response = row.response_ids_T.tolist()
-            trained_T = np.ones(len(response), np.bool_) if row.trained_T is None else row.trained_T
-            before = list(prompt_ids) if row.prompt_ids is None else row.prompt_ids.tolist()
+            trained_T, before = row.trained_T, list(row.prompt_ids)
             assert trained_T[-1] and before
             expected_T = reference.logprobs(before, response).numpy()
             np.testing.assert_allclose(
@@ -368,16 +362,15 @@ def test_experts_of_turns_are_those_of_the_whole_row(
     engine: Engine, game: EnvironmentThread, model: Path
 ) -> None:
     """The engine reads a whole row at once, and chooses the same for every token but where two are as good."""
-    sample = max(
-        (one.sample for one in play(engine, game, model, (5,))),
-        key=lambda one: len(one.response_ids_T),
+    row = max(
+        (one.sample.only_row for one in play(engine, game, model, (5,))),
+        key=lambda row: len(row.response_ids_T),
     )
-    assert sample.prompt_ids is not None and sample.routed_experts is not None
-    row = [*sample.prompt_ids.tolist(), *sample.response_ids_T.tolist()]
-    (again,) = asyncio.run(engine.generate(row, Sampling(1, 1)))
-    assert again.routed_experts is not None
-    whole = again.routed_experts[: len(row) - 1]
-    assert (np.sort(whole, -1) == np.sort(sample.routed_experts, -1)).mean() > 0.99
+    token_ids = [*row.prompt_ids, *row.response_ids_T.tolist()]
+    (again,) = asyncio.run(engine.generate(token_ids, Sampling(1, 1)))
+    assert row.routed_experts is not None and again.only_row.routed_experts is not None
+    whole = again.only_row.routed_experts[: len(token_ids) - 1]
+    assert (np.sort(whole, -1) == np.sort(row.routed_experts, -1)).mean() > 0.99
 
 
 def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: Path) -> None:
@@ -389,7 +382,7 @@ def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: P
     }
     assert ends <= {"max_turns", "cut", "done", "answered"} and "max_turns" in ends
     short = play(engine, game, model, (7,), max_tokens=60)
-    assert all(len(one.sample.response_ids_T) <= 60 for one in short)
+    assert all(len(one.sample.only_row.response_ids_T) <= 60 for one in short)
     assert "max_tokens" in {one.sample.facts.end for one in short if one.sample.facts}
 
 
@@ -416,16 +409,12 @@ def test_one_turn_without_tools_is_a_single_response(
         seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1)))
     )
     for one, sample in zip(played, plain, strict=True):
-        np.testing.assert_array_equal(one.sample.response_ids_T, sample.response_ids_T)
-        np.testing.assert_array_equal(one.sample.engine_logp_T, sample.engine_logp_T)
-        assert one.sample.routed_experts is not None and sample.routed_experts is not None
-        np.testing.assert_array_equal(one.sample.routed_experts, sample.routed_experts)
-        assert (one.sample.text, one.sample.parts) == (sample.text, sample.parts)
-        assert (
-            one.sample.prompt_ids is None
-            and one.sample.trained_T is None
-            and not one.sample.more_rows
-        )
+        row, plain_row = one.sample.only_row, sample.only_row
+        for name in ("prompt_ids", "response_ids_T", "engine_logp_T", "trained_T"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(plain_row, name))
+        assert row.routed_experts is not None and plain_row.routed_experts is not None
+        np.testing.assert_array_equal(row.routed_experts, plain_row.routed_experts)
+        assert (one.sample.text, row.parts) == (sample.text, plain_row.parts)
         assert one.sample.finished == sample.finished and one.reward_result == RewardResult(
             0.5, False
         )
@@ -441,17 +430,26 @@ def test_seeded_episodes_repeat_to_the_bit(
     )
     parts = play(seeded_engine, game, model, (3, 1), 7)
     ids = [
-        [one.sample.response_ids_T.tolist() for one in group]
+        [one.sample.only_row.response_ids_T.tolist() for one in group]
         for group in (first, again, parts, other)
     ]
     assert ids[0] == ids[1] == ids[2] != ids[3]
     for one, two, cut in zip(first, again, parts, strict=True):
-        np.testing.assert_array_equal(one.sample.engine_logp_T, two.sample.engine_logp_T)
-        np.testing.assert_allclose(one.sample.engine_logp_T, cut.sample.engine_logp_T, atol=1e-4)
+        np.testing.assert_array_equal(
+            one.sample.only_row.engine_logp_T, two.sample.only_row.engine_logp_T
+        )
+        np.testing.assert_allclose(
+            one.sample.only_row.engine_logp_T, cut.sample.only_row.engine_logp_T, atol=1e-4
+        )
     for one, *others in zip(first, again, parts, strict=True):
         for two in others:
-            assert one.sample.routed_experts is not None and two.sample.routed_experts is not None
-            assert (one.sample.routed_experts == two.sample.routed_experts).mean() > 0.99
+            assert (
+                one.sample.only_row.routed_experts is not None
+                and two.sample.only_row.routed_experts is not None
+            )
+            assert (
+                one.sample.only_row.routed_experts == two.sample.only_row.routed_experts
+            ).mean() > 0.99
             assert one.reward_result == two.reward_result and one.sample.text == two.sample.text
             assert one.sample.facts and two.sample.facts
             apart = {"tool_s": 0.0, "reusable_tokens": 0, "cached_tokens": 0}

@@ -21,10 +21,11 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.resharding.member import Stats
 from megarl.rollout.load_balancing import Capacity
 from megarl.samples.buffer import PartialGroup, PartialSummary, RolloutBuffer
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import Prompt, SampleGroup, SamplePart
 from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 from tests.plan import plans
+from tests.samples.responses import response, with_row
 
 STATS = Stats(1, 0, 0, 0, 0.0, 0.0)
 
@@ -270,12 +271,10 @@ class Held:
 
 def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None:
     """A complete group, and one with an open sample whose verdict is still to come."""
-    sample = Sample(
-        np.array([5, 6]), np.array([-1.0, -2.0], np.float32), "ab", True, (SamplePart(3, 2),)
-    )
-    opened = replace(
-        sample, text="", finished=False, parts=(SamplePart(2, 1), SamplePart(3, 1)), is_open=True
-    )
+    logp_T = np.array([-1.0, -2.0], np.float32)
+    sample = response((1, 2, 3), np.array([5, 6]), logp_T, "ab", version=3)
+    opened = with_row(sample, parts=(SamplePart(2, 1), SamplePart(3, 1)))
+    opened = replace(opened, text="", finished=False, is_open=True)
     prompt = Prompt("a", "", (1, 2, 3), "")
     whole = SampleGroup(prompt, (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
     partial = PartialGroup(
@@ -298,9 +297,9 @@ def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None
     assert (one.version, one.attempts) == (3, 4)
     assert first.response_lengths_G.tolist() == [2] and isinstance(first_group, SampleGroup)
     assert second == PartialSummary(1, 5)
-    assert (second_group.reward_results, second_group.samples[1].parts) == (
+    assert (second_group.reward_results, second_group.samples[1].only_row.parts) == (
         partial.reward_results,
-        opened.parts,
+        opened.only_row.parts,
     )
     one.save(tmp_path / "empty", RolloutBuffer[Any]())
     assert one.resume(tmp_path / "empty", 3, 4) == []

@@ -17,8 +17,9 @@ from megarl.fleet.rank_groups import AuxiliaryRanks, PolicyRanks
 from megarl.placement.roles import resolve
 from megarl.training.batching import Key, SampleRef, Update, key_of, own_samples, values_by_reader
 from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
-from megarl.types import FloatArray, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import FloatArray, Prompt, SampleGroup
 from tests.plan import plans
+from tests.samples.responses import response
 
 PROMPT, GROUPS, SAMPLES, UPDATES = 3, 6, 4, 2
 
@@ -63,12 +64,9 @@ class Rank:
     ) -> list[SampleRef]:
         refs = [ref for one in updates for batch in one.micro_batches[0] for ref in batch]
         assert all(
-            len(by_id[ref.group].samples[ref.sample].response_ids_T) == ref.response_length
-            for ref in refs
+            by_id[ref.group].samples[ref.sample].num_trained == ref.response_length for ref in refs
         )
-        tokens = sum(
-            len(sample.response_ids_T) for group in by_id.values() for sample in group.samples
-        )
+        tokens = sum(sample.num_trained for group in by_id.values() for sample in group.samples)
         assert tokens == sum(ref.response_length for ref in refs), (
             "no tokens of other shares travel"
         )
@@ -128,16 +126,7 @@ def samples() -> tuple[list[SampleRef], list[Any]]:
     groups: list[Any] = []
     for group in range(GROUPS):
         lengths = 1 + rng.permutation(20)[:SAMPLES]
-        made = [
-            Sample(
-                np.zeros(length, np.int64),
-                np.zeros(length, np.float32),
-                "",
-                True,
-                (SamplePart(0, int(length)),),
-            )
-            for length in lengths
-        ]
+        made = [response(tuple(range(PROMPT)), np.zeros(length, np.int64)) for length in lengths]
         nothing = np.zeros(SAMPLES, np.float32)
         prompt = Prompt("", "", tuple(range(PROMPT)), "")
         groups.append(Ref(SampleGroup(prompt, tuple(made), nothing, nothing > 0)))

@@ -20,10 +20,11 @@ from megarl.training.batching import MicroBatch, SampleRef, plan_updates
 from megarl.training.calls import TrainCall
 from megarl.training.shares import Logprobs
 from megarl.training.train_sequences import train_sequences
-from megarl.types import FloatArray, Hyperparameters, Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import FloatArray, Hyperparameters, Prompt, SampleGroup
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.worlds import numbers, recipe, run_world
+from tests.samples.responses import response
 
 pytestmark = pytest.mark.slow
 
@@ -66,10 +67,8 @@ def samples(count: int) -> tuple[dict[int, SampleGroup], list[SampleRef]]:
             1 if index == 3 else int(rng.integers(2, 20)),
         )
         nothing = np.zeros(length, np.float32)
-        sample = Sample(
-            rng.integers(0, VOCAB_SIZE, length), nothing, "", True, (SamplePart(0, length),)
-        )
         one = Prompt(str(index), "", tuple(prompt.tolist()), "")
+        sample = response(one.token_ids, rng.integers(0, VOCAB_SIZE, length), nothing)
         groups[index] = SampleGroup(one, (sample,), nothing[:1], nothing[:1].astype(np.bool_))
         how = {"advantage": float(rng.normal()), "is_correct": index % 3 == 1}
         refs.append(SampleRef(index, 0, len(prompt) + length, length, **how))

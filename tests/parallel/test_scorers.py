@@ -13,10 +13,11 @@ import torch
 from megarl.device import Address
 from megarl.placement.train_layout import TrainLayout
 from megarl.training.calls import ScoreCall
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import Prompt, SampleGroup
 from tests.parallel.checkpoints import write, write_classifier
 from tests.parallel.gradients import check_learning, recorded, whole
 from tests.parallel.worlds import assign, numbers, ragged, recipe, role_of, run_ranks
+from tests.samples.responses import response
 
 pytestmark = pytest.mark.slow
 
@@ -138,9 +139,8 @@ def conversations() -> list[SampleGroup]:
 
     def group(number: int) -> SampleGroup:
         question, count = f"{100 + 37 * number}+{number}=", 1 + number % 3
-        ids, logp, parts = np.zeros(1, np.int64), np.zeros(1, np.float32), (SamplePart(0, 1),)
         samples = tuple(
-            Sample(ids, logp, "12345"[: 1 + (number + index) % 5], True, parts)
+            response((1,), np.zeros(1, np.int64), text="12345"[: 1 + (number + index) % 5])
             for index in range(count)
         )
         prompt = Prompt(str(number), question, (1,), "1", messages=question)

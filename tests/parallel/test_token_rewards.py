@@ -18,10 +18,11 @@ from megarl.placement.roles import is_reporting_rank
 from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import SampleRef, TokenValues, Update, key_of, plan_updates
 from megarl.training.calls import TokenValuesCall, TrainCall
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import Prompt, SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
 from tests.parallel.worlds import numbers, recipe, role_of, run_ranks
+from tests.samples.responses import response
 
 pytestmark = pytest.mark.slow
 
@@ -51,17 +52,12 @@ def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
     groups, refs = [], []
     for number in range(GROUPS):
         lengths = rng.integers(1, 7, number + 1)
-        samples = tuple(
-            Sample(
-                rng.integers(0, VOCAB_SIZE, n),
-                np.full(n, -4.0, np.float32),
-                "",
-                True,
-                (SamplePart(0, n),),
-            )
-            for n in lengths.tolist()
-        )
+        responses = [rng.integers(0, VOCAB_SIZE, n) for n in lengths.tolist()]
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
+        samples = tuple(
+            response(prompt.token_ids, ids_T, np.full(len(ids_T), -4.0, np.float32))
+            for ids_T in responses
+        )
         nothing = np.zeros(len(samples), np.float32)
         groups.append(SampleGroup(prompt, samples, nothing, nothing > 0))
         refs += [

@@ -48,7 +48,7 @@ def test_samples_are_counted_by_the_algorithm(tmp_path: Path) -> None:
 
 
 def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
-    """Two stages of a node each, all data-parallel ranks on both; 2 experts of 4 layers and 12 bytes a token."""
+    """Two stages of a node each, all data-parallel ranks on both; 2 experts of 4 layers and 13 bytes a token."""
     recipe = planning.small(
         tmp_path, "algorithm.name=grpo", "rollout.prompts_per_step=10", "rollout.samples_per_prompt=4",
         "train.tp=2", "train.pp=2", "train.replay=r3",
@@ -56,14 +56,14 @@ def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
     found = samples_bytes(
         recipe, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100
     )
-    whole = 10 * 4 * 100 * (4 * 2 + 8 + 4)
+    whole = 10 * 4 * 100 * (4 * 2 + 8 + 4 + 1)
     # the first stage takes them out of whole groups
     assert found == [whole / 2 + 2 * whole, whole / 2 + whole]
     off = recipe.model_copy(update={"train": recipe.train.model_copy(update={"replay": "off"})})
     bare = samples_bytes(
         off, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100
     )
-    assert [one * 12 for one in found] == [one * 20 for one in bare]
+    assert [one * 13 for one in found] == [one * 21 for one in bare]
 
 
 def test_a_share_is_what_a_run_would_pack(tmp_path: Path) -> None:

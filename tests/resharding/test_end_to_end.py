@@ -207,13 +207,13 @@ class Served:
             )
 
         groups = asyncio.run(sample_all())
-        assert {part.version for group in groups for sample in group for part in sample.parts} == {
-            self.engine.version
-        }
+        assert {
+            part.version for group in groups for sample in group for part in sample.only_row.parts
+        } == {self.engine.version}
         diffs = [
             np.abs(
-                sample.engine_logp_T
-                - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()
+                sample.only_row.engine_logp_T
+                - reference.logprobs(prompt, sample.only_row.response_ids_T.tolist()).numpy()
             ).max()
             for prompt, group in zip(PROMPTS, groups, strict=True)
             for sample in group

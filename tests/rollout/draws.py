@@ -45,7 +45,9 @@ async def _drawn(engines: Sequence[Engine], temperature: float) -> np.ndarray:
         for number, engine in enumerate(engines)
     ]
     tokens = [
-        sample.response_ids_T for samples in await asyncio.gather(*calls) for sample in samples
+        sample.only_row.response_ids_T
+        for samples in await asyncio.gather(*calls)
+        for sample in samples
     ]
     return np.array([int(one[0]) * 47 + int(one[-1]) for one in tokens]).reshape(
         NUM_GROUPS, NUM_SAMPLES

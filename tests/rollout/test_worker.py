@@ -23,10 +23,20 @@ from megarl.rollout.sglang.engine import Engine, EngineError
 from megarl.rollout.worker import RolloutWorker, scored
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import summary
-from megarl.types import GroupSummary, Prompt, Sample, SampleGroup, SamplePart, UserError
+from megarl.types import (
+    GroupSummary,
+    Prompt,
+    RowSummary,
+    Sample,
+    SampleGroup,
+    SamplePart,
+    UserError,
+)
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
+from tests.samples.responses import response
 
+NOTHING = np.zeros(0, np.int64)
 PROMPT = Prompt("rows.jsonl:1", "<user>1+2=<assistant>", (3, 6, 15, 7, 18, 4), "3", {"level": 1})
 
 
@@ -119,20 +129,15 @@ def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(
 
 def test_a_summary_is_the_group_without_its_tokens() -> None:
     samples = tuple(
-        Sample(
-            np.arange(n, dtype=np.int64),
-            np.zeros(n, dtype=np.float32),
-            "x" * n,
-            n < 3,
-            (SamplePart(4, n),),
-        )
+        response(PROMPT.token_ids, np.arange(n), text="x" * n, finished=n < 3, version=4)
         for n in (1, 2, 3)
     )
     group = SampleGroup(
         PROMPT, samples, np.array([0.0, 1.0, 0.5], dtype=np.float32), np.array([False, True, False])
     )
     short = summary(group)
-    assert (short.prompt_text, short.answer, short.prompt_length) == (PROMPT.text, "3", 6)
+    assert (short.prompt_text, short.answer) == (PROMPT.text, "3")
+    assert short.rows == tuple((RowSummary(6 + n, n, n, (SamplePart(4, n),)),) for n in (1, 2, 3))
     assert short.responses == ("x", "xx", "xxx")
     assert short.response_lengths_G.tolist() == [1, 2, 3]
     assert short.finished_G.tolist() == [True, True, False]
@@ -151,13 +156,7 @@ def test_verifications_of_a_baseline_do_not_count() -> None:
 
 def samples(*texts: str) -> list[Sample]:
     return [
-        Sample(
-            np.arange(1 + n, dtype=np.int64),
-            np.zeros(1 + n, np.float32),
-            text,
-            True,
-            (SamplePart(4, 1 + n),),
-        )
+        response(PROMPT.token_ids, np.arange(1 + n), text=text, version=4)
         for n, text in enumerate(texts)
     ]
 
@@ -243,20 +242,26 @@ class Phases:
     ) -> list[Sample]:
         self.version += 1
         return [
-            self.continued(place, begun[place] if begun else None)
+            self.continued(
+                place, begun[place] if begun else response(prompt_ids, NOTHING, is_open=True)
+            )
             for place in range(len(self.LENGTHS))
         ]
 
-    def continued(self, place: int, sample: Sample | None) -> Sample:
-        if sample and not sample.is_open:
+    def continued(self, place: int, sample: Sample) -> Sample:
+        if not sample.is_open:
             return sample
-        before, length = len(sample.response_ids_T) if sample else 0, self.LENGTHS[place]
-        now = min(before + 2, length)
-        parts = (*(sample.parts if sample else ()), SamplePart(self.version, now - before))
+        row, length = sample.only_row, self.LENGTHS[place]
+        now = min(row.num_trained + 2, length)
+        parts = (*row.parts, SamplePart(self.version, now - row.num_trained))
         is_open = now < length
-        text = "" if is_open else "x" * length
-        return Sample(
-            np.arange(now), np.zeros(now, np.float32), text, not is_open, parts, is_open=is_open
+        return response(
+            row.prompt_ids,
+            np.arange(now),
+            text="" if is_open else "x" * length,
+            finished=not is_open,
+            parts=parts,
+            is_open=is_open,
         )
 
 
@@ -312,11 +317,11 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
 def test_a_demonstration_is_the_answer_and_its_end(tokenizer: Any) -> None:
     group = demonstration(PROMPT, tokenizer)
     (sample,) = group.samples
-    assert sample.response_ids_T.tolist() == [
+    assert sample.only_row.response_ids_T.tolist() == [
         *tokenizer.convert_tokens_to_ids(["3"]),
         tokenizer.eos_token_id,
     ]
-    assert sample.engine_logp_T.tolist() == [0.0, 0.0]
+    assert sample.only_row.engine_logp_T.tolist() == [0.0, 0.0]
     assert sample.finished
     assert group.prompt is PROMPT
 

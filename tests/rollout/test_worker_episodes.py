@@ -26,7 +26,6 @@ from megarl.types import (
     Prompt,
     Sample,
     SampleGroup,
-    SamplePart,
     UserError,
 )
 from megarl.types.reward_result import Failure, RewardResult
@@ -34,6 +33,7 @@ from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
 from tests.episodes.test_open_episode import Model
 from tests.rollout.test_worker import PROMPT, recipe
+from tests.samples.responses import response
 
 WALK = "tests.episodes.walk:Walk"
 
@@ -62,11 +62,9 @@ def test_an_engine_has_room_for_a_prompt_and_an_episode(evaluation: dict[str, in
 def failed(tokens: int) -> Sample:
     """An episode whose environment has failed after so many sampled tokens."""
     facts = EpisodeFacts(int(tokens > 0), 0, 0, 0.1, "environment", tokens)
-    parts = (SamplePart(4, tokens),) if tokens else ()
     ids_T = np.arange(tokens, dtype=np.int64)
-    return Sample(
-        ids_T, np.full(tokens, -1.0, np.float32), "so", finished=False, parts=parts, facts=facts
-    )
+    logp_T = np.full(tokens, -1.0, np.float32)
+    return response((1, 2), ids_T, logp_T, "so", finished=False, version=4, facts=facts)
 
 
 def answered(tokens: int) -> Sample:
@@ -174,7 +172,7 @@ def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(
     assert isinstance(begun, PartialGroup) and isinstance(short, PartialSummary)
     assert [sample.is_open for sample in begun.samples] == [False, True, True]
     assert begun.reward_results == (RewardResult(0.5, False), None, None)
-    longest = max(accounting.longest_row(prompt, sample) for sample in begun.samples[1:])
+    longest = max(accounting.longest_row(sample) for sample in begun.samples[1:])
     assert short == PartialSummary(2, longest)
     model.version, model.asked, model.completed = 1, [], []
     short, group = asyncio.run(worker.sample(prompt, sampling, begun))
@@ -187,8 +185,9 @@ def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(
     whole, same = asyncio.run(whole_worker.sample(prompt, replace(sampling, phase_tokens=None)))
     assert isinstance(whole, GroupSummary) and isinstance(same, SampleGroup)
     for one, other in zip(group.samples, same.samples, strict=True):
-        np.testing.assert_array_equal(one.response_ids_T, other.response_ids_T)
-        np.testing.assert_array_equal(one.trained_T, other.trained_T)
+        for row, same_row in zip(one.rows, other.rows, strict=True):
+            np.testing.assert_array_equal(row.response_ids_T, same_row.response_ids_T)
+            np.testing.assert_array_equal(row.trained_T, same_row.trained_T)
     for name in ("response_lengths_G", "rewards_G", "correct_G", "finished_G", "turn_rewards_G"):
         np.testing.assert_array_equal(getattr(short, name), getattr(whole, name))
     assert (short.responses, short.transcripts) == (whole.responses, whole.transcripts)

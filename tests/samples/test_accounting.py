@@ -17,15 +17,16 @@ from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
 from megarl.types import (
     EpisodeFacts,
-    EpisodeRow,
     FloatArray,
     Prompt,
+    Row,
     RowSummary,
     Sample,
     SampleGroup,
     SamplePart,
     num_stale,
 )
+from tests.samples.responses import response
 from tests.training.episodes import cut, episode, sample_of
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
@@ -36,20 +37,18 @@ def floats(*values: float) -> FloatArray:
     return np.array(values, np.float32)
 
 
-def first_row(**changes: Any) -> EpisodeRow:
+def first_row(**changes: Any) -> Row:
     """A turn of two tokens, an observation of two, a turn of one; the second turn by newer weights."""
-    made = EpisodeRow(
-        np.array([5, 6, 7, 8, 9]), floats(-1, -2, 0, 0, -3), (SamplePart(3, 4), SamplePart(4, 1)),
-        trained_T=np.array([True, True, False, False, True]), token_rewards_T=floats(0, 0.5, 0, 0, -0.25),
-        routed_experts=np.zeros((7, 2, 2), np.uint8),
+    made = Row(
+        PROMPT.token_ids, np.array([5, 6, 7, 8, 9]), floats(-1, -2, 0, 0, -3),
+        np.array([True, True, False, False, True]), (SamplePart(3, 4), SamplePart(4, 1)),
+        token_rewards_T=floats(0, 0.5, 0, 0, -0.25), routed_experts=np.zeros((7, 2, 2), np.uint8),
     )  # fmt: skip
     return replace(made, **changes)
 
 
-def later_row(**changes: Any) -> EpisodeRow:
-    made = EpisodeRow(
-        np.array([5, 6]), floats(-1, -1), (SamplePart(4, 2),), prompt_ids=np.array(OWN)
-    )
+def later_row(**changes: Any) -> Row:
+    made = Row.response(OWN, np.array([5, 6]), floats(-1, -1), (SamplePart(4, 2),))
     return replace(made, **changes)
 
 
@@ -60,7 +59,7 @@ def group(*samples: Sample) -> SampleGroup:
 
 
 def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
-    plain = Sample(np.arange(4), np.zeros(4, np.float32), "x", True, (SamplePart(4, 4),))
+    plain = response(PROMPT.token_ids, np.arange(4), version=4)
     both = sample_of([first_row(), later_row()])
     short = summary(group(both, plain))
     assert short.rows == (
@@ -78,10 +77,10 @@ def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
 
 
 def test_a_summary_of_plain_samples_has_nothing_of_episodes() -> None:
-    plain = Sample(np.arange(4), np.zeros(4, np.float32), "x", True, (SamplePart(4, 4),))
+    plain = response(PROMPT.token_ids, np.arange(4), version=4)
     short = summary(group(plain, plain))
-    assert (short.rows, short.turn_rewards_G, short.facts) == ((), None, ())
-    assert short.rows_of(1) == (RowSummary(7, 4, 4, (SamplePart(4, 4),)),)
+    assert (short.turn_rewards_G, short.facts) == (None, (None, None))
+    assert short.rows == ((RowSummary(7, 4, 4, (SamplePart(4, 4),)),),) * 2
     assert short.total_rewards_G is short.rewards_G
 
 
@@ -104,19 +103,17 @@ def test_parts_are_of_sampled_tokens_however_the_episode_is_cut(
     turns: int, seed: int, before: list[int]
 ) -> None:
     """So is the number of stale tokens: the first ones of each row."""
-    whole = episode(np.random.default_rng(seed), turns)
-    rows = cut(PROMPT, whole, before)
-    assert sample_error(PROMPT, whole) is None and sample_error(PROMPT, rows) is None
-    versions_T = np.repeat(
-        [one.version for one in whole.parts], [one.num_tokens for one in whole.parts]
-    )
-    assert whole.trained_T is not None
-    sampled = versions_T[whole.trained_T].tolist()
+    whole = episode(PROMPT, np.random.default_rng(seed), turns)
+    rows = cut(whole, before)
+    assert sample_error(whole) is None and sample_error(rows) is None
+    parts = whole.only_row.parts
+    versions_T = np.repeat([part.version for part in parts], [part.num_tokens for part in parts])
+    sampled = versions_T[whole.only_row.trained_T].tolist()
     for one in (whole, rows):
-        found = trained_parts(one.rows)
+        (found,) = summary(group(one)).parts_G
         assert [part.version for part in found for _ in range(part.num_tokens)] == sampled
         for version in (2, 3, 4, 5):
-            stale = [num_stale(trained_parts([row]), version) for row in one.rows]
+            stale = [num_stale(trained_parts(row), version) for row in one.rows]
             assert sum(stale) == sum(of < version for of in sampled)
 
 
@@ -137,7 +134,7 @@ def test_parts_are_of_sampled_tokens_however_the_episode_is_cut(
         ),
     ],
 )  # fmt: skip
-def test_an_account_that_is_wrong_stops_the_step(row: EpisodeRow, says: str) -> None:
+def test_an_account_that_is_wrong_stops_the_step(row: Row, says: str) -> None:
     with pytest.raises(RuntimeError, match=f"rows.jsonl:1: sample 0 has {says}"):
         summary(group(sample_of([row, later_row()])))
 
@@ -163,23 +160,26 @@ def test_a_demonstrated_conversation_is_masked_where_others_wrote() -> None:
         PROMPT, [1, 2, 3, 5, 6, 7, 8, 9], [False] * 3 + [True, True, False, True, False]
     )
     (one,) = made.samples
-    assert one.prompt_ids is None and one.response_ids_T.tolist() == [5, 6, 7, 8]
-    assert one.trained_T is not None and one.trained_T.tolist() == [True, True, False, True]
+    row = one.only_row
+    assert row.prompt_ids is PROMPT.token_ids and row.response_ids_T.tolist() == [5, 6, 7, 8]
+    assert row.trained_T.tolist() == [True, True, False, True]
     assert summary(made).rows == ((RowSummary(7, 4, 3, (SamplePart(0, 3),)),),)
     (other,) = demonstrated_conversation(PROMPT, [1, 2, 3, 4, 5], [False] * 4 + [True], "x").samples
-    assert other.prompt_ids is not None and other.prompt_ids.tolist() == [1, 2, 3, 4]
-    assert (other.trained_T, other.response_ids_T.tolist(), other.text) == (None, [5], "x")
+    row = other.only_row
+    assert row.prompt_ids == [1, 2, 3, 4] and row.response_ids_T.tolist() == [5]
+    assert row.trained_T.tolist() == [True] and other.text == "x"
 
 
 def test_a_conversation_of_one_answer_is_the_usual_demonstration(tokenizer: Any) -> None:
     usual = demonstration(PROMPT, tokenizer)
     (expected,) = usual.samples
-    ids = [*PROMPT.token_ids, *expected.response_ids_T.tolist()]
+    ids = [*PROMPT.token_ids, *expected.only_row.response_ids_T.tolist()]
     (made,) = demonstrated_conversation(
         PROMPT, ids, [False] * 3 + [True] * (len(ids) - 3), PROMPT.answer
     ).samples
-    for name, value in expected.__dict__.items():
-        np.testing.assert_array_equal(getattr(made, name), value)
+    for name, value in expected.only_row.__dict__.items():
+        np.testing.assert_array_equal(getattr(made.only_row, name), value)
+    assert replace(made, rows=()) == replace(expected, rows=())
 
 
 @pytest.mark.parametrize("marks", [[False] * 4, [True] * 4, [False, True]])

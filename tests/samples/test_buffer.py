@@ -22,6 +22,7 @@ from megarl.tracking.run_log import Record
 from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserError, with_part
 from megarl.types.sampling import Sampling
 from tests.controller.test_loop import QUICKSTART
+from tests.samples.responses import response_rows
 
 RECIPE = load_recipe(QUICKSTART)
 PROMPT_TOKENS = 3
@@ -89,16 +90,16 @@ class Run:
                 entry, summary=PartialSummary(len(still), PROMPT_TOKENS + still[0]), ref=number
             )
         correct_G = np.array([True, not self.is_mixed(number)])
-        facts = (
-            np.array(done),
+        summary = GroupSummary(
+            "",
+            "",
+            ("", ""),
+            response_rows(PROMPT_TOKENS, parts),
             np.ones(2, np.bool_),
             correct_G.astype(np.float32),
             correct_G,
-            tuple(parts),
         )
-        return replace(
-            entry, summary=GroupSummary("", "", ("", ""), PROMPT_TOKENS, *facts), ref=number
-        )
+        return replace(entry, summary=summary, ref=number)
 
     def step(self) -> tuple[list[int], dict[str, float]]:
         """The tickets that are trained on, and how old their tokens are."""

@@ -1,4 +1,4 @@
-"""Episodes in files of samples: every bit comes back, and files of the format before are read."""
+"""Episodes in files of samples: every bit comes back, and files of other formats are refused."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 
 from megarl.isolation.process import as_line
 from megarl.samples.buffer import PartialGroup
-from megarl.samples.columns import schema
 from megarl.samples.parquet import open_samples, writing
 from megarl.types import (
     EpisodeFacts,
     EpisodeProgress,
     Prompt,
+    Row,
     Sample,
     SampleGroup,
-    SamplePart,
     TranscriptCall,
     TranscriptEntry,
     UserError,
 )
 from megarl.types.reward_result import RewardResult
+from tests.samples.responses import response, with_row
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
@@ -44,7 +44,7 @@ TRANSCRIPT: tuple[TranscriptEntry, ...] = (
     {"role": "user", "text": "\x1b[2J", "calls": [], "reward": 0.0},
     {"role": "assistant", "text": "so", "calls": [CALL], "reward": 0.1},
 )
-NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32), "", False, ()
+NOTHING = np.zeros(0, np.int64)
 
 
 def plain(rows: list[Any]) -> list[Any]:
@@ -53,8 +53,8 @@ def plain(rows: list[Any]) -> list[Any]:
     def of(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.dtype.str, value.shape, value.tobytes(), value.flags.writeable
-        is_rows = isinstance(value, tuple) and not any(isinstance(one, dict) for one in value)
-        return [plain([one]) for one in value] if is_rows else value
+        is_rows = isinstance(value, tuple) and all(isinstance(one, Row) for one in value)
+        return plain(list(value)) if is_rows else value
 
     return [{name: of(value) for name, value in row.__dict__.items()} for row in rows]
 
@@ -81,22 +81,16 @@ def test_every_bit_of_every_row_comes_back(
 ) -> None:
     """Whole, cut into rows with experts of their own, with an own prompt; and plain samples beside them."""
     rng = np.random.default_rng(seed)
-    whole = [episode(rng, count, pays=pays) for count in turns]
-    rows = [cut(PROMPT, one, rng.integers(1, 4, 2).tolist()) for one in whole]
+    whole = [episode(PROMPT, rng, count, pays=pays) for count in turns]
+    rows = [cut(one, rng.integers(1, 4, 2).tolist()) for one in whole]
     routed = [
-        replace(
-            row,
-            routed_experts=rng.integers(0, 8, (3 + len(row.response_ids_T) - 1, 2, 2)).astype(
-                np.int16
-            ),
-        )
-        for row in rows[0].more_rows
-        if row.prompt_ids is None
+        replace(row, routed_experts=rng.integers(0, 8, (row.num_tokens - 1, 2, 2)).astype(np.int16))
+        for row in rows[0].rows
     ]
-    others = [replace(one, more_rows=tuple(routed) or one.more_rows) for one in rows[:1]]
-    own = replace(whole[0], prompt_ids=np.array([9, 9, 9, 9]), routed_experts=None)
-    usual = Sample(np.arange(3), np.full(3, -0.1, np.float32), "x", True, (SamplePart(1, 3),))
-    given_groups = [group_of(*whole, *rows, usual), group_of(*others, own), group_of(usual)]
+    other = replace(rows[0], rows=tuple(routed))
+    own = with_row(whole[0], prompt_ids=(9, 9, 9, 9))
+    usual = response(PROMPT.token_ids, np.arange(3), np.full(3, -0.1, np.float32), "x", version=1)
+    given_groups = [group_of(*whole, *rows, usual), group_of(other, own), group_of(usual)]
     found = read(tmp_path_factory.mktemp("file") / "f.parquet", *given_groups)
     assert [plain(list(one.samples)) for one in found] == [
         plain(list(one.samples)) for one in given_groups
@@ -105,8 +99,9 @@ def test_every_bit_of_every_row_comes_back(
 
 def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Path) -> None:
     """As that of an agent that never asked the model, or one that is open before its first turn."""
-    silent = Sample(*NOTHING, facts=replace(FACTS, sampled_tokens=2, seed=None))
-    one = episode(np.random.default_rng(0), 2)
+    facts = replace(FACTS, sampled_tokens=2, seed=None)
+    silent = response(PROMPT.token_ids, NOTHING, finished=False, facts=facts)
+    one = episode(PROMPT, np.random.default_rng(0), 2)
     one = replace(
         one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2), transcript=TRANSCRIPT
     )
@@ -114,7 +109,13 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     assert [sample.facts for sample in found.samples] == [silent.facts, one.facts]
     assert [sample.transcript for sample in found.samples] == [(), TRANSCRIPT]
     assert plain(list(found.samples)) == plain([silent, one])
-    unbegun = Sample(*NOTHING, is_open=True, open_episode=EpisodeProgress(1, {"tool_s": 0.1}))
+    unbegun = response(
+        PROMPT.token_ids,
+        NOTHING,
+        finished=False,
+        is_open=True,
+        open_episode=EpisodeProgress(1, {"tool_s": 0.1}),
+    )
     account = {
         "turns": 1,
         "tool_s": 0.1 + 0.2,
@@ -145,106 +146,21 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
             list(open_samples(tmp_path / "bad.parquet").buffered_groups())
 
 
-def write_as(number: int, path: Path, rows: list[dict[str, Any]]) -> None:
-    """Rows of an older format in its file."""
+@pytest.mark.parametrize("number", [5, 6, 7, 8, 9, 11])
+def test_a_file_of_another_format_is_refused_by_its_number(tmp_path: Path, number: int) -> None:
     import pyarrow.parquet
 
+    path = tmp_path / "f.parquet"
+    read(path, group_of(episode(PROMPT, np.random.default_rng(0), 2)))
     ours = json.dumps({"format": number, "vocab_size": 99, "temperature": 1.0}).encode()
-    table = pyarrow.Table.from_pylist(rows, schema=schema(number).with_metadata({b"megarl": ours}))
+    table = pyarrow.parquet.read_table(path).replace_schema_metadata({b"megarl": ours})
     pyarrow.parquet.write_table(table, path)
-
-
-def rows_before(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file with the counts of formats 6 to 8, which had one number of dropped tokens."""
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    for facts in (row["facts"] for row in rows):
-        facts["dropped_tokens"] = facts.pop("dropped_unawaited") + facts.pop("dropped_anew")
-        del facts["seed"]
-    return rows
-
-
-def test_a_file_without_open_episodes_is_read(tmp_path: Path) -> None:
-    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
-    facts = replace(
-        FACTS, sampled_tokens=one.num_trained + 2, dropped_unawaited=2, dropped_anew=0, begun_anew=0
-    )
-    one = replace(one, facts=replace(facts, reusable_tokens=0, cached_tokens=0, seed=None))
-    read(path, group_of(one))
-    rows = rows_before(path)
-    for row in rows:
-        del row["facts"]["begun_anew"], row["open_episode"]
-    for number in (7, 6):
-        write_as(number, path, rows)
-        (found,) = open_samples(path).groups(1)
-        assert plain(list(found.samples)) == plain([one]) and found.samples[0].facts == one.facts
-
-
-@pytest.mark.parametrize(("times", "reason"), [(0, "dropped_unawaited"), (2, "dropped_anew")])
-def test_dropped_tokens_of_a_file_without_reasons_get_the_only_one_there_can_be(
-    tmp_path: Path, times: int, reason: str
-) -> None:
-    """Of ended episodes, and of open ones, which go on with these counts."""
-    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(0), 2)
-    counts = {"sampled_tokens": one.num_trained + 5, "begun_anew": times}
-    ended = replace(one, facts=replace(FACTS, **counts, dropped_unawaited=0, dropped_anew=5))
-    opened = replace(
-        one,
-        is_open=True,
-        finished=False,
-        open_episode=EpisodeProgress(1, counts | {"dropped_anew": 5}),
-    )
-    with writing(path, 99, 1.0) as file:
-        file.write(
-            [
-                PartialGroup(
-                    PROMPT, (ended, replace(opened, facts=None)), (RewardResult(1.0, True), None)
-                )
-            ]
-        )
-    import pyarrow.parquet
-
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    for row in rows:
-        row["open_episode"] = row["open_episode"] and row["open_episode"].replace(
-            "dropped_anew", "dropped_tokens"
-        )
-        facts = row["facts"] or {"dropped_unawaited": 0, "dropped_anew": 0}
-        facts["dropped_tokens"] = facts["dropped_unawaited"] + facts["dropped_anew"]
-    write_as(8, path, rows)
-    (found,) = open_samples(path).buffered_groups()
-    known = {"dropped_unawaited": 0, "dropped_anew": 0} | {reason: 5}
-    assert found.samples[0].facts == replace(FACTS, **counts, **known, seed=None)
-    assert found.samples[1].open_episode == EpisodeProgress(1, counts | {reason: 5})
-
-
-def test_a_file_of_the_format_before_is_read(tmp_path: Path) -> None:
-    import pyarrow.parquet
-
-    path, usual = tmp_path / "f.parquet", Sample(
-        np.arange(3), np.full(3, -0.1, np.float32), "x", True, (SamplePart(1, 3),), np.zeros((5, 2, 2), np.uint8)
-    )  # fmt: skip
-    (written,) = read(path, group_of(usual, usual))
-    table = pyarrow.parquet.read_table(path).select(schema(5).names)
-    ours = json.dumps({"format": 5, "vocab_size": 99, "temperature": 1.0}).encode()
-    pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": ours}), path)
-    (found,) = open_samples(path).groups(1)
-    assert plain(list(found.samples)) == plain(list(written.samples)) == plain([usual, usual])
-    newer = json.dumps({"format": 7, "vocab_size": 99, "temperature": 1.0}).encode()
-    pyarrow.parquet.write_table(table.replace_schema_metadata({b"megarl": newer}), path)
-    with pytest.raises(UserError, match="its format is 7, this version reads 5, 6, 7, 8 and 9"):
+    with pytest.raises(UserError) as caught:
         open_samples(path)
-
-
-def test_episodes_of_the_format_without_transcripts_are_read(tmp_path: Path) -> None:
-    path, one = tmp_path / "f.parquet", episode(np.random.default_rng(1), 3)
-    assert one.facts
-    facts = replace(one.facts, reusable_tokens=4, cached_tokens=3)
-    read(path, group_of(replace(one, facts=facts, transcript=TRANSCRIPT)))
-    write_as(6, path, rows_before(path))
-    (found,) = open_samples(path).groups(1)
-    assert plain(list(found.samples)) == plain([one]), "they have none"
+    told = (
+        f"its format is {number}, this version reads 10; make it again with `megarl rollout --out`"
+    )
+    assert str(caught.value) == f"{path}: {told}"
 
 
 def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
@@ -252,23 +168,32 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    path, one = tmp_path / "f.parquet", cut(PROMPT, episode(np.random.default_rng(3), 3), [1])
+    path, one = tmp_path / "f.parquet", cut(episode(PROMPT, np.random.default_rng(3), 3), [1])
     read(path, group_of(one))
     table = pyarrow.parquet.read_table(path)
     (row,) = table.to_pylist()
-    second, facts = row["more_rows"][0], asdict(one.facts)  # type: ignore[arg-type]
+    first, second = row["rows"]
+    facts = asdict(one.facts)  # type: ignore[arg-type]
     for column, value, says in (
-        ("trained", [True] * 9, "has a row 0 with . tokens and 9 marks of trained tokens"),
-        ("token_rewards", [0.5] * 9, "has a row 0 with . tokens and 9 rewards"),
-        ("own_prompt_ids", [], "has 0 prompt tokens"),
-        ("more_rows", [second | {"response_ids": None}], "has a row without response_ids"),
-        ("more_rows", [None], "has a row without response_ids"),
         (
-            "more_rows",
-            [second | {"response_ids": [-1], "engine_logp": [0.0]}],
+            "rows",
+            [first | {"trained": [True] * 9}, second],
+            "has a row 0 with . tokens and 9 marks of trained tokens",
+        ),
+        (
+            "rows",
+            [first | {"token_rewards": [0.5] * 9}, second],
+            "has a row 0 with . tokens and 9 rewards",
+        ),
+        ("rows", [first | {"prompt_ids": []}, second], "has 0 prompt tokens"),
+        ("rows", [first, second | {"response_ids": None}], "has a row without response_ids"),
+        ("rows", [first, None], "has a row without response_ids"),
+        (
+            "rows",
+            [first, second | {"response_ids": [-1], "engine_logp": [0.0]}],
             "has a negative token id",
         ),
-        ("more_rows", None, r"has \d+ tokens to train on, and \d+ tokens that the engine sampled"),
+        ("rows", [first], r"has \d+ tokens to train on, and \d+ tokens that the engine sampled"),
         ("facts", facts | {"end": "bored"}, "has the facts .*bored"),
         ("facts", facts | {"turns": None}, "has the facts "),
         ("transcript", "[", "has the transcript '.', which is not JSON"),
@@ -298,6 +223,6 @@ def test_a_data_row_is_what_the_processes_of_environments_get(tmp_path: Path) ->
         "number": 0.1,
     }
     prompt = replace(PROMPT, row=row)
-    whole = replace(group_of(episode(np.random.default_rng(0), 1)), prompt=prompt)
+    whole = replace(group_of(episode(PROMPT, np.random.default_rng(0), 1)), prompt=prompt)
     (found,) = read(tmp_path / "f.parquet", whole)
     assert found.prompt.row == json.loads(as_line(row)) and found.prompt.row["many"] == [0, 1]

@@ -25,6 +25,7 @@ from megarl.samples.parquet import SampleFile, open_samples, writing
 from megarl.samples.summaries import summary
 from megarl.types import Prompt, Sample, SampleGroup, SamplePart, UserError
 from megarl.types.reward_result import Failure, RewardResult
+from tests.samples.responses import response, with_row
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 TEMPERATURE = 0.7
@@ -54,15 +55,17 @@ def group(
         if experts is not None:
             routed = random.integers(0, 8, (3 + length - 1, 3, 2)).astype(experts)
         logp = -random.random(length, dtype=np.float32) * np.float32(1e-3)
-        own = (
+        return response(
+            prompt.token_ids,
             random.integers(0, 31, length),
             logp,
             f"r{length}",
-            length % 2 == 0,
-            parts(length, seed),
-            routed,
+            finished=length % 2 == 0,
+            parts=parts(length, seed),
+            routed_experts=routed,
+            verifications=length + seed,
+            prefills=length,
         )
-        return Sample(*own, verifications=length + seed, prefills=length)
 
     rewards = random.random(samples, dtype=np.float32)
     return SampleGroup(prompt, tuple(sample(1 + n) for n in range(samples)), rewards, rewards > 0.5)
@@ -80,16 +83,20 @@ def bits(group: SampleGroup) -> list[Any]:
 
     samples = [
         (
-            of(s.response_ids_T),
-            of(s.engine_logp_T),
-            s.text,
-            s.finished,
-            s.parts,
-            s.is_open,
-            of(s.routed_experts),
+            row.prompt_ids,
+            of(row.response_ids_T),
+            of(row.engine_logp_T),
+            of(row.trained_T),
+            row.parts,
+            of(row.routed_experts),
+            sample.text,
+            sample.finished,
+            sample.is_open,
+            sample.verifications,
+            sample.prefills,
         )
-        + (s.verifications, s.prefills)
-        for s in group.samples
+        for sample in group.samples
+        for row in sample.rows
     ]
     return [group.prompt, samples, of(group.rewards_G), of(group.correct_G)]
 
@@ -126,7 +133,9 @@ def told(
 @pytest.mark.parametrize("experts", [None, np.uint8, np.int16])
 def test_every_bit_of_every_group_comes_back(tmp_path: Path, experts: type | None) -> None:
     odd = group(7, samples=1, experts=experts)
-    odd.samples[0].engine_logp_T.view(np.uint32)[:] = 0x7FC00123  # a NaN that says something
+    odd.samples[0].only_row.engine_logp_T.view(np.uint32)[:] = (
+        0x7FC00123  # a NaN that says something
+    )
     steps = [
         [group(1, experts=experts), group(2, samples=2, experts=experts)],
         [odd, group(1, experts=experts)],
@@ -220,9 +229,7 @@ def test_other_files_are_refused_by_name(tmp_path: Path) -> None:
 
     other = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="]}), other)
-    with pytest.raises(
-        UserError, match="its format is not ours, this version reads 5, 6, 7, 8 and 9"
-    ):
+    with pytest.raises(UserError, match="its format is not ours, this version reads 10"):
         open_samples(other)
     with pytest.raises(UserError, match="gone.parquet: not a complete file of samples"):
         open_samples(tmp_path / "gone.parquet")
@@ -316,13 +323,16 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "samples.parquet", [group(1)]).path
     table = pyarrow.parquet.read_table(path)
     for column, value, says in (
-        ("engine_logp", [], "3 prompt tokens, 2 response tokens and 0 logprobs"),
-        ("response_ids", [-1, 1], "a negative token id"),
+        ("rows", None, "has no rows"),
+        ("rows", [], "has no rows"),
+        ("rows.engine_logp", [], "3 prompt tokens, 2 response tokens and 0 logprobs"),
+        ("rows.response_ids", [-1, 1], "a negative token id"),
+        ("rows.trained", None, "has a row without trained"),
         ("prompt_ids", None, "has no prompt_ids"),
         ("step", 2, "has the step number 2"),
-        ("experts", b"123", "has experts of type None"),
-        ("part_tokens", [1, 2], r"parts of \[1, 2\] tokens and of versions \[1, 3\]"),
-        ("versions", [3, 1], r"parts of \[1, 1\] tokens and of versions \[3, 1\]"),
+        ("rows.experts", b"123", "has experts of type None"),
+        ("rows.part_tokens", [1, 2], r"parts of \[1, 2\] tokens and of versions \[1, 3\]"),
+        ("rows.versions", [3, 1], r"parts of \[1, 1\] tokens and of versions \[3, 1\]"),
         ("row", "{", "the row '{', which is not an object of JSON"),
         ("row", "[" * 200_000, "which is not an object of JSON"),
         ("row", "[1]", "which is not an object of JSON"),
@@ -330,7 +340,8 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
         ("sample", 2, "is sample 2 of group 0 and follows sample 0 of group 0"),
     ):
         rows = table.to_pylist()
-        rows[1][column] = value
+        place = rows[1]["rows"][0] if column.startswith("rows.") else rows[1]
+        place[column.removeprefix("rows.")] = value
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=table.schema), path)
         with pytest.raises(UserError, match=says) as caught:
             open_samples(path).groups(1)
@@ -340,7 +351,10 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
 def test_experts_of_a_part_of_the_tokens_are_refused(tmp_path: Path) -> None:
     """As those of a response's last phase alone would be."""
     one = group(1, experts=np.uint8)
-    cut = [replace(sample, routed_experts=sample.routed_experts[1:]) for sample in one.samples]  # type: ignore[index]
+    cut = [
+        with_row(sample, routed_experts=sample.only_row.routed_experts[1:])  # type: ignore[index]
+        for sample in one.samples
+    ]
     file = write(tmp_path / "samples.parquet", [replace(one, samples=tuple(cut))])
     with pytest.raises(
         UserError, match="sample 0 of step 1 has the experts of 2 tokens, and 4 tokens"

@@ -46,10 +46,11 @@ from megarl.types import (
     StepSeconds,
     TranscriptEntry,
 )
+from tests.samples.responses import response_rows
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
-ARRAYS = ("response_lengths_G", "finished_G", "rewards_G", "correct_G")
+ARRAYS = ("finished_G", "rewards_G", "correct_G")
 
 
 def group(
@@ -59,12 +60,10 @@ def group(
         prompt_text=prompt,
         answer="7",
         responses=tuple(f"{prompt}{i}" for i in range(len(rewards))),
-        prompt_length=5,
-        response_lengths_G=np.array(lengths),
+        rows=response_rows(5, [(SamplePart(3, length),) for length in lengths]),
         finished_G=np.array(finished or [True] * len(rewards)),
         rewards_G=np.array(rewards, np.float32),
         correct_G=np.array(rewards) >= 1.0,
-        parts_G=tuple((SamplePart(3, length),) for length in lengths),
     )
 
 

@@ -8,13 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from megarl.types import EpisodeFacts, EpisodeRow, Prompt, Sample, SamplePart, with_part
+from megarl.types import EpisodeFacts, Prompt, Row, Sample, SamplePart, with_part
 
 VOCABULARY = 99
 
 
 def episode(
-    rng: np.random.Generator, turns: int, *, longest: int = 4, version: int = 4, pays: bool = True
+    prompt: Prompt,
+    rng: np.random.Generator,
+    turns: int,
+    *,
+    longest: int = 4,
+    version: int = 4,
+    pays: bool = True,
 ) -> Sample:
     """An episode of one row: turns and observations of 1 to `longest` tokens, the first turns of older versions."""
     ids, logps, trained, rewards, parts = [], [], [], [], ()
@@ -29,30 +35,21 @@ def episode(
         trained += [True] * own + [False] * seen
         rewards += [0.0] * (own - 1) + [float(rng.integers(-2, 3)) / 4] + [0.0] * seen
         parts = with_part(parts, SamplePart(of_version, own + seen))
-    made = EpisodeRow(
-        np.array(ids), np.array(logps, np.float32), parts,
-        trained_T=np.array(trained), token_rewards_T=np.array(rewards, np.float32) if pays else None,
+    row = Row(
+        prompt.token_ids, np.array(ids), np.array(logps, np.float32), np.array(trained), parts,
+        token_rewards_T=np.array(rewards, np.float32) if pays else None,
     )  # fmt: skip
-    return sample_of([made])
+    return sample_of([row])
 
 
-def sample_of(rows: Sequence[EpisodeRow], **more: Any) -> Sample:
+def sample_of(rows: Sequence[Row], **more: Any) -> Sample:
     """A sample of these rows, with facts that are right."""
-    first, *others = rows
     sampled, turns = sum(row.num_trained for row in rows), sum(len(_turns(row)) for row in rows)
     facts = EpisodeFacts(turns, turns - 1, 0, 0.5, "answered", sampled)
-    own = {
-        "prompt_ids": first.prompt_ids,
-        "trained_T": first.trained_T,
-        "token_rewards_T": first.token_rewards_T,
-    }
-    own |= {"more_rows": tuple(others), "facts": facts} | more
-    return Sample(
-        first.response_ids_T, first.engine_logp_T, "", True, first.parts, first.routed_experts, **own
-    )  # fmt: skip
+    return Sample(tuple(rows), "", finished=True, **{"facts": facts, **more})
 
 
-def cut(prompt: Prompt, sample: Sample, before: Sequence[int]) -> Sample:
+def cut(sample: Sample, before: Sequence[int]) -> Sample:
     """The same episode with a row that begins before each of these turns (from 1 on), as if history was rewritten.
 
     What stood before these turns is the prompt of the new row.
@@ -60,7 +57,7 @@ def cut(prompt: Prompt, sample: Sample, before: Sequence[int]) -> Sample:
     (row,) = sample.rows
     turns = _turns(row)
     bounds = [0, *sorted({turn for turn in before if 0 < turn < len(turns)}), len(turns)]
-    all_ids_T = np.concatenate([np.asarray(prompt.token_ids, np.int64), row.response_ids_T])
+    all_ids = (*row.prompt_ids, *row.response_ids_T.tolist())
     versions_T = np.repeat(
         [one.version for one in row.parts], [one.num_tokens for one in row.parts]
     )
@@ -70,13 +67,11 @@ def cut(prompt: Prompt, sample: Sample, before: Sequence[int]) -> Sample:
         parts: tuple[SamplePart, ...] = ()
         for version in versions_T[own].tolist():
             parts = with_part(parts, SamplePart(version, 1))
-        assert row.trained_T is not None
-        trained_T, rewards_T = row.trained_T[own], row.token_rewards_T
+        rewards_T = row.token_rewards_T
         rows.append(
-            EpisodeRow(
-                row.response_ids_T[own], row.engine_logp_T[own], parts,
-                prompt_ids=all_ids_T[: len(prompt.token_ids) + own.start] if first else None,
-                trained_T=None if trained_T.all() else trained_T,
+            Row(
+                all_ids[: len(row.prompt_ids) + own.start] if first else row.prompt_ids,
+                row.response_ids_T[own], row.engine_logp_T[own], row.trained_T[own], parts,
                 token_rewards_T=None if rewards_T is None else rewards_T[own],
             )
         )  # fmt: skip
@@ -88,10 +83,7 @@ def cut(prompt: Prompt, sample: Sample, before: Sequence[int]) -> Sample:
     )
 
 
-def _turns(row: EpisodeRow) -> list[tuple[int, int]]:
+def _turns(row: Row) -> list[tuple[int, int]]:
     """Begin and end of each run of trained tokens."""
-    trained_T = (
-        np.ones(len(row.response_ids_T), np.bool_) if row.trained_T is None else row.trained_T
-    )
-    edges = np.flatnonzero(np.diff(np.pad(trained_T.astype(np.int64), 1)))
+    edges = np.flatnonzero(np.diff(np.pad(row.trained_T.astype(np.int64), 1)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

@@ -20,7 +20,8 @@ from megarl.training.batching import (
     shuffled,
 )
 from megarl.training.train_sequences import train_sequence, train_sequences
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import Prompt, SampleGroup
+from tests.samples.responses import response
 
 BUDGET = 64
 
@@ -204,9 +205,8 @@ def test_impossible_batches_say_why(lengths, changes, message):
     [("token_mean", 1.0), ("sequence_mean", 0.5), ("sequence_sum", 1.0), ("constant", 1.0)],
 )
 def test_a_row_learns_from_its_response_alone(aggregation, weight):
-    sample = Sample(
-        np.array([7, 8]), np.array([-0.5, -1.5], np.float32), "ab", True, (SamplePart(3, 2),)
-    )
+    logp_T = np.array([-0.5, -1.5], np.float32)
+    sample = response((1, 2, 3), np.array([7, 8]), logp_T, "ab", version=3)
     group = SampleGroup(
         Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool)
     )
@@ -239,10 +239,7 @@ def test_correct_samples_weigh_together_what_the_recipe_says():
         refs[1:2], updates=1, dp=1, token_budget=99, aggregation="token_mean", work=float
     )
     assert none.nll_weight(0.1) == 0.0
-    samples = tuple(
-        Sample(np.arange(n), np.zeros(n, np.float32), "", True, (SamplePart(0, n),))
-        for n in (4, 3, 2)
-    )
+    samples = tuple(response((1, 2), np.arange(n)) for n in (4, 3, 2))
     group = SampleGroup(
         Prompt("", "", (1, 2), ""), samples, np.zeros(3, np.float32), np.zeros(3, np.bool_)
     )
@@ -257,8 +254,7 @@ def test_a_share_needs_no_more_than_its_own_samples():
 
     def group(lengths: list[int]) -> SampleGroup:
         samples = tuple(
-            Sample(np.arange(n), np.full(n, -0.5, np.float32), "x" * n, True, (SamplePart(0, n),))
-            for n in lengths
+            response((1, 2), np.arange(n), np.full(n, -0.5, np.float32), "x" * n) for n in lengths
         )
         return SampleGroup(
             prompt, samples, np.ones(len(lengths), np.float32), np.ones(len(lengths), np.bool_)
@@ -267,14 +263,13 @@ def test_a_share_needs_no_more_than_its_own_samples():
     groups = {3: group([4, 5, 6]), 7: group([7, 8])}
     named = [(3, 2), (7, 0), (3, 0)]
     refs = [
-        SampleRef(at, which, 2 + len(groups[at].samples[which].response_ids_T), 4)
-        for at, which in named
+        SampleRef(at, which, 2 + groups[at].samples[which].num_trained, 4) for at, which in named
     ]
     updates = [Update(((tuple(refs[:2]),),), 1.0, 1, 1), Update(((tuple(refs[2:]),),), 1.0, 1, 1)]
     own = own_samples(updates, [3, 7], *groups.values())
     kept = [*own.values()]
     assert [*own] == [3, 7]
-    assert [[len(one.response_ids_T) for one in group.samples] for group in kept] == [
+    assert [[one.num_trained for one in group.samples] for group in kept] == [
         [4, 0, 6],
         [7, 0],
     ]

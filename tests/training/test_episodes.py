@@ -46,6 +46,7 @@ from megarl.types import (
     SampleGroup,
     TrainSequence,
 )
+from tests.samples.responses import with_row
 from tests.training.episodes import cut, episode
 
 VERSION, LONGEST, BUDGET, ROOMY = 4, 40, 72, 10_000
@@ -65,7 +66,7 @@ def groups_of(seed: int, turns: Sequence[int], per_group: int = 3) -> list[Sampl
         prompt = Prompt(
             str(number), "", tuple(rng.integers(0, 99, rng.integers(1, 6)).tolist()), "7"
         )
-        made = [episode(rng, count, pays=bool(rng.integers(2))) for count in (*own, 2)]
+        made = [episode(prompt, rng, count, pays=bool(rng.integers(2))) for count in (*own, 2)]
         made[-1] = replace(made[-1], is_baseline=True)
         rewards_G = (rng.integers(0, 3, len(made)) / 2).astype(np.float32)
         found.append(SampleGroup(prompt, tuple(made), rewards_G, rewards_G > 0.5))
@@ -79,7 +80,6 @@ def cut_up(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
     def of_group(number: int, group: SampleGroup) -> SampleGroup:
         made = [
             cut(
-                group.prompt,
                 one,
                 [*rng.integers(0, 6, 3).tolist(), *([1] if (number, at) == (0, 0) else [])],
             )
@@ -108,7 +108,7 @@ def on_tokens(refs: Sequence[SampleRef], groups: Sequence[SampleGroup], seed: in
         before, own = sum(one.num_trained for one in rows[: ref.row]), rows[ref.row]
         numbers_T = NUMBERS[seed, ref.group, ref.sample, before : before + own.num_trained]
         found[key_of(ref)] = np.full(ref.response_length, np.nan, np.float32)
-        found[key_of(ref)][slice(None) if own.trained_T is None else own.trained_T] = numbers_T
+        found[key_of(ref)][own.trained_T] = numbers_T
     return found
 
 
@@ -372,14 +372,13 @@ def test_losses_of_tokens_do_not_ask_for_one_micro_batch(name: str) -> None:
 
 def test_what_the_model_did_not_sample_is_context_alone() -> None:
     """By hand: a turn of two tokens, an observation of two, a turn of one; three tokens in all are trained on."""
-    made = episode(np.random.default_rng(1), 1, longest=1)
-    made = replace(
+    prompt = Prompt("p", "", (1, 2), "")
+    made = episode(prompt, np.random.default_rng(1), 1, longest=1)
+    made = with_row(
         made, response_ids_T=np.array([5, 6, 7, 8, 9]), engine_logp_T=np.array([-1, -2, 0, 0, -3], np.float32),
         trained_T=np.array([True, True, False, False, True]), token_rewards_T=np.array([0, 0.5, 0, 0, 0], np.float32),
     )  # fmt: skip
-    group = SampleGroup(
-        Prompt("p", "", (1, 2), ""), (made,), np.ones(1, np.float32), np.ones(1, np.bool_)
-    )
+    group = SampleGroup(prompt, (made,), np.ones(1, np.float32), np.ones(1, np.bool_))
     ref = SampleRef(0, 0, 7, 5, num_trained=3, num_stale=2, is_correct=True, reward=1.0)
     one = train_sequence(group, ref, "sequence_mean", 0.25)
     assert one.token_ids_T.tolist() == [1, 2, 5, 6, 7, 8, 9]
@@ -433,17 +432,22 @@ def test_a_turns_reward_is_earned_by_the_tokens_before_it_or_compared(
 ) -> None:
     """0.5 for the first of two turns and 1 for the whole, beside an episode (and a greedy one) without any reward."""
     rng = np.random.default_rng(1)
-    one, other = (episode(rng, 2, longest=1, pays=False) for _ in range(2))
+    prompt = Prompt("p", "", (1, 2), "")
+    one, other = (episode(prompt, rng, 2, longest=1, pays=False) for _ in range(2))
     ids_T, trained_T = np.array([5, 6, 7, 8]), np.array([True, True, False, True])
     logp_T = np.zeros(4, np.float32)
     facts = replace(one.facts, sampled_tokens=3)  # type: ignore[type-var]
-    own = {"trained_T": trained_T, "facts": facts, "parts": (replace(one.parts[0], num_tokens=4),)}
-    one = replace(
-        one, response_ids_T=ids_T, engine_logp_T=logp_T, token_rewards_T=np.array([0, 0.5, 0, 0], np.float32), **own
-    )  # fmt: skip
+    one = with_row(
+        replace(one, facts=facts),
+        response_ids_T=ids_T,
+        engine_logp_T=logp_T,
+        trained_T=trained_T,
+        parts=(replace(one.only_row.parts[0], num_tokens=4),),
+        token_rewards_T=np.array([0, 0.5, 0, 0], np.float32),
+    )
     samples = (one, other, replace(other, is_baseline=True)) if name == "remax" else (one, other)
     rewards_G = np.array([1.0, 0.0, 0.0], np.float32)[: len(samples)]
-    group = SampleGroup(Prompt("p", "", (1, 2), ""), samples, rewards_G, rewards_G > 0)
+    group = SampleGroup(prompt, samples, rewards_G, rewards_G > 0)
     short, row = summary(group), ALGORITHMS[name]
     assert short.total_rewards_G[:2].tolist() == [1.5, 0.0] and short.rewards_G[:2].tolist() == [
         1.0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.samples.summaries import summary
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.training.calls import TrainCall
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart
+from megarl.types import Prompt, SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.worlds import assign, numbers, part, ragged, recipe, run_world, weighted_loss
+from tests.samples.responses import response, with_row
 from tests.training.episodes import cut, episode
 
 pytestmark = pytest.mark.slow
@@ -112,21 +112,18 @@ def _step(
     rng = np.random.default_rng(seed)
     groups, refs = [], []
     for group in range(2):
-        samples = [
-            Sample(
-                rng.integers(0, VOCAB_SIZE, n),
-                np.full(n, -4.0, np.float32),
-                "",
-                True,
-                (SamplePart(0, n),),
-            )
-            for n in rng.integers(1, longest + 1, 4).tolist()
+        responses = [
+            rng.integers(0, VOCAB_SIZE, n) for n in rng.integers(1, longest + 1, 4).tolist()
         ]
         prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
+        samples = [
+            response(prompt.token_ids, ids_T, np.full(len(ids_T), -4.0, np.float32))
+            for ids_T in responses
+        ]
         groups.append(
             SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_))
         )
-        lengths = [len(sample.response_ids_T) for sample in samples]
+        lengths = [len(sample.only_row.response_ids_T) for sample in samples]
         refs += [
             SampleRef(group, i, 5 + length, length, advantage=(-1.0) ** i)
             for i, length in enumerate(lengths)
@@ -143,14 +140,14 @@ def _episodes(how: str, algorithm: str) -> TrainCall[Any]:
     how: "whole", each in a row of its own; "cut", the first in two rows; with "other words" in an observation.
     """
     rng, prompt = np.random.default_rng(4), Prompt("", "", (3, 1, 4, 1, 5), "")
-    one, other = (episode(rng, 3, version=0) for _ in range(2))
+    one, other = (episode(prompt, rng, 3, version=0) for _ in range(2))
     if how == "cut":
-        one = cut(prompt, one, [1])
+        one = cut(one, [1])
     if how == "other words":
-        assert one.trained_T is not None
-        changed_T = one.response_ids_T.copy()
-        changed_T[np.flatnonzero(~one.trained_T)[0]] ^= 1
-        one = replace(one, response_ids_T=changed_T)
+        row = one.only_row
+        changed_T = row.response_ids_T.copy()
+        changed_T[np.flatnonzero(~row.trained_T)[0]] ^= 1
+        one = with_row(one, response_ids_T=changed_T)
     group = SampleGroup(
         prompt, (one, other), np.array([1.0, 0.0], np.float32), np.array([True, False])
     )
@@ -335,12 +332,12 @@ def _response_logps(path: Path, temperature: float) -> np.ndarray:
     model, found = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
     for group in _step(1).groups.values():
         for sample in group.samples:
-            ids = torch.tensor([[*group.prompt.token_ids, *sample.response_ids_T.tolist()]])
+            ids = torch.tensor(
+                [[*group.prompt.token_ids, *sample.only_row.response_ids_T.tolist()]]
+            )
             with torch.no_grad():
                 logp_TV = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-            found.append(
-                logp_TV.gather(-1, ids[0, 1:, None])[-len(sample.response_ids_T) :, 0].numpy()
-            )
+            found.append(logp_TV.gather(-1, ids[0, 1:, None])[-sample.num_trained :, 0].numpy())
     return np.concatenate(found)
 
 

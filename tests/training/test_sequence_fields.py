@@ -13,7 +13,8 @@ from megarl.controller.samples import samples_of
 from megarl.training.batching import SampleRef, key_of
 from megarl.training.credit import with_token_advantages
 from megarl.training.train_sequences import train_sequence
-from megarl.types import Prompt, Sample, SampleGroup, SamplePart, TrainSequence
+from megarl.types import Prompt, SampleGroup, TrainSequence
+from tests.samples.responses import response
 from tests.tracking.test_metrics import group as summary_of
 
 REWARDS, GREEDY_REWARD, CORRECT, LENGTHS = [1.0, 0.0, 0.5], 0.25, [True, False, False], [1, 2, 3]
@@ -40,8 +41,7 @@ def step_of(name: str) -> Step:
     summary = replace(summary, correct_G=correct_G, baseline=len(REWARDS) if greedy else None)
     refs = samples_of([summary], name, version=4)
     samples = tuple(
-        Sample(np.arange(n), np.full(n, -n, np.float32), "", True, (SamplePart(3, n),))
-        for n in LENGTHS
+        response(PROMPT, np.arange(n), np.full(n, -n, np.float32), version=3) for n in LENGTHS
     )
     # The rewards of the object store are those from before reward model and overlong penalty: they are not read.
     unread = np.full(len(LENGTHS), np.nan, np.float32)

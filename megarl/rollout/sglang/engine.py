@@ -20,14 +20,12 @@ from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.host import EngineError, Host
-from megarl.types import Sample, SamplePart, with_part
+from megarl.types import Row, Sample, SamplePart, with_part
 from megarl.types.sampling import Sampling, sample_seed
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
 # SGLang's tags of the memory that training uses in between; CUDA graphs stay
 _RELEASED = ("kv_cache", "weights")
-_NOTHING = np.zeros(0, np.int64), np.zeros(0, np.float32)
-_UNBEGUN = Sample(*_NOTHING, "", finished=False, parts=(), prefills=0, is_open=True)
 
 
 class Engine:
@@ -81,16 +79,14 @@ class Engine:
         """
         if self._stale is not None:
             raise EngineError(self._stale)
-        samples = list(begun) or [_UNBEGUN] * sampling.num_samples
+        samples = list(begun) or [_unbegun(prompt_ids)] * sampling.num_samples
         places = [place for place, sample in enumerate(samples) if sample.is_open]
         outputs = await self._host.run(
             self._sglang_generate(list(prompt_ids), sampling, samples, places)
         )
         for place, output in zip(places, outputs, strict=True):
-            rows = _rows_before(samples[place], len(prompt_ids))
-            samples[place] = self._continued(
-                samples[place], output, len(prompt_ids), sampling, rows
-            )
+            sample = samples[place]
+            samples[place] = self._continued(sample, output, sampling, _rows_before(sample))
         return samples
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
@@ -115,14 +111,15 @@ class Engine:
         if self._stale is not None:
             raise EngineError(self._stale)
         limits = replace(sampling, num_samples=1, phase_tokens=None)
+        context_ids = list(context_ids)  # the conversation may grow meanwhile
         ask = self._ask(
-            [list(context_ids)],
+            [context_ids],
             [self._parameters(limits, place, 0)],
             rows,
             [f"{conversation}/{number}"],
         )
         (output,) = await self._host.run(ask)
-        sample = self._continued(_UNBEGUN, output, len(context_ids), limits, rows)
+        sample = self._continued(_unbegun(context_ids), output, limits, rows)
         return replace(sample, cached_tokens=output["meta_info"]["cached_tokens"])
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
@@ -201,14 +198,12 @@ class Engine:
 
         A random number depends on the seed and the token's position alone, so that it is that of a whole response.
         """
-        responses = {place: samples[place].response_ids_T.tolist() for place in places}
+        responses = {place: samples[place].only_row.response_ids_T.tolist() for place in places}
         input_ids = [prompt_ids + response_ids for response_ids in responses.values()]
         parameters = [
             self._parameters(sampling, place, len(given)) for place, given in responses.items()
         ]
-        return await self._ask(
-            input_ids, parameters, _rows_before(samples[places[0]], len(prompt_ids))
-        )
+        return await self._ask(input_ids, parameters, _rows_before(samples[places[0]]))
 
     def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
@@ -292,41 +287,45 @@ class Engine:
         self,
         sample: Sample,
         output: Mapping[str, Any],
-        prompt_length: int,
         sampling: Sampling,
         rows: int,
     ) -> Sample:
         """The sample with the tokens of SGLang's output after its own; rows: as of `_ask`."""
         meta = output["meta_info"]
-        length = len(sample.response_ids_T)
         reason = meta["finish_reason"]
         if reason["type"] == "abort":
             raise EngineError(f"SGLang aborted a request: {reason.get('message')}")
+        before = sample.only_row
         new_ids_T = np.asarray(output["output_ids"], dtype=np.int64)
         new_logp_T = np.asarray(
             [logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32
         )
         # a reshard waits for running requests: one version made all tokens
         (span,) = meta["weight_versions"]
-        response_ids_T = np.concatenate([sample.response_ids_T, new_ids_T])
-        num_rows = prompt_length + len(response_ids_T) - 1 - rows
-        is_at_limit = reason["type"] == "length" and len(new_ids_T) == sampling.new_tokens(length)
-        is_open = is_at_limit and len(response_ids_T) < sampling.max_tokens
+        row = Row.response(
+            before.prompt_ids,
+            np.concatenate([before.response_ids_T, new_ids_T]),
+            np.concatenate([before.engine_logp_T, new_logp_T]),
+            with_part(before.parts, SamplePart(int(span["version"]), len(new_ids_T))),
+        )
+        if self._routed_experts:
+            experts = self._experts(meta, before, row.num_tokens - 1 - rows)
+            row = replace(row, routed_experts=experts)
+        most_new = sampling.new_tokens(len(before.response_ids_T))
+        is_at_limit = reason["type"] == "length" and len(new_ids_T) == most_new
+        is_open = is_at_limit and len(row.response_ids_T) < sampling.max_tokens
         return replace(
             sample,
-            response_ids_T=response_ids_T,
-            engine_logp_T=np.concatenate([sample.engine_logp_T, new_logp_T]),
-            text="" if is_open else self.text(response_ids_T.tolist()),
+            rows=(row,),
+            text="" if is_open else self.text(row.response_ids_T.tolist()),
             finished=reason["type"] == "stop",
-            parts=with_part(sample.parts, SamplePart(int(span["version"]), len(new_ids_T))),
-            routed_experts=self._experts(meta, sample, num_rows) if self._routed_experts else None,
             verifications=sample.verifications + meta.get("spec_verify_ct", 0),
             prefills=sample.prefills + 1,
             is_open=is_open,
         )
 
-    def _experts(self, meta: Mapping[str, Any], sample: Sample, num_rows: int) -> np.ndarray:
-        """The sample's routed experts, then those of `num_rows` further tokens, from SGLang's base64 int32."""
+    def _experts(self, meta: Mapping[str, Any], row: Row, num_rows: int) -> np.ndarray:
+        """The row's routed experts, then those of `num_rows` further tokens, from SGLang's base64 int32."""
         config = self._manager.model_config.hf_text_config
         shape = num_rows, config.num_hidden_layers, config.num_experts_per_tok
         experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(
@@ -338,9 +337,9 @@ class Engine:
         else:
             smallest = np.int16
         new = experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
-        if sample.routed_experts is None:
+        if row.routed_experts is None:
             return new
-        return np.concatenate([sample.routed_experts, new])
+        return np.concatenate([row.routed_experts, new])
 
 
 class Schedulers:
@@ -377,8 +376,15 @@ def _named_tensors(message: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _rows_before(sample: Sample, prompt_length: int) -> int:
+def _unbegun(prompt_ids: Sequence[int]) -> Sample:
+    """A sample of which nothing was sampled yet."""
+    row = Row.response(prompt_ids, np.zeros(0, np.int64), np.zeros(0, np.float32), ())
+    return Sample((row,), "", finished=False, is_open=True, prefills=0)
+
+
+def _rows_before(sample: Sample) -> int:
     """The tokens whose experts the sample has: all but its last, which no engine has computed."""
-    if sample.parts:
-        return prompt_length + len(sample.response_ids_T) - 1
+    row = sample.only_row
+    if row.parts:
+        return row.num_tokens - 1
     return 0

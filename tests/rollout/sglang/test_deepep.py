@@ -37,8 +37,8 @@ def test_logprobs_are_those_of_transformers(
     samples = asyncio.run(engine.generate(prompt, Sampling(8, 8)))
     diffs = [
         np.abs(
-            sample.engine_logp_T
-            - reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()
+            sample.only_row.engine_logp_T
+            - reference.logprobs(prompt, sample.only_row.response_ids_T.tolist()).numpy()
         )
         for sample in samples
     ]

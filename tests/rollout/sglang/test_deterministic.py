@@ -120,7 +120,10 @@ def test_products_of_nothing_and_with_an_addend() -> None:
 
 
 def bits(samples: Sequence[Sample]) -> list[tuple[bytes, bytes]]:
-    return [(sample.response_ids_T.tobytes(), sample.engine_logp_T.tobytes()) for sample in samples]
+    return [
+        (sample.only_row.response_ids_T.tobytes(), sample.only_row.engine_logp_T.tobytes())
+        for sample in samples
+    ]
 
 
 def sampling(kind: tuple[float, float], prompt: int) -> Sampling:
@@ -246,10 +249,16 @@ def check_continued(groups: Sequence[Sequence[Sample]], whole: Sequence[Sequence
     """Samples of several parts are those of one, in their tokens to the last."""
     lengths = set()
     for one, other in zip(chain(*groups), chain(*whole), strict=True):
-        assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
-        assert (one.text, one.finished, one.parts) == (other.text, other.finished, other.parts)
-        np.testing.assert_allclose(one.engine_logp_T, other.engine_logp_T, atol=TOLERANCE)
-        lengths.add(len(one.response_ids_T))
+        assert one.only_row.response_ids_T.tolist() == other.only_row.response_ids_T.tolist()
+        assert (one.text, one.finished, one.only_row.parts) == (
+            other.text,
+            other.finished,
+            other.only_row.parts,
+        )
+        np.testing.assert_allclose(
+            one.only_row.engine_logp_T, other.only_row.engine_logp_T, atol=TOLERANCE
+        )
+        lengths.add(len(one.only_row.response_ids_T))
     assert max(lengths) == 24 and len(lengths) > 3, "some end by themselves, in several phases"
 
 
@@ -299,27 +308,29 @@ def check_versions(folder: Path, engine: Engine) -> None:
             for prompt, sample in samples:
                 changed.append(check_part(reference, prompt, sample, version))
             reference.scale(scale)
-    assert max(len(sample.parts) for _, sample in samples) == 4
+    assert max(len(sample.only_row.parts) for _, sample in samples) == 4
     assert sum(changed) > 20, "the versions choose other experts"
 
 
 def check_part(reference: Reference, prompt: list[int], sample: Sample, version: int) -> int:
     """The part of this version is the reference's; in how many of the other rows it chooses other experts."""
-    ends = np.cumsum([part.num_tokens for part in sample.parts])
-    places = [place for place, part in enumerate(sample.parts) if part.version == version]
+    ends = np.cumsum([part.num_tokens for part in sample.only_row.parts])
+    places = [place for place, part in enumerate(sample.only_row.parts) if part.version == version]
     if not places:
         return 0
-    (place,), ids = places, sample.response_ids_T.tolist()
-    start, end = int(ends[place]) - sample.parts[place].num_tokens, int(ends[place])
+    (place,), ids = places, sample.only_row.response_ids_T.tolist()
+    start, end = int(ends[place]) - sample.only_row.parts[place].num_tokens, int(ends[place])
     logp_T = reference.logprobs(prompt, ids).numpy()
-    np.testing.assert_allclose(sample.engine_logp_T[start:end], logp_T[start:end], atol=TOLERANCE)
+    np.testing.assert_allclose(
+        sample.only_row.engine_logp_T[start:end], logp_T[start:end], atol=TOLERANCE
+    )
     assert (
-        sample.routed_experts is not None
-        and len(sample.routed_experts) == len(prompt) + len(ids) - 1
+        sample.only_row.routed_experts is not None
+        and len(sample.only_row.routed_experts) == len(prompt) + len(ids) - 1
     )
     rows = range(len(prompt) + start - 1 if start else 0, len(prompt) + end - 1)
     own, expected = (
-        np.sort(sample.routed_experts, -1),
+        np.sort(sample.only_row.routed_experts, -1),
         np.sort(experts_of(reference, [*prompt, *ids]), -1),
     )
     assert own[rows].tolist() == expected[rows].tolist()
@@ -348,8 +359,8 @@ def check_experts(folder: Path, groups: Sequence[Sequence[Sample]]) -> None:
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for sample in group:
                 expected = np.sort(
-                    experts_of(reference, [*prompt, *sample.response_ids_T.tolist()]), -1
+                    experts_of(reference, [*prompt, *sample.only_row.response_ids_T.tolist()]), -1
                 )
-                assert sample.routed_experts is not None
-                assert sample.routed_experts.dtype == np.uint8
-                assert np.sort(sample.routed_experts, -1).tolist() == expected.tolist()
+                assert sample.only_row.routed_experts is not None
+                assert sample.only_row.routed_experts.dtype == np.uint8
+                assert np.sort(sample.only_row.routed_experts, -1).tolist() == expected.tolist()

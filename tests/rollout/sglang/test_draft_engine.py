@@ -67,10 +67,10 @@ def test_samples_and_logprobs_are_those_of_transformers(
     samples = asyncio.run(engine.generate(PROMPT, Sampling(64, 32, temperature)))
     diffs, surprises = [], []
     for sample in samples:
-        response = sample.response_ids_T.tolist()
+        response = sample.only_row.response_ids_T.tolist()
         logits = reference.logits([*PROMPT, *response])[len(PROMPT) - 1 : -1] / temperature
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-        diffs.append(np.abs(sample.engine_logp_T - wanted.numpy()))
+        diffs.append(np.abs(sample.only_row.engine_logp_T - wanted.numpy()))
         surprises.append(surprise(logits, torch.tensor(response)))
     assert np.concatenate(diffs).mean() < BFLOAT16
     assert abs(deviation(surprises)) < MOST_DEVIATIONS
@@ -79,7 +79,7 @@ def test_samples_and_logprobs_are_those_of_transformers(
 
 def check_counts(samples: list[Sample], draft: int) -> None:
     """Each step of the model gives a token of its own, and at most the drafts before it."""
-    lengths = np.array([len(sample.response_ids_T) for sample in samples])
+    lengths = np.array([len(sample.only_row.response_ids_T) for sample in samples])
     verifications = np.array([sample.verifications for sample in samples])
     assert (lengths - 1 <= (1 + draft) * verifications).all()
     assert 1 <= (lengths - 1).sum() / verifications.sum() <= 1 + draft

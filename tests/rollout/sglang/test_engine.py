@@ -34,7 +34,7 @@ async def sample_all(engine: Engine, sampling: Sampling) -> list[list[Sample]]:
 
 
 def versions(sample: Sample) -> tuple[int, ...]:
-    return tuple(part.version for part in sample.parts)
+    return tuple(part.version for part in sample.only_row.parts)
 
 
 def worst_diff(
@@ -45,10 +45,12 @@ def worst_diff(
 ) -> float:
     """The largest |engine - transformers| over all sampled tokens."""
     return max(
-        float(np.abs(sample.engine_logp_T - logps.numpy()).max())
+        float(np.abs(sample.only_row.engine_logp_T - logps.numpy()).max())
         for prompt, group in zip(prompts, groups, strict=True)
         for sample in group
-        for logps in [reference.logprobs(prompt, sample.response_ids_T.tolist(), temperature)]
+        for logps in [
+            reference.logprobs(prompt, sample.only_row.response_ids_T.tolist(), temperature)
+        ]
     )
 
 
@@ -71,7 +73,7 @@ def test_logprobs_are_those_of_the_model(
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
     assert worst_diff(groups, reference, sampling.temperature) < TOLERANCE
     assert worst_diff(greedy, reference) < TOLERANCE
-    assert len({sample.response_ids_T.tobytes() for sample in groups[0]}) > 1, (
+    assert len({sample.only_row.response_ids_T.tobytes() for sample in groups[0]}) > 1, (
         "samples of a group must differ"
     )
 
@@ -80,7 +82,7 @@ def test_greedy_takes_the_likeliest_token(engine: Engine, reference: Any) -> Non
     for prompt, (sample,) in zip(
         PROMPTS, asyncio.run(sample_all(engine, Sampling(1, 6, 0.0))), strict=True
     ):
-        response = sample.response_ids_T.tolist()
+        response = sample.only_row.response_ids_T.tolist()
         likeliest = reference.logits([*prompt, *response])[len(prompt) - 1 : -1].argmax(-1)
         assert response == likeliest.tolist()
 
@@ -91,12 +93,12 @@ def test_a_response_ends_with_the_end_of_sequence_or_at_the_limit(
     (group,) = asyncio.run(gather_one(engine, PROMPTS[0], Sampling(128, 24)))
     assert {sample.finished for sample in group} == {True, False}
     for sample in group:
-        response = sample.response_ids_T.tolist()
+        response = sample.only_row.response_ids_T.tolist()
         assert sample.finished == (response[-1] == tokenizer.eos_token_id)
         assert sample.finished or len(response) == 24
         assert tokenizer.eos_token_id not in response[:-1]
         assert sample.text == tokenizer.decode(response, skip_special_tokens=True)
-        assert len(sample.engine_logp_T) == len(response)
+        assert len(sample.only_row.engine_logp_T) == len(response)
 
 
 def test_a_response_ends_with_the_token_that_completes_a_stop_text(
@@ -105,16 +107,16 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
     """A token is a character here, or a special token; the stop texts have two characters each, or a special token."""
     stop = *(f"a{character}" for character in "abcdefghijklm"), "<user>"
     (group,) = asyncio.run(gather_one(engine, PROMPTS[0], Sampling(256, 24, stop=stop)))
-    texts = [tokenizer.decode(sample.response_ids_T.tolist()) for sample in group]
+    texts = [tokenizer.decode(sample.only_row.response_ids_T.tolist()) for sample in group]
     endings = {next((one for one in stop if text.endswith(one)), "") for text in texts}
     assert {"<user>", ""} < endings
     for sample, text in zip(group, texts, strict=True):
-        response = sample.response_ids_T.tolist()
+        response = sample.only_row.response_ids_T.tolist()
         # as <pad> has "ad"
         has_end = response[-1] == tokenizer.eos_token_id or any(one in text for one in stop)
         assert sample.finished == has_end and (has_end or len(response) == 24)
         assert not any(one in tokenizer.decode(response[:-1]) for one in stop)
-        assert len(sample.engine_logp_T) == len(response)
+        assert len(sample.only_row.engine_logp_T) == len(response)
     assert worst_diff([group], reference, prompts=PROMPTS[:1]) < TOLERANCE
 
 
@@ -200,7 +202,7 @@ def test_memory_that_training_had_in_between(
     asyncio.run(onload_for(["weights", "kv_cache"]))
     after = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
     for (one,), (other,) in zip(before, after, strict=True):
-        assert one.response_ids_T.tolist() == other.response_ids_T.tolist()
+        assert one.only_row.response_ids_T.tolist() == other.only_row.response_ids_T.tolist()
 
 
 def test_a_release_of_memory_waits_for_running_requests(
@@ -218,7 +220,7 @@ def test_a_release_of_memory_waits_for_running_requests(
         return await pending
 
     (sample,) = asyncio.run(both())
-    assert sample.prefills == 1 and len(sample.response_ids_T)
+    assert sample.prefills == 1 and len(sample.only_row.response_ids_T)
     assert len(asyncio.run(engine.generate(PROMPTS[0], Sampling(1, 4)))) == 1, "the schedulers live"
 
 
@@ -229,10 +231,10 @@ def test_a_full_prompt_and_a_full_response_fit_into_the_context(
     engine = build_engine(1, 1, context_tokens=40, model_context=512)
     assert engine._manager.context_len < 50
     (sample,) = asyncio.run(engine.generate([9] * 39, Sampling(1, 1)))
-    assert len(sample.response_ids_T) == 1
+    assert len(sample.only_row.response_ids_T) == 1
     assert (
         max(
-            len(sample.response_ids_T)
+            len(sample.only_row.response_ids_T)
             for sample in asyncio.run(engine.generate([9] * 8, Sampling(64, 32)))
         )
         == 32

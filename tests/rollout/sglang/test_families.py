@@ -69,8 +69,8 @@ class Served:
 
         diffs = [
             np.abs(
-                sample.engine_logp_T
-                - self.reference.logprobs(prompt, sample.response_ids_T.tolist()).numpy()
+                sample.only_row.engine_logp_T
+                - self.reference.logprobs(prompt, sample.only_row.response_ids_T.tolist()).numpy()
             ).max()
             for prompt, group in zip(PROMPTS, asyncio.run(sample_all()), strict=True)
             for sample in group

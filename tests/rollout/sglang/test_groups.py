@@ -42,7 +42,7 @@ async def sampled(
     *groups, finished = await asyncio.gather(
         *(engine.generate(*one) for one in asked), reports(engine, samples)
     )
-    return [[len(sample.response_ids_T) for sample in group] for group in groups], finished  # type: ignore[union-attr]
+    return [[sample.num_trained for sample in group] for group in groups], finished  # type: ignore[union-attr]
 
 
 def test_it_states_its_room(engine: Engine) -> None:
@@ -120,7 +120,7 @@ def test_seeded_samples_are_the_same_in_whatever_group(
 
     def bits(groups: list[list[Sample]]) -> list[tuple[bytes, bytes]]:
         return [
-            (one.response_ids_T.tobytes(), one.engine_logp_T.tobytes())
+            (one.only_row.response_ids_T.tobytes(), one.only_row.engine_logp_T.tobytes())
             for group in groups
             for one in group
         ]

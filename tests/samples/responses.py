@@ -1,0 +1,48 @@
+"""Samples of one row, as an engine's responses are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megarl.types import Row, RowSummary, Sample, SamplePart
+
+
+def response(
+    prompt_ids: Sequence[int],
+    response_ids_T: np.ndarray,
+    engine_logp_T: np.ndarray | None = None,
+    text: str = "",
+    *,
+    finished: bool = True,
+    version: int = 0,
+    parts: tuple[SamplePart, ...] | None = None,
+    routed_experts: np.ndarray | None = None,
+    **of_sample: Any,
+) -> Sample:
+    """A sample of which the model sampled every token; by default with logprobs of 0 and of one version."""
+    if engine_logp_T is None:
+        engine_logp_T = np.zeros(len(response_ids_T), np.float32)
+    if parts is None:
+        parts = (SamplePart(version, len(response_ids_T)),) if len(response_ids_T) else ()
+    row = Row.response(prompt_ids, response_ids_T, engine_logp_T, parts, routed_experts)
+    return Sample((row,), text, finished, **of_sample)
+
+
+def with_row(sample: Sample, **changes: Any) -> Sample:
+    """The sample with a row that is changed so."""
+    return replace(sample, rows=(replace(sample.only_row, **changes),))
+
+
+def response_rows(
+    prompt_tokens: int, parts_G: Sequence[tuple[SamplePart, ...]]
+) -> tuple[tuple[RowSummary, ...], ...]:
+    """What a `GroupSummary` has of responses with these parts."""
+    lengths = [sum(part.num_tokens for part in parts) for parts in parts_G]
+    return tuple(
+        (RowSummary(prompt_tokens + length, length, length, parts),)
+        for length, parts in zip(lengths, parts_G, strict=True)
+    )
