@@ -20,7 +20,7 @@ from megarl.episodes.rows import EpisodeResult
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.samples import accounting
-from megarl.types import EpisodeProgress, Prompt, Sample
+from megarl.types import EpisodeProgress, Prompt, Sample, merged_parts
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
@@ -230,7 +230,8 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     assert len(parts.phases) == -(-sampled // tokens) or sampled % tokens == 0, (
         "each phase gives as many as it may"
     )
-    versions = [part.version for part in accounting.trained_parts(parts.last.only_row)]
+    trained = merged_parts([row.parts for row in accounting.row_summaries(parts.last)])
+    versions = [part.version for part in trained]
     assert versions == list(range(-(-sampled // tokens)))
     assert all(one.reward_result is None for one in parts.phases[:-1])
     grown = sum(response for _, response in parts.model.completed)
