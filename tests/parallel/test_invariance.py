@@ -24,7 +24,7 @@ from megarl.types import FloatArray, Hyperparameters, Prompt, SampleGroup
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import check_learning, recorded
 from tests.parallel.worlds import numbers, recipe, run_world
-from tests.samples.responses import response
+from tests.samples.responses import response, with_row
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +107,7 @@ def update_of(
             old_T, engine_T = seen_by_engine(ref, logp_T, case)
             old_logp.append(old_T)
             (sample,) = groups[ref.group].samples
-            sample = replace(sample, engine_logp_T=engine_T[-ref.response_length :])
+            sample = with_row(sample, engine_logp_T=engine_T[-ref.response_length :])
             own[ref.group] = replace(groups[ref.group], samples=(sample,))
     given = Logprobs([old_logp], [None], [None], None)
     call = TrainCall("gspo", [replace(plan, micro_batches=(mine,))], own, LR, given)
