@@ -48,6 +48,19 @@ class Hardware(Branch):
         default_factory=lambda: dict(DEEPEP_TOKEN_S), min_length=1
     )
 
+    @property
+    def hbm_reached_per_s(self) -> float:
+        """Bytes/s of its memory that are reached."""
+        return self.hbm_bytes_per_s * self.hbm_share
+
+    @property
+    def nvlink_reached_per_s(self) -> float:
+        return self.nvlink_bytes_per_s * self.nvlink_share
+
+    @property
+    def nic_reached_per_s(self) -> float:
+        return self.nic_bytes_per_s * self.nic_share
+
     def is_card(self, device_name: str) -> bool:
         """Whether a driver's name of a GPU is this model, compared by whole words: H20 is not H200."""
         own = _words(self.name)

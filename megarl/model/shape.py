@@ -56,6 +56,11 @@ class ModelShape:
             return "latent"
         return self.attention
 
+    @property
+    def num_sparse_layers(self) -> int:
+        """Decoder layers with experts."""
+        return self.num_layers - self.num_dense_layers
+
     def is_dense(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP layers count on from num_layers) has an MLP and no experts."""
         return layer < self.num_dense_layers

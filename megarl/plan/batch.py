@@ -56,6 +56,11 @@ class Samples:
         return self.prompt_tokens + self.responses[: self.num_trained]
 
     @property
+    def mean_tokens(self) -> int:
+        """Of prompt and response together, rounded up."""
+        return math.ceil(self.lengths.mean())
+
+    @property
     def running_tokens(self) -> int:
         """Of a sequence that runs, in the mean over time: long ones run longest, half of what they become."""
         responses = self.responses.astype(np.float64)
@@ -104,7 +109,7 @@ def step_samples(recipe: Recipe, mean_share: float = MEAN_RESPONSE_SHARE) -> Sam
 
 
 def samples_bytes(
-    recipe: Recipe, shape: ModelShape, layout: TrainLayout, engine: EngineLayout, mean_tokens: float
+    recipe: Recipe, shape: ModelShape, layout: TrainLayout, engine: EngineLayout, samples: Samples
 ) -> list[int]:
     """Bytes of each node's host: its engines' samples, and those that training ranks there fetch (rank_groups).
 
@@ -113,14 +118,13 @@ def samples_bytes(
     groups too, to take the samples out of them.
     """
     size = recipe.placement.gpus_per_node
-    counts = step_samples(recipe)
     of_expert = 1 if shape.num_experts <= 256 else 2
-    chosen = (shape.num_layers - shape.num_dense_layers) * shape.experts_per_token * of_expert
-    of_sample = mean_tokens * (8 + 4 + 1 + chosen * (recipe.train.replay != "off"))
+    chosen = shape.num_sparse_layers * shape.experts_per_token * of_expert
+    of_sample = samples.mean_tokens * (8 + 4 + 1 + chosen * (recipe.train.replay != "off"))
     found = [0.0] * -(-recipe.placement.gpus // size)
     for index in range(engine.count):
         found[(engine.first + index * engine.tp) // size] += (
-            counts.num_drawn * of_sample / engine.count
+            samples.num_drawn * of_sample / engine.count
         )
     ranks = {
         (rank // size, at.dp, at.pp == 0)
@@ -128,7 +132,7 @@ def samples_bytes(
         for at in [layout.coords(rank)]
     }
     for node, _, is_first in ranks:
-        found[node] += (1 + is_first) * counts.num_trained * of_sample / layout.dp
+        found[node] += (1 + is_first) * samples.num_trained * of_sample / layout.dp
     return [math.ceil(num_bytes) for num_bytes in found]
 
 

@@ -36,10 +36,7 @@ class DecodeStep:
 
     @property
     def total(self) -> float:
-        of_model = (
-            self.attention + self.experts + self.other_weights + self.exchanges + self.kernels
-        )
-        return of_model + self.drafts
+        return sum(vars(self).values())
 
 
 def all_to_all_s(hardware: Hardware, ep: int, tokens: float) -> float:
@@ -70,9 +67,9 @@ class EngineSpeed:
             item = 1
         else:
             item = item_bytes(self.dtype)
-        return (
-            self._sparse_layers * self.shape.num_experts * self._expert_size * item / self.layout.tp
-        )
+        shape = self.shape
+        experts = shape.num_sparse_layers * shape.num_experts
+        return experts * self._expert_size * item / self.layout.tp
 
     @property
     def other_bytes(self) -> float:
@@ -81,7 +78,7 @@ class EngineSpeed:
         Not the embedding's table, and of latent attention not kv_b_proj, in whose place are w_kc and w_vc.
         """
         shape = self.shape
-        mla = self.shape.mla
+        mla = shape.mla
         layout = self.layout
         unread = shape.vocab_size * shape.hidden_size * item_bytes(self.dtype) * (not shape.tied)
         if mla:
@@ -157,7 +154,9 @@ class EngineSpeed:
         """
         shape = self.shape
         layout = self.layout
-        experts = 2.0 * length * self._sparse_layers * shape.experts_per_token * self._expert_size
+        experts = (
+            2.0 * length * shape.num_sparse_layers * shape.experts_per_token * self._expert_size
+        )
         of_group = (forward_flops(shape, length) - experts) / (
             layout.attention_tp * self._flops_per_s
         )
@@ -173,16 +172,6 @@ class EngineSpeed:
         return peak * card.prefill_share
 
     @property
-    def _read_per_s(self) -> float:
-        return self.hardware.hbm_bytes_per_s * self.hardware.hbm_share
-
-    @property
-    def _sparse_layers(self) -> int:
-        if self.shape.num_experts:
-            return self.shape.num_layers - self.shape.num_dense_layers
-        return 0
-
-    @property
     def _expert_size(self) -> int:
         """Parameters of one expert."""
         return 3 * self.shape.hidden_size * self.shape.moe_ffn_size
@@ -190,7 +179,7 @@ class EngineSpeed:
     def _attention_s(self, rows: float, context: float, tokens: int) -> float:
         """Of a group's sequences, whose heads its ranks split; latent attention multiplies with the compressed keys."""
         shape = self.shape
-        mla = self.shape.mla
+        mla = shape.mla
         if mla:
             width = 2 * mla.kv_lora_rank + mla.rope_dim
         else:
@@ -206,7 +195,7 @@ class EngineSpeed:
             / self.layout.attention_tp
         )
         in_products = flops / (self.hardware.bf16_flops * ATTENTION_SHARE)
-        return max(self.kv_bytes * rows * context / self._read_per_s, in_products)
+        return max(self.kv_bytes * rows * context / self.hardware.hbm_reached_per_s, in_products)
 
     def _experts_s(self, running: int) -> float:
         """Each token chooses its experts evenly and by itself: the share that is read is 1 - (1 - k / E) ^ tokens."""
@@ -216,37 +205,37 @@ class EngineSpeed:
         read = self.expert_bytes * (
             1 - (1 - shape.experts_per_token / shape.num_experts) ** running
         )
-        chosen = 2 * running * shape.experts_per_token * self._expert_size * self._sparse_layers
-        return max(read / self._read_per_s, chosen / (self.layout.tp * self._flops_per_s))
+        chosen = 2 * running * shape.experts_per_token * self._expert_size * shape.num_sparse_layers
+        return max(
+            read / self.hardware.hbm_reached_per_s, chosen / (self.layout.tp * self._flops_per_s)
+        )
 
     def _other_weights_s(self, running: int) -> float:
         """Of projections, dense layers, shared experts and output layer."""
         shape = self.shape
         layout = self.layout
-        shared = 2 * self._sparse_layers * shape.num_shared_experts * self._expert_size
-        if shape.num_experts:
-            chosen = 2 * self._sparse_layers * shape.experts_per_token * self._expert_size
-        else:
-            chosen = 0
+        shared = 2 * shape.num_sparse_layers * shape.num_shared_experts * self._expert_size
+        chosen = 2 * shape.num_sparse_layers * shape.experts_per_token * self._expert_size
         flops = running * (forward_flops(shape, 1) - chosen) / layout.tp
         # each rank computes them for all gathered tokens
         if layout.whole_shared and not layout.deepep:
             flops += running * shared * (1 - 1 / layout.tp)
-        return max(self.other_bytes / self._read_per_s, flops / self._flops_per_s)
+        return max(self.other_bytes / self.hardware.hbm_reached_per_s, flops / self._flops_per_s)
 
     def _exchanges_s(self, running: int) -> float:
         """Attention's sums in each group, and what brings tokens to dense layers and experts, and back."""
         shape = self.shape
         layout = self.layout
-        dense = shape.num_layers - self._sparse_layers
         seconds = shape.num_layers * self._ring_s(running / layout.dp, layout.attention_tp)
         if not layout.whole_dense:
-            seconds += dense * self._ring_s(running, layout.tp)
+            seconds += shape.num_dense_layers * self._ring_s(running, layout.tp)
         if layout.deepep:
             # as in the table
             tokens = running / layout.tp * shape.hidden_size / 7168 * shape.experts_per_token / 8
-            return seconds + self._sparse_layers * all_to_all_s(self.hardware, layout.ep, tokens)
-        return seconds + self._sparse_layers * self._ring_s(running, layout.tp)
+            return seconds + shape.num_sparse_layers * all_to_all_s(
+                self.hardware, layout.ep, tokens
+            )
+        return seconds + shape.num_sparse_layers * self._ring_s(running, layout.tp)
 
     def _ring_s(self, tokens: float, ranks: int) -> float:
         """Of a sum over ranks, or of gathering tokens and adding up what became of them, as many bytes.
@@ -258,13 +247,9 @@ class EngineSpeed:
             return 0.0
         message = tokens * self.shape.hidden_size * _ACTIVATION_BYTES
         inside = min(ranks, self.gpus_per_node)
-        seconds = (
-            2 * (inside - 1) / inside * message / (card.nvlink_bytes_per_s * card.nvlink_share)
-        )
+        seconds = 2 * (inside - 1) / inside * message / card.nvlink_reached_per_s
         if ranks == inside:
             return card.nvlink_latency_s + seconds
         nodes = ranks // inside
-        seconds += (
-            2 * (nodes - 1) / nodes * message / inside / (card.nic_bytes_per_s * card.nic_share)
-        )
+        seconds += 2 * (nodes - 1) / nodes * message / inside / card.nic_reached_per_s
         return card.nic_latency_s + seconds

@@ -101,12 +101,8 @@ class Estimator:
         shares: dict[RoleName, RankWork] = {
             name: self._share(role) for name, role in roles.models.items()
         }
-        mean_tokens = math.ceil(self.samples.lengths.mean())
         micro_batches = math.ceil(shares["policy"].micro_batches)
-        running = self.samples.running_tokens
-        memory = plan_memory(
-            roles.recipe, self.hardware, sizes, mean_tokens, running, micro_batches
-        )
+        memory = plan_memory(roles.recipe, self.hardware, sizes, self.samples, micro_batches)
         return Estimate(overlay, roles, sizes, shares, memory, self)
 
     def rough_train_s(self, overlay: Overlay) -> float | None:

@@ -130,14 +130,13 @@ def _part_stages(shape: ModelShape) -> list[int]:
 
 def _kinds(shape: ModelShape) -> list[int]:
     """The numbers of dense layers and of layers with experts, without a kind that the model does not have."""
-    return list(filter(None, (shape.num_dense_layers, shape.num_layers - shape.num_dense_layers)))
+    return list(filter(None, (shape.num_dense_layers, shape.num_sparse_layers)))
 
 
 def _parts_of(size: ModelSize) -> LayerSizes:
     shape = size.shape
     stages = [chunks[0] for chunks in size.stages]
     dense = shape.num_dense_layers
-    sparse = shape.num_layers - shape.num_dense_layers
     # then the last norm is where the last layer is (transformer_block.py): move it behind
     if shape.num_mtp_layers:
         norm = ChunkSize(shape.hidden_size, 0, 0, 0, 0)
@@ -146,7 +145,7 @@ def _parts_of(size: ModelSize) -> LayerSizes:
     return LayerSizes(
         embedding=stages[0],
         dense_layer=stages[1] if dense else _NOTHING,
-        sparse_layer=stages[first_sparse] if sparse else _NOTHING,
+        sparse_layer=stages[first_sparse] if shape.num_sparse_layers else _NOTHING,
         last=stages[-1],
     )
 

@@ -71,7 +71,7 @@ class RankLayers:
         """Seconds of a forward pass over so many tokens of a data-parallel rank; TP cuts dense and shared MLPs, too."""
         layout = self.layout
         layers = self.shape.num_layers / layout.pp
-        sparse = self._sparse_layers / layout.pp
+        sparse = self.shape.num_sparse_layers / layout.pp
         row = tokens / layout.cp
         mlps = layers - sparse + sparse * (self.shape.num_shared_experts > 0)
         return ExchangeTime(
@@ -90,26 +90,20 @@ class RankLayers:
         """
         moved = (forwards + backwards) * weights_bytes + 2 * backwards * grads_bytes
         layers = self.shape.num_layers / self.layout.pp
-        sparse = self._sparse_layers / self.layout.pp
+        sparse = self.shape.num_sparse_layers / self.layout.pp
         launched = layers * (forwards + 2 * backwards) * LAYER_S
         waited = sparse * forwards * COUNTS_S * (not self.deepep)
-        return moved / (self.hardware.hbm_bytes_per_s * self.hardware.hbm_share) + launched + waited
-
-    @property
-    def _sparse_layers(self) -> int:
-        if self.shape.num_experts:
-            return self.shape.num_layers - self.shape.num_dense_layers
-        return 0
+        return moved / self.hardware.hbm_reached_per_s + launched + waited
 
     def _bytes(self, tokens: float) -> float:
         return tokens * self.shape.hidden_size * _ACTIVATION_BYTES
 
-    def _link(self, ranks: int) -> float:
+    def link_per_s(self, ranks: int) -> float:
         """Bytes a second of a GPU's slowest link in a group of so many neighbours."""
         card = self.hardware
         if ranks <= self.gpus_per_node:
-            return card.nvlink_bytes_per_s * card.nvlink_share
-        return card.nic_bytes_per_s * card.nic_share
+            return card.nvlink_reached_per_s
+        return card.nic_reached_per_s
 
     def _sum_s(self, tokens: float) -> float:
         """An all-gather before a product that TP cuts, and a reduce-scatter behind it.
@@ -117,7 +111,7 @@ class RankLayers:
         A ring moves (n - 1) / n of the message for each (Korthikanti et al. 2022, section 4.2).
         """
         tp = self.layout.tp
-        return 2 * (tp - 1) / tp * self._bytes(tokens) / self._link(tp)
+        return 2 * (tp - 1) / tp * self._bytes(tokens) / self.link_per_s(tp)
 
     def _experts_s(self, tokens: float) -> float:
         """Dispatch and combine of a rank's tokens, a copy to each chosen expert, over both kinds of link at once.
@@ -137,27 +131,27 @@ class RankLayers:
             to_nodes = chosen * (nodes - 1) / nodes
             to_ranks = chosen * max(0.0, 1 / nodes - 1 / layout.ep)
         message = self._bytes(tokens)
-        over_fabric = to_nodes * message / (card.nic_bytes_per_s * card.nic_share)
-        gathered = chosen * (layout.etp - 1) * message / self._link(layout.etp)
-        return 2 * (max(over_fabric, to_ranks * message / self._link(1)) + gathered)
+        over_fabric = to_nodes * message / card.nic_reached_per_s
+        gathered = chosen * (layout.etp - 1) * message / self.link_per_s(layout.etp)
+        return 2 * (max(over_fabric, to_ranks * message / self.link_per_s(1)) + gathered)
 
     def _ring_s(self, tokens: float) -> float:
         """Keys and values of the other context-parallel ranks, passed round a ring (Liu et al. 2023)."""
         layout = self.layout
         shape = self.shape
-        mla = self.shape.mla
+        mla = shape.mla
         width = 2 * max(shape.num_kv_heads, layout.tp) * shape.head_dim
         if mla:
             width = shape.num_heads * (mla.nope_dim + mla.rope_dim + mla.v_dim)
         message = tokens * width / layout.tp * _ACTIVATION_BYTES
-        return (layout.cp - 1) / layout.cp * message / self._link(layout.tp * layout.cp)
+        return (layout.cp - 1) / layout.cp * message / self.link_per_s(layout.tp * layout.cp)
 
     def _pipeline_s(self, tokens: float) -> float:
         """To the next virtual stage; the messages of an interleaved pipeline are not taken to be hidden either."""
         layout = self.layout
         if layout.pp == 1:
             return 0.0
-        return layout.vpp * self._bytes(tokens) / self._link(layout.world_size)
+        return layout.vpp * self._bytes(tokens) / self.link_per_s(layout.world_size)
 
 
 def _distinct(parts: int, chosen: int) -> float:

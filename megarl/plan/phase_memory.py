@@ -27,7 +27,7 @@ from megarl.placement.roles import (
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.activations import activation_bytes, forward_bytes, logits_bytes
 from megarl.plan.adapter_sizes import adapter_slot_bytes
-from megarl.plan.batch import samples_bytes
+from megarl.plan.batch import Samples, samples_bytes
 from megarl.plan.engine_memory import (
     MIB,
     Kv,
@@ -96,14 +96,12 @@ def plan_memory(
     recipe: Recipe,
     hardware: Hardware,
     sizes: Mapping[RoleName, ModelSize],
-    mean_tokens: int,
-    running_tokens: int,
+    samples: Samples,
     micro_batches: int,
 ) -> MemoryPlan:
     """The memory of every phase, without errors; the recipe's layouts must have no error.
 
-    mean_tokens: of prompt and response together; running_tokens: of a sequence that is being generated, as in
-    `Samples`. micro_batches: of one update.
+    micro_batches: of one update.
     """
     count = _SlotMemory(recipe, hardware, sizes, micro_batches)
     tables = {phase: count.slots(phase) for phase in count.phases}
@@ -119,9 +117,9 @@ def plan_memory(
             phase: [parts.total_bytes for parts in table.values()]
             for phase, table in tables.items()
         },
-        host=count.host(mean_tokens),
+        host=count.host(samples),
         host_capacity_bytes=hardware.host_bytes,
-        kv=kv_of(recipe, count.tokens, count.token_bytes, running_tokens),
+        kv=kv_of(recipe, count.tokens, count.token_bytes, samples.running_tokens),
     )
 
 
@@ -286,20 +284,18 @@ class _SlotMemory:
         staged = 2 * min(self.recipe.reshard.round_bytes, 2 * max(self.engine_weights))
         return staged + SCRATCH_BYTES * widest * engine.fp8
 
-    def host(self, mean_tokens: float) -> dict[str, int]:
+    def host(self, samples: Samples) -> dict[str, int]:
         """Host bytes of the fullest node by purpose; see the constants."""
-        samples = samples_bytes(
-            self.recipe, self.policy.shape, self.policy.layout, self.engine, mean_tokens
-        )
-        per_node = [Counter(samples=num_bytes) for num_bytes in samples]
-        for index, num_bytes in enumerate([tools_bytes(self.recipe)] * self.engine.count):
-            node = (
-                self.engine.first + index * self.engine.tp
-            ) // self.recipe.placement.gpus_per_node
-            per_node[node].update({"tools": num_bytes} if num_bytes else {})
+        policy = self.policy
+        gpus_per_node = self.recipe.placement.gpus_per_node
+        held = samples_bytes(self.recipe, policy.shape, policy.layout, self.engine, samples)
+        per_node = [Counter(samples=num_bytes) for num_bytes in held]
+        if tools := tools_bytes(self.recipe):
+            for first_slot in self.engine_slots[:: self.engine.tp]:
+                per_node[first_slot // gpus_per_node]["tools"] += tools
         of_kind = {slot: self._slot_host(slot) for slot in set(self._first_like.values())}
         for slot, first in self._first_like.items():
-            per_node[slot // self.recipe.placement.gpus_per_node].update(of_kind[first])
+            per_node[slot // gpus_per_node].update(of_kind[first])
         return dict(max(per_node, key=lambda table: table.total()))
 
     def _slot_host(self, slot: int) -> Counter[str]:

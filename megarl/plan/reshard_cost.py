@@ -130,13 +130,9 @@ def expected_s(found: Traffic, hardware: Hardware) -> float:
     What one send stage brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but
     for one send stage (docs/resharding.md). Everything is written once more, out of buffers into parameters.
     """
-    fabric = max(found.fabric_in.max(), found.fabric_out.max()) / (
-        hardware.nic_bytes_per_s * hardware.nic_share
-    )
-    inside = max(found.node_in.max(), found.node_out.max()) / (
-        hardware.nvlink_bytes_per_s * hardware.nvlink_share
-    )
-    copied = 2 * found.dest.max() / (hardware.hbm_bytes_per_s * hardware.hbm_share)
+    fabric = max(found.fabric_in.max(), found.fabric_out.max()) / hardware.nic_reached_per_s
+    inside = max(found.node_in.max(), found.node_out.max()) / hardware.nvlink_reached_per_s
+    copied = 2 * found.dest.max() / hardware.hbm_reached_per_s
     return float(max(fabric, inside) + min(fabric, inside) / SEND_STAGES + copied)
 
 
@@ -146,17 +142,11 @@ def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware:
     Over links at the share that large messages reach, as in `expected_s`, with which it is compared.
     """
     per_node = min(gpus_per_node, members)
-    cards = per_node * hardware.nic_bytes_per_s * hardware.nic_share
     if members > gpus_per_node:
-        fabric = num_bytes / cards
+        fabric = num_bytes / (per_node * hardware.nic_reached_per_s)
     else:
         fabric = 0.0
-    inside = (
-        num_bytes
-        * (per_node - 1)
-        / per_node
-        / (hardware.nvlink_bytes_per_s * hardware.nvlink_share)
-    )
+    inside = num_bytes * (per_node - 1) / per_node / hardware.nvlink_reached_per_s
     return max(fabric, inside)
 
 

@@ -180,9 +180,7 @@ class _Tries:
     others: StepTime
 
     def memory(self, changed: Recipe, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
-        mean = math.ceil(self.samples.lengths.mean())
-        running = self.samples.running_tokens
-        return plan_memory(changed, self.hardware, sizes, mean, running, self.micro_batches)
+        return plan_memory(changed, self.hardware, sizes, self.samples, self.micro_batches)
 
     def phases(self, changed: Recipe) -> TriedPhases | None:
         room = self.memory(changed, self.sizes)

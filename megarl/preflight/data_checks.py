@@ -173,7 +173,7 @@ class _Seen:
 
 def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
     rows = [row for group in groups for sample in group.samples for row in sample.rows]
-    layers = shape.num_layers - shape.num_dense_layers
+    layers = shape.num_sparse_layers
     chosen = shape.experts_per_token
     token_ids = [ids for row in rows for ids in (row.prompt_ids, row.response_ids_T)]
     return _Seen(

@@ -102,7 +102,7 @@ def _multiply_adds(shape: ModelShape) -> tuple[int, int]:
         hidden * shape.num_experts + (shape.experts_per_token + shape.num_shared_experts) * expert
     )
     linear = shape.num_layers * attention + dense * 3 * hidden * shape.ffn_size
-    linear += (shape.num_layers - dense) * sparse_layer + hidden * (
+    linear += shape.num_sparse_layers * sparse_layer + hidden * (
         shape.num_labels or shape.vocab_size
     )
     return linear, shape.num_layers * per_pair

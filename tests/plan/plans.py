@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from megarl.model.shape import ModelShape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.roles import RoleName
 from megarl.placement.train_layout import TrainLayout
+from megarl.plan.batch import step_samples
 from megarl.plan.fit import with_errors
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
@@ -160,16 +160,9 @@ def size(
     return ModelSize(role, recipe, layout, first_slot, bool(shape.num_labels), model, stages)
 
 
-def count(
-    recipe: Recipe,
-    hardware: Hardware,
-    sizes: Mapping[RoleName, ModelSize],
-    *,
-    mean_tokens: int | None = None,
-) -> MemoryPlan:
-    """The memory where responses have half of the longest length, unless it is given."""
-    mean = mean_tokens or recipe.data.max_prompt_tokens + math.ceil(0.5 * recipe.longest_response)
-    return plan_memory(recipe, hardware, sizes, mean, mean, MANY)
+def count(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
+    """The memory where responses have half of the longest length in the mean."""
+    return plan_memory(recipe, hardware, sizes, step_samples(recipe, 0.5), MANY)
 
 
 def memory(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:

@@ -53,16 +53,14 @@ def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
         tmp_path, "algorithm.name=grpo", "rollout.prompts_per_step=10", "rollout.samples_per_prompt=4",
         "train.tp=2", "train.pp=2", "train.replay=r3",
     )  # fmt: skip
-    found = samples_bytes(
-        recipe, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100
-    )
-    whole = 10 * 4 * 100 * (4 * 2 + 8 + 4 + 1)
+    layouts = model_shape(tmp_path), train_layout(recipe), engine_layout(recipe)
+    samples = step_samples(recipe)
+    found = samples_bytes(recipe, *layouts, samples)
+    whole = 10 * 4 * samples.mean_tokens * (4 * 2 + 8 + 4 + 1)
     # the first stage takes them out of whole groups
     assert found == [whole / 2 + 2 * whole, whole / 2 + whole]
     off = recipe.model_copy(update={"train": recipe.train.model_copy(update={"replay": "off"})})
-    bare = samples_bytes(
-        off, model_shape(tmp_path), train_layout(recipe), engine_layout(recipe), 100
-    )
+    bare = samples_bytes(off, *layouts, samples)
     assert [one * 13 for one in found] == [one * 21 for one in bare]
 
 

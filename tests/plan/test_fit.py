@@ -213,7 +213,7 @@ def test_tokens_in_the_cache_by_hand() -> None:
 
 
 def test_the_cache_is_what_the_weights_leave(made: Recipe) -> None:
-    plan = plans.count(made, plans.H800, sizes_of(made), mean_tokens=4096)
+    plan = plans.count(made, plans.H800, sizes_of(made))
     rollout = plan.device["rollout"]
     graphs = 512 * 2 * 2**20
     standing = (
@@ -225,7 +225,7 @@ def test_the_cache_is_what_the_weights_leave(made: Recipe) -> None:
     assert rollout.other_bytes == standing + graphs
     assert plan.kv.tokens == rollout.kv_cache_bytes // 24_576
     assert plan.kv.concurrency_longest == plan.kv.tokens // 10_240
-    assert plan.kv.concurrency_mean == plan.kv.tokens // 4096
+    assert plan.kv.concurrency_mean == plan.kv.tokens // plan.kv.running_tokens
 
 
 def test_sglangs_own_limits_count(made: Recipe, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megarl.model.shape import MlaShape, ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, RankLayers
-from megarl.plan.step_time import ComputingModel, learning_time
+from megarl.plan.step_time import ComputingModel
 from megarl.training.flops import forward_flops, train_flops
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -201,26 +201,14 @@ def planned_tflops(run: Run) -> float:
         2 * shape.hidden_size * shape.head_dim * (shape.num_heads + shape.num_kv_heads) / run.tp
     )
     weights = shape.num_layers / run.pp * (experts + attention)
-    model = ComputingModel(
-        shape,
-        layout,
-        work,
-        False,
-        False,
-        False,
-        2 * weights,
-        4 * weights,
-        0.0,
-        1,
-        deepep=run.deepep,
-    )
     samples = Samples(
         1, 1, run.sequences, run.sequences, 0, run.length, np.full(run.sequences, run.length)
     )
-    once, again = (
-        learning_time(replace(model, recomputes=recomputes), samples, CARDS[run.card], 8).updates_s
-        for recomputes in (False, True)
+    layers = RankLayers(shape, layout, CARDS[run.card], 8, run.deepep)
+    model = ComputingModel(
+        layers, samples, work, False, False, False, 2 * weights, 4 * weights, 0.0, 1
     )
+    once, again = (model.passes_s(forwards=forwards, backwards=1) for forwards in (1, 2))
     of_experts = (
         2 * shape.num_layers * shape.experts_per_token * 3 * shape.hidden_size * shape.moe_ffn_size
     )

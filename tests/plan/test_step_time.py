@@ -25,8 +25,9 @@ SHAPE = ModelShape(
 )
 SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
 LAYOUT = TrainLayout(16, tp=2, pp=2, ep=4)
+LAYERS = RankLayers(SHAPE, LAYOUT, CARD, 8)
 MODEL = ComputingModel(
-    SHAPE, LAYOUT, RankWork(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9, 10**9,
+    LAYERS, SAMPLES, RankWork(2, 4, 1, 100, 400, 4, 4, 0.25, 0.8), False, False, True, 2e9, 4e9, 3e9, 10**9,
     expert_grads_bytes=1e9,
 )  # fmt: skip
 
@@ -34,25 +35,24 @@ MODEL = ComputingModel(
 def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_and_imbalance() -> (
     None
 ):
-    layers = RankLayers(SHAPE, LAYOUT, CARD, 8)
     products = 8 * train_flops(SHAPE, 100) / (16 * 989.4e12 * CARD.compute_share)
-    exchanges = layers.exchanges(8 * 100 / 4)
-    each = layers.micro_batch_s(2e9, 4e9, 1, 1)
-    found = step_time.learning_time(MODEL, SAMPLES, CARD, 8)
+    exchanges = LAYERS.exchanges(8 * 100 / 4)
+    each = LAYERS.micro_batch_s(2e9, 4e9, 1, 1)
+    found = MODEL.learning_time()
     assert found.updates_s == pytest.approx(
         1.25 * ((products + exchanges.total(1, 1)) / 0.8 + 2 * 4 * each)
     )
-    again = step_time.learning_time(replace(MODEL, recomputes=True), SAMPLES, CARD, 8)
-    whole = (products * 4 / 3 + exchanges.total(2, 1)) / 0.8 + 2 * 4 * layers.micro_batch_s(
+    again = replace(MODEL, recomputes=True).learning_time()
+    whole = (products * 4 / 3 + exchanges.total(2, 1)) / 0.8 + 2 * 4 * LAYERS.micro_batch_s(
         2e9, 4e9, 2, 1
     )
     assert again.updates_s == pytest.approx(1.25 * whole)
 
 
 def test_all_stages_wait_for_the_one_with_the_most_layers() -> None:
-    uneven = replace(MODEL, layout=replace(LAYOUT, stage_layers=(6, 4)))
-    even, found = (step_time.forward_s(model, SAMPLES, CARD, 8) for model in (MODEL, uneven))
-    assert found == pytest.approx(even * 6 / 5)
+    layout = replace(LAYOUT, stage_layers=(6, 4))
+    uneven = replace(MODEL, layers=replace(LAYERS, layout=layout))
+    assert uneven.forward_s == pytest.approx(MODEL.forward_s * 6 / 5)
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
     keys: list[str], needs_old_logprobs: bool, has_reference: bool, tmp_path: Path
 ) -> None:
     recipe = planning.small(tmp_path, "algorithm.kl_coefficient=null", *keys)
-    found = step_time.policy_time(recipe, MODEL, SAMPLES, CARD, 8)
+    found = step_time.policy_time(recipe, MODEL)
     assert (found.old_logprobs_s > 0, found.reference_s > 0) == (needs_old_logprobs, has_reference)
     once = replace(MODEL, share=replace(MODEL.share, updates=1))
-    one_update = step_time.policy_time(recipe, once, SAMPLES, CARD, 8)
+    one_update = step_time.policy_time(recipe, once)
     # pays its KL in the reward
     assert (one_update.old_logprobs_s > 0) == (keys == ["algorithm.name=reinforce_pp"])
     dropping = planning.small(
         tmp_path, "algorithm.kl_coefficient=null", *keys, "algorithm.rollout_correction=icepop"
     )
-    assert step_time.policy_time(dropping, once, SAMPLES, CARD, 8).old_logprobs_s > 0
+    assert step_time.policy_time(dropping, once).old_logprobs_s > 0
     if has_reference:
         assert found.reference_s == pytest.approx(
             found.old_logprobs_s + 4 * 2e9 / CARD.pcie_bytes_per_s
@@ -86,25 +86,22 @@ def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
 def test_gradients_of_experts_are_summed_over_their_own_replicas() -> None:
     """Experts' over 2 replicas, the rest over 4; half as much again comes back as weights."""
     volume = 1e9 / 2 + (4e9 - 1e9) * 3 / 4
-    assert step_time.gradients_s(MODEL, CARD, 8) == pytest.approx(1.5 * volume / 45e9)
-    assert step_time.gradients_s(MODEL, CARD, 16) == pytest.approx(1.5 * volume / 160e9)
+    assert MODEL.gradients_s == pytest.approx(1.5 * volume / 45e9)
+    in_a_node = replace(MODEL, layers=replace(LAYERS, gpus_per_node=16))
+    assert in_a_node.gradients_s == pytest.approx(1.5 * volume / 160e9)
 
 
 def test_an_optimizer_on_the_host_crosses_pcie_and_is_not_moved() -> None:
     on_host = replace(MODEL, offloads=True)
-    assert (
-        step_time.memory_s(on_host, CARD)
-        == 0
-        == step_time.memory_s(replace(MODEL, takes_turns=False), CARD)
-    )
-    assert step_time.memory_s(MODEL, CARD) == pytest.approx(2 * 3e9 / 50e9)
-    assert step_time.optimizer_s(MODEL, CARD) == pytest.approx(2 * 3e9 / (3.35e12 * 0.7))
-    assert step_time.optimizer_s(on_host, CARD) == pytest.approx(2 * 3e9 / 40e9 + 6 * 0.25e9 / 50e9)
+    assert on_host.memory_s == replace(MODEL, takes_turns=False).memory_s == 0
+    assert MODEL.memory_s == pytest.approx(2 * 3e9 / 50e9)
+    assert MODEL.optimizer_s == pytest.approx(2 * 3e9 / (3.35e12 * 0.7))
+    assert on_host.optimizer_s == pytest.approx(2 * 3e9 / 40e9 + 6 * 0.25e9 / 50e9)
 
 
 def test_a_checkpoint_costs_its_step_the_copies_or_the_files_too(tmp_path: Path) -> None:
     def seconds(*keys: str) -> float:
-        return step_time.save_s(planning.small(tmp_path, *keys), MODEL, CARD, 2)
+        return step_time.save_s(planning.small(tmp_path, *keys).checkpoint, MODEL, 2)
 
     assert seconds() == 0
     assert seconds("checkpoint.every=10") == pytest.approx(5e9 / 50e9 / 10)
