@@ -13,13 +13,9 @@ from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.config.loading import overlaid
 from megarl.model.shape import ModelShape
-from megarl.placement.roles import Roles, resolve, train_layout
+from megarl.placement.roles import resolve, train_layout
 from megarl.placement.train_layout import TrainLayout, divisors
-from megarl.plan.fit import RECOMPUTE
-from megarl.preflight.layout_checks import engine_errors, node_errors, slot_errors
-from megarl.preflight.lora_checks import lora_errors
-from megarl.preflight.phase_checks import phase_errors
-from megarl.rollout.sglang.drafts import draft_errors
+from megarl.plan.fit import RECOMPUTE, are_valid
 
 Overlay = dict[str, Any]
 # of rollout.engine.sglang.mem_fraction_static, and the recipe's own
@@ -103,7 +99,7 @@ def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
                     "layers_per_stage": list(stages),
                 }
             }
-            if _is_valid(resolve(overlaid(recipe, overlay))):
+            if are_valid(resolve(overlaid(recipe, overlay))):
                 yield overlay
 
 
@@ -153,20 +149,9 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
         overlay: Overlay = {"rollout": {"engine": {**sizes, "ep": ep}}}
         if sizes["fp8"] and recipe.algorithm.rollout_correction in (None, "off"):
             overlay["algorithm"] = {"rollout_correction": "tis"}
-        if _is_valid(resolve(overlaid(recipe, overlay))):
+        if are_valid(resolve(overlaid(recipe, overlay))):
             yield overlay
             return
-
-
-def _is_valid(roles: Roles) -> bool:
-    """Whether models, slots and nodes take the layouts of roles and engines, with drafts, phases and adapters."""
-    if any(role.layout_errors() for role in roles.models.values()) or draft_errors(roles.recipe):
-        return False
-    if phase_errors(roles) or lora_errors(roles):
-        return False
-    return not (
-        engine_errors(roles, roles.policy.shape, "cuda") or slot_errors(roles) or node_errors(roles)
-    )
 
 
 def _stage_layers(own: TrainLayout, shape: ModelShape, pp: int, vpp: int) -> tuple[int, ...] | None:

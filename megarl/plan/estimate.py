@@ -61,10 +61,6 @@ class Estimate:
         speed = engine_speed(self.recipe, self.sizes["policy"].shape, of.hardware, self.memory)
         return rough_rollout_s(speed, of.samples, self.memory.kv.concurrency_mean)
 
-    @property
-    def peak_bytes(self) -> int:
-        return self.memory.device[self.memory.peak_phase].total_bytes
-
     def fits(self, phases: Collection[str] | None = None) -> bool:
         """Whether these phases, or all of them and the host, fit with `SPARE` left."""
         memory = self.memory

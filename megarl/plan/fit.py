@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 from megarl.algos import learns_from_answers
@@ -17,9 +16,10 @@ from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSize, resized, sizes_of
 from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
 from megarl.plan.step_time import StepTime
-from megarl.preflight.layout_checks import slot_errors
+from megarl.preflight.layout_checks import engine_errors, node_errors, slot_errors
 from megarl.preflight.lora_checks import lora_errors
 from megarl.preflight.phase_checks import phase_errors
+from megarl.rollout.sglang.drafts import draft_errors
 from megarl.types import UserError
 
 GB = 1e9
@@ -41,21 +41,53 @@ _FRACTION_STEP = 0.05
 _NUM_TRIED = 3  # numbers of attention groups: each costs a count of the memory and a rollout
 _WORTH_IT = 0.95  # of a step's seconds now; less than that is inside the estimate's own error
 
+_Values = dict[str, Any]  # by dotted key
 Count = Callable[[Recipe, Mapping[RoleName, ModelSize]], MemoryPlan]
 TryEngines = Callable[[Recipe], tuple[MemoryPlan, StepTime]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Change:
-    """A change of one key and of what depends on it: the key, the change in words, and the changed recipe."""
+    """Other values of a few keys. memory: that of the changed recipe, once it is counted."""
 
-    key: str
-    words: str
-    recipe: Recipe
+    original: Recipe
+    values: Mapping[str, Any]
+    counted: MemoryPlan | None = None
+
+    @property
+    def words(self) -> str:
+        """As `a.b to 1, a.c to 2 and d.e to 3`."""
+        *others, last = [f"{key} to {_yaml(value)}" for key, value in self.values.items()]
+        return f"{', '.join(others)} and {last}" if others else last
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        recipe = self.original
+        for key, value in self.values.items():
+            recipe = _updated(recipe, key.split("."), value)
+        return recipe
+
+    def error(self, problem: str, hint: str) -> UserError:
+        return UserError(next(iter(self.values)), problem, hint)
 
     @cached_property
     def roles(self) -> Roles:
         return resolve(self.recipe)
+
+    @property
+    def memory(self) -> MemoryPlan:
+        assert self.counted
+        return self.counted
+
+    @property
+    def lacking(self) -> list[str]:
+        """The phases that do not fit with it."""
+        return lacking(self.recipe, self.memory)
+
+    @property
+    def room(self) -> float:
+        """The share of a step's sequences that engines hold at once."""
+        return self.memory.kv.concurrency_mean / self.memory.kv.wanted
 
 
 def with_errors(
@@ -67,107 +99,73 @@ def with_errors(
     other change is enough.
     """
     plan = count(recipe, sizes)
-    by_phase = {
-        phase: list(filter(_is_valid, _changes(recipe, phase))) for phase in lacking(recipe, plan)
-    }
-    plans: dict[str, MemoryPlan] = {}
-    for change in chain.from_iterable(by_phase.values()):
-        same = resized(sizes, change.roles.models)
-        if same is not None and change.words not in plans:
-            plans[change.words] = count(change.recipe, same)
+    changes: dict[str, _Change] = {}  # by their words: phases have some in common
+    by_phase: dict[str, list[_Change]] = {}
+    for phase in lacking(recipe, plan):
+        valid = [change for change in _changes(recipe, phase) if are_valid(change.roles)]
+        by_phase[phase] = [changes.setdefault(change.words, change) for change in valid]
+    for change in changes.values():
+        if same := resized(sizes, change.roles.models):
+            change.counted = count(change.recipe, same)
     for phase, tried in by_phase.items():
-        counted = [change for change in tried if change.words in plans]
-        fits = [
-            change for change in counted if not _lacks(change.recipe, plans[change.words], phase)
-        ]
-        by_phase[phase] = fits or tried
-    to_build = {
-        change.words: change
-        for tried in by_phase.values()
-        for change in tried
-        if change.words not in plans
-    }
+        helping = [change for change in tried if change.counted and phase not in change.lacking]
+        by_phase[phase] = helping or tried
+    wanted = {change.words: change for tried in by_phase.values() for change in tried}
+    to_build = [change for change in wanted.values() if not change.counted]
     if to_build:
-        built = sizes_of([change.roles.models for change in to_build.values()], whole=False)
-    else:
-        built = []
-    plans |= {
-        words: count(to_build[words].recipe, found)
-        for words, found in zip(to_build, built, strict=True)
-    }
-    errors = [
-        _error(recipe, hardware, plan, phase, [(change, plans[change.words]) for change in tried])
-        for phase, tried in by_phase.items()
-    ]
+        built = sizes_of([change.roles.models for change in to_build], whole=False)
+        for change, found in zip(to_build, built, strict=True):
+            change.counted = count(change.recipe, found)
+    errors = [_error(recipe, hardware, plan, *pair) for pair in by_phase.items()]
     return replace(plan, errors=errors)
 
 
 def _error(
-    recipe: Recipe,
-    hardware: Hardware,
-    plan: MemoryPlan,
-    phase: str,
-    tried: Sequence[tuple[_Change, MemoryPlan]],
+    recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str, tried: Sequence[_Change]
 ) -> UserError:
     """Names the cheapest change that makes the phase fit, and most other phases; if none does, that which helps most.
 
     A change that leaves the KV cache less than half of the room that another change leaves it is passed over.
     """
     problem = _problem(recipe, hardware, plan, phase)
-    fitting = [
-        (change, found) for change, found in tried if not _lacks(change.recipe, found, phase)
-    ]
-    if fitting:
-        fewest = min(len(lacking(change.recipe, found)) for change, found in fitting)
-        best = [
-            (change, found)
-            for change, found in fitting
-            if len(lacking(change.recipe, found)) == fewest
-        ]
-        most_room = max(_room(found) for _, found in best)
-        change, found = next(
-            (change, found) for change, found in best if _room(found) >= most_room / 2
-        )
-        left = f"{_bytes(found, phase) / GB:.1f} GB, and an engine has room for {found.kv.concurrency_mean} sequences"
-        return UserError(
-            change.key, problem, f"set {change.words}: then it is {left} of {found.kv.wanted}"
-        )
     if not tried:
         return UserError("placement.gpus", problem, "use more GPUs, or cards with more memory")
-    change, found = min(tried, key=lambda pair: _bytes(pair[1], phase))
-    most = f"{_bytes(found, phase) / GB:.1f} GB"
-    return UserError(
-        change.key, problem, f"nothing alone is enough; most helps to set {change.words}: {most}"
-    )
-
-
-def _room(plan: MemoryPlan) -> float:
-    """The share of a step's sequences that engines hold at once."""
-    return plan.kv.concurrency_mean / plan.kv.wanted
+    fitting = [change for change in tried if phase not in change.lacking]
+    if not fitting:
+        change = min(tried, key=lambda change: _gigabytes(change.memory, phase))
+        most = f"{change.words}: {_gigabytes(change.memory, phase):.1f} GB"
+        return change.error(problem, f"nothing alone is enough; most helps to set {most}")
+    fewest = min(len(change.lacking) for change in fitting)
+    best = [change for change in fitting if len(change.lacking) == fewest]
+    most_room = max(change.room for change in best)
+    change = next(change for change in best if change.room >= most_room / 2)
+    kv = change.memory.kv
+    left = f"{_gigabytes(change.memory, phase):.1f} GB, and an engine has room for {kv.concurrency_mean} sequences"
+    return change.error(problem, f"set {change.words}: then it is {left} of {kv.wanted}")
 
 
 def _problem(recipe: Recipe, hardware: Hardware, plan: MemoryPlan, phase: str) -> str:
-    needed = f"{_bytes(plan, phase) / GB:.1f} GB"
+    needed = _gigabytes(plan, phase)
     if phase == HOST:
-        parts = plan.host
-    else:
-        parts = plan.device[phase].by_name()
-    largest = max(parts, key=lambda name: parts[name])
-    if phase == HOST:
-        of_it = f"{parts[largest] / GB:.0f} GB of it {largest.replace('_', ' ')}"
-        return f"a node's host would hold {needed}, {of_it}, and has {plan.host_capacity_bytes / GB:.1f} GB"
-    if phase == "rollout" and _bytes(plan, phase) <= plan.capacity_bytes:
+        largest = max(plan.host, key=plan.host.__getitem__)
+        of_it = f"{plan.host[largest] / GB:.0f} GB of it {largest.replace('_', ' ')}"
+        capacity = plan.host_capacity_bytes / GB
+        return f"a node's host would hold {needed:.1f} GB, {of_it}, and has {capacity:.1f} GB"
+    if phase == "rollout" and plan.device[phase].total_bytes <= plan.capacity_bytes:
         room = f"the rollout phase leaves an engine room for {plan.kv.tokens} tokens of KV cache"
         return f"{room} on {hardware.name}, and one sequence may have {recipe.longest_sequence}"
+    parts = plan.device[phase].by_name()
+    largest = max(parts, key=parts.__getitem__)
     of_it = f"{parts[largest] / GB:.1f} GB of it {largest.replace('_', ' ')}"
+    slot = f"GPU slot {plan.fullest_slot[phase]}, {of_it}"
     capacity = f"{hardware.name} has {plan.capacity_bytes / GB:.1f} GB"
-    return f"the {phase} phase takes {needed} of GPU slot {plan.fullest_slot[phase]}, {of_it}; {capacity}"
+    return f"the {phase} phase takes {needed:.1f} GB of {slot}; {capacity}"
 
 
-def _bytes(plan: MemoryPlan, phase: str) -> int:
+def _gigabytes(plan: MemoryPlan, phase: str) -> float:
     if phase == HOST:
-        return plan.host_bytes
-    return plan.device[phase].total_bytes
+        return plan.host_bytes / GB
+    return plan.device[phase].total_bytes / GB
 
 
 def lacking(recipe: Recipe, plan: MemoryPlan) -> list[str]:
@@ -184,136 +182,111 @@ def _lacks(recipe: Recipe, plan: MemoryPlan, phase: str) -> bool:
     return plan.device[phase].total_bytes > plan.capacity_bytes
 
 
-def _is_valid(change: _Change) -> bool:
-    """Whether the layouts of all roles and the engines fit the models and the slots."""
-    roles = change.roles
-    if any(role.layout_errors() for role in roles.models.values()):
+def are_valid(roles: Roles) -> bool:
+    """Whether models, slots and nodes take the layouts of roles and engines, with drafts, phases and adapters."""
+    if any(role.layout_errors() for role in roles.models.values()) or draft_errors(roles.recipe):
         return False
-    engine_errors = roles.engines.errors(roles.policy.shape, change.recipe.placement.gpus)
-    return not (engine_errors or slot_errors(roles) or phase_errors(roles) or lora_errors(roles))
+    if phase_errors(roles) or lora_errors(roles) or slot_errors(roles) or node_errors(roles):
+        return False
+    return not engine_errors(roles, roles.policy.shape, "cuda")
 
 
 def _changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
     """Changes that may help a phase, the cheapest first."""
     if phase in _BRANCHES:
-        yield from _training_changes(recipe, phase)
+        changes = _training_changes(recipe, phase)
     elif phase == HOST:
-        yield from _host_changes(recipe)
+        changes = _host_changes(recipe)
     else:
-        yield from _engine_changes(recipe, phase)
-    yield from _more_gpus(recipe)
+        changes = _engine_changes(recipe, phase)
+    for values in (*changes, *_more_gpus(recipe)):
+        # another number of stages makes the stages even
+        for key in [key for key in values if key.endswith(".pp")]:
+            if recipe.train.layers_per_stage:
+                values[f"{key.removesuffix('pp')}layers_per_stage"] = ()
+        yield _Change(recipe, values)
 
 
-def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
+def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     branch = _BRANCHES[phase]
     models = resolve(recipe).models
     train = models[COMPUTES.get(phase, "policy")].recipe.train
     align = models["policy"].layout.tokens_align
     least = -(-recipe.longest_sequence // align) * align
     if phase != SAVE and least < train.tokens_per_micro_batch:
-        yield _set(recipe, f"{branch}.tokens_per_micro_batch", least)
+        yield {f"{branch}.tokens_per_micro_batch": least}
     if phase in ("train", "critic") and train.megatron.get("recompute_granularity") != "full":
-        yield _set(
-            recipe, "train.megatron", {**train.megatron, **RECOMPUTE, "recompute_modules": None}
-        )
+        yield {"train.megatron": {**train.megatron, **RECOMPUTE, "recompute_modules": None}}
     if phase != "score" and not train.optimizer_offload:
-        yield _set(recipe, "train.optimizer_offload", True)
+        yield {"train.optimizer_offload": True}
     for axis in ("ep", "pp", "tp", "cp"):
         for times in (2, 4):
-            yield _set(recipe, f"{branch}.{axis}", times * getattr(train, axis))
+            yield {f"{branch}.{axis}": times * getattr(train, axis)}
 
 
-def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Change]:
+def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     engine = recipe.rollout.engine
-    where = "rollout.engine"
     fraction = engine.sglang.get("mem_fraction_static")
     if phase == "rollout" and fraction is not None:
         steps = range(1, round((fraction - _LEAST_FRACTION) / _FRACTION_STEP) + 1)
         lower = [round(fraction - step * _FRACTION_STEP, 3) for step in steps]
         higher = [value for value in (0.85, 0.9, 0.93) if value > fraction]
         for value in (*lower, *higher):
-            yield _set(recipe, f"{where}.sglang", {**engine.sglang, "mem_fraction_static": value})
+            yield {"rollout.engine.sglang": {**engine.sglang, "mem_fraction_static": value}}
     if phase == "reshard":
         for share in (2, 4, 8):
-            yield _set(recipe, "reshard.round_bytes", recipe.reshard.round_bytes // share)
+            yield {"reshard.round_bytes": recipe.reshard.round_bytes // share}
     if not engine.fp8:
-        yield _in_fp8(recipe)
+        in_fp8: _Values = {"rollout.engine.fp8": True}
+        # for samples of other probabilities than the trainer's
+        if recipe.algorithm.rollout_correction in (None, "off"):
+            in_fp8["algorithm.rollout_correction"] = "tis"
+        yield in_fp8
     for times in (2, 4):
-        ep = engine.ep * times if engine.ep > 1 else 1
-        update = {"tp": engine.tp * times, "count": engine.count // times, "ep": ep}
         if engine.count % times == 0:
-            words = (
-                f"rollout.engine.tp to {update['tp']}, count to {update['count']} and ep to {ep}"
-            )
-            yield _Change(f"{where}.tp", words, _updated(recipe, where, update))
+            yield {
+                "rollout.engine.tp": engine.tp * times,
+                "rollout.engine.count": engine.count // times,
+                "rollout.engine.ep": engine.ep * times if engine.ep > 1 else 1,
+            }
     for axis in ("ep", "pp"):
-        yield _set(recipe, f"train.{axis}", 2 * getattr(recipe.train, axis))
+        yield {f"train.{axis}": 2 * getattr(recipe.train, axis)}
 
 
-def _in_fp8(recipe: Recipe) -> _Change:
-    """With the correction for samples of other probabilities than the trainer's."""
-    change = _set(recipe, "rollout.engine.fp8", True)
-    if recipe.algorithm.rollout_correction not in (None, "off"):
-        return change
-    words = f"{change.words} and algorithm.rollout_correction to tis"
-    return replace(
-        change,
-        words=words,
-        recipe=_updated(change.recipe, "algorithm", {"rollout_correction": "tis"}),
-    )
-
-
-def _host_changes(recipe: Recipe) -> Iterator[_Change]:
+def _host_changes(recipe: Recipe) -> Iterator[_Values]:
     if recipe.checkpoint.every and recipe.checkpoint.asynchronous:
-        yield _set(recipe, "checkpoint.asynchronous", False)
+        yield {"checkpoint.asynchronous": False}
     if recipe.train.optimizer_offload:
-        yield _set(recipe, "train.optimizer_offload", False)
+        yield {"train.optimizer_offload": False}
     if recipe.reference.use:
-        yield _set(recipe, "reference.use", False)
+        yield {"reference.use": False}
 
 
-def _more_gpus(recipe: Recipe) -> Iterator[_Change]:
+def _more_gpus(recipe: Recipe) -> Iterator[_Values]:
     """And as many times the engines; not where training or engines have slots of their own."""
     placement = recipe.placement
-    engine = recipe.rollout.engine
     if placement.train_gpus or placement.first_engine_gpu:
         return
     for times in (2, 4):
-        more = _updated(recipe, "placement", {"gpus": placement.gpus * times})
-        more = _updated(more, "rollout.engine", {"count": engine.count * times})
-        words = f"placement.gpus to {placement.gpus * times} and rollout.engine.count to {engine.count * times}"
-        yield _Change("placement.gpus", words, more)
-
-
-def _set(recipe: Recipe, key: str, value: Any) -> _Change:
-    """Another number of stages makes the stages even."""
-    branch, _, name = key.rpartition(".")
-    update = {name: value}
-    words = f"{key} to {_yaml(value)}"
-    if name == "pp" and recipe.train.layers_per_stage:
-        update["layers_per_stage"] = ()
-        words += f" and {branch}.layers_per_stage to []"
-    return _Change(key, words, _updated(recipe, branch, update))
+        count = recipe.rollout.engine.count * times
+        yield {"placement.gpus": placement.gpus * times, "rollout.engine.count": count}
 
 
 def _yaml(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items() if item is not None)
-            + "}"
-        )
+        items = [f"{key}: {_yaml(item)}" for key, item in value.items() if item is not None]
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value)
+    return "[]" if value == () else str(value)
 
 
-def _updated(branch: Any, path: str, values: Mapping[str, Any]) -> Any:
-    """A copy of a recipe, or of a branch of it, in which the branch at `path` has other values."""
-    if not path:
-        return branch.model_copy(update=dict(values))
-    first, _, rest = path.partition(".")
-    return branch.model_copy(update={first: _updated(getattr(branch, first), rest, values)})
+def _updated(branch: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of a recipe, or of a branch of it, with another value of the key at `path`."""
+    first, *rest = path
+    if rest:
+        value = _updated(getattr(branch, first), rest, value)
+    return branch.model_copy(update={first: value})
 
 
 def cache_advice(
@@ -356,11 +329,11 @@ def _best_groups(
     found: dict[int, float] = {}
     engine = recipe.rollout.engine
     for dp in [dp for dp in divisors(engine.tp) if dp > engine.dp][:_NUM_TRIED]:
-        changed = _updated(recipe, "rollout.engine", {"dp": dp})
+        changed = _updated(recipe, ["rollout", "engine", "dp"], dp)
         if engine_layout(changed).errors(shape, recipe.placement.gpus):
             continue
         room, step = try_engines(changed)
-        fits = room.device[room.peak_phase].total_bytes <= room.capacity_bytes
+        fits = room.peak_bytes <= room.capacity_bytes
         if (
             fits
             and room.kv.concurrency_longest

@@ -208,7 +208,10 @@ def _few_of_each_kind(estimates: Sequence[Estimate], number: int) -> list[Estima
 
 def _beats(faster: Estimate, other: Estimate) -> bool:
     """Whether a slower candidate has too little for being slower."""
-    return other.peak_bytes > _LESS * faster.peak_bytes or other.step_s > _SLOWER * faster.step_s
+    return (
+        other.memory.peak_bytes > _LESS * faster.memory.peak_bytes
+        or other.step_s > _SLOWER * faster.step_s
+    )
 
 
 def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:

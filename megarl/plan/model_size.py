@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,6 @@ from megarl.resharding.routes import item_bytes
 from megarl.types import UserError
 
 _TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class PipelineStage:
-    """One pipeline stage of a model: the slots of its ranks, and its decoder layers."""
-
-    stage: int
-    slots: range
-    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -93,19 +83,19 @@ class ModelSize(Role):
 
     def layers(self, stage: int) -> tuple[int, ...]:
         """The decoder layers of all chunks of a stage."""
-        chunks = [
-            self.layout.layers(stage, self.shape.num_layers, chunk)
-            for chunk in range(self.layout.vpp)
-        ]
-        return tuple(chain.from_iterable(chunks))
+        layout = self.layout
+        chunks = range(layout.vpp)
+        return tuple(
+            layer
+            for chunk in chunks
+            for layer in layout.layers(stage, self.shape.num_layers, chunk)
+        )
 
-    def pipeline_stages(self) -> list[PipelineStage]:
-        """In order; the ranks of a stage are neighbours, because pp is the slowest axis."""
+    def stage_slots(self) -> list[range]:
+        """The slots of each pipeline stage: neighbours, because pp is the slowest axis."""
         width = self.layout.world_size // self.layout.pp
-        slots = [self.slots[stage * width : (stage + 1) * width] for stage in range(self.layout.pp)]
-        return [
-            PipelineStage(stage, found, self.layers(stage)) for stage, found in enumerate(slots)
-        ]
+        starts = range(0, self.layout.world_size, width)
+        return [self.slots[start : start + width] for start in starts]
 
 
 def model_sizes(recipe: Recipe) -> dict[RoleName, ModelSize]:

@@ -91,6 +91,11 @@ class MemoryPlan:
     def peak_phase(self) -> str:
         return max(self.device, key=lambda phase: self.device[phase].total_bytes)
 
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest GPU."""
+        return self.device[self.peak_phase].total_bytes
+
 
 def plan_memory(
     recipe: Recipe,

@@ -135,22 +135,19 @@ def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]
             axes.text(
                 left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8
             )
-    for stage in size.pipeline_stages() if not grid.down else ():
-        left, top, width, height = max(grid.boxes(stage.slots), key=lambda box: box[2] * box[3])
-        behind = {
-            "facecolor": colours[stage.stage],
-            "edgecolor": "none",
-            "boxstyle": "round,pad=0.15",
-        }
-        words = {
-            "ha": "center",
-            "va": "center",
-            "fontsize": 11,
-            "fontweight": "bold",
-            "bbox": behind,
-            "zorder": 3,
-        }
-        axes.text(left + width / 2, top + height / 2, str(stage.stage), **words)
+    for stage, slots in enumerate(size.stage_slots() if not grid.down else ()):
+        left, top, width, height = max(grid.boxes(slots), key=lambda box: box[2] * box[3])
+        axes.text(
+            left + width / 2,
+            top + height / 2,
+            str(stage),
+            ha="center",
+            va="center",
+            fontsize=11,
+            fontweight="bold",
+            bbox={"facecolor": colours[stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"},
+            zorder=3,
+        )
     for engine in range(plan.engine.count):
         first = plan.engine.first + engine * plan.engine.tp
         for left, top, width, height in grid.boxes(range(first, first + plan.engine.tp)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,15 +28,10 @@ def title(plan: RunPlan) -> str:
     """The recipe in one line."""
     size = plan.sizes["policy"]
     recipe = plan.recipe
+    model = f"{amount(size.parameters / 1e9)} B parameters"
     if size.shape.num_experts:
-        active = f" ({amount(size.active_parameters / 1e9)} B active)"
-    else:
-        active = ""
-    model = f"{amount(size.parameters / 1e9)} B parameters{active}"
-    if plan.num_nodes > 1:
-        nodes = f"{plan.num_nodes} nodes"
-    else:
-        nodes = "1 node"
+        model += f" ({amount(size.active_parameters / 1e9)} B active)"
+    nodes = f"{plan.num_nodes} node{'s' * (plan.num_nodes > 1)}"
     where = f"{recipe.placement.gpus} {plan.hardware.name} in {nodes}"
     return f"{recipe.run.name}: {recipe.algorithm.name}, {model}, on {where}"
 
@@ -44,8 +39,8 @@ def title(plan: RunPlan) -> str:
 def reward_result(plan: RunPlan) -> str:
     """Whether it fits, in one line."""
     phase = plan.memory.peak_phase
-    fullest = plan.memory.device[phase].total_bytes / plan.hardware.memory_bytes
-    fills = f"{fullest:.0%} of a GPU in {phase}, its fullest phase"
+    share = plan.memory.peak_bytes / plan.hardware.memory_bytes
+    fills = f"{share:.0%} of a GPU in {phase}, its fullest phase"
     if not plan.fits:
         return f"does not fit: {fills}"
     return f"fits: {fills}; {amount(plan.step.total_s)} s a step (an estimate)"
@@ -54,26 +49,24 @@ def reward_result(plan: RunPlan) -> str:
 def parallel_sizes(models: Iterable[str], size: ModelSize) -> str:
     """The names of models that have one layout, and its axes, in one line."""
     layout = size.layout
-    dense = f"tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
-    virtual = f" (vpp {layout.vpp})" if layout.vpp > 1 else ""
+    words = f"{_joined(models)}: tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp}"
+    if layout.vpp > 1:
+        words += f" (vpp {layout.vpp})"
     if size.shape.num_experts:
-        experts = f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}"
-    else:
-        experts = ""
-    return f"{_joined(models)}: {dense}{virtual}{experts}"
+        words += f", experts etp {layout.etp} x ep {layout.ep} x edp {layout.edp}"
+    return words
 
 
 def engines(plan: RunPlan) -> str:
     """The engines in one line."""
     engine = plan.engine
-    if plan.engine.fp8:
-        kind = "fp8"
-    else:
-        kind = plan.recipe.model.dtype
-    dp = f", dp {engine.dp}" if engine.dp > 1 else ""
-    dp += ", experts by DeepEP" * engine.deepep
-    slots = spans(range(engine.first, engine.end))
-    return f"{engine.count} of tp {engine.tp}, ep {engine.ep}{dp} in {kind} on slots {slots}"
+    words = f"{engine.count} of tp {engine.tp}, ep {engine.ep}"
+    if engine.dp > 1:
+        words += f", dp {engine.dp}"
+    if engine.deepep:
+        words += ", experts by DeepEP"
+    kind = "fp8" if engine.fp8 else plan.recipe.model.dtype
+    return f"{words} in {kind} on slots {spans(range(engine.first, engine.end))}"
 
 
 def amount(value: float) -> str:
@@ -84,6 +77,10 @@ def amount(value: float) -> str:
     if digits < 6:
         return f"{value:,.{digits}f}"
     return f"{value:.1e}"
+
+
+def _gigabytes(num_bytes: float) -> str:
+    return amount(num_bytes / 1e9)
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -101,16 +98,9 @@ def show(plan: RunPlan, console: Console) -> None:
     """Print the whole report."""
     console.print(text(title(plan), style="bold"))
     console.print(text(reward_result(plan), style="green" if plan.fits else "bold red"))
-    for part in (
-        _placement(plan),
-        _memory(plan),
-        _batch(plan),
-        _rollout(plan),
-        _reshard(plan),
-        _step(plan),
-    ):
+    for part in (_placement, _memory, _batch, _rollout, _reshard, _step):
         console.print()
-        console.print(part)
+        console.print(part(plan))
 
 
 def _placement(plan: RunPlan) -> RenderableType:
@@ -119,48 +109,45 @@ def _placement(plan: RunPlan) -> RenderableType:
     lines = []
     for models in plan.same_placement():
         size = plan.sizes[models[0]]
-        for stage in size.pipeline_stages():
-            nodes = sorted({slot // per_node for slot in stage.slots})
-            table.add_row(
-                _joined(models),
-                str(stage.stage),
-                spans(nodes),
-                spans(stage.slots),
-                spans(stage.layers),
-            )
-        lines.append(text(parallel_sizes(models, size)))
+        for stage, slots in enumerate(size.stage_slots()):
+            nodes = sorted({slot // per_node for slot in slots})
+            places = (spans(numbers) for numbers in (nodes, slots, size.layers(stage)))
+            table.add_row(_joined(models), str(stage), *places)
+        lines.append(parallel_sizes(models, size))
     policy = plan.sizes["policy"]
     if policy.model.facts:
-        lines.append(text(f"model.path: {weights_in_words(policy.shape, policy.model.facts)}"))
+        lines.append(f"model.path: {weights_in_words(policy.shape, policy.model.facts)}")
     if policy.lora:
-        lines.append(text(f"lora: {adapters_in_words(policy.shape, policy.lora)}"))
-    return Group(table, *lines, text(f"engines: {engines(plan)}"))
+        lines.append(f"lora: {adapters_in_words(policy.shape, policy.lora)}")
+    return Group(table, *map(text, lines), text(f"engines: {engines(plan)}"))
 
 
 def _memory(plan: RunPlan) -> RenderableType:
     """GB of the fullest GPU in each phase."""
-    found = plan.memory
-    capacity = plan.hardware.memory_bytes
-    used = [part for part in PARTS if any(parts.by_name()[part] for parts in found.device.values())]
+    memory = plan.memory
+    tables = {phase: parts.by_name() for phase, parts in memory.device.items()}
+    used = [part for part in PARTS if any(parts[part] for parts in tables.values())]
     names = [_HEADS.get(part, part.replace("_", "\n")) for part in used]
     table = empty_table("memory of the fullest GPU, GB", "phase", *names, "total", "share")
-    for phase, parts in found.device.items():
-        share = parts.total_bytes / capacity
+    for phase, parts in tables.items():
+        total = memory.device[phase].total_bytes
+        share = total / memory.capacity_bytes
+        style = "bold" if phase == memory.peak_phase else ""
         if share > 1:
             style = "bold red"
-        elif phase == found.peak_phase:
-            style = "bold"
-        else:
-            style = ""
-        row = [amount(round(parts.by_name()[part] / 1e9, 2)) for part in used]
-        table.add_row(phase, *row, amount(parts.total_bytes / 1e9), f"{share:.0%}", style=style)
-    slot = found.fullest_slot[found.peak_phase]
-    words = f"{plan.hardware.name} has {amount(capacity / 1e9)} GB; {found.peak_phase} takes most, on slot {slot}"
-    purposes = ", ".join(
-        f"{name.replace('_', ' ')} {amount(value / 1e9)}" for name, value in found.host.items()
+        row = [amount(round(parts[part] / 1e9, 2)) for part in used]
+        table.add_row(phase, *row, _gigabytes(total), f"{share:.0%}", style=style)
+    card = f"{plan.hardware.name} has {_gigabytes(memory.capacity_bytes)} GB"
+    slot = memory.fullest_slot[memory.peak_phase]
+    purposes = [
+        f"{name.replace('_', ' ')} {_gigabytes(size)}" for name, size in memory.host.items()
+    ]
+    host = f"{_gigabytes(memory.host_bytes)} of {_gigabytes(memory.host_capacity_bytes)} GB"
+    return Group(
+        table,
+        text(f"{card}; {memory.peak_phase} takes most, on slot {slot}"),
+        text(f"the fullest node's host holds {host}: {', '.join(purposes)}"),
     )
-    host = f"{amount(found.host_bytes / 1e9)} of {amount(found.host_capacity_bytes / 1e9)} GB: {purposes}"
-    return Group(table, text(words), text(f"the fullest node's host holds {host}"))
 
 
 def _batch(plan: RunPlan) -> RenderableType:
@@ -173,154 +160,129 @@ def _batch(plan: RunPlan) -> RenderableType:
             amount(share.micro_batches), f"{amount(share.tokens_full)} in {amount(share.micro_batches_full)}",
             f"{share.bubble:.0%}", f"{share.balance:.0%}",
         )  # fmt: skip
+    words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples"
     if samples.drawn_prompts != samples.prompts:
-        drawn = f"{samples.drawn_prompts:,} prompts drawn"
-    else:
-        drawn = ""
-    words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples{f', {drawn}' if drawn else ''}; "
-    mean = (
-        f"{samples.lengths.mean():,.0f} tokens in the mean (assumed), {samples.longest:,} at most"
-    )
-    lines = [
-        text(words + mean),
+        words += f", {samples.drawn_prompts:,} prompts drawn"
+    mean = f"{samples.lengths.mean():,.0f} tokens in the mean (assumed)"
+    return Group(
+        table,
+        text(f"{words}; {mean}, {samples.longest:,} at most"),
         text("sequences, tokens and micro-batches are of one rank and one update"),
-    ]
-    return Group(table, *lines, *(text(line, style="yellow") for line in plan.advice))
+        *(text(line, style="yellow") for line in plan.advice),
+    )
 
 
 def _rollout(plan: RunPlan) -> RenderableType:
-    found = plan.rollout
+    rollout = plan.rollout
     cache = plan.memory.kv
-    table = empty_table("what an engine holds", "", "")
-    table.add_row("tokens in its KV cache", f"{cache.tokens:,}")
-    table.add_row("sequences at once, all at the longest", f"{cache.concurrency_longest:,}")
-    table.add_row("sequences at once, as long as they run", f"{cache.concurrency_mean:,}")
-    table.add_row("sequences of a step", f"{cache.wanted:,}")
-    table.add_row("sequences at once, as SGLang admits them", f"{found.running:,}")
-    table.add_row("times that a sequence is retracted from a full cache", f"{found.retracted:,}")
-    table.add_row("their tokens read again, over the responses' tokens", f"{found.again_share:.1%}")
-    table.add_row("tokens a second, all engines", amount(found.tokens_per_s))
-    if plan.phases:
-        _add_phases(table, plan.phases)
-    if not found.longest:  # nothing is sampled
-        return table
-    if plan.recipe.episode:
-        _add_episodes(table, plan, plan.recipe.episode)
-    if plan.recipe.episode:
-        whole = "the longest episode"
-    else:
-        whole = "the longest response"
+    rows = {
+        "tokens in its KV cache": f"{cache.tokens:,}",
+        "sequences at once, all at the longest": f"{cache.concurrency_longest:,}",
+        "sequences at once, as long as they run": f"{cache.concurrency_mean:,}",
+        "sequences of a step": f"{cache.wanted:,}",
+        "sequences at once, as SGLang admits them": f"{rollout.running:,}",
+        "times that a sequence is retracted from a full cache": f"{rollout.retracted:,}",
+        "their tokens read again, over the responses' tokens": f"{rollout.again_share:.1%}",
+        "tokens a second, all engines": amount(rollout.tokens_per_s),
+    }
+    longest = "the longest response"
+    if plan.recipe.episode and rollout.longest:
+        longest = "the longest episode"
+        rows |= _episode_rows(plan, plan.recipe.episode)
     if plan.phases:
         longest = "the most tokens that a phase adds"
-    else:
-        longest = whole
-    alone = (
-        f"{longest} alone, {found.longest:,} tokens one after the other: {amount(found.alone_s)} s"
-    )
-    return Group(table, text(f"{alone} of the rollout's {amount(found.total_s)} s"))
+        rows |= _phase_rows(plan.phases)
+    table = _facts("what an engine holds", rows)
+    if not rollout.longest:  # nothing is sampled
+        return table
+    alone = f"{longest} alone, {rollout.longest:,} tokens one after the other: {amount(rollout.alone_s)} s"
+    return Group(table, text(f"{alone} of the rollout's {amount(rollout.total_s)} s"))
 
 
-def _add_episodes(table: Table, plan: RunPlan, episode: EpisodeConfig) -> None:
+def _episode_rows(plan: RunPlan, episode: EpisodeConfig) -> dict[str, str]:
     turns = plan.samples.turns
     count = plan.engine.count
-    table.add_row(
-        "turns of an episode, mean (assumed) and maximum", f"{amount(turns.mean)}, {turns.most}"
-    )
-    table.add_row("observation tokens of an episode, mean (assumed)", amount(turns.observed_tokens))
-    table.add_row("seconds between its turns, without the tools' own", amount(plan.rollout.turns_s))
-    table.add_row(
-        "seconds of the longest, at most, without the tools' own",
-        amount(plan.rollout.longest_s(count)),
-    )
-    table.add_row("worker processes of tools, all engines", f"{count * episode.workers:,}")
-    load = plan.tool_load
-    rollout_s = plan.rollout.total_s
-    if load:
-        per_s = amount(load.calls_per_s(rollout_s))
-        table.add_row(
-            "turns of a step that call tools (assumed), and a second", f"{load.calls:,.0f}, {per_s}"
-        )
-        every = f"cores of tools, if every call used its whole {load.call_s:g} s ({load.limit})"
-        table.add_row(every, amount(load.cores(rollout_s)))
+    rollout = plan.rollout
+    rows = {
+        "turns of an episode, mean (assumed) and maximum": f"{amount(turns.mean)}, {turns.most}",
+        "observation tokens of an episode, mean (assumed)": amount(turns.observed_tokens),
+        "seconds between its turns, without the tools' own": amount(rollout.turns_s),
+        "seconds of the longest, at most, without the tools' own": amount(rollout.longest_s(count)),
+        "worker processes of tools, all engines": f"{count * episode.workers:,}",
+    }
+    if load := plan.tool_load:
+        calls = f"{load.calls:,.0f}, {amount(load.calls_per_s(rollout.total_s))}"
+        rows["turns of a step that call tools (assumed), and a second"] = calls
+        every = f"every call used its whole {load.call_s:g} s ({load.limit})"
+        rows[f"cores of tools, if {every}"] = amount(load.cores(rollout.total_s))
+    return rows
 
 
-def _add_phases(table: Table, found: PhasedRollout) -> None:
-    ages = f"{amount(found.token_mean)}, {found.token_max}; never more than {found.bound}"
-    table.add_row("phases of a step", amount(found.phases))
-    table.add_row("open sequences in a phase", f"{found.open_sequences:,}")
-    table.add_row("their tokens at its end", f"{found.open_tokens:,}")
-    table.add_row(
-        "earlier phases' tokens read again, over the responses'", f"{found.again_share:.1%}"
-    )
-    table.add_row("seconds to read them again", amount(found.again_s))
-    table.add_row("versions by which tokens are stale, mean and maximum", ages)
+def _phase_rows(phases: PhasedRollout) -> dict[str, str]:
+    ages = f"{amount(phases.token_mean)}, {phases.token_max}; never more than {phases.bound}"
+    return {
+        "phases of a step": amount(phases.phases),
+        "open sequences in a phase": f"{phases.open_sequences:,}",
+        "their tokens at its end": f"{phases.open_tokens:,}",
+        "earlier phases' tokens read again, over the responses'": f"{phases.again_share:.1%}",
+        "seconds to read them again": amount(phases.again_s),
+        "versions by which tokens are stale, mean and maximum": ages,
+    }
 
 
 def _reshard(plan: RunPlan) -> RenderableType:
-    found = plan.reshard
+    reshard = plan.reshard
     lora = plan.sizes["policy"].lora
-    if lora and lora.in_slots:
-        what = "engine's adapters"
-    else:
-        what = "engine weights"
     table = empty_table("a reshard, GB of one GPU", "", "mean", "max")
     rows = {
-        what: found.dest_bytes,
-        "from the own GPU": found.local_bytes,
-        "in over NVLink": found.nvlink_bytes,
-        "in over the fabric": found.fabric_in_bytes,
-        "out over the fabric": found.fabric_out_bytes,
-        "gathering everything would bring": found.gather_everything_bytes,
+        "engine's adapters" if lora and lora.in_slots else "engine weights": reshard.dest_bytes,
+        "from the own GPU": reshard.local_bytes,
+        "in over NVLink": reshard.nvlink_bytes,
+        "in over the fabric": reshard.fabric_in_bytes,
+        "out over the fabric": reshard.fabric_out_bytes,
+        "gathering everything would bring": reshard.gather_everything_bytes,
     }
     for name, spread in rows.items():
-        table.add_row(name, amount(spread.mean / 1e9), amount(spread.max / 1e9))
-    rounds = f"in {found.rounds} rounds of {plan.recipe.reshard.round_bytes / 1e6:,.0f} MB"
-    words = f"{amount(found.expected_s)} s expected, {amount(found.bound_s)} s at least, {rounds}"
-    return Group(
-        table, text(f"{words}; gathering everything: {amount(found.gather_bound_s)} s at best")
-    )
+        table.add_row(name, _gigabytes(spread.mean), _gigabytes(spread.max))
+    seconds = f"{amount(reshard.expected_s)} s expected, {amount(reshard.bound_s)} s at least"
+    rounds = f"{reshard.rounds} rounds of {plan.recipe.reshard.round_bytes / 1e6:,.0f} MB"
+    gathering = f"gathering everything: {amount(reshard.gather_bound_s)} s at best"
+    return Group(table, text(f"{seconds}, in {rounds}; {gathering}"))
 
 
 def _step(plan: RunPlan) -> RenderableType:
     table = empty_table("a step, seconds", "phase", "s", "share", "of what")
     rollout = plan.rollout
-    details = dict[str, dict[str, float]]()
-    if not rollout.beside_s:
+    step = plan.step
+    details: dict[str, dict[str, float]] = {
+        "train" if role == "policy" else role: {
+            name.removesuffix("_s").replace("_", " "): seconds
+            for name, seconds in vars(times).items()
+        }
+        for role, times in plan.learning.items()
+    }
+    lines = []
+    if rollout.beside_s:
+        phase = f"a phase of {amount(rollout.mean_beside_s)} s is sampled by the weights before"
+        lines.append(f"beside {amount(step.learning_s)} s of training {phase}")
+    else:
         details["rollout"] = {
             "reading prompts": rollout.prefill_s,
             "between turns": rollout.turns_s,
             "its last half-empty stretch": rollout.tail_s,
         }
-    for role, times in plan.learning.items():
-        phase = "train" if role == "policy" else role
-        details[phase] = {
-            key.removesuffix("_s").replace("_", " "): spent for key, spent in asdict(times).items()
-        }
-    for phase, seconds in plan.step.by_phase().items():
-        parts = ", ".join(
-            f"{name} {amount(value)}" for name, value in details.get(phase, {}).items() if value
-        )
-        table.add_row(phase, amount(seconds), f"{seconds / plan.step.total_s:.0%}", parts)
-    table.add_row("all", amount(plan.step.total_s), "", "", style="bold")
-    lines = []
-    if rollout.beside_s:
-        beside = amount(rollout.mean_beside_s)
-        learning = amount(plan.step.learning_s)
-        lines.append(
-            text(
-                f"beside {learning} s of training a phase of {beside} s is sampled by the weights before"
-            )
-        )
-    waits = {"sample": plan.engines_wait_s, "train": plan.ranks_wait_s}
-    lines += [
-        text(f"GPUs that only {what} wait {amount(spent)} s of a step")
-        for what, spent in waits.items()
-        if spent
-    ]
+    for phase, seconds in step.by_phase().items():
+        parts = details.get(phase, {}).items()
+        of_what = ", ".join(f"{name} {amount(part_s)}" for name, part_s in parts if part_s)
+        table.add_row(phase, amount(seconds), f"{seconds / step.total_s:.0%}", of_what)
+    table.add_row("all", amount(step.total_s), "", "", style="bold")
+    for what, wait_s in {"sample": plan.engines_wait_s, "train": plan.ranks_wait_s}.items():
+        if wait_s:
+            lines.append(f"GPUs that only {what} wait {amount(wait_s)} s of a step")
     words = "An estimate from the hardware's table, which no run on GPUs has been held against yet: docs/plan.md."
     if not plan.fits:
         words += " It means little before the recipe fits."
-    return Group(table, *lines, text(words, style="dim"))
+    return Group(table, *map(text, lines), text(words, style="dim"))
 
 
 def _joined(models: Iterable[str]) -> str:
@@ -345,6 +307,13 @@ def empty_table(title: str, *columns: str) -> Table:
     return table
 
 
+def _facts(title: str, rows: Mapping[str, str]) -> Table:
+    table = empty_table(title, "", "")
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
 def text(words: str, style: str = "") -> Text:
     return Text(printable(words), style=style)
 
@@ -354,13 +323,11 @@ def page(plan: RunPlan) -> str:
     return rendered(lambda console: show(plan, console))
 
 
-def rendered(shows: Callable[[Console], None], width: int = _PLAIN_WIDTH) -> str:
+def rendered(shows: Callable[[Console], None]) -> str:
     """What is printed, in colours and as wide as a terminal, or plain and of a fixed width."""
-    terminal = Console()
-    if terminal.is_terminal:
-        console = terminal
-    else:
-        console = Console(width=width)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
     with console.capture() as capture:
         shows(console)
     return capture.get().rstrip("\n")
@@ -374,10 +341,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
     return {
         "name": plan.recipe.run.name,
         "fits": plan.fits,
-        "errors": [
-            {"where": error.where, "problem": error.problem, "hint": error.hint}
-            for error in plan.errors
-        ],
+        "errors": [vars(error) for error in plan.errors],
         "hardware": plan.hardware.model_dump(),
         "model": {
             "parameters": policy.parameters,

@@ -60,7 +60,7 @@ def _seconds(result: SearchResult) -> RenderableType:
         found.add_row(
             words if plan.fits else f"{words}: does not fit", str(number), amount(plan.step.total_s),
             f"{plan.step.total_s / result.own.step.total_s:.0%}", amount(plan.rollout.total_s),
-            amount(plan.step.train_s), amount(memory.device[memory.peak_phase].total_bytes / 1e9),
+            amount(plan.step.train_s), amount(memory.peak_bytes / 1e9),
             amount(memory.host_bytes / 1e9), f"{memory.kv.concurrency_mean:,} of {memory.kv.wanted:,}",
             style="" if plan.fits else "bold red",
         )  # fmt: skip
@@ -135,7 +135,7 @@ def _row_json(plan: RunPlan) -> dict[str, Any]:
         "step_s": plan.step.total_s,
         "rollout_s": plan.step.rollout_s,
         "train_s": plan.step.train_s,
-        "gpu_bytes": memory.device[memory.peak_phase].total_bytes,
+        "gpu_bytes": memory.peak_bytes,
         "host_bytes": memory.host_bytes,
         "concurrency": memory.kv.concurrency_mean,
         "engines": engines(plan),

@@ -204,8 +204,5 @@ def test_stages_are_runs_of_slots_with_their_layers(tmp_path: Path) -> None:
     size = plans.size(
         "policy", ModelShape(8, 64, 4, 4, 16, 300), planning.small(tmp_path), layout, 8, ()
     )
-    found = size.pipeline_stages()
-    assert [(one.slots, one.layers) for one in found] == [
-        (range(8, 12), (0, 1, 4, 5)),
-        (range(12, 16), (2, 3, 6, 7)),
-    ]
+    assert size.stage_slots() == [range(8, 12), range(12, 16)]
+    assert [size.layers(stage) for stage in range(2)] == [(0, 1, 4, 5), (2, 3, 6, 7)]

@@ -88,7 +88,7 @@ def test_a_small_plan_says_who_sits_where(small: RunPlan) -> None:
         0,
         TrainLayout(8, 2, 2, 2),
     )
-    assert [stage.slots for stage in policy.pipeline_stages()] == [range(4), range(4, 8)]
+    assert policy.stage_slots() == [range(4), range(4, 8)]
     assert small.num_nodes == 2 and small.fits and small.errors == []
     layer = 256 * (8 + 2 * 4) * 32 + 8 * 32 * 256 + 2 * 32 + 2 * 256 + 8 * 256 + 8 * 3 * 256 * 128
     assert policy.parameters == 4 * layer + 2 * 1024 * 256 + 256
