@@ -31,7 +31,6 @@ from megarl.plan.batch import Samples, samples_bytes
 from megarl.plan.engine_memory import (
     MIB,
     Kv,
-    Settings,
     cache_tokens,
     kept_bytes,
     kv_of,
@@ -109,19 +108,17 @@ def plan_memory(
     micro_batches: of one update.
     """
     count = _SlotMemory(recipe, hardware, sizes, micro_batches)
-    tables = {phase: count.slots(phase) for phase in count.phases}
-    fullest = {
-        phase: max(table, key=lambda slot: table[slot].total_bytes)
-        for phase, table in tables.items()
-    }
+    phases = [phase for phase in PHASES if COMPUTES.get(phase, "policy") in sizes]
+    if recipe.checkpoint.every:
+        phases.insert(phases.index("train") + 1, SAVE)
+    tables = {phase: count.parts(phase) for phase in phases}
+    totals = {phase: [parts.total_bytes for parts in table] for phase, table in tables.items()}
+    fullest = {phase: total.index(max(total)) for phase, total in totals.items()}
     return MemoryPlan(
         capacity_bytes=hardware.memory_bytes,
         device={phase: tables[phase][slot] for phase, slot in fullest.items()},
         fullest_slot=fullest,
-        slot_bytes={
-            phase: [parts.total_bytes for parts in table.values()]
-            for phase, table in tables.items()
-        },
+        slot_bytes=totals,
         host=count.host(samples),
         host_capacity_bytes=hardware.host_bytes,
         kv=kv_of(recipe, count.tokens, count.token_bytes, samples.running_tokens),
@@ -139,8 +136,27 @@ def least_training_bytes(sizes: Mapping[RoleName, ModelSize], micro_batches: int
     return max((rank.parts + rank.at_work).total_bytes for rank in ranks)
 
 
+@dataclass(frozen=True)
+class _EngineRank:
+    """An engine's rank. releases: its engine shares slots, and so releases the memory of all its ranks at once."""
+
+    weights_bytes: int
+    adapter_bytes: int
+    releases: bool
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """All that the memory of a slot depends on: many slots are equal. exchanges: it takes part in a reshard."""
+
+    ranks: tuple[_StageRank, ...]
+    engine: _EngineRank | None
+    is_shared: bool
+    exchanges: bool
+
+
 class _SlotMemory:
-    """The memory of every slot, counted once for all slots of a kind: of the same stages and a like engine rank."""
+    """The memory of every slot, counted once for equal slots."""
 
     def __init__(
         self,
@@ -154,130 +170,106 @@ class _SlotMemory:
         self.sizes = sizes
         self.engine = engine_layout(recipe)
         self.policy = sizes["policy"]
-        self.engine_slots = range(self.engine.first, self.engine.end)
-        self.shared = shared_slots([self.engine_slots, *(size.slots for size in sizes.values())])
-        self.settings: Settings = settings_of(recipe, hardware)
-        self.engine_weights = weight_bytes(self.policy.shape, self.engine, recipe.model.dtype)
-        self.adapter_bytes = adapter_slot_bytes(
-            self.policy.shape, self.engine, self.policy.lora, recipe.model.dtype
-        )
-        self.token_bytes = token_bytes(
-            self.policy.shape, self.engine, self.settings.cache_item_bytes
-        )
-        wanted = {"score": "reward_model" in sizes, "critic": "critic" in sizes, "train": True}
-        self.phases: list[str] = [phase for phase in PHASES if wanted.get(phase, True)]
-        if recipe.checkpoint.every:
-            self.phases.insert(self.phases.index("train") + 1, SAVE)
-        self._ranks: defaultdict[int, list[_StageRank]] = defaultdict(list)  # by slot
-        for size in sizes.values():
-            stages = [_StageRank(size, stage, micro_batches) for stage in range(size.layout.pp)]
-            for rank, slot in enumerate(size.slots):
-                self._ranks[slot].append(stages[size.layout.coords(rank).pp])
-        self._first_like: dict[int, int] = {}  # slot -> the first slot of its kind
-        first_of: dict[tuple[object, ...], int] = {}
-        for slot in range(recipe.placement.gpus):
-            self._first_like[slot] = first_of.setdefault(self._kind(slot), slot)
-        self.tokens = min(
-            self._tokens(slot) for slot in first_of.values() if slot in self.engine_slots
-        )
+        self.settings = settings_of(recipe, hardware)
+        shape = self.policy.shape
+        self.engine_weights = weight_bytes(shape, self.engine, recipe.model.dtype)
+        self.token_bytes = token_bytes(shape, self.engine, self.settings.cache_item_bytes)
+        self.slots = self._slots(micro_batches)
+        self.tokens = min(self._tokens(slot, slot.engine) for slot in {*self.slots} if slot.engine)
 
-    def slots(self, phase: str) -> dict[int, Parts]:
+    def _slots(self, micro_batches: int) -> list[_Slot]:
+        engine = self.engine
+        ranks: defaultdict[int, list[_StageRank]] = defaultdict(list)  # by slot
+        for size in self.sizes.values():
+            for stage, slots in enumerate(size.stage_slots()):
+                rank = _StageRank(size, stage, micro_batches)
+                for slot in slots:
+                    ranks[slot].append(rank)
+        sides = [size.slots for size in self.sizes.values()]
+        shared = shared_slots([range(engine.first, engine.end), *sides])
+        unshared_engines = engine.engines_without(shared)
+        policy = self.policy
+        adapters = adapter_slot_bytes(policy.shape, engine, policy.lora, self.recipe.model.dtype)
+        end = max(policy.layout.world_size, engine.end)  # of the slots that exchange weights
+        found = []
+        for slot in range(self.recipe.placement.gpus):
+            engine_rank = None
+            if member := engine.member(slot):
+                number, rank = member
+                releases = number not in unshared_engines
+                engine_rank = _EngineRank(self.engine_weights[rank], adapters[rank], releases)
+            found.append(_Slot(tuple(ranks[slot]), engine_rank, slot in shared, slot < end))
+        return found
+
+    def parts(self, phase: str) -> list[Parts]:
         """Every slot's parts in a phase; `save` is of the role that needs more for it."""
         roles: list[RoleName | None] = [COMPUTES.get(phase)]
         if phase == SAVE:
             roles = [size.name for size in self.sizes.values() if size.trains]
-        found = {
+        of_slot = {
             slot: max(
-                (self._slot(slot, phase, role) for role in roles),
+                (self._parts(slot, phase, role) for role in roles),
                 key=lambda parts: parts.total_bytes,
             )
-            for slot in set(self._first_like.values())
+            for slot in {*self.slots}
         }
-        return {slot: found[first] for slot, first in self._first_like.items()}
+        return [of_slot[slot] for slot in self.slots]
 
-    def _kind(self, slot: int) -> tuple[object, ...]:
-        """All that the memory of a slot depends on."""
-        stages = tuple(map(id, self._ranks[slot]))
-        if slot not in self.engine_slots:
-            return stages, slot in self.shared, self._exchanges(slot)
-        weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
-        return stages, slot in self.shared, self._exchanges(slot), self._releases(slot), weights
-
-    def _releases(self, slot: int) -> bool:
-        """Whether the engine on a slot shares any of its slots, and so releases its memory: all its ranks at once."""
-        first = slot - (slot - self.engine.first) % self.engine.tp
-        return not self.shared.isdisjoint(range(first, first + self.engine.tp))
-
-    def _slot(self, slot: int, phase: str, computes: RoleName | None) -> Parts:
+    def _parts(self, slot: _Slot, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
-        for rank in self._ranks[slot]:
+        for rank in slot.ranks:
             total += self._rank(rank, slot, phase, computes)
-        if slot in self.engine_slots:
-            total += self._engine(slot, phase)
-        if phase == "reshard" and self._exchanges(slot):
+        if slot.engine:
+            total += self._engine(slot.engine, phase)
+        if phase == "reshard" and slot.exchanges:
             total += Parts(reshard_bytes=self._reshard_bytes())
         return total
 
-    def _rank(self, rank: _StageRank, slot: int, phase: str, computes: RoleName | None) -> Parts:
+    def _rank(self, rank: _StageRank, slot: _Slot, phase: str, computes: RoleName | None) -> Parts:
         """All of a rank's state while it computes or where it does not share its GPU."""
         role = rank.size.name
-        if role != computes and slot in self.shared:
-            if role == "policy":
-                return Parts(weights_bytes=rank.parts.weights_bytes)
-            return Parts()
-        if role != computes:
+        if role == computes and phase == SAVE:
+            return rank.parts + Parts(other_bytes=rank.gathering_bytes)
+        if role == computes:
+            return rank.parts + rank.at_work
+        if not slot.is_shared:
             return rank.parts
-        return rank.parts + (
-            Parts(other_bytes=rank.gathering_bytes) if phase == SAVE else rank.at_work
-        )
+        if role == "policy":
+            return Parts(weights_bytes=rank.parts.weights_bytes)
+        return Parts()
 
-    def _engine(self, slot: int, phase: str) -> Parts:
+    def _engine(self, rank: _EngineRank, phase: str) -> Parts:
         """Weights and cache unless they are released."""
-        rank = (slot - self.engine.first) % self.engine.tp
-        weights = Parts(engine_weights_bytes=self.engine_weights[rank])
-        cache = Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
+        weights = Parts(engine_weights_bytes=rank.weights_bytes)
+        if phase == "reshard" and rank.releases:
+            return weights
+        held = weights + Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
         if phase == "rollout":
             wanted = step_sequences(self.recipe)
             most = min(wanted, (self.settings.graph_sequences or wanted) * self.engine.dp)
             running, logits = running_bytes(self.policy.shape, self.engine, self.settings, most)
-            return (
-                weights
-                + cache
-                + Parts(activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits))
+            return held + Parts(
+                activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits)
             )
-        if not self._releases(slot):
-            return weights + cache
-        if phase == "reshard":
-            return weights
-        return Parts()
+        return Parts() if rank.releases else held
 
-    def _tokens(self, slot: int) -> int:
+    def _tokens(self, slot: _Slot, engine: _EngineRank) -> int:
         """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
-        taken = sum(
-            self._rank(rank, slot, "rollout", None).total_bytes for rank in self._ranks[slot]
-        )
-        free = (
-            self.hardware.memory_bytes
-            - self._standing(slot)
-            - taken
-            + kept_bytes(self.settings, self.engine)
-        )
-        weights = self.engine_weights[(slot - self.engine.first) % self.engine.tp]
-        return cache_tokens(self.settings, free, weights, self.token_bytes)
+        taken = sum(self._rank(rank, slot, "rollout", None).total_bytes for rank in slot.ranks)
+        free = self.hardware.memory_bytes - self._standing(slot) - taken
+        free += kept_bytes(self.settings, self.engine)
+        return cache_tokens(self.settings, free, engine.weights_bytes, self.token_bytes)
 
-    def _standing(self, slot: int) -> int:
+    def _standing(self, slot: _Slot) -> int:
         """Bytes of a slot in every phase: contexts, communicators, the engine's CUDA graphs and DeepEP's buffers."""
-        layouts = [rank.size.layout for rank in self._ranks[slot]]
-        groups = sum(map(communicators, layouts)) + self._exchanges(slot)
+        layouts = [rank.size.layout for rank in slot.ranks]
+        groups = sum(map(communicators, layouts)) + slot.exchanges
         found = CONTEXT_BYTES * len(layouts)
-        if slot in self.engine_slots:
+        if slot.engine:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
             found += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
-            found += self.adapter_bytes[(slot - self.engine.first) % self.engine.tp]
+            found += slot.engine.adapter_bytes
         return found + groups * self.hardware.communicator_bytes
-
-    def _exchanges(self, slot: int) -> bool:
-        return slot < max(self.policy.layout.world_size, self.engine.end)
 
     def _reshard_bytes(self) -> int:
         """Buffers of two rounds, one packed while the other is sent, and the scratch memory of quantising."""
@@ -291,41 +283,40 @@ class _SlotMemory:
 
     def host(self, samples: Samples) -> dict[str, int]:
         """Host bytes of the fullest node by purpose; see the constants."""
+        engine = self.engine
         policy = self.policy
         gpus_per_node = self.recipe.placement.gpus_per_node
-        held = samples_bytes(self.recipe, policy.shape, policy.layout, self.engine, samples)
+        held = samples_bytes(self.recipe, policy.shape, policy.layout, engine, samples)
         per_node = [Counter(samples=num_bytes) for num_bytes in held]
         if tools := tools_bytes(self.recipe):
-            for first_slot in self.engine_slots[:: self.engine.tp]:
+            for first_slot in range(engine.first, engine.end, engine.tp):
                 per_node[first_slot // gpus_per_node]["tools"] += tools
-        of_kind = {slot: self._slot_host(slot) for slot in set(self._first_like.values())}
-        for slot, first in self._first_like.items():
-            per_node[slot // gpus_per_node].update(of_kind[first])
+        of_slot = {slot: self._slot_host(slot) for slot in {*self.slots}}
+        for number, slot in enumerate(self.slots):
+            per_node[number // gpus_per_node].update(of_slot[slot])
         return dict(max(per_node, key=lambda table: table.total()))
 
-    def _slot_host(self, slot: int) -> Counter[str]:
-        ranks = self._ranks[slot]
-        found = Counter(processes=PROCESS_BYTES * (len(ranks) + (slot in self.engine_slots)))
+    def _slot_host(self, slot: _Slot) -> Counter[str]:
+        checkpoint = self.recipe.checkpoint
+        found = Counter(processes=PROCESS_BYTES * (len(slot.ranks) + bool(slot.engine)))
         # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
         most = begun = 0
-        for rank in ranks:
-            found.update(rank.host(slot in self.shared, self.recipe))
-            if rank.size.trains and self.recipe.checkpoint.every:
+        for rank in slot.ranks:
+            found.update(rank.host(slot.is_shared, self.recipe))
+            if rank.size.trains and checkpoint.every:
                 gathering, waiting = rank.staging()
                 most = max(most, begun + gathering, begun + waiting)
-                begun += waiting if self.recipe.checkpoint.asynchronous else 0
+                begun += waiting if checkpoint.asynchronous else 0
         if most:
             found["checkpoint"] = most
-        if slot in self.engine_slots and any(self.adapter_bytes) and self._releases(slot):
-            found["engine_weights"] = self.engine_weights[
-                (slot - self.engine.first) % self.engine.tp
-            ]
+        if slot.engine and slot.engine.adapter_bytes and slot.engine.releases:
+            found["engine_weights"] = slot.engine.weights_bytes
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _StageRank:
-    """A rank of one pipeline stage. micro_batches: of one update."""
+    """The ranks of one pipeline stage, which hold as much. micro_batches: of one update."""
 
     size: ModelSize
     stage: int
@@ -335,26 +326,29 @@ class _StageRank:
     def parts(self) -> Parts:
         """Memory that the rank holds in every phase."""
         size = self.size
-        chunks = self.size.stages[self.stage]
-        weights = sum(chunk.elements * size.weight_bytes + chunk.buffer_bytes for chunk in chunks)
+        train = size.recipe.train
+        trained = size.trained(self.stage)
         if size.shares_weights:
-            weights = size.trained(self.stage) * size.weight_bytes
+            weights = trained * size.weight_bytes
+        else:
+            weights = sum(
+                chunk.elements * size.weight_bytes + chunk.buffer_bytes
+                for chunk in size.stages[self.stage]
+            )
         if not size.trains:
             return Parts(weights_bytes=weights)
-        if size.recipe.train.optimizer_offload:
-            state = 0
-        else:
-            state = state_bytes(size.recipe.train, size.weight_bytes)
-        return Parts(weights, size.trained(self.stage) * GRADIENT_BYTES, self._share * state)
+        state = 0 if train.optimizer_offload else state_bytes(train, size.weight_bytes)
+        return Parts(weights, trained * GRADIENT_BYTES, self._share * state)
 
     @cached_property
     def at_work(self) -> Parts:
         """Additional memory while the rank computes."""
-        activations = forward_bytes(self.size, self.stage)
-        logits = 0.0
         if self.size.trains:
             activations = activation_bytes(self.size, self.stage, self.micro_batches)
             logits = logits_bytes(self.size, self.stage)
+        else:
+            activations = forward_bytes(self.size, self.stage)
+            logits = 0.0
         fragmented = math.ceil(FRAGMENTED_SHARE * (activations + logits))
         return Parts(
             activations_bytes=math.ceil(activations),
@@ -419,18 +413,8 @@ def communicators(layout: TrainLayout) -> int:
 
     Tensor, context, data with and without context, pipeline, expert, expert tensor, expert data; and the world.
     """
-    groups = (
-        layout.tp,
-        layout.cp,
-        layout.dp,
-        layout.dp * layout.cp,
-        layout.pp,
-        layout.ep,
-        layout.etp,
-        layout.edp,
-    )
-    return (
-        sum(size > 1 for size in groups)
-        - (layout.cp == 1 and layout.dp > 1)
-        + (layout.world_size > 1)
-    )
+    groups = [layout.tp, layout.cp, layout.dp * layout.cp, layout.pp, layout.world_size]
+    groups += [layout.ep, layout.etp, layout.edp]
+    if layout.cp > 1:
+        groups.append(layout.dp)
+    return sum(size > 1 for size in groups)
