@@ -8,67 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.hardware import Hardware
-from megarl.model.hf_config import HfModel
+from megarl.config.hardware import Hardware, load_hardware
+from megarl.model.hf_config import HfModel, model_shape
 from megarl.model.shape import ModelShape
 from megarl.parallel.chunk_sizes import ChunkSize
+from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import step_samples
+from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.fit import with_errors
 from megarl.plan.model_size import ModelSize
 from megarl.plan.phase_memory import MemoryPlan, plan_memory
 
 MANY = 10**6  # micro-batches: more than any pipeline has in flight
 
-_QWEN3 = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
+ROOT = Path(__file__).parents[2]
+_PUBLISHED = {
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-235b": "qwen3-235b-a22b",
+    "deepseek-v3": "deepseek-v3",
+    "kimi-k2": "kimi-k2",
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3-30b": _QWEN3
-    | {
-        "hidden_size": 2048,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "moe_intermediate_size": 768,
-    },
-    "qwen3-235b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "num_hidden_layers": 94,
-        "num_attention_heads": 64,
-        "moe_intermediate_size": 1536,
-    },
-    "deepseek-v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "num_nextn_predict_layers": 1,
-    },
-    "kimi-k2": json.loads(
-        (Path(__file__).parents[2] / "recipes/models/kimi-k2/config.json").read_text()
-    ),
+    name: json.loads((ROOT / "recipes" / "models" / folder / "config.json").read_text())
+    for name, folder in _PUBLISHED.items()
+} | {
     "tiny": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "vocab_size": 300,
@@ -100,24 +65,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-H800 = Hardware(
-    name="H800",
-    memory_bytes=84_930_000_000,
-    bf16_flops=989.4e12,
-    hbm_bytes_per_s=3.35e12,
-    nvlink_bytes_per_s=200e9,
-    nic_bytes_per_s=50e9,
-    pcie_bytes_per_s=50e9,
-    host_bytes=2_000_000_000_000,
-    disk_bytes_per_s=5e9,
-    compute_share=0.4,
-    prefill_share=0.4,
-    hbm_share=0.7,
-    nvlink_share=0.8,
-    nic_share=0.9,
-    nvlink_latency_s=15e-6,
-    nic_latency_s=40e-6,
+H800 = load_hardware(ROOT / "recipes" / "hardware" / "h800.yaml")
+V3 = model_shape(ROOT / "recipes" / "models" / "deepseek-v3")
+# 10 layers of 64 experts
+SHAPE = ModelShape(
+    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
 )
+EXPERTS_BYTES = 10 * 64 * 3 * 1024 * 512 * 2
+
+
+def speed_of(
+    layout: EngineLayout, kv_bytes: float = 0.0, shape: ModelShape = SHAPE, more_bytes: float = 0.0
+) -> EngineSpeed:
+    """Of engines with the experts of `SHAPE`, 100 MB of other weights and more_bytes."""
+    weights = EXPERTS_BYTES / layout.tp + 1e8 + more_bytes
+    return EngineSpeed(shape, layout, H800, 8, "bfloat16", weights, kv_bytes)
 
 
 def recipe(

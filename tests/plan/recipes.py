@@ -8,8 +8,8 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
+from tests.plan.plans import CONFIGS, ROOT
 
-ROOT = Path(__file__).parents[2]
 H800 = ROOT / "recipes" / "hardware" / "h800.yaml"
 SMALL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -25,36 +25,6 @@ SMALL = {
     "norm_topk_prob": True,
     "max_position_embeddings": 40960,
 }
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "vocab_size": 129280,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "intermediate_size": 18432,
-    "first_k_dense_replace": 3,
-    "n_shared_experts": 1,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 1,
-    "max_position_embeddings": 163840,
-    "rope_theta": 10000,
-    "rope_scaling": {
-        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
-        "mscale": 1.0, "mscale_all_dim": 1.0,
-    },
-}  # fmt: skip
 _STAGES = [4] * 13 + [3] * 3
 
 
@@ -104,4 +74,9 @@ def deepseek(folder: Path, *overrides: str) -> Recipe:
         "placement.gpus": 512,
         "placement.network": "nodes",
     }
-    return recipe(folder, DEEPSEEK, *(f"{key}={value}" for key, value in given.items()), *overrides)
+    return recipe(
+        folder,
+        CONFIGS["deepseek-v3"],
+        *(f"{key}={value}" for key, value in given.items()),
+        *overrides,
+    )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from megarl.config.hardware import Hardware, load_hardware
-from megarl.model.hf_config import model_shape
+from megarl.config.hardware import Hardware
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.decode_step import (
@@ -20,16 +18,12 @@ from megarl.plan.decode_step import (
     all_to_all_s,
 )
 from megarl.plan.engine_memory import token_bytes, weight_bytes
-from tests.plan import recipes as planning
+from tests.plan import plans
+from tests.plan.plans import EXPERTS_BYTES, H800, SHAPE, V3
 
-CARD = load_hardware(planning.H800)
-SHAPE = ModelShape(
-    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
-)
-EXPERTS_BYTES = 10 * 64 * 3 * 1024 * 512 * 2
+CARD = H800
 EMBEDDING_BYTES = 32000 * 1024 * 2
 READ = CARD.hbm_bytes_per_s * CARD.hbm_share
-V3 = model_shape(Path(__file__).parents[2] / "recipes" / "models" / "deepseek-v3")
 NVLINK = {"nvlink_bytes_per_s": 450e9}
 CARDS = {
     "H800": CARD,
@@ -42,8 +36,8 @@ CARDS = {
 
 
 def speed_of(layout: EngineLayout, kv_bytes: float = 0.0, shape: ModelShape = SHAPE) -> EngineSpeed:
-    weights = EXPERTS_BYTES / layout.tp + EMBEDDING_BYTES / layout.attention_tp + 1e8
-    return EngineSpeed(shape, layout, CARD, 8, "bfloat16", weights, kv_bytes)
+    embedding = EMBEDDING_BYTES / layout.attention_tp
+    return plans.speed_of(layout, kv_bytes, shape, embedding)
 
 
 def test_one_sequence_reads_its_experts_alone_and_no_embedding() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -203,54 +202,6 @@ def test_all_samples_finish_and_each_token_is_counted_once(
     assert not engine.held.any()
 
 
-@given(limits, requests)
-def test_nothing_is_retracted_where_the_cache_holds_all(
-    limits: GroupLimits, asked: list[SimulatedRequest]
-) -> None:
-    ample = replace(limits, cache=2 * sum(one.prompt_tokens + LONGEST + 1 for one in asked))
-    _, engine = run(ample, asked, Linear())
-    assert engine.retracted == engine.tokens_again == 0
-
-
-@given(limits, requests)
-def test_room_for_all_takes_as_many_steps_as_the_longest_and_less_room_no_fewer(
-    limits: GroupLimits, asked: list[SimulatedRequest]
-) -> None:
-    ample = replace(limits, cache=ROOMY, slots=len(asked))
-    longest = max(one.response_tokens for one in asked)
-    assert run(ample, asked, Steps())[0][-1] == longest
-    assert run(limits, asked, Steps())[0][-1] >= longest
-
-
-@given(st.integers(1, 8), st.integers(1, 30), st.integers(1, LONGEST))
-def test_equal_lengths_take_turns(slots: int, count: int, length: int) -> None:
-    asked = [SimulatedRequest(5, length)] * count
-    ends, engine = run(GroupLimits(1, slots, ROOMY, LONGEST), asked, Steps())
-    assert ends[-1] == -(-count // slots) * length
-    assert engine.most_running == min(slots, count)
-
-
-@pytest.mark.parametrize("groups", [1, 4])
-def test_more_cache_is_not_slower(groups: int) -> None:
-    """But for chance: other sequences wait, and a long one may begin later."""
-    lengths = (
-        np.random.default_rng(0)
-        .lognormal(np.log(1800), 0.8, 256)
-        .clip(2, 8192)
-        .astype(int)
-        .tolist()
-    )
-    asked = [SimulatedRequest(100, length) for length in lengths]
-    caches = [cache // groups for cache in (40_000, 80_000, 160_000, 320_000, 10**7)]
-    rounds = [run(GroupLimits(groups, 256, cache, 8192), asked, Steps()) for cache in caches]
-    seconds = [ends[-1] for ends, _ in rounds]
-    assert all(more <= 1.05 * less for less, more in zip(seconds, seconds[1:], strict=False)), (
-        seconds
-    )
-    assert rounds[0][1].retracted > 0 == rounds[-1][1].retracted
-    assert seconds[-1] == max(lengths)
-
-
 def test_groups_admit_more_than_one_group_and_retract_it() -> None:
     """With DP attention 0.3 of the reserve is kept free."""
     asked = [SimulatedRequest(100, 4000)] * 64
@@ -260,14 +211,6 @@ def test_groups_admit_more_than_one_group_and_retract_it() -> None:
     assert of_groups.retracted / 2 > of_one.retracted
     cautious = GroupLimits(2, 64, 40_000, 8192, conservativeness=4.0)
     assert run(cautious, asked * 2, Steps())[1].retracted < of_groups.retracted
-
-
-def test_groups_wait_for_the_one_that_reads_most() -> None:
-    """Two prompts of 10 and 20 tokens in two groups, then one of 30 in the first: experts are read by all GPUs."""
-    speed = Linear()
-    asked = [SimulatedRequest(10, 1), SimulatedRequest(20, 2), SimulatedRequest(30, 1)]
-    _, engine = run(GroupLimits(2, 1, 100, LONGEST), asked, speed)
-    assert engine.prefill_s == pytest.approx(0.3 * 20 + 0.05 * 30 + (0.3 + 0.05) * 30)
 
 
 def test_samples_that_share_their_prompt_read_it_once_and_anew_when_they_were_retracted() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
 from megarl.model.hf_config import model_shape
-from megarl.model.shape import MlaShape, ModelShape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.roles import RoleName, train_layout
@@ -38,16 +37,7 @@ from megarl.plan.phase_memory import CONTEXT_BYTES, PINNED_SHARE, communicators
 from tests.plan import plans
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-DEEPSEEK = ModelShape(
-    num_layers=61, hidden_size=7168, num_heads=128, num_kv_heads=128, head_dim=128, vocab_size=129280,
-    num_experts=256, experts_per_token=8, moe_ffn_size=2048, num_dense_layers=3, ffn_size=18432,
-    num_shared_experts=1, router_bias=True, qk_norm=False, num_mtp_layers=1,
-    mla=MlaShape(q_lora_rank=1536, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
-)  # fmt: skip
-QWEN3 = ModelShape(
-    num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936,
-    num_experts=128, experts_per_token=8, moe_ffn_size=768,
-)  # fmt: skip
+QWEN3 = model_shape(plans.ROOT / "recipes" / "models" / "qwen3-30b-a3b")
 CHUNK = ChunkSize(
     dense=400_000_000, expert=3_600_000_000, frozen=1_000_000, buffer_bytes=1000, padding=0
 )
@@ -205,7 +195,7 @@ def test_a_reference_waits_on_the_host(made: Recipe) -> None:
 
 def test_tokens_in_the_cache_by_hand() -> None:
     """DeepSeek-V3: 61 x (512 + 64) x 2 bytes = 70,272 on every rank; Qwen3-30B at TP 4: 2 x 48 x 1 x 128 x 2."""
-    assert token_bytes(DEEPSEEK, EngineLayout(1, 16, 16), 2) == 70_272
+    assert token_bytes(plans.V3, EngineLayout(1, 16, 16), 2) == 70_272
     assert token_bytes(QWEN3, EngineLayout(1, 4, 4), 2) == 24_576
     # fewer heads than ranks: each is held twice
     assert token_bytes(QWEN3, EngineLayout(1, 8, 8), 2) == 24_576
@@ -272,11 +262,11 @@ def test_graphs_of_prompts_count_where_a_recipe_turns_them_on(
 
 def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
     """671 B in bfloat16 over 32 ranks, each with all down projections and routers, and what is made of kv_b_proj."""
-    bf16 = weight_bytes(DEEPSEEK, EngineLayout(1, 32, 32), "bfloat16")
+    bf16 = weight_bytes(plans.V3, EngineLayout(1, 32, 32), "bfloat16")
     derived = 61 * 4 * (128 + 128) * 512 * 2
     on_every_rank = 61 * (1536 + 512 + 64) * 7168 + 58 * 256 * 7168
     assert sum(bf16) - 32 * derived == pytest.approx(2 * (671.026e9 + 31 * on_every_rank), rel=1e-4)
-    fp8 = weight_bytes(DEEPSEEK, EngineLayout(1, 16, 16, fp8=True), "bfloat16")
+    fp8 = weight_bytes(plans.V3, EngineLayout(1, 16, 16, fp8=True), "bfloat16")
     assert sum(fp8) == pytest.approx(sum(bf16) / 2, rel=0.03)
 
 
@@ -286,7 +276,7 @@ def test_logits_of_drafts_are_verified_by_each_group() -> None:
     for group_head, rows in ((True, 64), (False, 1024)):
         engine = EngineLayout(1, 16, 16, dp=16, whole_dense=True, group_head=group_head)
         (activations, plain), (same, drafted) = (
-            running_bytes(DEEPSEEK, replace(engine, draft=draft), chosen, 1024) for draft in (0, 2)
+            running_bytes(plans.V3, replace(engine, draft=draft), chosen, 1024) for draft in (0, 2)
         )
         assert same == activations
         assert plain == rows * 129_280 * 6

@@ -17,6 +17,7 @@ from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, RankLayers
 from megarl.plan.step_time import ComputingModel
 from megarl.training.flops import forward_flops, train_flops
+from tests.plan.plans import SHAPE
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 CARDS = {name: load_hardware(RECIPES / "hardware" / f"{name}.yaml") for name in ("h800", "h100")}
@@ -25,9 +26,6 @@ NVLINK, FABRIC = 160e9, 45e9  # bytes/s that large messages reach
 MODELS = {
     name: model_shape(RECIPES / "models" / name) for name in ("qwen3-235b-a22b", "qwen3-30b-a3b")
 }
-SHAPE = ModelShape(
-    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
-)
 TOKENS = 4096
 MESSAGE = TOKENS * 1024 * 2
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.plan.phase_simulation import OpenGroup, PhasedStep, PhaseSizes, phased_steps
+from megarl.plan.phase_simulation import OpenGroup, PhaseSizes, phased_steps
 from megarl.samples.buffer import staleness_bound
 from megarl.types import Hyperparameters, IntArray
 from tests.samples.test_buffer import Run as RealRun
@@ -48,13 +48,6 @@ class Run:
         for group in groups:
             self.phases[group.prompt_index].append((group.done, group.new))
         return [group.prompt_index for group in groups]
-
-    def read_again(self, prompt_indices: Sequence[int]) -> int:
-        return sum(
-            done * len(new)
-            for prompt_index in prompt_indices
-            for done, new in self.phases[prompt_index]
-        )
 
     @property
     def trained(self) -> list[int]:
@@ -117,18 +110,6 @@ def test_a_straggler_that_is_begun_ahead_reaches_the_bound() -> None:
     assert max(step.oldest for step in run.steps) == bound == 4
 
 
-def test_whole_responses_ahead_are_a_version_old_and_wait_for_nothing() -> None:
-    run = Run(PhaseSizes(2, 2, SAMPLES, LONGEST, ahead=1), np.full((40, SAMPLES), LONGEST))
-    tokens = 2 * SAMPLES * LONGEST
-    assert [step.tokens_by_age.tolist() for step in run.steps] == [
-        [tokens],
-        *([[0, tokens]] * (STEPS - 1)),
-    ]
-    assert [step.results for step in run.steps] == [([0, 1],), *([()] * (STEPS - 1))]
-    assert [step.beside for step in run.steps[:2]] == [[2, 3], [4, 5]]
-    assert run.steps[0].all_results == ([0, 1], [2, 3]) and run.steps[1].all_results == ([4, 5],)
-
-
 @settings(max_examples=60, deadline=None)
 @given(ahead=ahead_or_not, steps=st.sampled_from([None, STEPS, 2 * STEPS]), **planted)
 def test_steps_are_those_that_the_controller_takes(
@@ -157,17 +138,6 @@ def test_steps_are_those_that_the_controller_takes(
         assert found.get("stale/token_max", 0) == step.oldest
 
 
-def test_a_step_that_lacks_groups_has_more_phases() -> None:
-    run = Run(PhaseSizes(2, 2, SAMPLES, 10), np.full((20, SAMPLES), LONGEST))
-    assert {len(step.results) for step in run.steps} == {3}
-    assert all(step.tokens_by_age.tolist() == [2 * SAMPLES * LONGEST] for step in run.steps)
-
-
-def test_a_step_without_open_groups_may_have_no_phase() -> None:
-    run = Run(PhaseSizes(2, 4, SAMPLES, LONGEST), np.full((20, SAMPLES), LONGEST))
-    assert [len(step.results) for step in run.steps[:4]] == [1, 0, 1, 0]
-
-
 @settings(max_examples=40, deadline=None)
 @given(ahead=ahead_or_not, **planted)
 def test_tokens_are_never_older_than_the_bound_and_every_sample_is_finished(
@@ -185,31 +155,3 @@ def test_tokens_are_never_older_than_the_bound_and_every_sample_is_finished(
                 sum(new.sum() for _, new in run.phases[prompt_index]) == lengths[prompt_index].sum()
             )
             assert all(new.max() <= phase for _, new in run.phases[prompt_index])
-
-
-@settings(max_examples=40, deadline=None)
-@given(**planted)
-def test_whole_responses_are_one_phase_of_one_version(
-    seed: int, wanted: int, more: int, phase: int, long_share: float
-) -> None:
-    lengths = drawn_lengths(seed, long_share)
-    run = Run(PhaseSizes(wanted, wanted, SAMPLES, LONGEST), lengths)
-    for number, step in enumerate(run.steps):
-        prompt_indices = list(range(number * wanted, (number + 1) * wanted))
-        assert step == PhasedStep(tuple(prompt_indices), (prompt_indices,), step.tokens_by_age)
-        assert step.tokens_by_age.tolist() == [lengths[prompt_indices].sum()]
-
-
-@settings(max_examples=40, deadline=None)
-@given(times=st.integers(2, 6), **planted)
-def test_phases_of_several_times_the_tokens_never_read_more_again(
-    seed: int, wanted: int, more: int, phase: int, long_share: float, times: int
-) -> None:
-    """Other longer phases may: a response of 10 tokens reads 5 again in phases of 5, and 9 in phases of 9."""
-    lengths = drawn_lengths(seed, long_share)
-    short, long = (
-        Run(PhaseSizes(wanted, wanted + more, SAMPLES, size), lengths)
-        for size in (phase, phase * times)
-    )
-    for prompt_index in {*short.trained} & {*long.trained}:
-        assert long.read_again([prompt_index]) <= short.read_again([prompt_index])

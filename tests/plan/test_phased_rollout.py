@@ -18,7 +18,8 @@ from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.phased_rollout import _lengths_of, _part, phased_rollout
 from megarl.plan.rollout_time import rollout_time
 from tests.controller.test_loop import QUICKSTART
-from tests.plan.test_rollout_time import limits, speed_of
+from tests.plan.plans import speed_of
+from tests.plan.test_rollout_time import limits
 
 LONGEST, PROMPT = 400, 50
 

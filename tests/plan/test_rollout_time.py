@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megarl.config.hardware import load_hardware
-from megarl.model.hf_config import model_shape
-from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.batch import Samples, response_lengths
 from megarl.plan.decode_step import EngineSpeed
 from megarl.plan.engine_memory import token_bytes
 from megarl.plan.engine_simulation import GroupLimits
 from megarl.plan.rollout_time import SimulatedSpeed, rollout_time, rough_rollout_s
-from tests.plan import recipes as planning
-
-CARD = load_hardware(planning.H800)
-SHAPE = ModelShape(
-    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
-)
-V3 = model_shape(Path(__file__).parents[2] / "recipes" / "models" / "deepseek-v3")
-EXPERTS_BYTES = 10 * 64 * 3 * 1024 * 512 * 2
-
-
-def speed_of(layout: EngineLayout, kv_bytes: float = 0.0, shape: ModelShape = SHAPE) -> EngineSpeed:
-    return EngineSpeed(
-        shape, layout, CARD, 8, "bfloat16", EXPERTS_BYTES / layout.tp + 1e8, kv_bytes
-    )
+from tests.plan.plans import H800, V3, speed_of
 
 
 def limits(groups: int, slots: int, cache: int = 10**9, longest: int = 400) -> GroupLimits:
@@ -108,7 +91,7 @@ def test_the_simulation_has_the_seconds_of_the_step_and_waits_for_the_fullest_gr
     draft: int,
 ) -> None:
     layout = EngineLayout(1, 32, 32, 32, whole_dense=True, group_head=True, draft=draft)
-    speed = EngineSpeed(V3, layout, CARD, 8, "bfloat16", 40e9, token_bytes(V3, layout, 2))
+    speed = EngineSpeed(V3, layout, H800, 8, "bfloat16", 40e9, token_bytes(V3, layout, 2))
     simulated, running = SimulatedSpeed(speed), np.full(32, 12.0)
     for context in (100, 8000):
         even = running * context

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megarl.config.hardware import load_hardware
-from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan import step_time
 from megarl.plan.batch import RankWork, Samples
@@ -18,11 +17,9 @@ from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
 from megarl.training.flops import train_flops
 from tests.plan import recipes as planning
+from tests.plan.plans import SHAPE
 
 CARD = load_hardware(planning.H800)
-SHAPE = ModelShape(
-    10, 1024, 16, 4, 64, 32000, num_experts=64, experts_per_token=8, moe_ffn_size=512
-)
 SAMPLES = Samples(2, 2, 8, 8, 50, 400, np.full(8, 50))
 LAYOUT = TrainLayout(16, tp=2, pp=2, ep=4)
 LAYERS = RankLayers(SHAPE, LAYOUT, CARD, 8)
