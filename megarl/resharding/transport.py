@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Thread
@@ -43,14 +43,17 @@ def batch(group: Any) -> Iterator[list[dist.Work]]:
 def wait(works: Sequence[dist.Work], timeout_s: float, ask: PeerCheck) -> None:
     """Return when posted messages are done. Raises RuntimeError when a peer ends, or after timeout_s.
 
-    Over gloo a peer that fails closes its connections, which ends the wait. NCCL does not notice: there the messages
-    are polled, and `ask` is called about once a second.
+    `ask` is called about once a second. NCCL does not notice that a peer has failed. Over gloo a peer that fails closes
+    its connections, which ends most waits; but gloo forgets a send that it was about to write when the connection broke
+    (Pair::handleRemotePendingRecv).
     """
-    for work in works:
-        if BACKEND == "nccl":
+    bound = timedelta(seconds=timeout_s)
+    if BACKEND == "nccl":
+        for work in works:
             poll(work.is_completed, timeout_s, ask)
-        # raises the error, if any, and orders the device's streams
-        work.wait(timedelta(seconds=timeout_s))
+            work.wait(bound)  # raises the error, if any, and orders the device's streams
+    elif works:
+        bounded(lambda: [work.wait(bound) for work in works], math.inf, ask)
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float, ask: PeerCheck) -> None:
@@ -77,17 +80,24 @@ def settle(timeout_s: float) -> None:
 
 def bounded(call: Callable[[], object], timeout_s: float, ask: PeerCheck) -> None:
     """Run a call that may block forever in a thread. Raises what it raises, or as `poll`, which abandons the thread."""
-    ended: Future[object] = Future()
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            ended.set_result(call())
+            call()
         except BaseException as error:
-            ended.set_exception(error)
+            errors.append(error)
 
-    Thread(target=run, daemon=True).start()
-    poll(ended.done, timeout_s, ask)
-    ended.result()
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+
+    def is_done() -> bool:
+        thread.join(min(PEER_CHECK_S, timeout_s))
+        return not thread.is_alive()
+
+    poll(is_done, timeout_s, ask)
+    if errors:
+        raise errors.pop()  # left in the list it would be in a cycle, and keep the process group
 
 
 def make_group(

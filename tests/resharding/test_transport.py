@@ -80,14 +80,20 @@ def test_an_error_inside_a_round_closes_it(nccl: RecordingBackend) -> None:
 
 
 class Stuck:
-    """A message whose peer will never send: NCCL's communicator says nothing of it."""
+    """A message whose peer has failed: NCCL's communicator does not notice, and gloo may have forgotten the message."""
 
     def is_completed(self) -> bool:
         return False
 
+    def wait(self, timeout: timedelta) -> None:
+        Event().wait(timeout.total_seconds())
 
-def test_the_words_of_a_failed_peer_end_a_wait_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "BACKEND", "nccl")
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_words_of_a_failed_peer_end_a_wait(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "BACKEND", backend)
     monkeypatch.setattr(transport, "PEER_CHECK_S", 0.01)
     store = HashStore()
     ours, theirs = (Agreement(PrefixStore("x", store), member, 2, 60.0) for member in (0, 1))
