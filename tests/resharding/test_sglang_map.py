@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from megarl.model.shape import MlaShape, ModelShape
+from megarl.model.tensors import hf_tensors
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table, views
@@ -36,71 +37,8 @@ V3 = ModelShape(
 
 def checkpoint(shape: ModelShape) -> Tensors:
     """Random tensors under the names of the HF checkpoint."""
-    hidden = shape.hidden_size
-    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
-    for layer in range(shape.num_layers + shape.num_mtp_layers):
-        prefix = f"model.layers.{layer}."
-        sizes |= {
-            f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")
-        }
-        sizes |= {
-            f"{prefix}self_attn.{name}": size for name, size in attention_sizes(shape).items()
-        }
-        if shape.is_dense(layer):
-            sizes |= mlp_sizes(prefix + "mlp.", hidden, shape.ffn_size)
-        else:
-            for expert in range(shape.num_experts):
-                sizes |= mlp_sizes(f"{prefix}mlp.experts.{expert}.", hidden, shape.moe_ffn_size)
-            sizes[prefix + "mlp.gate.weight"] = (shape.num_experts, hidden)
-            if shape.router_bias:
-                sizes[prefix + "mlp.gate.e_score_correction_bias"] = (shape.num_experts,)
-            if shape.num_shared_experts:
-                width = shape.num_shared_experts * shape.moe_ffn_size
-                sizes |= mlp_sizes(prefix + "mlp.shared_experts.", hidden, width)
-        if layer >= shape.num_layers:
-            sizes |= {
-                f"{prefix}{norm}.weight": (hidden,)
-                for norm in ("enorm", "hnorm", "shared_head.norm")
-            }
-            sizes[prefix + "eh_proj.weight"] = (hidden, 2 * hidden)
-    sizes["model.norm.weight"] = (hidden,)
-    if not shape.tied:
-        sizes["lm_head.weight"] = (shape.vocab_size, hidden)
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.rand(size, generator=generator) for name, size in sizes.items()}
-
-
-def attention_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    hidden, mla, heads = shape.hidden_size, shape.mla, shape.num_heads
-    if mla is None:
-        rows = {"q": heads * shape.head_dim} | dict.fromkeys(
-            "kv", shape.num_kv_heads * shape.head_dim
-        )
-        sizes: dict[str, tuple[int, ...]] = {f"{x}_proj.weight": (rows[x], hidden) for x in rows}
-        if shape.qkv_bias:
-            sizes |= {f"{x}_proj.bias": (rows[x],) for x in rows}
-        if shape.qk_norm:
-            sizes |= {f"{x}_norm.weight": (shape.head_dim,) for x in "qk"}
-        return sizes | {"o_proj.weight": (hidden, rows["q"])}
-    q_rows = heads * (mla.nope_dim + mla.rope_dim)
-    sizes = {
-        "kv_a_proj_with_mqa.weight": (mla.kv_lora_rank + mla.rope_dim, hidden),
-        "kv_a_layernorm.weight": (mla.kv_lora_rank,),
-        "kv_b_proj.weight": (heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank),
-        "o_proj.weight": (hidden, heads * mla.v_dim),
-    }
-    if mla.q_lora_rank is None:
-        return sizes | {"q_proj.weight": (q_rows, hidden)}
-    return sizes | {
-        "q_a_proj.weight": (mla.q_lora_rank, hidden),
-        "q_a_layernorm.weight": (mla.q_lora_rank,),
-        "q_b_proj.weight": (q_rows, mla.q_lora_rank),
-    }
-
-
-def mlp_sizes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
-    sizes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    return {f"{prefix}{name}_proj.weight": size for name, size in sizes.items()}
+    return {name: torch.rand(size, generator=generator) for name, size in hf_tensors(shape).items()}
 
 
 def fill(shards: list[Shard], whole: Tensors, padded: Mapping[str, int]) -> Tensors:
