@@ -16,7 +16,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.reshard_plan import MemberPlan, cut, plan_streams
-from megarl.resharding.shards import Box, LayoutError, Part, Range, Shard, box_area
+from megarl.resharding.shards import Box, Part, Range, Shard, box_area
 from megarl.resharding.traffic import count_traffic
 from megarl.resharding.traffic import least_round_bytes as least_of_all
 from megarl.types import UserError
@@ -154,7 +154,7 @@ def least_round_bytes(streams) -> int:
         streams.rounds_needed(1)
     except UserError as error:
         least = int(error.hint.split()[-1])
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=rf"^reshard\.round_bytes: {least - 1}: the smallest"):
             streams.rounds_needed(least - 1)
         streams.rounds_needed(least)
         return least
@@ -321,26 +321,3 @@ def test_nothing_to_move_needs_no_round() -> None:
     plans = all_plans(streams, 1)
     assert [len(plan.local) for plan in plans] == [1, 1]
     assert not any(plan.rounds for plan in plans)
-
-
-def test_a_round_too_small_for_a_row_of_each_stream_is_the_users_fault() -> None:
-    streams = all_streams(*PIPELINE, 8)[0]
-    with pytest.raises(UserError, match=r"reshard\.round_bytes: 64: the smallest") as caught:
-        streams.rounds_needed(64)
-    least = int(caught.value.hint.split()[-1])
-    assert streams.rounds_needed(least) > (0,)
-    with pytest.raises(UserError):
-        streams.rounds_needed(least - 1)
-
-
-def test_a_missing_source_is_named() -> None:
-    sources, targets, _ = PIPELINE
-    name = "model.layers.1.mlp.experts.{}.up_proj.weight"
-    broken = [
-        part._replace(shards=tuple(s for s in part.shards if (s.name, s.items) != (name, (4, 8))))
-        for part in sources
-    ]
-    with pytest.raises(
-        LayoutError, match=r"up_proj\.weight: member 3 wants rows 24:32, columns 0:6 of items 4:8"
-    ):
-        plan_streams(broken, targets, 3, 8, gpus_per_node=8, dtype="bfloat16")
