@@ -11,7 +11,7 @@ from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
-from megarl.resharding.lora_merge import Merge, MergedBox, mixed
+from megarl.resharding.lora_merge import Merge, MergedBox
 from megarl.resharding.shards import Range, Shard, param_table
 from tests.resharding.test_lora_map import of_rank, whole_tensors
 from tests.resharding.test_sglang_map import LLAMA, QWEN3_MOE, Tensors
@@ -168,12 +168,3 @@ def all_merged(shape: ModelShape, layout: TrainLayout, size: LoraSize, whole: Te
         for (name, rows, cols), part in merged(merge, weights, params).items():
             found.setdefault(name, torch.zeros_like(whole[name]))[slice(*rows), slice(*cols)] = part
     return found
-
-
-def test_hashes_are_even_and_differ_in_half_of_their_bits() -> None:
-    numbers = torch.arange(1 << 16)
-    hashes = mixed(numbers.clone())
-    bits = torch.stack([(hashes >> bit) & 1 for bit in range(64)]).float()
-    assert (bits.mean(1) - 0.5).abs().max() < 0.01
-    flipped = torch.stack([(hashes ^ mixed(numbers ^ 1)) >> bit & 1 for bit in range(64)]).float()
-    assert (flipped.mean(1) - 0.5).abs().max() < 0.02
