@@ -284,32 +284,23 @@ def test_a_stale_target_is_seen() -> None:
         assert len(made.reshard(2)[0]) > 10
 
 
-def test_derived_tensors_are_part_of_the_exchange() -> None:
+@pytest.mark.parametrize(
+    ("draft", "forgetful", "wrong"),
+    [
+        (0, "", "model.layers.0.self_attn.w_kc"),
+        (1, "", "model.layers.0.self_attn.w_kc"),
+        (1, "draft", "draft.model.decoder.self_attn.w_kc"),
+    ],
+)
+def test_derived_tensors_are_part_of_the_exchange(draft: int, forgetful: str, wrong: str) -> None:
     """An engine whose post_load_weights leaves w_kc as it was is refused, when verification is on."""
-    pair = Pair(MLA, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1), verify="full")
-    with world(pair) as made:
-        made.fill(1)
-        assert not made.reshard(1)[0]
-        made.engines[0].ask(("flag", "", "forgets"))
-        made.fill(2)
-        with pytest.raises(
-            RuntimeError, match=r"model.layers.0.self_attn.w_kc differs from its kv_b_proj.weight"
-        ):
-            made.reshard(2)
-
-
-@pytest.mark.parametrize("forgetful", ["", "draft"])
-def test_the_derived_tensors_of_the_draft_model_too(forgetful: str) -> None:
-    pair = Pair(MLA, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1, draft=1), verify="full")
-    with world(pair) as made:
+    engine = EngineLayout(1, 1, 1, draft=draft)
+    with world(Pair(MLA, TrainLayout(1, 1, 1, 1), engine, verify="full")) as made:
         made.fill(1)
         assert not made.reshard(1)[0]
         made.engines[0].ask(("flag", forgetful, "forgets"))
         made.fill(2)
-        wrong = (
-            r"draft.model.decoder.self_attn.w_kc" if forgetful else r"model.layers.0.self_attn.w_kc"
-        )
-        with pytest.raises(RuntimeError, match=rf"{wrong} differs from its kv_b_proj.weight"):
+        with pytest.raises(RuntimeError, match=f"{wrong} differs from its kv_b_proj.weight"):
             made.reshard(2)
 
 
