@@ -180,20 +180,6 @@ def test_in_fp8_and_back(source: Callable[..., Path], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_reads_it(source: Callable[..., Path], tmp_path: Path) -> None:
-    original, folder = source("deepseek-v3", mtp_layers=1), tmp_path / "out"
-    assert (
-        export(job(original, folder, TrainLayout(2, 1, 2, 1), file_bytes=300_000)) == ["done"] * 2
-    )
-    from transformers import AutoModelForCausalLM
-
-    first, second = (
-        AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (original, folder)
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.slow
 def test_a_rank_that_cannot_is_heard_by_all_and_nothing_gets_the_name(
     source: Callable[..., Path], tmp_path: Path
 ) -> None:
