@@ -11,7 +11,7 @@ from megatron.core.parallel_state import RankGenerator
 
 from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.placement.train_layout import TrainLayout, divisors, nearest
+from megarl.placement.train_layout import TrainLayout, divisors
 
 ORDER = "tp-cp-ep-dp-pp"
 SHAPE = ModelShape(
@@ -172,11 +172,6 @@ def test_expert_width_counts_only_where_tp_splits_it() -> None:
     assert TrainLayout(2, 2, 1, 2).errors(narrow) == []
 
 
-@pytest.mark.parametrize("world", [(1, 1, 1, 1), (4, 2, 2, 2), (8, 2, 2, 4), (8, 8, 1, 1)])
-def test_layouts_that_divide_have_no_error(world: tuple[int, int, int, int]) -> None:
-    assert TrainLayout(*world).errors(SHAPE) == []
-
-
 def test_all_training_errors_at_once() -> None:
     errors = TrainLayout(7, 3, 3, 3).errors(SHAPE)
     assert {error.where for error in errors} == {
@@ -192,33 +187,9 @@ def test_engine_members() -> None:
     assert [engines.member(slot) for slot in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), None]
 
 
-@pytest.mark.parametrize(
-    ("engine", "where", "hint"),
-    [
-        (EngineLayout(3, 2, 1), "rollout.engine.count", "set it to 2"),
-        (EngineLayout(1, 8, 8), "rollout.engine.count", "rollout.engine.tp to at most 4"),
-        (EngineLayout(1, 3, 1), "rollout.engine.tp", "2 or 4"),
-        (EngineLayout(1, 4, 3), "rollout.engine.ep", "2 or 4"),
-        (EngineLayout(1, 2, 4), "rollout.engine.ep", "2"),
-    ],
-)
-def test_engine_errors_name_the_key_and_the_hint(
-    engine: EngineLayout, where: str, hint: str
-) -> None:
-    assert any(
-        error.where == where and hint in error.hint for error in engine.errors(SHAPE, gpus=4)
-    )
-
-
 def test_engine_expert_width() -> None:
     narrow = dataclasses.replace(SHAPE, moe_ffn_size=32)
     assert EngineLayout(1, 2, 1).errors(narrow, gpus=4) == []
     assert [f.where for f in EngineLayout(1, 2, 1).cpu_errors(narrow)] == ["rollout.engine.tp"]
     assert [f.where for f in EngineLayout(1, 8, 1).cpu_errors(SHAPE)] == ["rollout.engine.tp"] * 2
     assert EngineLayout(1, 1, 1).cpu_errors(narrow) == []
-
-
-def test_nearest() -> None:
-    assert nearest(3, [1, 2, 4, 8]) == "2 or 4"
-    assert nearest(9, [1, 2, 4, 8]) == "8"
-    assert nearest(4, [1, 2, 4]) == "4"
