@@ -99,7 +99,11 @@ def carry_out(
         # having said that it is ready, when the others send already
         breaks = rank == order["breaks"]
         try:
-            with patch.object(member, "_prepare", side_effect=BROKEN) if breaks else nullcontext():
+            with (
+                patch.object(member.planner, "executor", side_effect=BROKEN)
+                if breaks
+                else nullcontext()
+            ):
                 member.run(order["version"], order["attempt"])
         except Exception as error:
             return str(error)
