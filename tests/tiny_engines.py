@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from megarl.model.tokenizer import load_tokenizer
 if TYPE_CHECKING:  # torch and SGLang are imported with the first fixture that needs them
     import torch
 
+    from megarl.placement.engine_layout import EngineLayout
     from megarl.rollout.reward_workers.by_source import RewardWorkers
+    from megarl.rollout.sglang.arguments import EngineSettings
     from megarl.rollout.sglang.engine import Engine
 
 START_S = 120.0  # of a judge
@@ -145,23 +147,36 @@ def fork_server() -> Iterator[None]:
         sglang_patches.stop_fork_server()
 
 
+def tiny_settings(
+    tp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    layout: EngineLayout | None = None,
+    sglang: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> EngineSettings:
+    """The settings of an engine of a tiny model. layout: in place of tp, ep and dp."""
+    from megarl.config import EngineConfig
+    from megarl.placement.engine_layout import EngineLayout
+    from megarl.rollout.sglang.arguments import EngineSettings
+
+    defaults = {"dtype": "float32", "seed": 3, "context_tokens": 512, "concurrency": 256}
+    return EngineSettings(
+        layout=layout or EngineLayout(1, tp, ep, dp),
+        engine=EngineConfig(sglang=dict(sglang or {})),
+        **(defaults | settings),
+    )
+
+
 @pytest.fixture(scope="session")
 def build_engine(checkpoint: Path, loader_path: str, fork_server: None) -> Iterator[Any]:
-    from megarl.rollout.sglang.arguments import EngineSettings
     from megarl.rollout.sglang.engine import Engine
 
     engines: list[Engine] = []
 
-    def build(tp: int, ep: int, **changes: Any) -> Engine:
-        settings = {
-            "model_path": str(checkpoint),
-            "dtype": "float32",
-            "seed": 3,
-            "context_tokens": 512,
-        } | changes
-        engines.append(
-            Engine(EngineSettings(tp=tp, ep=ep, concurrency=256, **settings), loader_path)
-        )
+    def build(*layout: Any, **changes: Any) -> Engine:
+        settings = tiny_settings(*layout, **{"model_path": str(checkpoint), **changes})
+        engines.append(Engine(settings, loader_path))
         return engines[-1]
 
     yield build

@@ -23,22 +23,18 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
     span: the engine's node that this process runs on, where the engine spans several.
     """
     rollout = recipe.rollout
-    engine = recipe.rollout.engine
     layout = engine_layout(recipe)
     config = _config(recipe.model.path)
     return EngineSettings(
         model_path=recipe.model.path,
-        tp=engine.tp,
-        ep=engine.ep,
+        layout=layout,
+        engine=rollout.engine,
         dtype=recipe.model.dtype,
         seed=generator_seed(recipe.run.seed, index),
         context_tokens=recipe.data.max_prompt_tokens + recipe.longest_response,
         concurrency=most_sequences(recipe),
-        first_gpu=recipe.placement.gpu_of(recipe.placement.first_engine_gpu + index * engine.tp),
+        first_gpu=recipe.placement.gpu_of(layout.first + index * layout.tp),
         load_weights=False,
-        sglang=engine.sglang,
-        dp=engine.dp,
-        fp8=engine.fp8,
         quantised=any(key in config for key in QUANTISATION_KEYS),
         seeded=rollout.seeded,
         routed_experts=recipe.train.replay == "r3",
@@ -46,11 +42,6 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         timeout_s=recipe.run.timeout_s,
         model_context=config.get("max_position_embeddings"),
         reserve_bytes=communicator_bytes(recipe.placement.hardware),
-        whole_dense=layout.whole_dense,
-        whole_shared=layout.whole_shared,
-        group_head=layout.group_head,
-        deepep=layout.deepep,
-        draft=layout.draft,
         adapter=_adapter(recipe),
     )
 

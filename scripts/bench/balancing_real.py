@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.config import EngineConfig
+from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.engine_simulation import SimulatedRequest
 from megarl.rollout.load_balancing import CompletedSample
 from megarl.rollout.sglang.arguments import EngineSettings
@@ -47,15 +49,13 @@ def cpu_engines(
         limits = {"max_running_requests": groups * slots, **sglang}
         common: dict[str, Any] = {
             "model_path": folder,
-            "tp": groups,
-            "ep": 1,
-            "dp": groups,
+            "layout": EngineLayout(1, groups, 1, dp=groups),
             "dtype": "float32",
         }
         common |= {
             "context_tokens": context_tokens,
             "concurrency": groups * slots,
-            "sglang": limits,
+            "engine": EngineConfig(sglang=limits),
         }
         engines: list[Engine] = []
         try:

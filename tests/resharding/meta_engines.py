@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.config import EngineConfig
 from megarl.model.lora_pairs import LoraSize
 from megarl.placement.engine_layout import EngineLayout
 from tests.resharding import meta_slots
@@ -226,9 +227,8 @@ def _models(request: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
 
     engine, rank = EngineLayout(**request["engine"]), request["rank"]
     settings = EngineSettings(
-        request["folder"], engine.tp, engine.ep, "bfloat16", 0, 4096, 8, load_weights=False, dp=engine.dp,
-        fp8=engine.fp8, quantised=True, sglang=request["sglang"], whole_dense=engine.whole_dense,
-        group_head=engine.group_head, deepep=engine.deepep, draft=engine.draft,
+        request["folder"], engine, "bfloat16", 0, 4096, 8, load_weights=False, quantised=True,
+        engine=EngineConfig(sglang=request["sglang"]),
     )  # fmt: skip
     os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(engine.whole_shared))
     server: Any = ServerArgs(

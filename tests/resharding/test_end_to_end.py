@@ -175,9 +175,7 @@ class Served:
         )  # fmt: skip
         self.sessions = sessions(common, world.handles)
         settings = EngineSettings(
-            str(world.source), layout.tp, layout.ep, "float32", 3, context_tokens=128, concurrency=64,
-            load_weights=False, dp=layout.dp, whole_dense=layout.whole_dense, whole_shared=layout.whole_shared,
-            group_head=layout.group_head,
+            str(world.source), layout, "float32", 3, context_tokens=128, concurrency=64, load_weights=False
         )  # fmt: skip
         self.engine = Engine(settings)
 

@@ -17,6 +17,7 @@ import pytest
 
 from megarl.config import Recipe, RewardConfig
 from megarl.episodes.demonstrations import demonstration
+from megarl.placement.roles import engine_layout
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.batch_sizes import step_sequences
 from megarl.rollout.sglang.engine import Engine, EngineError
@@ -61,14 +62,13 @@ def recipe(model: str, reward: str = "megarl.rollout.rewards.exact:score") -> Re
 
 
 def test_an_engines_settings_come_from_the_recipe() -> None:
-    settings = engine_settings(recipe("somewhere"), index=1)
-    assert (settings.tp, settings.ep, settings.dtype, settings.first_gpu) == (2, 1, "float32", 2)
-    assert settings.context_tokens == 40
+    made = recipe("somewhere")
+    settings = engine_settings(made, index=1)
+    assert (settings.dtype, settings.first_gpu, settings.context_tokens) == ("float32", 2, 40)
     assert settings.concurrency == 16, "an engine gets at most 4 of 7 prompts"
     assert not settings.load_weights
-    assert settings.sglang == {"page_size": 1}
-    assert not settings.seeded
-    assert not settings.routed_experts
+    assert settings.engine == made.rollout.engine
+    assert settings.layout == engine_layout(made)
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,17 @@ def test_an_engine_runs_all_at_once_that_it_is_given(
     assert step_sequences(made) == (sequences if not evaluation else 4)
 
 
-@pytest.mark.parametrize(("replay", "asked"), [("off", False), ("r2", False), ("r3", True)])
+@pytest.mark.parametrize(
+    ("replay", "seeded", "asked"), [("off", True, False), ("r2", False, False), ("r3", True, True)]
+)
 def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(
-    replay: str, asked: bool
+    replay: str, seeded: bool, asked: bool
 ) -> None:
     tree = recipe("somewhere").model_dump()
-    tree["rollout"]["seeded"] = True
+    tree["rollout"]["seeded"] = seeded
     tree["train"]["replay"] = replay
     settings = engine_settings(Recipe.model_validate(tree), index=0)
-    assert settings.seeded
-    assert settings.routed_experts is asked
+    assert (settings.seeded, settings.routed_experts) == (seeded, asked)
 
 
 def test_a_summary_is_the_group_without_its_tokens() -> None:

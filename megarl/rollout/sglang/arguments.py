@@ -11,9 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.config import EngineConfig
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE, Address
 from megarl.model.quantisation import FP8_CONFIG, KEY, QUANTISATION_KEYS
+from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang import adapter_slot, deterministic
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.batch_sizes import group_arguments, running_limit
@@ -125,11 +127,12 @@ class NodeSpan:
 class EngineSettings:
     """The settings of an engine. context_tokens: of the longest prompt with its response; concurrency: running samples.
 
+    layout: its ranks, and what each of them holds. With fp8 load_weights must be False: a bf16 checkpoint cannot fill
+    the tiles. engine: the recipe's branch, for all that is no layout.
+
     first_gpu: the GPU slot of the first tensor-parallel rank. load_weights: read the checkpoint; otherwise the weights
-    are random and the engine refuses to sample before its first reshard. fp8: weights are tiles of 128 x 128 with
-    scales, which a bf16 checkpoint cannot fill: load_weights must be False. quantised: config.json says that the
-    checkpoint's weights are; an engine that does not load them has those of training, in dtype or fp8. whole_dense,
-    whole_shared, group_head, deepep, draft: as of EngineLayout.
+    are random and the engine refuses to sample before its first reshard. quantised: config.json says that the
+    checkpoint's weights are; an engine that does not load them has those of training, in dtype or fp8.
 
     span: the engine's node that this process runs on, where the engine spans several.
 
@@ -142,17 +145,14 @@ class EngineSettings:
     """
 
     model_path: str
-    tp: int
-    ep: int
+    layout: EngineLayout
     dtype: str
     seed: int
     context_tokens: int
     concurrency: int
+    engine: EngineConfig = field(default_factory=EngineConfig)
     first_gpu: int = 0
     load_weights: bool = True
-    sglang: Mapping[str, Any] = field(default_factory=dict)
-    dp: int = 1
-    fp8: bool = False
     quantised: bool = False
     seeded: bool = False
     routed_experts: bool = False
@@ -160,18 +160,13 @@ class EngineSettings:
     timeout_s: float = 600.0
     model_context: int | None = None
     reserve_bytes: int = 0
-    whole_dense: bool = False
-    whole_shared: bool = False
-    group_head: bool = False
-    deepep: bool = False
-    draft: int = 0
     adapter: AdapterSlot | None = None
 
     @property
     def first_rank(self) -> int:
         """The first tensor-parallel rank on this node."""
         if self.span:
-            return self.span.node * self.tp // self.span.nodes
+            return self.span.node * self.layout.tp // self.span.nodes
         return 0
 
 
@@ -179,15 +174,14 @@ def server_arguments(
     settings: EngineSettings, weight_loader: str, device: str = DEVICE
 ) -> dict[str, Any]:
     """Keyword arguments of SGLang's `ServerArgs`; the recipe's `rollout.engine.sglang` overrides our defaults."""
-    limit = running_limit(
-        settings.tp, settings.concurrency, deepep=settings.deepep, draft=settings.draft
-    )
+    layout = settings.layout
+    limit = running_limit(layout, settings.concurrency)
     # SGLang takes no input that fills its whole KV cache either.
     room = (settings.context_tokens + _SPARE_CONTEXT) * settings.concurrency
     arguments: dict[str, Any] = {
         "model_path": settings.model_path,
-        "tp_size": settings.tp,
-        "ep_size": settings.ep,
+        "tp_size": layout.tp,
+        "ep_size": layout.ep,
         "dtype": settings.dtype,
         "random_seed": settings.seed,
         "max_running_requests": limit,
@@ -197,36 +191,37 @@ def server_arguments(
         "skip_tokenizer_init": True,
         "log_level": "error",
         "trust_remote_code": False,
-        "dp_size": settings.dp,
-        "enable_dp_attention": settings.dp > 1,
-        "enable_dp_lm_head": settings.group_head,
-        "moe_dense_tp_size": 1 if settings.whole_dense else None,
-        "moe_a2a_backend": "deepep" if settings.deepep else "none",
+        "dp_size": layout.dp,
+        "enable_dp_attention": layout.dp > 1,
+        "enable_dp_lm_head": layout.group_head,
+        "moe_dense_tp_size": 1 if layout.whole_dense else None,
+        "moe_a2a_backend": "deepep" if layout.deepep else "none",
         "disable_shared_experts_fusion": True,  # fused, their layout would depend on the GPU
         "enable_return_routed_experts": settings.routed_experts,
         # later than the host's check, which names the rank that hangs
         "watchdog_timeout": 2 * settings.timeout_s,
     }
-    if settings.draft:
-        arguments |= _draft_arguments(settings.draft)
+    if layout.draft:
+        arguments |= _draft_arguments(layout.draft)
     if settings.model_context:
         arguments["context_length"] = min(
             settings.context_tokens + _SPARE_CONTEXT, settings.model_context
         )
     if settings.span:
         host, port = settings.span.rendezvous
-        arguments |= {"nnodes": settings.span.nodes, "node_rank": settings.span.node}
-        arguments |= {"dist_init_addr": f"{host}:{port}"}
-    if settings.fp8 or (settings.quantised and not settings.load_weights):
-        own = {KEY: FP8_CONFIG} if settings.fp8 else {}
+        arguments["nnodes"] = settings.span.nodes
+        arguments["node_rank"] = settings.span.node
+        arguments["dist_init_addr"] = f"{host}:{port}"
+    if layout.fp8 or (settings.quantised and not settings.load_weights):
+        own = {KEY: FP8_CONFIG} if layout.fp8 else {}
         arguments["json_model_override_args"] = json.dumps(dict.fromkeys(QUANTISATION_KEYS) | own)
     if device == "cpu":
-        arguments |= sglang_patches.server_arguments(settings.tp, room)
+        arguments |= sglang_patches.server_arguments(layout.tp, room)
     else:
         arguments |= _gpu_arguments(settings)
     if settings.adapter:
         arguments |= adapter_slot.server_arguments(settings.adapter, device)
-    arguments |= settings.sglang
+    arguments |= settings.engine.sglang
     # null: as the plan counts
     arguments["max_running_requests"] = arguments["max_running_requests"] or limit
     # last, because seeded samples must not depend on the recipe's own arguments
@@ -236,26 +231,20 @@ def server_arguments(
 
 
 def _gpu_arguments(settings: EngineSettings) -> dict[str, Any]:
-    # The memory saver releases the engine's memory to training between rollouts.
+    layout = settings.layout
     arguments: dict[str, Any] = {
         "base_gpu_id": settings.first_gpu,
+        # releases the engine's memory to training between rollouts
         "enable_memory_saver": True,
         "sleep_on_idle": True,
+        # SGLang's own choice on NVIDIA GPUs are graphs of prompts too ("breakable"): a pool beside mem_fraction_static
+        # that stays while training has the GPU, for steps that are mostly decoding. A named backend wins over this.
+        "disable_prefill_cuda_graph": True,
     }
-    # SGLang's own choice on NVIDIA GPUs are graphs of prompts too ("breakable"): a pool beside mem_fraction_static that
-    # stays while training has the GPU, for steps that are mostly decoding. A named backend wins over this switch.
-    arguments["disable_prefill_cuda_graph"] = True
-    arguments |= group_arguments(
-        settings.tp,
-        settings.dp,
-        deepep=settings.deepep,
-        draft=settings.draft,
-        concurrency=settings.concurrency,
-        given=settings.sglang,
-    )
+    arguments |= group_arguments(layout, settings.concurrency, settings.engine.sglang)
     # as "auto" on Hopper; on Blackwell "auto" is a backend whose layout sglang_map lacks
-    if not settings.fp8:
-        arguments["moe_runner_backend"] = "deep_gemm" if settings.deepep else "triton"
+    if not layout.fp8:
+        arguments["moe_runner_backend"] = "deep_gemm" if layout.deepep else "triton"
     return arguments
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.config import Recipe
+from megarl.placement.engine_layout import EngineLayout
+from megarl.placement.roles import engine_layout
 
 # that a GPU sends in a decoding step, at most (SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK)
 DEEPEP_TOKENS = 128
@@ -42,43 +44,32 @@ def most_sequences(recipe: Recipe) -> int:
 
 def limit_of(recipe: Recipe, wanted: int) -> int:
     """Sequences that an engine may run at once: the recipe's own limit, or megarl's where so many are wanted."""
-    engine = recipe.rollout.engine
-    limit = running_limit(engine.tp, wanted, deepep=engine.experts == "deepep", draft=engine.draft)
-    return engine.sglang.get("max_running_requests") or limit
+    given = recipe.rollout.engine.sglang.get("max_running_requests")
+    return given or running_limit(engine_layout(recipe), wanted)
 
 
 def given_sizes(recipe: Recipe) -> dict[str, Any]:
     """The recipe's own server arguments over those of `group_arguments`."""
-    engine = recipe.rollout.engine
-    most = most_sequences(recipe)
-    deepep = recipe.rollout.engine.experts == "deepep"
-    own = group_arguments(
-        engine.tp,
-        engine.dp,
-        deepep=deepep,
-        draft=engine.draft,
-        concurrency=most,
-        given=engine.sglang,
-    )
-    return own | engine.sglang
+    given = recipe.rollout.engine.sglang
+    return group_arguments(engine_layout(recipe), most_sequences(recipe), given) | given
 
 
-def running_limit(tp: int, wanted: int, *, deepep: bool, draft: int) -> int:
+def running_limit(layout: EngineLayout, wanted: int) -> int:
     """Sequences that an engine may run at once, of those that it is given."""
-    if deepep:
-        return min(wanted, _deepep_sequences(draft) * tp)
+    if layout.deepep:
+        return min(wanted, _deepep_sequences(layout) * layout.tp)
     return wanted
 
 
-def _deepep_sequences(draft: int) -> int:
+def _deepep_sequences(layout: EngineLayout) -> int:
     """Sequences of a GPU, each of which sends its verified token and its drafts in a step."""
-    return DEEPEP_TOKENS // (1 + draft)
+    return DEEPEP_TOKENS // (1 + layout.draft)
 
 
 def group_arguments(
-    tp: int, dp: int, *, deepep: bool, draft: int, concurrency: int, given: Mapping[str, Any]
+    layout: EngineLayout, concurrency: int, given: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Sizes for `dp` attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
+    """Sizes for several attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
 
     Only where the recipe's arguments have `mem_fraction_static`: else SGLang chooses them with the share of memory, but
     for the graphs that DeepEP bounds. SGLang's own chunk leaves 256 tokens to each of 32 groups; where tokens are
@@ -86,16 +77,17 @@ def group_arguments(
     group's ranks, and of 8, as in SGLang's list.
     """
     has_fraction = "mem_fraction_static" in given
-    if dp == 1 or not (has_fraction or deepep):
+    if layout.dp == 1 or not (has_fraction or layout.deepep):
         return {}
-    ranks = max(1, tp // dp)  # what does not divide is told elsewhere
-    of_group = -(-concurrency * 11 // (10 * dp))
+    ranks = max(1, layout.attention_tp)  # sizes that do not divide are reported elsewhere
+    of_group = -(-concurrency * 11 // (10 * layout.dp))
     step = math.lcm(8, ranks)
-    if deepep:
-        most = min(_MOST_IN_GRAPHS, _deepep_sequences(draft) * ranks)
-    else:
-        most = _MOST_IN_GRAPHS
-    found = {"cuda_graph_max_bs_decode": min(most, -(-of_group // step) * step)}
-    if dp > 4 and has_fraction:
-        found["chunked_prefill_size"] = _GROUP_CHUNK * dp if deepep else _GATHERED_CHUNK
-    return found
+    most = _MOST_IN_GRAPHS
+    if layout.deepep:
+        most = min(most, _deepep_sequences(layout) * ranks)
+    sizes = {"cuda_graph_max_bs_decode": min(most, -(-of_group // step) * step)}
+    if layout.dp > 4 and has_fraction:
+        sizes["chunked_prefill_size"] = (
+            _GROUP_CHUNK * layout.dp if layout.deepep else _GATHERED_CHUNK
+        )
+    return sizes

@@ -36,10 +36,10 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
-        self._tp = settings.tp
+        self._tp = settings.layout.tp
         self._seeded = settings.seeded
         self._routed_experts = settings.routed_experts
-        self._groups = settings.dp
+        self._groups = settings.layout.dp
         self._weight_loader = weight_loader
         self._timeout_s = settings.timeout_s
         if settings.adapter:

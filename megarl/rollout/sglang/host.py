@@ -59,18 +59,18 @@ class Host:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._stop_reader, self._stop_writer = connection.Pipe(duplex=False)
-        scheduler.set_environment(whole_shared=settings.whole_shared)
+        scheduler.set_environment(whole_shared=settings.layout.whole_shared)
         remove_dead(PREFIX, tempfile.gettempdir())
         self._folder = SessionFolder(PREFIX, tempfile.gettempdir())
         self._entry = scheduler.SchedulerEntry(self._folder.path, settings)
-        make_counter_file(self._entry.loop_counts_path, settings.tp)
+        make_counter_file(self._entry.loop_counts_path, settings.layout.tp)
         self._standstill = Standstill(self._entry.loop_counts_path, settings.timeout_s)
         self._relay: Any = None
-        if settings.span and settings.dp > 1:
+        if settings.span and settings.layout.dp > 1:
             from megarl.rollout.sglang.relay import Relay
 
             try:
-                self._relay = Relay(self._folder.path, settings.tp, settings.dp, settings.span)
+                self._relay = Relay(self._folder.path, settings.layout, settings.span)
             except BaseException:
                 self._folder.remove()
                 raise

@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from megarl.device import Address, join_store, own_address
+from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan
 from megarl.rollout.sglang.scheduler import group_address, ipc_address
 
@@ -31,7 +32,7 @@ def new_endpoint() -> Endpoint:
 class Relay:
     """The relay of one node, which forwards in a thread of its own until it is stopped."""
 
-    def __init__(self, folder: Path, tp: int, dp: int, span: NodeSpan) -> None:
+    def __init__(self, folder: Path, layout: EngineLayout, span: NodeSpan) -> None:
         """folder: of this node's Unix sockets. The first node publishes its ports in the store span.rendezvous."""
         self._context = zmq.Context()
         self._endpoint = span.endpoint
@@ -40,7 +41,8 @@ class Relay:
         # no limit, as SGLang's own: no sender waits for a slow reader
         self._context.sndhwm = self._context.rcvhwm = 0
         # the node of each group's leader
-        leaders = [group * (tp // dp) // (tp // span.nodes) for group in range(dp)]
+        ranks_of_node = layout.tp // span.nodes
+        leaders = [group * layout.attention_tp // ranks_of_node for group in range(layout.dp)]
         groups = [group for group, node in enumerate(leaders) if node and span.node in (0, node)]
         try:
             if span.node:

@@ -21,7 +21,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DeepEP sends tokens between GPUs"),
 ]
 
-PARTS = {"dp": 2, "whole_dense": True, "whole_shared": True, "group_head": True, "deepep": True}
+LAYOUT = EngineLayout(
+    1, 2, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True, deepep=True
+)
 BFLOAT16 = 0.05  # nats, in the mean: engine and reference round in other places
 
 
@@ -31,8 +33,8 @@ def test_logprobs_are_those_of_transformers(
     # DeepEP has kernels for some hidden sizes, from 2,048 on.
     folder = checkpoints.write(tmp_path, "deepseek-v3", hidden_size=2048, moe_intermediate_size=512)
     write_tokenizer(folder)
-    assert EngineLayout(1, 2, 2, **PARTS).errors(model_shape(folder), 2) == []
-    engine = build_engine(2, 2, **PARTS, model_path=str(folder), dtype="bfloat16")
+    assert LAYOUT.errors(model_shape(folder), 2) == []
+    engine = build_engine(layout=LAYOUT, model_path=str(folder), dtype="bfloat16")
     reference, prompt = Reference(folder), [3, 7, 15, 8, 18, 4]
     samples = asyncio.run(engine.generate(prompt, Sampling(8, 8)))
     diffs = [

@@ -61,8 +61,9 @@ def test_samples_and_logprobs_are_those_of_transformers(
 ) -> None:
     folder = checkpoints.write(tmp_path, "deepseek-v3", mtp_layers=1, **LATENT)
     write_tokenizer(folder)
-    assert EngineLayout(1, 1, 1, draft=draft).errors(model_shape(folder), 1) == []
-    engine = build_engine(1, 1, draft=draft, model_path=str(folder), dtype="bfloat16")
+    layout = EngineLayout(1, 1, 1, draft=draft)
+    assert layout.errors(model_shape(folder), 1) == []
+    engine = build_engine(layout=layout, model_path=str(folder), dtype="bfloat16")
     reference, temperature = Reference(folder), 1.3
     samples = asyncio.run(engine.generate(PROMPT, Sampling(64, 32, temperature)))
     diffs, surprises = [], []

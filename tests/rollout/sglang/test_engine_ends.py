@@ -142,8 +142,9 @@ def test_schedulers_die_with_a_killed_host_and_the_next_start_removes_its_folder
 ) -> None:
     program = """
 import sys
-from megarl.rollout.sglang.engine import Engine, EngineSettings
-engine = Engine(EngineSettings(sys.argv[1], tp=2, ep=1, dtype="float32", seed=1, context_tokens=64, concurrency=8))
+from megarl.rollout.sglang.engine import Engine
+from tests.tiny_engines import tiny_settings
+engine = Engine(tiny_settings(2, model_path=sys.argv[1]))
 print(*engine.pids(), flush=True)
 sys.stdin.read()
 """

@@ -49,12 +49,7 @@ class Served:
         )
         self.shape = model_shape(folder)
         write_tokenizer(folder)
-        layout = self.layout
-        parts = {
-            name: getattr(layout, name)
-            for name in ("dp", "whole_dense", "whole_shared", "group_head")
-        }
-        self.engine = build_engine(layout.tp, layout.ep, **parts, model_path=str(folder))
+        self.engine = build_engine(layout=self.layout, model_path=str(folder))
 
     def reshard(self, **message: Any) -> None:
         asyncio.run(self.engine.reshard(message, self.engine.version + 1))

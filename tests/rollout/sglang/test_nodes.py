@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from megarl.rollout.sglang.relay import new_endpoint
 from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_diff
+from tests.tiny_engines import tiny_settings
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,7 @@ class Nodes:
     """The engine on the first node, and the process that is its part on the second."""
 
     engine: Engine
-    part: subprocess.Popen[str]
+    part: subprocess.Popen[bytes]
     scheduler: int  # process id of the one on the second node
 
 
@@ -51,36 +52,22 @@ def two_nodes(
     dp: int,
     adapter: AdapterSlot | None = None,
 ) -> Iterator[Nodes]:
-    store, door = host_store(120), new_endpoint()
-    settings: dict[str, Any] = {
-        "model_path": str(checkpoint),
-        "dtype": "float32",
-        "seed": 3,
-        "context_tokens": 512,
-    }
-    settings |= {
-        "tp": 2,
-        "ep": 2,
-        "concurrency": 256,
-        "dp": dp,
-        "adapter": asdict(adapter) if adapter else None,
-    }
+    store = host_store(120)
+    first = NodeSpan(2, 0, address_of(store), new_endpoint())
+    second = replace(first, node=1, endpoint=first.endpoint.without_secret)
+    settings = tiny_settings(2, 2, dp, model_path=str(checkpoint), adapter=adapter, span=second)
     # of Unix sockets, whose paths have at most 107 bytes: pytest's are longer
     folder = tempfile.TemporaryDirectory()
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": folder.name}
     part = subprocess.Popen(
         [sys.executable, str(HERE / "engine_part.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
     )  # fmt: skip
     assert part.stdin and part.stdout
     try:
-        part.stdin.write(
-            json.dumps(settings | {"meet": address_of(store), "door": door.public.decode()}) + "\n"
-        )
+        pickle.dump(settings, part.stdin)
         part.stdin.flush()
-        engine = build_engine(
-            2, 2, dp=dp, span=NodeSpan(2, 0, address_of(store), door), adapter=adapter
-        )
+        engine = build_engine(2, 2, dp, span=first, adapter=adapter)
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:
@@ -124,7 +111,7 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
     assert nodes.part.stdout
     assert (
         nodes.part.stdout.readline()
-        == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n"
+        == f"engine scheduler 1 (pid {nodes.scheduler}) was killed by SIGKILL\n".encode()
     )
     with pytest.raises(EngineError, match="engine scheduler 0 "):
         asyncio.run(nodes.engine.generate(PROMPTS[0], Sampling(64, 400)))
