@@ -22,6 +22,7 @@ from megarl.rollout.sglang.scheduler import group_address, ipc_address
 _PORTS = "relay"
 _ANSWERS = "answers"
 _JOIN_S = 600.0
+Pair = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]  # where messages come from, and where they go
 
 
 def new_endpoint() -> Endpoint:
@@ -30,7 +31,7 @@ def new_endpoint() -> Endpoint:
 
 
 class Relay:
-    """The relay of one node, which forwards in a thread of its own until it is stopped."""
+    """The relay of one node, which forwards in threads of its own until it is stopped."""
 
     def __init__(self, folder: Path, layout: EngineLayout, span: NodeSpan) -> None:
         """folder: of this node's Unix sockets. The first node publishes its ports in the store span.rendezvous."""
@@ -44,32 +45,30 @@ class Relay:
         ranks_of_node = layout.tp // span.nodes
         leaders = [group * layout.attention_tp // ranks_of_node for group in range(layout.dp)]
         groups = [group for group, node in enumerate(leaders) if node and span.node in (0, node)]
+        connect = self._follow if span.node else self._lead
         try:
-            if span.node:
-                pairs = self._follow(groups, span.rendezvous)
-            else:
-                pairs = self._lead(groups, span.rendezvous)
+            pairs = connect(groups, span.rendezvous)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._thread = threading.Thread(
-            target=self._forward, args=(pairs,), name="engine-relay", daemon=True
-        )
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=_forward, args=pair, name="engine-relay", daemon=True)
+            for pair in pairs
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Close every connection; may be called again."""
-        # ends the thread's poll, and waits until the thread has closed its sockets
+        # ends the threads' forwarding, and waits until they have closed their sockets
         self._context.term()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _lead(
-        self, groups: list[int], rendezvous: Address
-    ) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    def _lead(self, groups: list[int], rendezvous: Address) -> list[Pair]:
         host = own_address(rendezvous.host)
-        ports = {}
         answers = self._socket(zmq.PULL)
-        ports[_ANSWERS] = answers.bind_to_random_port(f"tcp://{host}")
+        ports = {_ANSWERS: answers.bind_to_random_port(f"tcp://{host}")}
         pairs = [(answers, self._file(zmq.PUSH, "tokenizer"))]
         for group in groups:
             requests = self._socket(zmq.PUSH)
@@ -78,14 +77,12 @@ class Relay:
         join_store(rendezvous, _JOIN_S).set(_PORTS, json.dumps({"host": host, "ports": ports}))
         return pairs
 
-    def _follow(
-        self, groups: list[int], rendezvous: Address
-    ) -> list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-        found = json.loads(join_store(rendezvous, _JOIN_S).get(_PORTS))
+    def _follow(self, groups: list[int], rendezvous: Address) -> list[Pair]:
+        first = json.loads(join_store(rendezvous, _JOIN_S).get(_PORTS))
 
         def joined(kind: int, name: str) -> zmq.Socket[bytes]:
             socket = self._socket(kind)
-            socket.connect(f"tcp://{found['host']}:{found['ports'][name]}")
+            socket.connect(f"tcp://{first['host']}:{first['ports'][name]}")
             return socket
 
         pairs = [(self._file(zmq.PULL, "tokenizer", binds=True), joined(zmq.PUSH, _ANSWERS))]
@@ -112,15 +109,10 @@ class Relay:
         socket.bind(address) if binds else socket.connect(address)
         return socket
 
-    def _forward(self, pairs: list[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]) -> None:
-        poller = zmq.Poller()
-        onward = dict(pairs)
-        for source in onward:
-            poller.register(source, zmq.POLLIN)
-        with suppress(zmq.ContextTerminated):
-            while True:
-                for source, _ in poller.poll():
-                    onward[source].send_multipart(source.recv_multipart(copy=False), copy=False)
-        for pair in pairs:
-            for socket in pair:
-                socket.close()
+
+def _forward(source: zmq.Socket[bytes], sink: zmq.Socket[bytes]) -> None:
+    """Pass on messages until the context is terminated."""
+    with suppress(zmq.ContextTerminated):
+        zmq.proxy(source, sink)
+    source.close()
+    sink.close()
