@@ -7,6 +7,7 @@ dequantised, and to quantise it again would move the scales.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,8 +24,8 @@ from megarl.resharding.shards import first_of
 from megarl.resharding.verify import VerifyError
 
 _exchanges: dict[str, Exchanges] = {}  # of this process, by run id
-# (attempt, its models up to now), by run id
-_loaded: dict[str, tuple[int, list[torch.nn.Module]]] = {}
+# of this process, by run id and attempt: the models for which SGLang has called `load` up to now
+_loaded: defaultdict[tuple[str, int], list[torch.nn.Module]] = defaultdict(list)
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -36,22 +37,11 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     """
     ((_, encoded),) = named_tensors
     message = json.loads(encoded.cpu().numpy().tobytes())
-    run_id = message["run_id"]
-    models = _models(run_id, message["attempt"], model)
+    models = _loaded[message["run_id"], message["attempt"]]
+    models.append(model)
     if len(models) == message["models"]:
-        del _loaded[run_id]
+        _loaded.clear()  # with what earlier attempts have left
         _exchange(message, models)
-
-
-def _models(run_id: str, attempt: int, model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The models of this attempt in the order of the calls; what an earlier attempt has left is forgotten."""
-    before, models = _loaded.get(run_id, (attempt, []))
-    if before == attempt:
-        models = [*models, model]
-    else:
-        models = [model]
-    _loaded[run_id] = attempt, models
-    return models
 
 
 def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
@@ -62,7 +52,10 @@ def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> 
     if "sessions" in message:
         if run_id in _exchanges:  # whose handles are no longer valid
             _exchanges[run_id].close()
-        _exchanges[run_id] = _opened(Session.from_json(message["sessions"][str(dist.get_rank())]))
+        session = Session.from_json(message["sessions"][str(dist.get_rank())])
+        # the parameters of the training rank on the same GPU, if there is one
+        params = map_params(session.source) if session.source else {}
+        _exchanges[run_id] = Exchanges(session, params)
     exchanges = _exchanges[run_id]
     whole = engine_model.joined(models)
     unread: Exception | None = None  # why this rank lacks the weights that it reads itself
@@ -97,11 +90,6 @@ def _error_of_reading(
     except Exception as error:
         return error
     return None
-
-
-def _opened(session: Session) -> Exchanges:
-    """The exchanges of an engine's process, which maps the parameters of its GPU's training rank."""
-    return Exchanges(session, map_params(session.source) if session.source else {})
 
 
 def _finish(whole: torch.nn.Module, models: Sequence[torch.nn.Module], session: Session) -> None:
