@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -49,6 +51,15 @@ def make_counter_file(file: Path, count: int) -> None:
     file.write_bytes(bytes(count * _COUNT.size))
 
 
+@dataclass
+class _Progress:
+    """A scheduler's last count, and for how long it has been stopped by a signal or in the same round."""
+
+    count: int = 0
+    stopped_s: float = 0.0
+    same_s: float = 0.0
+
+
 class Standstill:
     """Finds schedulers that a signal has stopped, or whose event loop has been in one round, for too long.
 
@@ -61,35 +72,30 @@ class Standstill:
         self._file = file
         self._timeout_s = timeout_s
         self._looked_at = time.monotonic()
-        self._stopped_s: dict[int, float] = {}
-        self._same_s: dict[int, float] = {}
-        self._counts: dict[int, int] = {}
+        self._progress: defaultdict[int, _Progress] = defaultdict(_Progress)
 
     def look(self, schedulers: Sequence[BaseProcess], first_rank: int) -> str | None:
         """A description of the schedulers that hang, or None. first_rank: the rank of the first scheduler."""
         now = time.monotonic()
         passed_s = min(now - self._looked_at, 2 * self.period_s)
         self._looked_at = now
-        counts = [count for (count,) in _COUNT.iter_unpack(self._file.read_bytes())]
+        counts = self._file.read_bytes()
+        still = []
         for index, process in enumerate(schedulers):
-            is_stopped = process.pid is not None and processes.is_stopped(process.pid)
-            self._stopped_s[index] = (
-                self._stopped_s.get(index, 0.0) + passed_s if is_stopped else 0.0
-            )
-            is_same = counts[index] > 0 and counts[index] == self._counts.get(index)
-            self._same_s[index] = self._same_s.get(index, 0.0) + passed_s if is_same else 0.0
-            self._counts[index] = counts[index]
-        names = [
-            f"{first_rank + index} (pid {process.pid})" for index, process in enumerate(schedulers)
-        ]
-        for index, name in enumerate(names):
-            if self._stopped_s[index] >= self._timeout_s:
+            (count,) = _COUNT.unpack_from(counts, index * _COUNT.size)
+            progress = self._progress[index]
+            progress.stopped_s += passed_s
+            progress.same_s += passed_s
+            if not processes.is_stopped(process.pid or 0):
+                progress.stopped_s = 0.0
+            if count <= 0 or count != progress.count:
+                progress.same_s = 0.0
+            progress.count = count
+            name = f"{first_rank + index} (pid {process.pid})"
+            if progress.stopped_s >= self._timeout_s:
                 return f"engine scheduler {name} was stopped by a signal, {self._timeout_s:g} s ago"
-        still = [
-            name
-            for index, name in enumerate(names)
-            if self._same_s[index] >= self._timeout_s + PEERS_S
-        ]
+            if progress.same_s >= self._timeout_s + PEERS_S:
+                still.append(name)
         if still:
             return f"engine scheduler {', '.join(still)} has done nothing for {self._timeout_s:g} s"
         return None
