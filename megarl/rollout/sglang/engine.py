@@ -36,16 +36,8 @@ class Engine:
     """
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
-        self._tp = settings.layout.tp
-        self._seeded = settings.seeded
-        self._routed_experts = settings.routed_experts
-        self._groups = settings.layout.dp
+        self._settings = settings
         self._weight_loader = weight_loader
-        self._timeout_s = settings.timeout_s
-        if settings.adapter:
-            self._adapter = ADAPTER_NAME
-        else:
-            self._adapter = None
         self._host = Host(settings, weight_loader)
         self._manager: Any = self._host.server.tokenizer_manager
         from transformers import AutoTokenizer  # takes seconds, while the schedulers start
@@ -53,10 +45,8 @@ class Engine:
         self._tokenizer = AutoTokenizer.from_pretrained(
             settings.model_path, trust_remote_code=False
         )
-        # The reason why the weights cannot be sampled from, or None.
-        if settings.load_weights:
-            self._stale = None
-        else:
+        self._stale: str | None = None  # the reason why the weights cannot be sampled from
+        if not settings.load_weights:
             self._stale = "the engine has no weights: none were resharded into it yet"
 
     @property
@@ -133,7 +123,7 @@ class Engine:
     @property
     def capacity(self) -> Capacity:
         """What the engine can run at once, all of its attention groups together."""
-        return self._host.server.group_capacity.times(self._groups)
+        return self._host.server.group_capacity.times(self._settings.layout.dp)
 
     async def take_completed(self) -> list[CompletedSample]:
         """The samples that it has finished since the last call, as soon as there are any.
@@ -155,8 +145,9 @@ class Engine:
             self._sglang_reshard({**message, "version": version}, str(version))
         )
         if failure is not None:
-            self._stale = f"the engine has half-written weights: the reshard to version {version} failed: {failure}"
-            raise EngineError(f"the reshard to version {version} failed: {failure}")
+            problem = f"the reshard to version {version} failed: {failure}"
+            self._stale = f"the engine has half-written weights: {problem}"
+            raise EngineError(problem)
         self._stale = None
 
     async def check(self) -> None:
@@ -207,16 +198,16 @@ class Engine:
 
     def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
-        if self._seeded:
-            seed = {"sampling_seed": sample_seed(sampling.stream, place)}
-        else:
-            seed = {}
-        limit = {"max_new_tokens": sampling.new_tokens(response_tokens)}
+        parameters: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_new_tokens": sampling.new_tokens(response_tokens),
+        }
+        if self._settings.seeded:
+            parameters["sampling_seed"] = sample_seed(sampling.stream, place)
         if sampling.stop:
-            stop = {"stop": list(sampling.stop)}
-        else:
-            stop = {}
-        return {"temperature": sampling.temperature, "top_p": sampling.top_p} | seed | limit | stop
+            parameters["stop"] = list(sampling.stop)
+        return parameters
 
     async def _ask(
         self,
@@ -231,8 +222,8 @@ class Engine:
             sampling_params=parameters,
             return_logprob=True,
             logprob_start_len=-1,
-            lora_path=self._adapter,
-            return_routed_experts=self._routed_experts,
+            lora_path=ADAPTER_NAME if self._settings.adapter else None,
+            return_routed_experts=self._settings.routed_experts,
             routed_experts_start_len=rows,
             rid=requests,
         )
@@ -249,15 +240,15 @@ class Engine:
         from sglang.srt.managers.io_struct import FlushCacheReqInput
 
         self._manager.auto_create_handle_loop()
-        until = time.monotonic() + self._timeout_s
+        timeout_s = self._settings.timeout_s
+        until = time.monotonic() + timeout_s
         while not all(
-            one.success
-            for one in await self._manager.flush_cache_communicator(FlushCacheReqInput())
+            answer.success
+            for answer in await self._manager.flush_cache_communicator(FlushCacheReqInput())
         ):
             if time.monotonic() > until:
-                waited = f"{self._timeout_s:g} s (run.timeout_s)"
                 raise EngineError(
-                    f"requests still run {waited} after the engine was to release its memory"
+                    f"requests still run {timeout_s:g} s (run.timeout_s) after the engine was to release its memory"
                 )
             await asyncio.sleep(0.01)
 
@@ -270,7 +261,7 @@ class Engine:
         )
 
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[_named_tensors(message)] * self._tp,
+            serialized_named_tensors=[_named_tensors(message)] * self._settings.layout.tp,
             load_format=self._weight_loader,
             flush_cache=True,
             torch_empty_cache=True,  # otherwise torch's allocator keeps the staging buffers
@@ -281,7 +272,9 @@ class Engine:
             return opening
         loaded, loading = await self._manager.update_weights_from_tensor(request)
         ended, ending = await self._manager.end_weight_update(EndWeightUpdateReqInput())
-        return next((text for good, text in ((loaded, loading), (ended, ending)) if not good), None)
+        if not loaded:
+            return loading
+        return None if ended else ending
 
     def _continued(
         self,
@@ -308,7 +301,7 @@ class Engine:
             np.concatenate([before.engine_logp_T, new_logp_T]),
             with_part(before.parts, SamplePart(int(span["version"]), len(new_ids_T))),
         )
-        if self._routed_experts:
+        if self._settings.routed_experts:
             experts = self._experts(meta, before, row.num_tokens - 1 - rows)
             row = replace(row, routed_experts=experts)
         most_new = sampling.new_tokens(len(before.response_ids_T))
@@ -328,15 +321,11 @@ class Engine:
         """The row's routed experts, then those of `num_rows` further tokens, from SGLang's base64 int32."""
         config = self._manager.model_config.hf_text_config
         shape = num_rows, config.num_hidden_layers, config.num_experts_per_tok
-        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(
-            shape
-        )
+        numbers = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32)
         num_experts = getattr(config, "n_routed_experts", None) or config.num_experts
-        if num_experts <= 256:
-            smallest = np.uint8
-        else:
-            smallest = np.int16
-        new = experts[:, getattr(config, "first_k_dense_replace", 0) :].astype(smallest)
+        smallest = np.uint8 if num_experts <= 256 else np.int16
+        num_dense = getattr(config, "first_k_dense_replace", 0)
+        new = numbers.reshape(shape)[:, num_dense:].astype(smallest)
         if row.routed_experts is None:
             return new
         return np.concatenate([row.routed_experts, new])

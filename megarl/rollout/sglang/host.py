@@ -77,16 +77,15 @@ class Host:
         if DEVICE == "cpu":
             sglang_patches.start_fork_server(_PRELOAD)
         started: Future[Any] = Future()
-        serve = (started, arguments)
-        self._thread = threading.Thread(target=self._serve, args=serve, name="engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(started, arguments), name="engine", daemon=True
+        )
         self._thread.start()
         try:
             self.server = self._outcome(started)
         except BaseException as raised:
-            error = self._error or self._death()
-            error = error or EngineError(
-                f"the engine did not start: {type(raised).__name__}: {raised}"
-            )
+            unknown = f"the engine did not start: {type(raised).__name__}: {raised}"
+            error = self._error or self._death() or EngineError(unknown)
             self.stop()
             if not isinstance(raised, Exception):
                 raise
@@ -151,16 +150,15 @@ class Host:
         try:
             return await task
         except asyncio.CancelledError:
-            if self._error is None:
-                raise
-            raise type(self._error)(*self._error.args) from None
+            self._refuse_if_gone(work)
+            raise
         finally:
             self._tasks.discard(task)
 
     def _refuse_if_gone(self, work: Coroutine[Any, Any, Any]) -> None:
         if self._error is not None:
             work.close()
-            raise type(self._error)(*self._error.args)
+            raise type(self._error)(*self._error.args) from None
 
     def _outcome(self, started: Future[Any]) -> Any:
         """Wait for the engine's start; kill the schedulers when one hangs."""
@@ -197,23 +195,17 @@ class Host:
         if not dead:
             return None
         rank, process = min(dead, key=lambda item: (item[1].exitcode or 0) >= 0)
+        lines: list[str] = []
+        if (log := self._entry.log_path(rank)).exists():
+            lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         code = process.exitcode or 0
         if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            end = f"was killed by {signal.Signals(-code).name}"
         else:
-            how = f"ended with exit code {code}"
-        log = self._entry.log_path(rank)
-        if log.exists():
-            lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        else:
-            lines = []
-        if lines and code > 0:
-            reason = f": {lines[-1].strip()}"
-        else:
-            reason = ""
-        return EngineError(
-            f"engine scheduler {rank} (pid {process.pid}) {how}{reason}", "\n".join(lines)
-        )
+            end = f"ended with exit code {code}"
+            if lines and code:
+                end += f": {lines[-1].strip()}"
+        return EngineError(f"engine scheduler {rank} (pid {process.pid}) {end}", "\n".join(lines))
 
     def _fail_host(self, error: BaseException) -> None:
         self._fail(

@@ -29,18 +29,20 @@ def set_environment(*, whole_shared: bool = False) -> None:
     computes them, even where the user's environment asks SGLang for those at temperature 1.
     """
     use_loopback()
-    os.environ["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"
-    os.environ["SGLANG_SHARED_EXPERT_TP1"] = str(int(whole_shared))
-    # otherwise the start does not return on other nodes
-    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
-    # a /dev/shm file that survives a SIGKILL
-    os.environ["SGLANG_USE_MESSAGE_QUEUE_BROADCASTER"] = "0"
-    # it runs a script in /tmp that everyone may write; SGLang has another way
-    os.environ["SGLANG_NUMA_BIND_V2"] = "0"
-    # training uses the engine's GPUs unevenly
-    os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
-    # a bench's option: so many drafts are accepted unseen
-    os.environ["SGLANG_SIMULATE_ACC_LEN"] = "-1"
+    os.environ |= {
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_SHARED_EXPERT_TP1": str(int(whole_shared)),
+        # otherwise the start does not return on other nodes
+        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",
+        # a /dev/shm file that survives a SIGKILL
+        "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
+        # it runs a script in /tmp that everyone may write; SGLang has another way
+        "SGLANG_NUMA_BIND_V2": "0",
+        # training uses the engine's GPUs unevenly
+        "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
+        # a bench's option: so many drafts are accepted unseen
+        "SGLANG_SIMULATE_ACC_LEN": "-1",
+    }
     use_sglang_nccl_settings()
     if DEVICE == "cpu":
         sglang_patches.set_environment()
@@ -131,10 +133,9 @@ class SchedulerEntry:
             # its default lock is a named semaphore, which a SIGKILL leaves
             tqdm.set_lock(threading.RLock())
             _report_failed_loads(rounds)
+            group = None
             if server_args.dp_size > 1:
                 group = tp_rank * server_args.dp_size // server_args.tp_size
-            else:
-                group = None
             address = group_address(port_args.scheduler_input_ipc_name, group or 0)
             port_args = replace(port_args, scheduler_input_ipc_name=address)
             scheduler.run_scheduler_process(
@@ -262,15 +263,10 @@ def _report_failed_loads(rounds: LoopCounter) -> None:
             success = False
             message = " ".join(f"{type(error).__name__}: {error}".split())
         group = get_tp_group()
-        failures: list[str | None] = [None] * group.world_size
-        if success:
-            mine = None
-        else:
-            mine = f"tensor-parallel rank {group.rank_in_group}: {message}"
-        dist.all_gather_object(failures, mine, group=group.cpu_group)
-        reasons = [failure for failure in failures if failure]
-        if reasons:
-            return (False, "; ".join(reasons))
-        return (True, message)
+        failure = "" if success else f"tensor-parallel rank {group.rank_in_group}: {message}"
+        failures = [failure] * group.world_size
+        dist.all_gather_object(failures, failure, group=group.cpu_group)
+        reasons = "; ".join(filter(None, failures))
+        return (not reasons, reasons or message)
 
     updater.update_weights_from_tensor = update
