@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from megarl.config import RewardConfig
@@ -19,24 +18,22 @@ DEFAULT = ""  # stands for all sources without a function of their own
 
 def reward_specs(reward: RewardConfig, start_s: float) -> dict[str, RewardSpec]:
     """Source -> the function that scores its rows. start_s: the limit of a function's import."""
-    named = {
-        name: (f"reward.by_source.{name}.function", source.function, source.arguments)
+    limits = (reward.timeout_s, reward.memory_mb, start_s)
+    specs = {
+        name: RewardSpec(
+            f"reward.by_source.{name}.function", source.function, source.arguments, *limits
+        )
         for name, source in reward.by_source.items()
     }
     if reward.function:
-        named[DEFAULT] = (WHERE, reward.function, reward.arguments)
-    return {
-        source: RewardSpec(*spec, reward.timeout_s, reward.memory_mb, start_s)
-        for source, spec in named.items()
-    }
+        specs[DEFAULT] = RewardSpec(WHERE, reward.function, reward.arguments, *limits)
+    return specs
 
 
 def source_of(reward: RewardConfig, row: Mapping[str, Any]) -> str:
     """The source whose function scores a row: its own if it has one."""
     name = str(row.get(reward.source, ""))
-    if name in reward.by_source:
-        return name
-    return DEFAULT
+    return name if name in reward.by_source else DEFAULT
 
 
 class RewardWorkers:
@@ -62,13 +59,14 @@ class RewardWorkers:
 
         Raises UserError when the function can no longer be used.
         """
-        return await asyncio.wrap_future(self._reward_results(answer, row, responses, episodes))
+        pool = self._pools[source_of(self._reward, row)]
+        return await self._thread.run(pool.reward_results(answer, row, responses, episodes))
 
     def wait_for_rewards(
         self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes = ()
     ) -> list[RewardResult | Failure]:
         """`reward_results` where no loop runs."""
-        return self._reward_results(answer, row, responses, episodes).result()
+        return asyncio.run(self.reward_results(answer, row, responses, episodes))
 
     @property
     def slowest_s(self) -> float:
@@ -82,12 +80,6 @@ class RewardWorkers:
     def shutdown(self) -> None:
         """End and reap the workers; may be called again."""
         self._thread.end(self._end())
-
-    def _reward_results(
-        self, answer: str, row: Mapping[str, Any], responses: Sequence[str], episodes: Episodes
-    ) -> Future[list[RewardResult | Failure]]:
-        pool = self._pools[source_of(self._reward, row)]
-        return self._thread.submit(pool.reward_results(answer, row, responses, episodes))
 
     async def _start(self, start_s: float) -> None:
         for source, spec in reward_specs(self._reward, start_s).items():

@@ -87,11 +87,9 @@ async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float
             async with bound:
                 result = reward_result_of(await reward(response, answer, row, **_keywords(episode)))
         except BaseException as error:
-            is_late = isinstance(error, TimeoutError) and bound.expired()
-            if is_late:
+            result = _failure(error)
+            if isinstance(error, TimeoutError) and bound.expired():
                 result = Failure(too_long(timeout_s))
-            else:
-                result = _failure(error)
         _reply(writer.write, number, result)
 
     answer = ""

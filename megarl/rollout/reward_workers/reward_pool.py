@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from megarl.isolation.child import too_long
@@ -43,10 +44,10 @@ class Pool(WorkerPool[RewardProcess]):
                 next(self._numbers),
                 self._loop.create_future(),
                 context=context,
-                response=one,
+                response=response,
                 episode=episode,
             )
-            for one, episode in zip(responses, episodes or [None] * len(responses), strict=True)
+            for response, episode in zip_longest(responses, episodes)
         ]
         self._waiting += requests
         self._feed()
@@ -89,23 +90,20 @@ class Pool(WorkerPool[RewardProcess]):
         if is_last:
             self._replace(worker)
             return
-        now = self._loop.time()
-        following = next(iter(worker.in_flight.values()), None)
-        if not worker.is_async and following:
-            following.began = now
-        elif not worker.is_async:
-            pace_s = (now - worker.batch_began) / worker.batch_size
-            worker.batch = max(1, min(_BATCH, int(_BATCH_S / max(pace_s, 1e-6))))
+        if not worker.is_async:
+            now = self._loop.time()
+            if following := worker.first_in_flight():
+                following.began = now
+            else:
+                pace_s = (now - worker.batch_began) / worker.batch_size
+                worker.batch = max(1, min(_BATCH, int(_BATCH_S / max(pace_s, 1e-6))))
         self._feed()
 
     def _fill(self, worker: RewardProcess) -> None:
         if not worker.has_room():
             return
         now = self._loop.time()
-        if worker.is_async:
-            most = AT_ONCE - len(worker.in_flight)
-        else:
-            most = worker.batch
+        most = AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch
         taken = 0
         while self._waiting and taken < most:
             request = self._waiting[0]

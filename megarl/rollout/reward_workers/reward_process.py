@@ -42,8 +42,9 @@ class RewardProcess(WorkerProcess):
 
     def __init__(self, spec: RewardSpec) -> None:
         """Raises OSError when no process can be started."""
-        sent = {**vars(spec), "arguments": dict(spec.arguments)}
-        super().__init__("megarl.rollout.reward_workers.reward_host", sent, _LONGEST_LINE_BYTES)
+        super().__init__(
+            "megarl.rollout.reward_workers.reward_host", vars(spec), _LONGEST_LINE_BYTES
+        )
         self._timeout_s = spec.timeout_s
         self.is_async = False
         self.takes_episode = False
@@ -57,11 +58,10 @@ class RewardProcess(WorkerProcess):
             self._context = request.context
             self.write(request.context)
         self.in_flight[request.number] = request
+        message = [request.number, request.response]
         if self.takes_episode:
-            episode = [request.episode]
-        else:
-            episode = []
-        self.write(as_line([request.number, request.response, *episode]))
+            message.append(request.episode)
+        self.write(as_line(message))
 
     def has_room(self) -> bool:
         if any(request.alone for request in self.in_flight.values()):
@@ -72,7 +72,7 @@ class RewardProcess(WorkerProcess):
 
     def deadline(self) -> float | None:
         """A process with many in flight may be late in cancelling calls: it moves while it still sends messages."""
-        first = next(iter(self.in_flight.values()), None)
+        first = self.first_in_flight()
         if first is None or self.is_ending:
             return None
         end = first.began + self._timeout_s
@@ -84,4 +84,7 @@ class RewardProcess(WorkerProcess):
         """The first in flight; of several in flight to an asynchronous function it is not known."""
         if self.is_async and len(self.in_flight) > 1:
             return None
+        return self.first_in_flight()
+
+    def first_in_flight(self) -> Request | None:
         return next(iter(self.in_flight.values()), None)
