@@ -7,7 +7,6 @@ output.
 """
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -30,9 +29,9 @@ class Encoder:
         self.nodes += 1
         if self.nodes > _MOST_NODES:
             raise TypeError("a value of too many parts")
-        if value is None or isinstance(value, bool | str):
-            if value is None or isinstance(value, bool):
-                return value
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, int):
             return ["int", format(int(value), "x")]  # fast, and without Python's limit on digits
@@ -42,14 +41,9 @@ class Encoder:
             return ["complex", complex.__repr__(value)]
         if isinstance(value, bytes | bytearray):
             return [type(value).__name__, bytes(value).hex()]
-        for kind, name in (
-            (list, "list"),
-            (tuple, "tuple"),
-            (set, "set"),
-            (frozenset, "frozenset"),
-        ):
+        for kind in (list, tuple, set, frozenset):
             if isinstance(value, kind):
-                return [name, [self.encode(item) for item in value]]
+                return [kind.__name__, [self.encode(item) for item in value]]
         if isinstance(value, dict):
             return ["dict", [[self.encode(key), self.encode(item)] for key, item in value.items()]]
         return self._encode_library(value)
@@ -87,18 +81,14 @@ def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: in
     if "inside" in test:
         run(build(test["inside"], "<test>", "exec"), space)
         write(answer, read(token, 64))
-    elif "expression" in test:
-        write_all(
-            write,
-            answer,
-            dump(encode(evaluate(build(test["expression"], "<test>", "eval"), space))).encode(),
-        )
+        leave(0)
+    if "expression" in test:
+        value = evaluate(build(test["expression"], "<test>", "eval"), space)
+    elif test["call"] in space:
+        value = space[test["call"]](*test["arguments"])
     else:
-        if test["call"] in space:
-            function = space[test["call"]]
-        else:
-            function = getattr(space["Solution"](), test["call"])
-        write_all(write, answer, dump(encode(function(*test["arguments"]))).encode())
+        value = getattr(space["Solution"](), test["call"])(*test["arguments"])
+    write_all(write, answer, dump(encode(value)).encode())
     leave(0)
 
 
@@ -117,12 +107,9 @@ def become_program(stdin: int, stdout: int, *kept: int) -> None:
         os.closerange(first, descriptor)
         first = descriptor + 1
     os.closerange(first, 1 << 16)
-    streams = [
-        io.FileIO(standard, mode, closefd=False) for standard, mode in enumerate(("rb", "wb", "wb"))
-    ]
-    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(streams[0]), encoding="utf-8")
-    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(streams[1]), encoding="utf-8")
-    sys.stderr = sys.__stderr__ = io.TextIOWrapper(io.BufferedWriter(streams[2]), encoding="utf-8")
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.argv[:] = [_NAME]
 
 
@@ -188,14 +175,16 @@ def main() -> None:
         status = await_child(pid, job["wall_s"])
         os.close(token_write)
         answer = read_from_start(value, job["output_bytes"])
-        passed = "inside" not in test or answer == token
         report = {
             "status": status,
             "stdout": read_from_start(stdout, job["output_bytes"]),
-            "passed": passed,
+            "value": answer,
+            "passed": True,
         }
-        print(json.dumps(report | {"value": answer if "inside" not in test else ""}), flush=True)
-        if job["stop"] and (status != 0 or not passed):
+        if "inside" in test:
+            report |= {"value": "", "passed": answer == token}
+        print(json.dumps(report), flush=True)
+        if job["stop"] and (status != 0 or not report["passed"]):
             return
 
 
