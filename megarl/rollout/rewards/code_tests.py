@@ -52,14 +52,14 @@ def read_tests(tests: Any) -> Suite:
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
         inputs = list(tests["inputs"])
         outputs = list(tests["outputs"])
-        name = next((tests[key] for key in _NAMES if tests.get(key)), None)
+        name = _function_name([tests])
     elif isinstance(tests, Sequence) and all(isinstance(test, Mapping) for test in tests):
         try:
             inputs = [test["input"] for test in tests]
             outputs = [test["output"] for test in tests]
         except KeyError as error:
             raise ValueError(f"a test has no {error.args[0]!r}") from error
-        name = next((test[key] for test in tests for key in _NAMES if test.get(key)), None)
+        name = _function_name(tests)
         if name is None and any(test.get("testtype") == "functional" for test in tests):
             raise ValueError("tests of a function without its fn_name")
     elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
@@ -73,22 +73,24 @@ def read_tests(tests: Any) -> Suite:
     return Suite("", tuple(map(_stdin, inputs, outputs)))
 
 
+def _function_name(tests: Sequence[Mapping[str, Any]]) -> str | None:
+    """The name of the function that the tests call; None where they are of a program's input and output."""
+    return next((test[key] for test in tests for key in _NAMES if test.get(key)), None)
+
+
 # --- stdin and stdout --------------------------------------------------------------------------------------------
 
 
 def _stdin(given: Any, expected: Any) -> Check:
-    given = _text(given)
-    expected = _text(expected)
+    expected_text = _text(expected)
 
     def passes(reports: Sequence[TestReport]) -> bool:
-        return reports[0]["status"] == 0 and same_output(reports[0]["stdout"], expected)
+        return reports[0]["status"] == 0 and same_output(reports[0]["stdout"], expected_text)
 
-    return Check(({"stdin": given},), passes)
+    return Check(({"stdin": _text(given)},), passes)
 
 
 def _text(lines: Any) -> str:
-    if isinstance(lines, str):
-        return lines
     if isinstance(lines, list):
         return "\n".join(map(str, lines))
     return str(lines)
@@ -105,18 +107,14 @@ def same_output(output: str, expected: str) -> bool:
 
 
 def _same_line(ours: str, theirs: str) -> bool:
-    if ours.strip() == theirs.strip():
-        return True
     words = ours.split()
     expected_words = theirs.split()
     return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
 def _same_word(ours: str, theirs: str) -> bool:
-    if ours == theirs:
-        return True
-    if not any(mark in theirs for mark in ".eE"):
-        return False
+    if ours == theirs or not any(mark in theirs for mark in ".eE"):
+        return ours == theirs
     try:
         return math.isclose(float(ours), float(theirs), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     except ValueError:
@@ -128,25 +126,21 @@ def _same_word(ours: str, theirs: str) -> bool:
 
 def _calls(name: str, inputs: list[Any], outputs: list[Any]) -> Suite:
     # LiveCodeBench writes an argument a line, as JSON; APPS puts every result into a list of one.
-    arguments = [
-        list(map(json.loads, each.splitlines())) if isinstance(each, str) else each
-        for each in inputs
-    ]
     results = [_from_json(output) for output in outputs]
     wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
-    return Suite(
-        _CALL_SETUP,
-        tuple(_call(name, *pair, wrapped) for pair in zip(arguments, results, strict=True)),
-    )
+    checks = []
+    for arguments, result in zip(inputs, results, strict=True):
+        if isinstance(arguments, str):
+            arguments = list(map(json.loads, arguments.splitlines()))
+        checks.append(_call(name, arguments, result, wrapped))
+    return Suite(_CALL_SETUP, tuple(checks))
 
 
 def _from_json(output: Any) -> Any:
-    try:
-        if isinstance(output, str):
+    if isinstance(output, str):
+        with suppress(ValueError):
             return json.loads(output)
-        return output
-    except ValueError:
-        return output
+    return output
 
 
 def _call(name: str, arguments: list[Any], expected: Any, wrapped: bool) -> Check:
@@ -165,19 +159,16 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
-        ours, theirs = (
-            {str(key): item for key, item in each.items()} for each in (value, expected)
-        )
-        return ours.keys() == theirs.keys() and all(
-            same_value(ours[key], theirs[key]) for key in ours
+        ours = {str(key): item for key, item in value.items()}
+        return ours.keys() == expected.keys() and all(
+            same_value(ours[key], expected[key]) for key in ours
         )
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
-    if isinstance(value, float) or (isinstance(expected, float) and isinstance(value, int)):
-        number = isinstance(expected, int | float) and max(abs(value), abs(expected)) < 1e300
-        return value == expected or (
-            number and math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-        )
+    if isinstance(value, float) or isinstance(expected, float):
+        with suppress(TypeError, OverflowError):  # no number, or an integer beyond all floats
+            return math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return False
     return type(value) is type(expected) and value == expected
 
 
@@ -209,9 +200,10 @@ def _assertions(cuts: Sequence[Cut]) -> Check:
                 result = _condition(each, list(islice(values, len(each.expressions))))
             except _NO_VALUE:
                 return False
-            if result is False:
+            if not result:
                 return False
-            conditions += [result] if isinstance(result, str) else []
+            if isinstance(result, str):
+                conditions.append(result)
         return " and ".join(conditions) or True
 
     return Check(tuple({"expression": text} for each in cuts for text in each.expressions), passes)

@@ -8,6 +8,4 @@ from typing import Any
 
 def score(response: str, answer: str, row: Mapping[str, Any]) -> float:
     """1 when response and answer are equal but for surrounding white space, else 0."""
-    if response.strip() == answer.strip():
-        return 1.0
-    return 0.0
+    return float(response.strip() == answer.strip())

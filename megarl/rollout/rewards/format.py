@@ -44,11 +44,8 @@ def score(
     reward_result = reward_result_of(inner(given.strip(), answer, row, **more, **(arguments or {})))
     if not isinstance(reward_result, RewardResult):
         raise ValueError(f"{function} {reward_result.words}")
-    if reward_result.answer is None:
-        own_answer = given.strip()
-    else:
-        own_answer = reward_result.answer
-    return RewardResult(reward + reward_result.reward, reward_result.correct, own_answer)
+    inner_answer = given.strip() if reward_result.answer is None else reward_result.answer
+    return RewardResult(reward + reward_result.reward, reward_result.correct, inner_answer)
 
 
 @lru_cache(maxsize=8)

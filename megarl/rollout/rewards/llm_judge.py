@@ -197,9 +197,7 @@ def _wished_wait_s(header: str) -> float:
             wait_s = parsedate_to_datetime(header).timestamp() - time()
         except ValueError:
             return 0.0
-    if math.isfinite(wait_s):
-        return max(wait_s, 0.0)
-    return 0.0
+    return max(wait_s, 0.0) if math.isfinite(wait_s) else 0.0
 
 
 def _read(reply: str) -> float:
@@ -209,9 +207,7 @@ def _read(reply: str) -> float:
         raise _Retry("a reply without a verdict")
     verdict, number = matches[-1]
     if verdict:
-        if verdict.upper() == "CORRECT":
-            return 1.0
-        return 0.0
+        return float(verdict.upper() == "CORRECT")
     if float(number) > 1.0:
         raise _Retry("a score above 1")
     return float(number)

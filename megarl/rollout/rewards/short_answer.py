@@ -32,8 +32,9 @@ def score(
     """
     given = _plain(_last(response))
     references = row.get(answers) or [answer]
-    right = {_plain(one) for one in ([references] if isinstance(references, str) else references)}
-    is_correct = bool(given) and given in right
+    if isinstance(references, str):
+        references = [references]
+    is_correct = bool(given) and given in map(_plain, references)
     return RewardResult(correct if is_correct else wrong, is_correct, given)
 
 
