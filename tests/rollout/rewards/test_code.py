@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from megarl.isolation import http_service
 from megarl.isolation.sandbox import SandboxLimits
 from megarl.rollout.rewards import code, inside_tests
 from megarl.types.reward_result import RewardResult
+from tests.http_server import Handler, serving
 
 ADDS_LINES = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADDS = {"fn_name": "add", "inputs": [[1, 2], [3, 4]], "outputs": [3, 7]}
@@ -338,21 +337,16 @@ def test_a_test_that_ends_before_its_token_comes_has_a_report(tmp_path: Path) ->
     assert json.loads(ended.stdout.splitlines()[1])["status"] == 0, ended.stderr
 
 
-class Service(BaseHTTPRequestHandler):
+class Service:
     """SandboxFusion's run_code, for as much as a program needs."""
 
-    reply: dict[str, Any] | None = None
+    url: str
+    reply: Any = None
     asked: dict[str, Any]
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        type(self).asked = {"path": self.path, **body}
-        said = self.reply or self.run(body)
-        content = json.dumps(said).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+    def answer(self, handler: Handler, body: dict[str, Any]) -> None:
+        self.asked = {"path": handler.path, **body}
+        handler.send(200, json.dumps(self.reply or self.run(body)).encode())
 
     def run(self, body: dict[str, Any]) -> dict[str, Any]:
         command, given = [sys.executable, "-c", body["code"]], body["stdin"]
@@ -367,62 +361,47 @@ class Service(BaseHTTPRequestHandler):
             "run_result": result,
         }
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
 
 @pytest.fixture
-def service(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Service]]]:
+def service(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.chdir(tmp_path)  # the program's files
-    handler = type("OneService", (Service,), {})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", handler
-        server.shutdown()
-        thread.join()
+    service = Service()
+    with serving(service.answer) as service.url:
+        yield service
 
 
 @pytest.mark.parametrize("tests", [ADDS, ASSERTS])
-def test_a_service_judges_like_this_machine(service: tuple[str, type[Service]], tests: Any) -> None:
-    url, handler = service
-    assert judged(ADD, tests, url=url) == RewardResult(1.0, True)
-    assert handler.asked["path"] == "/run_code"
-    assert (handler.asked["language"], handler.asked["memory_limit_MB"]) == ("python", 512)
-    assert judged(ADD.replace("+", "-"), tests, url=url) == RewardResult(0.0, False)
+def test_a_service_judges_like_this_machine(service: Service, tests: Any) -> None:
+    assert judged(ADD, tests, url=service.url) == RewardResult(1.0, True)
+    expected = {"path": "/run_code", "language": "python", "memory_limit_MB": 512}
+    assert expected.items() <= service.asked.items()
+    assert judged(ADD.replace("+", "-"), tests, url=service.url) == RewardResult(0.0, False)
 
 
-def test_a_service_says_how_a_program_ended(service: tuple[str, type[Service]]) -> None:
-    url, handler = service
-    outcome = http_service.run(
-        url, "import sys; print(1); sys.exit(3)", "", SandboxLimits(wall_s=60.0)
-    )
+def test_a_service_says_how_a_program_ended(service: Service) -> None:
+    limits = SandboxLimits(wall_s=60.0)
+    outcome = http_service.run(service.url, "import sys; print(1); sys.exit(3)", "", limits)
     assert (outcome.status, outcome.stdout, outcome.timed_out) == (3, "1\n", False)
-    handler.reply = {
+    service.reply = {
         "status": "Failed",
         "run_result": {"status": "TimeLimitExceeded", "return_code": None},
     }
-    outcome = http_service.run(url, "", "", SandboxLimits(wall_s=60.0))
+    outcome = http_service.run(service.url, "", "", limits)
     assert (outcome.status, outcome.timed_out) == (None, True)
 
 
 @pytest.mark.parametrize(
     "reply", [{"status": "SandboxError", "message": "no pod"}, {"error": 1}, ["x"]]
 )
-def test_a_service_that_fails_is_no_reward_result(
-    service: tuple[str, type[Service]], reply: Any
-) -> None:
-    url, handler = service
-    handler.reply = reply
+def test_a_service_that_fails_is_no_reward_result(service: Service, reply: Any) -> None:
+    service.reply = reply
     with pytest.raises(ConnectionError, match="could not run a program"):
-        judged(ADD, ADDS, url=url)
+        judged(ADD, ADDS, url=service.url)
 
 
-def test_a_service_that_is_not_there_is_no_reward_result(
-    service: tuple[str, type[Service]],
-) -> None:
+def test_a_service_that_is_not_there_is_no_reward_result() -> None:
     with pytest.raises(ConnectionError, match="gave no answer: ConnectError"):
         judged(ADD, ADDS, url="http://127.0.0.1:1")
     (error,) = http_service.url_errors("sandbox:8080", "reward.function")
     assert error.where == "reward.function"
-    assert http_service.url_errors(service[0], "reward.function") == []
+    assert http_service.url_errors("http://sandbox:8080", "reward.function") == []

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import pytest
 from megarl.rollout.rewards import llm_judge
 from megarl.rollout.rewards.llm_judge import JudgeError
 from megarl.types.reward_result import RewardResult
+from tests.http_server import Handler, serving
 
 KEY = "sk-not-for-any-log-0123456789"
 Reply = tuple[int, dict[str, str], Any]
@@ -38,8 +38,7 @@ class Judge:
         self.hold.set()
         self.url = ""
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+    def answer(self, handler: Handler, body: dict[str, Any]) -> None:
         self.asked.append(
             {"path": handler.path, "key": handler.headers.get("Authorization"), **body}
         )
@@ -52,38 +51,17 @@ class Judge:
         status, headers, content = reply
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
         with contextlib.suppress(ConnectionError):  # the asker's time may be over
-            self.send(handler, status, headers, raw)
-
-    def send(
-        self, handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], raw: bytes
-    ) -> None:
-        handler.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(raw))}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(raw)
+            handler.send(status, raw, **headers)
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     monkeypatch.setattr(llm_judge, "_FIRST_WAIT_S", 0.01)
-    one = Judge()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            one.answer(self)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
-        thread.start()
-        one.url = f"http://127.0.0.1:{listening.server_port}/v1"
-        yield one
-        one.hold.set()
-        listening.shutdown()
-        thread.join()
+    judge = Judge()
+    with serving(judge.answer) as url:
+        judge.url = f"{url}/v1"
+        yield judge
+        judge.hold.set()
 
 
 def judged(server: Judge, response: str = "12", **arguments: Any) -> RewardResult:
