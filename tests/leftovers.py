@@ -1,4 +1,4 @@
-"""Files that a test's processes leave in the machine's shared places, where those of other tests come and go."""
+"""What a test's processes leave: files in the machine's shared places, where others come and go, and processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Iterable
+
+import psutil
 
 _OURS = ("megarl-", "sglang")
 _PATIENCE_S = 10.0  # until files of a test in another process are gone again
@@ -49,3 +52,21 @@ def _is_in_use(path: str) -> bool:
     except OSError:
         return False
     return False
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie is dead: in a container nobody may be there to reap an orphan."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone(pids: Iterable[int], within_s: float = 20.0) -> bool:
+    """Whether all of these processes end in time."""
+    deadline = time.monotonic() + within_s
+    while any(map(is_alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True

@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -26,11 +25,6 @@ def score(response: str, answer: str, row: Mapping[str, Any]) -> Any:
     return _ODD[word](rest) if word in _ODD else float(response == answer)
 
 
-def _loop(_: str) -> None:
-    while True:
-        pass
-
-
 def _deaf(_: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
@@ -41,24 +35,6 @@ def _deaf(_: str) -> None:
 def _fill(_: str) -> None:
     while True:
         _kept.append(bytes(16 * 2**20))  # untouched: it is the address space that is bounded
-
-
-def _fork(path: str) -> None:
-    """A child that would sleep for ever; its number is in the file."""
-    child = os.fork()
-    if child == 0:
-        _deaf("")
-    _write(path, child)
-    _deaf("")
-
-
-def _spawn(path: str) -> None:
-    """Another program in a session of its own."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
-    )
-    _write(path, child.pid)
-    _deaf("")
 
 
 def _daemon(path: str) -> None:
@@ -172,14 +148,11 @@ def _recurse(_: str) -> Any:
 
 
 _ODD = {
-    "loop": _loop,
     "deaf": _deaf,
     "fill": _fill,
     "exit": lambda code: os._exit(int(code)),
     "signal": lambda number: os.kill(os.getpid(), int(number)),
     "segfault": lambda _: ctypes.string_at(0),
-    "fork": _fork,
-    "spawn": _spawn,
     "daemon": _daemon_and_deaf,
     "nest": _nest,
     "fork_and_leave": _fork_and_leave,
