@@ -59,9 +59,13 @@ def group(*samples: Sample) -> SampleGroup:
 
 
 def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
-    plain = response(PROMPT.token_ids, np.arange(4), version=4)
+    plain = response(PROMPT.token_ids, np.arange(4), text="xy", finished=False, version=4)
     both = sample_of([first_row(), later_row()])
-    short = summary(group(both, plain))
+    short = summary(replace(group(both, plain), correct_G=np.array([False, True])))
+    assert (short.prompt_text, short.answer) == (PROMPT.text, PROMPT.answer)
+    assert short.responses == (both.text, "xy")
+    assert short.finished_G.tolist() == [both.finished, False]
+    assert short.correct_G.tolist() == [False, True]
     assert short.rows == (
         (
             RowSummary(8, 5, 3, (SamplePart(3, 2), SamplePart(4, 1))),
@@ -173,6 +177,8 @@ def test_a_demonstrated_conversation_is_masked_where_others_wrote() -> None:
 def test_a_conversation_of_one_answer_is_the_usual_demonstration(tokenizer: Any) -> None:
     usual = demonstration(PROMPT, tokenizer)
     (expected,) = usual.samples
+    answer_ids = [*tokenizer.convert_tokens_to_ids(["3"]), tokenizer.eos_token_id]
+    assert expected.only_row.response_ids_T.tolist() == answer_ids and expected.finished
     ids = [*PROMPT.token_ids, *expected.only_row.response_ids_T.tolist()]
     (made,) = demonstrated_conversation(
         PROMPT, ids, [False] * 3 + [True] * (len(ids) - 3), PROMPT.answer
