@@ -60,19 +60,3 @@ def test_engines_and_their_attention_groups_draw_independently_and_ranks_togethe
     assert worst_diff(groups, reference, 1.3) < TOLERANCE, (
         "ranks that draw other tokens have other caches"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_attention_groups_alone_draw_independently(
-    engines: list[Engine], reference: Reference
-) -> None:
-    check_draws(engines[:1], reference)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_single_rank_draws_by_the_temperature(
-    engines: list[Engine], reference: Reference
-) -> None:
-    check_draws(engines[1:], reference, temperature=1.3)

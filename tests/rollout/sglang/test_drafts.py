@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.rollout.sglang.drafts import DRAFT_BACKENDS, draft_errors
+from tests.rollout.sglang.test_arguments import sglang_source
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 REPLAY = [
@@ -76,11 +76,8 @@ def test_all_errors_are_told_at_once() -> None:
     assert len(draft_errors(recipe(*overrides))) == 3
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 def test_the_attention_backends_are_those_of_sglangs_draft_models() -> None:
-    spec = importlib.util.find_spec("sglang")
-    assert spec and spec.origin
-    source = (Path(spec.origin).parent / "srt" / "speculative" / "draft_utils.py").read_text()
+    source = sglang_source("speculative", "draft_utils.py")
     tables = source.split("backend_map = {")[1:]
     for table in tables:
         assert all(

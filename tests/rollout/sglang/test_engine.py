@@ -90,7 +90,7 @@ def test_greedy_takes_the_likeliest_token(engine: Engine, reference: Any) -> Non
 def test_a_response_ends_with_the_end_of_sequence_or_at_the_limit(
     engine: Engine, tokenizer: Any
 ) -> None:
-    (group,) = asyncio.run(gather_one(engine, PROMPTS[0], Sampling(128, 24)))
+    group = asyncio.run(engine.generate(PROMPTS[0], Sampling(128, 24)))
     assert {sample.finished for sample in group} == {True, False}
     for sample in group:
         response = sample.only_row.response_ids_T.tolist()
@@ -106,7 +106,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
 ) -> None:
     """A token is a character here, or a special token; the stop texts have two characters each, or a special token."""
     stop = *(f"a{character}" for character in "abcdefghijklm"), "<user>"
-    (group,) = asyncio.run(gather_one(engine, PROMPTS[0], Sampling(256, 24, stop=stop)))
+    group = asyncio.run(engine.generate(PROMPTS[0], Sampling(256, 24, stop=stop)))
     texts = [tokenizer.decode(sample.only_row.response_ids_T.tolist()) for sample in group]
     endings = {next((one for one in stop if text.endswith(one)), "") for text in texts}
     assert {"<user>", ""} < endings
@@ -118,10 +118,6 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
         assert not any(one in tokenizer.decode(response[:-1]) for one in stop)
         assert len(sample.only_row.engine_logp_T) == len(response)
     assert worst_diff([group], reference, prompts=PROMPTS[:1]) < TOLERANCE
-
-
-async def gather_one(engine: Engine, prompt: list[int], sampling: Sampling) -> list[list[Sample]]:
-    return [await engine.generate(prompt, sampling)]
 
 
 def test_new_weights_are_sampled_from_and_named(
@@ -251,15 +247,3 @@ def test_it_is_idle_when_it_has_nothing_to_do(engine: Engine) -> None:
         sum(process.cpu_times()[:2]) - old for process, old in zip(processes, before, strict=True)
     ]
     assert max(spent) / (time.monotonic() - start) < 0.03
-
-
-def test_a_cancelled_request_leaves_the_engine_working(engine: Engine) -> None:
-    async def cancel() -> None:
-        pending = asyncio.ensure_future(engine.generate(PROMPTS[0], Sampling(4, 400)))
-        await asyncio.sleep(0.05)
-        pending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pending
-        assert len(await engine.generate(PROMPTS[1], Sampling(2, 4))) == 2
-
-    asyncio.run(cancel())

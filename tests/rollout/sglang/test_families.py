@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,12 +15,11 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from tests.parallel import checkpoints
+from tests.rollout.sglang.test_engine import TOLERANCE, sample_all, worst_diff
 from tests.tiny_engines import Reference, write_tokenizer
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
-TOLERANCE = 1e-4
 CASES = {
     "deepseek-v3 tp2 ep2 dp2, whole": (
         "deepseek-v3",
@@ -57,20 +55,8 @@ class Served:
     def diff(self, num_samples: int = 4) -> float:
         """The largest |engine - transformers| over all sampled tokens of all prompts."""
 
-        async def sample_all() -> list[Any]:
-            return await asyncio.gather(
-                *(self.engine.generate(one, Sampling(num_samples, 8)) for one in PROMPTS)
-            )
-
-        diffs = [
-            np.abs(
-                sample.only_row.engine_logp_T
-                - self.reference.logprobs(prompt, sample.only_row.response_ids_T.tolist()).numpy()
-            ).max()
-            for prompt, group in zip(PROMPTS, asyncio.run(sample_all()), strict=True)
-            for sample in group
-        ]
-        return float(max(diffs))
+        groups = asyncio.run(sample_all(self.engine, Sampling(num_samples, 8)))
+        return worst_diff(groups, self.reference)
 
 
 @pytest.fixture(scope="module", params=CASES)

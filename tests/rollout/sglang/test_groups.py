@@ -11,6 +11,7 @@ import pytest
 from megarl.rollout.load_balancing import Capacity, CompletedSample, RequestBalancer
 from megarl.rollout.sglang.engine import Engine, Sampling
 from megarl.types import Sample
+from tests.rollout.sglang.test_deterministic import bits
 
 pytestmark = pytest.mark.slow
 
@@ -118,16 +119,12 @@ def test_seeded_samples_are_the_same_in_whatever_group(
         asked = [([5 + index] * 4, Sampling(3, 16, stream=(1, index))) for index in range(4)]
         return await asyncio.gather(*(engine.generate(*one) for one in asked))
 
-    def bits(groups: list[list[Sample]]) -> list[tuple[bytes, bytes]]:
-        return [
-            (one.only_row.response_ids_T.tobytes(), one.only_row.engine_logp_T.tobytes())
-            for group in groups
-            for one in group
-        ]
+    def drawn() -> list[tuple[bytes, bytes]]:
+        return bits([sample for group in asyncio.run(draw()) for sample in group])
 
-    assigned = bits(asyncio.run(draw()))
+    assigned = drawn()
     assert len(set(assigned)) > 1
     for capacities in ([Capacity(4, 10**6), Capacity(0, 0)], [Capacity(0, 0), Capacity(1, 10**6)]):
         with monkeypatch.context() as patch:
             patch.setattr(engine._manager.queue, "_balancer", RequestBalancer(capacities, 100))
-            assert bits(asyncio.run(draw())) == assigned, "all in one group"
+            assert drawn() == assigned, "all in one group"

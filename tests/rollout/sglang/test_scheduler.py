@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,8 @@ import torch
 
 from megarl.device import use_sglang_nccl_settings
 from megarl.rollout.sglang.scheduler import _reserve_memory, inherited_environment, set_environment
+from tests.rollout.sglang.test_arguments import sglang_source
 
-NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 SGLANG_SETS = """
 import os
 from types import SimpleNamespace
@@ -43,25 +42,19 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_training_ranks_and_engines_give_nccl_the_same_settings() -> None:
-    use_sglang_nccl_settings()
-    ranks = [os.environ[name] for name in NCCL]
-    for name in NCCL:
-        del os.environ[name]
-    set_environment()
-    assert [os.environ[name] for name in NCCL] == ranks == ["0", "0"]
-
-
-def test_the_users_settings_of_nccl_hold() -> None:
-    os.environ["NCCL_NVLS_ENABLE"] = "1"
-    use_sglang_nccl_settings()
-    set_environment()
-    assert [os.environ[name] for name in NCCL] == ["0", "1"]
+@pytest.mark.parametrize("use_settings", [use_sglang_nccl_settings, set_environment])
+@pytest.mark.parametrize("users", [{}, {"NCCL_NVLS_ENABLE": "1"}], ids=["unset", "user's"])
+def test_training_ranks_and_engines_give_nccl_the_same_settings(
+    use_settings: Callable[[], None], users: dict[str, str]
+) -> None:
+    os.environ.update(users)
+    use_settings()
+    expected = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"} | users
+    assert expected.items() <= os.environ.items()
 
 
 @pytest.mark.slow
 @pytest.mark.nightly  # a fact of SGLang, which only a new release can change
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 def test_sglang_itself_leaves_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SGLANG_SETS], env=dict(os.environ), capture_output=True, text=True
@@ -69,17 +62,17 @@ def test_sglang_itself_leaves_them() -> None:
     assert done.stdout.splitlines()[-2:] == ["0 0", "0 1"], done.stderr
 
 
-def test_an_engine_starts_beside_training_that_takes_unequal_parts_of_its_gpus() -> None:
-    set_environment()
-    assert os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "0"
+@pytest.mark.parametrize("whole_shared", [False, True])
+def test_the_users_environment_does_not_change_an_engine(whole_shared: bool) -> None:
+    """Shared experts are the layout's choice; training takes unequal parts of an engine's GPUs.
 
-
-def test_whole_shared_experts_are_the_layouts_choice_and_not_the_environments() -> None:
-    os.environ["SGLANG_SHARED_EXPERT_TP1"] = "1"
-    set_environment()
-    assert os.environ["SGLANG_SHARED_EXPERT_TP1"] == "0"
-    set_environment(whole_shared=True)
-    assert os.environ["SGLANG_SHARED_EXPERT_TP1"] == "1"
+    No file that others may write is run: SGLang's scheduler then binds itself to its GPU's NUMA node.
+    """
+    off = ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "SGLANG_NUMA_BIND_V2"]
+    wanted = dict.fromkeys(off, "0") | {"SGLANG_SHARED_EXPERT_TP1": str(int(whole_shared))}
+    os.environ.update(dict.fromkeys(wanted, "1"))
+    set_environment(whole_shared=whole_shared)
+    assert wanted.items() <= os.environ.items()
 
 
 def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.MonkeyPatch) -> None:
@@ -104,18 +97,8 @@ def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.Monke
     assert events == ["100 bytes on cuda:3", "cache 7", "given up", "given back"]
 
 
-def test_no_file_that_others_may_write_is_run_to_start_a_scheduler() -> None:
-    """Whatever the user's environment says: SGLang's scheduler then binds itself to its GPU's NUMA node."""
-    os.environ["SGLANG_NUMA_BIND_V2"] = "1"
-    set_environment()
-    assert os.environ["SGLANG_NUMA_BIND_V2"] == "0"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 def test_sglang_still_reads_that_variable() -> None:
-    spec = importlib.util.find_spec("sglang")
-    assert spec and spec.origin
-    source = (Path(spec.origin).parent / "srt" / "utils" / "numa_utils.py").read_text()
+    source = sglang_source("utils", "numa_utils.py")
     start = source.partition("def configure_subprocess(")[2].partition(
         "_create_numactl_executable"
     )[0]
