@@ -104,9 +104,7 @@ class EpisodeRows:
         """Take the rows of an earlier phase: the last of them, and its last turn."""
         for row, digest in zip(begun.rows, opened.digests, strict=True):
             prompt_ids = self._shared(row.prompt_ids)
-            self._conversations.append(
-                Conversation.restored(row, prompt_ids, bytes.fromhex(digest))
-            )
+            self._conversations.append(Conversation.restored(row, prompt_ids, digest))
         self._restored_length = self._longest
         last = self._conversations[-1]
         is_open = opened.following == "turn"
@@ -213,7 +211,6 @@ class EpisodeRows:
         given = begun.ids if begun else []
         left = self.turn_tokens(conversation, begun, requested_tokens) - len(given)
         limits = self._turn_sampling(conversation, left, stop)
-        asked = conversation.asked()
         known = conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
         number = next(self._numbers)
@@ -234,7 +231,7 @@ class EpisodeRows:
             if not has_failed:
                 self._abandoned.add(asked_for)
             raise
-        conversation.add_turn(sample, asked)
+        conversation.add_turn(sample)
         if number > self._last_number:
             self._last_number = number
             self.last = turn
@@ -341,7 +338,7 @@ class EpisodeRows:
 
     def open_sample(self, opened: EpisodeProgress) -> Sample:
         """The episode as a phase leaves it; opened: without account and digests, which the rows have."""
-        digests = tuple(conversation.digest.hex() for conversation in self._asked())
+        digests = tuple(conversation.digest for conversation in self._asked())
         return Sample(
             self._rows(),
             text="",

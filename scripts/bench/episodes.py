@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -86,7 +86,9 @@ class Scripted:
     ) -> Sample:
         # A fixed spread of the seconds, so that not all turns end together.
         await asyncio.sleep(self.turn_s * (0.5 + (place * 0.618 + number * 0.382) % 1))
-        return self._samples[number, place]
+        sample = self._samples[number, place]
+        row = replace(sample.only_row, prompt_ids=list(context_ids))
+        return replace(sample, rows=(row,))
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)

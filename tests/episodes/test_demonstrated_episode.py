@@ -287,7 +287,7 @@ def played(
     for text, expression in turns:
         ids = turn_tokenizer.template.ids(text)
         turn = response(conversation.ids, np.asarray(ids), text=text)
-        conversation.add_turn(turn, conversation.asked())
+        conversation.add_turn(turn)
         if expression:
             results = [ToolResult(calculate(expression), "calculate")]
             conversation.add_message(turn_tokenizer.tool_results(results, after=ids[-1]))

@@ -240,15 +240,6 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     )
 
 
-def test_a_row_that_was_changed_between_two_phases_is_found(threads: Threads) -> None:
-    def change(sample: Sample) -> None:
-        if sample.is_open:
-            sample.only_row.response_ids_T[0] += 1
-
-    with pytest.raises(RuntimeError, match="was sampled after other tokens than are before it"):
-        play(threads("walk"), STEPS, [12], between=change)
-
-
 def test_a_slow_tool_leaves_its_own_episode_open(threads: Threads, tmp_path: Path) -> None:
     """Before the call, which is made again in the next phase; what was done before is not told twice."""
     gate, turns = tmp_path / "gate", [call("step", count=2), call("fetch"), "done"]
