@@ -5,11 +5,12 @@ Paths are relative to the working directory of the command. `loading.load_recipe
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import yaml
-from pydantic import Field
+from pydantic import Field, create_model
 
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.episode import EpisodeConfig
@@ -19,14 +20,11 @@ from megarl.config.fields import (
     FilePath,
     FolderName,
     LearningRate,
-    NonNegative,
     ParallelSize,
-    Positive,
     RunSeconds,
     SampleCount,
     SamplingTemperature,
     Seed,
-    Share,
     Slot,
     Temperature,
     Text,
@@ -40,7 +38,7 @@ from megarl.config.models import (
     RewardModelConfig,
     TrainConfig,
 )
-from megarl.types import Aggregation, Estimator, KlPlace, RolloutCorrection, WhenShort
+from megarl.types import Hyperparameters
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
@@ -73,36 +71,18 @@ class ModelConfig(Branch):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
 
 
-class AlgorithmConfig(Branch):
-    """A row of `megarl.algos.ALGORITHMS`, and the hyperparameters (`megarl.types.Hyperparameters`) that override it."""
+# A recipe that leaves a hyperparameter out has the row's own.
+_OVERRIDES: Any = {
+    one.name: (get_type_hints(Hyperparameters)[one.name] | None, Field(None, **one.metadata))
+    for one in dataclasses.fields(Hyperparameters)
+}
+_AlgorithmKeys: Any = create_model(
+    "AlgorithmKeys", __base__=Branch, name=(Text, "grpo"), **_OVERRIDES
+)
 
-    name: Text = "grpo"
-    clip_low: Annotated[float, Field(ge=1e-9, le=1)] | None = None
-    clip_high: Positive | None = None
-    dual_clip: Annotated[float, Field(gt=1, le=1e9)] | None = None
-    aggregation: Aggregation | None = None
-    kl_coefficient: NonNegative | None = None
-    kl_estimator: Estimator | None = None
-    kl_place: KlPlace | None = None
-    entropy_coefficient: NonNegative | None = None
-    whiten: bool | None = None
-    gamma: Share | None = None
-    gae_lambda: Share | None = None
-    critic_lambda: Share | None = None
-    value_clip: Positive | None = None
-    lambda_alpha: NonNegative | None = None
-    positive_nll: NonNegative | None = None
-    critic_warmup_steps: Whole | None = None
-    process_scale: Positive | None = None
-    rollout_correction: RolloutCorrection | None = None
-    rollout_correction_low: NonNegative | None = None
-    rollout_correction_high: Positive | None = None
-    dynamic_sampling: bool | None = None
-    oversample: Annotated[float, Field(ge=1, le=100)] | None = None
-    max_rounds: Count | None = None
-    when_short: WhenShort | None = None
-    overlong_share: Share | None = None
-    overlong_filter: bool | None = None
+
+class AlgorithmConfig(_AlgorithmKeys):
+    """The name of a row of `megarl.algos.ALGORITHMS`, and the hyperparameters that override the row's."""
 
     @property
     def given(self) -> dict[str, Any]:

@@ -174,52 +174,63 @@ class GroupSummary:
         return np.arange(len(self.rewards_G)) != (-1 if self.baseline is None else self.baseline)
 
 
+def bounded(default: Any, **bounds: float) -> Any:
+    """A number of `Hyperparameters`, and the bounds (ge, gt, le) that a recipe's value has to be within."""
+    return field(default=default, metadata=bounds)
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The numbers and choices of an algorithm; `algorithm.<name>` of a recipe overrides the row's."""
+    """The numbers and choices of an algorithm; a recipe's key `algorithm.<name>` overrides the row's."""
 
     # Objective: the ratio is clipped to [1 - clip_low, 1 + clip_high]; clip_low 1 means no lower bound.
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = bounded(0.2, ge=1e-9, le=1)
+    clip_high: float = bounded(0.2, ge=1e-9, le=1e9)
     # where the advantage is negative, the objective is at least dual_clip times it
-    dual_clip: float | None = None
+    dual_clip: float | None = bounded(None, gt=1, le=1e9)
     aggregation: Aggregation = "token_mean"
-    entropy_coefficient: float = 0.0  # weight of the entropy bonus
-    positive_nll: float = 0.0  # weight of -log p of correct samples, a mean over their tokens
+    entropy_coefficient: float = bounded(0.0, ge=0, le=1e6)  # weight of the entropy bonus
+    positive_nll: float = bounded(
+        0.0, ge=0, le=1e6
+    )  # weight of -log p of correct samples, a mean over their tokens
 
     # KL to the reference: in the loss, or subtracted from each token's reward for the policy before the step.
-    kl_coefficient: float = 0.0
+    kl_coefficient: float = bounded(0.0, ge=0, le=1e6)
     kl_estimator: Estimator = "k3"
     kl_place: KlPlace = "loss"
 
     # Advantages.
     whiten: bool = False  # over the tokens of the whole batch
-    gamma: float = 1.0  # discount of tokens' rewards
-    gae_lambda: float = 0.95  # of the policy's advantages, with a critic
+    gamma: float = bounded(1.0, ge=0, le=1)  # discount of tokens' rewards
+    gae_lambda: float = bounded(0.95, ge=0, le=1)  # of the policy's advantages, with a critic
     # above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)
-    lambda_alpha: float = 0.0
-    process_scale: float = 0.05  # a token's process reward is process_scale x its log-ratio
+    lambda_alpha: float = bounded(0.0, ge=0, le=1e6)
+    # a token's process reward is process_scale x its log-ratio
+    process_scale: float = bounded(0.05, ge=1e-9, le=1e9)
 
     # Critic.
-    critic_lambda: float | None = None  # lambda of the critic's returns; None: gae_lambda
+    # lambda of the critic's returns; None: gae_lambda
+    critic_lambda: float | None = bounded(None, ge=0, le=1)
     # a value is trained only this far from the value before the step
-    value_clip: float | None = None
-    critic_warmup_steps: int = 0  # first steps, in which the critic alone learns
+    value_clip: float | None = bounded(None, ge=1e-9, le=1e9)
+    # first steps, in which the critic alone learns
+    critic_warmup_steps: int = bounded(0, ge=0, le=2**31 - 1)
 
     # Correction where the engine's and the trainer's probabilities differ; a bound of None: ROLLOUT_CORRECTION_BOUNDS.
     rollout_correction: RolloutCorrection = "off"
-    rollout_correction_low: float | None = None
-    rollout_correction_high: float | None = None
+    rollout_correction_low: float | None = bounded(None, ge=0, le=1e6)
+    rollout_correction_high: float | None = bounded(None, ge=1e-9, le=1e9)
 
     # Dynamic sampling: a step has only groups with both right and wrong answers.
     dynamic_sampling: bool = False
     # each round draws oversample times as many prompts as groups are missing
-    oversample: float = 1.5
-    max_rounds: int = 10
+    oversample: float = bounded(1.5, ge=1, le=100)
+    max_rounds: int = bounded(10, ge=1, le=2**31 - 1)
     when_short: WhenShort = "train"  # what a step does if groups are missing after max_rounds
 
     # Long responses.
-    overlong_share: float = 0.0  # over this last part of the longest response a penalty grows to -1
+    # over this last part of the longest response a penalty grows to -1
+    overlong_share: float = bounded(0.0, ge=0, le=1)
     overlong_filter: bool = False  # truncated responses are not trained on
 
     def num_drawn(self, missing: int) -> int:
