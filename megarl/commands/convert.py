@@ -66,7 +66,7 @@ def convert_adapter(
     """Write the adapters in PEFT's format, in this process: the model itself is not read."""
     from megarl.parallel.dist_checkpoint import read_factors
 
-    size = lora_size(recipe, model_shape(recipe.model.path))
+    size = lora_size(recipe.lora, model_shape(recipe.model.path))
     assert size
     factors = read_factors(snapshot.folder)
     peft.write(factors, size, recipe.model.path, out)

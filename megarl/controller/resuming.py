@@ -321,7 +321,7 @@ def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
     """
     if recipe.lora is None:
         return None
-    size = lora_size(recipe, model_shape(recipe.model.path))
+    size = lora_size(recipe.lora, model_shape(recipe.model.path))
     assert size
     keys = recipe.lora.model_dump(mode="json", exclude={"path", "rounding", "sync"})
     keys |= {"targets": sorted(size.targets), "experts": size.expert_rank}

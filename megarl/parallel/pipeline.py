@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -38,6 +38,17 @@ class Norms:
 
 
 @dataclass(frozen=True)
+class Pass(Generic[Result]):
+    """What a pass over rows gives on this rank.
+
+    results: of each row on the last stage, else none. routing_sums: the routers' statistics, over this rank's tokens.
+    """
+
+    results: list[Result]
+    routing_sums: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """The model chunks of a training rank, with their routing.
 
@@ -59,15 +70,15 @@ class Pipeline:
         norms: Norms | None = None,
         choices: Sequence[Choices] | None = None,
         temperature: float = 1.0,
-    ) -> list[Result]:
-        """Forward every row, and backward where norms are given; returns the results on the last stage, else [].
+    ) -> Pass[Result]:
+        """Forward every row, and backward where norms are given.
 
         Leaves the gradients in the model's buffers: those of the loss sum over all rows and data-parallel ranks,
         divided by the denominator. Every data-parallel rank must pass the same number of rows, because tokens are
         exchanged between experts. choices: for each row the experts to replay, or where to record them. temperature: of
         the log-probabilities and the entropy that on_outputs gets.
         """
-        self._start(norms)
+        routing_sums = self._start(norms)
         config = self.chunks[0].config
         config.finalize_model_grads_func = partial(
             _sum_then_divide, norms.denominator if norms else None
@@ -78,7 +89,7 @@ class Pipeline:
         ]
         is_interleaved = len(self.chunks) > 1
         with torch.set_grad_enabled(norms is not None):
-            return get_forward_backward_func()(
+            results = get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=feeds if is_interleaved else feeds[0],
                 model=list(self.chunks) if is_interleaved else self.chunks[0],
@@ -88,6 +99,7 @@ class Pipeline:
                 forward_only=norms is None,
                 **self._communication(rows),
             )
+        return Pass(results, routing_sums)
 
     def _communication(self, rows: Sequence[PackedRow]) -> dict[str, Any]:
         """The communicator between stages, and the process groups that Megatron then needs as well."""
@@ -99,15 +111,16 @@ class Pipeline:
             "pg_collection": groups.pipeline_groups(),
         }
 
-    def _start(self, norms: Norms | None) -> None:
-        if norms:
-            scale = norms.denominator / norms.tokens
-        else:
-            scale = 0.0
-        scales = {"balance_scale": self.aux_loss * scale, "z_scale": self.z_loss * scale}
-        self.routing.start(is_training=norms is not None, **scales)
+    def _start(self, norms: Norms | None) -> Mapping[str, torch.Tensor]:
+        """Prepare a pass; returns the statistics that its routers will fill."""
         for chunk in self.chunks:
             _module(chunk).runs_mtp = norms is not None and self.mtp_loss > 0
+        if norms is None:
+            return self.routing.start(is_training=False)
+        scale = norms.denominator / norms.tokens
+        return self.routing.start(
+            is_training=True, balance_scale=self.aux_loss * scale, z_scale=self.z_loss * scale
+        )
 
     def _forward(
         self,

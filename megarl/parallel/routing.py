@@ -54,12 +54,15 @@ class Routing:
     choices: Choices | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def start(self, *, is_training: bool, balance_scale: float = 0.0, z_scale: float = 0.0) -> None:
-        """Begin a pass over micro-batches."""
+    def start(
+        self, *, is_training: bool, balance_scale: float = 0.0, z_scale: float = 0.0
+    ) -> dict[str, torch.Tensor]:
+        """Begin a pass over micro-batches; returns the sums, which the pass fills."""
         self.is_training = is_training
         self.balance_scale = balance_scale
         self.z_scale = z_scale
         self.sums = {}
+        return self.sums
 
     @contextmanager
     def passing(self, row: PackedRow, choices: Choices | None) -> Iterator[None]:

@@ -41,12 +41,11 @@ def train_layout(recipe: Recipe) -> TrainLayout:
     )
 
 
-def lora_size(recipe: Recipe, shape: ModelShape | None) -> LoraSize | None:
+def lora_size(lora: LoraConfig | None, shape: ModelShape | None) -> LoraSize | None:
     """The adapters of a model of this shape; None where its weights themselves are trained.
 
     shape: None where config.json cannot be read, which other checks report.
     """
-    lora = recipe.lora
     if lora is None:
         return None
     return LoraSize(
@@ -79,7 +78,7 @@ def sent_lora(recipe: Recipe, shape: ModelShape) -> LoraSize | None:
     """The adapters that training ranks merge or send; None also where they are in the weights already."""
     if trains_merged(recipe):
         return None
-    return lora_size(recipe, shape)
+    return lora_size(recipe.lora, shape)
 
 
 def reference_copy(recipe: Recipe) -> str | None:
@@ -155,7 +154,7 @@ class Role:
     @property
     def lora(self) -> LoraSize | None:
         """The adapters that are trained in place of the weights."""
-        return lora_size(self.recipe, self.model.known_shape)
+        return lora_size(self.recipe.lora, self.model.known_shape)
 
     @property
     def shares_weights(self) -> bool:

@@ -50,7 +50,7 @@ def _adapter(recipe: Recipe) -> AdapterSlot | None:
     if recipe.lora is None:
         return None
     shape = model_shape(recipe.model.path)
-    return AdapterSlot.of(shape, lora_size(recipe, shape))
+    return AdapterSlot.of(shape, lora_size(recipe.lora, shape))
 
 
 def _config(model_path: str) -> dict[str, Any]:

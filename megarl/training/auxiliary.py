@@ -136,7 +136,8 @@ class AuxiliaryRank(TrainingRank):
             return outcome_loss(output_T, row.targets, scale=hyperparameters.process_scale)
 
         rows = self._rows(micro_batches, None, old.reference_logp, returns, old_values)
-        return self._update(rows, loss, norms, lr)
+        statistics, _ = self._update(rows, loss, norms, lr)
+        return statistics
 
 
 def critic_returns(

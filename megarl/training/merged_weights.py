@@ -53,7 +53,6 @@ class MergedWeights:
         for name, param in self._params.items():
             self._frozen[name].copy_(param)
         self._rounding = size.rounding
-        self._kept_share = None
         self.write()
 
     @torch.no_grad()
@@ -67,7 +66,6 @@ class MergedWeights:
         self._merge.begin(version)
         for box in self._boxes:
             box.write(box.weight)  # tile by tile: a tile is read before it is written
-        self._kept_share = self._merge.kept_share()
 
     def round_weights(self, version: int) -> float | None:
         """Round W' as engines get this version; returns the part of the deltas that rounding has kept.
@@ -76,7 +74,7 @@ class MergedWeights:
         """
         if self._rounding == "stochastic":
             self.write(version)
-        return self._kept_share
+        return self._merge.kept_share()
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

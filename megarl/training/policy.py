@@ -277,9 +277,9 @@ class PolicyRank(TrainingRank):
 
         rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
         how = {"choices": share.choices, "temperature": share.temperature}
-        stats = self._update(rows, row_loss, share.norms, lr, **how)
+        statistics, routing_sums = self._update(rows, row_loss, share.norms, lr, **how)
         self._write_merged()
-        return stats | self._routing_stats(share.norms)
+        return statistics | self._routing_stats(routing_sums, share.norms)
 
     def _replay_diffs(self, share: UpdateShare) -> Statistics:
         """|engine - trainer| logprob with and without replay, over the first micro-batches' tokens to train on.
@@ -304,15 +304,14 @@ class PolicyRank(TrainingRank):
         without = run(rows, diff)
         if not self._model.is_last_stage:
             return {}
-        (replay_diff, tokens) = torch.stack(with_replay).sum(0)
-        (free_diff, _) = torch.stack(without).sum(0)
+        (replay_diff, tokens) = torch.stack(with_replay.results).sum(0)
+        (free_diff, _) = torch.stack(without.results).sum(0)
         return groups.reduce_stats(
             [{REPLAY_DIFF: parts(replay_diff, tokens), FREE_DIFF: parts(free_diff, tokens)}]
         )
 
-    def _routing_stats(self, norms: Norms) -> Statistics:
+    def _routing_stats(self, sums: Mapping[str, torch.Tensor], norms: Norms) -> Statistics:
         """The auxiliary losses as means over tokens (and layers), and sums of replayed choices, over all ranks."""
-        sums = self._model.pipeline.routing.sums
         if not self.shape.num_experts:
             return {}
         values = torch.stack(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,9 +132,9 @@ class TrainingRank:
             return output_T.sum(), unpack(row, output_T)
 
         rows = self._rows(micro_batches)
-        results = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
+        done = self._model.pipeline.run(rows, keep, choices=choices, temperature=temperature)
         if self._model.is_last_stage:
-            return [array for arrays in results for array in arrays]
+            return [array for arrays in done.results for array in arrays]
         return None
 
     def _update(
@@ -144,11 +144,11 @@ class TrainingRank:
         norms: Norms,
         lr: float,
         **how: Any,
-    ) -> Statistics:
+    ) -> tuple[Statistics, Mapping[str, torch.Tensor]]:
         """One optimizer update. loss: of a packed row and the pipeline's outputs for it; how: as of `Pipeline.run`.
 
         Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
-        ranks. Raises FloatingPointError when the gradient is not finite.
+        ranks; and the routers' sums on this rank. Raises FloatingPointError when the gradient is not finite.
         """
 
         def on_outputs(*row_and_outputs: Any) -> LossResult:
@@ -156,12 +156,12 @@ class TrainingRank:
             return loss_sum, {LOSS: loss_sum.detach() / norms.denominator, **stats}
 
         self._model.zero_grad()
-        stats = self._model.pipeline.run(rows, on_outputs, norms=norms, **how)
+        done = self._model.pipeline.run(rows, on_outputs, norms=norms, **how)
         grad_norm = self._model.step(lr)
-        return {
-            **(groups.reduce_stats(stats) if self._model.is_last_stage else {}),
-            GRAD_NORM: (grad_norm,),
-        }
+        statistics: Statistics = {}
+        if self._model.is_last_stage:
+            statistics = groups.reduce_stats(done.results)
+        return statistics | {GRAD_NORM: (grad_norm,)}, done.routing_sums
 
     def _rows(
         self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None

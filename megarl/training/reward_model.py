@@ -44,10 +44,10 @@ class RewardModelRank(TrainingRank):
         scores = np.zeros(len(token_ids), np.float32)
         batches = self._micro_batches([len(one) for one in token_ids])
         rows = self._rows([[_sequence(token_ids[index]) for index in batch] for batch in batches])
-        results = self._model.pipeline.run(rows, _last_scores)
+        done = self._model.pipeline.run(rows, _last_scores)
         if not self._model.is_last_stage:
             return None
-        for batch, found in zip(batches, results, strict=True):
+        for batch, found in zip(batches, done.results, strict=True):
             scores[batch] = found
         if not call.groups:
             return []

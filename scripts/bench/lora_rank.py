@@ -74,7 +74,7 @@ class Rank:
             member=rank,
             lora=sent_lora(recipe, self._trainer.shape),
         )
-        self._lora, self._version = lora_size(recipe, self._trainer.shape), 0
+        self._lora, self._version = lora_size(recipe.lora, self._trainer.shape), 0
         self._exchanges = Exchanges(self._session, self._trainer.params() | self._trainer.factors())
         self._targets: dict[PayloadName, dict[str, torch.Tensor]] = {}
 

@@ -135,7 +135,7 @@ class Rank:
             return logp_T.sum(), unpack(row, logp_T)
 
         found = self._rank.pipeline.run(self._rows(), keep)
-        return [float(one) for arrays in found for array_T in arrays for one in array_T]
+        return [float(one) for arrays in found.results for array_T in arrays for one in array_T]
 
     def logprobs_without_adapters(self) -> list[float]:
         assert self._rank.adapters
@@ -157,9 +157,9 @@ class Rank:
 
         started = time.perf_counter()
         self._rank.zero_grad()
-        sums = self._rank.pipeline.run(self._rows(), loss, norms=self._norms)
+        done = self._rank.pipeline.run(self._rows(), loss, norms=self._norms)
         norm = self._rank.step(LR)
-        found = float(sum(sums)) / DENOMINATOR
+        found = float(sum(done.results)) / DENOMINATOR
         return {"loss": found, "grad_norm": norm, "seconds": time.perf_counter() - started}
 
     def offload(self) -> dict[str, Any]:

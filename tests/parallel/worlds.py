@@ -229,7 +229,7 @@ def trained_shards(trainer: Any) -> list[Any]:
     from megarl.resharding import lora_map, megatron_map
 
     of_rank = trainer.shape, trainer.layout, trainer.rank
-    if size := lora_size(trainer._recipe, trainer.shape):
+    if size := lora_size(trainer._recipe.lora, trainer.shape):
         return [*lora_map.shards(*of_rank, size, TRANSFORMER_ENGINE), *_head_shards(trainer)]
     return megatron_map.shards(*of_rank, TRANSFORMER_ENGINE)
 

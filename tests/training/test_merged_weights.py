@@ -102,7 +102,7 @@ def sums_of(
     from megarl.placement.roles import lora_size
     from megarl.resharding.lora_merge import Merge
 
-    size = lora_size(trainer._recipe, trainer.shape)
+    size = lora_size(trainer._recipe.lora, trainer.shape)
     assert size
     merge = Merge.of_rank(
         size, trainer.shape, trainer.layout, trainer.rank, False, trainer.factors()
