@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megarl.algos import ALGORITHMS
 from megarl.algos.rollout_correction import ROLLOUT_CORRECTION_BOUNDS, dropped, drops
 from megarl.algos.segments import segment_mean, segment_sum
-from megarl.algos.statistics import CLIPPED, Statistics
+from megarl.algos.statistics import Statistics
 from megarl.parallel.packing import Split, pack
 from megarl.tracking.metrics import train_metrics
 from megarl.training import kept_tokens
@@ -296,18 +296,6 @@ def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
     same(mine, expected(name, hparams, batch))
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_more_ranks_than_samples(name):
-    batch, hparams = batch_of([3, 1], seed=4), all_at_once(name, "mis_sequence")
-    (plan,) = plan_updates(
-        batch.refs, updates=1, dp=5, token_budget=BUDGET, aggregation=hparams.aggregation, longest_response=LONGEST,
-        work=float,
-    )  # fmt: skip
-    assert [len(refs) for rank in plan.micro_batches for refs in rank].count(0) == 3
-    mine = seen(name, hparams, batch, plan.micro_batches, plan=plan)
-    same(mine, expected(name, hparams, batch))
-
-
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
 @pytest.mark.parametrize("rollout_correction", ["off", *ROLLOUT_CORRECTION_BOUNDS])
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -326,19 +314,6 @@ def test_what_is_not_learnt_from_may_be_anything(name, rollout_correction, junk)
     assert math.isfinite(clean[0]) and all(one.isfinite().all() for one in clean[1])
     assert (mine[0], mine[2]) == (clean[0], clean[2])
     assert all(torch.equal(one, other) for one, other in zip(mine[1], clean[1], strict=True))
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_row_without_a_sample_costs_nothing(name):
-    batch = batch_of([3], seed=1)
-    loss, gradients, stats = seen(
-        name, all_at_once(name, "tis"), batch, [[(), ()]], split=Split(tp=4), junk=math.nan
-    )
-    assert (
-        loss == 0.0
-        and not any(one.any() for one in gradients)
-        and not any(any(values) for values in stats.values())
-    )
 
 
 @pytest.mark.parametrize("name", FROM_REWARDS)
@@ -361,24 +336,6 @@ def test_equal_rewards_have_no_advantage(name, reward):
     for size in (2, 3, 16):
         advantages = ALGORITHMS[name].sample_advantages(torch.full((size,), reward))
         assert advantages == pytest.approx([0.0] * size, abs=1e-9)
-
-
-def test_dapo_without_its_extras_is_grpo():
-    batch = batch_of([4, 1, 9, 2, 7, 8, 5, 9], seed=3)
-    hparams = replace(
-        ALGORITHMS["dapo"].hyperparameters,
-        clip_high=0.2,
-        dynamic_sampling=False,
-        overlong_share=0.0,
-    )
-    hparams = replace(hparams, aggregation="sequence_mean", kl_coefficient=0.001)
-    assert hparams == ALGORITHMS["grpo"].hyperparameters
-    rewards_G = torch.tensor([1.0, 0.0, 0.5])
-    one, other = (ALGORITHMS[name].sample_advantages(rewards_G) for name in ("dapo", "grpo"))
-    assert one == other
-    mine, other = (seen(name, hparams, batch, [[tuple(batch.refs)]]) for name in ("dapo", "grpo"))
-    assert mine[2][CLIPPED][0] > 0
-    same(mine, other)
 
 
 def test_sums_over_long_sequences_are_exact():

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.algos import ALGORITHMS
-from megarl.training.batching import SampleRef
+from megarl.training.batching import SampleRef, TokenValues
 from megarl.training.credit import gae_advantages, kl_penalties, whitened, with_token_advantages
 from megarl.types import Hyperparameters, TrainSequence
 
@@ -90,11 +90,7 @@ def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
     np.testing.assert_allclose(mine, (everything - everything.mean()) / everything.std(), atol=1e-5)
 
 
-def one_rank(values: torch.Tensor) -> torch.Tensor:
-    return values
-
-
-def refs_of(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef]:
+def process_refs(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef]:
     """Samples of these groups, numbered within them."""
     found = []
     for index, (one, group) in enumerate(zip(sequences, groups, strict=True)):
@@ -106,42 +102,19 @@ def refs_of(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef
     return found
 
 
-def assign(name: str, sequences: list[TrainSequence], **how: Any) -> list[list[float]]:
-    """Each response's advantages as a row of the table has them."""
-    row = ALGORITHMS[name]
-    how = {"said": {}, "penalties": None, "hparams": row.hyperparameters} | how
-    how = {"sum_over_all": one_rank, "max_over_all": one_rank} | how
-    hparams, said, penalties = (how.pop(key) for key in ("hparams", "said", "penalties"))
-    refs = how.pop("refs", refs_of(sequences, [0] * len(sequences)))
-    found = with_token_advantages(row, hparams, refs, sequences, said, penalties, **how)
+def process_advantages(
+    sequences: list[TrainSequence],
+    refs: list[SampleRef],
+    process: TokenValues,
+    add_up: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+) -> list[list[float]]:
+    """PRIME's advantages of the trained tokens of each sequence; add_up: sums over all data-parallel ranks."""
+    row = ALGORITHMS["prime"]
+    found = with_token_advantages(
+        row, row.hyperparameters, refs, sequences, process, None, sum_over_all=add_up,
+        max_over_all=lambda _: torch.tensor(2),
+    )  # fmt: skip
     return [learnt(one).tolist() for one in found]
-
-
-def test_a_penalty_is_paid_by_the_tokens_before_it() -> None:
-    """REINFORCE++: R - sum of the penalties from here on (arXiv 2501.03262)."""
-    hparams = replace(ALGORITHMS["reinforce_pp"].hyperparameters, whiten=False)
-    pays = [np.array([7, 7, -0.25, -0.5, -1.0], np.float32), np.array([7, -0.125], np.float32)]
-    found = assign(
-        "reinforce_pp", [sequence(2, 3, 1.0), sequence(1, 1, -1.0)], penalties=pays, hparams=hparams
-    )
-    assert found == [[-0.75, -0.5, 0.0], [-1.125]]
-
-
-def test_distillation_pays_each_token_by_itself() -> None:
-    pays = [np.array([7, -0.25, -0.5], np.float32)]
-    assert assign("on_policy_distillation", [sequence(1, 2, 0.0)], penalties=pays) == [
-        [-0.25, -0.5]
-    ]
-
-
-def test_a_critic_sees_penalties_as_rewards() -> None:
-    sequences, pays = [sequence(1, 2, 1.0)], [np.array([0, -0.25, -0.5], np.float32)]
-    hparams = replace(ALGORITHMS["ppo"].hyperparameters, whiten=False, gae_lambda=0.5)
-    said = {(0, 0, 0): np.array([0.5, 0.25], np.float32)}
-    # deltas: -0.25 + 0.25 - 0.5, -0.5 + 1 - 0.25
-    assert assign("ppo", sequences, said=said, penalties=pays, hparams=hparams) == [
-        [-0.5 + 0.125, 0.25]
-    ]
 
 
 def test_process_rewards_are_held_against_the_others() -> None:
@@ -152,8 +125,7 @@ def test_process_rewards_are_held_against_the_others() -> None:
         sequence(3, 2, 0.0),
         sequence(1, 2, 0.25),
     ]
-    refs = refs_of(sequences, [0, 0, 0, 2])
-    said = {
+    process = {
         (0, 0, 0): np.array([1.0, 3.0], np.float32),  # the others' means: 4 and 0.5
         (0, 1, 0): np.array([4.0], np.float32),  # 2 and 0.5
         (0, 2, 0): np.array([0.5, 0.5], np.float32),  # 2 and 4
@@ -162,30 +134,19 @@ def test_process_rewards_are_held_against_the_others() -> None:
     expected = [
         [(1 - 2.25) + (3 - 2.25) + 0.5, (3 - 2.25) + 0.5], [4 - 1.25 - 0.5], [-5.0, -2.5], [0.25, 0.25],
     ]  # fmt: skip
-    assert assign("prime", sequences, said=said, refs=refs) == expected
-
-
-def test_process_rewards_of_a_group_on_two_ranks() -> None:
-    """What each rank adds up is all it tells the other; one of them has nothing at all of a group."""
-    sequences = [sequence(1, 2, 1.0), sequence(1, 1, -1.0), sequence(2, 3, 0.0)]
-    refs = refs_of(sequences, [0, 0, 1])
-    given = {(0, 0, 0): [1, 2], (0, 1, 0): [-1], (1, 0, 0): [0.5, 1, 2]}
-    said = {key: np.array(one, np.float32) for key, one in given.items()}
-    expected = assign("prime", sequences, said=said, refs=refs)
-    parts, sent = (slice(0, 1), slice(1, 3)), []
+    refs = process_refs(sequences, [0, 0, 0, 2])
+    assert process_advantages(sequences, refs, process) == expected
+    # Two ranks find the same: what each adds up is all that it tells the other, whose group may be in part its own.
+    parts, sent = (slice(0, 1), slice(1, 4)), []
     for part in parts:
-        assign(
-            "prime", sequences[part], said=said, refs=refs[part], max_over_all=lambda _: torch.tensor(1),
-            sum_over_all=lambda sums: sent.append(sums) or sums,
-        )  # fmt: skip
-    total = sent[0] + sent[1]
-    found = []
-    for part in parts:
-        found += assign(
-            "prime", sequences[part], said=said, refs=refs[part], max_over_all=lambda _: torch.tensor(1),
-            sum_over_all=lambda _: total,
-        )  # fmt: skip
-    assert found == expected
+        process_advantages(
+            sequences[part], refs[part], process, lambda sums: sent.append(sums) or sums
+        )
+    found = [
+        process_advantages(sequences[part], refs[part], process, lambda _: sent[0] + sent[1])
+        for part in parts
+    ]
+    assert [*found[0], *found[1]] == expected
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", [0.0, -0.1]), ("k2", [0.0, -0.05])])
