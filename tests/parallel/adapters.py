@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -79,22 +78,3 @@ def digest(params: dict[str, torch.Tensor]) -> str:
     for name, param in sorted(params.items()):
         found.update(name.encode() + param.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
-
-
-@contextmanager
-def without_mark(mark: str, *, of_experts: bool, cut: str, factor: str) -> Iterator[None]:
-    """One mark of `lora.Adapter` is not set: `mark` of a factor, A or B, of layers that are cut so.
-
-    of_experts: of routed experts alone; False: of the other layers alone.
-    """
-    from megarl.parallel import lora
-
-    original = lora.Adapter._mark
-
-    def marked(self: Any, pair: Any, is_in_dense_group: bool) -> None:
-        original(self, pair, is_in_dense_group)
-        if (self._is_expert, self._cut) == (of_experts, cut):
-            setattr(getattr(pair, factor), mark, mark == "allreduce")
-
-    with patch.object(lora.Adapter, "_mark", marked):
-        yield

@@ -6,7 +6,6 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,10 +70,3 @@ def test_norm_has_the_models_dtype() -> None:
     config: Any = SimpleNamespace(params_dtype=torch.bfloat16, sequence_parallel=False)
     norm = RMSNorm(config, 4, eps=1e-6)
     assert norm.weight.dtype == norm(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [64, 1, 33]])
-def test_very_unequal_lengths(lengths: list[int]) -> None:
-    torch.manual_seed(1)
-    inputs = [torch.randn(sum(lengths), 2, 4, dtype=torch.float64) for _ in range(3)]
-    torch.testing.assert_close(attend(inputs, lengths), slow_attention(inputs, lengths))

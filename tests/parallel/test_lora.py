@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import device
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel import adapters, test_parity
@@ -20,19 +19,14 @@ from tests.parallel.adapters import (
     STEPS,
     VOCAB_SIZE,
     lora_recipe,
-    without_mark,
 )
 from tests.parallel.checkpoints import write
 from tests.parallel.gradients import Tensors, check_gradients, check_moved, check_weights, whole
 from tests.parallel.precision import within
 from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE
 from tests.parallel.worlds import (
-    assemble,
     ragged,
     recipe,
-    rectangles,
-    role_of,
-    run_ranks,
     run_world,
 )
 
@@ -202,30 +196,6 @@ def test_an_unknown_linear_layer_is_refused_by_name(param: str, says: str) -> No
     assert caught.value.where == "lora" and caught.value.problem.startswith(says)
 
 
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("qwen3-moe", "tp2 ep2 etp2"),
-        *(
-            pytest.param("deepseek-v3", name, marks=pytest.mark.nightly)
-            for name in ("tp4", "tp2 pp2")
-        ),
-    ],
-)
-def test_every_layout_begins_with_the_same_factors(paths: Any, family: str, name: str) -> None:
-    """To the last bit, which only the seed and the names decide."""
-    made = [lora_recipe(paths[family], layout) for layout in (ONE_RANK, LAYOUTS[name])]
-    one, other = (assemble(run_world(each, rectangles)) for each in made)
-    assert one.keys() == other.keys()
-    for name, values in one.items():
-        np.testing.assert_array_equal(other[name], values, err_msg=name)
-        assert values.any() == (".lora_A." in name)
-    assert (
-        len({values.tobytes() for name, values in one.items() if ".lora_A." in name})
-        == len(one) / 2
-    )
-
-
 def logprobs(trainer: Any) -> list[list[np.ndarray]]:
     """As it begins; with B != 0; with the adapters off."""
     sequences = [ragged(6, VOCAB_SIZE, seed=3)]
@@ -264,6 +234,8 @@ def test_one_rank_equals_transformers_with_factors_by_hand(
     made = lora_recipe(paths[family], ONE_RANK, grad_clip=1.0, weight_decay=0.1)
     result = run_world(made, adapters.train)[0]
     mine = whole([result["learning"]])
+    of_a = {values.tobytes() for name, values in mine.before.items() if ".lora_A." in name}
+    assert len(of_a) == len(mine.before) / 2, "each A is drawn by its name"
     base = load_file(paths[family] / "model.safetensors")
     factors = {
         name: torch.nn.Parameter(torch.from_numpy(values.copy()))
@@ -326,50 +298,3 @@ def hf_gradient(folder: Path) -> tuple[float, Tensors]:
     )
     loss.backward()
     return loss.item(), gradient_of(model, folder)
-
-
-# (mark, of routed experts, how their layers are cut, factor, a layout in which it matters)
-MARKS = [
-    ("sequence_parallel", False, "columns", "A", "tp2 ep2"),
-    ("sequence_parallel", False, "rows", "B", "tp2 ep2"),
-    ("sequence_parallel", False, "nothing", "A", "tp2 ep2"),
-    ("sequence_parallel", False, "nothing", "B", "tp2 ep2"),
-    ("tensor_model_parallel", False, "rows", "A", "tp2 ep2"),
-    ("tensor_model_parallel", False, "columns", "B", "tp2 ep2"),
-    ("sum_over_etp", True, "columns", "A", "ep2 etp2"),
-    ("sum_over_etp", True, "rows", "B", "ep2 etp2"),
-    ("shared", True, "columns", "A", "ep2 etp2"),
-    ("shared", True, "rows", "B", "ep2 etp2"),
-    *(
-        (mark, True, cut, factor, layout)
-        for mark, layout in (("tensor_model_parallel", "tp2 ep2"), ("allreduce", "ep2"))
-        for cut in ("columns", "rows")
-        for factor in "AB"
-    ),
-]
-MARKS_BY_DAY = (MARKS[2], MARKS[-1])  # one of each kind of layers; of two ranks
-
-
-def train_without_mark(
-    rank: int, meet: device.Address, made: Any, mark: str, of: dict[str, Any]
-) -> dict[str, Any]:
-    from megarl.training.policy import PolicyRank
-
-    with without_mark(mark, **of):
-        trainer = PolicyRank(rank, role_of(made), meet)
-    return adapters.train(trainer)
-
-
-@pytest.mark.parametrize(
-    ("mark", "of_experts", "cut", "factor", "name"),
-    [pytest.param(*row, marks=() if row in MARKS_BY_DAY else pytest.mark.nightly) for row in MARKS],
-)
-def test_a_missing_mark_is_found(
-    paths: Any, one_rank: Any, mark: str, of_experts: bool, cut: str, factor: str, name: str
-) -> None:
-    layout = (LAYOUTS | ALONE)[name]
-    made = lora_recipe(paths["deepseek-v3"], layout, grad_clip=1.0, weight_decay=0.1, **LOSSES)
-    of = {"of_experts": of_experts, "cut": cut, "factor": factor}
-    ranks = run_ranks(layout.world_size, train_without_mark, made, mark, of)
-    with pytest.raises(AssertionError):
-        check(ranks, layout, one_rank["deepseek-v3"])

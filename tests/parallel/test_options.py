@@ -46,11 +46,6 @@ def test_a_wrong_option_is_named(branch: str, key: str, words: str) -> None:
     assert words in str(error)
 
 
-def test_every_wrong_option_at_once() -> None:
-    megatron = {"nonsense": 1, "num_layers": 2, "bf16": True, "fp8_margin": 0}
-    assert len(errors(megatron=megatron, ddp={"nonsense": 1}, optimizer={"lr": 1.0})) == 5
-
-
 def test_all_that_are_listed_are_megatrons_and_take_their_defaults() -> None:
     buffers, adam = DistributedDataParallelConfig(), OptimizerConfig()
     ddp = {name: getattr(buffers, name) for name in OF_BUFFERS}

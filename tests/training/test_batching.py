@@ -19,7 +19,7 @@ from megarl.training.batching import (
     refs_of,
     shuffled,
 )
-from megarl.training.train_sequences import train_sequence, train_sequences
+from megarl.training.train_sequences import train_sequences
 from megarl.types import Prompt, SampleGroup
 from tests.samples.responses import response
 
@@ -116,29 +116,12 @@ def test_ranks_and_steps_are_alike_in_work(dp):
     assert works.max(0).sum() / least < 1.1, "ranks wait for each other in every micro-batch"
 
 
-def test_equal_tokens_are_not_equal_work():
-    """Two ranks: 8 x 8 tokens against 64 in one sequence would be equal in tokens."""
-    works = _works(_plan(_refs([32, 32] + [8] * 16), dp=2, token_budget=200)[0])
-    assert works.sum(1).max() / works.sum(1).min() < 1.01
-
-
 def test_one_giant_is_joined_by_heavy_micro_batches():
     """Where a sample is more work than a rank's mean, waiting for it alone is what the plan costs."""
     giant, many = 60, [4] * 200
     works = _works(_plan(_refs([giant, *many]), dp=8, token_budget=BUDGET)[0])
     assert works.shape[1] == 2
     assert works.max(0).sum() < 1.25 * max(_work(giant), works.sum() / 8)
-
-
-def test_fewer_samples_than_ranks_leave_empty_micro_batches():
-    (plan,) = _plan(_refs([5, 9, 30]), dp=4, multiple=2)
-    assert [len(batch) for rank in plan.micro_batches for batch in rank].count(0) == 5
-    assert sorted(len(rank[0]) for rank in plan.micro_batches) == [0, 1, 1, 1]
-
-
-def test_alignment_counts_against_the_budget():
-    assert len(_plan(_refs([17] * 3))[0].micro_batches[0]) == 1
-    assert len(_plan(_refs([17] * 3), align=16)[0].micro_batches[0]) == 2
 
 
 def test_a_pipeline_takes_more_micro_batches_than_the_budget_asks_for():
@@ -200,33 +183,6 @@ def test_impossible_batches_say_why(lengths, changes, message):
         _plan(_refs(lengths), **changes)
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "weight"),
-    [("token_mean", 1.0), ("sequence_mean", 0.5), ("sequence_sum", 1.0), ("constant", 1.0)],
-)
-def test_a_row_learns_from_its_response_alone(aggregation, weight):
-    logp_T = np.array([-0.5, -1.5], np.float32)
-    sample = response((1, 2, 3), np.array([7, 8]), logp_T, "ab", version=3)
-    group = SampleGroup(
-        Prompt("p", "x", (1, 2, 3), "ab"), (sample,), np.ones(1, np.float32), np.ones(1, bool)
-    )
-    row = train_sequence(
-        group, SampleRef(0, 0, 5, 2, reward=2.0, is_correct=True, num_stale=1), aggregation
-    )
-    assert row.token_ids_T.tolist() == [1, 2, 3, 7, 8]
-    assert row.loss_mask_T.tolist() == [False, False, False, True, True]
-    assert row.loss_weight_T.tolist() == [0, 0, 0, weight, weight]
-    assert (row.reward, row.outcome, row.advantage_T) == (2.0, 1.0, None)
-    assert row.engine_logp_T.tolist() == [0, 0, 0, -0.5, -1.5]
-    assert row.is_stale_T is not None and row.is_stale_T.tolist() == [
-        False,
-        False,
-        False,
-        True,
-        False,
-    ]
-
-
 def test_correct_samples_weigh_together_what_the_recipe_says():
     """Of 4 + 2 correct tokens and a denominator of 9: 0.1 of their mean is 0.1 x 9 / 6 of each."""
     refs = [SampleRef(0, i, 2 + n, n, is_correct=n % 2 == 0) for i, n in enumerate((4, 3, 2))]
@@ -239,13 +195,6 @@ def test_correct_samples_weigh_together_what_the_recipe_says():
         refs[1:2], updates=1, dp=1, token_budget=99, aggregation="token_mean", work=float
     )
     assert none.nll_weight(0.1) == 0.0
-    samples = tuple(response((1, 2), np.arange(n)) for n in (4, 3, 2))
-    group = SampleGroup(
-        Prompt("", "", (1, 2), ""), samples, np.zeros(3, np.float32), np.zeros(3, np.bool_)
-    )
-    right, wrong = (train_sequence(group, ref, "token_mean", 0.15) for ref in refs[:2])
-    assert right.nll_weight_T is not None and wrong.nll_weight_T is None
-    assert right.nll_weight_T.tolist() == pytest.approx([0, 0, 0.15, 0.15, 0.15, 0.15])
 
 
 def test_a_share_needs_no_more_than_its_own_samples():
