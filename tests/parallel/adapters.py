@@ -18,7 +18,7 @@ from megarl.resharding.shards import views
 from tests.parallel.gradients import uneven_steps
 from tests.parallel.worlds import recipe, trained, trained_shards
 
-VOCAB_SIZE, STEPS, DENOMINATOR, LR = 200, 3, 97.0, 1e-3
+STEPS = 3
 LORA = {"rank": 4, "alpha": 6.0, "experts": 2}
 
 
@@ -63,7 +63,7 @@ def train(trainer: Any, prepare: Callable[[Any], None] = set_b) -> dict[str, Any
     """Logprobs, then steps on uneven micro-batches from B != 0; what is frozen before and after."""
     prepare(trainer)
     before = frozen_digest(trainer)
-    found = uneven_steps(trainer, VOCAB_SIZE, DENOMINATOR, LR, STEPS)
+    found = uneven_steps(trainer, STEPS)
     assert frozen_digest(trainer) == before, "the frozen weights have changed"
     return found
 

@@ -32,6 +32,7 @@ from tests.parallel.worlds import (
     world_part,
 )
 
+VOCAB_SIZE, DENOMINATOR, LR = 200, 97.0, 1e-3
 Tensors = dict[str, np.ndarray]
 Held = TypeVar("Held")
 
@@ -78,20 +79,25 @@ def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
     found.after = rectangles(trainer)
 
 
-def uneven_steps(
-    trainer: Any, vocab_size: int, denominator: float, lr: float, steps: int
-) -> dict[str, Any]:
-    """Logprobs, then so many steps on this rank's uneven micro-batches of the same random sequences."""
-    sequences, at, dp = (
-        ragged(14, vocab_size, seed=3),
-        trainer.layout.coords(trainer.rank),
-        trainer.layout.dp,
-    )
-    micro_batches = assign(sequences, at.dp, dp, micro_batches=4)
-    mine = world_part(micro_batches, sequences, denominator)
-    logprobs = trainer.token_outputs(micro_batches)
+def uneven_part(trainer: Any, num_micro_batches: int = 4, **more: Any) -> Any:
+    """This rank's uneven micro-batches of the same random sequences in every layout, as its part of an update."""
+    sequences = ragged(14, VOCAB_SIZE, seed=3)
+    at = trainer.layout.coords(trainer.rank)
+    mine = assign(sequences, at.dp, trainer.layout.dp, num_micro_batches)
+    return world_part(mine, sequences, DENOMINATOR, **more)
+
+
+def steps(trainer: Any, part: Any, count: int) -> list[dict[str, float]]:
+    """The statistics of so many steps on the same part."""
+    return [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(count)]
+
+
+def uneven_steps(trainer: Any, count: int) -> dict[str, Any]:
+    """Logprobs, then so many steps on this rank's uneven part."""
+    part = uneven_part(trainer)
+    logprobs = trainer.token_outputs(part.micro_batches)
     with recorded(trainer) as learning:
-        metrics = [numbers(trainer.train_step(mine, lr, weighted_loss)) for _ in range(steps)]
+        metrics = steps(trainer, part, count)
     return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
 

@@ -17,43 +17,30 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import (
+    VOCAB_SIZE,
     check_gradients,
     check_learning,
     check_weights,
     recorded,
     resumed,
+    steps,
+    uneven_part,
     whole,
 )
 from tests.parallel.precision import within
 from tests.parallel.worlds import (
     assemble,
-    assign,
-    numbers,
-    ragged,
     recipe,
     run_world,
     trained,
-    weighted_loss,
-    world_part,
 )
 from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE, LR = 200, 1e-3
 FROM = TrainLayout(4, 2, 2, 2)
 TO = TrainLayout(8, 2, 2, 4, cp=2, vpp=2)
 EP1, EP2 = TrainLayout(2, 1, 2, 1), TrainLayout(2, 1, 1, 2)
-
-
-def steps(trainer: Any, count: int) -> list[dict[str, float]]:
-    sequences, at, dp = (
-        ragged(14, VOCAB_SIZE, seed=3),
-        trainer.layout.coords(trainer.rank),
-        trainer.layout.dp,
-    )
-    part = world_part(assign(sequences, at.dp, dp, micro_batches=4), sequences, 97.0)
-    return [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(count)]
 
 
 def moments(trainer: Any) -> list[np.ndarray]:
@@ -81,10 +68,10 @@ def draws() -> list[float]:
 
 def save_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     with recorded(trainer) as earlier:
-        steps(trainer, 2)
+        steps(trainer, uneven_part(trainer), 2)
     pending = trainer._model.save(folder)
     with recorded(trainer) as learning:
-        after = steps(trainer, 2)  # while the files are written
+        after = steps(trainer, uneven_part(trainer), 2)  # while the files are written
     pending.finish()
     ended = {"metrics": after, "learning": learning, "moments": moments(trainer)}
     return {**ended, "earlier": earlier, "files": pending.files}
@@ -98,7 +85,7 @@ def convert(trainer: Any, folder: Path, out: Path) -> None:
 def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     trainer._model.load(folder)
     with recorded(trainer) as learning:
-        metrics = steps(trainer, 2)
+        metrics = steps(trainer, uneven_part(trainer), 2)
     return {"metrics": metrics, "learning": learning, "moments": moments(trainer)}
 
 
@@ -106,7 +93,7 @@ def load_and_go_one_step(trainer: Any, folder: Path, then: Path | None = None) -
     """And save in the folder `then`."""
     trainer._model.load(folder)
     with recorded(trainer) as learning:
-        metrics = steps(trainer, 1)
+        metrics = steps(trainer, uneven_part(trainer), 1)
     if then:
         trainer._model.save(then).finish()
     return {"metrics": metrics, "learning": learning}
@@ -130,13 +117,13 @@ def check_two_steps(
 
 def save_and_load(trainer: Any, folder: Path) -> bool:
     """Whether loading what was just saved changes nothing."""
-    steps(trainer, 1)
+    steps(trainer, uneven_part(trainer), 1)
     trainer._model.save(folder).finish()
     before = [
         *moments(trainer),
         *(param.cpu().numpy().copy() for param in trained(trainer).values()),
     ]
-    steps(trainer, 1)
+    steps(trainer, uneven_part(trainer), 1)
     trainer._model.load(folder)
     after = [*moments(trainer), *(param.cpu().numpy() for param in trained(trainer).values())]
     return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
@@ -273,7 +260,7 @@ def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
 
 def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
     """What is said of a checkpoint on a disk that becomes full at its beginning, in its middle and at its end."""
-    steps(trainer, 1)
+    steps(trainer, uneven_part(trainer), 1)
     folder = disk / "checkpoints" / ".step-000001.partial-abcd"
     said, needed = {}, 0
     for name in ("enough", "nothing", "half", "all but the index"):

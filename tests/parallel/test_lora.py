@@ -12,16 +12,18 @@ import torch
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel import adapters, test_parity
-from tests.parallel.adapters import (
-    DENOMINATOR,
-    LORA,
-    LR,
-    STEPS,
-    VOCAB_SIZE,
-    lora_recipe,
-)
+from tests.parallel.adapters import LORA, STEPS, lora_recipe
 from tests.parallel.checkpoints import write
-from tests.parallel.gradients import Tensors, check_gradients, check_moved, check_weights, whole
+from tests.parallel.gradients import (
+    DENOMINATOR,
+    LR,
+    VOCAB_SIZE,
+    Tensors,
+    check_gradients,
+    check_moved,
+    check_weights,
+    whole,
+)
 from tests.parallel.precision import within
 from tests.parallel.test_parity import LAYOUTS, LOSSES, RECOMPUTE
 from tests.parallel.worlds import (

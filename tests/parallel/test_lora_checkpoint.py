@@ -18,9 +18,9 @@ from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
 from megarl.parallel.dist_checkpoint import read_factors
 from megarl.placement.train_layout import TrainLayout
-from tests.parallel.adapters import LORA, VOCAB_SIZE, lora_recipe, set_b, trained
+from tests.parallel.adapters import LORA, lora_recipe, set_b, trained
 from tests.parallel.checkpoints import load, write
-from tests.parallel.gradients import recorded
+from tests.parallel.gradients import VOCAB_SIZE, recorded, steps, uneven_part
 from tests.parallel.test_dist_checkpoint import (
     EP1,
     EP2,
@@ -29,7 +29,6 @@ from tests.parallel.test_dist_checkpoint import (
     load_and_go_one_step,
     moments,
     save_and_load,
-    steps,
 )
 from tests.parallel.worlds import assemble, rectangles, run_world
 
@@ -42,12 +41,12 @@ FROM = TrainLayout(4, 4, 1, 2, expert_tp=2)
 def save_and_go_on(trainer: Any, folder: Path, out: Path) -> dict[str, Any]:
     set_b(trainer)
     with recorded(trainer) as earlier:
-        steps(trainer, 1)
+        steps(trainer, uneven_part(trainer), 1)
     trainer._model.save(folder).finish()
     trainer.export(out)
     factors = rectangles(trainer)
     with recorded(trainer) as learning:
-        after = steps(trainer, 2)
+        after = steps(trainer, uneven_part(trainer), 2)
     ended = {"metrics": after, "learning": learning, "moments": moments(trainer)}
     return {**ended, "earlier": earlier, "factors": factors}
 

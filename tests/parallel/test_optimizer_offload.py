@@ -17,21 +17,16 @@ from megarl.parallel.optimizer import optimizer_config
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import UserError
 from tests.parallel.checkpoints import write
+from tests.parallel.gradients import LR, VOCAB_SIZE, steps, uneven_part
 from tests.parallel.worlds import (
-    assign,
-    numbers,
-    ragged,
     recipe,
     rectangles,
     role_of,
     run_ranks,
-    weighted_loss,
-    world_part,
 )
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE, LR = 200, 1e-3
 LAYOUT = TrainLayout(2, 1, 1, 2)
 STATE = ("param", "exp_avg", "exp_avg_sq")
 
@@ -66,17 +61,12 @@ def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any
     return work(PolicyRank(rank, role_of(made), meet), folder)
 
 
-def steps(trainer: Any, count: int) -> list[dict[str, float]]:
+def steps_in_turn(trainer: Any, count: int) -> list[dict[str, float]]:
     """With a turn of the others after each."""
-    sequences, at, dp = (
-        ragged(14, VOCAB_SIZE, seed=3),
-        trainer.layout.coords(trainer.rank),
-        trainer.layout.dp,
-    )
-    part = world_part(assign(sequences, at.dp, dp, micro_batches=2), sequences, 97.0)
+    part = uneven_part(trainer, num_micro_batches=2)
     found = []
     for _ in range(count):
-        found.append(numbers(trainer.train_step(part, LR, weighted_loss)))
+        found += steps(trainer, part, 1)
         trainer.offload()
         trainer.onload()
     return found
@@ -122,11 +112,15 @@ def train_and_save(trainer: Any, folder: Path) -> dict[str, Any]:
     groups = [group for one in optimizers for group in one.shard_fp32_from_float16_groups]
     found: dict[str, Any] = {
         "beside": sum(one is not None for group in groups for one in group), "hybrids": hybrids(),
-        "before": steps(trainer, 3), "saved": state(trainer),
+        "before": steps_in_turn(trainer, 3), "saved": state(trainer),
     }  # fmt: skip
     pending = trainer._model.save(folder)
     found |= {"gathered": len(gathered), "alive": sum(one() is not None for one in gathered)}
-    found |= {"after": steps(trainer, 2), "ended": state(trainer), "weights": rectangles(trainer)}
+    found |= {
+        "after": steps_in_turn(trainer, 2),
+        "ended": state(trainer),
+        "weights": rectangles(trainer),
+    }
     pending.finish()
     return found
 
@@ -144,7 +138,12 @@ def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     parts = sum(
         one.untyped_storage().nbytes() > one.nbytes for one in tensors if torch.is_tensor(one)
     )
-    return {"loaded": loaded, "parts": parts, "after": steps(trainer, 2), "ended": state(trainer)}
+    return {
+        "loaded": loaded,
+        "parts": parts,
+        "after": steps_in_turn(trainer, 2),
+        "ended": state(trainer),
+    }
 
 
 def run(path: Path, offloads: bool, work: Any, folder: Path) -> list[dict[str, Any]]:

@@ -10,15 +10,20 @@ import pytest
 
 from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
-from tests.parallel.gradients import check_learning, recorded, uneven_steps
+from tests.parallel.gradients import (
+    DENOMINATOR,
+    VOCAB_SIZE,
+    check_learning,
+    recorded,
+    steps,
+    uneven_steps,
+)
 from tests.parallel.precision import within
 from tests.parallel.worlds import (
     assign,
-    numbers,
     ragged,
     recipe,
     run_world,
-    weighted_loss,
     world_part,
 )
 
@@ -62,7 +67,7 @@ RECOMPUTE = {
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
 }
 # the second step reads the optimizer's state
-VOCAB_SIZE, STEPS, DENOMINATOR, LR = 200, 2, 97.0, 1e-3
+STEPS = 2
 LOSSES = {"aux_loss": 0.02, "z_loss": 1e-3}
 SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3-moe": LOSSES,
@@ -71,7 +76,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def train(trainer: Any) -> dict[str, Any]:
-    return uneven_steps(trainer, VOCAB_SIZE, DENOMINATOR, LR, STEPS)
+    return uneven_steps(trainer, STEPS)
 
 
 def run(path: Path, family: str, layout: TrainLayout, **options: Any) -> list[dict[str, Any]]:
@@ -155,14 +160,11 @@ def train_unevenly(trainer: Any) -> dict[str, Any]:
     """The first data-parallel rank has everything, the others rows of padding."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     micro_batches = assign(sequences, 0, 1, micro_batches=4)
-    mine = (
-        micro_batches
-        if trainer.layout.coords(trainer.rank).dp == 0
-        else [[] for _ in micro_batches]
-    )
-    part = world_part(mine, sequences, DENOMINATOR)
+    if trainer.layout.coords(trainer.rank).dp:
+        micro_batches = [[] for _ in micro_batches]
+    part = world_part(micro_batches, sequences, DENOMINATOR)
     with recorded(trainer) as learning:
-        metrics = [numbers(trainer.train_step(part, LR, weighted_loss)) for _ in range(STEPS)]
+        metrics = steps(trainer, part, STEPS)
     return {"metrics": metrics, "learning": learning}
 
 

@@ -13,14 +13,22 @@ from torch.nn.utils.rnn import pad_sequence
 from megarl.parallel.packing import PackedRow, Split, pack
 from megarl.placement.train_layout import TrainLayout
 from tests.parallel.checkpoints import write
-from tests.parallel.gradients import Tensors, check_gradients, check_weights, recorded, whole
+from tests.parallel.gradients import (
+    DENOMINATOR,
+    LR,
+    VOCAB_SIZE,
+    Tensors,
+    check_gradients,
+    check_weights,
+    uneven_steps,
+    whole,
+)
 from tests.parallel.precision import within
-from tests.parallel.worlds import assign, numbers, part, ragged, recipe, run_world, weighted_loss
+from tests.parallel.worlds import assign, ragged, recipe, run_world, weighted_loss
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE = 200
-STEPS, DENOMINATOR, LR = 3, 97.0, 1e-3
+STEPS = 3
 GRAD_CLIP, WEIGHT_DECAY = 1.0, 0.1
 AUX, Z = 0.02, 1e-3
 FAMILIES = ("qwen3-moe", "deepseek-v3")
@@ -29,15 +37,7 @@ TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
 
 def train(trainer: Any) -> dict[str, Any]:
     """Logprobs, then three steps on uneven micro-batches."""
-    micro_batches = assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=3)
-    logprobs = trainer.token_outputs(micro_batches)
-    with recorded(trainer) as learning:
-        steps = [
-            trainer.train_step(part(micro_batches, DENOMINATOR), LR, weighted_loss)
-            for _ in range(STEPS)
-        ]
-        metrics = [numbers(one) for one in steps]
-    return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
+    return uneven_steps(trainer, STEPS)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -13,7 +13,14 @@ import torch
 from megarl.placement.train_layout import TrainLayout
 from megarl.types import TrainSequence
 from tests.parallel.checkpoints import write
-from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.gradients import (
+    DENOMINATOR,
+    LR,
+    VOCAB_SIZE,
+    check_learning,
+    recorded,
+    uneven_part,
+)
 from tests.parallel.precision import within
 from tests.parallel.test_parity import RECOMPUTE
 from tests.parallel.worlds import (
@@ -28,7 +35,7 @@ from tests.parallel.worlds import (
 
 pytestmark = pytest.mark.slow
 
-VOCAB_SIZE, EXPERTS, DENOMINATOR, LR = 200, 8, 97.0, 1e-3
+EXPERTS = 8
 TOP_K = {"qwen3-moe": 2, "deepseek-v3": 4}
 MOE_LAYERS = {"qwen3-moe": 4, "deepseek-v3": 3}
 ONE_RANK = TrainLayout(1, 1, 1, 1)
@@ -63,8 +70,8 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     part = world_part(micro_batches, sequences, DENOMINATOR, choices=choices)
     diffs = trainer._replay_diffs(part)
     with recorded(trainer) as learning:
-        steps = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
-    metrics, choices = [numbers(one) for one in steps], [one[DIFFERING_SHARE] for one in steps]
+        taken = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
+    metrics, choices = [numbers(one) for one in taken], [one[DIFFERING_SHARE] for one in taken]
     return {"gaps": numbers(diffs), "metrics": metrics, "choices": choices, "learning": learning}
 
 
@@ -111,10 +118,7 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
     """Logprobs; then the router biases, which choose experts but do not weigh them, are moved; then logprobs again."""
     from megarl.parallel.routing import Choices
 
-    at = trainer.layout.coords(trainer.rank)
-    micro_batches = assign(
-        ragged(14, VOCAB_SIZE, seed=3), at.dp, trainer.layout.dp, micro_batches=4
-    )
+    micro_batches = uneven_part(trainer).micro_batches
     choices = [Choices(is_recording=True) for _ in micro_batches]
     before = trainer.token_outputs(micro_batches, choices)
     for one in choices:

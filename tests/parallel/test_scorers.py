@@ -15,7 +15,14 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.training.calls import ScoreCall
 from megarl.types import Prompt, SampleGroup
 from tests.parallel.checkpoints import write, write_classifier
-from tests.parallel.gradients import check_learning, recorded, whole
+from tests.parallel.gradients import (
+    LR,
+    VOCAB_SIZE,
+    check_learning,
+    recorded,
+    uneven_part,
+    whole,
+)
 from tests.parallel.worlds import assign, numbers, ragged, recipe, role_of, run_ranks
 from tests.samples.responses import response
 
@@ -36,22 +43,17 @@ CASES = [
     for family in FAMILIES
     for name in LAYOUTS
 ]
-VOCAB_SIZE, STEPS, LR = 200, 3, 1e-3
+STEPS = 3
 Scored = Any  # (a path, what one rank makes of it)
 
 
 def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, Any]:
     """Values, then three steps on uneven micro-batches, giving the memory back between them if it is shared."""
-    from megarl.parallel.pipeline import Norms
     from megarl.training.auxiliary import AuxiliaryRank
 
     critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
-    layout = critic.layout
-    sequences = ragged(14, VOCAB_SIZE, seed=3)
-    micro_batches = assign(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
-    tokens = int(sum(one.loss_mask_T.sum() for one in sequences))
-    norms = Norms(float(tokens), sum(len(one.token_ids_T) for one in sequences), tokens)
-    found, values = [], critic.values_of(micro_batches)
+    part = uneven_part(critic)
+    found, values = [], critic.values_of(part.micro_batches)
     with recorded(critic) as learning:
         for _ in range(STEPS):
             if takes_turns:
@@ -60,7 +62,7 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
                     param.untyped_storage().nbytes() for param in critic.params().values()
                 )
                 critic.onload()
-            found.append(numbers(critic.train_step(micro_batches, values, norms, LR)))
+            found.append(numbers(critic.train_step(part.micro_batches, values, part.norms, LR)))
     return {"values": values.values, "metrics": found, "learning": learning}
 
 

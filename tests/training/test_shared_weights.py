@@ -16,11 +16,11 @@ from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.model_checks import reward_model_errors
 from megarl.training.calls import ScoreCall
-from tests.parallel.adapters import LR, VOCAB_SIZE, digest, lora_recipe, set_b
+from tests.parallel.adapters import digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters
-from tests.parallel.gradients import check_learning, recorded
+from tests.parallel.gradients import LR, VOCAB_SIZE, check_learning, recorded, uneven_part
 from tests.parallel.test_scorers import conversations
-from tests.parallel.worlds import assign, numbers, ragged, recipe, role_of, run_ranks
+from tests.parallel.worlds import numbers, ragged, recipe, role_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,6 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
 
     folder: a checkpoint is written there, or, if it has one, read before the last values.
     """
-    from megarl.parallel.pipeline import Norms
     from megarl.parallel.shared_weights import heads
     from megarl.resharding.memory_handles import share_params
     from megarl.training.auxiliary import AuxiliaryRank
@@ -63,13 +62,10 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
     frozen = policy_weights(critic)
     critic.share(share_params(frozen))
     assert is_same_memory(critic, frozen)
-    before, layout = digest(frozen), critic.layout
+    before = digest(frozen)
     set_b(critic)
-    sequences = ragged(14, VOCAB_SIZE, seed=3)
-    micro_batches = assign(sequences, layout.coords(rank).dp, layout.dp, micro_batches=4)
-    tokens = int(sum(one.loss_mask_T.sum() for one in sequences))
-    norms = Norms(float(tokens), sum(len(one.token_ids_T) for one in sequences), tokens)
-    found, first = [], critic.values_of(micro_batches)
+    part = uneven_part(critic)
+    found, first = [], critic.values_of(part.micro_batches)
     with recorded(critic) as learning:
         for _ in range(STEPS):
             critic.offload()
@@ -78,7 +74,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
                 name for name, param in held if param.untyped_storage().nbytes()
             } == frozen.keys()
             critic.onload()
-            found.append(numbers(critic.train_step(micro_batches, first, norms, LR)))
+            found.append(numbers(critic.train_step(part.micro_batches, first, part.norms, LR)))
     if folder and (folder / "metadata.json").exists():
         set_b(critic)
         for head in heads(critic._model._unwrapped):
@@ -88,7 +84,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
         critic.save(folder)
         critic.finish_save()
     assert digest(frozen) == before, "no step has changed the policy's weights"
-    last = critic.values_of(micro_batches)
+    last = critic.values_of(part.micro_batches)
     return {"first": first.values, "last": last.values, "metrics": found, "learning": learning}
 
 
