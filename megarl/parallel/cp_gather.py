@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-
-
-class _GatherWhole(torch.autograd.Function):
-    """All-gather for a loss that every rank computes in full: the backward pass slices the gradient, without a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.rank = group.rank()
-        ctx.length = len(share)
-        return _all_gather(share, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
-        start = ctx.rank * ctx.length
-        return gradients[0][start : start + ctx.length].contiguous(), None
-
-
-class _GatherShared(torch.autograd.Function):
-    """All-gather for tensors that each rank uses differently: the backward pass reduce-scatters the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all_gather(share, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
-        gradient = gradients[0].contiguous()
-        share = gradient.new_empty(len(gradient) // ctx.group.size(), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(share, gradient, group=ctx.group)
-        return share, None
-
-
-def _all_gather(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    whole = share.new_empty(group.size() * len(share), *share.shape[1:])
-    dist.all_gather_into_tensor(whole, share.contiguous(), group=group)
-    return whole
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 
 def gather_whole(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[L, ...] of every rank, concatenated in rank order, for a loss that every rank computes in full."""
-    # type: ignore[return-value]
-    if group.size() == 1:
-        return share
-    return _GatherWhole.apply(share, group)
+    """[L, ...] of every rank, concatenated in rank order, for a loss that every rank computes in full.
+
+    The backward pass slices the gradient, without a sum.
+    """
+    return gather_from_sequence_parallel_region(
+        share, tensor_parallel_output_grad=False, group=group
+    )
 
 
 def gather_row(
@@ -63,11 +27,11 @@ def gather_row(
 
 
 def gather_shared(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[L, ...] of every rank, concatenated in rank order, for ranks that use it differently."""
-    # type: ignore[return-value]
-    if group.size() == 1:
-        return share
-    return _GatherShared.apply(share, group)
+    """[L, ...] of every rank, concatenated in rank order, for ranks that use it differently.
+
+    The backward pass reduce-scatters the gradients.
+    """
+    return gather_from_sequence_parallel_region(share, group=group)
 
 
 def gather_keys(

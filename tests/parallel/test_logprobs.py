@@ -45,6 +45,9 @@ def inputs(dtype: str) -> tuple[torch.Tensor, ...]:
 
 def every_case(rank: int, meet: Address) -> list[tuple[np.ndarray, ...]]:
     """(logp, entropy, hidden's gradient, weight's gradient) of this rank in each case."""
+    from megarl.cpu.megatron_patches import patch_megatron
+
+    patch_megatron()
     dist.init_process_group(
         "gloo", store=device.join_store(meet, TIMEOUT_S), rank=rank, world_size=4
     )
