@@ -77,13 +77,8 @@ def total_forward_flops(shape: ModelShape, lengths: IntArray) -> float:
     return 2.0 * (float(lengths.sum()) * linear + float(pairs.sum()) * per_pair)
 
 
-def train_flops(shape: ModelShape, length: int) -> float:
-    """Operations of forward and backward."""
-    return TRAIN_OVER_FORWARD * forward_flops(shape, length)
-
-
 def train_work(shape: ModelShape) -> Callable[[int], float]:
-    """`train_flops` of a model by length: the work that batches are balanced by."""
+    """Operations of forward and backward by a sequence's length: the work that batches are balanced by."""
     linear, per_pair = _multiply_adds(shape)
 
     def work(length: int) -> float:

@@ -16,7 +16,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import COUNTS_S, LAYER_S, RankLayers
 from megarl.plan.step_time import ComputingModel
-from megarl.training.flops import forward_flops, train_flops
+from megarl.training.flops import forward_flops, train_work
 from tests.plan.plans import SHAPE
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -216,7 +216,7 @@ def planned_tflops(run: Run) -> float:
         "layers": 1.0,
     }[run.again]
     seconds = once + share * (again - once)
-    return run.sequences * train_flops(shape, run.length) / run.world / seconds / 1e12
+    return run.sequences * train_work(shape)(run.length) / run.world / seconds / 1e12
 
 
 @pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.tflops} TFLOP/s on {run.card}")

@@ -15,7 +15,7 @@ from megarl.plan.batch import RankWork, Samples
 from megarl.plan.layer_time import RankLayers
 from megarl.plan.rollout_time import NO_ROLLOUT
 from megarl.plan.step_time import ComputingModel, TrainTime
-from megarl.training.flops import train_flops
+from megarl.training.flops import train_work
 from tests.plan import recipes as planning
 from tests.plan.plans import SHAPE
 
@@ -32,7 +32,7 @@ MODEL = ComputingModel(
 def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_and_imbalance() -> (
     None
 ):
-    products = 8 * train_flops(SHAPE, 100) / (16 * 989.4e12 * CARD.compute_share)
+    products = 8 * train_work(SHAPE)(100) / (16 * 989.4e12 * CARD.compute_share)
     exchanges = LAYERS.exchanges(8 * 100 / 4)
     each = LAYERS.micro_batch_s(2e9, 4e9, 1, 1)
     found = MODEL.learning_time()

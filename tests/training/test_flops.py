@@ -30,11 +30,7 @@ def test_a_dense_layer_by_hand() -> None:
     pair = 2 * 2 * 2 * 4  # scores and values of two heads
     assert flops.forward_flops(shape, 1) == one_token + pair
     assert flops.forward_flops(shape, 3) == 3 * one_token + 6 * pair
-    assert (
-        flops.train_flops(shape, 3)
-        == flops.train_work(shape)(3)
-        == 3 * flops.forward_flops(shape, 3)
-    )
+    assert flops.train_work(shape)(3) == 3 * flops.forward_flops(shape, 3)
 
 
 @pytest.mark.parametrize(("shape", "active"), [(QWEN3_30B, 3.03e9), (DEEPSEEK_V3, 36.6e9)])
