@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from megarl.algos.targets import Targets
-from megarl.types import FloatArray, IntArray, TrainSequence
+from megarl.types import FloatArray, IntArray, TrainSequence, sample_numbers
 
 LENGTH_STEP = 1024
 
@@ -102,7 +102,6 @@ def pack(
         token_ids_T[start : start + lengths[index]] = sequence.token_ids_T
         sequence_T[start : start + lengths[index]] = index
     experts_TMK = _experts(sequences, starts, length)
-    samples = _samples(sequences)
     targets = Targets(
         loss_mask_T=row.field("loss_mask_T", np.bool_),
         is_stale_T=row.field("is_stale_T", np.bool_),
@@ -111,7 +110,7 @@ def pack(
         outcome_T=row.field("outcome", np.float32),
         engine_logp_T=row.field("engine_logp_T", np.float32),
         nll_weight_T=row.field("nll_weight_T", np.float32),
-        sequence_T=row.on_device(sequence_T if samples is None else samples[sequence_T]),
+        sequence_T=row.on_device(_samples(sequences)[sequence_T]),
         dropped_T=row.field_of_some("dropped_T", np.bool_),
         turn_T=row.field_of_some("turn_T", np.int64),
         reference_logp_T=row.floats(reference_logp),
@@ -135,13 +134,10 @@ def pack(
     )
 
 
-def _samples(sequences: Sequence[TrainSequence]) -> IntArray | None:
-    """[sequences + 1]: for each the first sequence of its sample, for the padding itself; None where all are alone."""
-    keys = [place if one.key is None else one.key[:2] for place, one in enumerate(sequences)]
-    first = {key: place for place, key in reversed(list(enumerate(keys)))}
-    if len(first) < len(keys):
-        return np.array([*(first[key] for key in keys), len(keys)])
-    return None
+def _samples(sequences: Sequence[TrainSequence]) -> IntArray:
+    """[sequences + 1]: for each the first sequence of its sample, for the padding itself."""
+    _, first, numbers = np.unique(sample_numbers(sequences), return_index=True, return_inverse=True)
+    return np.append(first[numbers], len(sequences))
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,11 @@ class _RowLayout:
         return self.field(name, dtype)
 
     def _aligned(self, arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
-        return self.on_device(_about_next(arrays, self.starts, self.length, dtype))
+        """[T], in which what is about a token stands before it, where it is predicted."""
+        values_T = np.zeros(self.length, dtype)
+        for start, values in zip(self.starts, arrays, strict=True):
+            values_T[start : start + len(values) - 1] = values[1:]
+        return self.on_device(values_T)
 
 
 def _per_token(sequence: TrainSequence, name: str, dtype: type) -> np.ndarray:
@@ -186,15 +186,6 @@ def rounded_length(length: int) -> int:
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
-def assigned(
-    arrays: Sequence[FloatArray] | None, micro_batches: Sequence[Sequence[TrainSequence]]
-) -> Iterator[Sequence[FloatArray] | None]:
-    """One array per sequence, in order -> each micro-batch's own."""
-    left = iter(arrays) if arrays is not None else None
-    for batch in micro_batches:
-        yield [next(left) for _ in batch] if left else None
-
-
 def _bounds(lengths: Sequence[int], split: Split) -> IntArray:
     """Where each segment of a row starts, and its end: sequences with their padding, then the row's own."""
     segments = [-(-length // split.align) * split.align for length in lengths]
@@ -202,28 +193,17 @@ def _bounds(lengths: Sequence[int], split: Split) -> IntArray:
     return np.concatenate([[0], np.cumsum(segments + ([padding] if padding else []))])
 
 
-def _about_next(
-    arrays: Sequence[np.ndarray], starts: Sequence[int], num_tokens: int, dtype: type
-) -> np.ndarray:
-    """[T], in which what is about a token stands before it, where it is predicted."""
-    values_T = np.zeros(num_tokens, dtype=dtype)
-    for start, values in zip(starts, arrays, strict=True):
-        values_T[start : start + len(values) - 1] = values[1:]
-    return values_T
-
-
 def _experts(
     sequences: Sequence[TrainSequence], starts: Sequence[int], num_tokens: int
 ) -> np.ndarray | None:
     """The engine's choices, where every sequence brings them; its last token was never an input of the engine's."""
-    given = [one.experts_TMK for one in sequences]
-    if not given or any(one is None for one in given):
+    known = [one.experts_TMK for one in sequences if one.experts_TMK is not None]
+    if not known or len(known) < len(sequences):
         return None
-    for one, experts in zip(sequences, given, strict=True):
-        assert len(experts) == len(one.token_ids_T) - 1, "the experts of all tokens but the last"  # type: ignore[arg-type]
-    experts_TMK = np.full((num_tokens, *given[0].shape[1:]), -1, np.int64)  # type: ignore[union-attr]
-    for start, one in zip(starts, given, strict=True):
-        experts_TMK[start : start + len(one)] = one  # type: ignore[arg-type]
+    experts_TMK = np.full((num_tokens, *known[0].shape[1:]), -1, np.int64)
+    for start, sequence, experts in zip(starts, sequences, known, strict=True):
+        assert len(experts) == len(sequence.token_ids_T) - 1, "those of all tokens but the last"
+        experts_TMK[start : start + len(experts)] = experts
     return experts_TMK
 
 

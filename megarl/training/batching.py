@@ -53,8 +53,6 @@ def key_of(ref: SampleRef) -> Key:
 
 def by_sample(refs: Sequence[SampleRef]) -> list[MicroBatch]:
     """The rows of each sample, samples in the order of their first ones."""
-    if not any(ref.row for ref in refs):
-        return [(ref,) for ref in refs]
     found: dict[tuple[int, int], list[SampleRef]] = {}
     for ref in refs:
         found.setdefault((ref.group, ref.sample), []).append(ref)

@@ -12,7 +12,7 @@ from megarl.algos import Algorithm
 from megarl.algos.advantages import gae
 from megarl.algos.losses import kl_T
 from megarl.training.batching import SampleRef, TokenValues, key_of, spread
-from megarl.types import FloatArray, Hyperparameters, TrainSequence
+from megarl.types import FloatArray, Hyperparameters, TrainSequence, sample_numbers
 
 PerToken = list[FloatArray]  # one array per sequence, aligned like the sequence's own
 # this rank's values and those of the batch's other ranks
@@ -48,19 +48,33 @@ def with_token_advantages(
     else:
         predicted = []
     if row.critic == "values":
-        alpha = hyperparameters.lambda_alpha or None
-        how = {"gamma": hyperparameters.gamma, "lam": hyperparameters.gae_lambda, "alpha": alpha}
-        advantages, _ = gae_advantages(sequences, predicted, rewards=token_rewards, **how)
+        advantages, _ = gae_advantages(
+            sequences,
+            predicted,
+            gamma=hyperparameters.gamma,
+            lam=hyperparameters.gae_lambda,
+            alpha=hyperparameters.lambda_alpha or None,
+            rewards=token_rewards,
+        )
     elif row.advantage is None:
         return list(sequences)
     elif row.critic == "process_rewards" or token_rewards is not None or is_discounted:
-        rewards = list(token_rewards or [np.zeros(ref.length, np.float32) for ref in refs])
+        # the discounted sum of a token's own and later rewards and of the sample's advantage (arXiv 2501.03262)
+        zeros = [np.zeros(ref.length, np.float32) for ref in refs]
+        rewards = list(token_rewards or zeros)
         if row.critic:
             process = leave_one_out_process_rewards(
                 refs, sequences, predicted, sum_over_all, max_over_all
             )
             rewards = [one_T + other_T for one_T, other_T in zip(rewards, process, strict=True)]
-        advantages = reward_to_go_advantages(refs, sequences, rewards, gamma=hyperparameters.gamma)
+        advantages, _ = gae_advantages(
+            sequences,
+            zeros,
+            gamma=hyperparameters.gamma,
+            lam=1.0,
+            rewards=rewards,
+            last_rewards=_sample_advantages(refs),
+        )
     else:
         advantages = sample_advantages(refs, sequences)
     found = [
@@ -85,49 +99,17 @@ def gae_advantages(
     lam: float,
     alpha: float | None = None,
     rewards: Sequence[FloatArray] | None = None,
+    last_rewards: Sequence[np.float32] | None = None,
 ) -> tuple[PerToken, PerToken]:
-    """(advantages, returns) by GAE; the reward of a sample comes with its last token.
+    """(advantages, returns) by GAE; the reward of a sample, or what last_rewards has of it, comes with its last token.
 
     values: of the state before each token; rewards: of each token, added to the sample's. Only trained tokens are read.
     alpha: lambda is max(0, 1 - 1 / (alpha x trained tokens of the sample)) instead of lam (VAPO, arXiv 2504.05118,
     eq. 8).
     """
-    how = {"gamma": gamma, "lam": lam, "alpha": alpha}
-    return _gae(sequences, [one.reward for one in sequences], values, rewards, **how)
-
-
-def reward_to_go_advantages(
-    refs: Sequence[SampleRef],
-    sequences: Sequence[TrainSequence],
-    rewards: Sequence[FloatArray],
-    *,
-    gamma: float,
-) -> PerToken:
-    """Each token's advantage: the discounted sum of its own and later rewards and of the sample's advantage at the end.
-
-    (REINFORCE++, arXiv 2501.03262.)
-    """
-    nothing = [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
-    return _gae(sequences, _sample_advantages(refs), nothing, rewards, gamma=gamma, lam=1.0)[0]
-
-
-def _sample_advantages(refs: Sequence[SampleRef]) -> list[np.float32]:
-    return [np.float32(ref.advantage) for ref in refs if ref.advantage is not None]
-
-
-def _gae(
-    sequences: Sequence[TrainSequence],
-    last_rewards: Sequence[float] | Sequence[np.float32],
-    values: Sequence[FloatArray],
-    rewards: Sequence[FloatArray] | None,
-    *,
-    gamma: float,
-    lam: float,
-    alpha: float | None = None,
-) -> tuple[PerToken, PerToken]:
-    """(advantages, returns). last_rewards: of each sequence's sample, what its last token earns."""
     if not sequences:
         return [], []
+    ends_with = last_rewards or [one.reward for one in sequences]
     chains = _chains(sequences)
     order = [place for chain in chains for place in chain]
     masks = [sequences[place].sampled_T for place in order]
@@ -143,7 +125,7 @@ def _gae(
     if rewards is not None:
         reward_T += _on_responses([rewards[place] for place in order], masks)
     is_last_T[ends] = True
-    reward_T[ends] += np.array([last_rewards[chain[-1]] for chain in chains])
+    reward_T[ends] += np.array([ends_with[chain[-1]] for chain in chains])
     value_T = _on_responses([values[place] for place in order], masks)
     lam_T = torch.from_numpy(np.repeat(lams, of_samples))
     found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
@@ -155,11 +137,15 @@ def _gae(
     return [advantages[place] for place in back], [returns[place] for place in back]
 
 
+def _sample_advantages(refs: Sequence[SampleRef]) -> list[np.float32]:
+    return [np.float32(ref.advantage) for ref in refs if ref.advantage is not None]
+
+
 def _chains(sequences: Sequence[TrainSequence]) -> list[list[int]]:
     """The places of the sequences of each sample, in the order of its rows."""
-    found: dict[object, list[int]] = {}
-    for place, one in enumerate(sequences):
-        found.setdefault(place if one.key is None else one.key[:2], []).append(place)
+    found: dict[int, list[int]] = {}
+    for place, sample in enumerate(sample_numbers(sequences).tolist()):
+        found.setdefault(sample, []).append(place)
     return [
         sorted(places, key=lambda place: sequences[place].key or ()) for places in found.values()
     ]

@@ -17,7 +17,15 @@ import torch
 
 from megarl.algos import rollout_correction
 from megarl.training.batching import Update, denominator_of
-from megarl.types import BoolArray, FloatArray, Hyperparameters, IntArray, TrainSequence
+from megarl.types import (
+    BoolArray,
+    FloatArray,
+    Hyperparameters,
+    IntArray,
+    TrainSequence,
+    regrouped,
+    sample_numbers,
+)
 
 MicroBatch = Sequence[TrainSequence]
 
@@ -31,11 +39,8 @@ def without_dropped(
 
     What decides for a whole sample is decided over its rows in one micro-batch, over which the loss weights it, too.
     """
-    remaining_logp = iter(old_logp)
-    return [
-        _kept(batch, [next(remaining_logp) for _ in batch], hyperparameters)
-        for batch in micro_batches
-    ]
+    pairs = zip(micro_batches, regrouped(old_logp, micro_batches), strict=True)
+    return [_kept(batch, own_logp, hyperparameters) for batch, own_logp in pairs]
 
 
 def _kept(
@@ -47,7 +52,7 @@ def _kept(
     old_T = torch.from_numpy(np.concatenate(old_logp))
     engine_T = torch.from_numpy(np.concatenate([sequence.engine_logp_T for sequence in batch]))
     mask_T = torch.from_numpy(np.concatenate([sequence.loss_mask_T for sequence in batch]))
-    sequence_T = torch.from_numpy(np.repeat(_samples(batch), lengths))
+    sequence_T = torch.from_numpy(np.repeat(sample_numbers(batch), lengths))
     dropped_T = rollout_correction.dropped(
         old_T, engine_T, mask_T, sequence_T, hyperparameters
     ).numpy()
@@ -63,7 +68,7 @@ def counts_of(micro_batches: Sequence[MicroBatch]) -> IntArray:
     sequences = [sequence for batch in micro_batches for sequence in batch]
     kept = np.array([sequence.loss_mask_T.sum() for sequence in sequences], np.int64)
     correct = np.array([sequence.outcome > 0.5 for sequence in sequences], np.bool_)
-    of_samples = np.bincount(_samples(sequences), weights=kept)
+    of_samples = np.bincount(sample_numbers(sequences), weights=kept)
     return np.array([kept.sum(), (of_samples > 0).sum(), kept[correct].sum()], np.int64)
 
 
@@ -89,7 +94,7 @@ def reweighted(
 ) -> list[list[TrainSequence]]:
     """The sequences with the weights of their kept tokens in the loss sums of the update, as of `divided_by_kept`."""
     sequences = [sequence for batch in micro_batches for sequence in batch]
-    samples = _samples(sequences)
+    samples = sample_numbers(sequences)
     nll_weight = update.nll_weight(hyperparameters.positive_nll)
     of_samples = np.bincount(
         samples, weights=[sequence.loss_mask_T.sum() for sequence in sequences]
@@ -97,13 +102,11 @@ def reweighted(
     weights = 1.0 / np.maximum(1.0, of_samples[samples])
     if hyperparameters.aggregation != "sequence_mean":
         weights = np.ones(len(sequences))
-    reweighted_sequences = iter(
-        [
-            _weighted(sequence, weight, nll_weight)
-            for sequence, weight in zip(sequences, weights.tolist(), strict=True)
-        ]
-    )
-    return [[next(reweighted_sequences) for _ in batch] for batch in micro_batches]
+    weighted = [
+        _weighted(sequence, weight, nll_weight)
+        for sequence, weight in zip(sequences, weights.tolist(), strict=True)
+    ]
+    return regrouped(weighted, micro_batches)
 
 
 def _weighted(sequence: TrainSequence, weight: float, nll_weight: float) -> TrainSequence:
@@ -113,13 +116,3 @@ def _weighted(sequence: TrainSequence, weight: float, nll_weight: float) -> Trai
         nll_weight_T = (sequence.loss_mask_T * nll_weight).astype(np.float32)
     loss_weight_T = (sequence.loss_mask_T * weight).astype(np.float32)
     return replace(sequence, loss_weight_T=loss_weight_T, nll_weight_T=nll_weight_T)
-
-
-def _samples(sequences: Sequence[TrainSequence]) -> IntArray:
-    """The number of each sequence's sample, from 0: the rows of an episode have one sample together."""
-    numbers: dict[object, int] = {}
-    keys = [
-        place if sequence.key is None else sequence.key[:2]
-        for place, sequence in enumerate(sequences)
-    ]
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)

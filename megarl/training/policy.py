@@ -42,7 +42,7 @@ from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import TrainingRank, norms_of
 from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
-from megarl.types import FloatArray, Hyperparameters, SampleGroup
+from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
 
 _ROUTING = ("aux_loss", "z_loss", "mtp_loss", "differing_choices", "replayed_choices")
 AUX_LOSS, Z_LOSS, MTP_LOSS = (Statistic(name, UPDATE_MEAN) for name in _ROUTING[:3])
@@ -134,12 +134,14 @@ class PolicyRank(TrainingRank):
                 choices = [self._engine_choices(self._pack(one)) for one in micro_batches]
             else:
                 choices = None
-            how = {
-                "choices": choices,
-                "temperature": temperature,
-                "has_turns": update.has_turns and is_sampled,
-            }
-            shares.append(UpdateShare(micro_batches, norms_of(update), **how))
+            share = UpdateShare(
+                micro_batches,
+                norms_of(update),
+                choices=choices,
+                temperature=temperature,
+                has_turns=update.has_turns and is_sampled,
+            )
+            shares.append(share)
         return shares
 
     def _sampling(self, algorithm: str) -> tuple[str, float]:
@@ -204,8 +206,12 @@ class PolicyRank(TrainingRank):
         made = [share.micro_batches for share in shares]
         counts_U3 = torch.zeros(len(shares), 3, dtype=torch.int64)
         if self._model.is_last_stage:
-            pairs = [(share.micro_batches, share.old_logp or []) for share in shares]
-            made = [kept_tokens.without_dropped(*pair, hyperparameters) for pair in pairs]
+            made = [
+                kept_tokens.without_dropped(
+                    share.micro_batches, share.old_logp or [], hyperparameters
+                )
+                for share in shares
+            ]
             counts_U3 = torch.from_numpy(np.stack([kept_tokens.counts_of(one) for one in made]))
         counts_U3 = groups.over_pp(groups.over_dp(counts_U3))
         kept = []
@@ -238,12 +244,10 @@ class PolicyRank(TrainingRank):
             sum_over_all=groups.over_dp,
             max_over_all=partial(groups.over_dp, op=dist.ReduceOp.MAX),
         )
-        left = iter(flat)
+        batches = regrouped(flat, [batch for share in shares for batch in share.micro_batches])
+        of_shares = regrouped(batches, [share.micro_batches for share in shares])
         return [
-            replace(
-                share, micro_batches=[[next(left) for _ in batch] for batch in share.micro_batches]
-            )
-            for share in shares
+            replace(share, micro_batches=own) for share, own in zip(shares, of_shares, strict=True)
         ]
 
     def _engine_choices(self, row: PackedRow) -> Choices:
@@ -276,8 +280,9 @@ class PolicyRank(TrainingRank):
             return loss_sum, stats | policy_statistics(logp_T, entropy_T, row.targets) | diffs
 
         rows = self._rows(share.micro_batches, share.old_logp, share.reference_logp)
-        how = {"choices": share.choices, "temperature": share.temperature}
-        statistics, routing_sums = self._update(rows, row_loss, share.norms, lr, **how)
+        statistics, routing_sums = self._update(
+            rows, row_loss, share.norms, lr, choices=share.choices, temperature=share.temperature
+        )
         self._write_merged()
         return statistics | self._routing_stats(routing_sums, share.norms)
 

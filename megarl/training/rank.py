@@ -17,7 +17,7 @@ from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
 from megarl.disk import visible_folder, writing
 from megarl.parallel import groups, host_offload, model
-from megarl.parallel.packing import PackedRow, assigned, pack, unpack
+from megarl.parallel.packing import PackedRow, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
 from megarl.parallel.routing import Choices
@@ -25,7 +25,7 @@ from megarl.placement.roles import Role
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import Update
-from megarl.types import FloatArray, TrainSequence
+from megarl.types import FloatArray, TrainSequence, regrouped
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
 
@@ -167,7 +167,10 @@ class TrainingRank:
         self, micro_batches: MicroBatches, *arrays: Sequence[FloatArray] | None
     ) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""
-        of_batches = (assigned(one, micro_batches) for one in arrays)
+        of_batches = [
+            [None] * len(micro_batches) if one is None else regrouped(one, micro_batches)
+            for one in arrays
+        ]
         return [self._pack(*of_batch) for of_batch in zip(micro_batches, *of_batches, strict=True)]
 
 

@@ -60,19 +60,23 @@ def on_host(choices: Choices) -> HostChoices:
 
 
 def _on_device(choices: HostChoices) -> Choices:
-    experts = {
-        layer: torch.from_numpy(experts_NK.astype(np.int64))
-        for layer, experts_NK in choices.items()
-    }
-    return Choices({layer: experts_NK.to(device.DEVICE) for layer, experts_NK in experts.items()})
+    return Choices(
+        {
+            layer: torch.from_numpy(experts_NK.astype(np.int64)).to(device.DEVICE)
+            for layer, experts_NK in choices.items()
+        }
+    )
 
 
 def with_logprobs(share: UpdateShare, logprobs: Logprobs, index: int) -> UpdateShare:
     """The share, number `index` of the step's updates, with what the old policy and the reference computed of it."""
-    old_logp = logprobs.old_logp[index]
-    reference_logp = logprobs.reference_logp[index]
-    noted = logprobs.choices[index]
     choices = share.choices
+    noted = logprobs.choices[index]
     if noted is not None:
         choices = [_on_device(of_micro_batch) for of_micro_batch in noted]
-    return replace(share, old_logp=old_logp, choices=choices, reference_logp=reference_logp)
+    return replace(
+        share,
+        old_logp=logprobs.old_logp[index],
+        choices=choices,
+        reference_logp=logprobs.reference_logp[index],
+    )

@@ -31,6 +31,8 @@ from megarl.types.sample_rows import merged_parts as merged_parts
 from megarl.types.sample_rows import num_stale as num_stale
 from megarl.types.sample_rows import with_part as with_part
 from megarl.types.sequences import TrainSequence as TrainSequence
+from megarl.types.sequences import regrouped as regrouped
+from megarl.types.sequences import sample_numbers as sample_numbers
 
 Metrics = dict[str, float]
 # What a loss is the mean of: tokens of the whole update; sequences' token means; sequences' token sums; the same over a

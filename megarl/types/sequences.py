@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import numpy.typing as npt
 
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -49,3 +53,18 @@ class TrainSequence:
         if self.dropped_T is None:
             return self.loss_mask_T
         return self.loss_mask_T | self.dropped_T
+
+
+def sample_numbers(sequences: Sequence[TrainSequence]) -> IntArray:
+    """The number of each sequence's sample, from 0: the rows of an episode are one sample."""
+    numbers: dict[object, int] = {}
+    keys = [place if one.key is None else one.key[:2] for place, one in enumerate(sequences)]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def regrouped(
+    values: Iterable[Value], micro_batches: Sequence[Sequence[object]]
+) -> list[list[Value]]:
+    """A value for each sequence, in order -> those of each micro-batch."""
+    remaining = iter(values)
+    return [[next(remaining) for _ in batch] for batch in micro_batches]
