@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import queue
 import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -43,25 +43,20 @@ class Pending:
     """A save whose tensors are copied, and whose files a thread is writing."""
 
     files: tuple[str, ...]  # of this rank, relative to the checkpoint's folder
-    _thread: threading.Thread
+    _writing: Future[Exception | None]
     _finalize: Sequence[Callable[[], None]]
-    _errors: list[BaseException] = field(default_factory=list)
-    _unwritten: Exception | None = None
 
     def finish(self) -> None:
         """Wait for the files of this rank, then for those of all ranks; collective."""
-        self._thread.join()
-        if self._errors:
-            raise self._errors[0]
+        unwritten = self._writing.result()
         try:
             for step in self._finalize:
                 step()
-        except (
-            CheckpointException
-        ) as error:  # it is no Exception, and does not have the system's error
+        except CheckpointException as error:
+            # it is no Exception, and does not have the system's error
             raise RuntimeError(
                 f"a rank could not write its part of the checkpoint: {error}"
-            ) from self._unwritten
+            ) from unwritten
 
 
 def save(
@@ -90,28 +85,21 @@ def save(
     copies = [
         (file, key, (values, _copied(tensors, live))) for file, key, (values, tensors) in buckets
     ]
-    pending = Pending(
-        (rank_file.name, *(os.path.relpath(file, folder) for file, _, _ in copies)),
-        threading.Thread(),
-        [],
-    )
 
-    def write() -> None:
-        try:
-            if request.async_fn and results is not None:
-                request.async_fn(dist.get_rank(), copies, results)
-                results.put(found := results.get())  # Megatron reads the queue later
-                if isinstance(found, Exception):
-                    pending._unwritten = found
-                else:
-                    pending._unwritten = None
-        except BaseException as error:
-            pending._errors.append(error)
+    def write() -> Exception | None:
+        """Returns the error of a file."""
+        if not request.async_fn or results is None:
+            return None
+        request.async_fn(dist.get_rank(), copies, results)
+        outcome = results.get()
+        results.put(outcome)  # Megatron reads the queue later
+        return outcome if isinstance(outcome, Exception) else None
 
-    pending._thread = threading.Thread(target=write, name="checkpoint")
-    pending._finalize = request.finalize_fns
-    pending._thread.start()
-    return pending
+    files = [os.path.relpath(file, folder) for file, _, _ in copies]
+    writer = ThreadPoolExecutor(1, "checkpoint")
+    writing = writer.submit(write)
+    writer.shutdown(wait=False)
+    return Pending((rank_file.name, *files), writing, request.finalize_fns)
 
 
 def load(
@@ -202,18 +190,17 @@ def _step(optimizer: ChainedOptimizer) -> int:
 
 
 def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    return {
-        _chunk_key(chunks, index): _of_chunk(cast(Chunk, chunk.module))
-        for index, chunk in enumerate(chunks)
-    }
-
-
-def _of_chunk(chunk: Chunk) -> dict[str, Any]:
-    """The weights of a chunk that are trained: adapters and a head where it has adapters, and else all."""
-    if lora_checkpoint.has_adapters(chunk):
-        return lora_checkpoint.sharded_weights(chunk)
-    # which Megatron fills, and reads for multi-token prediction
-    return chunk.sharded_state_dict(metadata={})
+    """The weights that are trained: adapters and a head where a chunk has adapters, and else all."""
+    found: dict[str, Any] = {}
+    for index, chunk in enumerate(chunks):
+        module = cast(Chunk, chunk.module)
+        if lora_checkpoint.has_adapters(module):
+            weights = lora_checkpoint.sharded_weights(module)
+        else:
+            # Megatron fills the metadata, and reads it for multi-token prediction
+            weights = module.sharded_state_dict(metadata={})
+        found[_chunk_key(chunks, index)] = weights
+    return found
 
 
 def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:

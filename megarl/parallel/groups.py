@@ -52,18 +52,17 @@ def open_communicators() -> int:
     """
     used_bytes = device.used_gpu_bytes()
     opened: list[Any] = [
-        group for group in parallel_state._global_process_group_list or [] if _size(group) > 1
+        group
+        for group in parallel_state._global_process_group_list or []
+        if dist.get_world_size(group) > 1
     ]
     for group in opened:
         dist.all_reduce(torch.zeros(1, device=device.DEVICE), group=group)
     if parallel_state.get_virtual_pipeline_model_parallel_world_size():
-        for group in (pp_group(), dist.group.WORLD) if _size(pp_group()) == 2 else (pp_group(),):
-            _open_ring(group)
+        _open_ring(pp_group())
+        if pp_group().size() == 2:
+            _open_ring(dist.group.WORLD)
     return (device.used_gpu_bytes() - used_bytes) // max(1, len(opened))
-
-
-def _size(group: Any) -> int:
-    return dist.get_world_size(group)
 
 
 def _open_ring(group: Any) -> None:
@@ -192,13 +191,17 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
 
 def over_pp(values: torch.Tensor) -> torch.Tensor:
     """The elementwise sum over the pipeline stages."""
-    found = values.to(device.DEVICE, copy=True)
-    dist.all_reduce(found, group=pp_group())
-    return found.to(values.device)
+    return _reduced(values, dist.ReduceOp.SUM, pp_group())
 
 
 def over_dp(values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:
     """The elementwise sum over the data-parallel ranks, or another reduction."""
-    found = values.to(device.DEVICE, copy=True)
-    dist.all_reduce(found, op=op, group=dp_group())
-    return found.to(values.device)
+    return _reduced(values, op, dp_group())
+
+
+def _reduced(
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> torch.Tensor:
+    reduced = values.to(device.DEVICE, copy=True)
+    dist.all_reduce(reduced, op=op, group=group)
+    return reduced.to(values.device)

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.parallel.cp_gather import gather_keys
 from megarl.parallel.packing import zigzag
-from megarl.parallel.routing import Routing, router_class
+from megarl.parallel.routing import Router, Routing
 
 
 class RMSNorm(torch.nn.Module):
@@ -212,7 +212,7 @@ def layer_spec(config: TransformerConfig, dense: bool, routing: Routing) -> Modu
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if not dense:
-        layer.mlp.submodules.router = router_class(routing)
+        layer.mlp.submodules.router = functools.partial(Router, routing=routing)
     return spec
 
 

@@ -43,9 +43,11 @@ from megarl.device import DEVICE
 from megarl.model.lora_pairs import CHILD, LoraPair, LoraSize
 from megarl.parallel import groups
 from megarl.parallel.local_spec import DuplicatedLinear
+from megarl.parallel.param_names import named_modules
 from megarl.parallel.shared_weights import heads
 from megarl.types import UserError
 
+_HINT = "leave lora out, or its layer out of lora.targets"
 # elements between the starts of two weights of a flat buffer: kernels want 16 bytes at least
 _ALIGNED = 64
 Cut = Literal["columns", "rows", "nothing"]
@@ -230,12 +232,16 @@ def attach(
     for pair in pairs:
         path, _, weight = pair.param.rpartition(".")
         layers.setdefault(path, {}).setdefault(weight, []).append(pair)
+    modules = named_modules(chunks)
     for path, of_weights in layers.items():
-        linear = _linear(chunks, path)
+        if path not in modules:
+            raise UserError("lora", f"the model has no layer {path}", _HINT)
+        linear = modules[path]
         cut = CUTS.get(type(linear))
         if cut is None:
-            problem = f"{path} is a {type(linear).__name__}, and adapters are for {', '.join(map(_name, CUTS))}"
-            raise UserError("lora", problem, "leave lora out, or its layer out of lora.targets")
+            known = ", ".join(kind.__name__ for kind in CUTS)
+            problem = f"{path} is a {type(linear).__name__}, and adapters are for {known}"
+            raise UserError("lora", problem, _HINT)
         made = [
             Adapter(getattr(linear, weight), held, size, cut) for weight, held in of_weights.items()
         ]
@@ -262,21 +268,6 @@ def sum_over_etp(chunks: Sequence[torch.nn.Module]) -> None:
     dist.all_reduce(flat, group=groups.etp_group())
     for one, summed in zip(marked, flat.split([one.numel() for one in marked]), strict=True):
         one.main_grad.copy_(summed.view_as(one))
-
-
-def _linear(chunks: Sequence[torch.nn.Module], path: str) -> torch.nn.Module:
-    """The layer at the weight map's path."""
-    index = 0
-    if len(chunks) > 1:
-        number, _, path = path.removeprefix("vpp").partition(".")
-        index = int(number)
-    try:
-        return chunks[index].get_submodule(path)
-    except AttributeError:
-        problem = f"the model has no layer {path}"
-        raise UserError(
-            "lora", problem, "leave lora out, or its layer out of lora.targets"
-        ) from None
 
 
 def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
@@ -313,16 +304,13 @@ def _join_storages(chunk: torch.nn.Module) -> None:
     Engines map storages, and a storage for each expert's weight would be too many handles. A score head, which is not
     frozen, stays where it is.
     """
-    decoder: Any = getattr(chunk, "decoder", None)
-    layers: list[torch.nn.Module] = []
-    if decoder is not None:
-        layers.extend(decoder.layers)
-    inside = {id(param) for layer in layers for param in layer.parameters()} | {
-        id(head) for head in heads([chunk])
-    }
-    for params in ([*layer.parameters()] for layer in layers):
+    decoder: Any = chunk.decoder
+    joined = {id(head) for head in heads([chunk])}
+    for layer in decoder.layers:
+        params = [*layer.parameters()]
         _join(params)
-    _join([param for param in chunk.parameters() if id(param) not in inside])
+        joined |= set(map(id, params))
+    _join([param for param in chunk.parameters() if id(param) not in joined])
 
 
 def _join(params: Sequence[torch.nn.Parameter]) -> None:
@@ -333,7 +321,3 @@ def _join(params: Sequence[torch.nn.Parameter]) -> None:
         for param, place in zip(alike, flat.split(sizes), strict=True):
             place[: param.numel()].copy_(param.data.flatten())
             param.data = place[: param.numel()].view(param.shape)
-
-
-def _name(of: type) -> str:
-    return of.__name__

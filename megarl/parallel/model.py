@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -30,7 +31,7 @@ from megarl.parallel.local_spec import block_spec, mtp_spec, use_local_layers
 from megarl.parallel.optional_imports import layers_error, transformer_engine_problem
 from megarl.parallel.options import make_config
 from megarl.parallel.param_names import named_buffers, named_parameters
-from megarl.parallel.routing import Routing, router_class
+from megarl.parallel.routing import Router, Routing
 from megarl.placement.train_layout import TrainLayout
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ def _specs(
             multi_latent_attention=getattr(config, "multi_latent_attention", False),
         )
         if not dense:
-            spec.submodules.mlp.submodules.router = router_class(routing)
+            spec.submodules.mlp.submodules.router = partial(Router, routing=routing)
         return spec
 
     specs: list[Any] = [layer(dense) for dense in is_dense]

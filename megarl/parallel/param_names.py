@@ -9,21 +9,28 @@ import torch
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """All parameters of a rank: weights, and the factors of adapters."""
-    for number, chunk in enumerate(chunks):
-        yield from (
-            (_prefix(number, chunks) + name, param) for name, param in chunk.named_parameters()
-        )
+    for prefix, chunk in _prefixed(chunks):
+        yield from chunk.named_parameters(prefix)
 
 
 def named_buffers(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """All buffers of a rank."""
+    for prefix, chunk in _prefixed(chunks):
+        yield from chunk.named_buffers(prefix)
+
+
+def named_modules(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    """All modules of a rank by the paths of their weights."""
+    return {
+        path: module
+        for prefix, chunk in _prefixed(chunks)
+        for path, module in chunk.named_modules(prefix=prefix)
+    }
+
+
+def _prefixed(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Module]]:
+    if len(chunks) == 1:
+        yield "", chunks[0]
+        return
     for number, chunk in enumerate(chunks):
-        yield from (
-            (_prefix(number, chunks) + name, buffer) for name, buffer in chunk.named_buffers()
-        )
-
-
-def _prefix(number: int, chunks: Sequence[torch.nn.Module]) -> str:
-    if len(chunks) > 1:
-        return f"vpp{number}."
-    return ""
+        yield f"vpp{number}", chunk

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,8 +96,8 @@ class _Tokens:
 class Router(TopKRouter):
     """Megatron's router with a balance loss for each sequence, without padding, and with replay of experts.
 
-    routing: the rank's shared state. When Megatron runs the router again for recomputation in the backward pass, it
-    uses the tokens of the forward passes, in their order.
+    routing: the rank's shared state; layer specs have a partial of this class with it. When Megatron runs the router
+    again for recomputation in the backward pass, it uses the tokens of the forward passes, in their order.
     """
 
     def __init__(
@@ -212,14 +211,3 @@ class Router(TopKRouter):
                 # indexing would wait for the device
                 real_NE = routing_map & self._tokens.is_real_N[:, None]
                 self.local_tokens_per_expert += real_NE.sum(dim=0)  # type: ignore[operator]
-
-
-def router_class(routing: Routing) -> Callable[..., Any]:
-    """A factory that takes the place of Megatron's router class in a layer spec."""
-
-    def build(
-        config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
-    ) -> Router:
-        return Router(config, pg_collection, routing=routing)
-
-    return build

@@ -13,6 +13,7 @@ import torch
 
 from megarl.model.lora_pairs import is_factor
 from megarl.parallel.model import ROUTER_BIAS, Score
+from megarl.parallel.param_names import named_buffers, named_parameters
 
 
 def heads(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
@@ -27,25 +28,20 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
     Returns the names of those that were replaced. Raises ValueError for a weight that is missing or of another extent.
     """
     own = {id(head) for head in heads(chunks)}
-    replaced = set[str]()
-    for number, chunk in enumerate(chunks):
-        prefix = f"vpp{number}." if len(chunks) > 1 else ""
-        frozen = [(name, param) for name, param in chunk.named_parameters() if id(param) not in own]
-        frozen += [
-            (name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(ROUTER_BIAS)
-        ]
-        for name, weight in frozen:
-            if is_factor(name):
-                continue
-            found = weights.get(prefix + name)
-            if found is None or found.shape != weight.shape or found.dtype != weight.dtype:
-                if found is None:
-                    has = "no such weight"
-                else:
-                    has = f"{list(found.shape)} {found.dtype}"
-                raise ValueError(
-                    f"{prefix}{name} is {list(weight.shape)} {weight.dtype}, the other model has {has}"
-                )
-            weight.data = found
-            replaced.add(prefix + name)
-    return frozenset(replaced)
+    frozen: dict[str, torch.Tensor] = {
+        name: param
+        for name, param in named_parameters(chunks)
+        if id(param) not in own and not is_factor(name)
+    }
+    frozen |= {name: bias for name, bias in named_buffers(chunks) if name.endswith(ROUTER_BIAS)}
+    for name, weight in frozen.items():
+        other = weights.get(name)
+        if other is None:
+            raise ValueError(f"the other model has no {name}")
+        if (other.shape, other.dtype) != (weight.shape, weight.dtype):
+            raise ValueError(
+                f"{name} is {list(weight.shape)} {weight.dtype}, "
+                f"the other model has {list(other.shape)} {other.dtype}"
+            )
+        weight.data = other
+    return frozenset(frozen)
