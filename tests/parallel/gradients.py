@@ -101,6 +101,16 @@ def uneven_steps(trainer: Any, count: int) -> dict[str, Any]:
     return {"logprobs": logprobs, "metrics": metrics, "learning": learning}
 
 
+def check_same_end(ranks: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
+    """Assert that two worlds of one layout have the same metrics, weights and moments, to the last bit."""
+    for mine, other in zip(ranks, expected, strict=True):
+        assert mine["metrics"] == other["metrics"]
+        for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
+            assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
+        moments = zip(mine["moments"], other["moments"], strict=True)
+        assert all(np.array_equal(one, two) for one, two in moments)
+
+
 def _whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Gradients by the weight map's names. Each data-parallel rank holds a shard of the sums, so gather the others."""
     by_place = {}

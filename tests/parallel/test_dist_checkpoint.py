@@ -20,6 +20,7 @@ from tests.parallel.gradients import (
     VOCAB_SIZE,
     check_gradients,
     check_learning,
+    check_same_end,
     check_weights,
     recorded,
     resumed,
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.slow
 
 FROM = TrainLayout(4, 2, 2, 2)
 TO = TrainLayout(8, 2, 2, 4, cp=2, vpp=2)
+SETTINGS = {"weight_decay": 0.1, "mtp_loss": 0.1, "router_bias_rate": 1e-3}
 EP1, EP2 = TrainLayout(2, 1, 2, 1), TrainLayout(2, 1, 1, 2)
 
 
@@ -140,60 +142,28 @@ def load_random_states(trainer: Any, folder: Path) -> list[float]:
     return draws()
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("qwen3-moe", marks=pytest.mark.nightly), "deepseek-v3"]
-)
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return write(folder, "deepseek-v3", mtp_layers=1, vocab_size=VOCAB_SIZE, pad_token_id=None)
 
 
 @pytest.fixture(scope="module")
-def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    mtp = int(family == "deepseek-v3")
-    return write(
-        tmp_path_factory.mktemp(family), family, mtp, vocab_size=VOCAB_SIZE, pad_token_id=None
-    )
-
-
-@pytest.fixture(scope="module")
-def settings(family: str) -> dict[str, Any]:
-    return {
-        "weight_decay": 0.1,
-        **({"mtp_loss": 0.1, "router_bias_rate": 1e-3} if family == "deepseek-v3" else {}),
-    }
-
-
-@pytest.fixture(scope="module")
-def saved(
-    path: Path, settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Any]:
+def saved(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoint")
-    return folder, run_world(recipe(path, FROM, **settings), save_and_go_on, folder)
+    return folder, run_world(recipe(path, FROM, **SETTINGS), save_and_go_on, folder)
 
 
-def test_the_same_layout_goes_on_to_the_last_bit(
-    saved: tuple[Path, Any], path: Path, settings: dict[str, Any]
-) -> None:
+def test_the_same_layout_goes_on_to_the_last_bit(saved: tuple[Path, Any], path: Path) -> None:
     folder, expected = saved
-    for mine, other in zip(
-        run_world(recipe(path, FROM, **settings), load_and_go_on, folder), expected, strict=True
-    ):
-        assert mine["metrics"] == other["metrics"]
-        for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
-            assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
-        assert all(
-            np.array_equal(one, two)
-            for one, two in zip(mine["moments"], other["moments"], strict=True)
-        )
+    check_same_end(run_world(recipe(path, FROM, **SETTINGS), load_and_go_on, folder), expected)
     files = [name for rank in expected for name in rank["files"]]
     assert len(files) == len(set(files)) and all((folder / name).stat().st_size for name in files)
 
 
-def test_another_layout_goes_on_within_rounding(
-    saved: tuple[Path, Any], path: Path, settings: dict[str, Any]
-) -> None:
+def test_another_layout_goes_on_within_rounding(saved: tuple[Path, Any], path: Path) -> None:
     folder, expected = saved
-    ranks = run_world(recipe(path, TO, **settings), load_and_go_on, folder)
+    ranks = run_world(recipe(path, TO, **SETTINGS), load_and_go_on, folder)
     for mine, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
         assert mine == pytest.approx(other, rel=within(1e-5))
     mine, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
@@ -201,21 +171,21 @@ def test_another_layout_goes_on_within_rounding(
 
 
 def test_experts_that_are_whole_on_each_rank_and_then_split_go_on_within_rounding(
-    saved: tuple[Path, Any], path: Path, settings: dict[str, Any], tmp_path: Path
+    saved: tuple[Path, Any], path: Path, tmp_path: Path
 ) -> None:
     """Megatron has an optimizer of their own for experts at EP > 1, and none at EP 1."""
     folder, expected = saved
-    first = run_world(recipe(path, EP1, **settings), load_and_go_one_step, folder, tmp_path)
-    second = run_world(recipe(path, EP2, **settings), load_and_go_one_step, tmp_path)
+    first = run_world(recipe(path, EP1, **SETTINGS), load_and_go_one_step, folder, tmp_path)
+    second = run_world(recipe(path, EP2, **SETTINGS), load_and_go_one_step, tmp_path)
     check_two_steps(expected, first, second)
 
 
 def test_the_weights_alone_become_a_hugging_face_checkpoint(
-    saved: tuple[Path, Any], path: Path, settings: dict[str, Any], tmp_path: Path
+    saved: tuple[Path, Any], path: Path, tmp_path: Path
 ) -> None:
     folder, ranks = saved
     expected = assemble([one["earlier"].after for one in ranks])
-    run_world(recipe(path, EP1, **settings), convert, folder, tmp_path / "hf")
+    run_world(recipe(path, EP1, **SETTINGS), convert, folder, tmp_path / "hf")
     written = load_file(tmp_path / "hf" / "model.safetensors")
     begun = load_file(path / "model.safetensors")
     assert written.keys() == begun.keys()

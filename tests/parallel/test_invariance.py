@@ -32,10 +32,7 @@ VOCAB_SIZE, LR, BUDGET = 47, 1e-3, 64
 LAYOUTS = {
     "pp2": TrainLayout(2, 1, 2, 1),
     "cp2 dp2": TrainLayout(4, 1, 1, 1, cp=2),
-    "cp2": TrainLayout(2, 1, 1, 1, cp=2),
-    "vpp2 dp2": TrainLayout(4, 1, 2, 1, vpp=2),
 }
-NIGHTLY = {"cp2", "vpp2 dp2"}  # parts of the others
 WIDE = Hyperparameters(aggregation="sequence_mean", clip_low=0.2, clip_high=0.2)
 PENALISED = replace(
     WIDE, aggregation="token_mean", entropy_coefficient=0.01, positive_nll=0.1, whiten=True
@@ -166,9 +163,7 @@ def check_denominators(metrics: Sequence[dict[str, float]]) -> None:
     assert [one["tokens"] for one in metrics] == [tokens, of_near, of_near, by_token, by_token]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.nightly] * (one in NIGHTLY)) for one in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_sequences_objective_equals_one_ranks(
     path: Path, one_rank: dict[str, Any], name: str
 ) -> None:

@@ -255,12 +255,10 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_process_rewards_tell_outcomes_apart(models: tuple[Path, Path], name: str) -> None:
-    """At first all are 0; then correct responses are worth more; they are the same in any layout as on one rank."""
-    (one,), ranks = (
-        world(models, layout, learn_outcomes, "prime") for layout in (ONE_RANK, LAYOUTS[name])
-    )
+@pytest.fixture(scope="module")
+def outcomes_of_one_rank(models: tuple[Path, Path]) -> dict[str, Any]:
+    """At first all process rewards are 0; then correct responses are worth more."""
+    (one,) = world(models, ONE_RANK, learn_outcomes, "prime")
     _, refs = batch()
     assert all(not value_T.any() for value_T in one["process_rewards"][0].values())
     assert one["metrics"][0][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
@@ -268,6 +266,14 @@ def test_process_rewards_tell_outcomes_apart(models: tuple[Path, Path], name: st
     for ref in refs:
         total[ref.is_correct] += one["process_rewards"][2][key_of(ref)].sum()
     assert total[True] > 0 > total[False]
+    return one
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_learns_the_process_rewards_of_one_rank(
+    models: tuple[Path, Path], outcomes_of_one_rank: dict[str, Any], name: str
+) -> None:
+    one, ranks = outcomes_of_one_rank, world(models, LAYOUTS[name], learn_outcomes, "prime")
     for step in range(3):
         merged = {
             key: value_T for rank in ranks for key, value_T in rank["process_rewards"][step].items()

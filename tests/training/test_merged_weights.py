@@ -115,11 +115,13 @@ def sums_of(
 
 
 @torch.no_grad()
-def plain(trainer: Any, of_ranks: list[dict[str, np.ndarray]]) -> Any:
-    """Logprobs of a model without adapters, whose weights are given; [] leaves the checkpoint's."""
-    for name, param in trainer.params().items() if of_ranks else ():
+def plain(trainer: Any, of_ranks: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Logprobs of a model without adapters: with the checkpoint's weights, and with those that are given."""
+    sequences = [ragged(6, VOCAB_SIZE, seed=3)]
+    reference = trainer.token_outputs(sequences)
+    for name, param in trainer.params().items():
         param.copy_(torch.from_numpy(of_ranks[trainer.rank][name]).view(param.dtype))
-    return trainer.token_outputs([ragged(6, VOCAB_SIZE, seed=3)])
+    return {"reference": reference, "logp": trainer.token_outputs(sequences)}
 
 
 @pytest.mark.slow
@@ -129,12 +131,10 @@ def test_a_rank_computes_with_what_engines_get(path: Path) -> None:
     for of_rank in found:
         assert of_rank["right"] == [True] * 5
         assert 0.9 < of_rank["kept"] < 1.1
-    bare = recipe(path, LAYOUT, **DTYPE)
-    merged = run_world(bare, plain, [of_rank["params"] for of_rank in found])
-    reference = run_world(bare, plain, [])
-    for of_rank, same, frozen in zip(found, merged, reference, strict=True):
-        for name, wanted in (("logp", same), ("reference", frozen)):
-            for mine, other in zip(of_rank[name], wanted, strict=True):
+    bare = run_world(recipe(path, LAYOUT, **DTYPE), plain, [of_rank["params"] for of_rank in found])
+    for of_rank, expected in zip(found, bare, strict=True):
+        for name in ("logp", "reference"):
+            for mine, other in zip(of_rank[name], expected[name], strict=True):
                 np.testing.assert_array_equal(mine, other)
     assert any(
         np.abs(a - b).max() > 1e-3
