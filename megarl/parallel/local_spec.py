@@ -33,14 +33,12 @@ from megarl.parallel.routing import Router, Routing
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm that supports sequence parallelism: its weight is marked for Megatron's gradient sum."""
+    """Root-mean-square norm for sequence parallelism: tp_attributes.py marks its weight for the sum over TP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # finalize_model_grads sums the gradients of weights marked so over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
@@ -74,11 +72,9 @@ def _buckets(
     for start, end in zip(bounds[:-1], bounds[1:], strict=True):
         if cp > 1:
             chunk = (end - start) // (2 * cp)
-        else:
-            chunk = end - start
-        if cp > 1:
             lasts = [start + (rank + 1) * chunk, start + (2 * cp - rank) * chunk]
         else:
+            chunk = end - start
             lasts = [end]
         for last in lasts:
             size = (chunk - 1).bit_length(), (last - start - 1).bit_length()
@@ -174,7 +170,6 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.empty(output_size, input_size, dtype=config.params_dtype)
         )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         assert config.init_method is not None
         config.init_method(self.weight)
 

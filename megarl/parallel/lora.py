@@ -162,11 +162,7 @@ class Adapter(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """The delta, in the parallel state of the linear layer's output; hidden: the layer's input."""
         pairs = self.pairs
-        if len(pairs) == 1:
-            stacked = pairs[0].A
-        else:
-            stacked = torch.cat([pair.A for pair in pairs])
-        narrow = F.linear(hidden, stacked)
+        narrow = F.linear(hidden, torch.cat([pair.A for pair in pairs]))
         if self._is_parallel and self._cut == "columns":
             narrow = gather_from_sequence_parallel_region(narrow, group=groups.tp_group())
         elif self._is_parallel and self._cut == "rows":

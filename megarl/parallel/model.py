@@ -221,8 +221,6 @@ class Score(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.zeros(1, config.hidden_size, dtype=config.params_dtype)
         )
-        # Each TP rank scores a part of the tokens: finalize_model_grads sums the gradients of weights with this mark.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_LH: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden_LH.float(), self.weight.float())[:, 0]

@@ -84,15 +84,12 @@ class Pipeline:
             _sum_then_divide, norms.denominator if norms else None
         )
         step = partial(self._forward, on_outputs, norms, temperature)
-        feeds: list[Iterator[Any]] = [
-            zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks
-        ]
-        is_interleaved = len(self.chunks) > 1
+        feeds = [zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks]
         with torch.set_grad_enabled(norms is not None):
             results = get_forward_backward_func()(
                 forward_step_func=step,
-                data_iterator=feeds if is_interleaved else feeds[0],
-                model=list(self.chunks) if is_interleaved else self.chunks[0],
+                data_iterator=feeds,
+                model=list(self.chunks),
                 num_microbatches=len(rows),
                 seq_length=1,  # unused with variable_seq_lengths; KnownShapes has the real lengths
                 micro_batch_size=1,
@@ -186,11 +183,13 @@ class Pipeline:
         temperature: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logp_T, entropy_T) of the whole row, on every context-parallel rank."""
-        weight = chunk.output_weight()
-        size = self.vocab_size
-        tp = groups.tp_group()
         shares = hidden_logprobs(
-            hidden, weight, labels_L, vocab_size=size, group=tp, temperature=temperature
+            hidden,
+            chunk.output_weight(),
+            labels_L,
+            vocab_size=self.vocab_size,
+            group=groups.tp_group(),
+            temperature=temperature,
         )
         logp_T, entropy_T = (
             gather_row(share_L, row.order_T, groups.cp_group()) for share_L in shares
@@ -204,8 +203,8 @@ class Pipeline:
 
         Summed over the tokens of the loss mask, at temperature 1 (DeepSeek-V3, arXiv 2412.19437, eq. 24-25).
         """
-        group = groups.cp_group()
-        labels_T = gather_row(row.labels_L, row.order_T, group)
+        cp = groups.cp_group()
+        labels_T = gather_row(row.labels_L, row.order_T, cp)
         mask_T = row.targets.loss_mask_T
         segment_T = torch.bucketize(
             torch.arange(len(mask_T), device=mask_T.device), row.bounds[1:], right=True
@@ -219,7 +218,7 @@ class Pipeline:
             logp_T, _ = self._logprobs(chunk, hidden, row, labels_L)
             total = total - torch.where(is_target_T, logp_T, 0.0).sum() / len(ahead)
         # every such rank has it all
-        self.routing.count("mtp_loss", total / (group.size() * groups.tp_group().size()))
+        self.routing.count("mtp_loss", total / (cp.size() * groups.tp_group().size()))
         return total * self.mtp_loss
 
 
