@@ -133,15 +133,6 @@ def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(
     assert multi_latent_attention.TELinear is DuplicatedLinear
 
 
-def test_transformer_engine_is_given_no_float32() -> None:
-    """Where its layers are used alone; it has no attention for packed rows in another type than 16 bits."""
-    with pytest.raises(UserError) as caught:
-        model.select_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=True, has_engine=True)
-    assert (caught.value.where, caught.value.hint) == ("model.dtype", "set it to bfloat16")
-    model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=True)
-    model.select_layers(TrainConfig(lr=1.0), torch.float32, is_gpu=False, has_engine=True)
-
-
 @pytest.mark.parametrize(
     ("changes", "is_fused"),
     [

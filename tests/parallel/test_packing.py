@@ -75,14 +75,6 @@ def test_no_padding_segment_where_none_is_needed() -> None:
     assert row.old_logp_T is None
 
 
-def test_old_logprobs_are_shifted_like_the_targets() -> None:
-    sequences = [sequence([5, 6, 7]), sequence([8, 9])]
-    old = [np.array([0.0, -1.0, -2.0], np.float32), np.array([0.0, -3.0], np.float32)]
-    row = pack(sequences, split=Split(), device="cpu", old_logp=old)
-    assert row.old_logp_T is not None
-    assert row.old_logp_T.tolist() == [-1.0, -2.0, 0.0, -3.0, 0.0]
-
-
 @given(
     st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), max_size=6),
     st.integers(1, 4),

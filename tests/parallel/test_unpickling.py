@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -65,6 +66,20 @@ def place_at(folder: Path, **fields: Any) -> Path:
     return folder
 
 
+def refusal(folder: Path) -> str:
+    """The one line in which a checkpoint is refused."""
+    with pytest.raises(UserError) as caught:
+        dist_checkpoint.read_factors(folder)
+    assert str(caught.value).endswith(HINT) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def not_data(path: object, name: str) -> str:
+    """What is said of a file that names an object of this name."""
+    reason = f"it names {name}, which a checkpoint has no use for"
+    return f"{path}: it cannot be loaded as data ({reason}){HINT}"
+
+
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that the module `runs_x.evil`, in the working folder, writes when it is imported."""
@@ -83,10 +98,7 @@ def test_a_module_that_an_index_names_is_not_imported(
 ) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(names("runs_x.evil", name, protocol))
-    with pytest.raises(UserError) as caught:
-        dist_checkpoint.read_factors(folder)
-    reason = f"it names runs_x.evil.{name}, which a checkpoint has no use for"
-    assert str(caught.value) == f"{folder}/.metadata: it cannot be loaded as data ({reason}){HINT}"
+    assert refusal(folder) == not_data(f"{folder}/.metadata", f"runs_x.evil.{name}")
     assert not canary.exists() and "runs_x.evil" not in sys.modules
 
 
@@ -121,22 +133,15 @@ def test_an_index_that_is_forged_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(pickle.dumps(forged))
-    with pytest.raises(UserError) as caught:
-        dist_checkpoint.read_factors(folder)
-    assert str(caught.value).startswith(f"{folder}/.metadata: ") and str(caught.value).endswith(
-        HINT
-    )
-    assert "\n" not in str(caught.value)
+    assert refusal(folder).startswith(f"{folder}/.metadata: ")
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("path", ["", ".", "..", "a/b", "/etc/passwd", "a\0b", None, 3])
 def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, path: Any) -> None:
     folder = place_at(written(tmp_path / "step-000001"), relative_path=path)
-    with pytest.raises(UserError) as caught:
-        dist_checkpoint.read_factors(folder)
     assert (
-        str(caught.value) == f"{folder}/.metadata: names {path!r} as a file of the checkpoint{HINT}"
+        refusal(folder) == f"{folder}/.metadata: names {path!r} as a file of the checkpoint{HINT}"
     )
 
 
@@ -144,11 +149,7 @@ def test_an_index_names_files_of_its_folder_alone(tmp_path: Path, path: Any) -> 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, True, 2**63])
 def test_an_index_names_whole_parts_of_files(tmp_path: Path, field: str, value: Any) -> None:
     folder = place_at(written(tmp_path / "step-000001"), **{field: value})
-    with pytest.raises(
-        UserError, match=f"names {value!r} bytes from|bytes from {value!r} of "
-    ) as caught:
-        dist_checkpoint.read_factors(folder)
-    assert str(caught.value).endswith(HINT)
+    assert re.search(f"names {value!r} bytes from|bytes from {value!r} of ", refusal(folder))
 
 
 @pytest.mark.parametrize(
@@ -194,8 +195,7 @@ _EVIL = b"N}X\x04\x00\x00\x00evilK\x01s\x86b"
 def test_an_index_changes_no_class(tmp_path: Path, named: bytes, kept: object, end: bytes) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(b"\x80\x02" + named + _EVIL + end)
-    with pytest.raises(UserError, match="it cannot be loaded as data"):
-        dist_checkpoint.read_factors(folder)
+    assert "it cannot be loaded as data" in refusal(folder)
     assert not hasattr(kept, "evil")
 
 
@@ -223,9 +223,7 @@ def test_an_index_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> N
 def test_an_index_that_is_no_pickle_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     folder = written(tmp_path / "step-000001")
     (folder / ".metadata").write_bytes(content)
-    with pytest.raises(UserError, match="it cannot be loaded as data") as caught:
-        dist_checkpoint.read_factors(folder)
-    assert "\n" not in str(caught.value)
+    assert "it cannot be loaded as data" in refusal(folder)
 
 
 def test_a_forged_file_of_tensors_is_refused_in_one_line(tmp_path: Path, canary: Path) -> None:
@@ -234,10 +232,7 @@ def test_a_forged_file_of_tensors_is_refused_in_one_line(tmp_path: Path, canary:
     (file,) = folder.glob("*.distcp")
     size, forged = file.stat().st_size, names("runs_x.evil", "Kind", 2)
     file.write_bytes(forged + bytes(size - len(forged)))
-    with pytest.raises(UserError) as caught:
-        dist_checkpoint.read_factors(folder)
-    reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
-    assert str(caught.value) == f"{folder}: it cannot be loaded as data ({reason}){HINT}"
+    assert refusal(folder) == not_data(folder, "runs_x.evil.Kind")
     assert not canary.exists()
 
 
@@ -281,10 +276,7 @@ def test_megatrons_common_file_runs_nothing_either(tmp_path: Path, canary: Path)
     }
     command = [sys.executable, "-W", "ignore", "-c", _UNSAFE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    reason = "it names runs_x.evil.Kind, which a checkpoint has no use for"
-    assert (
-        done.stdout.strip() == f"UserError folder: it cannot be loaded as data ({reason}){HINT}"
-    ), done.stderr
+    assert done.stdout.strip() == not_data("UserError folder", "runs_x.evil.Kind"), done.stderr
     assert not canary.exists()
 
 

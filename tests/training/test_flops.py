@@ -80,7 +80,3 @@ def test_torch_counts_the_same(family: str, tmp_path: Path) -> None:
 )
 def test_peaks(name: str, peak: float | None) -> None:
     assert flops.peak_flops(name) == peak
-
-
-def test_mfu() -> None:
-    assert flops.mfu(8e15, seconds=2.0, gpus=4, peak=2e15) == 0.5
