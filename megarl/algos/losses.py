@@ -78,11 +78,8 @@ def policy_loss(
     else:
         weight_T, stats = weights(old_logp_T, targets, hyperparameters)
         loss_T = loss_T * weight_T
-    if hyperparameters.kl_place == "loss":
-        coefficient = hyperparameters.kl_coefficient
-    else:
-        coefficient = 0.0
-    if coefficient and targets.reference_logp_T is not None:
+    coefficient = hyperparameters.kl_coefficient
+    if coefficient and not hyperparameters.pays_kl and targets.reference_logp_T is not None:
         loss_T = loss_T + coefficient * kl_T(
             logp_T, targets.reference_logp_T, hyperparameters.kl_estimator
         )

@@ -115,5 +115,8 @@ def bounds(hyperparameters: Hyperparameters) -> tuple[float, float]:
     Only where the correction is not off.
     """
     low, high = ROLLOUT_CORRECTION_BOUNDS[hyperparameters.rollout_correction]
-    given = hyperparameters.rollout_correction_low, hyperparameters.rollout_correction_high
-    return low if given[0] is None else given[0], high if given[1] is None else given[1]
+    if hyperparameters.rollout_correction_low is not None:
+        low = hyperparameters.rollout_correction_low
+    if hyperparameters.rollout_correction_high is not None:
+        high = hyperparameters.rollout_correction_high
+    return low, high

@@ -32,17 +32,23 @@ from megarl.types import UserError
 _HINT = "remove this checkpoint, or take one that nobody has changed"
 # what the writers of torch and Megatron pickle into an index, besides numbers, text and containers
 _UNPICKLED = (
-    *(index_types.Metadata, index_types.MetadataIndex, index_types.StorageMeta),
-    *(
-        index_types.TensorStorageMetadata,
-        index_types.ChunkStorageMetadata,
-        index_types.BytesStorageMetadata,
-    ),
-    *(index_types.TensorProperties, index_types._MEM_FORMAT_ENCODING),
-    *(filesystem._StorageInfo, filesystem._StoragePrefix),
-    *(planner.SavePlan, planner.WriteItem, planner.WriteItemType),
-    *(planner.TensorWriteData, planner.BytesIOWriteData),
-    *(torch.Size, torch.serialization._get_layout),
+    index_types.Metadata,
+    index_types.MetadataIndex,
+    index_types.StorageMeta,
+    index_types.TensorStorageMetadata,
+    index_types.ChunkStorageMetadata,
+    index_types.BytesStorageMetadata,
+    index_types.TensorProperties,
+    index_types._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    filesystem._StoragePrefix,
+    planner.SavePlan,
+    planner.WriteItem,
+    planner.WriteItemType,
+    planner.TensorWriteData,
+    planner.BytesIOWriteData,
+    torch.Size,
+    torch.serialization._get_layout,
 )
 # Of the enums: a pickle cannot make them anew, and gets what all others get.
 _MEMBERS = [member for kind in _UNPICKLED if isinstance(kind, EnumType) for member in kind]
@@ -100,15 +106,13 @@ def read_index(file: IO[bytes]) -> index_types.Metadata:
             index = _IndexUnpickler(file).load()
     except Exception as error:  # what a forged pickle raises is its author's choice
         raise _unreadable(Path(file.name), error) from None
-    if not isinstance(index, index_types.Metadata) or not isinstance(
-        index.state_dict_metadata, dict
+    if (
+        not isinstance(index, index_types.Metadata)
+        or not isinstance(index.state_dict_metadata, dict)
+        or not isinstance(index.storage_data, dict)
     ):
         raise UserError(file.name, "is not a checkpoint's index", _HINT)
-    if isinstance(index.storage_data, dict):
-        places = index.storage_data.values()
-    else:
-        places = [None]
-    for place in places:
+    for place in index.storage_data.values():
         if isinstance(place, filesystem._StorageInfo):
             at = vars(place)
         else:

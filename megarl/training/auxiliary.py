@@ -69,7 +69,7 @@ class AuxiliaryRank(TrainingRank):
         if self._model.is_last_stage:
             values = [value_T for share in shares for value_T in share.values or ()]
         by_reader = values_by_reader(refs_of(call.updates), values, call.readers)
-        return TokenValuesResult([*by_reader], shares)
+        return TokenValuesResult(by_reader, shares)
 
     def values_of(self, micro_batches: MicroBatches) -> ShareValues:
         """The token values of one update's share, aligned to the token that each is about (the first: 0)."""

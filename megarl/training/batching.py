@@ -63,7 +63,7 @@ def values_by_reader(
     refs: Sequence[SampleRef],
     arrays: Sequence[FloatArray] | None,
     readers: Sequence[frozenset[Key]],
-) -> tuple[TokenValues, ...]:
+) -> list[TokenValues]:
     """For each reader the token values of the responses that it trains on.
 
     arrays: one per sequence, aligned like the whole sequence; None: this rank does not report any.
@@ -74,7 +74,7 @@ def values_by_reader(
             key_of(ref): one_T[-ref.response_length :]
             for ref, one_T in zip(refs, arrays, strict=True)
         }
-    return tuple({key: found[key] for key in found.keys() & reader} for reader in readers)
+    return [{key: found[key] for key in found.keys() & reader} for reader in readers]
 
 
 def spread(response_T: FloatArray, ref: SampleRef) -> FloatArray:

@@ -92,7 +92,7 @@ class PolicyRank(TrainingRank):
         logprobs = self._logprobs(call.algorithm, shares)
         refs = refs_of(call.updates)
         penalties = values_by_reader(refs, logprobs.kl_penalties, call.readers)
-        return TokenValuesResult([*penalties], logprobs)
+        return TokenValuesResult(penalties, logprobs)
 
     def train(self, call: TrainCall[Logprobs | None]) -> list[Statistics]:
         """All optimizer updates of one step; metrics of each as of `train_step`.
