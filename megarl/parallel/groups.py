@@ -21,14 +21,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl import device
 from megarl.algos.statistics import Statistic, Statistics
-from megarl.placement.train_layout import RankCoords, TrainLayout
+from megarl.placement.train_layout import TrainLayout
 
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
-    """Join the training world, build Megatron's groups and seed every generator; blocks until all ranks have joined.
-
-    Raises RuntimeError when Megatron's coordinates of this rank are not the layout's, on which the weight maps rely.
-    """
+    """Join the training world, build Megatron's groups and seed every generator; blocks until all ranks have joined."""
     device.use_loopback()
     dist.init_process_group(
         device.BACKEND,
@@ -37,7 +34,7 @@ def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: flo
         world_size=layout.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    _initialize_groups(layout, rank, timeout_s)
+    _initialize_groups(layout, timeout_s)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -83,7 +80,7 @@ def simulated(rank: int, layout: TrainLayout) -> Iterator[None]:
     """Be one rank of a simulated world inside the block: modules can be built, but no tensor is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        _initialize_groups(layout, rank, timeout_s=60.0)
+        _initialize_groups(layout, timeout_s=60.0)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         yield
     finally:
@@ -91,7 +88,7 @@ def simulated(rank: int, layout: TrainLayout) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _initialize_groups(layout: TrainLayout, rank: int, timeout_s: float) -> None:
+def _initialize_groups(layout: TrainLayout, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -102,23 +99,6 @@ def _initialize_groups(layout: TrainLayout, rank: int, timeout_s: float) -> None
         order="tp-cp-ep-dp-pp",
         create_gloo_process_groups=False,
         distributed_timeout_minutes=max(1, round(timeout_s / 60)),
-    )
-    if _megatron_coords() != layout.coords(rank):
-        raise RuntimeError(
-            f"rank {rank}: Megatron placed it at {_megatron_coords()}, not {layout.coords(rank)}"
-        )
-
-
-def _megatron_coords() -> RankCoords:
-    return RankCoords(
-        rank=dist.get_rank(),
-        tp=parallel_state.get_tensor_model_parallel_rank(),
-        cp=parallel_state.get_context_parallel_rank(),
-        dp=parallel_state.get_data_parallel_rank(),
-        pp=parallel_state.get_pipeline_model_parallel_rank(),
-        ep=parallel_state.get_expert_model_parallel_rank(),
-        etp=parallel_state.get_expert_tensor_parallel_rank(),  # type: ignore[arg-type]
-        edp=parallel_state.get_expert_data_parallel_rank(),
     )
 
 

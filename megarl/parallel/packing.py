@@ -201,8 +201,7 @@ def _experts(
     if not known or len(known) < len(sequences):
         return None
     experts_TMK = np.full((num_tokens, *known[0].shape[1:]), -1, np.int64)
-    for start, sequence, experts in zip(starts, sequences, known, strict=True):
-        assert len(experts) == len(sequence.token_ids_T) - 1, "those of all tokens but the last"
+    for start, experts in zip(starts, known, strict=True):
         experts_TMK[start : start + len(experts)] = experts
     return experts_TMK
 

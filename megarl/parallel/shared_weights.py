@@ -25,7 +25,7 @@ def heads(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
 def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Put `weights` (by the weight map's names) in the places of the chunks' frozen ones, whose memory is freed.
 
-    Returns the names of those that were replaced. Raises ValueError for a weight that is missing or of another extent.
+    Returns the names of those that were replaced.
     """
     own = {id(head) for head in heads(chunks)}
     frozen: dict[str, torch.Tensor] = {
@@ -35,13 +35,6 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
     }
     frozen |= {name: bias for name, bias in named_buffers(chunks) if name.endswith(ROUTER_BIAS)}
     for name, weight in frozen.items():
-        other = weights.get(name)
-        if other is None:
-            raise ValueError(f"the other model has no {name}")
-        if (other.shape, other.dtype) != (weight.shape, weight.dtype):
-            raise ValueError(
-                f"{name} is {list(weight.shape)} {weight.dtype}, "
-                f"the other model has {list(other.shape)} {other.dtype}"
-            )
-        weight.data = other
+        assert weights[name].shape == weight.shape, f"{name} is of another layout"
+        weight.data = weights[name]
     return frozenset(frozen)
