@@ -72,14 +72,3 @@ def test_gae_equals_the_papers_sums_in_every_response(responses, gamma, lam):
     ]
     assert advantage_T.tolist() == pytest.approx(expected, abs=1e-12)
     assert (return_T - flat[:, 1]).tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_each_token_may_have_a_lambda_of_its_own():
-    reward_T, value_T = torch.tensor([0.0, 1.0, 0.0, 2.0]), torch.tensor([0.5, 0.25, 1.0, -1.0])
-    is_last_T, lam_T = torch.tensor([False, True, False, True]), torch.tensor([0.5, 0.5, 0.0, 0.0])
-    advantage_T, _ = gae(reward_T, value_T, is_last_T, gamma=1.0, lam=lam_T)
-    expected = [
-        *slow_gae([0.0, 1.0], [0.5, 0.25], 1.0, 0.5),
-        *slow_gae([0.0, 2.0], [1.0, -1.0], 1.0, 0.0),
-    ]
-    assert advantage_T.tolist() == pytest.approx(expected)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from megarl.algos import ALGORITHMS
 from megarl.algos.losses import kl_T, policy_loss, policy_statistics, turn_diffs
-from megarl.algos.ratios import bounded, k3
 from megarl.algos.rollout_correction import ROLLOUT_CORRECTION_BOUNDS
 from megarl.algos.targets import Targets
 from megarl.tracking.metrics import train_metrics
@@ -112,11 +111,3 @@ def test_the_k3_estimate_and_its_gradient_equal_a_float64_loop(difference: float
     assert logp_T.grad is not None and float(logp_T.grad) == pytest.approx(
         slope, rel=1e-6, abs=1e-7
     )
-
-
-@given(st.lists(st.floats(-19.5, 2.5, width=32), min_size=1, max_size=20))
-def test_ordinary_ratios_are_what_they_were(log_ratios: list[float]) -> None:
-    log_T = torch.tensor(log_ratios)
-    assert torch.equal(bounded(log_T), log_T)
-    exact_T = log_T.double().exp() - 1 - log_T.double()
-    torch.testing.assert_close(k3(log_T).double(), exact_T.clamp(max=10.0), rtol=1e-6, atol=2e-7)

@@ -154,22 +154,3 @@ def test_advantages_are_advantages_or_absent(name: str) -> None:
         np.testing.assert_allclose(
             one.advantage_T, [*[0.0] * len(PROMPT), *own], rtol=1e-5, atol=1e-6
         )
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_samples_advantage_compares_rewards_or_is_absent(name: str) -> None:
-    """A critic's values make the advantages of tokens: there is none of the sample as a whole."""
-    step = step_of(name)
-    found = [ref.advantage for ref in step.refs]
-    assert [ref.reward for ref in step.refs] == REWARDS and [
-        ref.is_correct for ref in step.refs
-    ] == CORRECT
-    if step.row.critic == "values" or step.row.learns_from == "demonstrations":
-        assert found == [None] * len(LENGTHS)
-    elif name == "on_policy_distillation":
-        assert found == [0.0] * len(LENGTHS), "the rewards count in the metrics only"
-    else:
-        formula = {"prime": EXPECTED["rloo"], "reinforce_pp": lambda index: REWARDS[index]}.get(
-            name, EXPECTED[name]
-        )
-        assert found == pytest.approx([formula(index) for index in range(len(LENGTHS))])
