@@ -84,7 +84,9 @@ class Pipeline:
             _sum_then_divide, norms.denominator if norms else None
         )
         step = partial(self._forward, on_outputs, norms, temperature)
-        feeds = [zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks]
+        feeds: list[Iterator[Any]] = [
+            zip(rows, choices or [None] * len(rows), strict=True) for _ in self.chunks
+        ]
         with torch.set_grad_enabled(norms is not None):
             results = get_forward_backward_func()(
                 forward_step_func=step,
