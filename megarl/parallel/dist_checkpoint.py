@@ -112,16 +112,14 @@ def load(
     not what `save` writes.
     """
     _keep_steps()
-    rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
-    has_random_states = len(list(folder.glob("rank-*.pt"))) == dist.get_world_size()
+    random_states = None
     with reading(folder):
         state: Any = dist_checkpointing.load(
             _state(chunks, optimizer, is_loading=True), str(folder)
         )
-        if has_random_states:
+        if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
+            rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
             random_states = torch.load(rank_file, weights_only=True)
-        else:
-            random_states = None
     _take_weights(chunks, state)
     for index, chained in enumerate(stepping(optimizer)):
         chained.load_parameter_state_from_fully_reshardable(

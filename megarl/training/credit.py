@@ -128,13 +128,15 @@ def gae_advantages(
     reward_T[ends] += np.array([ends_with[chain[-1]] for chain in chains])
     value_T = _on_responses([values[place] for place in order], masks)
     lam_T = torch.from_numpy(np.repeat(lams, of_samples))
-    found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
-    cuts = np.cumsum(lengths)[:-1]
-    back = np.argsort(order)
     advantages, returns = (
-        _on_masks(masks, np.split(one.numpy().astype(np.float32), cuts)) for one in found
+        [np.zeros(len(one.token_ids_T), np.float32) for one in sequences] for _ in range(2)
     )
-    return [advantages[place] for place in back], [returns[place] for place in back]
+    found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
+    for arrays, flat_T in zip((advantages, returns), found, strict=True):
+        parts = np.split(flat_T.numpy(), np.cumsum(lengths)[:-1])
+        for place, mask_T, part_T in zip(order, masks, parts, strict=True):
+            arrays[place][mask_T] = part_T
+    return advantages, returns
 
 
 def _sample_advantages(refs: Sequence[SampleRef]) -> list[np.float32]:
@@ -197,16 +199,11 @@ def leave_one_out_process_rewards(
     sums_N[1].index_add_(0, places, torch.ones(len(chains), dtype=torch.float64))
     totals, counts = sum_over_all(sums_N)[:, places].numpy()
     of_samples = (totals - means) / np.maximum(counts - 1, 1)
-    baselines = np.zeros(len(sequences))
-    is_compared = np.zeros(len(sequences), np.bool_)
-    for chain, baseline, count in zip(chains, of_samples, counts, strict=True):
-        baselines[chain] = baseline
-        is_compared[chain] = count > 1
-    masks = [own.sampled_T & compares for own, compares in zip(sequences, is_compared, strict=True)]
-    rows = zip(process, masks, baselines, strict=True)
+    numbers = sample_numbers(sequences)
+    rows = zip(process, sequences, of_samples[numbers], counts[numbers] > 1, strict=True)
     return [
-        np.where(mask_T, one_T - baseline, 0.0).astype(np.float32)
-        for one_T, mask_T, baseline in rows
+        np.where(own.sampled_T & is_compared, one_T - baseline, 0.0).astype(np.float32)
+        for one_T, own, baseline, is_compared in rows
     ]
 
 
@@ -232,12 +229,3 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> 
 def _on_responses(arrays: Sequence[FloatArray], masks: Sequence[np.ndarray]) -> np.ndarray:
     """The responses' tokens of each array, end to end."""
     return np.concatenate([one_T[mask_T] for one_T, mask_T in zip(arrays, masks, strict=True)])
-
-
-def _on_masks(masks: Sequence[np.ndarray], parts: Sequence[FloatArray]) -> PerToken:
-    spread = []
-    for mask_T, part in zip(masks, parts, strict=True):
-        row_T = np.zeros(len(mask_T), np.float32)
-        row_T[mask_T] = part
-        spread.append(row_T)
-    return spread

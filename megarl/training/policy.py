@@ -154,18 +154,16 @@ class PolicyRank(TrainingRank):
         """Log-probabilities by the policy as it is now, then by the reference, where the updates read them."""
         hyperparameters = self._hyperparameters(algorithm)
         (replay, _) = self._sampling(algorithm)
-        has_own_pass = needs_old_logprobs(hyperparameters, len(shares))
         old: list[list[FloatArray] | None] = [None for _ in shares]
         choices: list[list[HostChoices] | None] = [None for _ in shares]
-        for index, share in enumerate(shares if has_own_pass else ()):
-            if replay == "r2":
-                noted = [Choices(is_recording=True) for _ in share.micro_batches]
-            else:
-                noted = None
-            old[index] = self.token_outputs(
-                share.micro_batches, noted or share.choices, share.temperature
-            )
-            choices[index] = None if noted is None else [on_host(one) for one in noted]
+        if needs_old_logprobs(hyperparameters, len(shares)):
+            for index, share in enumerate(shares):
+                noted = share.choices
+                if replay == "r2":
+                    noted = [Choices(is_recording=True) for _ in share.micro_batches]
+                old[index] = self.token_outputs(share.micro_batches, noted, share.temperature)
+                if replay == "r2":
+                    choices[index] = [on_host(one) for one in noted or ()]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with self._as_reference():
