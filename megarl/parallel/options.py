@@ -79,19 +79,18 @@ def effective_options(
     names: fields of the model to list in addition to those that the recipe sets. Leaves out the option that megarl
     itself sets for an optimizer on the host: in a recipe it would ask for TransformerEngine's optimizer.
     """
-    if optimizer.optimizer_cpu_offload:
-        hidden = {PRECISION_AWARE} - train.optimizer.keys()
-    else:
-        hidden = set()
-    return {
-        "megatron": {
-            name: _written(getattr(config, name)) for name in sorted({*names, *train.megatron})
-        },
-        "ddp": {name: _written(getattr(buffers, name)) for name in OF_BUFFERS},
-        "optimizer": {
-            name: _written(getattr(optimizer, name)) for name in OF_OPTIMIZER if name not in hidden
-        },
+    found = {
+        "megatron": _values(config, sorted({*names, *train.megatron})),
+        "ddp": _values(buffers, OF_BUFFERS),
+        "optimizer": _values(optimizer, OF_OPTIMIZER),
     }
+    if optimizer.optimizer_cpu_offload and PRECISION_AWARE not in train.optimizer:
+        del found["optimizer"][PRECISION_AWARE]
+    return found
+
+
+def _values(config: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: _written(getattr(config, name)) for name in names}
 
 
 def _written(value: Any) -> Any:

@@ -105,11 +105,11 @@ def pack(
     targets = Targets(
         loss_mask_T=row.field("loss_mask_T", np.bool_),
         is_stale_T=row.field("is_stale_T", np.bool_),
-        loss_weight_T=row.field("loss_weight_T", np.float32),
-        advantage_T=row.field("advantage_T", np.float32),
-        outcome_T=row.field("outcome", np.float32),
-        engine_logp_T=row.field("engine_logp_T", np.float32),
-        nll_weight_T=row.field("nll_weight_T", np.float32),
+        loss_weight_T=row.field("loss_weight_T"),
+        advantage_T=row.field("advantage_T"),
+        outcome_T=row.field("outcome"),
+        engine_logp_T=row.field("engine_logp_T"),
+        nll_weight_T=row.field("nll_weight_T"),
         sequence_T=row.on_device(_samples(sequences)[sequence_T]),
         dropped_T=row.field_of_some("dropped_T", np.bool_),
         turn_T=row.field_of_some("turn_T", np.int64),
@@ -156,7 +156,7 @@ class _RowLayout:
         """One array for each sequence, aligned with the logprobs."""
         return None if arrays is None else self._aligned(arrays, np.float32)
 
-    def field(self, name: str, dtype: type) -> torch.Tensor:
+    def field(self, name: str, dtype: type = np.float32) -> torch.Tensor:
         """A field of the sequences' tokens, or of a whole sequence at each of its tokens; 0 where it is None."""
         return self._aligned([_per_token(each, name, dtype) for each in self.sequences], dtype)
 
