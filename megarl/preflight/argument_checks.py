@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from megarl.algos import ALGORITHMS
 from megarl.config import EngineConfig, Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.placement.roles import Roles
+from megarl.preflight.listed import listed
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_errors
 from megarl.types import UserError
@@ -16,7 +17,8 @@ from megarl.types import UserError
 _LOADER = "megarl.rollout.sglang.scheduler:load"
 
 
-def argument_errors(roles: Roles, device: str, absent: Container[str]) -> list[UserError]:
+@listed
+def argument_errors(roles: Roles, device: str, absent: Container[str]) -> Iterator[UserError]:
     """Errors that Megatron's and SGLang's own classes find in the arguments that they would get.
 
     They are asked about a run on this machine only where the recipe gives them something to judge (`asks_megatron`,
@@ -24,18 +26,15 @@ def argument_errors(roles: Roles, device: str, absent: Container[str]) -> list[U
     where the model's shape cannot be read: other checks report these.
     """
     shape = roles.policy.model.known_shape
-    errors = []
     if shape is None:
-        return []
+        return
     recipe = roles.recipe
     if asks_megatron(recipe, device):
-        errors += _megatron_errors(roles, device, absent)
-    has_engines = recipe.algorithm.name in ALGORITHMS and not roles.engines.errors(
-        shape, recipe.placement.gpus
-    )
+        yield from _megatron_errors(roles, device, absent)
+    is_known = recipe.algorithm.name in ALGORITHMS
+    has_engines = is_known and not roles.engines.errors(shape, recipe.placement.gpus)
     if has_engines and asks_sglang(recipe, device):
-        errors += _sglang_errors(recipe, device)
-    return errors
+        yield from _sglang_errors(recipe, device)
 
 
 def asks_megatron(recipe: Recipe, device: str) -> bool:
@@ -51,28 +50,25 @@ def asks_sglang(recipe: Recipe, device: str) -> bool:
     return device != DEVICE or engine != sizes_alone or asks_more
 
 
-def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> list[UserError]:
+def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> Iterator[UserError]:
     from megarl.parallel.refusals import megatron_errors
 
-    errors = []
     for role in roles.models.values():
         if role.name != "reward_model" or "reward_model.path" not in absent:
-            errors += megatron_errors(role, device)
-    return errors
+            yield from megatron_errors(role, device)
 
 
-def _sglang_errors(recipe: Recipe, device: str) -> list[UserError]:
+def _sglang_errors(recipe: Recipe, device: str) -> Iterator[UserError]:
     """Errors of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
     try:
         if sglang_errors(recipe.rollout.engine.sglang):
-            return []
+            return
     except UserError:
-        return []
+        return
     from megarl.rollout.sglang.option_check import server_errors
 
     span = None
     if recipe.engine_nodes > 1:
-        nowhere = Address(LOOPBACK, 1)
-        span = NodeSpan(recipe.engine_nodes, 0, nowhere, Endpoint(b""))
+        span = NodeSpan(recipe.engine_nodes, 0, Address(LOOPBACK, 1), Endpoint(b""))
     arguments = server_arguments(engine_settings(recipe, 0, span), _LOADER, device)
-    return server_errors(arguments | {"device": device})
+    yield from server_errors(arguments | {"device": device})

@@ -6,8 +6,9 @@ A recipe's roles are resolved once, and every command runs the checks that `CHEC
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from megarl.preflight.layout_checks import (
     slot_errors,
 )
 from megarl.preflight.limit_checks import limit_errors, secret_errors
+from megarl.preflight.listed import Errors
 from megarl.preflight.lora_checks import adapter_errors, cpu_errors, lora_errors, sharing_errors
 from megarl.preflight.machine_checks import attention_errors, cluster_errors
 from megarl.preflight.model_checks import (
@@ -58,7 +60,6 @@ from megarl.samples.parquet import SampleFile, open_samples
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, UserError, UserErrors
 
-Errors = list[UserError]
 Command = Literal["train", "dry run", "plan", "rollout", "train from samples", "convert"]
 
 
@@ -141,9 +142,8 @@ def plan_errors(roles: Roles) -> Errors:
 
 
 def _check_inputs(case: _Case, errors: Errors) -> Inputs:
-    errors = errors + _errors(case)
     inputs, of_data, _ = _read(case, TokenCache.of_user())
-    _refuse(errors + of_data)
+    _refuse(errors + _errors(case) + of_data)
     assert inputs, "training data that cannot be read is a fault"
     return inputs
 
@@ -154,28 +154,30 @@ def _refuse(errors: Errors) -> None:
 
 
 def _errors(case: _Case) -> Errors:
-    return [error for found in CHECKS[case.command] for error in found(case)]
+    return [error for errors_of in CHECKS[case.command] for error in errors_of(case)]
 
 
-def _environment(case: _Case) -> Errors:
+def _environment(case: _Case) -> Iterator[UserError]:
+    yield from device_errors()
     if case.command != "rollout":
-        of_ranks = attention_errors()
-    else:
-        of_ranks = []
-    return device_errors() + of_ranks + cluster_errors(case.recipe.placement)
+        yield from attention_errors()
+    yield from cluster_errors(case.recipe.placement)
 
 
-def _keys(case: _Case) -> Errors:
+def _keys(case: _Case) -> Iterator[UserError]:
     """Errors of values that can be judged without any file but placement.hardware."""
     recipe = case.recipe
-    errors = limit_errors(recipe, case.device) + secret_errors(recipe)
+    yield from limit_errors(recipe, case.device)
+    yield from secret_errors(recipe)
     for name in dict.fromkeys(recipe.run.trackers):  # each is the name of its client's package
         if importlib.util.find_spec(name) is None:
             hint = "pip install 'megarl[trackers]' or leave it out"
-            errors.append(UserError("run.trackers", f"{name} is not installed", hint))
-    errors += hyperparameter_errors(recipe, learns=case.command != "rollout")
-    errors += phase_errors(case.roles) if case.command in ("train", "dry run") else []
-    return errors + sampling_errors(recipe) + eval_errors(recipe)
+            yield UserError("run.trackers", f"{name} is not installed", hint)
+    yield from hyperparameter_errors(recipe, learns=case.command != "rollout")
+    if case.command in ("train", "dry run"):
+        yield from phase_errors(case.roles)
+    yield from sampling_errors(recipe)
+    yield from eval_errors(recipe)
 
 
 def _checkpoints(case: _Case) -> Errors:
@@ -185,34 +187,34 @@ def _checkpoints(case: _Case) -> Errors:
 def _weights(case: _Case) -> Errors:
     """Errors of the policy's layout and checkpoint, for ranks that only load weights."""
     policy = case.roles.policy
-    if policy.model.known_shape is None:
-        if policy.model.error:
-            return [policy.model.error]
-        return []
-    return policy.layout_errors() + hf_import.check_hf(policy.model.path, policy.shape)
+    if policy.model.known_shape:
+        return policy.layout_errors() + hf_import.check_hf(policy.model.path, policy.shape)
+    return [policy.model.error] if policy.model.error else []
 
 
-def _lora(case: _Case) -> Errors:
-    found = lora_errors(case.roles) + sharing_errors(case.roles)
-    found += cpu_errors(case.roles) if case.device == "cpu" else []
-    return found + ([] if "lora.path" in case.absent else adapter_errors(case.roles))
+def _lora(case: _Case) -> Iterator[UserError]:
+    yield from lora_errors(case.roles)
+    yield from sharing_errors(case.roles)
+    if case.device == "cpu":
+        yield from cpu_errors(case.roles)
+    if "lora.path" not in case.absent:
+        yield from adapter_errors(case.roles)
 
 
 def _critic(case: _Case) -> Errors:
-    if "critic.path" in case.absent:
-        return []
-    return critic_errors(case.roles)
+    return [] if "critic.path" in case.absent else critic_errors(case.roles)
 
 
-def _sglang(case: _Case) -> Errors:
+def _sglang(case: _Case) -> Iterator[UserError]:
     arguments = case.recipe.rollout.engine.sglang
     shape = case.roles.policy.model.known_shape
     try:
-        errors = sglang_errors(arguments)
+        yield from sglang_errors(arguments)
     except UserError as error:
-        errors = [error]
-    errors += latent_cache_errors(arguments) if shape and shape.mla else []
-    return errors + draft_errors(case.recipe)
+        yield error
+    if shape and shape.mla:
+        yield from latent_cache_errors(arguments)
+    yield from draft_errors(case.recipe)
 
 
 def _megatron(case: _Case) -> Errors:
@@ -239,61 +241,63 @@ def _layers(case: _Case) -> Errors:
     return [error] if error else []
 
 
-def _planned(case: _Case) -> Errors:
+def _planned(case: _Case) -> Iterator[UserError]:
     """Errors of what a plan computes with: lengths, layouts, batches. Of an unknown algorithm nothing more is said."""
     recipe = case.recipe
     roles = case.roles
     if recipe.algorithm.name not in ALGORITHMS:
-        return []
-    errors = key_errors(recipe)
+        return
+    yield from key_errors(recipe)
     longest = recipe.data.max_prompt_tokens + recipe.longest_sample
     of_sample = "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens"
     for role in roles.models.values():
-        errors += budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
-        errors += [role.model.error] if role.model.error else role.layout_errors()
+        yield from budget_errors(role, longest, f"data.max_prompt_tokens and {of_sample} together")
+        yield from [role.model.error] if role.model.error else role.layout_errors()
     shape = roles.policy.model.known_shape
-    if shape is None:  # an error of the policy's
-        return errors
-    errors += engine_errors(roles, shape, case.device) + slot_errors(roles) + node_errors(roles)
-    return errors + batch_errors(recipe) + loss_errors(recipe, shape)
+    if shape:
+        yield from engine_errors(roles, shape, case.device)
+        yield from slot_errors(roles)
+        yield from node_errors(roles)
+        yield from batch_errors(recipe)
+        yield from loss_errors(recipe, shape)
 
 
-def _only_sampling(case: _Case) -> Errors:
+def _only_sampling(case: _Case) -> Iterator[UserError]:
     recipe = case.recipe
     reason = "samples are made with the weights of model.path"
-    errors = _unused(recipe, reason)
+    yield from _unused(recipe, reason)
     if recipe.lora and recipe.lora.path:
-        hint = "leave it out, and sample with the merged model, which megarl convert writes"
-        errors.append(UserError("lora.path", f"{recipe.lora.path}, but {reason}", hint))
-    return errors
+        yield UserError(
+            "lora.path",
+            f"{recipe.lora.path}, but {reason}",
+            "leave it out, and sample with the merged model, which megarl convert writes",
+        )
 
 
-def _only_training(case: _Case) -> Errors:
-    errors = _unused(case.recipe, "a file's samples are trained on as they are")
+def _only_training(case: _Case) -> Iterator[UserError]:
+    yield from _unused(case.recipe, "a file's samples are trained on as they are")
     name = case.recipe.algorithm.name
     if learns_from_answers(name):
-        problem = f"{name} learns from the data's answers, not from samples"
-        errors.append(
-            UserError("algorithm.name", problem, "leave --from-samples out, or name another")
+        yield UserError(
+            "algorithm.name",
+            f"{name} learns from the data's answers, not from samples",
+            "leave --from-samples out, or name another",
         )
-    return errors
 
 
-def _unused(recipe: Recipe, reason: str) -> Errors:
+def _unused(recipe: Recipe, reason: str) -> Iterator[UserError]:
     """Keys that ask for what a command leaves out which samples alone or trains alone."""
-    unused = {
-        "warm_start.steps": (recipe.warm_start.steps, "0"),
-        "checkpoint.every": (recipe.checkpoint.every, "null"),
-    }
-    unused["rollout.phase_tokens"] = (recipe.rollout.phase_tokens, "null")
-    unused["rollout.ahead"] = (recipe.rollout.ahead, "0")
-    if recipe.algorithm.name in ALGORITHMS:
-        hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-        unused["algorithm.dynamic_sampling"] = (hyperparameters.dynamic_sampling, "false")
-    told = [(key, value, none) for key, (value, none) in unused.items() if value]
-    return [
-        UserError(key, f"{value}, but {reason}", f"set it to {none}") for key, value, none in told
-    ]
+    name = recipe.algorithm.name
+    draws_again = name in ALGORITHMS and hyperparameters_of(name, recipe.algorithm).dynamic_sampling
+    for key, value, unset in (
+        ("warm_start.steps", recipe.warm_start.steps, "0"),
+        ("checkpoint.every", recipe.checkpoint.every, "null"),
+        ("rollout.phase_tokens", recipe.rollout.phase_tokens, "null"),
+        ("rollout.ahead", recipe.rollout.ahead, "0"),
+        ("algorithm.dynamic_sampling", draws_again, "false"),
+    ):
+        if value:
+            yield UserError(key, f"{value}, but {reason}", f"set it to {unset}")
 
 
 # The checks of each command, in the order in which their errors are told. Those of the data follow (`_read`).
@@ -305,7 +309,7 @@ _BOTH_SIDES = (
     _megatron,
     _lora,
 )
-CHECKS: Mapping[Command, tuple[Callable[[_Case], Errors], ...]] = {
+CHECKS: Mapping[Command, tuple[Callable[[_Case], Iterable[UserError]], ...]] = {
     "train": (_environment, _layers, *_BOTH_SIDES),
     "dry run": (
         _layers,
@@ -368,26 +372,23 @@ def _read(case: _Case, cache: TokenCache | None) -> tuple[Inputs | None, Errors,
         for name, file in data.eval_sets.items()
     }
     if is_whole:
-        is_here = len(data.train) == len(recipe.data.train)
-        if is_here:
-            unknown = []
-        else:
-            unknown = [Prompt("", "", (0,) * recipe.data.max_prompt_tokens, "")]
-        errors += length_errors(roles, tokenizer, [*train, *unknown], cache, vocab_size)
+        prompts = list(train)
+        if len(data.train) < len(recipe.data.train):  # a file that is not here
+            prompts.append(Prompt("", "", (0,) * recipe.data.max_prompt_tokens, ""))
+        errors += length_errors(roles, tokenizer, prompts, cache, vocab_size)
     errors += demonstration_errors(recipe, episode, train)
-    every = [*train, *(prompt for prompts in eval_sets.values() for prompt in prompts)]
-    errors += reward_errors(recipe, every, has_own=episode.has_reward)
+    scored = [*train, *chain.from_iterable(eval_sets.values())]
+    errors += reward_errors(recipe, scored, has_own=episode.has_reward)
     errors += _critic(case)
     if "reward_model.path" not in absent and "reward_model.adapters" not in absent:
         errors += reward_model_errors(roles, train)
-    notes = [*episode.notes, *data.notes]
     if not train:
         return None, errors, episode.notes
     inputs = Inputs(
         prompts=data.stream(recipe),
         eval_sets=eval_sets,
         demonstrate=demonstrations(tokenizer, episode.turn_tokenizer, recipe.data.messages),
-        notes=notes,
+        notes=[*episode.notes, *data.notes],
         metrics=data.metrics,
     )
     return inputs, errors, episode.notes

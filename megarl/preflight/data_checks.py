@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,14 @@ from megarl.data.prompts import vocabulary_errors
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles
+from megarl.preflight.listed import listed
 from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, SampleGroup, UserError
 
 
-def budget_errors(role: Role, longest: int, what: str) -> list[UserError]:
+@listed
+def budget_errors(role: Role, longest: int, what: str) -> Iterator[UserError]:
     """A micro-batch of the role's ranks with fewer tokens than the longest sequence, padded to what its ranks divide.
 
     longest: tokens of that sequence. what: the sequence in words.
@@ -27,54 +29,51 @@ def budget_errors(role: Role, longest: int, what: str) -> list[UserError]:
     align = role.layout.tokens_align
     needed = -(-longest // align) * align
     budget = role.recipe.train.tokens_per_micro_batch
-    if needed <= budget:
-        return []
-    problem = f"{budget} is less than {what} ({needed} tokens)"
-    return [
-        UserError(f"{role.branch}.tokens_per_micro_batch", problem, f"set it to at least {needed}")
-    ]
+    if needed > budget:
+        yield UserError(
+            f"{role.branch}.tokens_per_micro_batch",
+            f"{budget} is less than {what} ({needed} tokens)",
+            f"set it to at least {needed}",
+        )
 
 
+@listed
 def length_errors(
     roles: Roles,
     tokenizer: Any,
     train: Sequence[Prompt],
     cache: TokenCache | None,
     vocab_size: int | None,
-) -> list[UserError]:
+) -> Iterator[UserError]:
     """Micro-batches too small for the longest prompt and response; answers too long for a response, where taught.
 
     vocab_size: the model's, or None where it is not known.
     """
     recipe = roles.recipe
-    errors = []
     limit = recipe.longest_sample
-    has_openings = recipe.episode is not None and recipe.episode.environment is not None
-    if has_openings:
+    if recipe.episode and recipe.episode.environment:  # whose openings may be as long
         prompt_tokens = recipe.data.max_prompt_tokens
     else:
         prompt_tokens = max(len(prompt.token_ids) for prompt in train)
     longest = prompt_tokens + limit
     for role in roles.models.values():
         if role.trains:  # a reward model cuts what is too long
-            errors += budget_errors(role, longest, "the longest prompt and response")
+            yield from budget_errors(role, longest, "the longest prompt and response")
     if recipe.episode and recipe.data.messages:  # demonstration_errors has read them
-        return errors
+        return
     if recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name):
         tokens = _tokens_of_answers(tokenizer, train, cache)
         needed = 1 + int(tokens.lengths.max())
         if needed > limit:
-            problem = f"{limit} is less than the longest answer ({needed} tokens with its end)"
-            if recipe.episode:
-                key = "episode.max_tokens"
-            else:
-                key = "rollout.max_response_tokens"
-            errors.append(UserError(key, problem, f"set it to at least {needed}"))
+            yield UserError(
+                "episode.max_tokens" if recipe.episode else "rollout.max_response_tokens",
+                f"{limit} is less than the longest answer ({needed} tokens with its end)",
+                f"set it to at least {needed}",
+            )
         if vocab_size:
-            errors += vocabulary_errors(
+            yield from vocabulary_errors(
                 "data.train", tokenizer, train, tokens, "answer", vocab_size
             )
-    return errors
 
 
 def _tokens_of_answers(
@@ -90,70 +89,80 @@ def _tokens_of_answers(
     return cached_tokens(cache, tokenizer, "answers", answers, make) or make()
 
 
-def sample_file_errors(samples: SampleFile, roles: Roles) -> list[UserError]:
+@listed
+def sample_file_errors(samples: SampleFile, roles: Roles) -> Iterator[UserError]:
     """Every error of a file for this recipe. The whole file is read, and the policy's shape must be known."""
     recipe = roles.recipe
     shape = roles.policy.shape
     context = roles.policy.model.context_tokens
     where = str(samples.path)
     train = recipe.train
-    errors = []
     try:
         seen = [_seen(samples.groups(step), shape) for step in range(1, samples.num_steps + 1)]
     except UserError as error:
-        return [error]
+        yield error
+        return
     if recipe.run.steps > samples.num_steps:
-        problem = f"{recipe.run.steps} is more than the {samples.num_steps} steps in {where}"
-        errors.append(
-            UserError(
-                "run.steps", problem, f"set it to at most {samples.num_steps}, or sample more"
-            )
+        yield UserError(
+            "run.steps",
+            f"{recipe.run.steps} is more than the {samples.num_steps} steps in {where}",
+            f"set it to at most {samples.num_steps}, or sample more",
         )
     if recipe.rollout.temperature != samples.temperature:
-        problem = f"{recipe.rollout.temperature}, and {where} was sampled at {samples.temperature}"
-        errors.append(
-            UserError(
-                "rollout.temperature", problem, f"set it to {samples.temperature}, or sample anew"
-            )
+        yield UserError(
+            "rollout.temperature",
+            f"{recipe.rollout.temperature}, and {where} was sampled at {samples.temperature}",
+            f"set it to {samples.temperature}, or sample anew",
         )
     highest = max((step.highest_id for step in seen), default=0)
     if highest >= shape.vocab_size or samples.vocab_size != shape.vocab_size:
-        problem = f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})"
-        hint = f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file"
-        errors.append(UserError(where, problem, hint))
+        yield UserError(
+            where,
+            f"it was sampled from a vocabulary of {samples.vocab_size} (highest id {highest})",
+            f"the vocabulary of model.path has {shape.vocab_size}: name the model that made the file",
+        )
     longest = max((step.longest for step in seen), default=0)
     for role in roles.models.values():
         if role.trains:
-            errors += budget_errors(role, longest, f"the longest sequence in {where}")
+            yield from budget_errors(role, longest, f"the longest sequence in {where}")
     if context is not None and longest > context:
-        problem = f"its longest sequence has {longest} tokens, the model's context is {context}"
-        errors.append(
-            UserError(where, problem, "sample shorter ones, or name the model that made the file")
+        yield UserError(
+            where,
+            f"its longest sequence has {longest} tokens, the model's context is {context}",
+            "sample shorter ones, or name the model that made the file",
         )
     fewest = min(samples.num_samples, default=0)
     if fewest < train.updates_per_step:
-        problem = f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}"
-        errors.append(UserError("train.updates_per_step", problem, f"set it to at most {fewest}"))
-    return errors + _algorithm_errors(recipe, seen, where)
+        yield UserError(
+            "train.updates_per_step",
+            f"{train.updates_per_step} is more than the {fewest} samples of a step in {where}",
+            f"set it to at most {fewest}",
+        )
+    yield from _algorithm_errors(recipe, seen, where)
 
 
-def _algorithm_errors(recipe: Recipe, seen: Sequence[_Seen], where: str) -> list[UserError]:
+def _algorithm_errors(recipe: Recipe, seen: Sequence[_Seen], where: str) -> Iterator[UserError]:
     """What the algorithm needs of samples and a file does not have. where: the file's path."""
-    errors = []
     name = recipe.algorithm.name
     algorithm = ALGORITHMS.get(name)
     if algorithm and algorithm.greedy_baseline and not all(step.has_baselines for step in seen):
-        problem = f"{name} compares with greedy samples, and {where} has steps without any"
-        errors.append(UserError("algorithm.name", problem, f"sample with algorithm.name={name}"))
+        yield UserError(
+            "algorithm.name",
+            f"{name} compares with greedy samples, and {where} has steps without any",
+            f"sample with algorithm.name={name}",
+        )
     if algorithm and algorithm.needs_group and not any(step.has_groups for step in seen):
-        problem = f"{name} compares the samples of a prompt, and {where} has one of each prompt"
-        hint = "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2"
-        errors.append(UserError("algorithm.name", problem, hint))
+        yield UserError(
+            "algorithm.name",
+            f"{name} compares the samples of a prompt, and {where} has one of each prompt",
+            "choose an algorithm that does not, or sample with rollout.samples_per_prompt of at least 2",
+        )
     if recipe.train.replay == "r3" and not all(step.has_experts for step in seen):
-        problem = f"r3 replays the experts that the engine chose, and {where} does not have them of this model"
-        hint = "set it to off or r2, or sample with train.replay=r3"
-        errors.append(UserError("train.replay", problem, hint))
-    return errors
+        yield UserError(
+            "train.replay",
+            f"r3 replays the experts that the engine chose, and {where} does not have them of this model",
+            "set it to off or r2, or sample with train.replay=r3",
+        )
 
 
 @dataclass(frozen=True)
@@ -174,14 +183,13 @@ class _Seen:
 def _seen(groups: Sequence[SampleGroup], shape: ModelShape) -> _Seen:
     rows = [row for group in groups for sample in group.samples for row in sample.rows]
     layers = shape.num_sparse_layers
-    chosen = shape.experts_per_token
     token_ids = [ids for row in rows for ids in (row.prompt_ids, row.response_ids_T)]
     return _Seen(
         highest_id=max((int(np.max(ids)) for ids in token_ids if len(ids)), default=0),
         longest=max((row.num_tokens for row in rows), default=0),
         has_experts=all(
             row.routed_experts is not None
-            and row.routed_experts.shape == (row.num_tokens - 1, layers, chosen)
+            and row.routed_experts.shape == (row.num_tokens - 1, layers, shape.experts_per_token)
             for row in rows
         ),
         has_baselines=any(sample.is_baseline for group in groups for sample in group.samples),

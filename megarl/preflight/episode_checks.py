@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.episode import EpisodeConfig
 from megarl.data.files import BadRow, RowErrors, column
 from megarl.environments.agents.agent_thread import AgentThread, agent_settings
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
@@ -17,9 +16,8 @@ from megarl.episodes.template_check import TemplateFacts
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model.hf_config import end_token_ids
+from megarl.preflight.listed import listed
 from megarl.types import Prompt, UserError
-
-Errors = list[UserError]
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class EpisodeRead:
     tools: Sequence[Mapping[str, Any]] = ()
     has_reward: bool | None = False
     notes: Sequence[str] = ()
-    errors: Errors = field(default_factory=list)
+    errors: list[UserError] = field(default_factory=list)
     turn_tokenizer: TurnTokenizer | None = None
 
 
@@ -55,7 +53,7 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
         return EpisodeRead(errors=[error])
     thread.shutdown()
     tools = thread.schemas
-    notes = [_found(recipe, thread.schemas)]
+    notes = [_summary(recipe, tools)]
     turn_tokenizer = None
     if recipe.rollout.phase_tokens and not thread.is_replayable:
         notes.append(
@@ -63,13 +61,16 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
         )
     try:
         if tokenizer is not None:
-            stop_ids = end_token_ids(recipe.model.path)
-            has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
             prepared = prepare(
-                tokenizer, stop_ids, tools, **has, renders=recipe.episode.history == "render"
+                tokenizer,
+                end_token_ids(recipe.model.path),
+                tools,
+                has_reply=thread.has_reply,
+                has_reset=thread.has_reset,
+                renders=recipe.episode.history == "render",
             )
             turn_tokenizer = prepared.turn_tokenizer
-            notes = notes + _notes(prepared.facts, prepared.calls)
+            notes += _notes(prepared.facts, prepared.calls)
     except UserError as error:
         return EpisodeRead(tools, thread.has_reward, errors=[error])
     return EpisodeRead(tools, thread.has_reward, notes, turn_tokenizer=turn_tokenizer)
@@ -78,70 +79,70 @@ def read_episode(recipe: Recipe, tokenizer: Any | None, *, prepares: bool = True
 def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> EpisodeRead:
     """Load the recipe's agent as a run does, and prove the model's chat template for what agents may say."""
     assert recipe.episode
-    try:
-        AgentThread(agent_settings(recipe, workers=1, prepares=prepares)).shutdown()
-    except UserError as error:
-        return EpisodeRead(has_reward=None, errors=[error])
-    notes = [_found(recipe, [])]
+    notes = [_summary(recipe, [])]
     turn_tokenizer = None
     try:
+        AgentThread(agent_settings(recipe, workers=1, prepares=prepares)).shutdown()
         if tokenizer is not None:
             renders = recipe.episode.history == "render"
             stop_ids = end_token_ids(recipe.model.path)
             _, facts = prepare_agents(tokenizer, stop_ids, renders=renders)
             turn_tokenizer = TurnTokenizer(tokenizer, stop_ids)
-            notes = notes + _notes(facts)
+            notes += _notes(facts)
     except UserError as error:
         return EpisodeRead(has_reward=None, errors=[error])
     return EpisodeRead(has_reward=None, notes=notes, turn_tokenizer=turn_tokenizer)
 
 
-def demonstration_errors(recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]) -> Errors:
+@listed
+def demonstration_errors(
+    recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]
+) -> Iterator[UserError]:
     """Demonstrated episodes that supervised steps could not learn from."""
     # imports torch, which `megarl episode-check` does without
     from megarl.algos import learns_from_answers
 
     name = recipe.data.messages
     turn_tokenizer = episode.turn_tokenizer
-    if not (
-        name
-        and turn_tokenizer
-        and (recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name))
-    ):
-        return []
+    teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
+    if not (name and turn_tokenizer and teaches):
+        return
     bad = RowErrors("data.messages")
     longest = 0
     for prompt in prompts:
         try:
             messages = column(prompt.row, name, "set data.messages to one of {columns}")
-            longest = max(
-                longest, len(demonstrate(turn_tokenizer, prompt.messages, messages).response_ids)
-            )
+            demonstration = demonstrate(turn_tokenizer, prompt.messages, messages)
+            longest = max(longest, len(demonstration.response_ids))
         except BadRow as error:
             bad.add(prompt.id, error)
-    errors = bad.errors()
+    yield from bad.errors()
     if longest > recipe.longest_sample:
-        problem = f"{recipe.longest_sample} is less than the longest demonstrated episode ({longest} tokens)"
-        errors.append(UserError("episode.max_tokens", problem, f"set it to at least {longest}"))
-    return errors
+        yield UserError(
+            "episode.max_tokens",
+            f"{recipe.longest_sample} is less than the longest demonstrated episode ({longest} tokens)",
+            f"set it to at least {longest}",
+        )
 
 
-def _found(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
+def _summary(recipe: Recipe, schemas: Sequence[Mapping[str, Any]]) -> str:
     """What answers the model, and how far an episode goes."""
     episode = recipe.episode
     assert episode
+    answers = [episode.agent or episode.environment or ""]
     if schemas:
-        tools = f"tools {', '.join(schema['function']['name'] for schema in schemas)}"
-    else:
-        tools = ""
-    answers = " with ".join(filter(None, (episode.agent, episode.environment, tools)))
-    turns = f"at most {episode.max_turns} turns, {recipe.rollout.max_response_tokens} sampled tokens in a turn"
-    return f"episode: {answers}; {turns}, {episode.max_tokens} tokens after the prompt"
+        answers.append(f"tools {', '.join(schema['function']['name'] for schema in schemas)}")
+    return (
+        f"episode: {' with '.join(filter(None, answers))}; at most {episode.max_turns} turns, "
+        f"{recipe.rollout.max_response_tokens} sampled tokens in a turn, {episode.max_tokens} tokens after the prompt"
+    )
 
 
 def _notes(facts: TemplateFacts, calls: CallFormat | None = None) -> list[str]:
     """What a user should know of the model's template."""
-    notes = [*facts.notes, *([calls.why] if calls else [])]
+    notes = list(facts.notes)
+    if calls:
+        notes.append(calls.why)
     if facts.kept:
         notes.append(
             f"episodes keep what the chat template would leave out later: {', '.join(facts.kept)}"
@@ -149,14 +150,12 @@ def _notes(facts: TemplateFacts, calls: CallFormat | None = None) -> list[str]:
     return [f"episode: {note}" for note in notes]
 
 
-def key_errors(recipe: Recipe) -> Errors:
+@listed
+def key_errors(recipe: Recipe) -> Iterator[UserError]:
     """What the recipe's keys alone say; nothing without episodes."""
-    if recipe.episode:
-        return list(_key_errors(recipe, recipe.episode))
-    return []
-
-
-def _key_errors(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserError]:
+    episode = recipe.episode
+    if episode is None:
+        return
     rollout = recipe.rollout
     named = [key for key in ("tools", "environment", "agent") if getattr(episode, key)]
     if len(named) != 1:
@@ -170,9 +169,12 @@ def _key_errors(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserError]:
             "episode.endpoint", f"{episode.endpoint}, but only an agent asks there", "leave it out"
         )
     if episode.max_tokens < rollout.max_response_tokens:
-        problem = f"{episode.max_tokens} is less than a turn may have: rollout.max_response_tokens"
-        hint = f"set it to at least {rollout.max_response_tokens}"
-        yield UserError("episode.max_tokens", f"{problem} is {rollout.max_response_tokens}", hint)
+        most = rollout.max_response_tokens
+        yield UserError(
+            "episode.max_tokens",
+            f"{episode.max_tokens} is less than a turn may have: rollout.max_response_tokens is {most}",
+            f"set it to at least {most}",
+        )
     for key, value in (("phase_tokens", rollout.phase_tokens), ("ahead", rollout.ahead)):
         if value and episode.agent:
             yield UserError(
@@ -181,7 +183,8 @@ def _key_errors(recipe: Recipe, episode: EpisodeConfig) -> Iterator[UserError]:
                 "leave it out",
             )
     if rollout.phase_tokens and episode.phase_tool_s < episode.call_timeout_s and not episode.agent:
-        problem = f"{episode.phase_tool_s:g}, and a longer call, which may take episode.call_timeout_s, would never end"
         yield UserError(
-            "episode.phase_tool_s", problem, f"set it to at least {episode.call_timeout_s:g}"
+            "episode.phase_tool_s",
+            f"{episode.phase_tool_s:g}, and a longer call, which may take episode.call_timeout_s, would never end",
+            f"set it to at least {episode.call_timeout_s:g}",
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
 
 from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from_answers
 from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
+from megarl.preflight.listed import listed
 from megarl.spelling import did_you_mean, near
 from megarl.types import Hyperparameters, UserError
 
@@ -14,24 +16,25 @@ _OF_VALUES = ("gae_lambda", "critic_lambda", "lambda_alpha", "value_clip")
 _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
-def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> list[UserError]:
+@listed
+def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> Iterator[UserError]:
     """Every error of the algorithm's hyperparameters; learns: false where the command samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
-        problem = f"{name!r} is no algorithm"
-        hint = f"choose from {', '.join(ALGORITHMS)}"
-        return [UserError("algorithm.name", problem, hint)]
+        yield UserError(
+            "algorithm.name", f"{name!r} is no algorithm", f"choose from {', '.join(ALGORITHMS)}"
+        )
+        return
     hyperparameters = hyperparameters_of(name, recipe.algorithm)
     unread = _unread(name, hyperparameters, has_turns=recipe.episode is not None)
-    errors = [
-        UserError(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
-        for key, value in recipe.algorithm.given.items()
-        if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key)
-    ]
-    errors += _bounds_errors(hyperparameters)
-    return errors + (
-        _start_errors(recipe, hyperparameters) + _idle_errors(recipe) if learns else []
-    )
+    for key, value in recipe.algorithm.given.items():
+        if key in unread and value != getattr(ALGORITHMS[name].hyperparameters, key):
+            yield UserError(f"algorithm.{key}", f"is set, and {unread[key]}", "leave it out")
+    yield from _bounds_errors(hyperparameters)
+    if learns:
+        yield from _start_errors(recipe, hyperparameters)
+    if learns and learns_from_answers(name):
+        yield from _idle_errors(recipe)
 
 
 def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> dict[str, str]:
@@ -71,112 +74,121 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
     return found
 
 
-def _bounds_errors(hyperparameters: Hyperparameters) -> list[UserError]:
+def _bounds_errors(hyperparameters: Hyperparameters) -> Iterator[UserError]:
     if hyperparameters.rollout_correction == "off":
-        return []
+        return
     low, high = bounds(hyperparameters)
-    if low < high:
-        return []
-    problem = f"the bounds of {hyperparameters.rollout_correction} are {low} and {high}, between which nothing is kept"
-    return [
-        UserError(
+    if low >= high:
+        yield UserError(
             "algorithm.rollout_correction_low",
-            problem,
+            f"the bounds of {hyperparameters.rollout_correction} are {low} and {high}, between which nothing is kept",
             "set it below algorithm.rollout_correction_high",
         )
-    ]
 
 
-def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> list[UserError]:
+def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> Iterator[UserError]:
     """Errors of the critic's warm-up and of the reference that a run starts with."""
-    errors = []
     warmup = hyperparameters.critic_warmup_steps
     if has_critic(recipe.algorithm.name) and warmup >= recipe.run.steps:
-        problem = (
-            f"{warmup} are all of run.steps ({recipe.run.steps}): the policy would never learn"
-        )
-        errors.append(
-            UserError("algorithm.critic_warmup_steps", problem, f"set it below {recipe.run.steps}")
+        yield UserError(
+            "algorithm.critic_warmup_steps",
+            f"{warmup} are all of run.steps ({recipe.run.steps}): the policy would never learn",
+            f"set it below {recipe.run.steps}",
         )
     name = recipe.algorithm.name
     has_teacher = ALGORITHMS[name].has_teacher
     if has_teacher and not hyperparameters.kl_coefficient:
-        problem = f"0, and {name} learns from nothing else"
-        errors.append(UserError("algorithm.kl_coefficient", problem, "leave it out"))
+        yield UserError(
+            "algorithm.kl_coefficient",
+            f"0, and {name} learns from nothing else",
+            "leave it out",
+        )
     if has_teacher and not recipe.reference.path:
-        problem = f"{name} learns from the reference, and model.path has nothing to teach itself"
-        errors.append(UserError("reference.path", problem, "name the teacher's checkpoint"))
+        yield UserError(
+            "reference.path",
+            f"{name} learns from the reference, and model.path has nothing to teach itself",
+            "name the teacher's checkpoint",
+        )
     elif (
         hyperparameters.kl_coefficient and recipe.warm_start.steps and recipe.reference.path is None
     ):
-        problem = f"{hyperparameters.kl_coefficient}, but the reference is model.path as it is before the warm start"
-        hint = "set it to 0, warm_start.steps to 0, or name reference.path"
-        errors.append(UserError("algorithm.kl_coefficient", problem, hint))
-    return errors
+        yield UserError(
+            "algorithm.kl_coefficient",
+            f"{hyperparameters.kl_coefficient}, but the reference is model.path as it is before the warm start",
+            "set it to 0, warm_start.steps to 0, or name reference.path",
+        )
 
 
-def _idle_errors(recipe: Recipe) -> list[UserError]:
+def _idle_errors(recipe: Recipe) -> Iterator[UserError]:
     """Models and options without a use where the policy learns from the data's answers."""
-    if not learns_from_answers(recipe.algorithm.name):
-        return []
     idle = {
         "reference.use": recipe.reference.use,
         "reward_model.path": recipe.reward_model.path is not None,
         "reward_model.adapters": recipe.reward_model.adapters is not None,
         "train.replay": recipe.train.replay != "off",
     }
-    problem = f"is set, and {recipe.algorithm.name} learns from the data's answers"
-    hint = "leave it out"
-    return [UserError(key, problem, hint) for key, is_set in idle.items() if is_set]
+    for key, is_set in idle.items():
+        if is_set:
+            problem = f"is set, and {recipe.algorithm.name} learns from the data's answers"
+            yield UserError(key, problem, "leave it out")
 
 
-def sampling_errors(recipe: Recipe) -> list[UserError]:
+@listed
+def sampling_errors(recipe: Recipe) -> Iterator[UserError]:
     """Errors of how training samples are drawn, where the algorithm is known and learns from samples."""
     name = recipe.algorithm.name
     rollout = recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):
-        return []
-    errors = []
+        return
     if rollout.top_p < 1:
-        problem = f"{rollout.top_p} cuts off tokens that the policy's log-probabilities, ratios and entropy count"
-        hint = "set it to 1.0, or shape the samples by rollout.temperature; evaluation.top_p may be below 1"
-        errors.append(UserError("rollout.top_p", problem, hint))
+        yield UserError(
+            "rollout.top_p",
+            f"{rollout.top_p} cuts off tokens that the policy's log-probabilities, ratios and entropy count",
+            "set it to 1.0, or shape the samples by rollout.temperature; evaluation.top_p may be below 1",
+        )
     if rollout.samples_per_prompt > 1:
-        return errors
+        return
     if ALGORITHMS[name].needs_group:
         others = ", ".join(
             other for other, row in ALGORITHMS.items() if row.surrogate and not row.needs_group
         )
-        problem = f"1, and {name} compares the samples of a prompt with each other"
-        hint = f"set it to at least 2, or choose an algorithm.name that does not ({others})"
-        errors.append(UserError("rollout.samples_per_prompt", problem, hint))
-    elif hyperparameters_of(name, recipe.algorithm).dynamic_sampling:
-        problem = (
-            "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1"
+        yield UserError(
+            "rollout.samples_per_prompt",
+            f"1, and {name} compares the samples of a prompt with each other",
+            f"set it to at least 2, or choose an algorithm.name that does not ({others})",
         )
-        hint = "set it to false, or rollout.samples_per_prompt to at least 2"
-        errors.append(UserError("algorithm.dynamic_sampling", problem, hint))
-    return errors
+    elif hyperparameters_of(name, recipe.algorithm).dynamic_sampling:
+        yield UserError(
+            "algorithm.dynamic_sampling",
+            "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1",
+            "set it to false, or rollout.samples_per_prompt to at least 2",
+        )
 
 
-def eval_errors(recipe: Recipe) -> list[UserError]:
+@listed
+def eval_errors(recipe: Recipe) -> Iterator[UserError]:
     """Keys for evaluation sets that data.eval does not have, and several greedy answers, which are all the same."""
-    errors = []
     names = list(recipe.data.eval)
     for name in recipe.evaluation.sets:
         if name not in names:
-            hint = did_you_mean(
-                near(name, names), f"name one of {', '.join(names)}" if names else "leave it out"
+            yield UserError(
+                f"evaluation.sets.{name}",
+                "data.eval has no such set",
+                did_you_mean(
+                    near(name, names),
+                    f"name one of {', '.join(names)}" if names else "leave it out",
+                ),
             )
-            errors.append(UserError(f"evaluation.sets.{name}", "data.eval has no such set", hint))
     for name in names:
         own = recipe.evaluation.of(name)
         if own.samples > 1 and own.temperature == 0:
-            given = recipe.evaluation.sets.get(name)
-            if given and given.samples:
+            of_set = recipe.evaluation.sets.get(name)
+            if of_set and of_set.samples:
                 where = f"evaluation.sets.{name}.samples"
             else:
                 where = "evaluation.samples"
-            problem = f"{own.samples} greedy answers to a prompt of {name} are the same {own.samples} times"
-            errors.append(UserError(where, problem, "set a temperature, or samples to 1"))
-    return errors
+            yield UserError(
+                where,
+                f"{own.samples} greedy answers to a prompt of {name} are the same {own.samples} times",
+                "set a temperature, or samples to 1",
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megarl.algos import learns_from_answers
@@ -12,13 +12,12 @@ from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles
 from megarl.placement.train_layout import divisors, nearest
+from megarl.preflight.listed import Errors, listed
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import Part
 from megarl.resharding.traffic import least_round_bytes
 from megarl.types import UserError
-
-Errors = list[UserError]
 
 
 def layout_errors(roles: Roles, device: str) -> Errors:
@@ -51,15 +50,12 @@ def shape_or_stand_in(roles: Roles) -> ModelShape:
 
 def engine_errors(roles: Roles, shape: ModelShape, device: str) -> Errors:
     """What the engines do not divide in the model and on the GPUs, and what SGLang refuses on the device."""
+    gpus = roles.recipe.placement.gpus
     if device != "cpu":
-        return roles.engines.errors(shape, roles.recipe.placement.gpus) or roles.engines.gpu_errors(
-            shape
-        )
+        return roles.engines.errors(shape, gpus) or roles.engines.gpu_errors(shape)
     # on CPU fp8 itself is the error, not the tiles that it cuts
     without_tiles = replace(roles.engines, fp8=False)
-    return without_tiles.errors(shape, roles.recipe.placement.gpus) or roles.engines.cpu_errors(
-        shape
-    )
+    return without_tiles.errors(shape, gpus) or roles.engines.cpu_errors(shape)
 
 
 def slot_errors(roles: Roles) -> Errors:
@@ -67,29 +63,35 @@ def slot_errors(roles: Roles) -> Errors:
     gpus = roles.recipe.placement.gpus
     num_training = len(roles.policy.slots)
     engines = roles.engines
-    found = []
+    errors = []
     for role in roles.models.values():
         if role.name != "policy" and role.slots.stop > gpus:
-            first = role.first_slot
             last = role.slots.stop - 1
-            problem = f"its ranks are on the slots {first} to {last}, placement.gpus is {gpus}"
-            found.append(
-                UserError(f"{role.branch}.gpus", problem, f"lower it or {role.branch}.first_gpu")
+            errors.append(
+                UserError(
+                    f"{role.branch}.gpus",
+                    f"its ranks are on the slots {role.first_slot} to {last}, placement.gpus is {gpus}",
+                    f"lower it or {role.branch}.first_gpu",
+                )
             )
     if num_training > gpus:
-        problem = f"{num_training} is more than placement.gpus ({gpus})"
-        found.append(UserError("placement.train_gpus", problem, f"set it to at most {gpus}"))
-    if engines.first > num_training:  # the members of a reshard are numbered without a gap
-        problem = f"{engines.first} leaves a gap behind the {num_training} GPUs that train"
-        found.append(
-            UserError("placement.first_engine_gpu", problem, f"set it to at most {num_training}")
+        errors.append(
+            UserError(
+                "placement.train_gpus",
+                f"{num_training} is more than placement.gpus ({gpus})",
+                f"set it to at most {gpus}",
+            )
         )
-    used = {
-        slot
-        for slots in (roles.engine_slots, *(role.slots for role in roles.models.values()))
-        for slot in slots
-    }
-    if len(used) < gpus and not found:
+    if engines.first > num_training:  # the members of a reshard are numbered without a gap
+        errors.append(
+            UserError(
+                "placement.first_engine_gpu",
+                f"{engines.first} leaves a gap behind the {num_training} GPUs that train",
+                f"set it to at most {num_training}",
+            )
+        )
+    used = set(roles.engine_slots).union(*(role.slots for role in roles.models.values()))
+    if len(used) < gpus and not errors:
         idle = min(set(range(gpus)) - used)
         if idle == len(used):
             problem = f"{gpus} GPUs, of which training and engines use the first {idle}"
@@ -97,47 +99,46 @@ def slot_errors(roles: Roles) -> Errors:
         else:
             problem = f"{gpus} GPUs, of which nothing uses number {idle}"
             hint = "leave no gap"
-        found.append(UserError("placement.gpus", problem, hint))
-    return found
+        errors.append(UserError("placement.gpus", problem, hint))
+    return errors
 
 
-def node_errors(roles: Roles) -> Errors:
+@listed
+def node_errors(roles: Roles) -> Iterator[UserError]:
     """Tensor-parallel ranks, which communicate in every layer, on several nodes; engines across a node's edge."""
     node = roles.recipe.placement.gpus_per_node
-    found = []
     if max(roles.recipe.placement.gpus, roles.engines.end) <= node:
-        return found
+        return
     for role in roles.models.values():
         tp = role.layout.tp
         first = role.first_slot
         if node % tp or first % tp:
             problem = f"{tp} ranks at a time, from GPU {first} on, would not all lie inside nodes of {node} GPUs"
-            first_hint = f"set {role.branch}.first_gpu to a multiple of it"
             if node % tp:
                 hint = f"set it to {nearest(tp, divisors(node))}"
             else:
-                hint = first_hint
-            found.append(UserError(f"{role.branch}.tp", problem, hint))
-    return found + _engine_node_errors(roles)
+                hint = f"set {role.branch}.first_gpu to a multiple of it"
+            yield UserError(f"{role.branch}.tp", problem, hint)
+    yield from _engine_node_errors(roles)
 
 
-def _engine_node_errors(roles: Roles) -> Errors:
+def _engine_node_errors(roles: Roles) -> Iterator[UserError]:
     node = roles.recipe.placement.gpus_per_node
     engines = roles.engines
     inside = node % engines.tp == 0 and engines.first % engines.tp == 0
     whole = engines.tp % node == 0 and engines.first % node == 0
     if not inside and not whole:
-        problem = f"{engines.tp} ranks, from GPU {engines.first} on, neither lie in nodes of {node} GPUs nor fill them"
-        hint = f"choose a divisor or a multiple of {node}, and placement.first_engine_gpu as a multiple of it"
-        return [UserError("rollout.engine.tp", problem, hint)]
-    if whole and engines.tp > node and roles.recipe.placement.network == "loopback":
-        problem = f"an engine of {engines.tp} ranks is on several nodes of {node} GPUs, which meet on no loopback"
-        return [
-            UserError(
-                "placement.network", problem, "set it to nodes, or correct placement.gpus_per_node"
-            )
-        ]
-    return []
+        yield UserError(
+            "rollout.engine.tp",
+            f"{engines.tp} ranks, from GPU {engines.first} on, neither lie in nodes of {node} GPUs nor fill them",
+            f"choose a divisor or a multiple of {node}, and placement.first_engine_gpu as a multiple of it",
+        )
+    elif whole and engines.tp > node and roles.recipe.placement.network == "loopback":
+        yield UserError(
+            "placement.network",
+            f"an engine of {engines.tp} ranks is on several nodes of {node} GPUs, which meet on no loopback",
+            "set it to nodes, or correct placement.gpus_per_node",
+        )
 
 
 def reshard_errors(roles: Roles) -> Errors:
@@ -156,19 +157,23 @@ def reshard_errors(roles: Roles) -> Errors:
     return found[:1]  # one key, whatever is too large for it
 
 
-def _round_errors(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> Errors:
+def _round_errors(
+    roles: Roles, sources: Sequence[Part], targets: Sequence[Part]
+) -> Iterator[UserError]:
     members = roles.num_members
     round_bytes = roles.recipe.reshard.round_bytes
     dtype = roles.recipe.model.dtype
     # a stream each way with each peer, twice
     if 4 * (members - 1) * _largest_granule(targets, dtype) <= round_bytes:
-        return []
+        return
     node = roles.recipe.placement.gpus_per_node
     least = least_round_bytes(sources, targets, members, gpus_per_node=node, dtype=dtype)
-    if least <= round_bytes:
-        return []
-    problem = f"{round_bytes} has no room for two of the smallest pieces to and from every peer ({least} bytes)"
-    return [UserError("reshard.round_bytes", problem, f"set it to at least {least}")]
+    if least > round_bytes:
+        yield UserError(
+            "reshard.round_bytes",
+            f"{round_bytes} has no room for two of the smallest pieces to and from every peer ({least} bytes)",
+            f"set it to at least {least}",
+        )
 
 
 def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
@@ -184,21 +189,22 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
     )
 
 
-def batch_errors(recipe: Recipe) -> Errors:
+@listed
+def batch_errors(recipe: Recipe) -> Iterator[UserError]:
     """More optimizer updates than a step has samples."""
     rollout = recipe.rollout
     updates = recipe.train.updates_per_step
-    given = {
-        "rollout.prompts_per_step x samples_per_prompt": rollout.prompts_per_step
-        * rollout.samples_per_prompt
-    }
     if learns_from_answers(recipe.algorithm.name):
-        given = {"rollout.prompts_per_step": rollout.prompts_per_step}
+        counts = {"rollout.prompts_per_step": rollout.prompts_per_step}
+    else:
+        samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        counts = {"rollout.prompts_per_step x samples_per_prompt": samples}
     if recipe.warm_start.steps:
-        given["warm_start.sequences_per_step"] = recipe.warm_start.sequences_per_step
-    few = {name: count for name, count in given.items() if count < updates}
-    hint = f"set it to at most {min(given.values())}"
-    return [
-        UserError("train.updates_per_step", f"{updates} is more than {n} = {c}", hint)
-        for n, c in few.items()
-    ]
+        counts["warm_start.sequences_per_step"] = recipe.warm_start.sequences_per_step
+    for name, count in counts.items():
+        if count < updates:
+            yield UserError(
+                "train.updates_per_step",
+                f"{updates} is more than {name} = {count}",
+                f"set it to at most {min(counts.values())}",
+            )

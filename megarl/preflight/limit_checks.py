@@ -3,104 +3,104 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config import Recipe
+from megarl.config import PlacementConfig, Recipe, RunConfig
 from megarl.config.hardware import load_hardware
 from megarl.disk import is_writable
+from megarl.preflight.listed import listed
 from megarl.tracking.secrets import secrets_in
 from megarl.types import UserError, UserErrors
 
-Errors = list[UserError]
 _MOST_SAMPLES = 2**24  # of a step: the controller holds a summary of each
 _LONGEST_FOLDER = 3500  # bytes of a path, of which Linux takes 4095
 _RANK_BYTES = 200_000_000  # the least memory of a training rank on CPU
 _NO_SECRET = "give the name of an environment variable instead, and let the function read that"
 
 
-def limit_errors(recipe: Recipe, device: str) -> Errors:
+@listed
+def limit_errors(recipe: Recipe, device: str) -> Iterator[UserError]:
     """Batches too large for one process, GPUs that a machine cannot have, unusable folders and files."""
-    errors = _step_size_errors(recipe) + _gpu_errors(recipe, device)
-    return errors + _hardware_errors(recipe) + _folder_errors(recipe)
-
-
-def _step_size_errors(recipe: Recipe) -> Errors:
     prompts = recipe.rollout.prompts_per_step
     samples = recipe.rollout.samples_per_prompt
-    if prompts * samples <= _MOST_SAMPLES:
-        return []
-    problem = f"{prompts} prompts of {samples} samples each are {prompts * samples} samples a step"
-    hint = f"bring the product with rollout.samples_per_prompt to at most {_MOST_SAMPLES}"
-    return [UserError("rollout.prompts_per_step", problem, hint)]
+    if prompts * samples > _MOST_SAMPLES:
+        yield UserError(
+            "rollout.prompts_per_step",
+            f"{prompts} prompts of {samples} samples each are {prompts * samples} samples a step",
+            f"bring the product with rollout.samples_per_prompt to at most {_MOST_SAMPLES}",
+        )
+    if recipe.placement.network != "nodes":
+        yield from _gpu_errors(recipe.placement, device)
+    if recipe.placement.hardware:
+        yield from _hardware_errors(recipe.placement.hardware)
+    yield from _folder_errors(recipe.run)
 
 
-def _gpu_errors(recipe: Recipe, device: str) -> Errors:
+def _gpu_errors(placement: PlacementConfig, device: str) -> Iterator[UserError]:
     """More GPUs than a run on one machine can have; on CPU each simulated GPU is a process."""
-    placement = recipe.placement
-    if placement.network == "nodes":
-        return []
     if device == "cpu":
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         most = max(1, room // _RANK_BYTES)
-        problem = f"{placement.gpus} simulated GPUs are as many processes of {_RANK_BYTES / 1e9:g} GB and more"
-        problem += f", and this machine has {room / 1e9:.0f} GB"
+        problem = (
+            f"{placement.gpus} simulated GPUs are as many processes of {_RANK_BYTES / 1e9:g} GB and more, "
+            f"and this machine has {room / 1e9:.0f} GB"
+        )
         hint = f"set it to at most {most}"
     else:
         most = placement.gpus_per_node
         problem = f"{placement.gpus} GPUs on one machine (placement.network is loopback), whose nodes have {most}"
-        hint = f"set it to at most {most}, or placement.gpus_per_node to {placement.gpus}, "
-        hint += "or placement.network to nodes"
-    if placement.gpus <= most:
-        return []
-    return [UserError("placement.gpus", problem, hint)]
+        hint = (
+            f"set it to at most {most}, or placement.gpus_per_node to {placement.gpus}, "
+            "or placement.network to nodes"
+        )
+    if placement.gpus > most:
+        yield UserError("placement.gpus", problem, hint)
 
 
-def _hardware_errors(recipe: Recipe) -> Errors:
-    path = recipe.placement.hardware
-    if path is None:
-        return []
+def _hardware_errors(path: str) -> Iterator[UserError]:
     try:
         load_hardware(path)
     except UserErrors as raised:
-        told = [
-            (f"{error.where}: {error.problem}", f"{error.hint}, or leave the key out")
-            for error in raised.errors
-        ]
-        return [UserError("placement.hardware", problem, hint) for problem, hint in told]
-    return []
+        for error in raised.errors:
+            yield UserError(
+                "placement.hardware",
+                f"{error.where}: {error.problem}",
+                f"{error.hint}, or leave the key out",
+            )
 
 
-def _folder_errors(recipe: Recipe) -> Errors:
+def _folder_errors(run: RunConfig) -> Iterator[UserError]:
     """run.dir must be a folder that exists or can be made, and short enough for the names of the files in it."""
-    folder = Path(recipe.run.dir).absolute()
-    length = len(os.fsencode(folder / recipe.run.name))
+    folder = Path(run.dir).absolute()
+    length = len(os.fsencode(folder / run.name))
     if length > _LONGEST_FOLDER:
-        problem = f"with run.name it makes a path of {length} bytes, to which the names of files are added"
-        return [UserError("run.dir", problem, f"name a folder of at most {_LONGEST_FOLDER} bytes")]
+        yield UserError(
+            "run.dir",
+            f"with run.name it makes a path of {length} bytes, to which the names of files are added",
+            f"name a folder of at most {_LONGEST_FOLDER} bytes",
+        )
+        return
     while not os.path.lexists(folder):
         folder = folder.parent
-    if is_writable(folder):
-        return []
-    return [
-        UserError(
+    if not is_writable(folder):
+        yield UserError(
             "run.dir", f"{folder} is not a folder that can be written to", "name another folder"
         )
-    ]
 
 
-def secret_errors(recipe: Recipe) -> Errors:
+@listed
+def secret_errors(recipe: Recipe) -> Iterator[UserError]:
     """Secrets in arguments that are passed through, found by the names of their keys, and passwords in URLs.
 
     A run saves its recipe in its folder, for everybody who may read that folder.
     """
     free = [("reward.arguments", recipe.reward.arguments, _NO_SECRET)]
-    for source, judge in recipe.reward.by_source.items():
-        free.append((f"reward.by_source.{source}.arguments", judge.arguments, _NO_SECRET))
+    for source, function in recipe.reward.by_source.items():
+        free.append((f"reward.by_source.{source}.arguments", function.arguments, _NO_SECRET))
     free.append(
         ("rollout.engine.sglang", recipe.rollout.engine.sglang, "remove it from the recipe")
     )
-    return [
-        UserError(place, f"{what}, and the run saves its recipe", hint)
-        for where, arguments, hint in free
-        for place, what in secrets_in(arguments, where)
-    ]
+    for where, arguments, hint in free:
+        for place, what in secrets_in(arguments, where):
+            yield UserError(place, f"{what}, and the run saves its recipe", hint)

@@ -6,42 +6,42 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.checkpoints import peft
-from megarl.config import Recipe
+from megarl.config import EngineConfig, Recipe
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles, trains_merged
+from megarl.preflight.listed import Errors, listed
 from megarl.resharding.lora_map import TARGETS, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import UserError
 
-Errors = list[UserError]
-_LEAVE_OUT = "leave lora out"
+_MERGED = "set lora.sync to merged"
 # Of train.megatron: options under which a layer's input or output has another parallel state, or that were not tried.
 _MEGATRON = (
-    *(
-        "moe_shared_expert_overlap",
-        "fp8",
-        "fp4",
-        "cpu_offloading",
-        "delay_wgrad_compute",
-        "tp_comm_overlap",
-    ),
+    "moe_shared_expert_overlap",
+    "fp8",
+    "fp4",
+    "cpu_offloading",
+    "delay_wgrad_compute",
+    "tp_comm_overlap",
     "fine_grained_activation_offloading",  # frees what the adapters of experts have saved
 )
 # of batches that SGLang cuts in two
 _OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")
 
 
-def lora_errors(roles: Roles) -> Errors:
+@listed
+def lora_errors(roles: Roles) -> Iterator[UserError]:
     """Errors of the recipe's adapters."""
     recipe = roles.recipe
     shape = roles.policy.model.known_shape
-    if recipe.lora is None:
-        return []
     size = roles.policy.lora
-    assert size
-    found = [*_target_errors(recipe, size, shape), *_combination_errors(recipe, size)]
-    return found + ([*_slot_errors(recipe, size, shape)] if size.in_slots else [])
+    if size is None:
+        return
+    yield from _target_errors(recipe, size, shape)
+    yield from _combination_errors(recipe, size)
+    if size.in_slots:
+        yield from _slot_errors(recipe, size, shape)
 
 
 def adapter_errors(roles: Roles) -> Errors:
@@ -54,18 +54,20 @@ def adapter_errors(roles: Roles) -> Errors:
     return []
 
 
-def sharing_errors(roles: Roles) -> Errors:
+@listed
+def sharing_errors(roles: Roles) -> Iterator[UserError]:
     """Errors of a critic and a reward model that compute with the policy's frozen weights."""
     recipe = roles.recipe
-    errors = []
     if recipe.critic.shares_weights and roles.critic:
-        errors += _sharing_errors("critic", "shares_weights", roles.critic, roles)
+        yield from _sharing_errors("critic", "shares_weights", roles.critic, roles)
         if not roles.critic.has_scores:
-            problem = "true, but an implicit reward model learns all of its weights"
-            errors.append(UserError("critic.shares_weights", problem, "leave it out"))
+            yield UserError(
+                "critic.shares_weights",
+                "true, but an implicit reward model learns all of its weights",
+                "leave it out",
+            )
     if recipe.reward_model.adapters and roles.reward_model:
-        errors += _sharing_errors("reward_model", "adapters", roles.reward_model, roles)
-    return errors
+        yield from _sharing_errors("reward_model", "adapters", roles.reward_model, roles)
 
 
 def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator[UserError]:
@@ -86,36 +88,45 @@ def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator
             "leave one of them out",
         )
     if trains_merged(recipe):
-        problem = f"merged, but then 16-bit weights of the policy change in each step, and {where} shares them"
-        yield UserError("lora.sync", problem, f"set it to adapters, or leave {where} out")
+        yield UserError(
+            "lora.sync",
+            f"merged, but then 16-bit weights of the policy change in each step, and {where} shares them",
+            f"set it to adapters, or leave {where} out",
+        )
     if role.slots != policy.slots or role.layout != policy.layout:
-        problem = f"other slots or sizes than the policy's, whose weights {where} shares"
-        yield UserError(f"{branch}.ranks", problem, f"leave {branch}.ranks out, or {where}")
+        yield UserError(
+            f"{branch}.ranks",
+            f"other slots or sizes than the policy's, whose weights {where} shares",
+            f"leave {branch}.ranks out, or {where}",
+        )
 
 
-def cpu_errors(roles: Roles) -> Errors:
+@listed
+def cpu_errors(roles: Roles) -> Iterator[UserError]:
     """Adapters that SGLang's engines have on GPUs alone."""
     size = roles.policy.lora
     shape = roles.policy.model.known_shape
     engine = roles.recipe.rollout.engine
     if size is None or not size.in_slots:
-        return []
-    found = []
-    hint = "set it to merged, or lora.targets to layers of the attention"
+        return
     if _wraps_experts(size, shape):
-        problem = "adapters, but SGLang on CPU has no adapters for layers with experts"
-        found.append(UserError("lora.sync", problem, hint))
+        yield UserError(
+            "lora.sync",
+            "adapters, but SGLang on CPU has no adapters for layers with experts",
+            "set it to merged, or lora.targets to layers of the attention",
+        )
     if shape and "kv_b_proj" in modules(shape, size):
-        problem = "adapters, but SGLang on CPU has no adapters for kv_b_proj"
-        found.append(
-            UserError(
-                "lora.sync", problem, "set it to merged, or leave kv_b_proj out of lora.targets"
-            )
+        yield UserError(
+            "lora.sync",
+            "adapters, but SGLang on CPU has no adapters for kv_b_proj",
+            "set it to merged, or leave kv_b_proj out of lora.targets",
         )
     if engine.dp > 1:
-        problem = f"{engine.dp}, but SGLang on CPU has no adapters with DP attention"
-        found.append(UserError("rollout.engine.dp", problem, "set it to 1, or lora.sync to merged"))
-    return found
+        yield UserError(
+            "rollout.engine.dp",
+            f"{engine.dp}, but SGLang on CPU has no adapters with DP attention",
+            "set it to 1, or lora.sync to merged",
+        )
 
 
 def _wraps_experts(size: LoraSize, shape: ModelShape | None) -> bool:
@@ -138,12 +149,8 @@ def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> 
     has_dense = (
         shape is None or not shape.num_experts or shape.num_dense_layers or shape.num_shared_experts
     )
-    if (
-        size.targets
-        and not size.expert_rank
-        and not has_dense
-        and set(size.targets) <= only_experts
-    ):
+    trains_others = has_dense or not only_experts.issuperset(size.targets)
+    if size.targets and not size.expert_rank and not trains_others:
         yield UserError(
             "lora.experts",
             "0, and lora.targets has no other layers: nothing is trained",
@@ -151,92 +158,117 @@ def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> 
         )
 
 
+def _refused(otherwise: str, *options: tuple[str, Any, str, str]) -> Iterator[UserError]:
+    """The errors of the options that are set: of each the key, the value, why it is refused and what to write."""
+    for key, value, why, hint in options:
+        if value:
+            yield UserError(key, f"{value}, but {why}", f"{hint}, or {otherwise}")
+
+
 def _combination_errors(recipe: Recipe, size: LoraSize) -> Iterator[UserError]:
     train = recipe.train
-    engine = recipe.rollout.engine
-    refused: dict[str, tuple[Any, str, str]] = {
-        "train.router_bias_rate": (
+    yield from _refused(
+        "leave lora out",
+        (
+            "train.router_bias_rate",
             train.router_bias_rate,
             "with lora the routers stay as they are",
             "set it to 0",
         ),
-        "train.mtp_loss": (
+        (
+            "train.mtp_loss",
             train.mtp_loss,
             "with lora the MTP layers stay as they are",
             "set it to 0",
         ),
-        "train.optimizer_offload": (
+        (
+            "train.optimizer_offload",
             train.optimizer_offload,
             "not tried with lora",
             "set it to false",
         ),
-    }
-    if not size.in_slots:
-        why = "its tiles would round most of an adapter's update away"
-        hint = (
-            "set it to false, or lora.sync to adapters and lora.targets to layers of the attention"
-        )
-        refused["rollout.engine.fp8"] = engine.fp8, why, hint
-    for key in _MEGATRON:
-        refused[f"train.megatron.{key}"] = (
-            train.megatron.get(key),
-            "not tried with lora",
-            "remove it",
-        )
-    for key, (value, why, hint) in refused.items():
-        if value:
-            yield UserError(key, f"{value}, but {why}", f"{hint}, or {_LEAVE_OUT}")
+        (
+            "rollout.engine.fp8",
+            recipe.rollout.engine.fp8 and not size.in_slots,
+            "its tiles would round most of an adapter's update away",
+            "set it to false, or lora.sync to adapters and lora.targets to layers of the attention",
+        ),
+        *(
+            (f"train.megatron.{key}", train.megatron.get(key), "not tried with lora", "remove it")
+            for key in _MEGATRON
+        ),
+    )
 
 
 def _slot_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserError]:
     """What SGLang 0.5.21 cannot compute with adapters of its own, or what was not shown to work."""
     engine = recipe.rollout.engine
-    uneven = engine.dp not in (1, engine.tp)
-    backend = engine.sglang.get("moe_runner_backend", "triton")
-    whole = f"set it to 1 or {engine.tp}"
-    refused: dict[str, tuple[Any, str, str]] = {
-        "rollout.engine.draft": (
+    yield from _refused(
+        _MERGED,
+        (
+            "rollout.engine.draft",
             engine.draft,
             "drafts were not tried with SGLang's adapters",
             "set it to 0",
         ),
-        "rollout.engine.dp": (
-            uneven and engine.dp,
+        (
+            "rollout.engine.dp",
+            engine.dp not in (1, engine.tp) and engine.dp,
             "SGLang's adapters need the attention whole on each GPU",
-            whole,
+            f"set it to 1 or {engine.tp}",
         ),
-        "rollout.seeded": (
+        (
+            "rollout.seeded",
             recipe.rollout.seeded,
             "SGLang's adapters depend on the batch",
             "set it to false",
         ),
-        "lora.rounding": (
+        (
+            "lora.rounding",
             size.rounding != "nearest" and size.rounding,
             "nothing is merged",
             "leave it out",
         ),
-    }
-    for key in _OVERLAPS:
-        why = "SGLang prepares adapters for whole batches"
-        refused[f"rollout.engine.sglang.{key}"] = engine.sglang.get(key), why, "remove it"
+        *(
+            (
+                f"rollout.engine.sglang.{key}",
+                engine.sglang.get(key),
+                "SGLang prepares adapters for whole batches",
+                "remove it",
+            )
+            for key in _OVERLAPS
+        ),
+    )
     if _wraps_experts(size, shape):
-        remove = "remove it"
-        refused |= {
-            "rollout.engine.experts": (
-                engine.experts == "deepep" and "deepep", "SGLang's adapters of experts do not work with it", remove
-            ),
-            "rollout.engine.fp8": (
-                engine.fp8, "SGLang would compute experts with the fp8 weights of its start", "set it to false"
-            ),
-            "rollout.engine.sglang.moe_runner_backend": (
-                backend != "triton" and backend, "of experts only Triton's layout of adapters is known", remove
-            ),
-        }  # fmt: skip
-    for key, (value, why, hint) in refused.items():
-        if value:
-            yield UserError(key, f"{value}, but {why}", f"{hint}, or set lora.sync to merged")
+        yield from _expert_slot_errors(engine)
     if shape:
         yield from _missing_slots(size, shape, fp8=engine.fp8)
+
+
+def _expert_slot_errors(engine: EngineConfig) -> Iterator[UserError]:
+    """What SGLang cannot compute with adapters of experts."""
+    backend = engine.sglang.get("moe_runner_backend", "triton")
+    yield from _refused(
+        _MERGED,
+        (
+            "rollout.engine.experts",
+            engine.experts == "deepep" and "deepep",
+            "SGLang's adapters of experts do not work with it",
+            "remove it",
+        ),
+        (
+            "rollout.engine.fp8",
+            engine.fp8,
+            "SGLang would compute experts with the fp8 weights of its start",
+            "set it to false",
+        ),
+        (
+            "rollout.engine.sglang.moe_runner_backend",
+            backend != "triton" and backend,
+            "of experts only Triton's layout of adapters is known",
+            "remove it",
+        ),
+    )
 
 
 def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> Iterator[UserError]:
@@ -251,5 +283,8 @@ def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> Iterator[
             f"leave it {hint}",
         )
     if _wraps_experts(size, shape) and shape.num_dense_layers and not shape.num_shared_experts:
-        problem = "SGLang has no adapters for dense layers beside experts without shared ones"
-        yield UserError("lora.targets", problem, f"leave the layers of the MLP {hint}")
+        yield UserError(
+            "lora.targets",
+            "SGLang has no adapters for dense layers beside experts without shared ones",
+            f"leave the layers of the MLP {hint}",
+        )

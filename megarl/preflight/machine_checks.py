@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megarl.config import PlacementConfig
+from megarl.preflight.listed import listed
 from megarl.types import UserError
 
 _ADDRESS = "RAY_ADDRESS"
@@ -20,53 +21,69 @@ _CONNECT_S = 5.0  # Ray itself tries for minutes
 _ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
-def attention_errors(environment: Mapping[str, str] = os.environ) -> list[UserError]:
+@listed
+def attention_errors(environment: Mapping[str, str] = os.environ) -> Iterator[UserError]:
     """Variables that choose TransformerEngine's attention, which Megatron refuses with an assertion on each rank."""
-    hint = "unset it: TransformerEngine chooses among the kernels that fit"
-    problem = "{!r}, and Megatron refuses every value but 1"
-    named = [name for name in _ATTENTION if environment.get(name, "1") != "1"]
-    return [UserError(name, problem.format(environment[name]), hint) for name in named]
+    for name in _ATTENTION:
+        value = environment.get(name, "1")
+        if value != "1":
+            yield UserError(
+                name,
+                f"{value!r}, and Megatron refuses every value but 1",
+                "unset it: TransformerEngine chooses among the kernels that fit",
+            )
 
 
-def cluster_errors(placement: PlacementConfig) -> list[UserError]:
+@listed
+def cluster_errors(placement: PlacementConfig) -> Iterator[UserError]:
     """Errors of Ray's environment variables; none where the run starts its own Ray."""
     if placement.network == "loopback":
-        return []
+        return
     address = os.environ.get(_ADDRESS, "")
     if not address:
-        hint = "start one (docs/cluster.md), or set it to loopback"
-        return [UserError("placement.network", f"nodes, but {_ADDRESS} names no Ray cluster", hint)]
-    return _address_errors(address) + _token_errors()
+        yield UserError(
+            "placement.network",
+            f"nodes, but {_ADDRESS} names no Ray cluster",
+            "start one (docs/cluster.md), or set it to loopback",
+        )
+        return
+    yield from _address_errors(address)
+    if not os.environ.get(_TOKEN):
+        yield from _token_errors(os.environ.get(_TOKEN_PATH))
 
 
-def _address_errors(address: str) -> list[UserError]:
+def _address_errors(address: str) -> Iterator[UserError]:
     host, _, port = address.rpartition(":")
     try:
         ipaddress.IPv4Address(host)
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (ValueError, OverflowError):
-        hint = "write an IPv4 address, a colon and the port, as 10.0.0.1:6379"
-        return [UserError(_ADDRESS, f"{address!r} is no address of a Ray cluster", hint)]
+        yield UserError(
+            _ADDRESS,
+            f"{address!r} is no address of a Ray cluster",
+            "write an IPv4 address, a colon and the port, as 10.0.0.1:6379",
+        )
     except OSError as error:
-        hint = "start Ray's head there, or correct it"
-        return [
-            UserError(_ADDRESS, f"nobody answers at {address} ({error.strerror or error})", hint)
-        ]
-    return []
+        yield UserError(
+            _ADDRESS,
+            f"nobody answers at {address} ({error.strerror or error})",
+            "start Ray's head there, or correct it",
+        )
 
 
-def _token_errors() -> list[UserError]:
-    if os.environ.get(_TOKEN):
-        return []
-    hint = "name the file with the token that Ray was started with"
-    path = os.environ.get(_TOKEN_PATH)
+def _token_errors(path: str | None) -> Iterator[UserError]:
+    """Errors of the file with Ray's token."""
+    problem = ""
     if not path:
         problem = "is not set: a Ray cluster without a token runs what anybody sends it"
-        return [UserError(_TOKEN_PATH, problem, hint)]
-    try:
-        if Path(path).read_text(encoding="utf-8").strip():
-            return []
-        reason = "it is empty"
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not text"
-    return [UserError(_TOKEN_PATH, f"{path} holds no token ({reason})", hint)]
+    else:
+        try:
+            if not Path(path).read_text(encoding="utf-8").strip():
+                problem = f"{path} holds no token (it is empty)"
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            problem = f"{path} holds no token ({reason})"
+    if problem:
+        yield UserError(
+            _TOKEN_PATH, problem, "name the file with the token that Ray was started with"
+        )

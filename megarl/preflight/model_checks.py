@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from megarl.model.tokenizer import (
     token_outside_vocabulary,
 )
 from megarl.placement.roles import Role, Roles
+from megarl.preflight.listed import Errors, listed
 from megarl.types import Prompt, UserError
 
-Errors = list[UserError]
 # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
 _SPARE_CONTEXT = 2
 _SPARE_AFTER_INPUT = 6  # positions that SGLang keeps free after the tokens of a request
@@ -64,136 +64,152 @@ def _has_config(path: str) -> bool:
     return (Path(path) / "config.json").is_file()
 
 
-def tokenizer_errors(tokenizer: Any, shape: ModelShape) -> Errors:
+@listed
+def tokenizer_errors(tokenizer: Any, shape: ModelShape) -> Iterator[UserError]:
     """Special tokens that the model's embedding does not have: an answer ends in one, a chat template writes others."""
     if beyond := token_outside_vocabulary(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
-        return [UserError("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)]
-    return []
+        yield UserError("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)
 
 
-def eos_errors(recipe: Recipe, tokenizer: Any) -> Errors:
+@listed
+def eos_errors(recipe: Recipe, tokenizer: Any) -> Iterator[UserError]:
     """No token at which the engine ends a response, or another token than the answers are taught to end with."""
     try:
         ends = end_token_ids(recipe.model.path)
     except UserError as error:
-        return [error]
+        yield error
+        return
     own = tokenizer.eos_token_id
     teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
     if teaches and own is None:
-        hint = "give it an eos_token, or learn from rewards alone"
-        return [
-            UserError("model.path", "the tokenizer has no end-of-sequence token to teach", hint)
-        ]
+        yield UserError(
+            "model.path",
+            "the tokenizer has no end-of-sequence token to teach",
+            "give it an eos_token, or learn from rewards alone",
+        )
+        return
     where = f"{recipe.model.path}/generation_config.json"
     if not ends:
-        problem = "neither it nor config.json has an eos_token_id: no response would end before its longest"
         if own is not None:
             example = f"{own}, the tokenizer's"
         else:
             example = "the number of the token that ends a response"
-        return [UserError(where, problem, f"write eos_token_id there: {example}")]
-    if teaches and own not in ends:
+        yield UserError(
+            where,
+            "neither it nor config.json has an eos_token_id: no response would end before its longest",
+            f"write eos_token_id there: {example}",
+        )
+    elif teaches and own not in ends:
         known = ", ".join(map(str, sorted(ends)))
-        problem = f"answers are taught to end with the tokenizer's token {own}, and engines end responses at {known}"
-        return [UserError(where, problem, f"add {own} to its eos_token_id")]
-    return []
+        yield UserError(
+            where,
+            f"answers are taught to end with the tokenizer's token {own}, and engines end responses at {known}",
+            f"add {own} to its eos_token_id",
+        )
 
 
-def loss_errors(recipe: Recipe, shape: ModelShape) -> Errors:
+@listed
+def loss_errors(recipe: Recipe, shape: ModelShape) -> Iterator[UserError]:
     """Keys of `train` for parts that the model does not have."""
     train = recipe.train
-    errors = []
     of_experts = {
         "aux_loss": train.aux_loss,
         "z_loss": train.z_loss,
         "replay": train.replay != "off",
     }
-    for key in [key for key, is_set in of_experts.items() if is_set and not shape.num_experts]:
-        problem = "the model has no experts"
-        hint = f"leave train.{key} out"
-        errors.append(UserError(f"train.{key}", problem, hint))
+    for key, is_set in of_experts.items():
+        if is_set and not shape.num_experts:
+            yield UserError(f"train.{key}", "the model has no experts", f"leave train.{key} out")
     if train.router_bias_rate and not shape.router_bias:
-        problem = "the model's routers have no biases"
-        hint = "set it to 0, or use train.aux_loss"
-        errors.append(UserError("train.router_bias_rate", problem, hint))
+        yield UserError(
+            "train.router_bias_rate",
+            "the model's routers have no biases",
+            "set it to 0, or use train.aux_loss",
+        )
     if train.mtp_loss and not shape.num_mtp_layers:
-        problem = "the checkpoint has no multi-token prediction layers"
-        errors.append(UserError("train.mtp_loss", problem, "set it to 0"))
-    return errors
+        yield UserError(
+            "train.mtp_loss",
+            "the checkpoint has no multi-token prediction layers",
+            "set it to 0",
+        )
 
 
-def policy_errors(roles: Roles, *, has_weights: bool = True) -> Errors:
+@listed
+def policy_errors(roles: Roles, *, has_weights: bool = True) -> Iterator[UserError]:
     """Errors of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
-    policy = roles.policy
-    recipe = roles.recipe
-    if policy.model.error:
-        errors = [policy.model.error]
-    else:
-        errors = []
-    shape = policy.model.known_shape
-    if shape is None:
-        return errors
-    told = loss_errors(recipe, shape) + reference_errors(roles)
-    if has_weights:
-        told += hf_import.check_hf(policy.model.path, shape)
-    return told + errors + _context_errors(roles)
+    model = roles.policy.model
+    if model.known_shape:
+        yield from loss_errors(roles.recipe, model.known_shape)
+        yield from _reference_errors(roles, model.known_shape)
+        if has_weights:
+            yield from hf_import.check_hf(model.path, model.known_shape)
+    if model.error:
+        yield model.error
+    if model.known_shape:
+        yield from _context_errors(roles)
 
 
-def _context_errors(roles: Roles) -> Errors:
+def _context_errors(roles: Roles) -> Iterator[UserError]:
     """Prompts and responses that are longer together than the model's context."""
     context = roles.policy.model.context_tokens
     longest = roles.recipe.longest_sequence
     spare = max(_SPARE_CONTEXT, 1 + roles.recipe.rollout.engine.draft)
     if roles.recipe.rollout.phase_tokens or roles.recipe.episode:
         spare = max(spare, _SPARE_AFTER_INPUT)  # a request holds what was said so far
-    if context is None or longest <= context - spare:
-        return []
-    problem = (
-        f"with the longest response it makes {longest} tokens, the model's context is {context}"
-    )
-    hint = f"bring the sum to at most {context - spare}"
-    return [UserError("data.max_prompt_tokens", problem, hint)]
+    if context is not None and longest > context - spare:
+        yield UserError(
+            "data.max_prompt_tokens",
+            f"with the longest response it makes {longest} tokens, the model's context is {context}",
+            f"bring the sum to at most {context - spare}",
+        )
 
 
-def reference_errors(roles: Roles) -> Errors:
+def _reference_errors(roles: Roles, shape: ModelShape) -> Iterator[UserError]:
     """A reference checkpoint of another architecture: its weights take the policy's places in memory."""
     reference = roles.reference
-    shape = roles.policy.shape
     if reference is None:
-        return []
+        return
     if reference.known_shape is None:
         assert reference.error
         where = reference.error.where.replace("model.path", "reference.path")
-        return [UserError(where, reference.error.problem, reference.error.hint)]
-    if reference.known_shape != shape:
-        problem = f"{reference.path} is another model than model.path"
-        hint = "name a checkpoint of the same architecture"
-        return [UserError("reference.path", problem, hint)]
-    return hf_import.check_hf(reference.path, shape)
+        yield UserError(where, reference.error.problem, reference.error.hint)
+    elif reference.known_shape != shape:
+        yield UserError(
+            "reference.path",
+            f"{reference.path} is another model than model.path",
+            "name a checkpoint of the same architecture",
+        )
+    else:
+        yield from hf_import.check_hf(reference.path, shape)
 
 
-def critic_errors(roles: Roles) -> Errors:
+@listed
+def critic_errors(roles: Roles) -> Iterator[UserError]:
     """Errors of the critic's checkpoint and ranks; none without a critic."""
     critic = roles.critic
     policy = roles.policy.model
     recipe = roles.recipe
     if critic is None:
-        return []
+        return
     path = critic.model.path
-    is_policys = critic.model.path == policy.path
+    is_policys = path == policy.path
     errors = _auxiliary_errors(critic, is_known=is_policys)
+    yield from errors
     if errors or is_policys or policy.known_shape is None or critic.model.facts is None:
-        return errors
+        return
     if (vocab_size := critic.shape.vocab_size) < policy.shape.vocab_size:
-        problem = (
-            f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}"
+        yield UserError(
+            "critic.path",
+            f"{path} has a vocabulary of {vocab_size}, the policy of {policy.shape.vocab_size}",
+            "use a model with the policy's tokenizer",
         )
-        errors.append(UserError("critic.path", problem, "use a model with the policy's tokenizer"))
     longest = recipe.data.max_prompt_tokens + recipe.longest_sample
     if critic.model.facts.max_positions < longest:
-        problem = f"its context is {critic.model.facts.max_positions}, prompt and response may be {longest}"
-        errors.append(UserError("critic.path", problem, "use a model with the policy's context"))
-    return errors
+        yield UserError(
+            "critic.path",
+            f"its context is {critic.model.facts.max_positions}, prompt and response may be {longest}",
+            "use a model with the policy's context",
+        )
 
 
 def reward_model_errors(roles: Roles, prompts: Sequence[Prompt]) -> Errors:
@@ -202,48 +218,51 @@ def reward_model_errors(roles: Roles, prompts: Sequence[Prompt]) -> Errors:
     if role is None:
         return []
     adapters = roles.recipe.reward_model.adapters
-    errors = _auxiliary_errors(role, is_known=adapters is not None)
-    if errors or not adapters:
-        return errors or _reward_checkpoint_errors(role, prompts)
-    errors = _reward_adapter_errors(adapters, role)
-    return errors or _judging_errors("reward_model.adapters", role, prompts)
-
-
-def _reward_checkpoint_errors(role: Role, prompts: Sequence[Prompt]) -> Errors:
-    """Errors of a reward model that is a checkpoint of its own."""
+    if errors := _auxiliary_errors(role, is_known=adapters is not None):
+        return errors
+    if adapters:
+        errors = _reward_adapter_errors(adapters, role)
+        return errors or _scoring_errors("reward_model.adapters", role, prompts)
     if hf_import.without_head(role.model.path):
         problem = f"{role.model.path} has no score.weight: it is a language model"
-        return [
-            UserError("reward_model.path", problem, "name a sequence classifier with one score")
-        ]
-    return _judging_errors("reward_model.path", role, prompts)
+        hint = "name a sequence classifier with one score"
+        return [UserError("reward_model.path", problem, hint)]
+    return _scoring_errors("reward_model.path", role, prompts)
 
 
-def _judging_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Errors:
+@listed
+def _scoring_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Iterator[UserError]:
     """Errors of the tokenizer and the template with which a reward model reads prompts and responses."""
     try:
         tokenizer = load_tokenizer(role.model.path)
     except UserError as error:
-        return [UserError(where, error.problem, error.hint)]
+        yield UserError(where, error.problem, error.hint)
+        return
     if beyond := token_outside_vocabulary(
         tokenizer, tokenizer.get_vocab().values(), role.shape.vocab_size
     ):
-        hint = OWN_TOKENIZER.replace("model.path", where)
-        return [UserError(where, f"it reads any text, and its tokenizer has {beyond}", hint)]
+        yield UserError(
+            where,
+            f"it reads any text, and its tokenizer has {beyond}",
+            OWN_TOKENIZER.replace("model.path", where),
+        )
+        return
     unbounded = template_error(
         tokenizer, [(prompt.id, prompt.messages) for prompt in prompts], response=""
     )
     if unbounded:
-        return [UserError(where, unbounded.problem, unbounded.hint)]
+        yield UserError(where, unbounded.problem, unbounded.hint)
+        return
     for prompt in prompts:
         try:
             chat_text(tokenizer, prompt.messages, "")
         except Exception as raised:  # a template raises whatever its author wrote
-            hint = "mend the messages or the template"
-            return [
-                UserError(where, f"{prompt.id}: its tokenizer refuses the prompt: {raised}", hint)
-            ]
-    return []
+            yield UserError(
+                where,
+                f"{prompt.id}: its tokenizer refuses the prompt: {raised}",
+                "mend the messages or the template",
+            )
+            return
 
 
 def _reward_adapter_errors(folder: str, role: Role) -> Errors:
@@ -252,8 +271,8 @@ def _reward_adapter_errors(folder: str, role: Role) -> Errors:
         return []
     hint = "name a folder that PEFT has written of a sequence classifier on the policy's model"
     return [
-        UserError("reward_model.adapters", one.problem, hint)
-        for one in peft.check(folder, role.shape, role.lora)
+        UserError("reward_model.adapters", error.problem, hint)
+        for error in peft.check(folder, role.shape, role.lora)
     ]
 
 
@@ -262,12 +281,11 @@ def _auxiliary_errors(role: Role, *, is_known: bool) -> Errors:
 
     is_known: the policy has the same checkpoint, whose errors are reported there.
     """
+    if role.model.error and is_known:
+        return []
     if role.model.error:
-        if is_known:
-            return []
         return [role.renamed(role.model.error)]
     if is_known:
-        errors = []
-    else:
-        errors = hf_import.check_hf(role.model.path, role.shape)
+        return role.layout_errors()
+    errors = hf_import.check_hf(role.model.path, role.shape)
     return [role.renamed(error) for error in errors] + role.layout_errors()

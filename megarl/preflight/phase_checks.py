@@ -5,10 +5,13 @@ These are rollouts in phases or ahead, and dynamic sampling, whose leftover grou
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
 from megarl.placement.roles import Roles
+from megarl.preflight.listed import listed
 from megarl.types import Hyperparameters, UserError
 
 # By algorithm.rollout_correction of whole samples: the hyperparameters that bound it, and what its default bounds do to
@@ -21,48 +24,47 @@ _LOSSES: dict[str, str] = {
     "mis_geometric": "drop about 97 % of the samples with such tokens",
     "mis_sequence": "leave an effective 8 % of samples with 1,000 such tokens",
 }
-_RESPONSE = "response has more than {} tokens (rollout.max_response_tokens)"
 
 
-def phase_errors(roles: Roles) -> list[UserError]:
+@listed
+def phase_errors(roles: Roles) -> Iterator[UserError]:
     """Every error of tokens of earlier policies, where the algorithm is known and learns from samples."""
     recipe = roles.recipe
     name = recipe.algorithm.name
     rollout = recipe.rollout
     if name not in ALGORITHMS or learns_from_answers(name):
-        return []
-    errors = _size_errors(recipe)
-    if rollout.phase_tokens:
-        key = "phase_tokens"
-    elif rollout.ahead:
-        key = "ahead"
-    else:
-        key = None
+        return
+    yield from _size_errors(recipe)
     hyperparameters = hyperparameters_of(name, recipe.algorithm)
-    if key is None:
-        return errors + _leftover_errors(name, hyperparameters)
+    if rollout.phase_tokens:
+        key = "rollout.phase_tokens"
+    elif rollout.ahead:
+        key = "rollout.ahead"
+    else:
+        yield from _leftover_errors(name, hyperparameters)
+        return
     if ALGORITHMS[name].greedy_baseline:
-        problem = f"is set, and {name} compares the samples of a prompt with a greedy response of the same policy"
-        hint = "leave it out, or choose another algorithm.name"
-        errors.append(UserError(f"rollout.{key}", problem, hint))
-    if hyperparameters.rollout_correction == "off":
-        problem = f"off, and with rollout.{key} earlier policies have sampled a part of the tokens"
-        errors.append(
-            UserError(
-                "algorithm.rollout_correction",
-                problem,
-                f"set it to tis or icepop, or leave rollout.{key} out",
-            )
+        yield UserError(
+            key,
+            f"is set, and {name} compares the samples of a prompt with a greedy response of the same policy",
+            "leave it out, or choose another algorithm.name",
         )
-    errors += _sequence_errors(key, hyperparameters)
+    if hyperparameters.rollout_correction == "off":
+        yield UserError(
+            "algorithm.rollout_correction",
+            f"off, and with {key} earlier policies have sampled a part of the tokens",
+            f"set it to tis or icepop, or leave {key} out",
+        )
+    yield from _sequence_errors(key, hyperparameters)
     if rollout.ahead and not roles.unshared_engines:
-        problem = "1, and every engine shares GPUs with other models, to which it gives the memory while they compute"
-        hint = "set it to 0, or give engines GPUs of their own: placement.first_engine_gpu, placement.train_gpus"
-        errors.append(UserError("rollout.ahead", problem, hint))
-    return errors
+        yield UserError(
+            "rollout.ahead",
+            "1, and every engine shares GPUs with other models, to which it gives the memory while they compute",
+            "set it to 0, or give engines GPUs of their own: placement.first_engine_gpu, placement.train_gpus",
+        )
 
 
-def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> list[UserError]:
+def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> Iterator[UserError]:
     """The error of sequence-level bounds whose defaults fit rounding alone, where a step trains on older tokens.
 
     These are tokens that earlier policies have sampled. Bounds that the recipe sets are accepted.
@@ -74,49 +76,53 @@ def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> list[U
     keys = _SEQUENCE_BOUNDS.get(hyperparameters.rollout_correction, ())
     # of bounds of tokens there are no keys here
     if all(getattr(hyperparameters, key) is not None for key in keys):
-        return []
+        return
     low, high = bounds(hyperparameters)
     rollout_correction = hyperparameters.rollout_correction
-    problem = f"{rollout_correction}, and with rollout.{phase_key} earlier policies have sampled a part of the tokens: "
-    problem += f"the bounds {low:g} and {high:g} of whole samples {_LOSSES[rollout_correction]}"
-    hint = f"set it to tis or icepop, or set {' and '.join(f'algorithm.{key}' for key in keys)} to wider bounds"
-    return [UserError("algorithm.rollout_correction", problem, hint)]
+    yield UserError(
+        "algorithm.rollout_correction",
+        f"{rollout_correction}, and with {phase_key} earlier policies have sampled a part of the tokens: "
+        f"the bounds {low:g} and {high:g} of whole samples {_LOSSES[rollout_correction]}",
+        f"set it to tis or icepop, or set {' and '.join(f'algorithm.{key}' for key in keys)} to wider bounds",
+    )
 
 
-def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> list[UserError]:
+def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> Iterator[UserError]:
     """Leftover groups of dynamic sampling that nothing corrects for the policy which has sampled them."""
     is_corrected = ALGORITHMS[name].has_ratio or hyperparameters.rollout_correction != "off"
-    if is_corrected or not hyperparameters.dynamic_sampling:
-        return []
-    problem = f"off, and {name} has no ratio: nothing corrects the older groups that dynamic sampling keeps"
-    hint = "set it to tis or icepop, or algorithm.dynamic_sampling to false"
-    return [UserError("algorithm.rollout_correction", problem, hint)]
+    if hyperparameters.dynamic_sampling and not is_corrected:
+        yield UserError(
+            "algorithm.rollout_correction",
+            f"off, and {name} has no ratio: nothing corrects the older groups that dynamic sampling keeps",
+            "set it to tis or icepop, or algorithm.dynamic_sampling to false",
+        )
 
 
-def _size_errors(recipe: Recipe) -> list[UserError]:
+def _size_errors(recipe: Recipe) -> Iterator[UserError]:
     rollout = recipe.rollout
     where = "rollout.prompts_in_flight"
-    errors = []
     phase = rollout.phase_tokens
     longest = recipe.longest_sample
     wanted = rollout.prompts_per_step
     if phase is not None and phase >= longest:
         if recipe.episode:
-            what = "episode has more than {} tokens (episode.max_tokens)"
+            what = f"episode has more than {longest} tokens (episode.max_tokens)"
         else:
-            what = _RESPONSE
-        problem = f"{phase}, and no {what.format(longest)}"
-        errors.append(UserError("rollout.phase_tokens", problem, "set it to less, or leave it out"))
+            what = f"response has more than {longest} tokens (rollout.max_response_tokens)"
+        yield UserError(
+            "rollout.phase_tokens",
+            f"{phase}, and no {what}",
+            "set it to less, or leave it out",
+        )
     if rollout.in_flight < wanted:
-        problem = f"{rollout.in_flight}, and a step trains on {wanted} (rollout.prompts_per_step)"
-        errors.append(
-            UserError(
-                where, problem, f"set it to at least {wanted}; with phases {2 * wanted} is usual"
-            )
+        yield UserError(
+            where,
+            f"{rollout.in_flight}, and a step trains on {wanted} (rollout.prompts_per_step)",
+            f"set it to at least {wanted}; with phases {2 * wanted} is usual",
         )
     elif rollout.in_flight > wanted and phase is None:
-        problem = (
-            f"{rollout.in_flight}, and without rollout.phase_tokens a step begins what it trains on"
+        yield UserError(
+            where,
+            f"{rollout.in_flight}, and without rollout.phase_tokens a step begins what it trains on",
+            "set rollout.phase_tokens too, or leave it out",
         )
-        errors.append(UserError(where, problem, "set rollout.phase_tokens too, or leave it out"))
-    return errors
