@@ -25,65 +25,74 @@ _LOW_LORA_RATE = 5e-6  # rates of full training by reinforcement are about 1e-6
 
 
 def unread_reasons(recipe: Recipe) -> dict[str, str]:
-    """Key or section -> why nothing reads it, or "". The longest entry that a key begins with counts.
+    """Key or section -> why nothing reads it, or "" where something does. Keys inside of a section are unread with it.
 
     Where a switch is set to off explicitly (warm_start.steps, data.eval, checkpoint.every), no note is made about the
     keys that it governs. Other checks tell of `algorithm` (hyperparameter_errors) and `evaluation.sets` (eval_errors).
     """
     name = recipe.algorithm.name
-    learns_from_samples = not learns_from_answers(name)
-    from_answers = _unless(learns_from_samples, f"{name} learns from the data's answers")
-    names_sets = bool(recipe.data.eval) or "eval" in recipe.data.model_fields_set
-    evaluation = _unless(names_sets, "data.eval names no set")
+    from_answers = _unless(not learns_from_answers(name), f"{name} learns from the data's answers")
     temperatures = [recipe.evaluation.of(each).temperature for each in recipe.data.eval]
-    is_greedy = bool(temperatures) and not any(temperatures)
-    greedy = "at temperature 0 the most probable token is taken"
-    critic = _unless(has_critic(name), f"{name} has no critic")
+    is_agents = recipe.episode is not None and recipe.episode.agent is not None
+    agent = _unless(not is_agents, "an agent makes its own calls")
     critic_schedule = recipe.critic.lr_schedule or recipe.train.lr_schedule
-    critic_lr = _unless(critic_schedule != "constant", "the critic's lr_schedule is constant")
-    has_kl = has_reference(recipe.algorithm, recipe.reference.use)
-    no_kl = "reference.use is false and algorithm.kl_coefficient is 0"
-    has_reward_model = bool(recipe.reward_model.path or recipe.reward_model.adapters)
-    has_agent = recipe.episode is not None and recipe.episode.agent is not None
-    agent = _unless(not has_agent, "an agent makes its own calls")
-    has_project = bool(set(recipe.run.trackers) - {"tensorboard"})
-    warms = bool(recipe.warm_start.steps) or "steps" in recipe.warm_start.model_fields_set
-    saves = bool(recipe.checkpoint.every) or "every" in recipe.checkpoint.model_fields_set
-    has_schedule = recipe.train.lr_schedule != "constant"
-    is_phased = recipe.rollout.phase_tokens is not None
-    on_signal = "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone"
-    return dict.fromkeys(Recipe.model_fields, "") | {
-        "data.messages": _unless(recipe.episode is not None, "episode is not set"),
-        "episode.phase_tool_s": _unless(is_phased, "rollout.phase_tokens is not set"),
+    return {
+        "data.messages": _unless(recipe.episode, "episode is not set"),
+        "episode.phase_tool_s": _unless(
+            recipe.rollout.phase_tokens, "rollout.phase_tokens is not set"
+        ),
         "episode.max_observation_tokens": agent,
         "episode.call_timeout_s": agent,
-        "run.project": _unless(has_project, "run.trackers names neither wandb nor mlflow"),
-        "warm_start": _unless(warms, "warm_start.steps is not set"),
-        "warm_start.steps": "",
-        "reward.source": _unless(bool(recipe.reward.by_source), "reward.by_source names no source"),
+        "run.project": _unless(
+            set(recipe.run.trackers) - {"tensorboard"},
+            "run.trackers names neither wandb nor mlflow",
+        ),
+        "warm_start": _unless(
+            _is_wanted(recipe.warm_start, "steps"), "warm_start.steps is not set"
+        ),
+        "reward.source": _unless(recipe.reward.by_source, "reward.by_source names no source"),
         "rollout.temperature": from_answers,
         "rollout.top_p": from_answers,
         "rollout.phase_tokens": from_answers,
         "rollout.prompts_in_flight": from_answers,
         "rollout.ahead": from_answers,
-        "evaluation": evaluation,
-        "evaluation.top_p": greedy if is_greedy else evaluation,
-        "evaluation.sets": "",
-        "train.lr_end": _unless(has_schedule, "train.lr_schedule is constant"),
-        "reference.path": _unless(has_kl, no_kl),
-        "critic": critic,
-        "critic.lr_end": critic or critic_lr,
-        "reward_model": _unless(has_reward_model, "reward_model.path is not set"),
-        "reward_model.path": "",
-        "reward_model.adapters": "",
-        "checkpoint": _unless(saves, on_signal),
-        "checkpoint.every": "",
+        "evaluation": _unless(
+            _is_wanted(recipe.data, "eval") or recipe.evaluation.sets, "data.eval names no set"
+        ),
+        "evaluation.top_p": _unless(
+            any(temperatures) or not temperatures,
+            "at temperature 0 the most probable token is taken",
+        ),
+        "train.lr_end": _unless(
+            recipe.train.lr_schedule != "constant", "train.lr_schedule is constant"
+        ),
+        "reference.path": _unless(
+            has_reference(recipe.algorithm, recipe.reference.use),
+            "reference.use is false and algorithm.kl_coefficient is 0",
+        ),
+        "critic": _unless(has_critic(name), f"{name} has no critic"),
+        "critic.lr_end": _unless(
+            critic_schedule != "constant" or not has_critic(name),
+            "the critic's lr_schedule is constant",
+        ),
+        "reward_model": _unless(
+            recipe.reward_model.path or recipe.reward_model.adapters, "reward_model.path is not set"
+        ),
+        "checkpoint": _unless(
+            _is_wanted(recipe.checkpoint, "every"),
+            "checkpoint.every is not set: a checkpoint is written on SIGUSR1 alone",
+        ),
     }
 
 
-def _unless(is_read: bool, reason: str) -> str:
+def _unless(is_read: object, reason: str) -> str:
     """Empty for what is read, else the reason why it is not."""
     return "" if is_read else reason
+
+
+def _is_wanted(branch: Branch, switch: str) -> bool:
+    """Whether a branch's switch is on, or explicitly off."""
+    return bool(getattr(branch, switch)) or switch in branch.model_fields_set
 
 
 def recipe_notes(recipe: Recipe) -> list[str]:
@@ -92,15 +101,17 @@ def recipe_notes(recipe: Recipe) -> list[str]:
     reasons = unread_reasons(recipe)
     for key in _given(recipe, ""):
         entry = key
-        while entry not in reasons:
+        while entry and not reasons.get(entry):
             entry = entry.rpartition(".")[0]
-        if reasons[entry]:
+        if entry:
             keys_of.setdefault(reasons[entry], []).append(key)
-    notes = [
-        f"{' and '.join(sorted(keys))} {'is' if len(keys) == 1 else 'are'} set, and nothing reads "
-        f"{'it' if len(keys) == 1 else 'them'}: {reason}"
-        for reason, keys in keys_of.items()
-    ]
+    notes = []
+    for reason, keys in keys_of.items():
+        if len(keys) == 1:
+            notes.append(f"{keys[0]} is set, and nothing reads it: {reason}")
+        else:
+            named = " and ".join(sorted(keys))
+            notes.append(f"{named} are set, and nothing reads them: {reason}")
     return notes + list(_phases(recipe)) + list(_odd_values(recipe))
 
 

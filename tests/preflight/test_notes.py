@@ -117,12 +117,10 @@ def keys(kind: Any, path: str = "") -> Iterator[str]:
         yield from keys(branch, f"{path}{name}.") if branch else [f"{path}{name}"]
 
 
-def test_the_table_names_keys_that_there_are_and_every_section() -> None:
-    known, entries = list(keys(Recipe)), unread_reasons(load_recipe(QUICKSTART))
-    assert [
-        entry for entry in entries if not any(f"{key}.".startswith(f"{entry}.") for key in known)
-    ] == []
-    assert set(Recipe.model_fields) <= {entry.partition(".")[0] for entry in entries}
+def test_the_table_names_keys_that_there_are() -> None:
+    known = list(keys(Recipe))
+    for entry in unread_reasons(load_recipe(QUICKSTART)):
+        assert any(f"{key}.".startswith(f"{entry}.") for key in known), entry
 
 
 def test_the_command_says_so_on_stderr_and_goes_on(
