@@ -53,21 +53,18 @@ def examine(
     has_cluster = bool(os.environ.get("RAY_ADDRESS"))
     findings = of_errors(recipe_errors)
     wanted = _wanted(recipe, ports, has_cluster)
+    errors: list[UserError] = []
     if has_cluster:
         errors = cluster_errors(PlacementConfig(gpus=1, network="nodes"))
-    else:
-        errors = []
-    if has_cluster:
         findings += of_errors(errors) + _token_findings()
     if has_cluster and not errors:
         nodes, unreached = survey_cluster(wanted, say)
         findings += unreached
     else:  # without a cluster the recipe's own check reports that it needs one
         nodes = survey_here(wanted)
+    local_layers = recipe is not None and recipe.train.local_layers
     for node in nodes:
-        findings += node_findings(node) + gpu_findings(
-            node, recipe is not None and recipe.train.local_layers
-        )
+        findings += node_findings(node) + gpu_findings(node, local_layers)
     if nodes:
         findings += cluster_findings(nodes)
     if recipe and nodes:
@@ -80,24 +77,28 @@ def examine(
 
 
 def _wanted(recipe: Recipe | None, ports: Sequence[int], has_cluster: bool) -> Wanted:
-    room = os.environ.get("MEGARL_RAY_DIR", "/tmp")
-    run = (recipe.run.dir if recipe else "runs", "run.dir")
-    if recipe:
-        read = [(recipe.model.path, "model.path")]
-    else:
-        read = []
     needed = dict.fromkeys(ports, True)
     if not has_cluster:
         needed.setdefault(_RAY_PORT, recipe is not None and recipe.placement.network == "nodes")
-    return Wanted([run, (room, "Ray's sockets and logs, temporary files")], read, needed)
+    written = [
+        (recipe.run.dir if recipe else "runs", "run.dir"),
+        (os.environ.get("MEGARL_RAY_DIR", "/tmp"), "Ray's sockets and logs, temporary files"),
+    ]
+    return Wanted(written, [(recipe.model.path, "model.path")] if recipe else [], needed)
 
 
 def _token_findings() -> list[Finding]:
     """A finding about a token file that other users can read."""
     path = os.environ.get(_TOKEN_PATH)
     if path and Path(path).is_file() and Path(path).stat().st_mode & 0o077:
-        hint = f"chmod 600 {path}, and make a new one: whoever has it may run code on all nodes"
-        return [Finding("error", _TOKEN_PATH, f"{path} can be read by other users", hint)]
+        return [
+            Finding(
+                "error",
+                _TOKEN_PATH,
+                f"{path} can be read by other users",
+                f"chmod 600 {path}, and make a new one: whoever has it may run code on all nodes",
+            )
+        ]
     return []
 
 
@@ -122,12 +123,10 @@ def _of_recipe(recipe: Recipe, nodes: Sequence[NodeFacts]) -> list[Finding]:
 
 
 def _hardware(recipe: Recipe) -> Hardware | None:
-    try:
+    with suppress(UserErrors):  # which the recipe's own check reports
         if recipe.placement.hardware:
             return load_hardware(recipe.placement.hardware)
-        return None
-    except UserErrors:  # the recipe's own check reports them
-        return None
+    return None
 
 
 def _measured(
@@ -143,9 +142,10 @@ def _measured(
     rates, found = measure(nodes, say)
     findings += found
     if rates:
-        own = _hardware(recipe) if recipe else None
-        is_own = own is not None and own.is_card(rates[0].device_name)
-        text = hardware_text(rates, nodes, own if is_own else base_of(rates[0].device_name))
+        card = _hardware(recipe) if recipe else None
+        if card is None or not card.is_card(rates[0].device_name):
+            card = base_of(rates[0].device_name)
+        text = hardware_text(rates, nodes, card)
         with writing(file.absolute().parent, file.name, "--out"):
             file.write_text(text, encoding="utf-8")
     return rates
@@ -248,14 +248,14 @@ def survey_cluster(
     findings = [
         _silent(address, why) for address, why in failed.items() if isinstance(why, Exception)
     ]
-    found = []
+    facts_of_nodes = []
     for node in up:
         offset_s, error_s = offsets[node.address]
         if isinstance(facts := seen[node.address], NodeFacts):
-            found.append(
+            facts_of_nodes.append(
                 replace(facts, ray_gpus=node.gpus, clock_offset_s=offset_s, clock_error_s=error_s)
             )
-    return found, findings
+    return facts_of_nodes, findings
 
 
 def _offset(remote_clock: Callable[[], object]) -> tuple[float, float]:
@@ -263,14 +263,14 @@ def _offset(remote_clock: Callable[[], object]) -> tuple[float, float]:
 
     The most certain of several; (0, a large uncertainty) where the node does not answer.
     """
-    found = []
+    offsets = []
     for _ in range(_CLOCK_TRIES):
         asked_s = time.time()
         remote_s = remote_clock()
         answered_s = time.time()
         if isinstance(remote_s, float):
-            found.append((remote_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
-    return min(found, key=lambda offset: offset[1], default=(0.0, _START_S))
+            offsets.append((remote_s - (asked_s + answered_s) / 2, (answered_s - asked_s) / 2))
+    return min(offsets, key=lambda offset: offset[1], default=(0.0, _START_S))
 
 
 @contextmanager
@@ -295,5 +295,10 @@ def _silent(address: str, why: Exception) -> Finding:
     if isinstance(why, UserError):
         return Finding("error", why.where, why.problem, why.hint, (address,))
     cause = (str(why).strip().splitlines() or [type(why).__name__])[-1]
-    hint = "look at the node and at Ray's logs there, or start Ray without it"
-    return Finding("error", "Ray", f"no answer from a process there ({cause})", hint, (address,))
+    return Finding(
+        "error",
+        "Ray",
+        f"no answer from a process there ({cause})",
+        "look at the node and at Ray's logs there, or start Ray without it",
+        (address,),
+    )

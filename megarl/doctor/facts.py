@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-UNLIMITED = -1  # the value of a limit that is not set
+UNLIMITED = resource.RLIM_INFINITY  # the value of a limit that is not set
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -32,16 +32,15 @@ class Finding:
 
     def line(self, num_nodes: int) -> str:
         """The finding as one line; names its nodes where there are several in all."""
-        names = ", ".join(self.nodes[:_MOST_NAMED])
-        if len(self.nodes) > _MOST_NAMED:
-            names += f" and {len(self.nodes) - _MOST_NAMED} more"
-        if len(self.nodes) == num_nodes:
-            names = f"all {num_nodes} nodes"
+        line = f"{self.where}: {self.problem}; {self.hint}"
         if self.nodes and num_nodes > 1:
-            nodes = f"{names}: "
-        else:
-            nodes = ""
-        return one_line(f"{self.severity}: {nodes}{self.where}: {self.problem}; {self.hint}")
+            names = ", ".join(self.nodes[:_MOST_NAMED])
+            if len(self.nodes) > _MOST_NAMED:
+                names += f" and {len(self.nodes) - _MOST_NAMED} more"
+            if len(self.nodes) == num_nodes:
+                names = f"all {num_nodes} nodes"
+            line = f"{names}: {line}"
+        return one_line(f"{self.severity}: {line}")
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """A line for each finding, then a summary."""
-        found = [finding.line(len(self.nodes)) for finding in self.findings]
+        lines = [finding.line(len(self.nodes)) for finding in self.findings]
         if self.hardware_file:
-            found.append(
+            lines.append(
                 f"measured: {self.hardware_file}, for megarl plan RECIPE --hardware {self.hardware_file}"
             )
         kinds = Counter(gpu.name for node in self.nodes for gpu in node.gpus)
@@ -72,22 +71,22 @@ class Report:
         outcome = "nothing must be corrected"
         if counts["error"]:
             outcome = f"{_counted(counts['error'], 'error')} to correct"
-        seen = f"{_counted(len(self.nodes), 'node')}, {gpus}"
-        return [
-            *found,
-            f"megarl doctor: {seen}: {outcome}, {_counted(counts['warning'], 'warning')}",
-        ]
+        warnings = _counted(counts["warning"], "warning")
+        nodes = _counted(len(self.nodes), "node")
+        return [*lines, f"megarl doctor: {nodes}, {gpus}: {outcome}, {warnings}"]
 
     def to_json(self) -> str:
         """The report as a JSON object; `facts` has all facts of the nodes."""
-        tree = {
-            "exit_code": self.exit_code,
-            "findings": [asdict(finding) for finding in self.findings],
-            "hardware_file": self.hardware_file or None,
-            "rates": [asdict(rank) for rank in self.rates],
-            "facts": [asdict(node) for node in self.nodes],
-        }
-        return json.dumps(tree)
+        tree = asdict(self)
+        return json.dumps(
+            {
+                "exit_code": self.exit_code,
+                "findings": tree["findings"],
+                "hardware_file": self.hardware_file or None,
+                "rates": tree["rates"],
+                "facts": tree["nodes"],
+            }
+        )
 
 
 def of_node(node: NodeFacts, *problems: Iterable[Problem]) -> list[Finding]:
@@ -102,15 +101,13 @@ def of_errors(errors: Iterable[UserError]) -> list[Finding]:
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Merge equal findings of several nodes, and sort them by severity."""
-    nodes: dict[Problem, dict[str, None]] = {}
+    nodes_of: dict[Finding, dict[str, None]] = {}
     for finding in findings:
-        seen = nodes.setdefault(
-            (finding.severity, finding.where, finding.problem, finding.hint), {}
-        )
-        seen |= dict.fromkeys(finding.nodes)
-    found = [Finding(*key, tuple(addresses)) for key, addresses in nodes.items()]
+        addresses = nodes_of.setdefault(replace(finding, nodes=()), {})
+        addresses |= dict.fromkeys(finding.nodes)
+    once = [replace(finding, nodes=tuple(nodes)) for finding, nodes in nodes_of.items()]
     # stable within a severity
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+    return sorted(once, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def gb(num_bytes: float) -> str:

@@ -43,9 +43,11 @@ _RATE = re.compile(r"([\d.]+)\s*Gb/sec")
 def limits() -> ProcessLimits:
     """The soft limits of this process, and those of its container."""
     return ProcessLimits(
-        memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
-        num_files=_limit(resource.RLIMIT_NOFILE),
-        num_processes=_least(_limit(resource.RLIMIT_NPROC), _cgroup_number("pids.max")),
+        memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        num_processes=_least(
+            resource.getrlimit(resource.RLIMIT_NPROC)[0], _cgroup_number("pids.max")
+        ),
     )
 
 
@@ -103,11 +105,9 @@ def _write(path: Path, free: int) -> tuple[str, float | None]:
             os.fsync(file.fileno())
             seconds = time.monotonic() - start
     except OSError as error:
-        return (
-            "no space left"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else error.strerror or str(error)
-        ), None
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return "no space left", None
+        return error.strerror or str(error), None
     return "", size / max(seconds, 1e-9) if size > 1 else None
 
 
@@ -200,16 +200,8 @@ def source_digest(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _limit(kind: int) -> int:
-    soft = resource.getrlimit(kind)[0]
-    if soft == resource.RLIM_INFINITY:
-        return UNLIMITED
-    return soft
-
-
 def _least(*values: int) -> int:
-    known = [value for value in values if value != UNLIMITED]
-    return min(known) if known else UNLIMITED
+    return min((value for value in values if value != UNLIMITED), default=UNLIMITED)
 
 
 def _cgroup_number(name: str, root: Path = _CGROUP) -> int:

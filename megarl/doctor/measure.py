@@ -5,6 +5,7 @@ The file is for `megarl plan --hardware`, and is completed from the card's own f
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from ipaddress import IPv4Address
@@ -33,7 +34,7 @@ _ASSUMED = {  # without a measurement and without a file of the card
     "compute_share": 0.6, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
     "nvlink_latency_s": 15e-6, "nic_latency_s": 40e-6, "disk_bytes_per_s": 1e9,
 }  # fmt: skip
-_LARGEST = "sends and receipts at once, slowest GPU"
+
 _LEAST_S = 1e-9  # the lower bound of latencies in the file
 _Line = tuple[float | int | str, str]  # a key's value, where it comes from
 
@@ -49,8 +50,14 @@ def measure(
     if joins:
         counts = Counter(node.ray_gpus for node in nodes if node.ray_gpus)
         if not counts:
-            hint = "start Ray with --num-gpus, on a machine without GPUs too"
-            return [], [Finding("error", "--measure", "Ray counts no GPU on any node", hint)]
+            return [], [
+                Finding(
+                    "error",
+                    "--measure",
+                    "Ray counts no GPU on any node",
+                    "start Ray with --num-gpus, on a machine without GPUs too",
+                )
+            ]
         ((per_node, count),) = counts.most_common(1)
     else:
         per_node = len(nodes[0].gpus) or SIMULATED
@@ -60,8 +67,14 @@ def measure(
     except UserError as error:
         return [], of_errors([error])
     except WorkerFailed as raised:
-        hint = "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too"
-        return [], [Finding("error", "--measure", f"it failed ({raised})", hint)]
+        return [], [
+            Finding(
+                "error",
+                "--measure",
+                f"it failed ({raised})",
+                "look at the lines above, then at NCCL's log (NCCL_DEBUG=INFO): a run would end there too",
+            )
+        ]
     addresses = [node.address for node in nodes if not joins or node.ray_gpus == per_node]
     return rates, laggards(rates, sorted(addresses, key=IPv4Address))
 
@@ -94,11 +107,9 @@ def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Findi
             if value < _SLOW * usual:
                 problem = f"{what} at {value / usual:.0%} of the median GPU's rate"
                 hint = "look at its clocks and links, or leave the node out: all ranks wait for it"
-                if measured.node < len(addresses):
-                    where = (addresses[measured.node],)
-                else:
-                    where = ()
-                found.append(Finding("warning", f"GPU {rank % per_node}", problem, hint, where))
+                where = f"GPU {rank % per_node}"
+                address = tuple(addresses[measured.node : measured.node + 1])
+                found.append(Finding("warning", where, problem, hint, address))
     return found
 
 
@@ -118,15 +129,14 @@ def hardware_text(
     reaches, come from the card's file; a share is lowered to the measured one where that is less. Without a card's
     file the peaks are the measured rates.
     """
-    lines = _lines(rates, nodes, base)
-    if base:
-        card = f", completed from {base.name}'s own file"
-    else:
-        card = ""
-    head = f"# Measured by megarl doctor --measure on {len({rank.node for rank in rates})} node(s){card}.\n"
-    return head + "".join(
-        f"{key}: {_yaml(value)}   # {source}\n" for key, (value, source) in lines.items()
-    )
+    card = f", completed from {base.name}'s own file" if base else ""
+    num_nodes = len({rank.node for rank in rates})
+    lines = [f"# Measured by megarl doctor --measure on {num_nodes} node(s){card}."]
+    for key, (value, source) in _lines(rates, nodes, base).items():
+        if isinstance(value, float):
+            value = float(f"{value:.6e}")
+        lines.append(f"{key}: {json.dumps(value)}   # {source}")  # JSON's values are YAML's, too
+    return "\n".join([*lines, ""])
 
 
 def _lines(
@@ -135,7 +145,7 @@ def _lines(
     flops = min(rank.matmul_flops for rank in rates)
     copied = min(rank.copy_bytes_per_s for rank in rates)
     device = rates[0].device_name
-    found: dict[str, _Line] = {
+    lines: dict[str, _Line] = {
         "name": (base.name if base else device or "CPU", "as torch names it"),
         "memory_bytes": (min(rank.memory_bytes for rank in rates), "measured: as torch reports it"),
         "bf16_flops": _peak(base, "bf16_flops", flops, "large matrix products, slowest GPU"),
@@ -149,42 +159,47 @@ def _lines(
         "host_bytes": (min(node.host_bytes for node in nodes), "measured: the smallest host"),
     }
     if base and base.fp8_flops:
-        found["fp8_flops"] = base.fp8_flops, f"{base.name}'s own file"
-    names = ("inside_bytes_per_s", "between_bytes_per_s", "host_bytes_per_s")
-    inside, between, from_host = (min(_values(rates, name), default=None) for name in names)
-    found |= _link(base, "nvlink", inside, copied / 2)
-    found |= _link(base, "nic", between, float(found["nvlink_bytes_per_s"][0]))
-    found["pcie_bytes_per_s"] = _known(
-        base, "pcie_bytes_per_s", from_host, copied / 2, "copies of pinned memory"
-    )
+        lines["fp8_flops"] = base.fp8_flops, f"{base.name}'s own file"
+
+    def slowest(name: str) -> float | None:
+        return min(_values(rates, name), default=None)
+
+    def largest(name: str) -> float | None:
+        return max(_values(rates, name), default=None)
+
+    lines |= _link(base, "nvlink", slowest("inside_bytes_per_s"), copied / 2)
+    between_or_inside = float(lines["nvlink_bytes_per_s"][0])
+    lines |= _link(base, "nic", slowest("between_bytes_per_s"), between_or_inside)
+    speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
+    usual = _ASSUMED | {
+        "pcie_bytes_per_s": copied / 2,
+        "communicator_bytes": Hardware.model_fields["communicator_bytes"].default,
+    }
     small = "a small all-reduce, outside CUDA graphs"
-    usual = Hardware.model_fields["communicator_bytes"].default
-    for key, name, otherwise, what in (
-        ("nvlink_latency_s", "inside_latency_s", _ASSUMED["nvlink_latency_s"], small),
-        ("nic_latency_s", "between_latency_s", _ASSUMED["nic_latency_s"], small),
+    for key, measured, what in (
+        ("pcie_bytes_per_s", slowest("host_bytes_per_s"), "copies of pinned memory"),
+        ("nvlink_latency_s", largest("inside_latency_s"), small),
+        ("nic_latency_s", largest("between_latency_s"), small),
         (
             "communicator_bytes",
-            "communicator_bytes",
-            usual,
+            largest("communicator_bytes"),
             "a group's first message, largest of all GPUs",
         ),
+        (
+            "disk_bytes_per_s",
+            min(filter(None, speeds), default=None),
+            "files in the run's folder, all nodes at once",
+        ),
     ):
-        found[key] = _known(base, key, max(_values(rates, name), default=None), otherwise, what)
-    speeds = [folder.write_bytes_per_s for node in nodes for folder in node.folders[:1]]
-    known = [speed for speed in speeds if speed]
-    what = "files in the run's folder, all nodes at once"
-    found["disk_bytes_per_s"] = _known(
-        base, "disk_bytes_per_s", min(known, default=None), 1e9, what
-    )
-    return {key: found[key] for key in Hardware.model_fields if key in found}
+        lines[key] = _known(base, key, measured, usual[key], what)
+    return {key: lines[key] for key in Hardware.model_fields if key in lines}
 
 
 def _peak(base: Hardware | None, key: str, measured: float, what: str) -> _Line:
     """The peak of the card's file, or the measured rate if that is higher."""
     if base:
-        return max(
-            getattr(base, key), measured
-        ), f"{base.name}'s own file; measured: {measured:.3g}, {what}"
+        source = f"{base.name}'s own file; measured: {measured:.3g}, {what}"
+        return max(getattr(base, key), measured), source
     return measured, f"measured: {what}"
 
 
@@ -194,9 +209,8 @@ def _share(base: Hardware | None, key: str, measured: float, peak: str) -> _Line
     reached = measured / max(getattr(base, peak), measured)
     usual = getattr(base, key)
     if reached < usual:
-        return round(
-            reached, 4
-        ), f"measured: {base.name}'s own file has {usual:g}, which nothing reached here"
+        source = f"measured: {base.name}'s own file has {usual:g}, which nothing reached here"
+        return round(reached, 4), source
     return usual, f"{base.name}'s own file; measured here at most {reached:.2f}"
 
 
@@ -206,15 +220,12 @@ def _link(
     """A link's speed and the share that large messages reach: 1 where the speed was measured with large messages."""
     speed = f"{name}_bytes_per_s"
     share = f"{name}_share"
+    what = "sends and receipts at once, slowest GPU"
     if measured:
-        return {
-            speed: (measured, f"measured: {_LARGEST}"),
-            share: (1.0, "the speed is what was reached"),
-        }
-    return {
-        speed: _known(base, speed, None, otherwise, ""),
-        share: _known(base, share, None, _ASSUMED[share], ""),
-    }
+        share_line: _Line = (1.0, "the speed is what was reached")
+    else:
+        share_line = _known(base, share, None, _ASSUMED[share], "")
+    return {speed: _known(base, speed, measured, otherwise, what), share: share_line}
 
 
 def _known(
@@ -230,15 +241,3 @@ def _known(
 def _values(rates: Sequence[RankRates], name: str) -> list[float]:
     values = [getattr(rank, name) for rank in rates]
     return [value for value in values if value is not None]
-
-
-def _yaml(value: float | int | str) -> str:
-    if isinstance(value, str):
-        if value.isascii() and '"' not in value and "\\" not in value:
-            return f'"{value}"'
-        return '"GPU"'
-    if isinstance(value, int):
-        return str(value)
-    if value >= 1e4 or value < 1e-2:
-        return f"{value:.6e}"
-    return f"{value:g}"

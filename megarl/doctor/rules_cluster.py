@@ -16,6 +16,7 @@ from megarl.doctor.findings import Finding, Problem, Severity, gb, of_node
 _SKEW_S = 5.0
 _SMALL_SKEW_S = 0.5
 _ABSENT = "nothing"
+
 # 1: every process sees all GPUs and selects one by slot
 _ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 _FP8_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
@@ -50,10 +51,7 @@ def recipe_findings(
 def _clock(node: NodeFacts) -> Iterator[Problem]:
     sure = abs(node.clock_offset_s) - node.clock_error_s
     if sure > _SMALL_SKEW_S:
-        if node.clock_offset_s > 0:
-            way = "ahead of"
-        else:
-            way = "behind"
+        way = "ahead of" if node.clock_offset_s > 0 else "behind"
         problem = f"{abs(node.clock_offset_s):.1f} s {way} the first node's: logs and files cannot be put in order"
         severity = "error" if sure > _SKEW_S else "warning"
         yield severity, "clock", problem, "let chronyd or ntpd set it on every node"
@@ -63,14 +61,17 @@ def _ray_gpus(node: NodeFacts) -> Iterator[Problem]:
     if not node.gpus or node.ray_gpus is None:
         return
     if node.ray_gpus != len(node.gpus):
-        problem = f"Ray counts {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}"
-        yield "error", "Ray", problem, "restart Ray there with --num-gpus, or mend the GPUs"
+        yield (
+            "error",
+            "Ray",
+            f"Ray counts {node.ray_gpus} GPUs, nvidia-smi lists {len(node.gpus)}",
+            "restart Ray there with --num-gpus, or mend the GPUs",
+        )
     if node.environment.get(_ALL_GPUS) != "1":
-        problem = "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process"
         yield (
             "error",
             _ALL_GPUS,
-            problem,
+            "it is not 1 in Ray's environment: Ray hides all GPUs but one from each process",
             "export it before Ray is started there, or start Ray by scripts/ray_node.sh",
         )
 
@@ -80,17 +81,29 @@ def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Problem]:
     for folder in node.folders:
         where = f"{folder.path} ({folder.purpose})"
         if folder.is_shared is False:
-            hint = "name a folder on a disk that all nodes share"
-            yield "error", where, "a file of the first node is not seen there", hint
+            yield (
+                "error",
+                where,
+                "a file of the first node is not seen there",
+                "name a folder on a disk that all nodes share",
+            )
         if not folder.exists and folder.path in of_first and folder.is_shared is None:
-            hint = "put it on a disk that all share, or copy it"
-            yield "error", where, "it is on the first node, and not there", hint
+            yield (
+                "error",
+                where,
+                "it is on the first node, and not there",
+                "put it on a disk that all share, or copy it",
+            )
 
 
 def _no_fabric(node: NodeFacts) -> Iterator[Problem]:
     if node.gpus and not any(nic.is_up for nic in node.nics):
-        problem = "no RDMA card is up: between nodes NCCL uses TCP sockets"
-        yield "warning", "network", problem, "look at ibstat, or book nodes with cards"
+        yield (
+            "warning",
+            "network",
+            "no RDMA card is up: between nodes NCCL uses TCP sockets",
+            "look at ibstat, or book nodes with cards",
+        )
 
 
 def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -142,23 +155,21 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
     here = len(nodes[0].gpus)
     if placement.network == "loopback":
         if 0 < here < placement.gpus:
-            problem = f"{placement.gpus} GPUs, and this machine has {here}"
             yield (
                 "error",
                 "placement.gpus",
-                problem,
+                f"{placement.gpus} GPUs, and this machine has {here}",
                 "set it to those there are, or placement.network to nodes",
             )
         return
-    wanted = -(-placement.gpus // placement.gpus_per_node)
     each = placement.gpus_per_node
+    wanted = -(-placement.gpus // each)
     fit = [node for node in nodes if node.ray_gpus == each]
     if nodes[0].ray_gpus is not None and len(fit) < wanted:
-        problem = f"{placement.gpus} GPUs are {wanted} nodes of {each}, Ray has {len(fit)} with as many GPUs"
         yield (
             "error",
             "placement.gpus",
-            problem,
+            f"{placement.gpus} GPUs are {wanted} nodes of {each}, Ray has {len(fit)} with as many GPUs",
             "start Ray on more nodes, or correct placement.gpus_per_node",
         )
 
@@ -173,9 +184,12 @@ def _checkpoints(
     needed = (recipe.checkpoint.keep + 1) * checkpoint_bytes
     if folder and folder.total_bytes and folder.free_bytes < needed:
         kept = f"{recipe.checkpoint.keep} checkpoints and one being written"
-        problem = f"{gb(folder.free_bytes)} free; {kept} take {gb(needed)}"
-        hint = "make room, lower checkpoint.keep, or name a folder on another disk"
-        yield "error", f"{folder.path} (run.dir)", problem, hint
+        yield (
+            "error",
+            f"{folder.path} (run.dir)",
+            f"{gb(folder.free_bytes)} free; {kept} take {gb(needed)}",
+            "make room, lower checkpoint.keep, or name a folder on another disk",
+        )
 
 
 def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
@@ -184,22 +198,35 @@ def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
     name = node.gpus[0].name
     memory = min((gpu.memory_bytes or 0) for gpu in node.gpus)
     if not hardware.is_card(name):
-        problem = (
-            f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's"
+        yield (
+            "warning",
+            "placement.hardware",
+            f"{hardware.name}, and the GPUs are {name}: a plan of this recipe is another card's",
+            "name the file of this card, or write one with megarl doctor --measure",
         )
-        hint = "name the file of this card, or write one with megarl doctor --measure"
-        yield "warning", "placement.hardware", problem, hint
     elif memory and memory < _DEVICE_SHARE * hardware.memory_bytes:
-        problem = f"it plans with {gb(hardware.memory_bytes)} of a GPU, and one has {gb(memory)}"
-        yield "warning", "placement.hardware", problem, "correct memory_bytes in the file"
+        yield (
+            "warning",
+            "placement.hardware",
+            f"it plans with {gb(hardware.memory_bytes)} of a GPU, and one has {gb(memory)}",
+            "correct memory_bytes in the file",
+        )
     if node.host_bytes < _HOST_SHARE * hardware.host_bytes:
-        problem = f"it plans with {gb(hardware.host_bytes)} of host memory, and the node has {gb(node.host_bytes)}"
-        yield "warning", "placement.hardware", problem, "correct host_bytes in the file"
+        yield (
+            "warning",
+            "placement.hardware",
+            f"it plans with {gb(hardware.host_bytes)} of host memory, and the node has {gb(node.host_bytes)}",
+            "correct host_bytes in the file",
+        )
 
 
 def _fp8(recipe: Recipe, node: NodeFacts) -> Iterator[Problem]:
     for gpu in node.gpus if recipe.rollout.engine.fp8 else ():
         major, _, minor = gpu.compute_capability.partition(".")
         if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < _FP8_CAPABILITY:
-            problem = f"GPU {gpu.index} ({gpu.name}) has no float8 (compute capability {gpu.compute_capability})"
-            yield "error", "rollout.engine.fp8", problem, "set it to false, or book newer GPUs"
+            yield (
+                "error",
+                "rollout.engine.fp8",
+                f"GPU {gpu.index} ({gpu.name}) has no float8 (compute capability {gpu.compute_capability})",
+                "set it to false, or book newer GPUs",
+            )

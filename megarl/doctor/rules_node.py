@@ -55,9 +55,15 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
     local_layers: the recipe allows Megatron's own layers where TransformerEngine is missing.
     """
     if node.nvidia_smi:
-        hint = "look at dmesg, and whether the driver's module and library are of one version"
-        problem = f"it does not answer ({node.nvidia_smi})"
-        return [Finding("error", "nvidia-smi", problem, hint, (node.address,))]
+        return [
+            Finding(
+                "error",
+                "nvidia-smi",
+                f"it does not answer ({node.nvidia_smi})",
+                "look at dmesg, and whether the driver's module and library are of one version",
+                (node.address,),
+            )
+        ]
     if not node.gpus:
         return []
     rules = (_torch, _attention, _cudnn, _each_gpu, _alike, _nvlink, _nics, _peer_memory)
@@ -70,20 +76,31 @@ def _shm(node: NodeFacts) -> Iterator[Problem]:
     hint = "start the container with --shm-size=64g, or: mount -o remount,size=64g /dev/shm"
     if free < _LEAST_SHM_BYTES:
         least = gb(_LEAST_SHM_BYTES)
-        problem = f"{gb(free)} of {gb(node.shm_total_bytes)} free; NCCL, gloo and Ray need {least} and more"
-        yield "error", "/dev/shm", problem, hint
+        yield (
+            "error",
+            "/dev/shm",
+            f"{gb(free)} of {gb(node.shm_total_bytes)} free; NCCL, gloo and Ray need {least} and more",
+            hint,
+        )
     elif free < store:
-        problem = f"{gb(free)} free, and Ray's object store wants {gb(store)}: the rest of it spills to the disk"
-        yield "warning", "/dev/shm", problem, hint
+        yield (
+            "warning",
+            "/dev/shm",
+            f"{gb(free)} free, and Ray's object store wants {gb(store)}: the rest of it spills to the disk",
+            hint,
+        )
 
 
 def _memlock(node: NodeFacts) -> Iterator[Problem]:
     limit = node.limits.memlock_bytes
     cards = sorted({nic.name for nic in node.nics if nic.is_up})
     if cards and limit != UNLIMITED:
-        problem = f"{limit // 1024} KiB may be locked, and the RDMA cards ({', '.join(cards)}) lock all that they send"
-        hint = "set it to unlimited: `* - memlock unlimited` in limits.conf, or --ulimit memlock=-1 of the container"
-        yield "error", "memlock", problem, hint
+        yield (
+            "error",
+            "memlock",
+            f"{limit // 1024} KiB may be locked, and the RDMA cards ({', '.join(cards)}) lock all that they send",
+            "set it to unlimited: `* - memlock unlimited` in limits.conf, or --ulimit memlock=-1 of the container",
+        )
 
 
 def _counts(node: NodeFacts) -> Iterator[Problem]:
@@ -92,9 +109,12 @@ def _counts(node: NodeFacts) -> Iterator[Problem]:
         ("nproc", node.limits.num_processes, _GOOD_PROCESSES, "processes and threads"),
     ):
         if limit != UNLIMITED and limit < good:
-            problem = f"{limit} {what} at most, and a node of eight GPUs wants {good}"
-            hint = f"raise it before Ray is started: `* - {name} {good}` in limits.conf"
-            yield "error" if limit < _LEAST else "warning", name, problem, hint
+            yield (
+                "error" if limit < _LEAST else "warning",
+                name,
+                f"{limit} {what} at most, and a node of eight GPUs wants {good}",
+                f"raise it before Ray is started: `* - {name} {good}` in limits.conf",
+            )
 
 
 def _disks(node: NodeFacts) -> Iterator[Problem]:
@@ -109,10 +129,12 @@ def _disks(node: NodeFacts) -> Iterator[Problem]:
                 files = ""
             else:
                 files = f", {folder.free_files} files"
-            problem = (
-                f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}"
+            yield (
+                "error",
+                where,
+                f"the disk is full: {gb(folder.free_bytes)} of {gb(folder.total_bytes)} free{files}",
+                "make room there, or name a folder on another disk",
             )
-            yield "error", where, problem, "make room there, or name a folder on another disk"
         elif folder.error:
             yield (
                 "error",
@@ -128,8 +150,12 @@ def _disks(node: NodeFacts) -> Iterator[Problem]:
                 "make room there before a long run",
             )
         if speed is not None and speed < _SLOW_BYTES_PER_S:
-            problem = f"{speed / 1e6:.0f} MB/s are written ({folder.file_system or 'unknown file system'})"
-            yield "warning", where, problem, "name a faster disk: a step waits for its checkpoint"
+            yield (
+                "warning",
+                where,
+                f"{speed / 1e6:.0f} MB/s are written ({folder.file_system or 'unknown file system'})",
+                "name a faster disk: a step waits for its checkpoint",
+            )
 
 
 def _ports(node: NodeFacts) -> Iterator[Problem]:
@@ -150,8 +176,12 @@ def _packages(node: NodeFacts) -> Iterator[Problem]:
     for name, pinned in node.pins.items():
         here = node.versions.get(name)
         if here and here.partition("+")[0] != pinned:
-            problem = f"{here} is installed, and SGLang {node.versions.get('sglang', '')} is built for {pinned}"
-            yield "error", name, problem, f"pip install {name}=={pinned}"
+            yield (
+                "error",
+                name,
+                f"{here} is installed, and SGLang {node.versions.get('sglang', '')} is built for {pinned}",
+                f"pip install {name}=={pinned}",
+            )
 
 
 def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
@@ -163,12 +193,11 @@ def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
     else:
         lacks = ["torch is a CPU build"]
     lacks += [f"{name} is not installed" for name in _NEEDED_ON_GPUS if name not in node.versions]
-    hint = "nothing for a run on CPU" + (f"; for one on GPUs: {', '.join(lacks)}" if lacks else "")
     yield (
         "note",
         "GPUs",
         "nvidia-smi lists none: driver, CUDA, NCCL, NVLink, clocks and kernels were not checked",
-        hint,
+        "nothing for a run on CPU" + (f"; for one on GPUs: {', '.join(lacks)}" if lacks else ""),
     )
 
 
@@ -180,8 +209,12 @@ def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
             if local_layers and distribution == "transformer-engine":
                 severity = "warning"
                 effect = ": training uses Megatron's own layers, which are slower"
-            problem = f"it cannot be imported ({error}){effect}"
-            yield severity, distribution, problem, f"{_INSTALL}, for this torch and this CUDA"
+            yield (
+                severity,
+                distribution,
+                f"it cannot be imported ({error}){effect}",
+                f"{_INSTALL}, for this torch and this CUDA",
+            )
 
 
 def _cudnn(node: NodeFacts) -> Iterator[Problem]:
@@ -200,30 +233,54 @@ def _torch(node: NodeFacts) -> Iterator[Problem]:
     torch = node.torch
     count = len(node.gpus)
     if torch.version and not torch.cuda:
-        problem = f"{torch.version} is a CPU build on a node with {count} GPUs: a run would train on the CPU, over gloo"
-        yield "error", "torch", problem, f"{_INSTALL}: torch's build for CUDA"
-    elif _major(node.driver_cuda) and _major(torch.cuda) > _major(node.driver_cuda):
-        problem = f"{node.driver} runs CUDA {node.driver_cuda}, and torch {torch.version} is built for {torch.cuda}"
-        yield "error", "driver", problem, "install a newer driver"
-    elif torch.error:
-        hint = next(
-            (hint for word, hint in _WHY.items() if word in torch.error),
-            "look at nvidia-smi -q and dmesg",
+        yield (
+            "error",
+            "torch",
+            f"{torch.version} is a CPU build on a node with {count} GPUs: a run would train on the CPU, over gloo",
+            f"{_INSTALL}: torch's build for CUDA",
         )
-        yield "error", "torch", f"CUDA does not start ({torch.error})", hint
+    elif _major(node.driver_cuda) and _major(torch.cuda) > _major(node.driver_cuda):
+        yield (
+            "error",
+            "driver",
+            f"{node.driver} runs CUDA {node.driver_cuda}, and torch {torch.version} is built for {torch.cuda}",
+            "install a newer driver",
+        )
+    elif torch.error:
+        yield (
+            "error",
+            "torch",
+            f"CUDA does not start ({torch.error})",
+            next(
+                (hint for word, hint in _WHY.items() if word in torch.error),
+                "look at nvidia-smi -q and dmesg",
+            ),
+        )
     elif torch.num_devices != count:
-        hint = "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs"
-        yield "error", "torch", f"torch sees {torch.num_devices} of {count} GPUs", hint
+        yield (
+            "error",
+            "torch",
+            f"torch sees {torch.num_devices} of {count} GPUs",
+            "unset CUDA_VISIBLE_DEVICES where Ray is started, or mend the GPUs",
+        )
 
 
 def _attention(node: NodeFacts) -> Iterator[Problem]:
     errors = node.import_errors
     if errors.get("flash_attn", "") and node.torch.cuda and not node.torch.cudnn:
-        problem = f"neither it ({errors['flash_attn']}) nor cuDNN: TransformerEngine's attention takes T x T memory"
-        yield "warning", "flash-attn", problem, f"{_INSTALL}: flash-attn or cuDNN"
+        yield (
+            "warning",
+            "flash-attn",
+            f"neither it ({errors['flash_attn']}) nor cuDNN: TransformerEngine's attention takes T x T memory",
+            f"{_INSTALL}: flash-attn or cuDNN",
+        )
     if error := errors.get("flashinfer", ""):
-        problem = f"it cannot be imported ({error}): SGLang samples with torch, and MLA has no attention backend"
-        yield "warning", "flashinfer-python", problem, _INSTALL
+        yield (
+            "warning",
+            "flashinfer-python",
+            f"it cannot be imported ({error}): SGLang samples with torch, and MLA has no attention backend",
+            _INSTALL,
+        )
 
 
 def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
@@ -237,26 +294,37 @@ def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
                 f"nvidia-smi -i {gpu.index} -mig 0",
             )
         if gpu.ecc_errors:
-            problem = f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded"
-            yield "error", where, problem, "drain the node and have the GPU reset or replaced"
+            yield (
+                "error",
+                where,
+                f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded",
+                "drain the node and have the GPU reset or replaced",
+            )
         if reasons := slowdowns(gpu.clock_reasons or 0):
             if gpu.sm_mhz and gpu.max_sm_mhz:
                 clocks = f"{gpu.sm_mhz:g} of {gpu.max_sm_mhz:g} MHz"
             else:
                 clocks = "clocks are down"
-            problem = f"{clocks} ({', '.join(reasons)}): all ranks wait for the slowest"
-            yield "warning", where, problem, "mend its cooling or power, or leave the node out"
-        if gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width:
-            problem = f"{gpu.pcie_width} of {gpu.max_pcie_width} PCIe lanes"
             yield (
                 "warning",
                 where,
-                problem,
+                f"{clocks} ({', '.join(reasons)}): all ranks wait for the slowest",
+                "mend its cooling or power, or leave the node out",
+            )
+        if gpu.pcie_width and gpu.max_pcie_width and gpu.pcie_width < gpu.max_pcie_width:
+            yield (
+                "warning",
+                where,
+                f"{gpu.pcie_width} of {gpu.max_pcie_width} PCIe lanes",
                 "have the GPU reseated: offloading is slower in proportion",
             )
         if gpu.used_bytes and gpu.used_bytes > _HELD_BYTES:
-            hint = "end the processes that use it (see nvidia-smi), unless it is a run"
-            yield "warning", where, f"{gb(gpu.used_bytes)} are used already", hint
+            yield (
+                "warning",
+                where,
+                f"{gb(gpu.used_bytes)} are used already",
+                "end the processes that use it (see nvidia-smi), unless it is a run",
+            )
 
 
 def _alike(node: NodeFacts) -> Iterator[Problem]:
@@ -282,11 +350,10 @@ def _nvlink(node: NodeFacts) -> Iterator[Problem]:
     }
     kinds = Counter(links.values())
     if kinds and not any(kind.startswith("NV") for kind in kinds):
-        problem = f"no NVLink between its {len(node.gpus)} GPUs ({', '.join(sorted(kinds))})"
         yield (
             "warning",
             "NVLink",
-            problem,
+            f"no NVLink between its {len(node.gpus)} GPUs ({', '.join(sorted(kinds))})",
             "keep train.tp and train.ep small, or book nodes with NVLink",
         )
     elif len(kinds) > 1:
@@ -297,8 +364,12 @@ def _nvlink(node: NodeFacts) -> Iterator[Problem]:
             if kind != usual and int(pair[0][3:]) < int(pair[1][3:])
         ]
         odd = [f"{first}-{other} {links[first, other]}" for first, other in unlike]
-        problem = f"pairs of GPUs are joined unequally: most by {usual}, but {', '.join(odd[:8])}"
-        yield "warning", "NVLink", problem, "look at nvidia-smi nvlink -s: is a link down?"
+        yield (
+            "warning",
+            "NVLink",
+            f"pairs of GPUs are joined unequally: most by {usual}, but {', '.join(odd[:8])}",
+            "look at nvidia-smi nvlink -s: is a link down?",
+        )
 
 
 def _nics(node: NodeFacts) -> Iterator[Problem]:
@@ -332,11 +403,10 @@ def _nics(node: NodeFacts) -> Iterator[Problem]:
 
 def _peer_memory(node: NodeFacts) -> Iterator[Problem]:
     if node.gpu_nics and not node.has_peermem and not node.has_open_driver:
-        problem = "neither nvidia_peermem nor open kernel modules (dmabuf): messages go through the host's memory"
         yield (
             "warning",
             "GPUDirect",
-            problem,
+            "neither nvidia_peermem nor open kernel modules (dmabuf): messages go through the host's memory",
             "modprobe nvidia_peermem, or install the driver's open modules",
         )
 
