@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from megarl import cli
 from megarl.checkpoints import peft
@@ -25,7 +25,7 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.preflight import checks_by_command
 from megarl.types import UserErrors
-from tests.test_cli import QUICKSTART, megarl
+from tests.test_cli import QUICKSTART
 
 
 @pytest.fixture
@@ -34,9 +34,19 @@ def made(tiny_model: Path, tmp_path: Path) -> Any:
     snapshots = Snapshots(tmp_path / FOLDER, pytest.fail)
     shape = json.loads(json.dumps(asdict(model_shape(tiny_model))))
     for step in (4, 8):
-        known = {"prompts_taken": 9, "data": "", "seed": 7, "trains_mtp": False, "critic": None}
-        known |= {"buffer": {}, "sampling": {}}
-        progress = Progress(step, version=2, attempts=3, shape=shape, **known)
+        progress = Progress(
+            step,
+            version=2,
+            attempts=3,
+            shape=shape,
+            prompts_taken=9,
+            data="",
+            seed=7,
+            trains_mtp=False,
+            critic=None,
+            buffer={},
+            sampling={},
+        )
         partial = snapshots.begin(step)
         (partial / "rank-0.pt").write_bytes(b"weights")
         snapshots.commit(partial, asdict(progress), {}, keep=2)
@@ -51,38 +61,31 @@ def test_the_newest_or_the_one_that_is_asked_for(made: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "damage", "told"),
-    [
-        (5, "", "there is no whole checkpoint of step 5; leave --step out for the newest"),
-        (
-            8,
-            "step-000008",
-            "there is no whole checkpoint of step 8; leave --step out for the newest",
-        ),
-    ],
-)
-def test_one_that_is_not_there_or_damaged(made: Any, step: int, damage: str, told: str) -> None:
+@pytest.mark.parametrize(("step", "is_damaged"), [(5, False), (8, True)])
+def test_one_that_is_not_there_or_damaged(made: Any, step: int, is_damaged: bool) -> None:
     recipe, run = made
-    if damage:
-        (run / FOLDER / damage / "rank-0.pt").write_bytes(b"Weights")
+    if is_damaged:
+        (run / FOLDER / "step-000008" / "rank-0.pt").write_bytes(b"Weights")
     said: list[str] = []
     (run / "out").mkdir()
     with pytest.raises(UserErrors) as caught:
         find_snapshot(recipe, run, run / "out", step, said.append)
-    assert [str(one) for one in caught.value.errors] == [
+    assert str(caught.value).splitlines() == [
         f"{run}/out: it is there already; name another folder",
-        f"{run / FOLDER}: {told}",
+        f"{run / FOLDER}: there is no whole checkpoint of step {step}; leave --step out for the newest",
     ]
-    assert len(said) == bool(damage)
+    assert len(said) == is_damaged
 
 
-@pytest.mark.slow
-def test_a_folder_without_a_run(tmp_path: Path) -> None:
-    result = megarl("convert", "nowhere", "out", cwd=tmp_path)
-    assert (result.returncode, result.stderr) == (
-        2,
-        "nowhere: has no recipe.yaml; name the folder of a run, as runs/quickstart\n",
+def converted(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, ["convert", *map(str, arguments)])
+
+
+def test_a_folder_without_a_run() -> None:
+    result = converted("nowhere", "out")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "nowhere: has no recipe.yaml; name the folder of a run, as runs/quickstart\n"
     )
 
 
@@ -99,7 +102,7 @@ def test_the_format_is_handed_to_the_ranks(
     monkeypatch.setattr(convert, "find_snapshot", lambda *_: SimpleNamespace(folder=tmp_path))
     monkeypatch.setattr(checks_by_command, "check_convert", lambda recipe: None)
     (tmp_path / "recipe.yaml").write_text(QUICKSTART.read_text())
-    result = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "out"), *flags])
+    result = converted(tmp_path, tmp_path / "out", *flags)
     assert result.exit_code == 0, result.output
     assert asked == [(tmp_path / "out", bool(flags))]
 
@@ -123,7 +126,7 @@ def test_adapters_alone_are_refused_where_there_are_none(
     tmp_path: Path, line: str, flags: list[str], told: str
 ) -> None:
     (tmp_path / "recipe.yaml").write_text(f"{QUICKSTART.read_text()}\n{line}\n")
-    result = CliRunner().invoke(cli.app, ["convert", str(tmp_path), str(tmp_path / "out"), *flags])
+    result = converted(tmp_path, tmp_path / "out", *flags)
     assert (result.exit_code, result.output.strip()) == (2, told)
 
 
@@ -132,10 +135,8 @@ def test_adapters_are_written_with_the_ranks_that_the_recipe_means(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 2 experts for a token each has half the rank, and the folder fits the recipe that it came from."""
-    recipe, shape = (
-        load_recipe(QUICKSTART, [f"model.path={tiny_model}", "lora.rank=8"]),
-        model_shape(tiny_model),
-    )
+    recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}", "lora.rank=8"])
+    shape = model_shape(tiny_model)
     size = resolve(recipe).policy.lora
     assert size and (size.rank, size.expert_rank) == (8, 4)
     factors = {name: torch.zeros(extent) for name, extent in peft._sizes(shape, size).items()}
@@ -158,16 +159,18 @@ def test_the_adapters_that_a_run_began_with_are_not_asked_for(tiny_model: Path) 
 
 
 @pytest.mark.slow
-def test_a_run_without_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+def test_a_run_without_checkpoints(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = load_recipe(QUICKSTART, [f"model.path={tiny_model}"])
-    (tmp_path / "run" / "recipe.yaml").write_text(recipe.dump_yaml())
-    result = megarl("convert", "run", "no/out", "train.tp=3", cwd=tmp_path)
-    assert result.returncode == 2
+    (tmp_path / "recipe.yaml").write_text(recipe.dump_yaml())
+    monkeypatch.chdir(tmp_path)
+    result = converted(".", "no/out", "train.tp=3")
+    assert result.exit_code == 2
     assert result.stderr.startswith("train.tp: 3 does not divide the attention heads")
-    result = megarl("convert", "run", "no/out", cwd=tmp_path)
-    assert result.returncode == 2
+    result = converted(".", "no/out")
+    assert result.exit_code == 2
     assert result.stderr.splitlines() == [
         f"no/out: {tmp_path}/no is not a folder; make it, or name another folder",
-        "run/checkpoints: there is no whole checkpoint; name another run",
+        "checkpoints: there is no whole checkpoint; name another run",
     ]

@@ -92,7 +92,8 @@ class Script:
     """A sampler of given turns, by the number of the sample; a text that ends with dots has no stop token."""
 
     def __init__(self, tokenizer: Any, scripts: Sequence[Sequence[str]]) -> None:
-        self._tokenizer, self._scripts = tokenizer, scripts
+        self._tokenizer = tokenizer
+        self._scripts = scripts
 
     async def begin(self, conversation: str, prompt_tokens: int) -> None:
         return None
@@ -109,11 +110,10 @@ class Script:
         text = self._scripts[place][number]
         is_cut = text.endswith("...")
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = (
-            [*ids, *ids * 40][: sampling.max_tokens]
-            if is_cut
-            else [*ids, self._tokenizer.eos_token_id]
-        )
+        if is_cut:
+            ids = (ids * 40)[: sampling.max_tokens]
+        else:
+            ids.append(self._tokenizer.eos_token_id)
         assert len(ids) <= sampling.max_tokens
         return response(
             context_ids,
@@ -144,8 +144,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "num_hidden_layers": 1,
         "hidden_size": 8,
         "intermediate_size": 8,
-    }
-    config |= {
         "num_attention_heads": 1,
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
@@ -158,19 +156,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def keys(*more: str) -> list[str]:
-    own = [
-        "model.path=model",
-        "data.train=rows.jsonl",
-        "data.eval={}",
-        "data.messages=null",
-        "episode.workers=1",
-    ]
-    own += [
-        "data.max_prompt_tokens=80",
-        "episode.max_tokens=400",
-        "episode.max_observation_tokens=60",
-    ]
-    return [*own, "rollout.max_response_tokens=140", "episode.max_turns=3", *more]
+    own = "model.path=model data.train=rows.jsonl data.eval={} data.messages=null episode.workers=1"
+    sizes = "data.max_prompt_tokens=80 rollout.max_response_tokens=140 episode.max_turns=3"
+    limits = "episode.max_tokens=400 episode.max_observation_tokens=60"
+    return [*f"{own} {sizes} {limits}".split(), *more]
 
 
 def played(*more: str, scripts: Sequence[Sequence[str]] = SCRIPTS) -> list[SampleGroup]:
@@ -189,19 +178,13 @@ def played(*more: str, scripts: Sequence[Sequence[str]] = SCRIPTS) -> list[Sampl
             sampling = Sampling(
                 len(scripts), recipe.rollout.max_response_tokens, stream=(1, number)
             )
-            found = await asyncio.gather(
+            episodes = await asyncio.gather(
                 *(runner.run(prompt, sampling, place) for place in range(len(scripts)))
             )
-            reward_results = [
-                one.reward_result or RewardResult(0.5, False) for one in found
-            ]  # of the function, where it decides
-            return scored(
-                prompt,
-                [one.sample for one in found],
-                reward_results,
-                recipe.reward,
-                may_lose_all=True,
-            )[1]
+            # of the function, where it decides
+            rewards = [episode.reward_result or RewardResult(0.5, False) for episode in episodes]
+            samples = [episode.sample for episode in episodes]
+            return scored(prompt, samples, rewards, recipe.reward, may_lose_all=True)[1]
 
         async def every() -> list[SampleGroup]:
             return [await group(number, prompt) for number, prompt in enumerate(prompts)]
@@ -243,18 +226,13 @@ def told(done: Result) -> str:
 def test_episodes_of_an_unchanged_environment_come_out_the_same(history: str) -> None:
     made = played(*ENVIRONMENT, f"episode.history={history}")
     samples = [sample for group in made for sample in group.samples]
-    assert {sample.facts.end for sample in samples if sample.facts} == {
-        "max_turns",
-        "done",
-        "cut",
-        "bad_calls",
-    }
-    assert [
-        len(group.samples[0].rows[0].prompt_ids) > len(group.prompt.token_ids) for group in made
-    ] == [True, False], "reset said something"
-    assert len({sample.facts.seed for sample in samples if sample.facts}) == 2, (
-        "one for each prompt"
-    )
+    facts = [sample.facts for sample in samples if sample.facts]
+    assert {fact.end for fact in facts} == {"max_turns", "done", "cut", "bad_calls"}
+    assert len({fact.seed for fact in facts}) == 2, "one for each prompt"
+    openings = [
+        len(group.samples[0].rows[0].prompt_ids) - len(group.prompt.token_ids) for group in made
+    ]
+    assert openings[0] > openings[1] == 0, "reset said something"
     write(made[:1], made[1:])
     same = "8 of 8 episodes came out the same\n"
     assert check(*ENVIRONMENT, f"episode.history={history}").stdout == same
@@ -329,10 +307,8 @@ def test_an_environment_that_failed_must_fail_again() -> None:
     """Its episodes are in the file where reward.on_failure penalises them."""
     keep = (*ENVIRONMENT, "reward.on_failure=penalise", "reward.penalty=-1")
     write(played(*keep, "episode.arguments={fails: reward}"))
-    assert (
-        check(*keep, "episode.arguments={fails: reward}").stdout
-        == "8 of 8 episodes came out the same\n"
-    )
+    done = check(*keep, "episode.arguments={fails: reward}")
+    assert done.stdout == "8 of 8 episodes came out the same\n"
     done = check(*keep)
     assert done.stdout == "0 of 8 episodes came out the same\n"
     assert told(done).endswith(
@@ -342,19 +318,19 @@ def test_an_environment_that_failed_must_fail_again() -> None:
 
 def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGroup]) -> None:
     """As in the file of a checkpoint's stock, whose groups may have open episodes."""
-    whole, opened, late, other, agents = dice[0].samples[0], *dice[0].samples[:1] * 4
+    whole = dice[0].samples[0]
     assert whole.facts
     opened = replace(
-        opened,
+        whole,
         is_open=True,
         finished=False,
         facts=None,
         open_episode=EpisodeProgress(1, {}, "answer", said=()),
     )
-    late = replace(late, facts=replace(whole.facts, end="timeout"))
-    other = replace(other, facts=replace(whole.facts, seed=None))
-    twice = {"sampled_tokens": 2 * whole.facts.sampled_tokens}
-    agents = replace(agents, rows=whole.rows * 2, facts=replace(whole.facts, **twice))
+    late = replace(whole, facts=replace(whole.facts, end="timeout"))
+    other = replace(whole, facts=replace(whole.facts, seed=None))
+    twice = replace(whole.facts, sampled_tokens=2 * whole.facts.sampled_tokens)
+    agents = replace(whole, rows=whole.rows * 2, facts=twice)
     reward_result = RewardResult(float(dice[0].rewards_G[0]), bool(dice[0].correct_G[0]))
     reward_results = reward_result, None, reward_result, reward_result, reward_result
     write(
@@ -384,30 +360,28 @@ def without_episodes(group: SampleGroup) -> SampleGroup:
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys_", "says"),
+    ("kind", "arguments", "says"),
     [
-        ("dice", ["model.path=gone"], "gone"),
-        ("vocabulary", [], "it was sampled from a vocabulary of 7, and that of model.path has"),
-        ("no episodes", [], "none of its samples can be played again: 8 that are no episodes"),
-        ("older", [], "none of its samples can be played again: 8 without the seed of their environment"),
-        ("dice", ["data.prompt=answer"], "the prompt of rows.jsonl:1 has 'go<eos><assistant>' at token "),
-        ("dice", ["data.prompt=question"], "the prompt of rows.jsonl:1 cannot be made again (there is no column 'ques"),
-        ("dice", ["episode.environment=null", *TOOLS], "the prompt of rows.jsonl:1 has 'roll<eos><user>go<eos><assis"),
-        ("dice", ["episode.environment=replay_world:Once"], "episode.environment: it is not replayable"),
-        ("dice", ["--turns", "turns.jsonl"], "--turns: the turns are those of --samples; leave one of them out"),
-        ("dice", ["--samples", "rows.jsonl"], "rows.jsonl: not a complete file of samples"),
-        ("dice", ["episode.environment=null", "episode.agent=replay_world:run"], "what an agent has done cannot be"),
+        ("dice", "model.path=gone", "gone"),
+        ("vocabulary", "", "it was sampled from a vocabulary of 7, and that of model.path has"),
+        ("no episodes", "", "none of its samples can be played again: 8 that are no episodes"),
+        ("older", "", "none of its samples can be played again: 8 without the seed of their environment"),
+        ("dice", "data.prompt=answer", "the prompt of rows.jsonl:1 has 'go<eos><assistant>' at token "),
+        ("dice", "data.prompt=question", "the prompt of rows.jsonl:1 cannot be made again (there is no column 'ques"),
+        ("dice", f"episode.environment=null {TOOLS[0]}", "the prompt of rows.jsonl:1 has 'roll<eos><user>go<eos><ass"),
+        ("dice", "episode.environment=replay_world:Once", "episode.environment: it is not replayable"),
+        ("dice", "--turns turns.jsonl", "--turns: the turns are those of --samples; leave one of them out"),
+        ("dice", "--samples rows.jsonl", "rows.jsonl: not a complete file of samples"),
+        ("dice", "episode.environment=null episode.agent=replay_world:run", "what an agent has done cannot be"),
     ],
 )  # fmt: skip
 def test_files_that_do_not_fit_are_refused(
-    dice: list[SampleGroup], kind: str, keys_: list[str], says: str
+    dice: list[SampleGroup], kind: str, arguments: str, says: str
 ) -> None:
     if kind == "vocabulary":
         write(dice, vocab_size=7)
     else:
-        made = {"no episodes": without_episodes, "older": without_seeds}.get(
-            kind, lambda group: group
-        )
-        write([made(group) for group in dice])
-    done = check(*ENVIRONMENT, *keys_)
+        changes = {"no episodes": without_episodes, "older": without_seeds}
+        write([changes[kind](group) if kind in changes else group for group in dice])
+    done = check(*ENVIRONMENT, *arguments.split())
     assert says in done.stderr and not done.stdout and len(done.stderr.splitlines()) == 1

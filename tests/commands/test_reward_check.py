@@ -28,7 +28,7 @@ def nothing(response, answer, row): return 1.0 / len(response)
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "checked_rewards.py").write_text(REWARDS)
     rows = [{"question": n, "answer": str(n % 3), "unit": "m"} for n in range(12)]
@@ -38,13 +38,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["reward-check", *arguments])
+def run(arguments: str) -> Result:
+    """The command with a function of `REWARDS`, by its name, and the other arguments."""
+    return CliRunner().invoke(app, ["reward-check", *f"checked_rewards:{arguments}".split()])
 
 
-@pytest.mark.usefixtures("folder")
 def test_a_good_reward() -> None:
-    done = run("checked_rewards:good", "--data", "rows.jsonl", "--rows", "9")
+    done = run("good --data rows.jsonl --rows 9")
     assert done.exit_code == 0, done.output
     table = [line.split() for line in done.stdout.splitlines()]
     assert table[1][-4:] == ["9", "1.000", "100.0%", "0"]
@@ -53,32 +53,21 @@ def test_a_good_reward() -> None:
     assert table[4][0] == "bombs" and table[4][-1] == "0"
 
 
-@pytest.mark.usefixtures("folder")
 def test_arguments_are_json_or_text() -> None:
-    done = run(
-        "checked_rewards:worth",
-        "--data",
-        "rows.jsonl",
-        "--argument",
-        "right=2.5",
-        "--argument",
-        "unit=m",
-    )
+    done = run("worth --data rows.jsonl --argument right=2.5 --argument unit=m")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[1].split()[-4:] == ["12", "2.500", "100.0%", "0"]
 
 
-@pytest.mark.usefixtures("folder")
 def test_what_takes_too_long_is_told_and_ends_with_1() -> None:
-    done = run("checked_rewards:slow", "--data", "rows.jsonl", "--timeout-s", "1")
+    done = run("slow --data rows.jsonl --timeout-s 1")
     assert done.exit_code == 1
     last = done.stdout.splitlines()[-1]
     assert last.startswith("failed 1 x: took longer than 1 s, first on response 'aaaa")
 
 
-@pytest.mark.usefixtures("folder")
 def test_what_raises_is_told_by_kind() -> None:
-    done = run("checked_rewards:nothing", "--data", "rows.jsonl")
+    done = run("nothing --data rows.jsonl")
     assert done.exit_code == 1
     assert (
         "failed 12 x: raised ZeroDivisionError: float division by zero, first on response '' to rows.jsonl:1"
@@ -86,54 +75,50 @@ def test_what_raises_is_told_by_kind() -> None:
     )
 
 
-@pytest.mark.usefixtures("folder")
 def test_a_reward_that_likes_everything_is_noticed() -> None:
-    done = run("checked_rewards:always", "--data", "rows.jsonl")
+    done = run("always --data rows.jsonl")
     assert done.exit_code == 0
     assert "a row's own answer is worth no more than another's" in done.stdout
 
 
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (
-            ["checked_rewards:gone", "--data", "rows.jsonl"],
+            "gone --data rows.jsonl",
             "reward.function: checked_rewards has no 'gone'",
         ),
-        (["checked_rewards:good", "--data", "gone.jsonl"], "--data: gone.jsonl is not a file"),
+        ("good --data gone.jsonl", "--data: gone.jsonl is not a file"),
         (
-            ["checked_rewards:good", "--data", "rows.jsonl", "--answer", "a"],
+            "good --data rows.jsonl --answer a",
             "more such rows); set --answer to one of",
         ),
-        (["checked_rewards:worth", "--data", "rows.jsonl"], "missing a required argument: 'right'"),
+        ("worth --data rows.jsonl", "missing a required argument: 'right'"),
         (
-            ["checked_rewards:good", "--data", "rows.jsonl", "--argument", "x"],
+            "good --data rows.jsonl --argument x",
             "--argument x: is not of the form",
         ),
-        (["checked_rewards:good"], "--data: either it or --samples must be given"),
+        ("good", "--data: either it or --samples must be given"),
         (
-            ["checked_rewards:good", "--data", "rows.jsonl", "--samples", "x"],
+            "good --data rows.jsonl --samples x",
             "--data: either it or --samples must",
         ),
         (
-            ["checked_rewards:good", "--samples", "rows.jsonl"],
+            "good --samples rows.jsonl",
             "rows.jsonl: not a complete file of samples",
         ),
     ],
 )
-def test_errors_end_with_2(arguments: list[str], says: str) -> None:
-    done = run(*arguments)
+def test_errors_end_with_2(arguments: str, says: str) -> None:
+    done = run(arguments)
     assert done.exit_code == 2
     assert says in done.stderr
 
 
 def samples_of(folder: Path) -> str:
     """Of two prompts: two episodes, of which one is right, and a plain sample."""
-    rng, turn = (
-        np.random.default_rng(0),
-        {"role": "assistant", "text": "2", "calls": [], "reward": 0.0},
-    )
+    rng = np.random.default_rng(0)
+    turn = {"role": "assistant", "text": "2", "calls": [], "reward": 0.0}
     prompt = Prompt("rows.jsonl:1", "2+2=", (1, 2), "4", {"unit": "m"})
     transcript: Any = (turn, turn | {"text": "4"})
     right, wrong = (
@@ -153,25 +138,21 @@ def samples_of(folder: Path) -> str:
 
 
 def test_the_samples_of_a_file_are_scored_anew(folder: Path) -> None:
-    done = run("checked_rewards:good", "--samples", samples_of(folder))
+    done = run(f"good --samples {samples_of(folder)}")
     assert done.exit_code == 0, done.output
     _, before, anew, changes, _ = done.stdout.splitlines()
-    assert before.split()[-4:] == ["3", "0.367", "33.3%", "0"] and anew.split()[-4:] == [
-        "3",
-        "0.667",
-        "66.7%",
-        "0",
-    ]
+    assert before.split()[-4:] == ["3", "0.367", "33.3%", "0"]
+    assert anew.split()[-4:] == ["3", "0.667", "66.7%", "0"]
     assert (
         changes == "1 of 3 rewards changed; 1 samples became correct, and 0 are correct no longer"
     )
 
 
 def test_episodes_of_a_file_are_given_to_functions_that_take_them(folder: Path) -> None:
-    done = run("checked_rewards:turns", "--samples", samples_of(folder), "--rows", "1")
+    done = run(f"turns --samples {samples_of(folder)} --rows 1")
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[2].split()[-4:] == ["2", "2.000", "100.0%", "0"]
-    done = run("checked_rewards:turns", "--samples", samples_of(folder))
+    done = run(f"turns --samples {samples_of(folder)}")
     assert done.exit_code == 1, "the third sample is none"
     assert "2 of 2 rewards changed; 1 samples became correct" in done.stdout
     assert "failed 1 x: raised TypeError: 'NoneType'" in done.stdout
