@@ -54,9 +54,10 @@ def check_adapter(recipe: Recipe, *, fp8: bool) -> None:
             "--adapter", "the run's recipe has no lora", "leave it out to write the whole model"
         )
     if fp8:
-        problem = "adapters are written in model.dtype"
         raise UserError(
-            "--fp8", problem, "leave it out, or --adapter to write the merged model in fp8"
+            "--fp8",
+            "adapters are written in model.dtype",
+            "leave it out, or --adapter to write the merged model in fp8",
         )
 
 

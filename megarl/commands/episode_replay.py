@@ -41,16 +41,18 @@ def replay(recipe: Recipe, path: Path, num_groups: int | None) -> None:
     """
     file = open_samples(path)
     if (vocab_size := model_shape(recipe.model.path).vocab_size) != file.vocab_size:
-        problem = f"it was sampled from a vocabulary of {file.vocab_size}, and that of model.path has {vocab_size}"
-        raise UserError(str(path), problem, _HINT)
+        raise UserError(
+            str(path),
+            f"it was sampled from a vocabulary of {file.vocab_size}, and that of model.path has {vocab_size}",
+            _HINT,
+        )
     runtime = EnvironmentRuntime(recipe)
     try:
         if not runtime.thread.is_replayable:
-            hint = "leave --samples out, or set `replayable` where its calls may be made once more"
             raise UserError(
                 "episode.environment",
                 "it is not replayable: its episodes cannot be played again",
-                hint,
+                "leave --samples out, or set `replayable` where its calls may be made once more",
             )
         trial = _Replay(recipe, path, runtime)
         asyncio.run(trial.play(islice(_groups(file), num_groups)))
@@ -102,7 +104,7 @@ class _Replay:
                 continue
             prompt = self._with_messages(group.prompt)
             found = await asyncio.gather(
-                *(self._rollout_correction(prompt, group, index) for index in chosen)
+                *(self._replayed(prompt, group, index) for index in chosen)
             )
             self.num_played = self.num_played + len(found)
             self.num_same = self.num_same + found.count(None)
@@ -175,9 +177,7 @@ class _Replay:
             problem = f"the prompt of {prompt.id} has {file} at token {shared}, and this recipe makes {now} of it"
         raise UserError(str(self.path), problem, _HINT)
 
-    async def _rollout_correction(
-        self, prompt: Prompt, group: Group, index: int
-    ) -> ReplayDifference | None:
+    async def _replayed(self, prompt: Prompt, group: Group, index: int) -> ReplayDifference | None:
         sample = group.samples[index]
         place = next(self._numbers)
         assert sample.facts

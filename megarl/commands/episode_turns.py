@@ -75,8 +75,15 @@ def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        hint = "name a JSONL file, with a list of assistants' messages in each line"
-        raise UserErrors([UserError(where, f"{path} cannot be read ({error})", hint)]) from None
+        raise UserErrors(
+            [
+                UserError(
+                    where,
+                    f"{path} cannot be read ({error})",
+                    "name a JSONL file, with a list of assistants' messages in each line",
+                )
+            ]
+        ) from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

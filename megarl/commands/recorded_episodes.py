@@ -65,26 +65,24 @@ def recorded_turns(sample: Sample) -> list[RecordedTurn]:
 class RecordedEpisode:
     """The turns of one episode, given until one is asked for after other tokens than those in the file.
 
-    num_given: turns that were given; mismatch: why no further one was.
+    num_given: turns that were given; difference: why no further one was.
     """
 
     def __init__(self, turns: Sequence[RecordedTurn], turn_tokenizer: TurnTokenizer) -> None:
         self.turns = turns
         self.num_given = 0
-        self.rollout_correction: ReplayDifference | None = None
+        self.difference: ReplayDifference | None = None
         self._turn_tokenizer = turn_tokenizer
 
     def next_turn(self, context_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
         """The tokens of the next turn; none, which cuts the episode, where the file has none or others before it."""
-        self.rollout_correction = self._rollout_correction(context_ids, max_tokens)
-        if self.rollout_correction:
+        self.difference = self._difference(context_ids, max_tokens)
+        if self.difference:
             return ()
         self.num_given += 1
         return self.turns[self.num_given - 1].ids
 
-    def _rollout_correction(
-        self, context_ids: Sequence[int], max_tokens: int
-    ) -> ReplayDifference | None:
+    def _difference(self, context_ids: Sequence[int], max_tokens: int) -> ReplayDifference | None:
         place = f"before turn {self.num_given + 1}"
         if self.num_given == len(self.turns):
             shown = self._text(context_ids, len(context_ids))
@@ -157,8 +155,8 @@ def first_difference(
     found = now.sample.facts
     number = recorded.num_given
     assert facts and found
-    if recorded.rollout_correction:
-        return recorded.rollout_correction
+    if recorded.difference:
+        return recorded.difference
     end = f"the end `{found.end}`{f' ({now.reward_result.words})' if isinstance(now.reward_result, Failure) else ''}"
     if number < len(recorded.turns):
         return ReplayDifference(f"before turn {number + 1}", "another turn", end)

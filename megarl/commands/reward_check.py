@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from megarl.config import RewardConfig
 from megarl.data.files import answered_rows
 from megarl.printable import one_line, short, show
-from megarl.rollout.reward_workers.by_source import RewardWorkers
+from megarl.rollout.reward_workers.by_source import Episodes, RewardWorkers
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError
 from megarl.types.reward_result import Failure, RewardResult
@@ -25,10 +26,8 @@ from megarl.types.reward_result import Failure, RewardResult
 _OWN = "its own answer"
 _OTHER = "another row's answer"
 _EMPTY = "an empty response"
-_BOMBS = "bombs"
-_BEFORE = "in the file"
-_ANEW = "anew"
 _START_S = 600.0
+AnsweredRow = tuple[str, str, Mapping[str, Any]]  # its place, its answer, its columns
 
 BOMBS = (
     "a" * 1_000_000,
@@ -89,63 +88,59 @@ def check(
 
 def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: int) -> bool:
     rows = answered_rows(str(data), "--data", answer_column, num_rows)
-    reward_workers = RewardWorkers(config, _START_S)
-    try:
-        found = _reward_results(reward_workers, rows)
-        slowest_s = reward_workers.slowest_s
-    finally:
-        reward_workers.shutdown()
-    show(_report(found))
+    with _workers(config) as workers:
+        trials = _trials_of_rows(workers, rows)
+        slowest_s = workers.slowest_s
+    show(_report(trials))
     _show_slowest(slowest_s, config)
-    own, other = (_mean(found[kind]) for kind in (_OWN, _OTHER))
+    own = _mean(trials[_OWN])
+    other = _mean(trials[_OTHER])
     if own is not None and other is not None and own <= other:
         show(
             "a row's own answer is worth no more than another's: does the function read it as a response?"
         )
-    return _show_failures([trial for of_kind in found.values() for trial in of_kind])
+    return _show_failures([*chain.from_iterable(trials.values())])
 
 
 def _check_samples(config: RewardConfig, path: Path, num_groups: int) -> bool:
     """How the rewards differ from the file's. Functions that take it get each sample's episode."""
     file = open_samples(path)
     groups = chain.from_iterable(file.groups(step) for step in range(1, file.num_steps + 1))
-    found: dict[str, list[Trial]] = {_BEFORE: [], _ANEW: []}
-    reward_workers = RewardWorkers(config, _START_S)
-    try:
+    before: list[RewardResult] = []
+    anew: list[Trial] = []
+    with _workers(config) as workers:
         for group in islice(groups, num_groups):
-            responses = [sample.text for sample in group.samples]
-            before = map(RewardResult, group.rewards_G.tolist(), group.correct_G.tolist())
-            episodes = [sample.episode for sample in group.samples]
-            anew = reward_workers.wait_for_rewards(
-                group.prompt.answer, group.prompt.row, responses, episodes
+            before += map(RewardResult, group.rewards_G.tolist(), group.correct_G.tolist())
+            anew += _trials(
+                workers,
+                (group.prompt.id, group.prompt.answer, group.prompt.row),
+                [sample.text for sample in group.samples],
+                [sample.episode for sample in group.samples],
             )
-            for kind, reward_results in ((_BEFORE, before), (_ANEW, anew)):
-                pairs = zip(responses, reward_results, strict=True)
-                found[kind] += [
-                    Trial(group.prompt.id, response, reward_result)
-                    for response, reward_result in pairs
-                ]
-        slowest_s = reward_workers.slowest_s
-    finally:
-        reward_workers.shutdown()
-    show(_report(found))
-    trials = zip(found[_BEFORE], found[_ANEW], strict=True)
-    _show_changes([(before.result, after.result) for before, after in trials])
-    _show_slowest(slowest_s, config)
-    return _show_failures(found[_ANEW])
-
-
-def _show_changes(pairs: Sequence[tuple[RewardResult | Failure, RewardResult | Failure]]) -> None:
-    judged = [
-        (one, other)
-        for one, other in pairs
-        if isinstance(one, RewardResult) and isinstance(other, RewardResult)
+        slowest_s = workers.slowest_s
+    in_file = [
+        Trial(trial.place, trial.response, result)
+        for trial, result in zip(anew, before, strict=True)
     ]
-    rewards = sum(np.float32(before.reward) != np.float32(after.reward) for before, after in judged)
-    gained = sum(after.correct and not before.correct for before, after in judged)
-    lost = sum(before.correct and not after.correct for before, after in judged)
-    changed = f"{rewards} of {len(judged)} rewards changed"
-    show(f"{changed}; {gained} samples became correct, and {lost} are correct no longer")
+    show(_report({"in the file": in_file, "anew": anew}))
+    _show_changes(before, anew)
+    _show_slowest(slowest_s, config)
+    return _show_failures(anew)
+
+
+def _show_changes(results: Sequence[RewardResult], trials: Sequence[Trial]) -> None:
+    pairs = [
+        (before, trial.result)
+        for before, trial in zip(results, trials, strict=True)
+        if isinstance(trial.result, RewardResult)
+    ]
+    rewards = sum(np.float32(before.reward) != np.float32(after.reward) for before, after in pairs)
+    gained = sum(after.correct and not before.correct for before, after in pairs)
+    lost = sum(before.correct and not after.correct for before, after in pairs)
+    show(
+        f"{rewards} of {len(pairs)} rewards changed; {gained} samples became correct, "
+        f"and {lost} are correct no longer"
+    )
 
 
 def _show_slowest(slowest_s: float, config: RewardConfig) -> None:
@@ -154,18 +149,16 @@ def _show_slowest(slowest_s: float, config: RewardConfig) -> None:
 
 def _show_failures(trials: Sequence[Trial]) -> bool:
     """A line for each kind of failure; whether there is none."""
-    failures = [
-        (trial.result.words, trial) for trial in trials if isinstance(trial.result, Failure)
-    ]
-    first = dict(reversed(failures))
-    for words, count in Counter(words for words, _ in failures).most_common():
-        trial = first[words]
-        show(
-            one_line(
-                f"failed {count} x: {words}, first on response {short(trial.response)} to {trial.place}"
-            )
-        )
-    return not failures
+    first: dict[str, Trial] = {}
+    counts: Counter[str] = Counter()
+    for trial in trials:
+        if isinstance(trial.result, Failure):
+            first.setdefault(trial.result.words, trial)
+            counts[trial.result.words] += 1
+    for words, count in counts.most_common():
+        place = f"first on response {short(first[words].response)} to {first[words].place}"
+        show(one_line(f"failed {count} x: {words}, {place}"))
+    return not counts
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -182,24 +175,38 @@ def _argument(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _reward_results(
-    reward_workers: RewardWorkers, rows: Sequence[tuple[str, str, Mapping[str, Any]]]
-) -> dict[str, list[Trial]]:
-    found: dict[str, list[Trial]] = {_OWN: [], _OTHER: [], _EMPTY: [], _BOMBS: []}
+def _trials_of_rows(workers: RewardWorkers, rows: Sequence[AnsweredRow]) -> dict[str, list[Trial]]:
+    trials: dict[str, list[Trial]] = {_OWN: [], _OTHER: [], _EMPTY: []}
     answers = list(dict.fromkeys(answer for _, answer, _ in rows))
-    for place, answer, row in rows:
-        other = answers[(answers.index(answer) + 1) % len(answers)]
-        responses = {_OWN: answer, _EMPTY: ""} | ({_OTHER: other} if other != answer else {})
-        reward_results = reward_workers.wait_for_rewards(answer, row, list(responses.values()))
-        for (kind, response), reward_result in zip(responses.items(), reward_results, strict=True):
-            found[kind].append(Trial(place, response, reward_result))
-    place, answer, row = rows[0]
-    reward_results = reward_workers.wait_for_rewards(answer, row, BOMBS)
-    found[_BOMBS] = [
-        Trial(place, bomb, reward_result)
-        for bomb, reward_result in zip(BOMBS, reward_results, strict=True)
+    for row in rows:
+        answer = row[1]
+        responses = {_OWN: answer, _EMPTY: ""}
+        if len(answers) > 1:
+            responses[_OTHER] = answers[(answers.index(answer) + 1) % len(answers)]
+        scored = _trials(workers, row, list(responses.values()))
+        for kind, trial in zip(responses, scored, strict=True):
+            trials[kind].append(trial)
+    return trials | {"bombs": _trials(workers, rows[0], BOMBS)}
+
+
+def _trials(
+    workers: RewardWorkers, row: AnsweredRow, responses: Sequence[str], episodes: Episodes = ()
+) -> list[Trial]:
+    """Score the responses to one row."""
+    place, answer, columns = row
+    results = workers.wait_for_rewards(answer, columns, responses, episodes)
+    return [
+        Trial(place, response, result) for response, result in zip(responses, results, strict=True)
     ]
-    return found
+
+
+@contextmanager
+def _workers(config: RewardConfig) -> Iterator[RewardWorkers]:
+    workers = RewardWorkers(config, _START_S)
+    try:
+        yield workers
+    finally:
+        workers.shutdown()
 
 
 def _mean(trials: Sequence[Trial]) -> float | None:
@@ -209,19 +216,15 @@ def _mean(trials: Sequence[Trial]) -> float | None:
     return None
 
 
-def _report(found: Mapping[str, Sequence[Trial]]) -> str:
+def _report(trials: Mapping[str, Sequence[Trial]]) -> str:
     lines = [f"{'response':<22}{'verdicts':>10}{'reward':>10}{'correct':>10}{'failed':>10}"]
-    for kind, of_kind in found.items():
-        reward_results = [
-            trial.result for trial in of_kind if isinstance(trial.result, RewardResult)
-        ]
-        mean = _mean(of_kind)
-        reward = "-" if mean is None else f"{mean:.3f}"
-        if reward_results:
-            correct = f"{sum(one.correct for one in reward_results) / len(reward_results):.1%}"
-        else:
-            correct = "-"
-        lines.append(
-            f"{kind:<22}{len(of_kind):>10}{reward:>10}{correct:>10}{len(of_kind) - len(reward_results):>10}"
-        )
+    for kind, of_kind in trials.items():
+        results = [trial.result for trial in of_kind if isinstance(trial.result, RewardResult)]
+        reward = "-"
+        correct = "-"
+        if results:
+            reward = f"{_mean(of_kind):.3f}"
+            correct = f"{sum(result.correct for result in results) / len(results):.1%}"
+        failed = len(of_kind) - len(results)
+        lines.append(f"{kind:<22}{len(of_kind):>10}{reward:>10}{correct:>10}{failed:>10}")
     return "\n".join(lines)
