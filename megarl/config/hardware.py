@@ -87,6 +87,9 @@ def load_hardware(path: str | Path | None) -> Hardware:
             files = f"one of {', '.join(there)}"
         else:
             files = "a file like those of recipes/hardware"
-        hint = f"set it, or give --hardware, to {files}"
-        raise UserError("placement.hardware", "no hardware is named to reckon with", hint)
+        raise UserError(
+            "placement.hardware",
+            "no hardware is named to reckon with",
+            f"set it, or give --hardware, to {files}",
+        )
     return load_branch(Hardware, path)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from megarl.config import Recipe
 from megarl.config.fields import Branch
-from megarl.config.yaml_text import Keys, Parsed, dotted, parse, read_file
+from megarl.config.yaml_text import Keys, Parsed, dotted, parse, read_file, refusal
 from megarl.spelling import did_you_mean, near
 from megarl.types import UserError, UserErrors
 
@@ -138,9 +138,7 @@ def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
     if parsed.value is None:
         parsed.value = {}
     if not isinstance(parsed.value, dict):
-        raise UserErrors(
-            [UserError(str(path), "the file is not a mapping", "write `key: value` lines")]
-        )
+        raise refusal(str(path), "the file is not a mapping", "write `key: value` lines")
     return parsed
 
 
@@ -176,9 +174,13 @@ def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Par
     elif key in branch:
         del branch[key]
     else:
-        problem = f"{path} is null, which takes it out, and there is no such entry"
-        hint = did_you_mean(near(key, branch), "leave the line out")
-        found.errors.append(UserError(_where(path, found.origins, path), problem, hint))
+        found.errors.append(
+            UserError(
+                _where(path, found.origins, path),
+                f"{path} is null, which takes it out, and there is no such entry",
+                did_you_mean(near(key, branch), "leave the line out"),
+            )
+        )
 
 
 def _explain(
@@ -203,10 +205,15 @@ def _explain(
         elif item["type"] == "extra_forbidden":
             guesses = _nearest(keys, tree, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            hint = did_you_mean(
-                guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}"
+            errors.append(
+                UserError(
+                    where,
+                    f"unknown key {path}",
+                    did_you_mean(
+                        guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}"
+                    ),
+                )
             )
-            errors.append(UserError(where, f"unknown key {path}", hint))
         elif item["type"] == "missing":
             missing.append((where, path))
         else:

@@ -23,17 +23,19 @@ _DEEPEST = 32  # mappings and lists inside each other
 _MOST_VALUES = 20_000  # where aliases are counted as what they stand for
 _MOST_DIGITS = 40
 _TAG = "tag:yaml.org,2002:"
+_STR = _TAG + "str"
 _SCALARS = tuple(_TAG + name for name in ("str", "int", "float", "bool", "null", "merge", "value"))
 _COLLECTIONS = (_TAG + "map", _TAG + "seq")
 _OCTAL = re.compile(r"[-+]?0[0-9_]*[0-9]")
 _PREFIXED = re.compile(r"[-+]?0(?:[bB][01_]+|[oO][0-7_]+)")
 _SEXAGESIMAL = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
+_ODD_LETTER = re.compile("[\0\ufeff\ud800-\udfff]")
 # YAML 1.1's further names of the booleans
 _SWITCHES = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
-class _TooDeep(yaml.MarkedYAMLError):
-    """Mappings and lists are nested too deep at the problem's mark."""
+class _Refused(yaml.MarkedYAMLError):
+    """YAML that no recipe has; `note` says what to do."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,12 +52,18 @@ class _Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Raises _TooDeep before Python's stack ends: it takes a few function calls for each level."""
+        """Raises _Refused before Python's stack ends, which takes a few function calls for each level, and for an alias
+        that would lead to an endless value."""
+        mark = self.peek_event().start_mark
         self.depth += 1
         if self.depth > _DEEPEST:
-            raise _TooDeep(problem_mark=self.peek_event().start_mark)
+            problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
+            raise _Refused(problem=problem, problem_mark=mark, note="take the nesting out")
         node = super().compose_node(parent, index)
         self.depth -= 1
+        if node is not None and node.end_mark is None:  # it is not read to its end yet
+            problem = "an alias stands inside of what it names"
+            raise _Refused(problem=problem, problem_mark=mark, note="write the value out")
         return node
 
 
@@ -95,18 +103,16 @@ def read_file(path: Path) -> str:
             content = file.read(_MOST_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         reason = getattr(error, "strerror", None) or error
-        raise UserErrors(
-            [UserError(str(path), f"cannot be read ({reason})", "name a YAML file")]
-        ) from None
+        raise refusal(str(path), f"cannot be read ({reason})", "name a YAML file") from None
     if len(content) > _MOST_BYTES:
         problem = f"it has more than {_MOST_BYTES} bytes, which no recipe has"
-        raise UserErrors([UserError(str(path), problem, "name a YAML file of a recipe's keys")])
+        raise refusal(str(path), problem, "name a YAML file of a recipe's keys")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"{path}:{content[: error.start].count(10) + 1}"
         problem = f"not UTF-8 text (the byte 0x{content[error.start]:02x})"
-        raise UserErrors([UserError(where, problem, "save the file as UTF-8")]) from None
+        raise refusal(where, problem, "save the file as UTF-8") from None
 
 
 def parse(
@@ -130,58 +136,41 @@ def parse(
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         problem = f"not valid YAML (the character U+{int(error.character):04X} is not allowed)"
-        raise UserErrors([UserError(where(line), problem, "remove it")]) from None
+        raise refusal(where(line), problem, "remove it") from None
     except yaml.YAMLError as error:
-        line = where(getattr(getattr(error, "problem_mark", None), "line", 0) + 1)
-        problem = f"not valid YAML ({getattr(error, 'problem', None) or error})"
-        hint = "correct the syntax"
-        if isinstance(error, _TooDeep):
-            problem = f"mappings and lists are nested more than {_DEEPEST} deep, and no key of a recipe is"
-            hint = "take the nesting out"
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        if isinstance(error, _Refused):
+            hint = str(error.note)
         elif prefix:
             problem = f"{text!r:.80} is not a YAML value"
             hint = "put text in quotes"
-        raise UserErrors([UserError(line, problem, hint)]) from None
+        else:
+            problem = f"not valid YAML ({problem})"
+            hint = "correct the syntax"
+        raise refusal(where(mark.line + 1 if mark else 1), problem, hint) from None
+
+
+def refusal(where: str, problem: str, hint: str) -> UserErrors:
+    """The only error of a text that has no value."""
+    return UserErrors([UserError(where, problem, hint)])
 
 
 def _check_size(root: yaml.Node, where: Callable[[int], str]) -> None:
-    """Aliases of aliases make a short text very long, and one inside of what it names endless."""
-    sizes: dict[int, int | None] = {}  # None: not known yet, because it is being counted
-
-    def size(node: yaml.Node) -> int:
-        if id(node) in sizes:
-            known = sizes[id(node)]
-            if known is None:
-                line = where(node.start_mark.line + 1)
-                raise UserErrors(
-                    [
-                        UserError(
-                            line, "an alias stands inside of what it names", "write the value out"
-                        )
-                    ]
-                )
-            return known
-        sizes[id(node)] = None
-        if isinstance(node, yaml.ScalarNode):
-            below = []
-        else:
-            below = node.value
+    """Aliases of aliases make a short text very long."""
+    num_values = 0
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        num_values += 1
         if isinstance(node, yaml.MappingNode):
-            children = chain.from_iterable(below)
-        else:
-            children = below
-        sizes[id(node)] = total = 1 + sum(map(size, children))
-        return total
-
-    if size(root) > _MOST_VALUES:
-        problem = f"it has more than {_MOST_VALUES} values, which no recipe has"
-        raise UserErrors(
-            [
-                UserError(
-                    where(root.start_mark.line + 1), problem, "take the aliases or the values out"
-                )
-            ]
-        )
+            nodes += chain.from_iterable(node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        if num_values > _MOST_VALUES:
+            line = where(root.start_mark.line + 1)
+            problem = f"it has more than {_MOST_VALUES} values, which no recipe has"
+            raise refusal(line, problem, "take the aliases or the values out")
 
 
 def _walk(
@@ -211,13 +200,8 @@ def _walk(
         for key, value in node.value:
             line = where(key.start_mark.line + 1)
             if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
-                raise UserErrors(
-                    [
-                        UserError(
-                            line, "a key is not printable text on one line", "write a recipe's key"
-                        )
-                    ]
-                )
+                problem = "a key is not printable text on one line"
+                raise refusal(line, problem, "write a recipe's key")
             inner = (*keys, key.value)
             name = dotted(inner)
             if name in seen:
@@ -230,30 +214,24 @@ def _walk(
 
 
 def _tag_error(node: yaml.Node, place: str) -> UserErrors:
-    name = str(node.tag).replace(_TAG, "!!")
-    problem = f"not valid YAML for a recipe (the tag {name!r:.60})"
-    return UserErrors([UserError(place, problem, "write the value without a tag")])
+    tag = str(node.tag).replace(_TAG, "!!")
+    problem = f"not valid YAML for a recipe (the tag {tag!r:.60})"
+    return refusal(place, problem, "write the value without a tag")
 
 
 def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError | None:
     text = node.value
     is_plain = node.style is None
-    if not is_plain:
-        plain_tag = _TAG + "str"
-    else:
-        plain_tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False))
-    if node.tag not in _SCALARS or (node.tag != plain_tag and node.tag != _TAG + "str"):
+    plain_tag = _RESOLVER.resolve(yaml.ScalarNode, text, (True, False)) if is_plain else _STR
+    if node.tag not in _SCALARS or node.tag not in (plain_tag, _STR):
         raise _tag_error(node, place)
-    odd = next(
-        (letter for letter in text if letter in "\0\ufeff" or "\ud800" <= letter <= "\udfff"), None
-    )
-    if odd is not None:
-        return UserError(place, f"the text has the character U+{ord(odd):04X}", "remove it")
+    if odd := _ODD_LETTER.search(text):
+        return UserError(place, f"the text has the character U+{ord(odd[0]):04X}", "remove it")
     if not is_plain:
         return None
-    if node.tag == _TAG + "int" and len(text) > _MOST_DIGITS:
-        problem = f"{text[:20]}... is a number of {len(text)} digits"  # Python refuses to read some
-        raise UserErrors([UserError(place, problem, "write a smaller one")])
+    if node.tag == _TAG + "int" and len(text) > _MOST_DIGITS:  # Python refuses to read some
+        problem = f"{text[:20]}... is a number of {len(text)} digits"
+        raise refusal(place, problem, "write a smaller one")
     if _OCTAL.fullmatch(text) and text.strip("+-0_"):
         problem = "begins with a zero, for which YAML 1.1 and 1.2 read two different values"
         sign = text[0] if text[0] in "+-" else ""
@@ -261,7 +239,7 @@ def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError
     elif _PREFIXED.fullmatch(text) and text.strip("+-0bBoO_"):
         problem = "is a number in one of YAML 1.1 and 1.2, and text in the other"
         value = int(text.replace("_", ""), 0)
-    elif _SEXAGESIMAL.fullmatch(text) and node.tag != _TAG + "str":
+    elif _SEXAGESIMAL.fullmatch(text) and node.tag != _STR:
         problem = "is a number to the base 60 in YAML 1.1, and text in YAML 1.2"
         value = "the number out"
     elif is_free and text.lower() in _SWITCHES:
@@ -269,9 +247,8 @@ def _scalar_error(node: yaml.ScalarNode, place: str, is_free: bool) -> UserError
         problem = f"is {value} in YAML 1.1, and text in YAML 1.2"
     else:
         return None
-    return UserError(
-        place, f"{text} {problem}", f"write {value}, or '{text}' in quotes where text is meant"
-    )
+    hint = f"write {value}, or '{text}' in quotes where text is meant"
+    return UserError(place, f"{text} {problem}", hint)
 
 
 def options_comment(in_force: Mapping[str, Any]) -> str:
