@@ -13,10 +13,6 @@ from megarl.types import UserError, UserErrors
 FILES = sorted((Path(__file__).parents[2] / "recipes" / "hardware").glob("*.yaml"))
 
 
-def test_the_cards_of_the_issue_are_there() -> None:
-    assert [file.stem for file in FILES] == ["b200", "h100", "h20", "h200", "h800"]
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_card_agrees_with_the_peaks_of_mfu(file: Path) -> None:
     card = load_hardware(file)
@@ -27,13 +23,9 @@ def test_a_card_agrees_with_the_peaks_of_mfu(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_figure_says_where_it_is_from(file: Path) -> None:
-    lines = [
-        line
-        for line in file.read_text().splitlines()
-        if line and not line.startswith(("#", "name:"))
-    ]
-    bare = [line for line in lines if "#" not in line]
-    assert bare == ["gpus_per_node: 8"]
+    lines = file.read_text().splitlines()
+    bare = [line for line in lines if line and "#" not in line]
+    assert [line for line in bare if not line.startswith("name:")] == ["gpus_per_node: 8"]
 
 
 def test_links_are_each_way_and_slower_than_memory() -> None:

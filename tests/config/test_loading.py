@@ -52,30 +52,12 @@ def test_recipe_is_frozen() -> None:
 
 
 def test_overrides_are_applied_in_order_and_typed_as_yaml() -> None:
-    recipe = load_recipe(
-        QUICKSTART,
-        [
-            "train.lr=1e-4",
-            "run.name=a",
-            "run.name=b",
-            "data.eval={x: y.jsonl}",
-            "data.eval.z=w.jsonl",
-            "run.trackers=[]",
-        ],
-    )
-    assert recipe.train.lr == 1e-4
+    names = ["run.name=a", "run.name=b", "data.eval={x: y.jsonl}", "data.eval.z=w.jsonl"]
+    passed = ["train.megatron.moe_aux_loss_coeff=1e-3", "rollout.engine.sglang.page_size=16"]
+    recipe = load_recipe(QUICKSTART, [*names, *passed, "run.trackers=[]"])
     assert recipe.run.name == "b"
-    assert {name: file.path for name, file in recipe.data.eval.items()} == {
-        "x": "y.jsonl",
-        "z": "w.jsonl",
-    }
+    assert [*recipe.data.eval] == ["x", "z"]
     assert recipe.run.trackers == ()
-
-
-def test_pass_through_dicts_keep_what_they_are_given() -> None:
-    recipe = load_recipe(
-        QUICKSTART, ["train.megatron.moe_aux_loss_coeff=1e-3", "rollout.engine.sglang.page_size=16"]
-    )
     assert recipe.train.megatron == {"moe_aux_loss_coeff": 1e-3}
     assert recipe.rollout.engine.sglang == {"page_size": 16}
 
@@ -134,7 +116,9 @@ def test_every_key_misspelt_by_one_letter_is_refused_with_the_right_key(
     whole = load_recipe(recipe_path).model_dump()
     keys = dict.fromkeys([*keys_of(tree), *keys_of(whole)])
     rng = random.Random(7)
-    right, first, total = 0, 0, 0
+    right = 0
+    first = 0
+    total = 0
     for path in keys:
         section, _, name = path.rpartition(".")
         for slip in misspellings(name, rng):
@@ -169,28 +153,15 @@ def test_a_misspelt_required_key_is_told_once(tmp_path: Path) -> None:
     ]
 
 
-def test_a_misspelt_key_of_a_source_is_told() -> None:
-    function = "reward.by_source.gsm8k.function=megarl.rollout.rewards.exact:score"
-    (error,) = errors_of(QUICKSTART, function, "reward.by_source.gsm8k.argument={}")
-    assert error.problem == "unknown key reward.by_source.gsm8k.argument"
-    assert error.hint == "did you mean reward.by_source.gsm8k.arguments?"
-
-
 def test_files_of_data_are_paths_or_branches(tmp_path: Path) -> None:
     train = "data.train=[a.jsonl, {path: b.jsonl, weight: 2, prompt: ask}]"
     recipe = load_recipe(QUICKSTART, [train, "data.eval.x={path: c.jsonl, answer: a.b}"])
-    assert list(recipe.data.files) == [
-        "data.train.0",
-        "data.train.1",
-        "data.eval.arith",
-        "data.eval.x",
-    ]
-    assert [file.path for file in recipe.data.files.values()] == [
-        "a.jsonl",
-        "b.jsonl",
-        "data/eval.jsonl",
-        "c.jsonl",
-    ]
+    assert {key: file.path for key, file in recipe.data.files.items()} == {
+        "data.train.0": "a.jsonl",
+        "data.train.1": "b.jsonl",
+        "data.eval.arith": "data/eval.jsonl",
+        "data.eval.x": "c.jsonl",
+    }
     assert (recipe.data.train[1].weight, recipe.data.train[1].prompt) == (2.0, "ask")
     assert list(load_recipe(QUICKSTART).data.train_files) == ["data.train"]
     (tmp_path / "again.yaml").write_text(recipe.dump_yaml())
@@ -282,18 +253,14 @@ def test_a_bad_value_in_the_file_names_its_line(tmp_path: Path) -> None:
 
 def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
     path = edited(tmp_path, f"steps: {load_recipe(QUICKSTART).run.steps}, ", "")
-    told = "\n".join(
-        map(str, errors_of(path, "train.tq=2", "model.dtype=int8", "rollout.top_p=2", "oops"))
-    )
-    for part in (
+    errors = errors_of(path, "train.tq=2", "model.dtype=int8", "rollout.top_p=2", "oops")
+    assert sorted(error.problem for error in errors) == [
+        "model.dtype is 'int8'",
+        "not of the form a.b=c",
+        "rollout.top_p is 2",
         "run.steps is missing",
         "unknown key train.tq",
-        "model.dtype is 'int8'",
-        "rollout.top_p is 2",
-        "oops",
-    ):
-        assert part in told
-    assert told.count("\n") == 4
+    ]
 
 
 @pytest.mark.parametrize(
@@ -302,7 +269,6 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
         ("run: {name: a", "recipe.yaml:1: not valid YAML"),
         ("- a\n- b\n", "recipe.yaml: the file is not a mapping"),
         ("", "recipe.yaml: run is missing; add run"),
-        ("run: !!python/object:os.system {}\n", "recipe.yaml:1: not valid YAML"),
         ("run: {}\nrun: {}\n", "recipe.yaml:2: run is written twice; keep one of the two"),
         ("run: &a {name: *a}\n", "recipe.yaml:1: an alias stands inside of what it names"),
         ("1: {}\n", "recipe.yaml:1: 1 "),
@@ -312,12 +278,6 @@ def test_a_broken_file_is_one_clear_line(text: str, says: str, tmp_path: Path) -
     (tmp_path / "recipe.yaml").write_text(text)
     told = "\n".join(map(str, errors_of(tmp_path / "recipe.yaml")))
     assert says in told
-
-
-def test_a_missing_or_binary_file(tmp_path: Path) -> None:
-    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "No such file" in errors_of(tmp_path / "none.yaml")[0].problem
-    assert "not UTF-8" in errors_of(tmp_path / "binary.yaml")[0].problem
 
 
 # --- overlays ----------------------------------------------------------------------------------------------------

@@ -375,23 +375,10 @@ def test_a_checkpoint_in_an_unknown_format_is_one_line(tmp_path: Path) -> None:
             "rollout.engine.sglang.attention_backend=fa33",
             "rollout.engine.sglang.attention_backend: 'fa33' is none of",
         ),
-        (
-            "rollout.engine.sglang.pagesize=1",
-            "rollout.engine.sglang.pagesize: SGLang has no such server argument",
-        ),
-        (
-            "train.megatron.recompute=full",
-            "train.megatron.recompute: TransformerConfig has no such field",
-        ),
         ("train.etp=5", "train.etp: 5 with train.ep 1"),
         (
             "rollout.engine.sglang.tokenizer_worker_num=0",
             "rollout.engine.sglang: SGLang refuses the engine's argu",
-        ),
-        ("rollout.max_response_tokens=39000", "data.max_prompt_tokens: "),
-        (
-            "train.tokens_per_micro_batch=20480",
-            "train.tokens_per_micro_batch: 20480 is less than the longest",
         ),
         (
             "critic.ranks.layers_per_stage=[1]",
@@ -399,34 +386,12 @@ def test_a_checkpoint_in_an_unknown_format_is_one_line(tmp_path: Path) -> None:
         ),
         ("model.config=null", "models/Qwen3-30B-A3B/config.json: no such file"),
         ("model.config=gone", "gone/config.json: no such file"),
-        ("reward.function=megarl.rollout.rewards.math:scores", "reward.function: "),
-        ("algorithm.name=opd", "algorithm.name: 'opd' is no algorithm"),
     ],
 )
 def test_an_error_is_told(override: str, start: str) -> None:
     lines = told("vapo_qwen3_30b", override)
     assert sum(line.startswith(start) for line in lines) == 1, lines
-    assert not any(line.startswith("train.megatron: ") for line in lines) or start.startswith(
-        "train.megatron: "
-    )
-
-
-def test_errors_of_every_kind_are_told_at_once() -> None:
-    keys = [
-        "train.megatron.recompute_granularity=some",
-        "rollout.engine.sglang.page_size=big",
-        "run.dir=/dev/null/x",
-    ]
-    lines = told("dapo_qwen3_30b", *keys, "algorithm.gamma=0.9", "placement.train_gpus=16")
-    starts = [
-        "train.megatron.recompute_granularity: ",
-        "rollout.engine.sglang.page_size: ",
-        "run.dir: ",
-    ]
-    starts += ["algorithm.gamma: ", "placement."]
-    for start in starts:
-        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
-    assert len(lines) == len(starts)
+    assert start.startswith("train.megatron: ") or "train.megatron: " not in str(lines)
 
 
 def test_the_named_hardware_decides_what_is_checked(tmp_path: Path) -> None:
@@ -474,11 +439,17 @@ def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatc
     assert good.exit_code == 0, good.output
     assert re.search(r"engines: 2 x TP8 .*slots 0 to 15\n", good.stdout)
     bad = CliRunner().invoke(
-        cli.app, [*arguments, "train.pp=5", "rollout.engine.sglang.page_size=big"]
+        cli.app,
+        [*arguments, "train.pp=5", "rollout.engine.sglang.page_size=big", "algorithm.gamma=0.9"],
     )
     assert bad.exit_code == 2
-    starts = {line.split(": ")[0] for line in bad.stderr.splitlines()}
-    assert starts == {"train.pp", "placement.gpus", "rollout.engine.sglang.page_size"}
+    starts = [line.split(": ")[0] for line in bad.stderr.splitlines()]
+    assert sorted(starts) == [
+        "algorithm.gamma",
+        "placement.gpus",
+        "rollout.engine.sglang.page_size",
+        "train.pp",
+    ]
     both = CliRunner().invoke(cli.app, [*arguments, "--resume"])
     assert both.exit_code == 2
     assert both.stderr.startswith("--dry-run: nothing is launched, and --resume says how")
