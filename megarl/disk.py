@@ -64,9 +64,10 @@ def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
         return False
     except OSError as error:
         Path(file.name).unlink(missing_ok=True)
-        hint = "mount it with locks (Lustre: -o flock), or name a folder on another disk"
         raise UserError(
-            where, f"files in {folder} cannot be locked ({error.strerror})", hint
+            where,
+            f"files in {folder} cannot be locked ({error.strerror})",
+            "mount it with locks (Lustre: -o flock), or name a folder on another disk",
         ) from None
     return True
 
@@ -118,8 +119,11 @@ def output_error(
 
 def folder_gone(folder: Path, what: str) -> FolderGone:
     """The error of a folder that was removed, or replaced by another."""
-    problem = f"the folder was removed or replaced while the run wrote {what}"
-    return FolderGone(str(folder), problem, "what it held is lost, so start the run again")
+    return FolderGone(
+        str(folder),
+        f"the folder was removed or replaced while the run wrote {what}",
+        "what it held is lost, so start the run again",
+    )
 
 
 def visible_folder(folder: Path) -> Path:
@@ -137,8 +141,11 @@ def _error(error: BaseException, folder: Path, what: str, where: str) -> UserErr
         return None
     number = errno.ENOSPC if cause is None else cause.errno
     if number in _FULL:
-        problem = f"{_FULL[number]} in {folder} while writing {what}"
-        return UserError(where, problem, "make room there, or name a folder on another disk")
+        return UserError(
+            where,
+            f"{_FULL[number]} in {folder} while writing {what}",
+            "make room there, or name a folder on another disk",
+        )
     reason = cause.strerror if cause else ""
     return UserError(
         where,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
-import io
 import json
 import math
 import pickle
@@ -16,12 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from megarl.checkpoints.snapshots import Snapshots
 from megarl.disk import output_error, writing
 from megarl.samples.parquet import writing as writing_samples
-from megarl.tracking import run_log
 from megarl.tracking.run_log import RunLog
 from megarl.types import FolderGone, Prompt, SampleGroup, UserError
 from tests.samples.responses import response
@@ -88,6 +86,10 @@ def full(folder: Path, what: str) -> str:
     return f"run.dir: no space left in {folder} while writing {what}; make room there, or name a folder on another disk"
 
 
+def run_log(folder: Path, *overrides: str, **options: Any) -> RunLog:
+    return RunLog(recipe_in(folder, *overrides), plain()[0], **options)
+
+
 def a_step(log: RunLog, step: int, **metrics: float) -> None:
     with log.step(step) as record:
         record.add({"reward/mean": 0.5, **metrics})
@@ -109,7 +111,7 @@ def big_samples(log: RunLog) -> None:
 def test_a_step_that_the_disk_has_no_room_for(
     disk: Path, write: Callable[[RunLog], None], what: str
 ) -> None:
-    with pytest.raises(UserError) as caught, RunLog(recipe_in(disk), plain()[0]) as log:
+    with pytest.raises(UserError) as caught, run_log(disk) as log:
         fill(disk, left=8192)
         write(log)
     assert str(caught.value) == full(disk / "try", what)
@@ -119,7 +121,7 @@ def test_a_step_that_the_disk_has_no_room_for(
 def test_a_run_that_the_disk_has_no_room_for(disk: Path) -> None:
     fill(disk)
     with pytest.raises(UserError) as caught:
-        RunLog(recipe_in(disk), plain()[0])
+        run_log(disk)
     assert str(caught.value) == full(disk / "try", "recipe.yaml")
 
 
@@ -173,7 +175,7 @@ def test_a_curve_that_cannot_be_drawn_costs_no_run(
     def fail(*_: object) -> None:
         raise RuntimeError("no font\x1b[2J")
 
-    monkeypatch.setattr(run_log, "draw_curve", fail)
+    monkeypatch.setattr("megarl.tracking.run_log.draw_curve", fail)
     console, text = plain()
     with RunLog(recipe_in(tmp_path), console) as log:
         a_step(log, 1)
@@ -181,7 +183,7 @@ def test_a_curve_that_cannot_be_drawn_costs_no_run(
 
 
 def test_the_first_error_is_told_when_closing_fails_too(disk: Path) -> None:
-    with pytest.raises(ValueError, match="first"), RunLog(recipe_in(disk), plain()[0]) as log:
+    with pytest.raises(ValueError, match="first"), run_log(disk) as log:
         a_step(log, 1)
         fill(disk)
         log._records_file.write("x" * 5000)
@@ -191,7 +193,7 @@ def test_the_first_error_is_told_when_closing_fails_too(disk: Path) -> None:
 def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
     with (
         pytest.raises(UserError) as caught,
-        RunLog(recipe_in(disk, "run.trackers=[]"), plain()[0]) as log,
+        run_log(disk, "run.trackers=[]") as log,
     ):
         a_step(log, 1)
         fill(disk)
@@ -202,14 +204,14 @@ def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
 def test_a_run_goes_on_from_the_records_that_a_full_disk_cut(disk: Path) -> None:
     with (
         pytest.raises(UserError, match="no space left"),
-        RunLog(recipe_in(disk), plain()[0]) as log,
+        run_log(disk) as log,
     ):
         a_step(log, 1)
         filler = fill(disk, left=4096)
         big_record(log)
     assert not (log.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
     filler.unlink()
-    with RunLog(recipe_in(disk), plain()[0], resume=True, step=1) as log:
+    with run_log(disk, resume=True, step=1) as log:
         a_step(log, 2)
     assert [
         json.loads(line)["step"] for line in (log.folder / "metrics.jsonl").read_text().splitlines()
@@ -339,64 +341,67 @@ def test_the_error_survives_the_way_from_another_process(tmp_path: Path) -> None
     assert type(again) is FolderGone and str(again) == str(caught.value)
 
 
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def broken(folder: Path, name: str, line: bytes) -> list[str]:
     """What resuming says when the second of three lines is another one; nothing of the run is changed by it."""
-    with RunLog(recipe_in(folder), Console(file=io.StringIO())) as log:
+    with run_log(folder) as log:
         for step in (1, 2, 3):
             a_step(log, step)
     file = log.folder / name
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([lines[0], line + b"\n", *lines[2:]]))
-    before = {one: one.read_bytes() for one in log.folder.rglob("*") if one.is_file()}
+    before = files_of(log.folder)
     with pytest.raises(Exception) as caught:
-        RunLog(recipe_in(folder, "run.sample_log_count=1"), plain()[0], resume=True, step=2)
-    assert {one: one.read_bytes() for one in log.folder.rglob("*") if one.is_file()} == before
+        run_log(folder, "run.sample_log_count=1", resume=True, step=2)
+    assert files_of(log.folder) == before
     return str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("name", "line", "problem"),
     [
-        (b'{"step": 2, "rew', "is not JSON (Unterminated string"),
-        (b"", "is not JSON (Expecting value"),
-        (b"\x00" * 10, "is not JSON ("),
-        (b'{"step": 2, "\xff": 1}', "is not JSON ("),
-        (b"[" * 100_000, "is nested too deep for JSON"),
-        (b"[1, 2]", "is not a record but list"),
-        (b'{"reward/mean": 1.0}', "has no whole number as its step"),
-        (b'{"step": "2"}', "has no whole number as its step"),
+        ("metrics", b'{"step": 2, "rew', "is not JSON (Unterminated string"),
+        ("metrics", b"", "is not JSON (Expecting value"),
+        ("metrics", bytes(10), "is not JSON ("),
+        ("metrics", b'{"step": 2, "\xff": 1}', "is not JSON ("),
+        ("metrics", b"[" * 100_000, "is nested too deep for JSON"),
+        ("metrics", b"[1, 2]", "is not a record but list"),
+        ("metrics", b'{"reward/mean": 1.0}', "has no whole number as its step"),
+        ("metrics", b'{"step": "2"}', "has no whole number as its step"),
         (
+            "metrics",
             b'{"step": 2, "reward/mean": "high"}',
             "has something other than a number as 'reward/mean'",
         ),
+        (
+            "samples",
+            b'{"step": 2, "prompt": "a\x01"}',
+            "is not JSON (Invalid control character",
+        ),
     ],
 )
-def test_a_broken_record_is_told_by_file_and_line(
-    tmp_path: Path, line: bytes, problem: str
+def test_a_broken_line_is_told_by_file_and_line(
+    tmp_path: Path, name: str, line: bytes, problem: str
 ) -> None:
-    (said,) = broken(tmp_path, "metrics.jsonl", line)
-    assert said.startswith(f"{tmp_path}/try/metrics.jsonl:2: {problem}")
+    (said,) = broken(tmp_path, f"{name}.jsonl", line)
+    assert said.startswith(f"{tmp_path}/try/{name}.jsonl:2: {problem}")
     assert said.endswith("; remove the line, or choose another run.name")
     assert said.isprintable()
 
 
-def test_a_broken_sample_is_told_by_file_and_line(tmp_path: Path) -> None:
-    (said,) = broken(tmp_path, "samples.jsonl", b'{"step": 2, "prompt": "a\x01"}')
-    assert said.startswith(
-        f"{tmp_path}/try/samples.jsonl:2: is not JSON (Invalid control character"
-    )
-
-
 def test_records_that_are_not_finite_are_read_back(tmp_path: Path) -> None:
-    with RunLog(recipe_in(tmp_path), plain()[0]) as log:
+    with run_log(tmp_path) as log:
         a_step(log, 1, **{"train/loss": math.nan})
-    with RunLog(recipe_in(tmp_path), plain()[0], resume=True, step=1) as log:
+    with run_log(tmp_path, resume=True, step=1) as log:
         assert math.isnan(log._history[0]["train/loss"])
 
 
 def test_no_character_of_a_sample_reaches_a_terminal(tmp_path: Path) -> None:
     hostile: Any = group("\x1b[2J\u202egpj\ud800数\x9b", [1.0], [2])
-    with RunLog(recipe_in(tmp_path), plain()[0]) as log, log.step(1) as record:
+    with run_log(tmp_path) as log, log.step(1) as record:
         record.samples([hostile])
     text = (log.folder / "samples.jsonl").read_text(encoding="utf-8")
     assert text.replace("\n", "").isprintable() and "数" in text
@@ -404,12 +409,11 @@ def test_no_character_of_a_sample_reaches_a_terminal(tmp_path: Path) -> None:
 
 
 def test_no_character_of_a_failed_reward_result_reaches_the_terminal(tmp_path: Path) -> None:
-    from dataclasses import replace as changed
-
     console, text = plain()
+    failed = dataclasses.replace(
+        group("p", [1.0], [2]), failures=("raised \x1b]0;x\x07\u202e\r\nforged",)
+    )
     with RunLog(recipe_in(tmp_path), console) as log, log.step(1) as record:
-        record.failed(
-            [changed(group("p", [1.0], [2]), failures=("raised \x1b]0;x\x07\u202e\r\nforged",))]
-        )
+        record.failed([failed])
     (line,) = [line for line in text.getvalue().splitlines() if "verdict failed" in line]
     assert line == r"step 1: 1 verdict failed, the first raised \x1b]0;x\x07\u202e\r\nforged"
