@@ -6,6 +6,7 @@ Recipes of cluster runs are checked on machines without their weights and data; 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from megarl.algos import learns_from_answers
 from megarl.checkpoints.quantised import weights_in_words
@@ -34,26 +35,24 @@ def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
     error.
     """
     device = "cuda" if recipe.placement.hardware else DEVICE
-    found, absent = stand_ins(recipe)
-    roles = resolve(found)
+    with_stand_ins, absent = stand_ins(recipe)
+    roles = resolve(with_stand_ins)
     errors, of_episodes = errors_elsewhere(roles, device, absent)
     if errors:
         raise UserErrors(errors)
-    not_checked = _not_checked(recipe, device, absent)
-    episodes = [*of_episodes, *_assumed_turns(found)]
-    for lines in (
+    for line in chain(
         _placement(roles),
         _checkpoint(roles),
-        episodes,
+        of_episodes,
+        _assumed_turns(with_stand_ins),
         _reshard(roles, device),
-        not_checked,
+        _not_checked(recipe, device, absent),
     ):
-        for line in lines:
-            say(line)
+        say(line)
 
 
 def _placement(roles: Roles) -> Iterator[str]:
-    """The slots and parallel sizes of every model and of the engines; every rank's coordinates are computed."""
+    """The slots and parallel sizes of every model and of the engines."""
     for role in roles.models.values():
         name = "train" if role.name == "policy" else role.name
         yield f"{name}: {_axes(role.layout)}; slots {role.slots.start} to {role.slots.stop - 1}"
@@ -80,7 +79,7 @@ def _assumed_turns(recipe: Recipe) -> Iterator[str]:
         return
     samples = step_samples(recipe)
     turns = samples.turns
-    load = tool_load(recipe, samples.turns, samples.num_drawn)
+    load = tool_load(recipe, turns, samples.num_drawn)
     yield f"episode: {turns.mean:g} turns in the mean, with {turns.observed_tokens:,.0f} observation tokens (assumed)"
     if load:
         each = f"each up to {load.call_s:g} s of a core ({load.limit})"
@@ -88,14 +87,11 @@ def _assumed_turns(recipe: Recipe) -> Iterator[str]:
 
 
 def _axes(layout: TrainLayout) -> str:
-    """Its parallel sizes, after a check that each rank has its own place in both grids."""
-    places = [layout.coords(rank) for rank in range(layout.world_size)]
-    dense = {(at.tp, at.cp, at.dp, at.pp) for at in places}
-    sparse = {(at.etp, at.ep, at.edp, at.pp) for at in places}
-    assert len(dense) == len(sparse) == layout.world_size
-    sizes = {"TP": layout.tp, "CP": layout.cp, "PP": layout.pp, "VPP": layout.vpp, "DP": layout.dp}
-    sizes |= {"EP": layout.ep, "ETP": layout.etp}
-    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
+    """The parallel sizes that are more than 1."""
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")}
+    return (
+        " ".join(f"{axis.upper()}{size}" for axis, size in sizes.items() if size > 1) or "one rank"
+    )
 
 
 def _reshard(roles: Roles, device: str) -> Iterator[str]:
@@ -117,13 +113,11 @@ def _exchange(
 ) -> Iterator[str]:
     """The traffic of an exchange, and the plans of some of its members."""
     recipe = roles.recipe
-    layout = roles.policy.layout
-    engines = roles.engines
     members = roles.num_members
     topology = {"gpus_per_node": recipe.placement.gpus_per_node, "dtype": recipe.model.dtype}
+    sample = _sample(roles.policy.layout, roles.engines, members)
     try:
         total = count_traffic(sources, targets, members, **topology)
-        sample = _sample(layout, engines, members)
         needed = [
             plan_streams(sources, targets, member, members, **topology).rounds_needed(
                 recipe.reshard.round_bytes
@@ -131,9 +125,8 @@ def _exchange(
             for member in sample
         ]
     except LayoutError as error:
-        raise UserErrors(
-            [UserError("rollout.engine", str(error), "tell us: the two maps do not fit")]
-        ) from error
+        hint = "tell us: the two maps do not fit"
+        raise UserError("rollout.engine", str(error), hint) from error
     whole, local, nvlink, fabric = (
         f"{counts.max() / 1e9:.2f}"
         for counts in (total.dest, total.local, total.node_in, total.fabric_in)
@@ -144,23 +137,15 @@ def _exchange(
     )
     # of each send stage all go on with the largest number
     rounds = sum(map(max, zip(*needed, strict=True)))
-    numbers = ", ".join(map(str, sample))
-    yield f"{name}: planned for {len(sample)} of {members} members ({numbers}): about {rounds} rounds"
+    yield f"{name}: planned for {len(sample)} of {members} members ({str(sample)[1:-1]}): about {rounds} rounds"
 
 
 def _sample(layout: TrainLayout, engines: EngineLayout, members: int) -> list[int]:
     """The first and the last member, the first of each of a few pipeline stages, and both ends of the first engine."""
     per_stage = layout.world_size // layout.pp
-    stages = {0, layout.pp // 2, layout.pp - 1}
-    return sorted(
-        {
-            0,
-            members - 1,
-            engines.first,
-            engines.first + engines.tp - 1,
-            *(s * per_stage for s in stages),
-        }
-    )
+    stages = (0, layout.pp // 2, layout.pp - 1)
+    of_engine = (engines.first, engines.first + engines.tp - 1)
+    return sorted({*(stage * per_stage for stage in stages), *of_engine, members - 1})
 
 
 def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterator[str]:
@@ -171,19 +156,13 @@ def _not_checked(recipe: Recipe, device: str, absent: dict[str, str]) -> Iterato
     if not asks_sglang(recipe, device):
         yield "not checked here: SGLang's own class, which gets nothing but sizes from this recipe"
     if recipe.episode and device != DEVICE:
-        if recipe.episode.environment:
-            key = "environment"
-        else:
-            key = "tools"
+        key = "environment" if recipe.episode.environment else "tools"
         yield f"not checked here: episode.{key}: what is prepared before the first episode, as an index or a sandbox"
     if device != DEVICE:
         from megarl.rollout.sglang.option_check import NOT_CHECKED
 
         yield f"not checked here: {NOT_CHECKED}; Megatron's kernels, which ask for TransformerEngine"
     if recipe.placement.hardware:
-        if recipe.episode and not recipe.episode.agent:
-            cores = ", and cores for tools"
-        else:
-            cores = ""
-        yield f"not checked here: memory and time{cores}: megarl plan"
+        has_tools = recipe.episode and not recipe.episode.agent
+        yield f"not checked here: memory and time{', and cores for tools' if has_tools else ''}: megarl plan"
     yield f"{recipe.run.name}: nothing to correct"

@@ -30,7 +30,7 @@ from megarl.printable import one_line, short, show
 from megarl.rollout.reward_workers.by_source import RewardWorkers
 from megarl.rollout.rewards import WHERE, describe_failure
 from megarl.types import UserError, UserErrors
-from megarl.types.reward_result import REWARD_HINT, Failure
+from megarl.types.reward_result import REWARD_HINT, Failure, RewardResult
 
 _HINTS = {  # of the errors of a call that are not the model's
     "timeout": "make it faster or end it yourself, or raise episode.call_timeout_s",
@@ -62,17 +62,21 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
     of the data (None: 3), or prompts of `samples` (None: all). Raises UserErrors with what should be mended.
     """
     if recipe.episode is None:
-        hint = "name tools or an environment there, as docs/environments.md says"
-        raise UserError("episode", "the recipe has none", hint)
+        raise UserError(
+            "episode",
+            "the recipe has none",
+            "name tools or an environment there, as docs/environments.md says",
+        )
     if errors := episode_checks.key_errors(recipe):
         raise UserErrors(errors)
     if recipe.episode.agent:
-        hint = "call it in a test with a chat of your own, or name tools or an environment"
-        if samples:
-            why = "what an agent has done cannot be repeated"
-        else:
-            why = "an agent cannot be tried without a model"
-        raise UserError("episode.agent", why, hint)
+        raise UserError(
+            "episode.agent",
+            "what an agent has done cannot be repeated"
+            if samples
+            else "an agent cannot be tried without a model",
+            "call it in a test with a chat of your own, or name tools or an environment",
+        )
     if samples:
         if turns:
             raise UserError("--turns", "the turns are those of --samples", "leave one of them out")
@@ -82,53 +86,53 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
         return
     rows = _rows(recipe, num_rows or _ROWS)
     if turns:
-        given = turns_of_file(turns)
+        scripts = turns_of_file(turns)
     else:
-        given = _demonstrated(rows, recipe.data.messages)
+        scripts = _demonstrated(rows, recipe.data.messages)
     thread = EnvironmentThread(environment_settings(recipe, workers=1))
     try:
         trial = _Trial(recipe, thread, rows)
         trial.describe()
-        asyncio.run(trial.run(given or [trial.made_up(row) for row in rows]))
+        asyncio.run(trial.run(scripts or [trial.made_up(row) for row in rows]))
     finally:
         thread.shutdown()
     trial.score()
-    found = list(trial.errors.values())
-    show(f"result: {len(found)} to correct" if found else "result: nothing to correct")
-    if found:
-        raise UserErrors(found)
+    show(f"result: {len(trial.errors) or 'nothing'} to correct")
+    if trial.errors:
+        raise UserErrors([*trial.errors.values()])
 
 
 def _rows(recipe: Recipe, num_rows: int) -> list[_Row]:
     where, file = next(iter(recipe.data.train_files.items()))
-    found = []
+    rows = []
     bad = RowErrors(where)
     name = file.answer or recipe.data.answer
     for place, row in islice(read_rows(file.path, where, bad), num_rows):
         try:
             answer = answer_of(column(row, name, "set data.answer to one of {columns}"), name)
-            found.append(_Row(place, answer, row))
+            rows.append(_Row(place, answer, row))
         except BadRow as error:
             bad.add(place, error)
-    if bad.errors() or not found:
+    if bad.errors() or not rows:
         raise UserErrors(bad.errors() or [no_rows_error(file.path, where)])
-    return found
+    return rows
 
 
 def _demonstrated(rows: Sequence[_Row], name: str | None) -> list[list[ScriptedTurn]]:
     """The demonstrations in a column of the rows; none where there is no such column in the recipe."""
-    found = []
+    if name is None:
+        return []
+    scripts = []
     bad = RowErrors("data.messages")
-    for row in rows if name else ():
+    for row in rows:
         try:
-            found.append(
-                read_turns(column(row.values, str(name), "set data.messages to one of {columns}"))
-            )
+            messages = column(row.values, name, "set data.messages to one of {columns}")
+            scripts.append(read_turns(messages))
         except BadRow as error:
             bad.add(row.place, error)
     if errors := bad.errors():
         raise UserErrors(errors)
-    return found
+    return scripts
 
 
 @dataclass
@@ -150,39 +154,31 @@ class _Trial:
         self._most_tokens = self.recipe.episode.max_observation_tokens
         self._template: ChatTemplate | None = None
         for error in reward_checks.key_errors(self.recipe.reward, has_own=self.thread.has_reward):
-            self._add("reward", error.where, error)
+            self.errors.setdefault(("reward", error.where), error)
         if Path(self.recipe.model.path).is_dir():
             try:
                 self._template = ChatTemplate(load_tokenizer(self.recipe.model.path))
             except UserError as error:
-                self._add("tokenizer", "", error)
+                self.errors.setdefault(("tokenizer", ""), error)
 
     def describe(self) -> None:
         """Print what the model is told of the tools, and what the environment does."""
         offer = self.thread.offer
         for schema in offer.schemas:
             function = schema["function"]
-            if function["name"] in offer.is_async:
-                kind = "async, many calls at once"
-            else:
-                kind = "plain, one call at a time"
+            is_async = function["name"] in offer.is_async
+            kind = "async, many calls at once" if is_async else "plain, one call at a time"
             show(f"tool {function['name']} ({kind}): {function['description']}")
             parameters = function["parameters"]
             for name, argument in parameters["properties"].items():
-                if name in parameters.get("required", ()):
-                    must = "required"
-                else:
-                    must = "optional"
+                must = "required" if name in parameters.get("required", ()) else "optional"
                 show(f"  {name}, {must}: {json.dumps(argument)}")
             for name, of_type in parameters.get("$defs", {}).items():
                 show(f"  type {name}: {json.dumps(of_type)}")
         if self._where == ENVIRONMENT:
             for name in ("reset", "reply", "reward", "close"):
-                if name in offer.has:
-                    what = "async" if name in offer.is_async else "plain"
-                else:
-                    what = "not defined"
-                show(f"method {name}: {what}")
+                what = "async" if name in offer.is_async else "plain"
+                show(f"method {name}: {what if name in offer.has else 'not defined'}")
             show(f"replayable: {'yes' if offer.is_replayable else 'no'}")
         if self._template is None:
             show(
@@ -214,87 +210,66 @@ class _Trial:
             self._compare(step, row.place)
         if record.failure:
             show(f"  the environment failed: {record.failure}")
-            self._add(
-                record.failure,
-                "",
-                UserError(self._where, f"{row.place}: {record.failure}", _FAILED),
-            )
+            self._add(record.failure, "", f"{row.place}: {record.failure}", _FAILED)
         if record.reward_result:
-            if record.reward_result.correct:
-                right = "correct"
-            else:
-                right = "not correct"
-            show(f"  reward of the environment: {record.reward_result.reward:g}, {right}")
+            show(f"  reward of the environment: {_in_words(record.reward_result)}")
 
     def _read(self, result: CallResult | None) -> str:
         """An answer as the model reads it, in one line."""
         if result is None:
             return "None, which ends the episode"
         text = result.text
-        cut = ""
+        facts = [f"{result.seconds:.3f} s"]
+        if result.reward:
+            facts.append(f"reward {result.reward:g}")
+        if result.done:
+            facts.append("done")
         if self._template:
             text = self._template.without_special_tokens(text)
             left_out = len(self._template.ids(text)) - self._most_tokens
             if left_out > 0:
-                cut = f", without {left_out} tokens in its middle"
-            else:
-                cut = ""
-        facts = [
-            f"{result.seconds:.3f} s",
-            *([f"reward {result.reward:g}"] if result.reward else []),
-        ]
-        facts += ["done"] if result.done else []
-        return f"{_cut(text)} ({', '.join(facts)}{cut})"
+                facts.append(f"without {left_out} tokens in its middle")
+        return f"{_cut(text)} ({', '.join(facts)})"
 
     def _judge(self, step: PlayedStep, place: str) -> bool:
         """Whether an answer is one; else it becomes an error."""
         if step.result is None or step.result.error not in _HINTS:
             return True
         problem = f"{place}: {step.result.text}"
-        self._add(
-            step.name, step.result.error, UserError(self._where, problem, _HINTS[step.result.error])
-        )
+        self._add(step.name, step.result.error, problem, _HINTS[step.result.error])
         return False
 
     def _compare(self, step: PlayedStep, place: str) -> None:
-        if (
-            step.recorded is None
-            or step.result is None
-            or step.recorded.strip() == step.result.text.strip()
-        ):
+        if step.recorded is None or step.result is None:
             return
-        recorded = short(step.recorded)
-        now = short(step.result.text)
-        problem = f"{place}: the result of {_asked(step)} is {recorded} in the data, and now {now}"
-        self._add(step.name, "recorded", UserError("data.messages", problem, _RECORDED))
+        if step.recorded.strip() != step.result.text.strip():
+            problem = (
+                f"{place}: the result of {_asked(step)} is {short(step.recorded)} in the data, "
+                f"and now {short(step.result.text)}"
+            )
+            self._add(step.name, "recorded", problem, _RECORDED, where="data.messages")
 
     async def _repeat(
         self, row: _Row, seed: int, script: Sequence[ScriptedTurn], first: PlayedEpisode
     ) -> None:
         """Play an episode twice more: as before, and with the end of its process in the middle."""
         again = await play(self.thread, row.values, seed, script)
-        found = difference(first, again)
+        changed = difference(first, again)
         how = "a second run with the same seed gives other results"
         has_promised = self._where == ENVIRONMENT and self.thread.offer.is_replayable
-        if not found and has_promised:
+        if not changed and has_promised:
             middle = first.num_turns // 2
             ended = await play(self.thread, row.values, seed, script, restart_before=middle)
-            found = difference(first, ended)
+            changed = difference(first, ended)
             how = "a replay after the end of its process gives other results"
-        if not found:
+        if changed:
+            name, words = changed
+            show(f"  {how}: {words}")
             if has_promised:
-                also = ", also after the end of its process"
-            else:
-                also = ""
+                self._add(name, "repeated", f"{row.place}: {how}: {words}", _SEED)
+        else:
+            also = ", also after the end of its process" if has_promised else ""
             show(f"  the same results in another run{also}")
-            return
-        show(f"  {how}: {found[1]}")
-        if has_promised:
-            self._add(
-                found[0],
-                "repeated",
-                UserError(ENVIRONMENT, f"{row.place}: {how}: {found[1]}", _SEED),
-            )
 
     async def _try_hostile(self) -> None:
         show(f"hostile turns on {self.rows[0].place}")
@@ -306,15 +281,13 @@ class _Trial:
                 self.thread, self.rows[0].values, self.recipe.run.seed, [hostile.turn]
             )
             answers = [step for step in record.steps if step.name != "reset"]
-            told = record.failure or (self._read(answers[0].result) if answers else "no answer")
-            show(f"  {hostile.name}, {hostile.case}: {told}")
             place = f"{hostile.name}, {hostile.case}"
             if record.failure:
-                self._add(
-                    hostile.name,
-                    "failure",
-                    UserError(self._where, f"{place}: {record.failure}", _FAILED),
-                )
+                told = record.failure
+                self._add(hostile.name, "failure", f"{place}: {record.failure}", _FAILED)
+            else:
+                told = self._read(answers[0].result) if answers else "no answer"
+            show(f"  {place}: {told}")
             if not all(self._judge(step, place) for step in answers):
                 left_out.add(hostile.name)
         for name in sorted(left_out):
@@ -330,30 +303,32 @@ class _Trial:
                 reward.model_copy(update={"workers": 1}), self.recipe.run.timeout_s
             )
         except UserError as error:
-            self._add(WHERE, "", error)
+            self.errors.setdefault((WHERE, ""), error)
             return
         try:
             for row, record in self.played:
                 text = record.text
-                (found,) = reward_workers.wait_for_rewards(
+                (result,) = reward_workers.wait_for_rewards(
                     row.answer, row.values, [text], [record.episode()]
                 )
-                if isinstance(found, Failure):
-                    problem = describe_failure(found, text, row.answer, row.place)
-                    self._add(WHERE, "", UserError(WHERE, problem, REWARD_HINT))
-                    continue
-                if found.correct:
-                    right = "correct"
+                if isinstance(result, Failure):
+                    problem = describe_failure(result, text, row.answer, row.place)
+                    self._add(WHERE, "", problem, REWARD_HINT, where=WHERE)
                 else:
-                    right = "not correct"
-                show(
-                    f"reward of {row.place} for {short(text)}, answer {short(row.answer)}: {found.reward:g}, {right}"
-                )
+                    answer = short(row.answer)
+                    show(
+                        f"reward of {row.place} for {short(text)}, answer {answer}: {_in_words(result)}"
+                    )
         finally:
             reward_workers.shutdown()
 
-    def _add(self, name: str, kind: str, error: UserError) -> None:
+    def _add(self, name: str, kind: str, problem: str, hint: str, where: str = "") -> None:
+        error = UserError(where or self._where, problem, hint)
         self.errors.setdefault((name, kind), error)
+
+
+def _in_words(result: RewardResult) -> str:
+    return f"{result.reward:g}, {'correct' if result.correct else 'not correct'}"
 
 
 def _asked(step: PlayedStep) -> str:

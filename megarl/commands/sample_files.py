@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import disk
@@ -18,7 +19,8 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.samples.parquet import SampleFile, writing
 from megarl.tracking.metrics import rollout_metrics
-from megarl.tracking.run_log import RunLog
+from megarl.tracking.run_log import Record, RunLog
+from megarl.types import GroupSummary
 
 
 def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
@@ -27,11 +29,10 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
     Raises as `megarl.controller.loop.train` does.
     """
     vocab_size = model_shape(recipe.model.path).vocab_size
-    temperature = recipe.rollout.temperature
     cluster = Cluster(
         recipe.placement.gpus, recipe.placement.node_gpus, recipe.run.timeout_s, log.say
     )
-    with cluster, writing(out, vocab_size, temperature, "--out") as file:
+    with cluster, writing(out, vocab_size, recipe.rollout.temperature, "--out") as file:
         log.say("starting training ranks and engines")
         with log.start() as record:
             record.add(inputs.metrics)
@@ -49,13 +50,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                 if fleet.reward_model:
                     # where it had the engines' memory their weights may be lost
                     reshard(fleet, record)
-                record.add(
-                    rollout_metrics(
-                        groups.summaries,
-                        compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group,
-                    )
-                )
-                record.samples(groups.summaries)
+                _record_samples(record, recipe, groups.summaries)
                 record.failed(groups.summaries)
         fleet.shutdown()
     log.say(f"the samples are in {out}")
@@ -72,23 +67,25 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
     ) as cluster:
         log.say("starting training ranks")
         fleet = training_fleet(cluster, roles)
-        name = recipe.algorithm.name
         log.write_options(fleet.options())
         run = TrainingRun(
-            recipe=recipe, fleet=fleet, algorithm=name, learning_rate=policy_lr(recipe, fleet)
+            recipe=recipe,
+            fleet=fleet,
+            algorithm=recipe.algorithm.name,
+            learning_rate=policy_lr(recipe, fleet),
         )
         for number in range(1, recipe.run.steps + 1):
             with log.step(number) as record:
                 given = fleet.put(samples.groups(number))
                 groups = with_overlong_penalty(given, run.hyperparameters, recipe.longest_sample)
-                record.add(
-                    rollout_metrics(
-                        groups.summaries,
-                        compares_samples=ALGORITHMS[recipe.algorithm.name].needs_group,
-                    )
-                )
-                record.samples(groups.summaries)
+                _record_samples(record, recipe, groups.summaries)
                 step = advantages(run, Step(number, record, groups=groups))
                 for stage in run.stages[1:]:  # the file is the source of the groups
                     step = LEARNING_STAGES[stage](run, step)
                 record.add(step.update_metrics)
+
+
+def _record_samples(record: Record, recipe: Recipe, summaries: Sequence[GroupSummary]) -> None:
+    compares_samples = ALGORITHMS[recipe.algorithm.name].needs_group
+    record.add(rollout_metrics(summaries, compares_samples=compares_samples))
+    record.samples(summaries)
