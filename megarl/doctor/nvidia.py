@@ -82,9 +82,7 @@ def _words(error: Exception) -> str:
     if isinstance(error, subprocess.CalledProcessError):
         # nvidia-smi writes errors to standard output
         lines = (error.stdout + error.stderr).strip().splitlines()
-        if lines:
-            return lines[0]
-        return f"exit code {error.returncode}"
+        return lines[0] if lines else f"exit code {error.returncode}"
     return str(error)
 
 
@@ -99,8 +97,8 @@ def gpus(text: str) -> tuple[list[Gpu], str]:
     for row in rows:
         if len(row) != len(FIELDS):
             raise ValueError(f"{len(row)} values where {len(FIELDS)} were asked for")
-    values = [{name: cell.strip() for name, cell in zip(FIELDS, row, strict=True)} for row in rows]
-    return [_gpu(value) for value in values], values[-1]["driver_version"] if values else ""
+    cells = [dict(zip(FIELDS, map(str.strip, row), strict=True)) for row in rows]
+    return [_gpu(of_gpu) for of_gpu in cells], cells[-1]["driver_version"] if cells else ""
 
 
 def _gpu(value: dict[str, str]) -> Gpu:

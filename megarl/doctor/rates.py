@@ -7,7 +7,7 @@ a reshard; between nodes each GPU sends to the GPU of the same number, through i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -56,52 +56,38 @@ class RateRank:
         dist.init_process_group(
             device.BACKEND, store=store, rank=rank, world_size=num_ranks, timeout=limit
         )
-        nodes = [[*range(first, first + node_ranks)] for first in range(0, num_ranks, node_ranks)]
-        groups: list[Any] = [dist.new_group(ranks, timeout=limit) for ranks in nodes]
+        nodes = [range(first, first + node_ranks) for first in range(0, num_ranks, node_ranks)]
+        groups: list[Any] = [dist.new_group([*ranks], timeout=limit) for ranks in nodes]
         self._node_group: dist.ProcessGroup = groups[rank // node_ranks]
-        if device.DEVICE == "cuda":
-            self._sizes = GPU_SIZES
-        else:
-            self._sizes = CPU_SIZES
+        self._inside = nodes[rank // node_ranks]
+        self._between = range(rank % node_ranks, num_ranks, node_ranks)
+        self._sizes = GPU_SIZES if device.DEVICE == "cuda" else CPU_SIZES
 
     def measure(self) -> RankRates:
         """All rates; collective."""
-        sizes = self._sizes
-        node = self._rank // self._node_ranks
-        first = node * self._node_ranks
-        has_peers = self._node_ranks > 1
-        has_nodes = self._num_ranks > self._node_ranks
-        communicator_bytes = self._communicator_bytes(has_peers)  # before any other message
-        ring = [first + slot for slot in range(self._node_ranks)]
-        column = [*range(self._rank % self._node_ranks, self._num_ranks, self._node_ranks)]
+        communicator_bytes = self._communicator_bytes()  # before any other message
         return RankRates(
-            node=node,
+            node=self._rank // self._node_ranks,
             device_name=device.gpu_name(),
             memory_bytes=self._memory_bytes(),
-            matmul_flops=2 * sizes.width**3 / self._seconds(self._matmul()),
-            copy_bytes_per_s=2 * sizes.copy_bytes / self._seconds(self._copy()),
-            host_bytes_per_s=self._from_host(),
-            inside_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(ring))
-            if has_peers
-            else None,
-            between_bytes_per_s=sizes.message_bytes / self._seconds(self._shift(column))
-            if has_nodes
-            else None,
-            inside_latency_s=self._seconds(self._all_reduce(self._node_group))
-            if has_peers
-            else None,
-            between_latency_s=self._seconds(self._all_reduce(None)) if has_nodes else None,
+            matmul_flops=self._matmul_flops(),
+            copy_bytes_per_s=self._copy_rate(),
+            host_bytes_per_s=self._host_rate(),
+            inside_bytes_per_s=self._message_rate(self._inside),
+            between_bytes_per_s=self._message_rate(self._between),
+            inside_latency_s=self._latency(self._inside, self._node_group),
+            between_latency_s=self._latency(self._between, None),
             communicator_bytes=communicator_bytes,
         )
 
-    def _communicator_bytes(self, has_peers: bool) -> int | None:
+    def _communicator_bytes(self) -> int | None:
         """The memory of the node's group, or of the world's where a node has one GPU."""
         if device.DEVICE != "cuda" or self._num_ranks == 1:
             return None
         message = self._empty(4)
         self._wait()
         used_bytes = device.used_gpu_bytes()
-        dist.all_reduce(message, group=self._node_group if has_peers else None)
+        dist.all_reduce(message, group=self._node_group if len(self._inside) > 1 else None)
         self._wait()
         return max(0, device.used_gpu_bytes() - used_bytes)
 
@@ -111,32 +97,31 @@ class RateRank:
             return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         return psutil.virtual_memory().total // self._node_ranks
 
-    def _matmul(self) -> Callable[[], object]:
-        """A matrix product in bfloat16; on CPU in float32, for which its cores have instructions."""
-        if device.DEVICE == "cuda":
-            dtype = torch.bfloat16
-        else:
-            dtype = torch.float32
-        matrix = torch.randn(self._sizes.width, self._sizes.width, dtype=dtype, device=self._device)
+    def _matmul_flops(self) -> float:
+        """Of matrix products in bfloat16; on CPU in float32, for which its cores have instructions."""
+        dtype = torch.bfloat16 if device.DEVICE == "cuda" else torch.float32
+        width = self._sizes.width
+        matrix = torch.randn(width, width, dtype=dtype, device=self._device)
         out = torch.empty_like(matrix)
-        return lambda: torch.matmul(matrix, matrix, out=out)
+        return 2 * width**3 / self._seconds(lambda: torch.matmul(matrix, matrix, out=out))
 
-    def _copy(self) -> Callable[[], object]:
+    def _copy_rate(self) -> float:
         source = self._empty(self._sizes.copy_bytes)
         target = torch.zeros_like(source)
-        return lambda: target.copy_(source)
+        return 2 * self._sizes.copy_bytes / self._seconds(lambda: target.copy_(source))
 
-    def _from_host(self) -> float | None:
+    def _host_rate(self) -> float | None:
         if device.DEVICE != "cuda":
             return None
         target = self._empty(self._sizes.copy_bytes)
         source = torch.empty(self._sizes.copy_bytes, dtype=torch.uint8, pin_memory=True)
-        return self._sizes.copy_bytes / self._seconds(
-            lambda: target.copy_(source, non_blocking=True)
-        )
+        seconds = self._seconds(lambda: target.copy_(source, non_blocking=True))
+        return self._sizes.copy_bytes / seconds
 
-    def _shift(self, ring: Sequence[int]) -> Callable[[], object]:
-        """Send to the next rank of the ring and receive from the one before, at once."""
+    def _message_rate(self, ring: range) -> float | None:
+        """Of messages to the next rank of the ring while others arrive from the one before; None without peers."""
+        if len(ring) == 1:
+            return None
         place = ring.index(self._rank)
         after = ring[(place + 1) % len(ring)]
         before = ring[place - 1]
@@ -144,15 +129,18 @@ class RateRank:
         target = self._empty(self._sizes.message_bytes)
 
         def shift() -> None:
-            both = [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, target, before)]
-            for work in dist.batch_isend_irecv(both):
+            pair = [dist.P2POp(dist.isend, source, after), dist.P2POp(dist.irecv, target, before)]
+            for work in dist.batch_isend_irecv(pair):
                 work.wait()
 
-        return shift
+        return self._sizes.message_bytes / self._seconds(shift)
 
-    def _all_reduce(self, group: dist.ProcessGroup | None) -> Callable[[], object]:
+    def _latency(self, ranks: range, group: dist.ProcessGroup | None) -> float | None:
+        """Of a small all-reduce; None without peers."""
+        if len(ranks) == 1:
+            return None
         small = torch.zeros(self._sizes.small_bytes // 4, device=self._device)
-        return lambda: dist.all_reduce(small, group=group)
+        return self._seconds(lambda: dist.all_reduce(small, group=group))
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
