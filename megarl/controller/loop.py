@@ -51,16 +51,17 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
     ) as cluster:
         log.say("starting training ranks and engines")
         run, buffer = begin(recipe, inputs, cluster, log, start)
-        try:
-            for number in range(start.step + 1 if start else 1, recipe.run.steps + 1):
+        for number in range(start.step + 1 if start else 1, recipe.run.steps + 1):
+            try:
                 buffer = take_step(run, number, buffer)
-        except EndedEarly:
-            run.fleet.shutdown()
-            raise
-        except Exception:
-            with suppress(Exception):
-                run.saver.rescue()  # a failure does not cost the checkpoint that was being written
-            raise
+            except EndedEarly:
+                run.fleet.shutdown()
+                raise
+            except Exception:
+                with suppress(Exception):
+                    # a failure does not cost the checkpoint that was being written
+                    run.saver.rescue(number)
+                raise
         run.fleet.shutdown()
 
 

@@ -27,10 +27,13 @@ from megarl.types import EndedEarly, Metrics, UserError
 
 @dataclass(frozen=True)
 class _RunState:
-    """The run after its last step: what a checkpoint of it holds besides the ranks' files."""
+    """The run after its last step: what a checkpoint of it holds besides the ranks' files.
+
+    buffer: None once a checkpoint of the step is begun or written.
+    """
 
     progress: Progress
-    buffer: GroupBuffer
+    buffer: GroupBuffer | None
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,10 @@ class _OpenCheckpoint:
 
 
 class Saver:
-    """Writes checkpoints as the recipe wants them, at most one at a time."""
+    """Writes checkpoints as the recipe wants them, at most one at a time.
+
+    Between two calls it keeps the run's last step, and the checkpoint that is being written.
+    """
 
     def __init__(
         self,
@@ -57,10 +63,8 @@ class Saver:
         self._fleet = fleet
         self._prompts = prompts
         self._snapshots = Snapshots(folder / FOLDER, say)
-        self._now: _RunState | None = None
-        self._is_saved = False  # whether a checkpoint of `_now` is begun or written
+        self._last: _RunState | None = None
         self._begun: _OpenCheckpoint | None = None
-        self._is_recorded = False  # whether the record of the step that `_begun` is of is written
 
     def is_due(self, step: int) -> bool:
         """Every so many steps, after a warm start and at the end."""
@@ -76,10 +80,9 @@ class Saver:
 
         Call it while the training ranks hold their memory, before the publication. buffer: for the next step.
         """
-        self._now = _RunState(self._progress(step, buffer), buffer)
-        self._is_saved = False
+        self._last = _RunState(self._progress(step, buffer), buffer)
         if self.is_due(step):
-            return self._write(self._now)
+            return self._write(self._last.progress, buffer)
         return {}
 
     def _progress(self, step: int, buffer: GroupBuffer) -> Progress:
@@ -98,14 +101,13 @@ class Saver:
             lora=adapter_identity(self._recipe),
         )
 
-    def _write(self, now: _RunState) -> Metrics:
+    def _write(self, progress: Progress, buffer: GroupBuffer) -> Metrics:
         self._complete()  # at most one at a time
-        with self._writing(now.progress.step):
-            begun = _OpenCheckpoint(self._snapshots.begin(now.progress.step), now.progress)
+        with self._writing(progress.step):
+            begun = _OpenCheckpoint(self._snapshots.begin(progress.step), progress)
             self._begun = begun
-            self._is_recorded = False
-            self._is_saved = True
-            digests, readings = self._fleet.save(begun.folder.absolute(), now.buffer)
+            self._last = _RunState(progress, buffer=None)
+            digests, readings = self._fleet.save(begun.folder.absolute(), buffer)
             self._begun = replace(begun, digests=digests)
         return readings
 
@@ -116,11 +118,9 @@ class Saver:
             with writing(self._snapshots.folder.parent, f"the checkpoint of step {step}"):
                 yield
         except UserError:
-            begun = self._begun
-            self._begun = None
-            self._is_saved = False
-            if begun:
-                self._snapshots.abandon(begun.folder)
+            if self._begun:
+                self._snapshots.abandon(self._begun.folder)
+                self._begun = None
             raise
 
     def settle(self, step: int) -> None:
@@ -128,7 +128,6 @@ class Saver:
         is_young = (
             self._begun is not None and self._begun.progress.step == step < self._recipe.run.steps
         )
-        self._is_recorded = True
         if not (self._recipe.checkpoint.asynchronous and is_young):
             self._complete()
 
@@ -139,14 +138,19 @@ class Saver:
         """
         if not processes.is_end_wanted():
             return
-        if self._now is not None and not self._is_saved:
-            self._write(self._now)
+        if self._last is None:
+            raise EndedEarly(None)
+        if self._last.buffer is not None:
+            self._write(self._last.progress, self._last.buffer)
         self._complete()
-        raise EndedEarly(self._now.progress.step if self._now is not None else None)
+        raise EndedEarly(self._last.progress.step)
 
-    def rescue(self) -> None:
-        """After a failure: complete the checkpoint of an earlier step, if the training ranks still can."""
-        if self._is_recorded:
+    def rescue(self, step: int) -> None:
+        """After a failure in this step: complete the checkpoint of an earlier one, if the training ranks still can.
+
+        A step that failed has no record, so that its checkpoint is worth nothing.
+        """
+        if self._begun is not None and self._begun.progress.step < step:
             self._complete()
 
     def _complete(self) -> None:

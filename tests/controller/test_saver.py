@@ -471,10 +471,10 @@ def test_a_failure_does_not_cost_what_was_begun_before(
     """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
     one = saver(made(), fleet, stream(), tmp_path)
     one.begin(4, EMPTY)
-    one.rescue()
+    one.rescue(4)
     assert fleet.trainers.calls == ["save .step-000004"], "step 4 itself failed"
     one.settle(4)
-    one.rescue()
+    one.rescue(5)
     assert fleet.trainers.calls[-1] == "finish"
     found = find(made(), stream(), pytest.fail)
     assert found is not None and found.step == 4
