@@ -111,7 +111,7 @@ def train_step(run: Run, step: Step) -> GroupBuffer:
     """Rollout -> reward -> advantage -> train -> reshard; the buffer for the next step."""
     # rollout, reward, advantage and train: the stages of the algorithm's row
     step = learn(run, step)
-    step = finish_rollout(step)
+    step = finish_rollout(run, step)
     step.record.add(step.update_metrics)
     with step.record.phase("save"):
         step.record.add(run.saver.begin(step.number, step.buffer))

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 from megarl.algos import ALGORITHMS, Stage, hyperparameters_of
 from megarl.config import Recipe
+from megarl.controller.samples import Collected
 from megarl.controller.saver import Saver
-from megarl.controller.step_rollout import StepRollout
+from megarl.controller.step_rollout import PhaseAhead
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, TrainingFleet
-from megarl.fleet.rank_groups import GroupBuffer, PerTokenResults, RolloutBatch, Trained
+from megarl.fleet.rank_groups import NO_GROUPS, GroupBuffer, PerTokenResults, RolloutBatch, Trained
 from megarl.tracking.metrics import train_metrics
 from megarl.tracking.run_log import Record, RunLog
 from megarl.training.batching import SampleRef
 from megarl.types import Hyperparameters, Metrics
-
-NO_GROUPS = RolloutBatch([], [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +57,16 @@ class Run(TrainingRun):
 class Step:
     """One step: the record that it fills, and what its stages have found so far.
 
-    buffer: groups that were not trained on yet; of the step before until `rollout` is finished, then for the next.
+    buffer: groups that were not trained on yet; of the step before until the rollout is finished, then for the next.
+    collected, ahead: of the phases before the training, and the phase beside it; None where nothing is sampled.
     samples: of `groups`, with their advantages. lr: the policy's. trained: None where the policy was not updated.
     """
 
     number: int
     record: Record
     buffer: GroupBuffer = GroupBuffer()
-    rollout: StepRollout | None = None
+    collected: Collected | None = None
+    ahead: PhaseAhead | None = None
     groups: RolloutBatch = NO_GROUPS
     samples: Sequence[SampleRef] = ()
     logprobs: PerTokenResults | None = None

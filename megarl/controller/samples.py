@@ -14,7 +14,7 @@ import torch
 from megarl.algos import ALGORITHMS
 from megarl.cluster.actor import Ref
 from megarl.config import Recipe
-from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
+from megarl.fleet.rank_groups import NO_GROUPS, GroupBuffer, RolloutBatch
 from megarl.samples.buffer import BufferSizes, Entry, PartialSummary
 from megarl.training.batching import SampleRef
 from megarl.types import (
@@ -25,6 +25,7 @@ from megarl.types import (
     Hyperparameters,
     IntArray,
     Metrics,
+    PhaseBalance,
     UserError,
     num_stale,
 )
@@ -34,8 +35,8 @@ from megarl.types.sampling import Sampling
 # (buffer, how many prompts to draw, number of the round of drawing for this step) -> the buffer with their drawn
 # prompts
 Admit = Callable[[GroupBuffer, int, int], GroupBuffer]
-# The buffer -> the same after a phase, in which every open group has gone on.
-Advance = Callable[[GroupBuffer], GroupBuffer]
+# The buffer -> the same after a phase, in which every open group has gone on, and how evenly the engines worked in it.
+Advance = Callable[[GroupBuffer], tuple[GroupBuffer, PhaseBalance]]
 
 
 def sampling_of(recipe: Recipe, step: int, number: int = 0) -> Sampling:
@@ -80,9 +81,7 @@ class Limits:
 
     def of_next_step(self) -> Limits:
         """Those of the step after this one; the last step's are followed by those of a run that goes on from it."""
-        if self.steps_left is not None:
-            return replace(self, steps_left=max(0, self.steps_left - 1))
-        return self
+        return replace(self, steps_left=self.steps_left and self.steps_left - 1)
 
     def num_admitted(self, buffer: GroupBuffer, rounds: int, drawn: int) -> int:
         """How many prompts to draw before the next phase; rounds, drawn: of drawing in this step, and their prompts.
@@ -127,38 +126,51 @@ class Limits:
 class Collected:
     """What the phases of a step have found. before, buffer: at its begin, and for the next, without the chosen groups.
 
-    complete: every group that became complete. rounds: of drawing.
+    complete: every group that became complete. rounds: of drawing. balances: of the phases.
     """
 
     before: GroupBuffer
     buffer: GroupBuffer
-    chosen: RolloutBatch
-    complete: list[GroupSummary]
-    rounds: int
+    chosen: RolloutBatch = NO_GROUPS
+    complete: tuple[GroupSummary, ...] = ()
+    rounds: int = 0
+    balances: tuple[PhaseBalance, ...] = ()
 
-    def advanced(self, buffer: GroupBuffer, complete: list[GroupSummary]) -> Collected:
-        """With a phase more, from the buffer that it left; complete: the groups that it has completed."""
-        rounds = self.rounds + (buffer.next_number > self.buffer.next_number)
-        return replace(self, buffer=buffer, complete=self.complete + complete, rounds=rounds)
+    @property
+    def drawn(self) -> int:
+        """How many prompts were drawn."""
+        return self.buffer.next_number - self.before.next_number
+
+    def advanced(
+        self, limits: Limits, before: GroupBuffer, after: GroupBuffer, balance: PhaseBalance
+    ) -> Collected:
+        """With a phase more; before, after: the buffer when it began, with what was drawn for it, and when it ended."""
+        buffer, complete = limits.completed(before, after)
+        return replace(
+            self,
+            buffer=buffer,
+            complete=(*self.complete, *complete),
+            rounds=self.rounds + (buffer.next_number > self.buffer.next_number),
+            balances=(*self.balances, balance),
+        )
 
     def counts(self, limits: Limits) -> Metrics:
         """What dynamic sampling drew and kept; {} without it."""
         if not limits.hyperparameters.dynamic_sampling:
             return {}
-        correct = [group.correct_G[group.drawn_G].mean() for group in self.complete]
-        if correct:
-            accuracy = {"sampling/accuracy": float(np.mean(correct))}
-        else:
-            accuracy = {}
-        mixed = sum(map(is_mixed, self.complete))
-        return accuracy | {
-            "sampling/drawn": self.buffer.next_number - self.before.next_number,
-            "sampling/mixed_share": mixed / len(self.complete) if self.complete else 1.0,
+        metrics: Metrics = {
+            "sampling/drawn": self.drawn,
+            "sampling/mixed_share": 1.0,
             "sampling/carried_in": len(self.before.finished),
             "sampling/carried_out": len(self.buffer.finished),
             "sampling/rounds": self.rounds,
             "sampling/missing": limits.wanted - len(self.chosen.refs),
         }
+        if self.complete:
+            accuracies = [group.correct_G[group.drawn_G].mean() for group in self.complete]
+            metrics["sampling/accuracy"] = float(np.mean(accuracies))
+            metrics["sampling/mixed_share"] = float(np.mean([*map(is_mixed, self.complete)]))
+        return metrics
 
 
 def waiting_metrics(chosen: Sequence[GroupSummary], buffer: GroupBuffer) -> Metrics:
@@ -168,18 +180,16 @@ def waiting_metrics(chosen: Sequence[GroupSummary], buffer: GroupBuffer) -> Metr
     that a group's longest response has so far (of open episodes: of all after the prompt); `longest_trained_mean`: the
     same of the chosen groups.
     """
-    longest = [_longest(entry) for entry in buffer.entries]
-    trained = [int(group.response_lengths_G.max()) for group in chosen]
-    if longest:
-        waiting = {"buffer/longest_mean": float(np.mean(longest))}
-    else:
-        waiting = {}
-    return {
-        "buffer/groups": len(longest),
+    trained = [group.response_lengths_G.max() for group in chosen]
+    metrics: Metrics = {
+        "buffer/groups": len(buffer.entries),
         "buffer/open": len(buffer.open),
-        **waiting,
         "buffer/longest_trained_mean": float(np.mean(trained)),
     }
+    if buffer.entries:
+        longest = [_longest(entry) for entry in buffer.entries]
+        metrics["buffer/longest_mean"] = float(np.mean(longest))
+    return metrics
 
 
 def _longest(entry: Entry[Ref]) -> int:
@@ -198,30 +208,25 @@ def collect(limits: Limits, buffer: GroupBuffer, admit: Admit, advance: Advance)
     many prompts were drawn as max_rounds allows and no group is open, the step trains on the groups that there are, or
     the run stops, as the recipe says. Raises UserError(algorithm.max_rounds) in the latter case, and without any group.
     """
-    before = buffer
-    rounds = 0
-    drawn = 0
-    complete = []
+    found = Collected(before=buffer, buffer=buffer)
     if limits.ahead:
         is_wanted = limits.is_short(buffer)
     else:
         is_wanted = limits.begins_with_phase(buffer)
     while is_wanted:
-        if count := limits.num_admitted(buffer, rounds, drawn):
-            buffer = admit(buffer, count, rounds + limits.ahead)
-            rounds = rounds + 1
-            drawn = drawn + count
-        buffer, new = limits.completed(buffer, advance(buffer))
-        complete += new
+        if count := limits.num_admitted(buffer, found.rounds, found.drawn):
+            buffer = admit(buffer, count, found.rounds + limits.ahead)
+        after, balance = advance(buffer)
+        found = found.advanced(limits, buffer, after, balance)
+        buffer = found.buffer
         is_wanted = limits.is_short(buffer) and bool(
-            buffer.open or limits.num_admitted(buffer, rounds, drawn)
+            buffer.open or limits.num_admitted(buffer, found.rounds, found.drawn)
         )
     chosen = buffer.ready(limits.wanted)
-    hyperparameters = limits.hyperparameters
-    if limits.is_short(buffer) and (hyperparameters.when_short == "stop" or not chosen):
-        raise _too_few(len(chosen), limits.wanted, drawn, rounds, hyperparameters)
+    if limits.is_short(buffer) and (limits.hyperparameters.when_short == "stop" or not chosen):
+        raise _too_few(len(chosen), found, limits)
     rest = buffer.without_trained(chosen).after_step(limits.buffer_sizes, limits.steps_left)
-    return Collected(before, rest, RolloutBatch.of(chosen), complete, rounds)
+    return replace(found, buffer=rest, chosen=RolloutBatch.of(chosen))
 
 
 def _is_kept(entry: Entry[Ref]) -> bool:
@@ -234,11 +239,7 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
     `share_k`: of the tokens, those that are k versions old. parts_mean: of a sample, each of one version. Raises
     RuntimeError where a token is older than the bound.
     """
-    drawn = [
-        group.parts_G[sample]
-        for group in groups
-        for sample in np.flatnonzero(group.drawn_G).tolist()
-    ]
+    drawn = [group.parts_G[sample] for group in groups for sample in np.flatnonzero(group.drawn_G)]
     ages = np.array([version - part.version for parts in drawn for part in parts], np.int64)
     tokens_by_age = np.bincount(
         ages, weights=[part.num_tokens for parts in drawn for part in parts]
@@ -259,13 +260,13 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
     }
 
 
-def _too_few(
-    found: int, wanted: int, drawn: int, rounds: int, hyperparameters: Hyperparameters
-) -> UserError:
-    drawn_in = f"{drawn} prompts in {rounds} rounds, and the groups of the stock,"
-    problem = f"{drawn_in} gave {found} groups with right and wrong answers, not {wanted}"
+def _too_few(num_chosen: int, found: Collected, limits: Limits) -> UserError:
+    drawn_in = f"{found.drawn} prompts in {found.rounds} rounds, and the groups of the stock,"
+    problem = (
+        f"{drawn_in} gave {num_chosen} groups with right and wrong answers, not {limits.wanted}"
+    )
     hint = "raise it or algorithm.oversample, or use data of other difficulty"
-    if hyperparameters.when_short == "stop" and found:
+    if limits.hyperparameters.when_short == "stop" and num_chosen:
         hint += ", or set algorithm.when_short to train"
     return UserError("algorithm.max_rounds", problem, hint)
 
@@ -282,7 +283,10 @@ def with_overlong_penalty(
         return rollout
     summaries = []
     for group in rollout.summaries:
-        lengths_G = np.where(_ended_full_G(group), longest, used_tokens_G(group))
+        lengths_G = used_tokens_G(group)
+        for sample, facts in enumerate(group.facts):
+            if facts is not None and facts.end == "max_tokens":
+                lengths_G[sample] = longest
         penalty_G = overlong_penalty(lengths_G, longest, hyperparameters.overlong_share * longest)
         summaries.append(replace(group, rewards_G=(group.rewards_G + penalty_G).astype(np.float32)))
     return RolloutBatch(summaries, rollout.refs)
@@ -310,26 +314,16 @@ def used_tokens_G(group: GroupSummary) -> IntArray:
     sampled in it where these are more.
     """
     longest = [max((row.response_length for row in rows), default=0) for rows in group.rows]
-    if longest:
-        return np.maximum(group.response_lengths_G, longest)
-    return group.response_lengths_G
+    return np.maximum(group.response_lengths_G, np.array(longest, np.int64))
 
 
 def truncated_G(group: GroupSummary) -> BoolArray:
     """Which samples a limit of tokens has cut; not the episodes that have ended otherwise without an answer."""
-    if not group.facts:
-        return ~group.finished_G
-    pairs = zip(group.facts, group.finished_G.tolist(), strict=True)
-    return np.array(
-        [not finished if facts is None else facts.end in TRUNCATED for facts, finished in pairs]
-    )
-
-
-def _ended_full_G(group: GroupSummary) -> BoolArray:
-    """Which samples are episodes that have ended without room for a further turn."""
-    if not group.facts:
-        return np.zeros(len(group.rewards_G), np.bool_)
-    return np.array([facts is not None and facts.end == "max_tokens" for facts in group.facts])
+    is_truncated_G = ~group.finished_G
+    for sample, facts in enumerate(group.facts):
+        if facts is not None:
+            is_truncated_G[sample] = facts.end in TRUNCATED
+    return is_truncated_G
 
 
 def overlong_penalty(lengths_G: IntArray, longest: int, cache: float) -> FloatArray:
@@ -353,38 +347,37 @@ def samples_of(
     samples = []
     row = ALGORITHMS[algorithm]
     for index, group in enumerate(groups):
+        if row.greedy_baseline and group.baseline is None:
+            continue
         if row.credits_turns:
-            given_G = group.rewards_G
+            rewards_G = group.rewards_G
         else:
-            given_G = group.total_rewards_G
-        rewards_G = torch.tensor(given_G)
+            rewards_G = group.total_rewards_G
+        compared_G = torch.tensor(rewards_G)
         if row.greedy_baseline:
-            if group.baseline is None:
-                continue
-            rewards_G = rewards_G - rewards_G[group.baseline]
-        drawn = np.flatnonzero(group.drawn_G)
+            compared_G = compared_G - compared_G[group.baseline]
+        drawn = np.flatnonzero(group.drawn_G).tolist()
         is_truncated_G = truncated_G(group)
-        for sample, advantage in zip(
-            drawn.tolist(), row.sample_advantages(rewards_G[drawn]), strict=True
-        ):
+        for sample, advantage in zip(drawn, row.sample_advantages(compared_G[drawn]), strict=True):
             if only_finished and is_truncated_G[sample]:
                 continue
-            of_sample = {"reward": float(given_G[sample]), "advantage": advantage}
-            of_sample["is_correct"] = bool(group.correct_G[sample])
-            for number, one in enumerate(group.rows[sample]):
-                stale = num_stale(one.parts, version)
-                trained = one.num_trained
-                if trained == one.response_length:
-                    marked = None
-                else:
-                    marked = trained
-                place = index, sample, one.length, one.response_length
-                if trained:
-                    samples.append(
-                        SampleRef(
-                            *place, row=number, num_trained=marked, num_stale=stale, **of_sample
-                        )
-                    )
+            for number, summary in enumerate(group.rows[sample]):
+                if not summary.num_trained:
+                    continue
+                ref = SampleRef(
+                    index,
+                    sample,
+                    summary.length,
+                    summary.response_length,
+                    row=number,
+                    reward=float(rewards_G[sample]),
+                    advantage=advantage,
+                    is_correct=bool(group.correct_G[sample]),
+                    num_stale=num_stale(summary.parts, version),
+                )
+                if summary.num_trained < summary.response_length:
+                    ref = replace(ref, num_trained=summary.num_trained)
+                samples.append(ref)
     return samples
 
 

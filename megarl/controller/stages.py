@@ -33,22 +33,14 @@ def sample(run: Run, step: Step) -> Step:
     recipe = run.recipe
     record = step.record
     hyperparameters = run.hyperparameters
-    limits = Limits(
-        run.prompts_per_step,
-        recipe.rollout.in_flight,
-        hyperparameters,
-        ahead=recipe.rollout.ahead,
-        is_phased=recipe.rollout.phase_tokens is not None,
-        steps_left=recipe.run.steps - step.number,
-    )
-    engines = run.fleet.engines
-    leave_if_wanted = run.saver.leave_if_wanted
-    rollout = StepRollout(recipe, limits, engines, run.inputs.prompts, step.number, leave_if_wanted)
+    rollout = _rollout(run, step.number)
+    ahead = None
     with record.phase("rollout"):
-        groups = rollout.collect(step.buffer)
+        collected = rollout.collect(step.buffer)
         # else nothing has its samples
         if step.number < recipe.run.steps or run.saver.is_due(step.number):
-            rollout.begin_next()
+            ahead = rollout.begin_next(collected)
+    groups = collected.chosen
     bound = max(staleness_bound(recipe, hyperparameters), step.buffer.loaded_bound)
     record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record, recipe.reward_model.weight)
@@ -57,14 +49,30 @@ def sample(run: Run, step: Step) -> Step:
         rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[run.algorithm].needs_group)
     )
     record.samples(groups.summaries)
-    return replace(step, groups=groups, rollout=rollout)
+    return replace(step, groups=groups, collected=collected, ahead=ahead)
 
 
-def finish_rollout(step: Step) -> Step:
+def finish_rollout(run: Run, step: Step) -> Step:
     """After the updates: the buffer for the next step, once the phase has ended that was sampled meanwhile."""
-    if step.rollout:
-        return replace(step, buffer=step.rollout.finish(step.record))
-    return step
+    if step.collected is None:
+        return step
+    rollout = _rollout(run, step.number)
+    return replace(step, buffer=rollout.finish(step.collected, step.ahead, step.record))
+
+
+def _rollout(run: Run, number: int) -> StepRollout:
+    rollout = run.recipe.rollout
+    limits = Limits(
+        run.prompts_per_step,
+        rollout.in_flight,
+        run.hyperparameters,
+        ahead=rollout.ahead,
+        is_phased=rollout.phase_tokens is not None,
+        steps_left=run.recipe.run.steps - number,
+    )
+    prompts = run.inputs.prompts
+    before_phase = run.saver.leave_if_wanted
+    return StepRollout(run.recipe, limits, run.fleet.engines, prompts, number, before_phase)
 
 
 def demonstrate(run: Run, step: Step) -> Step:

@@ -88,10 +88,9 @@ class Engines:
 
     def sample(self, prompts: Sequence[Prompt], sampling: Sampling) -> RolloutBatch:
         """One group of whole responses per prompt, in order."""
-        samples = sampling.num_samples + sampling.with_baseline
-        fresh = RolloutBuffer[Ref]().admitted(prompts, sampling.stream, samples)
-        found, _ = self.begin(fresh.entries, sampling).result()
-        return RolloutBatch.of(fresh.updated(found).finished)
+        fresh = RolloutBuffer[Ref]().admitted(prompts, sampling.stream, sampling.group_size)
+        entries, _ = self.begin(fresh.entries, sampling).result()
+        return RolloutBatch.of(entries)
 
     def begin(
         self, entries: Sequence[Entry[Ref]], sampling: Sampling, *, beside_training: bool = False

@@ -37,12 +37,15 @@ class RolloutBatch:
     @staticmethod
     def of(entries: Sequence[Entry[Ref]]) -> RolloutBatch:
         """The complete groups of a buffer's entries."""
-        complete = [
-            (one.summary, one.ref) for one in entries if isinstance(one.summary, GroupSummary)
-        ]
-        return RolloutBatch(
-            [summary for summary, _ in complete], [ref for _, ref in complete if ref is not None]
-        )
+        batch = RolloutBatch([], [])
+        for entry in entries:
+            if isinstance(entry.summary, GroupSummary) and entry.ref is not None:
+                batch.summaries.append(entry.summary)
+                batch.refs.append(entry.ref)
+        return batch
+
+
+NO_GROUPS = RolloutBatch([], [])
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from megarl.cluster.actor import Ref, Worker
 from megarl.cluster.ray_session import Cluster
@@ -67,22 +68,18 @@ class SamplingPhase:
         self._send()
         self._cluster.begin_background(self)
 
-    def result(self) -> tuple[list[Entry[Ref]], PhaseBalance | None]:
-        """The entries in their order after their open samples have gone on, once all have.
-
-        No round without entries has a balance.
-        """
+    def result(self) -> tuple[list[Entry[Ref]], PhaseBalance]:
+        """The entries in their order after their open samples have gone on, once all have."""
         self._cluster.end_background(self)
         while calls := self.labels():
             self.take(self._cluster.await_any(calls))
-        if not self._entries:
-            return [], None
         sent = [self._calls[index] for index in range(len(self._entries))]
         summaries = self._cluster.gather({summary: engine for summary, _, engine in sent})
-        found = zip(self._entries, summaries, sent, strict=True)
-        return [
-            replace(entry, summary=new, ref=group) for entry, new, (_, group, _) in found
-        ], self._balance()
+        entries = [
+            replace(entry, summary=summary, ref=group)
+            for entry, summary, (_, group, _) in zip(self._entries, summaries, sent, strict=True)
+        ]
+        return entries, self._balance()
 
     @property
     def sampled_s(self) -> float:
@@ -101,12 +98,11 @@ class SamplingPhase:
     def take(self, ended: Sequence[Ref]) -> None:
         """Count what has finished, and send what there is room for then."""
         now_s = time.monotonic()
+        labels = self.labels()
         for ref in ended:
             self._unscored.pop(ref, None)
-        come = {
-            ref: self._workers[self._reports[ref]].name for ref in ended if ref in self._reports
-        }
-        for ref, finished in zip(come, self._cluster.gather(come), strict=True):
+        reports = {ref: labels[ref] for ref in ended if ref in self._reports}
+        for ref, finished in zip(reports, self._cluster.gather(reports), strict=True):
             engine = self._reports.pop(ref)
             for sample in finished:
                 self._take(engine, sample, now_s)
@@ -124,12 +120,8 @@ class SamplingPhase:
                 return
             self._waiting.popleft()
             worker = self._workers[engine]
-            own = replace(self._sampling, stream=entry.drawn.stream)
-            if entry.ref is not None:
-                begun = [entry.ref]
-            else:
-                begun = []
-            summary, group = worker.call_many(2, "sample", entry.drawn.prompt, own, *begun)
+            sampling = replace(self._sampling, stream=entry.drawn.stream)
+            summary, group = worker.call_many(2, "sample", entry.drawn.prompt, sampling, entry.ref)
             self._calls[index] = (summary, group, worker.name)
             self._unscored[summary] = worker.name
             self._unfinished[engine] += samples
@@ -152,10 +144,9 @@ class SamplingPhase:
 
     def _balance(self) -> PhaseBalance:
         """Once a round: the history gets its work."""
-        tail_s = self._ends_s[-1] - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
-        idle_s = sum(self._ends_s[-1] - since_s for since_s in self._idle_since_s) / len(
-            self._idle_since_s
-        )
+        end_s = self._ends_s[-1]
+        tail_s = end_s - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
+        idle_s = fmean(end_s - since_s for since_s in self._idle_since_s)
         fit = self._history.fitted()
         if fit:
             expected_s = max(seconds_of(fit, work) for work in self._work)

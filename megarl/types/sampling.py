@@ -30,12 +30,16 @@ class Sampling:
     may_lose_all: bool = False
 
     @property
+    def group_size(self) -> int:
+        """The responses to each prompt, with the baseline."""
+        return self.num_samples + self.with_baseline
+
+    @property
     def group_seed(self) -> int:
         """The seed of the environments or agents of a prompt's episodes: the same, because they are compared."""
-        given = self.recorded_seed
-        if given is None:
+        if self.recorded_seed is None:
             return sample_seed(self.stream, -1)
-        return given
+        return self.recorded_seed
 
     def new_tokens(self, response_tokens: int) -> int:
         """The most new tokens of a response that has so many already."""

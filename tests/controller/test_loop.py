@@ -25,7 +25,15 @@ from megarl.episodes.demonstrations import demonstrations
 from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch, Trained
 from megarl.resharding.member import Stats
 from megarl.tracking.run_log import Record
-from megarl.types import EndedEarly, GroupSummary, Prompt, SampleGroup, SamplePart, UserError
+from megarl.types import (
+    EndedEarly,
+    GroupSummary,
+    PhaseBalance,
+    Prompt,
+    SampleGroup,
+    SamplePart,
+    UserError,
+)
 from tests.samples.responses import response_rows
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -92,9 +100,9 @@ class Fleet:
             for one, of in zip(entries, new, strict=True)
         ]
 
-        def result() -> tuple[list[Any], None]:
+        def result() -> tuple[list[Any], PhaseBalance]:
             self.calls.extend(["await what was sampled ahead"] if beside_training else [])
-            return found, None
+            return found, PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
 
         return SimpleNamespace(result=result, sampled_s=0.0)
 

@@ -29,6 +29,7 @@ from megarl.types import (
     EpisodeEnd,
     GroupSummary,
     Hyperparameters,
+    PhaseBalance,
     Prompt,
     SampleGroup,
     SamplePart,
@@ -37,6 +38,7 @@ from megarl.types import (
 from tests.samples.responses import response, response_rows, with_row
 from tests.training.episodes import cut, episode
 
+BALANCE = PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
 DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0, max_rounds=4)
 
 
@@ -66,8 +68,8 @@ class Source:
         names = range(buffer.next_number, buffer.next_number + count)
         return buffer.admitted([Prompt(str(name), "", (1,), "") for name in names], (number,), 2)
 
-    def advance(self, buffer: GroupBuffer) -> GroupBuffer:
-        return buffer.updated([self.complete(entry) for entry in buffer.open])
+    def advance(self, buffer: GroupBuffer) -> tuple[GroupBuffer, PhaseBalance]:
+        return buffer.updated([self.complete(entry) for entry in buffer.open]), BALANCE
 
     def complete(self, entry: Entry[Any]) -> Entry[Any]:
         name = entry.drawn.prompt.id
@@ -116,7 +118,7 @@ def test_groups_are_filtered_refilled_and_left_over() -> None:
 
 def test_enough_that_waits_needs_no_new_sample() -> None:
     source = Source([MIXED] * 4)
-    waiting = source.advance(source.admit(GroupBuffer(), 4, 0))
+    waiting, _ = source.advance(source.admit(GroupBuffer(), 4, 0))
     step, rest, done = source.collect(3, DYNAMIC, waiting)
     assert (names(step), names(rest), source.rounds) == (["0", "1", "2"], ["3"], [(0, 4)])
     assert (done["sampling/drawn"], done["sampling/carried_in"], done["sampling/carried_out"]) == (

@@ -36,12 +36,12 @@ class Cluster:
 
     def _worker(self, index: int) -> Any:
         def call_many(
-            count: int, method: str, prompt: Prompt, sampling: Sampling, *begun: Any
+            count: int, method: str, prompt: Prompt, sampling: Sampling, begun: Any
         ) -> tuple[Any, str]:
             self.sent.append((index, prompt.id, sampling.stream))
-            samples, tokens = sampling.num_samples + sampling.with_baseline, len(prompt.token_ids)
+            samples, tokens = sampling.group_size, len(prompt.token_ids)
             if begun:
-                ((samples, tokens),) = begun
+                samples, tokens = begun
             self.running[index] += [(prompt.id, tokens)] * samples
             self.most = max(self.most, len(self.running[index]))
             return ("summary", prompt.id), f"group {prompt.id}"
@@ -181,11 +181,6 @@ def test_a_round_is_expected_to_take_what_those_before_took() -> None:
         history,
     )
     assert found.balance and found.balance.fit and 10 <= found.balance.expected_s <= 20
-
-
-def test_a_round_without_prompts_is_empty() -> None:
-    found = played(Capacity(3, 10**6))
-    assert (found.entries, found.balance) == ([], None)
 
 
 class Training(Cluster):

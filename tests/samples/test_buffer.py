@@ -19,7 +19,15 @@ from megarl.controller.step_rollout import StepRollout
 from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
 from megarl.samples.buffer import PartialSummary, num_phases, staleness_bound
 from megarl.tracking.run_log import Record
-from megarl.types import GroupSummary, Hyperparameters, Prompt, SamplePart, UserError, with_part
+from megarl.types import (
+    GroupSummary,
+    Hyperparameters,
+    PhaseBalance,
+    Prompt,
+    SamplePart,
+    UserError,
+    with_part,
+)
 from megarl.types.sampling import Sampling
 from tests.controller.test_loop import QUICKSTART
 from tests.samples.responses import response_rows
@@ -73,7 +81,8 @@ class Run:
         self.phases += 1
         self.streams += [entry.drawn.stream for entry in entries if entry.ref is None]
         found = [self.advanced(entry) for entry in entries]
-        return SimpleNamespace(result=lambda: (found, None), sampled_s=0.0)
+        balance = PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
+        return SimpleNamespace(result=lambda: (found, balance), sampled_s=0.0)
 
     def advanced(self, entry: Any) -> Any:
         number, phase = entry.drawn.number, self.recipe.rollout.phase_tokens or 10**9
@@ -111,15 +120,15 @@ class Run:
             *sizes, self.hyperparameters, rollout.ahead, is_phased=is_phased, steps_left=left
         )
         fleet: Any = self
-        step = StepRollout(self.recipe, limits, fleet, fleet, self.version + 1, lambda: None)
+        rollout = StepRollout(self.recipe, limits, fleet, fleet, self.version + 1, lambda: None)
         bound = max(staleness_bound(self.recipe, self.hyperparameters), self.buffer.loaded_bound)
-        groups = step.collect(self.buffer)
-        if left != 0:
-            step.begin_next()
+        collected = rollout.collect(self.buffer)
+        groups = collected.chosen
+        ahead = None if left == 0 else rollout.begin_next(collected)
         found = staleness(groups.summaries, self.version, bound)
         self.version += 1
         record = Record(self.version)
-        self.buffer = step.finish(record)
+        self.buffer = rollout.finish(collected, ahead, record)
         self.metrics = record.metrics
         self.buffer.check()
         numbers: Any = groups.refs
