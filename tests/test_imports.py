@@ -80,6 +80,7 @@ DOORS = {  # library -> the only places that import it
     "matplotlib": {"megarl.tracking.curve", "megarl.plan.picture"},
     "pydantic": {
         "megarl.config",
+        "megarl.controller.resuming",
         "megarl.environments.runtime.tools",
         "megarl.environments.endpoint.request_fields",
     },

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megarl.algos import ALGORITHMS, hyperparameters_of
 from megarl.checkpoints.hf_import import fingerprint
@@ -25,14 +25,26 @@ from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
 
 FOLDER = "checkpoints"
+_SAME_MODEL = "use the model that the run began with"
 # of fields of `Progress`, in checkpoints of before 26 November 2026
 _EARLIER_NAMES = {"stock": "buffer"}
+# What JSON has is of the annotated type itself, so that true is no int, and nothing is missing or unknown.
+_AS_STORED = ConfigDict(strict=True, extra="forbid")
+_OF_ANOTHER_VERSION = ("missing", "unexpected_keyword_argument")  # pydantic's kinds of faults
 State = TypeVar("State", "Progress", "BufferState")
+Digits = Annotated[str, Field(pattern="^[0-9a-f]+$")]
+Number = Annotated[str, Field(pattern="^[0-9]{1,18}$")]
 # Of `sampling_keys`, those that also bind complete groups.
 _COMPLETE_GROUP_KEYS = (
     *("rollout.samples_per_prompt", "rollout.temperature", "rollout.top_p"),
     *("train.replay", "algorithm.name"),
 )
+# Keys of a recipe on which the open groups of a buffer depend, as they are written.
+_OF_ROLLOUT = (
+    *("samples_per_prompt", "temperature", "top_p", "max_response_tokens", "phase_tokens"),
+    *("prompts_per_step", "ahead"),
+)
+_OF_EPISODE = ("tools", "environment", "max_tokens", "history")
 
 
 @dataclass(frozen=True)
@@ -44,10 +56,12 @@ class BufferState:
     begins with none.
     """
 
+    __pydantic_config__ = _AS_STORED
+
     next_number: int
-    trained: str
-    dropped: str
-    streams: dict[str, list[int]]
+    trained: Digits
+    dropped: Digits
+    streams: dict[Number, list[int]]
     has_open: bool
     surplus: int = 0
 
@@ -55,12 +69,11 @@ class BufferState:
     def of(buffer: GroupBuffer) -> dict[str, Any]:
         """The state as JSON stores it. Raises RuntimeError where a drawn prompt is lost or counted twice."""
         buffer.check()
-        streams = {str(entry.drawn.number): list(entry.drawn.stream) for entry in buffer.entries}
         state = BufferState(
             next_number=buffer.next_number,
             trained=f"{buffer.trained:x}",
             dropped=f"{buffer.dropped:x}",
-            streams=streams,
+            streams={str(entry.drawn.number): [*entry.drawn.stream] for entry in buffer.entries},
             has_open=bool(buffer.open),
             surplus=buffer.surplus,
         )
@@ -71,10 +84,12 @@ class BufferState:
 class Progress:
     """What the controller resumes from after step `step`; version and attempts are those before its publication."""
 
+    __pydantic_config__ = _AS_STORED
+
     step: int
     version: int
     attempts: int
-    prompts_taken: int
+    prompts_taken: Annotated[int, Field(ge=0)]
     data: str
     seed: int
     trains_mtp: bool
@@ -105,14 +120,12 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
         errors.append(UserError("data.train", problem, hint))
     if then.seed != recipe.run.seed:
         problem = f"{recipe.run.seed} shuffles the data differently from {then.seed}, the seed of {found.folder}"
-        errors.append(
-            UserError("run.seed", problem, f"set it to {then.seed}, or choose another run.name")
-        )
+        hint = f"set it to {then.seed}, or choose another run.name"
+        errors.append(UserError("run.seed", problem, hint))
     if recipe.train.mtp_loss and not then.trains_mtp:
         problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
-        errors.append(
-            UserError("train.mtp_loss", problem, "set it to 0, or choose another run.name")
-        )
+        hint = "set it to 0, or choose another run.name"
+        errors.append(UserError("train.mtp_loss", problem, hint))
     errors += _critic_errors(found, then, recipe) + _buffer_errors(found, then, recipe)
     if errors:
         raise UserErrors(errors)
@@ -126,8 +139,6 @@ def progress_of(snapshot: Snapshot) -> Progress:
     """
     run = {_EARLIER_NAMES.get(key, key): value for key, value in snapshot.run.items()}
     progress = _stored(snapshot, Progress, run)
-    if progress.prompts_taken < 0:
-        raise _unfit(snapshot, f"has {progress.prompts_taken} as prompts_taken in its state")
     if progress.step != snapshot.step:
         raise _unfit(
             snapshot,
@@ -136,44 +147,17 @@ def progress_of(snapshot: Snapshot) -> Progress:
     return progress
 
 
-def _buffer_of(snapshot: Snapshot, stored: dict[str, Any]) -> BufferState:
-    """The buffer's counters and drawn prompts. Raises UserErrors as `progress_of` does."""
-    state = _stored(snapshot, BufferState, stored)
-    are_hexadecimal = all(
-        re.fullmatch("[0-9a-f]+", digits) for digits in (state.trained, state.dropped)
-    )
-    are_drawn_prompts = all(
-        re.fullmatch("[0-9]{1,18}", number)
-        and isinstance(stream, list)
-        and all(type(part) is int for part in stream)
-        for number, stream in state.streams.items()
-    )
-    if not (are_hexadecimal and are_drawn_prompts):
-        raise _unfit(snapshot, "has no drawn prompts of a buffer in its state")
-    return state
-
-
 def _stored(snapshot: Snapshot, kind: type[State], stored: Mapping[str, Any]) -> State:
-    """A dataclass from the object of JSON that it was stored as."""
+    """A dataclass from the object of JSON that it was stored as. Raises UserErrors as `progress_of` does."""
     try:
-        state = kind(**stored)
-    except TypeError:
-        raise _unfit(snapshot, "was written by another version of megarl") from None
-    for name, annotation in get_type_hints(kind).items():
-        value = getattr(state, name)
-        if not _has_type(value, annotation):
-            raise _unfit(snapshot, f"has {json.dumps(value):.40} as {name} in its state")
-    return state
-
-
-def _has_type(value: object, annotation: Any) -> bool:
-    """Whether a value of JSON is of the annotated type itself, so that true is no int, or of one in a union.
-
-    What a dict or list has in it is not checked.
-    """
-    if isinstance(annotation, UnionType):
-        return any(_has_type(value, member) for member in get_args(annotation))
-    return type(value) is (get_origin(annotation) or annotation)
+        return TypeAdapter(kind).validate_json(json.dumps(stored))
+    except ValidationError as error:
+        faults = error.errors()
+    if any(fault["type"] in _OF_ANOTHER_VERSION for fault in faults):
+        raise _unfit(snapshot, "was written by another version of megarl")
+    value = json.dumps(faults[0]["input"])
+    name = ".".join(map(str, faults[0]["loc"]))
+    raise _unfit(snapshot, f"has {value:.40} as {name} in its state")
 
 
 def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
@@ -183,7 +167,7 @@ def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
 
 def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     """The errors of a buffer in a file format of another version, or whose groups cannot go on under the recipe."""
-    buffer = _buffer_of(found, then.buffer)
+    buffer = _stored(found, BufferState, then.buffer)
     if not buffer.streams:
         return []
     errors = []
@@ -194,18 +178,19 @@ def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
             hint = "resume with the version that wrote it, or choose another run.name"
             errors.append(UserError(error.where, error.problem, hint))
     now = sampling_keys(recipe)
-    fixed = now if buffer.has_open else _COMPLETE_GROUP_KEYS
     if buffer.has_open:
+        keys = tuple(now)
         waiting = "responses that have not ended"
     else:
+        keys = _COMPLETE_GROUP_KEYS
         waiting = "groups that were not trained on"
-    for key in (
-        key for key in fixed if _meaning(key, then.sampling.get(key)) != _meaning(key, now.get(key))
-    ):
-        before = _written(then.sampling.get(key))
-        value = _written(now.get(key))
-        problem = f"{value}, and {found.folder} has {waiting}, of a run with {before}"
-        errors.append(UserError(key, problem, f"set it to {before}, or choose another run.name"))
+    for key in keys:
+        before = then.sampling.get(key)
+        if _meaning(key, before) == _meaning(key, now[key]):
+            continue
+        written = _written(before)
+        problem = f"{_written(now[key])}, and {found.folder} has {waiting}, of a run with {written}"
+        errors.append(UserError(key, problem, f"set it to {written}, or choose another run.name"))
     return errors
 
 
@@ -216,31 +201,19 @@ def sampling_keys(recipe: Recipe) -> dict[str, Any]:
     """
     rollout = recipe.rollout
     algorithm = recipe.algorithm
-    of_rollout = (
-        "samples_per_prompt",
-        "temperature",
-        "top_p",
-        "max_response_tokens",
-        "phase_tokens",
-    )
     hyperparameters = hyperparameters_of(algorithm.name, algorithm)
-    episode = recipe.episode
-    return {
-        **{f"rollout.{key}": getattr(rollout, key) for key in of_rollout},
-        "rollout.prompts_per_step": rollout.prompts_per_step,
+    keys = {f"rollout.{key}": getattr(rollout, key) for key in _OF_ROLLOUT}
+    keys |= {
         "rollout.prompts_in_flight": rollout.in_flight,
-        "rollout.ahead": rollout.ahead,
         "algorithm.name": algorithm.name,
         "algorithm.dynamic_sampling": hyperparameters.dynamic_sampling,
-        "algorithm.oversample": hyperparameters.oversample
-        if hyperparameters.dynamic_sampling
-        else None,
+        "algorithm.oversample": None,
         "train.replay": recipe.train.replay,
-        "episode.tools": list(episode.tools) if episode else None,
-        "episode.environment": episode.environment if episode else None,
-        "episode.max_tokens": episode.max_tokens if episode else None,
-        "episode.history": episode.history if episode else None,
     }
+    if hyperparameters.dynamic_sampling:
+        keys["algorithm.oversample"] = hyperparameters.oversample
+    episode = recipe.episode.model_dump(mode="json") if recipe.episode else {}
+    return keys | {f"episode.{key}": episode.get(key) for key in _OF_EPISODE}
 
 
 def _meaning(key: str, value: Any) -> Any:
@@ -271,25 +244,19 @@ def _critic_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
     now = critic_of(resolve(recipe))
     if now is None:
         return []
+    hint = "choose another run.name"
     if then.critic is None:
         problem = (
             f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
         )
-        return [UserError("algorithm.name", problem, "choose another run.name")]
-    if _with_defaults(then.critic.get("shape") or {}) != now["shape"]:
+        return [UserError("algorithm.name", problem, hint)]
+    if _with_defaults(then.critic["shape"]) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
-        return [
-            UserError(
-                "critic.path", problem, "use the model that the run began with, or another run.name"
-            )
-        ]
-    if (before := then.critic.get("shares_weights", False)) != now["shares_weights"]:
-        problem = f"{found.folder} was written with {str(before).lower()}"
-        return [
-            UserError(
-                "critic.shares_weights", problem, "set it as it was, or choose another run.name"
-            )
-        ]
+        return [UserError("critic.path", problem, f"{_SAME_MODEL}, or another run.name")]
+    before = then.critic.get("shares_weights", False)
+    if before != now["shares_weights"]:
+        problem = f"{found.folder} was written with {_written(before)}"
+        return [UserError("critic.shares_weights", problem, f"set it as it was, or {hint}")]
     return []
 
 
@@ -307,11 +274,7 @@ def model_errors(snapshot: Snapshot, recipe: Recipe) -> list[UserError]:
     problem = (
         f"{snapshot.folder} is of a model with {key} {known.get(key)}, this one has {shape[key]}"
     )
-    return [
-        UserError(
-            "model.path", problem, "use the model that the run began with, or another run.name"
-        )
-    ]
+    return [UserError("model.path", problem, f"{_SAME_MODEL}, or another run.name")]
 
 
 def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
@@ -334,25 +297,23 @@ def adapter_identity(recipe: Recipe) -> dict[str, Any] | None:
 def _adapter_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     now = adapter_identity(recipe)
     other_run = "or choose another run.name"
-    if (now is None) != (then.lora is None):
-        what, hint = (
-            ("all weights", "leave lora out") if now else ("adapters alone", "set it as then")
-        )
-        return [UserError("lora", f"{snapshot.folder} has {what}", f"{hint}, {other_run}")]
-    changed = {
-        key: value for key, value in (now or {}).items() if value != (then.lora or {}).get(key)
-    }
+    if now is None and then.lora is None:
+        return []
+    if now is None:
+        problem = f"{snapshot.folder} has adapters alone"
+        return [UserError("lora", problem, f"set it as then, {other_run}")]
+    if then.lora is None:
+        problem = f"{snapshot.folder} has all weights"
+        return [UserError("lora", problem, f"leave lora out, {other_run}")]
+    changed = {key: value for key, value in now.items() if value != then.lora.get(key)}
     if recipe.lora and recipe.lora.experts is None and "lora.rank" in changed:
         changed.pop("lora.experts", None)  # it follows from the rank
     errors = []
+    if changed.pop("base", None):
+        problem = f"its weights are not those to which the adapters of {snapshot.folder} belong"
+        errors = [UserError("model.path", problem, "use the checkpoint that the run began with")]
     for key, value in changed.items():
-        if key == "base":
-            problem = f"its weights are not those to which the adapters of {snapshot.folder} belong"
-            errors.append(
-                UserError("model.path", problem, "use the checkpoint that the run began with")
-            )
-            continue
-        before = _written((then.lora or {}).get(key))
+        before = _written(then.lora.get(key))
         problem = f"{_written(value)}, and {snapshot.folder} was written with {before}"
         errors.append(UserError(key, problem, f"set it to {before}, {other_run}"))
     return errors
@@ -360,9 +321,8 @@ def _adapter_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[
 
 def _with_defaults(stored: dict[str, object]) -> dict[str, object]:
     """A checkpoint's shape, with the defaults of fields that are newer than the checkpoint."""
-    return {
-        one.name: one.default for one in fields(ModelShape) if one.default is not MISSING
-    } | stored
+    defaults = {field.name: field.default for field in fields(ModelShape)}
+    return {name: value for name, value in defaults.items() if value is not MISSING} | stored
 
 
 def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStream) -> GroupBuffer:
@@ -372,30 +332,27 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
     """
     then = progress_of(snapshot)
     groups = fleet.resume(snapshot.folder, then.version, then.attempts)
-    own = _buffer_of(snapshot, then.buffer)
-    numbers = [int(number) for number in own.streams]
-    lowest = min(numbers, default=own.next_number)
-    prompts.skip_to(then.prompts_taken - (own.next_number - lowest))
-    prompts_drawn = prompts.take(own.next_number - lowest)
-    drawn_prompts = [
-        DrawnPrompt(n, prompts_drawn[n - lowest], tuple(own.streams[str(n)])) for n in numbers
-    ]
-    for drawn, (prompt_id, _, _) in zip(drawn_prompts, groups, strict=True):
-        if drawn.prompt.id != prompt_id:
-            problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {drawn.prompt.id} in its place"
-            raise UserError(
-                "data.train", problem, "use the files that the run began with, or another run.name"
-            )
-    entries = tuple(
-        Entry(drawn, about, ref)
-        for drawn, (_, about, ref) in zip(drawn_prompts, groups, strict=True)
-    )
+    state = _stored(snapshot, BufferState, then.buffer)
+    numbers = [int(number) for number in state.streams]
+    lowest = min(numbers, default=state.next_number)
+    num_again = state.next_number - lowest
+    prompts.skip_to(then.prompts_taken - num_again)
+    prompts_again = prompts.take(num_again)
+    entries = []
+    for number, (prompt_id, summary, ref) in zip(numbers, groups, strict=True):
+        prompt = prompts_again[number - lowest]
+        if prompt.id != prompt_id:
+            problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {prompt.id} in its place"
+            hint = "use the files that the run began with, or another run.name"
+            raise UserError("data.train", problem, hint)
+        drawn = DrawnPrompt(number, prompt, tuple(state.streams[str(number)]))
+        entries.append(Entry(drawn, summary, ref))
     buffer = GroupBuffer(
-        entries=entries,
-        next_number=own.next_number,
-        trained=int(own.trained, 16),
-        dropped=int(own.dropped, 16),
-        surplus=own.surplus,
+        entries=tuple(entries),
+        next_number=state.next_number,
+        trained=int(state.trained, 16),
+        dropped=int(state.dropped, 16),
+        surplus=state.surplus,
     )
     buffer.check()
     return buffer.after_loading(then.version + 1, recipe.rollout.prompts_per_step)

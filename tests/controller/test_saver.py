@@ -410,6 +410,9 @@ def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(
     assert progress_of(replace(found, run=renamed)) == before
 
 
+STATE = BufferState.of(EMPTY)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -419,21 +422,9 @@ def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(
         ({"prompts_taken": -1}, "has -1 as prompts_taken in its state"),
         ({"step": 8}, "is of step 9 by its manifest, and of step 8 by its state"),
         ({"buffer": {"next_number": 0}}, "was written by another version of megarl"),
-        (
-            {"buffer": asdict(BufferState(1, "no digits", "0", {}, False))},
-            "has no drawn prompts of a buffer",
-        ),
-        (
-            {"buffer": asdict(BufferState(1, "0", "0", {"x": [1]}, False))},
-            "has no drawn prompts of a buffer",
-        ),
-        (
-            {
-                "buffer": asdict(BufferState(1, "0", "0", {"0": []}, False))
-                | {"streams": {"0": None}}
-            },
-            "has no drawn prompts",
-        ),
+        ({"buffer": STATE | {"trained": "no digits"}}, 'has "no digits" as trained in its state'),
+        ({"buffer": STATE | {"streams": {"x": [1]}}}, 'has "x" as streams.x.[key] in its state'),
+        ({"buffer": STATE | {"streams": {"0": None}}}, "has null as streams.0 in its state"),
         ({"color": "blue"}, "was written by another version of megarl"),
     ],
 )
