@@ -97,6 +97,11 @@ CASES: dict[str, tuple[str, dict[str, Any], TrainLayout, int]] = {
 def test_it_is_the_checkpoint_that_the_weights_came_from(
     case: str, source: Callable[..., Path], tmp_path: Path
 ) -> None:
+    """Unverified on a GPU.
+
+    checkpoints/hf_export.py: files collected in GPU memory before they are written. To check first: the memory that
+    a 4 GB file takes beside the training state.
+    """
     family, changes, layout, file_bytes = CASES[case]
     original, folder = source(family, **changes), tmp_path / "out"
     made = job(original, folder, layout, file_bytes=file_bytes, round_bytes=65_536)

@@ -159,6 +159,15 @@ def test_ranks_are_listed_by_node() -> None:
 
 
 def test_this_process_has_a_seat() -> None:
+    """Unverified on a GPU.
+
+    cluster/topology.py own_placement: a GPU's PCI address from torch's device properties; the tree of a real /sys,
+    with cards whose virtual functions or bonds stand in class/infiniband. To check first: the card of each rank
+    against `nvidia-smi topo -m` and against what NCCL's log (`NCCL_DEBUG=INFO`) says it uses.
+
+    fleet/fleet.py _say_device_placements: the lines of GPUs and network cards of each node. To check first: they
+    name what `nvidia-smi topo -m` shows.
+    """
     one = own_placement(0, "127.0.0.1")
     assert one.host
     assert one.address == "127.0.0.1"

@@ -136,6 +136,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
 
 def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path: Path) -> None:
+    """Unverified on a GPU.
+
+    doctor/rates.py: products, copies, pinned copies, sends around a ring and all-reduces over NCCL, timed. To check
+    first: the rates against `nccl-tests` and the data sheet; `megarl plan --hardware` with the file against the
+    first run's step.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -159,7 +165,13 @@ def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="peaks are known of GPUs alone")
 def test_products_reach_a_good_part_of_the_peak_and_no_more(tmp_path: Path) -> None:
-    """A peak that is too low is passed; that of sparse products, twice the right one, is not reached by half."""
+    """A peak that is too low is passed; that of sparse products, twice the right one, is not reached by half.
+
+    Unverified on a GPU.
+
+    training/flops.py PEAKS, device.py gpu_name: the peaks are from data sheets, written from memory. To check
+    first: NVIDIA's pages; measured products against the peak; `speed/train_mfu` of a known run.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     for rate in measured_rates(tmp_path, environment)["rates"]:
         peak = peak_flops(rate["device_name"])
@@ -169,6 +181,14 @@ def test_products_reach_a_good_part_of_the_peak_and_no_more(tmp_path: Path) -> N
 
 @pytest.mark.skipif(not JOINS_OTHERS, reason="RAY_ADDRESS names no cluster of several machines")
 def test_several_machines_measure_the_links_between_them(tmp_path: Path) -> None:
+    """Unverified on a GPU.
+
+    cluster/ray_session.py _join, device.py use_network: several real machines: Ray nodes with their own addresses,
+    gloo and NCCL on the interface that leads to the head; tried with Ray nodes on one machine. To check first: a
+    two-node run of the quickstart; on nodes with several networks, what NCCL's log says of interfaces; the test
+    runs `megarl doctor --measure` where RAY_ADDRESS names a cluster of several machines, and on one of them the
+    quickstart is run by hand.
+    """
     found = measured_rates(tmp_path, dict(os.environ))
     addresses = {node["address"] for node in found["facts"]}
     assert len(addresses) > 1 and not any(map(is_loopback, addresses))

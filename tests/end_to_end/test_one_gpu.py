@@ -63,7 +63,43 @@ def check(steps: list[dict[str, Any]], diff: float) -> None:
 @(pytest.mark.slow if ON_GPU else pytest.mark.nightly)
 @pytest.mark.parametrize("seeded", ["false", "true"])
 def test_a_run_on_one_slot(launch: Callable, tmp_path: Path, seeded: str) -> None:
-    """With ReMax, whose greedy samples come from the same engine."""
+    """With ReMax, whose greedy samples come from the same engine.
+
+    Unverified on a GPU.
+
+    resharding/engine_model.py: MoE kernels that keep experts in another order, fused shared experts and replicated
+    queries are refused by SGLang's own flags. To check first: each GPU backend of SGLang 0.5.21, with a byte
+    comparison after a reshard.
+
+    resharding/sglang_map.py: the parameters of a running engine on a GPU: names, shapes and types are held against
+    SGLang's own classes on the meta device (`tests/resharding/test_real_engines.py`), in a process that takes
+    itself for one with H100s. To check first: `verify_params` in a real engine, once for bfloat16 and once for fp8;
+    then a byte comparison.
+
+    rollout/sglang/arguments.py moe_runner_backend: Triton for an engine's experts in bfloat16, which is SGLang's
+    own choice on Hopper and not on Blackwell. To check first: on Blackwell a reshard goes through (the test, run
+    there); the tokens a second against flashinfer_cutlass, if its layout is mapped one day.
+
+    rollout/sglang/arguments.py disable_prefill_cuda_graph: SGLang's graphs of prompts, off by default because the
+    plan has no memory for them; with them on it counts the reserve that SGLang makes. To check first: `nvidia-smi`
+    after the start with and without `rollout.engine.sglang.cuda_graph_backend_prefill: breakable`, and the seconds
+    of a step that reads long prompts.
+
+    scripts/quickstart.sh on GPUs: one, two, four or eight slots in bfloat16; the keys were checked by preflight,
+    and no GPU has run them. To check first: `bash scripts/quickstart.sh` on one GPU learns as on the CPU.
+
+    rollout/sglang/scheduler.py SGLANG_NUMA_BIND_V2: off: the scheduler binds itself to its GPU's NUMA node by
+    libnuma. To check first: by hand, on a machine of two sockets, `taskset -p` of each scheduler; no
+    /tmp/sglang_temp_file_* is left.
+
+    cluster/processes.py remove_counters: torch's reference counters of shared GPU memory, removed on the command's
+    node when a run ends; those on other nodes stay until they start anew. To check first: /dev/shm after a run.
+
+    rollout/sglang/scheduler.py _reserve_memory: `communicator_bytes` of each engine GPU held until SGLang has sized
+    its cache: the exchange's communicator, of which the schedulers are members, is made after it. To check first:
+    by hand, what is free after the start is that much more than without; the first `resume_cache` after a reshard
+    succeeds at the default fraction.
+    """
     steps = steps_of(launch, tmp_path, f"rollout.seeded={seeded}", "algorithm.name=remax")
     check(steps, 0.05 if ON_GPU else 1e-4)
     assert {record["rollout/samples"] for record in steps} == {64}, (
@@ -75,6 +111,11 @@ def test_a_run_on_one_slot(launch: Callable, tmp_path: Path, seeded: str) -> Non
 
 @pytest.mark.skipif(not ON_GPU, reason="engines with fp8 weights run on a GPU")
 def test_a_run_with_fp8_weights(launch: Callable, tmp_path: Path) -> None:
+    """Unverified on a GPU.
+
+    rollout/sglang/weight_loader.py load: fp8 parameters that SGLang binds anew after a session; mapping a restarted
+    trainer's handles. To check first: memory before and after ten exchanges.
+    """
     check(steps_of(launch, tmp_path, "rollout.engine.fp8=true", **TILES), 0.2)
 
 
@@ -83,7 +124,19 @@ def test_a_run_with_fp8_weights(launch: Callable, tmp_path: Path) -> None:
 def test_a_run_of_latent_attention_with_an_fp8_cache(
     launch: Callable, tmp_path: Path, backend: str, capability: int
 ) -> None:
-    """By the backend of each generation of GPUs: Hopper's and Blackwell's."""
+    """By the backend of each generation of GPUs: Hopper's and Blackwell's.
+
+    Unverified on a GPU.
+
+    resharding/engine_model.py write_constants: `k_scale` and `v_scale` of fp8 engines: that the made-up weights
+    leave 1 (computed from the generator's algorithm, not seen on a GPU), and that the memory saver takes these
+    parameters with the weights. To check first: `k_scale_float` of every attention layer before and after the first
+    reshard.
+
+    rollout/sglang/arguments.py LATENT_FP8_BACKENDS: an fp8 KV cache of latent attention; the backends were chosen
+    by reading SGLang's source. To check first: the logprob gap and the tokens a second of DeepSeek-V3 with
+    `kv_cache_dtype` fp8_e4m3 and flashmla (Hopper), trtllm_mla (Blackwell): one run of the test on each.
+    """
     found = torch.cuda.get_device_capability()[0]
     if found != capability:
         pytest.skip(
@@ -107,7 +160,15 @@ def test_a_run_with_drafts(launch: Callable, tmp_path: Path, mtp_loss: float) ->
     not ON_GPU, reason="on the CPU test_merged_weights.py holds the sums to the bit"
 )
 def test_a_run_with_merged_adapters(launch: Callable, tmp_path: Path) -> None:
-    """In bfloat16 the trainer computes with the rounded sums as well: the gap is that of a run without adapters."""
+    """In bfloat16 the trainer computes with the rounded sums as well: the gap is that of a run without adapters.
+
+    Unverified on a GPU.
+
+    training/merged_weights.py: with adapters in bfloat16, after each update W is copied from pinned host memory
+    into the weights that engines map, and the deltas are added tile by tile. To check first: the logprob gap of a
+    run with `lora` beside one without; the seconds of `MergedWeights.write` on Kimi-K2's part of a GPU, of which
+    `megarl plan` counts the copy.
+    """
     steps = steps_of(launch, tmp_path, "lora.rank=8", "train.lr=1e-3")
     check(steps, 0.05)
     assert all(record["train/grad_norm"] > 0 for record in steps)
@@ -127,7 +188,16 @@ SLOT_KEYS = {  # family, keys of the recipe, and what changes of the tiny model
 )
 @pytest.mark.parametrize("kind", SLOT_KEYS)
 def test_a_run_with_adapters_in_sglangs_slots(launch: Callable, tmp_path: Path, kind: str) -> None:
-    """The frozen weights come back from the host each time that training has had the GPU, and have to be the same."""
+    """The frozen weights come back from the host each time that training has had the GPU, and have to be the same.
+
+    Unverified on a GPU.
+
+    rollout/sglang/adapter_slot.py, resharding/lora_slots.py: `lora.sync: adapters`: SGLang's loader fills the slots
+    as the map does (`tests/resharding/test_real_engines.py`), and a CPU engine samples with adapters of the
+    attention; its Triton kernels of experts, of `kv_b_proj` and under DP attention were read. To check first: the
+    logprob gap; that slots are not among the memory which is released, and that the weights which come back from
+    the host are the same.
+    """
     family, keys, changes = SLOT_KEYS[kind]
     lora = ["lora.rank=8", "lora.sync=adapters", "train.lr=1e-3", *keys]
     steps = steps_of(launch, tmp_path, *lora, family=family, **changes)
@@ -139,7 +209,15 @@ def test_a_run_with_adapters_in_sglangs_slots(launch: Callable, tmp_path: Path, 
     not ON_GPU, reason="on the CPU test_lora.py has a critic and a reward model with shared weights"
 )
 def test_a_run_whose_critic_has_the_policys_weights(launch: Callable, tmp_path: Path) -> None:
-    """They stay where they are while the critic's own adapters and head are moved to the host and back."""
+    """They stay where they are while the critic's own adapters and head are moved to the host and back.
+
+    Unverified on a GPU.
+
+    parallel/shared_weights.py: a critic's and a reward model's ranks map the policy's frozen weights by CUDA IPC
+    handles of their own and drop theirs; on CPU they are held against one rank and PEFT
+    (`tests/training/test_shared_weights.py`). To check first: the memory of the critic's phase is that of its
+    adapters; TransformerEngine keeps no copy of a weight that was bound anew.
+    """
     lora = ("lora.rank=8", "lora.sync=adapters", "lora.experts=4", "train.lr=1e-3")
     steps = steps_of(launch, tmp_path, *lora, "algorithm.name=ppo", "critic.shares_weights=true")
     check(steps, 0.05)
@@ -151,7 +229,15 @@ def test_a_run_whose_critic_has_the_policys_weights(launch: Callable, tmp_path: 
     not ON_GPU, reason="on the CPU test_tools.py and test_real_episodes.py play episodes"
 )
 def test_a_run_of_episodes(launch: Callable, quickstart_tools_inputs: Sequence[str]) -> None:
-    """The quickstart's model of tools, in 16 bits; the gap of later turns is that of the first."""
+    """The quickstart's model of tools, in 16 bits; the gap of later turns is that of the first.
+
+    Unverified on a GPU.
+
+    rollout/sglang/engine.py turn: turns of an episode as requests named `conversation/number`, whose prefix is in
+    the cache of its attention group, with `routed_experts_start_len`; on CPU real engines do the same
+    (`tests/episodes/test_real_episodes.py`). To check first: the logprob gap by turn, and the tokens that a turn
+    reads anew.
+    """
     keys = (
         "run.name=quickstart",
         "run.trackers=[]",

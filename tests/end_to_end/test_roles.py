@@ -28,6 +28,11 @@ KEYS = (
 
 @pytest.mark.nightly  # by day test_lora.py has a run with both
 def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path) -> None:
+    """Unverified on a GPU.
+
+    cluster/ray_session.py: a quarter of a GPU each for trainer, engine, critic and reward model in one bundle,
+    every GPU visible to every process. To check first: each process is on the GPU of its slot.
+    """
     model = write_classifier(
         (tmp_path / "models" / "tiny-qwen3-moe").resolve(), tmp_path / "classifier"
     )

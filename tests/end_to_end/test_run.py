@@ -111,7 +111,13 @@ def test_other_layouts_agree_too(
 ):
     """Data parallel into two engines, one of them on a GPU that trains; split experts (ETP) into an expert-parallel
     engine on GPUs of its own. What the engines get is held against the trained weights. The prompts are of two files
-    with columns of their own, one of them too long. The engine with GPUs of its own samples while the ranks learn."""
+    with columns of their own, one of them too long. The engine with GPUs of its own samples while the ranks learn.
+
+    Unverified on a GPU.
+
+    fleet/fleet.py split and mixed placement: memory handed over on shared GPUs only; training ranks and schedulers
+    in one NCCL communicator. To check first: device memory of a GPU of one side stays as it is between phases.
+    """
     odd = tmp_path / "odd.jsonl"
     odd.write_text(
         "".join(

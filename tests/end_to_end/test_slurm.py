@@ -159,7 +159,13 @@ def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
 # four minutes; tests/slurm/test_job.py has the script's answer, test_resume.py the driver's
 @pytest.mark.nightly
 def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: Slurm) -> None:
-    """The limit is drawn near once a step is done; the driver is stopped until Slurm's signal has come."""
+    """The limit is drawn near once a step is done; the driver is stopped until Slurm's signal has come.
+
+    Unverified on a GPU.
+
+    scripts/ray_node.sh, scripts/launch_env.sh: the GPUs that `nvidia-smi` counts, and those that a step of a Slurm
+    with cgroups sees; NCCL's and SGLang's variables. To check first: `nproc` and `nvidia-smi` inside a step.
+    """
     job.submit()
     job.wait_for_step(1)
     driver = job.driver()

@@ -35,7 +35,7 @@ def rows(text: str) -> list[Row]:
     lines = [line.strip().strip("|") for line in text.splitlines() if line.startswith("| ")]
     table = [re.split(r"(?<!\\)\|", line) for line in lines]
     return [
-        Row(cells[0].strip(), tuple(re.findall(r"`([^`]+)`", cells[-1]))) for cells in table[1:]
+        Row(where.strip(), tuple(re.findall(r"`([^`]+)`", tests))) for _, where, tests in table[1:]
     ]
 
 

@@ -35,6 +35,12 @@ def test_an_import_makes_no_context() -> None:
 
 @pytest.mark.skipif(not ON_GPU, reason="nvidia-smi tells the memory of a GPU")
 def test_memory_of_a_context(record: Record) -> None:
+    """Unverified on a GPU.
+
+    device.py empty_cache, fleet/fleet.py: engines on shared GPUs start behind the ranks, when these have given back
+    what torch keeps. To check first: `nvidia-smi` before an engine starts: contexts and the policy's parameters;
+    SGLang's cache is as large in every start.
+    """
     with Child("tests.gpu.contexts:Importer") as child:
         before = used_mib()
         child.ask("load", modules=MODULES)

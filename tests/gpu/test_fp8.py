@@ -55,6 +55,12 @@ def tiles_one_by_one(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 def test_tiles_equal_the_cpus(
     shape: tuple[int, int, int], dtype: torch.dtype, record: Record
 ) -> None:
+    """Unverified on a GPU.
+
+    resharding/fp8.py, rollout.engine.fp8: tiles quantised strip by strip while packing; SGLang's fp8 parameters as
+    `sglang_map` names them. To check first: bytes equal to the CPU's; the number of small kernels a round; on
+    Blackwell SGLang may round scales to powers of two after loading, which the next reshard must survive.
+    """
     weights = block(shape, dtype)
     on_device = weights.to(DEVICE)
     settle(60.0)
@@ -70,7 +76,14 @@ def test_tiles_equal_the_cpus(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_checkpoints_tiles_are_read_as_on_the_cpu(tmp_path: Path, dtype: torch.dtype) -> None:
-    """fp8 with both kinds of scales, among them a tiny and a huge one, and int4."""
+    """fp8 with both kinds of scales, among them a tiny and a huge one, and int4.
+
+    Unverified on a GPU.
+
+    checkpoints/quantised.py: a published checkpoint's fp8 tiles and int4 groups, multiplied with their scales on
+    the GPU. To check first: bytes equal to the CPU's; the seconds in which a rank reads DeepSeek-V3 from a shared
+    disk.
+    """
     generator = torch.Generator().manual_seed(1)
     codes = (
         torch.randn(300, 200, generator=generator)

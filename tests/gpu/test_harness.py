@@ -124,7 +124,7 @@ def test_the_simulated_gpu_is_run_in_the_named_folder(tmp_path: Path, has_engine
 
 
 def test_rows_are_read_with_their_tests() -> None:
-    text = "# Title\n\n| where | what | settled by |\n|---|---|---|\n| `a.py` `b` | c | `t.py::x`, `u.py` |\n"
+    text = "# Title\n\n| what | where | settled by |\n|---|---|---|\n| c | `a.py` `b` | `t.py::x`, `u.py` |\n"
     assert report.rows(text) == [report.Row("`a.py` `b`", ("t.py::x", "u.py"))]
 
 

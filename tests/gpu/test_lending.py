@@ -1,4 +1,11 @@
-"""A large buffer of one process that another maps: CUDA IPC on a GPU, shared memory without one."""
+"""A large buffer of one process that another maps: CUDA IPC on a GPU, shared memory without one.
+
+Unverified on a GPU.
+
+resharding/memory_handles.py CudaStorage: the training rank's buffers as CUDA IPC handles, mapped by the engine's
+process. To check first: one visible-device numbering on both sides; PyTorch's expandable segments must be off for these
+buffers, which `cluster/visible_gpus.py` sees to; the counters that are left behind in /dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +106,12 @@ def test_a_lender_that_is_killed_is_named_and_its_successor_is_mapped() -> None:
     not ON_GPU, reason="PyTorch's allocator of GPU memory has segments, that of the host has none"
 )
 def test_expandable_segments_are_lent_whole_or_refused(record: Record) -> None:
+    """Unverified on a GPU.
+
+    cluster/visible_gpus.py: `nvidia-smi` that lists GPUs which torch does not see, for a driver that is too old,
+    and under MIG and cgroups. To check first: a CPU build beside GPUs, `CUDA_VISIBLE_DEVICES=`, and a Slurm step
+    with fewer GPUs than the node; whether expandable segments, which it refuses, could be lent.
+    """
     with lender(**EXPANDABLE) as lends, borrower() as borrows:
         try:
             borrows.ask("attach", handles=lends.ask("handles"))

@@ -42,6 +42,12 @@ def test_hidden_gpus_are_an_error_and_a_wish_for_the_cpu_is_none() -> None:
 
 @needs_gpu
 def test_nvidia_smi_is_understood() -> None:
+    """Unverified on a GPU.
+
+    doctor/nvidia.py: the words of `nvidia-smi --query-gpu`, of its heading and of `topo -m`, read as documented; no
+    GPU has answered yet; the fields' older names. To check first: `megarl doctor --json` against what `nvidia-smi`,
+    `nvidia-smi -q` and `nvidia-smi topo -m` print.
+    """
     pytest.importorskip("pydantic", reason="the doctor is tested where everything is installed")
     from megarl.doctor.nvidia import gpu_facts
 
@@ -54,6 +60,17 @@ def test_nvidia_smi_is_understood() -> None:
 
 @needs_gpu
 def test_the_packages_that_a_run_needs_are_the_locks_and_load() -> None:
+    """Unverified on a GPU.
+
+    requirements/gpu.txt, scripts/setup_env.sh on a machine with GPUs: pip has installed the lock without a GPU, and
+    every library finds its symbols there (`tests/scripts/test_symbols.py`); not run: apex at its commit, the
+    images. To check first: `bash -c 'source scripts/setup_env.sh'` on a node, then `python -c 'import
+    transformer_engine.pytorch, sglang'`.
+
+    doctor/packages.py torch_facts, import_errors: what torch says of CUDA, NCCL and cuDNN in a process of its own;
+    that TransformerEngine, SGLang's kernels and the memory saver are imported there. To check first: a node on
+    which all of it is installed has no finding; with each package removed it has that one.
+    """
     pytest.importorskip("sglang", reason="the packages are tested where everything is installed")
     from megarl.doctor.packages import MODULES, import_errors, versions
 
@@ -75,6 +92,12 @@ def test_the_packages_that_a_run_needs_are_the_locks_and_load() -> None:
 
 @needs_gpu
 def test_a_sound_machine_has_no_error() -> None:
+    """Unverified on a GPU.
+
+    doctor/rules_node.py: bounds of clocks, lanes, held memory, `nvidia_peermem` or open kernel modules, NVLinks of
+    H800, fabric manager's error 802. To check first: a sound node has no warning; `modprobe -r nvidia_peermem`, a
+    locked clock and a MIG instance each have theirs.
+    """
     pytest.importorskip("sglang", reason="the doctor is tested where everything is installed")
     command = [sys.executable, "-m", "megarl.cli", "doctor"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}

@@ -67,6 +67,17 @@ def rank(path: Path, family: str, environment: dict[str, str] | None = None, **m
 def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
     path: Path, family: str, reference: dict[str, Any], record: Record
 ) -> None:
+    """Unverified on a GPU.
+
+    parallel/local_spec.py: without TransformerEngine: attention copies the segment bounds to the host once a layer;
+    with it: the gradients of latent attention's duplicated down projections at TP > 1. To check first: the parity
+    test of DeepSeek-V3.
+
+    training/policy.py, training/auxiliary.py, training/reward_model.py: `torch.cuda.set_device` by slot; the
+    critic's and the reward model's slots begin at `ranks.first_gpu`; all ranks are built before any gives its
+    memory back; NCCL in `groups.join`; the local layer spec on CUDA where TransformerEngine is absent
+    (`train.local_layers`). To check first: one rank a GPU.
+    """
     with rank(path, family) as child:
         assert child.ask("device") == DEVICE
         before, steps = child.ask("logprobs"), []
@@ -106,6 +117,30 @@ def test_bfloat16_stays_near_the_cpus_float32(
 def test_transformer_engine_stays_near_the_cpus_float32(
     path: Path, family: str, reference: dict[str, Any], record: Record
 ) -> None:
+    """Unverified on a GPU.
+
+    resharding/megatron_map.py: parameter names of the TransformerEngine layer spec, for all families. Simulated: by
+    these names the checkpoint is loaded, trained and saved in both families with TP2 EP2. To check first:
+    `verify_params` against a built model: it names every parameter that differs.
+
+    parallel/model.py: TransformerEngine specs of all families (latent attention, dense layers, multi-token
+    prediction), grouped GEMM, RoPE fusion, optimizer state moved to the host; `select_layers` refuses float32, as
+    read of TransformerEngine. Simulated: both families with TP2 EP2; DeepSeek-V3 also with TP2, CP2, PP2, TP2 EP2
+    ETP2 and TP2 PP2 EP2, and in bfloat16 on one rank with the optimizer on the GPU and on the host. To check first:
+    the parity test, with the same checkpoint, on one GPU against the CPU reference.
+
+    parallel/latent.py has_fused_rope: the rotary positions of latent attention are fused where every width is a
+    power of two, as read in the Triton kernels. To check first: the logprobs of DeepSeek-V3 with
+    `train.megatron.apply_rope_fusion` true and false.
+
+    cpu/megatron_patches.py step_without_engine: torch's AdamW and Megatron's own loops on the CPU of a machine that
+    has TransformerEngine or apex. Simulated: the references that the simulated ranks are held against. To check
+    first: the CPU reference of the test steps there.
+
+    docs/install.md, TransformerEngine's interface: read, not run: 2.14.1 against megatron-core 0.16.1, whose extra
+    names 2.9 to 2.11. To check first: a training step of each family, and a checkpoint saved and loaded, in
+    bfloat16 and in fp8.
+    """
     check_bfloat16(path, family, reference, record)
 
 
@@ -113,6 +148,13 @@ def test_transformer_engine_stays_near_the_cpus_float32(
 def test_an_optimizer_on_the_host_takes_the_same_steps(
     path: Path, family: str, record: Record
 ) -> None:
+    """Unverified on a GPU.
+
+    parallel/optimizer.py offloads, _moved: `train.optimizer_offload`: Megatron's HybridDeviceOptimizer in
+    precision-aware mode on two streams, its masters on the host alone and not pinned; pinned host memory.
+    Simulated: DeepSeek-V3 on one rank in bfloat16. To check first: device memory with and without (12 bytes an
+    element of the rank's share); the step's loss equal; the time of a step, and whether pinning the masters pays.
+    """
     found = {}
     for is_on_host in (False, True):
         with rank(path, family, dtype="bfloat16", optimizer_offload=is_on_host) as child:
@@ -132,7 +174,15 @@ ADAPTED = {"weight_decay": 0.1, "adapters": True}
 def test_adapters_stay_near_the_cpus_float32(
     path: Path, reference: dict[str, Any], record: Record
 ) -> None:
-    """Of TransformerEngine's layers where it runs: norms inside, and the experts' weights together."""
+    """Of TransformerEngine's layers where it runs: norms inside, and the experts' weights together.
+
+    Unverified on a GPU.
+
+    parallel/lora.py CUTS, GroupedAdapter: adapters of TransformerEngine's layers: the norm of a fused layer is
+    computed once more, and each expert of a grouped layer has its own factors. Simulated: both families with TP2
+    EP2. To check first: logprobs and gradient norms against the CPU; the time of a step beside one of full
+    training, which shows whether weight gradients are left out.
+    """
     found = {}
     for name, how in {"cpu": {"environment": ON_CPU}, "device": {"dtype": "bfloat16"}}.items():
         with Child(
@@ -165,7 +215,16 @@ def check_bfloat16(path: Path, family: str, reference: dict[str, Any], record: R
 def test_a_rank_is_resumed_with_all_its_generators(
     path: Path, family: str, tmp_path: Path, record: Record
 ) -> None:
-    """To the last bit as it was saved. Its next steps are the same, too, but for what the device sums in any order."""
+    """To the last bit as it was saved. Its next steps are the same, too, but for what the device sums in any order.
+
+    Unverified on a GPU.
+
+    parallel/dist_checkpoint.py: device tensors staged on the host; a fused optimizer, or one on the host, saved
+    before its first step (`critic_warmup_steps`); TransformerEngine's FusedAdam and `_extra_state`; the CUDA
+    generator. Simulated: saved, resumed and stepped again in each layout of `parallel/model.py`. To check first:
+    exact resume on one GPU, with `optimizer_offload` too; a host's memory while a checkpoint is gathered and
+    written, against `megarl plan`.
+    """
     folder = tmp_path / "saved"
     folder.mkdir()
     with rank(path, family, REPEATABLE, deterministic=True) as child:

@@ -26,6 +26,11 @@ def params() -> dict[str, torch.Tensor]:
 
 
 def test_a_swap_and_back(params: dict[str, torch.Tensor], record: Record) -> None:
+    """Unverified on a GPU.
+
+    parallel/host_offload.py: pinned weights of the reference, one tensor at a time. To check first: the time of a
+    swap; device memory stays as it is; whether the pinned allocator rounds sizes up.
+    """
     before = {name: param.clone() for name, param in params.items()}
     addresses = [param.data_ptr() for param in params.values()]
     others = host_offload.host_buffers_like(params)
@@ -44,6 +49,13 @@ def test_a_swap_and_back(params: dict[str, torch.Tensor], record: Record) -> Non
 
 
 def test_put_away_and_back(params: dict[str, torch.Tensor], record: Record) -> None:
+    """Unverified on a GPU.
+
+    parallel/host_offload.py offload_params, onload_params: parameters of critic and reward model in pinned memory
+    while another has the GPU; storages of size 0 under Megatron's buffers. Simulated: between the first two steps
+    of each layout of `parallel/model.py`. To check first: device memory between phases; a critic's step after a
+    turn equals one without.
+    """
     before = {name: param.clone() for name, param in params.items()}
     settle(TIMEOUT_S)
     held, started = held_bytes(), time.perf_counter()

@@ -41,5 +41,11 @@ def opened(trainer: Any) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_message_goes_over_every_group(checkpoint_path: Path, layout: TrainLayout) -> None:
+    """Unverified on a GPU.
+
+    parallel/groups.py open_communicators, device.py used_gpu_bytes: every communicator of training opened before
+    engines size their caches; the bytes of each are told at the start, as `communicator_bytes` of a hardware file.
+    To check first: device memory after the start equals that after ten steps.
+    """
     for known, used in run_world(recipe(checkpoint_path, layout), opened):
         assert sorted(used) == sorted(known)

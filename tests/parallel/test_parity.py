@@ -118,6 +118,21 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_layout_equals_one_rank(one_rank: dict[str, Any], family: str, name: str) -> None:
+    """Unverified on a GPU.
+
+    parallel/model.py _default_fields, buffers_config: with TransformerEngine: gradients summed in buckets while
+    others are computed, fused SwiGLU and permutation of tokens, apex's weight gradients added in place;
+    `batch_p2p_sync` off. To check first: the parity test of all layouts with the defaults, and with each of them
+    off; how far layouts differ in bfloat16, for which `IN_BFLOAT16` of tests/parallel/precision.py is a guess.
+
+    parallel/pipeline.py: hops over NCCL without Megatron's exchange of shapes, whose two waits of the host also
+    ordered sends before what follows. Simulated: DeepSeek-V3 with PP2 and TP2 PP2 EP2, without VPP. To check first:
+    the parity test's PP and VPP layouts, ten times.
+
+    parallel/cp_gather.py, parallel/model.py with train.cp: TransformerEngine's attention on packed rows under
+    context parallelism, which takes the same zigzag split. Simulated: DeepSeek-V3 with CP2, the attention's ring
+    replaced as a whole. To check first: the parity test's CP layouts.
+    """
     path, expected = one_rank[family]
     check(run(path, family, LAYOUTS[name]), LAYOUTS[name], expected)
 

@@ -76,7 +76,12 @@ def test_the_right_weights_pass(opened: Opened) -> None:
 
 
 def test_one_bit(opened: Opened) -> None:
-    """Slot 3 is engine 1's TP rank 1, which holds experts 4 to 7; row 65 is its up projection's second."""
+    """Slot 3 is engine 1's TP rank 1, which holds experts 4 to 7; row 65 is its up projection's second.
+
+    Unverified on a GPU.
+
+    resharding/verify.py: 64-bit sums that wrap, inside a coalescing block. To check first: a flipped bit is found.
+    """
     said = errors(opened, 3, flip_bit)
     assert (
         "model.layers.1.mlp.experts.{}.up_proj.weight" in said

@@ -55,6 +55,13 @@ def engines(checkpoint: Path, build_engine: Callable[..., Engine]) -> Iterator[l
 def test_engines_and_their_attention_groups_draw_independently_and_ranks_together(
     engines: list[Engine], reference: Reference
 ) -> None:
+    """Unverified on a GPU.
+
+    rollout/sglang/scheduler.py _patch_scheduler, engine logprobs at rollout.temperature: torch's CUDA generator
+    seeded for each attention group, which FlashInfer's samplers draw by too; SGLang's logprobs as
+    log(softmax(logits / T)). To check first: `tests/rollout/test_draws.py` with two attention groups; the logprob
+    gap of a run at temperature 0.7.
+    """
     check_draws(engines, reference)
     groups = asyncio.run(sample_all(engines[0], Sampling(4, 12, 1.3)))
     assert worst_diff(groups, reference, 1.3) < TOLERANCE, (

@@ -31,6 +31,13 @@ def test_logprobs_are_those_of_transformers(
     tmp_path: Path, build_engine: Callable[..., Engine]
 ) -> None:
     # DeepEP has kernels for some hidden sizes, from 2,048 on.
+    """Unverified on a GPU.
+
+    placement/engine_layout.py deepep: `moe_a2a_backend` deepep, in bfloat16 with `moe_runner_backend` deep_gemm:
+    nothing but the parameters' shapes was seen. To check first: 8 GPUs or more: the logprob gap; at most 128
+    sequences a GPU, or SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK in the environment; NVSHMEM's memory while
+    training has the GPU.
+    """
     folder = checkpoints.write(tmp_path, "deepseek-v3", hidden_size=2048, moe_intermediate_size=512)
     write_tokenizer(folder)
     assert LAYOUT.errors(model_shape(folder), 2) == []

@@ -192,6 +192,11 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
     kinds: Sequence[tuple[float, float]],
     build_engine: Callable[..., Engine],
 ) -> None:
+    """Unverified on a GPU.
+
+    rollout/sglang/deterministic.py: SGLang's deterministic inference with our sampler; with fp8, radix cache,
+    chunked prefill, NCCL at TP > 1. To check first: the digests of two fresh engines.
+    """
     folder, layout = served
     options = {"model_path": str(folder), "seeded": True, "routed_experts": True, **layout}
     groups = []
@@ -259,7 +264,13 @@ def test_seeded_samples_are_independent_draws(
 def test_experts_of_cached_tokens_are_told_too(
     checkpoint: Path, build_engine: Callable[..., Engine]
 ) -> None:
-    """Where samples need not repeat, the second time all prompts are in the prefix cache."""
+    """Where samples need not repeat, the second time all prompts are in the prefix cache.
+
+    Unverified on a GPU.
+
+    rollout/sglang/engine.py routed experts: captured under CUDA graphs, overlap scheduling, DP attention. To check
+    first: equality with transformers' routers.
+    """
     engine = build_engine(2, 2, routed_experts=True)
     for _ in range(2):
         check_experts(checkpoint, asyncio.run(alone(engine, KINDS[0])))

@@ -59,6 +59,14 @@ def test_the_statistic_tells_drawn_tokens_from_the_most_probable_ones() -> None:
 def test_samples_and_logprobs_are_those_of_transformers(
     tmp_path: Path, build_engine: Callable[..., Engine], draft: int
 ) -> None:
+    """Unverified on a GPU.
+
+    rollout/sglang/arguments.py _draft_arguments, rollout/sglang/weight_loader.py load: `rollout.engine.draft`:
+    SGLang's draft model was seen on the meta device alone (`tests/resharding/test_real_engines.py`), and the joint
+    exchange with modules of ours; the rest was read in SGLang's source, above all that samples and their logprobs
+    stay the model's. To check first: the draft model's rotary table after memory was released (the loader refuses
+    buffers of its own); `rollout/accepted` of DeepSeek-V3; with DP attention, DeepEP and `train.replay` r3.
+    """
     folder = checkpoints.write(tmp_path, "deepseek-v3", mtp_layers=1, **LATENT)
     write_tokenizer(folder)
     layout = EngineLayout(1, 1, 1, draft=draft)

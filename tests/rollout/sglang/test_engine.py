@@ -185,7 +185,14 @@ def test_it_listens_on_loopback_alone(engine: Engine) -> None:
 def test_memory_that_training_had_in_between(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, by SGLang's own bookkeeping: it fails where a part is given back that was not taken."""
+    """As on a GPU, by SGLang's own bookkeeping: it fails where a part is given back that was not taken.
+
+    Unverified on a GPU.
+
+    fleet/memory.py, rollout/sglang/engine.py: `release_memory_occupation` and `resume_memory_occupation` by tag
+    through SGLang's memory saver. To check first: device memory before and after each phase; engine logprobs equal
+    the trainer's after a resume.
+    """
     monkeypatch.setattr("megarl.rollout.sglang.engine.DEVICE", "cuda")
 
     async def onload_for(*taken: list[str]) -> None:

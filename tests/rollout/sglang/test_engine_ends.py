@@ -51,6 +51,12 @@ def test_shutdown_leaves_no_process_and_no_file(
 def test_a_killed_scheduler_is_named_to_who_waits_and_to_who_comes(
     build_engine: Callable[..., Engine], rank: int
 ) -> None:
+    """Unverified on a GPU.
+
+    rollout/sglang/scheduler.py, rollout/sglang/arguments.py: schedulers are spawned, not forked; file rendezvous
+    beside NCCL; `base_gpu_id`; the memory saver. To check first: a killed scheduler is still named: SGLang's own
+    hang watchdog signals the host process.
+    """
     engine = build_engine(2, 1)
     pids = engine.pids()
     cause = rf"engine scheduler {rank} \(pid {pids[rank]}\) was killed by SIGKILL$"

@@ -88,6 +88,12 @@ def test_the_nodes_agree_on_the_adapter(
 
 
 def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) -> None:
+    """Unverified on a GPU.
+
+    rollout/sglang/relay.py, engines over several nodes: SGLang's ranks of one engine on several nodes over NCCL, an
+    attention group on each; tried on CPU over gloo with two hosts on one machine. To check first: the logprob gap
+    of a run with `rollout.engine.tp` of two nodes, with `dp` 1 and more.
+    """
     groups = asyncio.run(sample_all(nodes.engine, Sampling(4, 12)))
     assert [len(group) for group in groups] == [4] * len(PROMPTS)
     assert worst_diff(groups, reference) < TOLERANCE

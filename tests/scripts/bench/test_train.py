@@ -16,7 +16,12 @@ SMALL = ["--json", "--steps", "2", "--samples", "6", "--longest", "64", "--layer
 @pytest.mark.slow
 @pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_a_run_on_two_ranks() -> None:
-    """The script itself fails where a step's loss or gradient norm is not the bare loop's."""
+    """The script itself fails where a step's loss or gradient norm is not the bare loop's.
+
+    Unverified on a GPU.
+
+    scripts/bench/train.py: both contenders with TransformerEngine, and MFU. To check first: the ratio on a GPU.
+    """
     command = [sys.executable, SCRIPT, *SMALL, "--gpus", "2", "--ep", "2"]
     found = json.loads(
         subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
