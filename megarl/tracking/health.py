@@ -37,22 +37,17 @@ class Past:
 
     def typical(self, name: str) -> float:
         """The median of the first training steps; NaN where these have no such metric."""
-        values = [record[name] for record in self.first if name in record]
-        if values:
-            return median(values)
-        return math.nan
+        return median([record[name] for record in self.first if name in record] or [math.nan])
 
     def after(self, now: Metrics) -> Past:
         """The past of the next step."""
-        names = REWARD, STD, ACCURACY, GRADIENT, ENTROPY
-        kept = {name: now[name] for name in ("step", *names) if name in now}
-        if len(self.first) < _REFERENCE_STEPS:
-            first = (*self.first, kept)
-        else:
-            first = self.first
+        first = self.first
+        if len(first) < _REFERENCE_STEPS:
+            first = (*first, now)
         varies = now.keys() >= {REWARD, STD} and not _is_constant(now)
-        is_best = varies and now[REWARD] > self.best.get(REWARD, -math.inf)
-        return Past(first, kept if is_best else self.best)
+        if varies and now[REWARD] > self.best.get(REWARD, -math.inf):
+            return Past(first, now)
+        return Past(first, self.best)
 
 
 @dataclass(frozen=True)
@@ -60,15 +55,13 @@ class Condition:
     """One sign of a sick run.
 
     reads: the metrics that it needs; a step that lacks one of them, as a step in which only the critic learns, neither
-    shows the condition nor ends it. holds: whether a step shows it. says: what is wrong, and the likely recipe key.
-    num_steps: in how many steps in a row it holds before it is reported. of_rewards: only of algorithms that learn from
+    shows the condition nor ends it. sign: of a step that shows it, what is wrong, and the likely recipe key; else None.
+    num_steps: in how many steps in a row it shows before it is reported. of_rewards: only of algorithms that learn from
     rewards.
     """
 
-    name: str
     reads: tuple[str, ...]
-    holds: Callable[[Metrics, Past], bool]
-    says: Callable[[Metrics, Past], str]
+    sign: Callable[[Metrics, Past], str | None]
     num_steps: int = 1
     of_rewards: bool = True
 
@@ -81,25 +74,28 @@ class ConditionState:
     num_healthy: int = 0
     is_reported: bool = False
 
-    def after(self, holds: bool, num_steps: int) -> tuple[ConditionState, bool]:
-        """The state after one step more, and whether the condition is to be reported now."""
-        if holds:
-            is_due = self.num_sick + 1 >= num_steps and not self.is_reported
-            return ConditionState(
-                num_sick=self.num_sick + 1, is_reported=self.is_reported or is_due
-            ), is_due
+    def after_sick(self, num_steps: int) -> ConditionState:
+        """The state after a step that shows the condition."""
+        num_sick = self.num_sick + 1
+        return ConditionState(num_sick, is_reported=self.is_reported or num_sick >= num_steps)
+
+    def after_healthy(self) -> ConditionState:
+        """The state after a step that does not."""
         num_healthy = self.num_healthy + 1
         is_reported = self.is_reported and num_healthy < _OVER_STEPS
-        return ConditionState(num_healthy=num_healthy, is_reported=is_reported), False
+        return ConditionState(num_healthy=num_healthy, is_reported=is_reported)
 
 
 @dataclass(frozen=True)
 class Health:
-    """What the records of a run so far tell. learns_from_rewards: not from demonstrations or a teacher alone."""
+    """What the records of a run so far tell. learns_from_rewards: not from demonstrations or a teacher alone.
+
+    states: of each condition.
+    """
 
     learns_from_rewards: bool
     past: Past = Past()
-    states: dict[str, ConditionState] = field(default_factory=dict)
+    states: dict[Condition, ConditionState] = field(default_factory=dict)
 
     def after(self, record: Metrics) -> tuple[Health, list[str]]:
         """The health with one record more, and a line for each condition that begins with it."""
@@ -112,11 +108,14 @@ class Health:
             is_watched = self.learns_from_rewards or not condition.of_rewards
             if not (is_watched and now.keys() >= set(condition.reads)):
                 continue
-            state = states.get(condition.name, ConditionState())
-            holds = condition.holds(now, self.past)
-            states[condition.name], is_due = state.after(holds, condition.num_steps)
-            if is_due:
-                lines.append(f"step {record['step']:.0f}: {condition.says(now, self.past)}")
+            before = states.get(condition, ConditionState())
+            sign = condition.sign(now, self.past)
+            if sign is None:
+                states[condition] = before.after_healthy()
+                continue
+            states[condition] = before.after_sick(condition.num_steps)
+            if states[condition].is_reported and not before.is_reported:
+                lines.append(f"step {record['step']:.0f}: {sign}")
         return replace(self, past=self.past.after(now), states=states), lines
 
     def after_all(self, history: Iterable[Metrics]) -> Health:
@@ -132,34 +131,33 @@ def _is_constant(now: Metrics) -> bool:
     return now[STD] <= _EQUAL * max(1.0, abs(now[REWARD]))
 
 
-def _without_variance(now: Metrics, past: Past) -> bool:
+def _has_no_variance(now: Metrics) -> bool:
     """Whether no sample's reward differs from those that it is compared with: its group's, or the whole step's."""
     return _is_constant(now) or now.get(GROUPS, 0.0) == 1.0
 
 
-def _says_without_variance(now: Metrics, past: Past) -> str:
+def _without_variance(now: Metrics, past: Past) -> str | None:
+    if not _has_no_variance(now):
+        return None
     rewards = "no group has two different rewards"
     if _is_constant(now):
         rewards = f"every sample has the reward {now[REWARD]:g}"
+    gradient = ""
     if now.get(GRADIENT, 1.0) <= _ZERO_GRADIENT:
         gradient = f", and {GRADIENT} is 0"
-    else:
-        gradient = ""
-    return (
-        f"{rewards}, so that rewards teach nothing{gradient}; {_cause_without_variance(now, past)}"
-    )
+    cause = _cause_without_variance(now, past.best)
+    return f"{rewards}, so that rewards teach nothing{gradient}; {cause}"
 
 
-def _cause_without_variance(now: Metrics, past: Past) -> str:
-    if now[ACCURACY] == 1.0 and past.best:
+def _cause_without_variance(now: Metrics, best: Metrics) -> str:
+    if now[ACCURACY] == 1.0 and best:
         return "all answers are right: data.train is too easy by now, or the run may end"
-    if _is_constant(now) and past.best and past.best[REWARD] > now[REWARD] + 0.1 * past.best[STD]:
+    if _is_constant(now) and best and best[REWARD] > now[REWARD] + 0.1 * best[STD]:
+        rate = ""
         if "train/lr" in now:
             rate = f" ({now['train/lr']:g})"
-        else:
-            rate = ""
-        best = f"the mean reward was {past.best[REWARD]:.3g} in step {past.best['step']:.0f}"
-        return f"{best}: train.lr{rate} is probably too high, try a tenth of it"
+        was = f"the mean reward was {best[REWARD]:.3g} in step {best['step']:.0f}"
+        return f"{was}: train.lr{rate} is probably too high, try a tenth of it"
     if now.get(ENTROPY, 1.0) <= _ZERO_ENTROPY:
         return f"the samples of a prompt are alike, since {ENTROPY} is 0: lower train.lr, or raise rollout.temperature"
     if not _is_constant(now):
@@ -168,26 +166,23 @@ def _cause_without_variance(now: Metrics, past: Past) -> str:
     return f"reward.function may not tell samples apart (try it with megarl reward-check), or {difficulty}"
 
 
-def _with_few_varied_groups(now: Metrics, past: Past) -> bool:
-    """Whether nearly all groups have equal rewards, though not because the answers are right."""
-    return 0.95 <= now[GROUPS] < 1.0 and now[ACCURACY] < 0.9
-
-
-def _says_few_varied_groups(now: Metrics, past: Past) -> str:
+def _few_varied_groups(now: Metrics, past: Past) -> str | None:
+    """Nearly all groups have equal rewards, though not because the answers are right."""
+    if not 0.95 <= now[GROUPS] < 1.0 or now[ACCURACY] >= 0.9:
+        return None
     hint = "raise rollout.samples_per_prompt, use data.train of medium difficulty, or set algorithm.dynamic_sampling"
     return f"{now[GROUPS]:.0%} of the groups have equal rewards, so that few samples teach anything; {hint}"
 
 
-def _without_gradient(now: Metrics, past: Past) -> bool:
-    return now[GRADIENT] <= _ZERO_GRADIENT and not _is_explained(now, past)
-
-
-def _is_explained(now: Metrics, past: Past) -> bool:
+def _is_explained(now: Metrics) -> bool:
     """Whether the rewards are why there is no gradient: that is reported by itself."""
-    return STD in now and REWARD in now and _without_variance(now, past)
+    return STD in now and REWARD in now and _has_no_variance(now)
 
 
-def _says_without_gradient(now: Metrics, past: Past) -> str:
+def _no_gradient(now: Metrics, past: Past) -> str | None:
+    if now[GRADIENT] > _ZERO_GRADIENT or _is_explained(now):
+        return None
+    cause = _SATURATED
     if now.get("train/rollout_correction_masked", 0.0) >= 0.99:
         cause = (
             "algorithm.rollout_correction drops every token: engine and trainer disagree,"
@@ -195,79 +190,47 @@ def _says_without_gradient(now: Metrics, past: Past) -> str:
         )
     elif now.get("train/clipped", 0.0) >= 0.99:
         cause = "every token is clipped: lower train.lr or train.updates_per_step, or raise algorithm.clip_high"
-    else:
-        cause = _SATURATED
     return f"{GRADIENT} is 0, so that the policy does not change; {cause}"
 
 
-def _with_faded_gradient(now: Metrics, past: Past) -> bool:
-    is_zero = now[GRADIENT] <= _ZERO_GRADIENT
-    return (
-        not is_zero
-        and not _is_explained(now, past)
-        and now[GRADIENT] < 1e-3 * past.typical(GRADIENT)
-    )
-
-
-def _says_faded_gradient(now: Metrics, past: Past) -> str:
-    fall = f"{GRADIENT} has fallen from {past.typical(GRADIENT):.2g} to {now[GRADIENT]:.2g}"
+def _faded_gradient(now: Metrics, past: Past) -> str | None:
+    typical = past.typical(GRADIENT)
+    if not _ZERO_GRADIENT < now[GRADIENT] < 1e-3 * typical or _is_explained(now):
+        return None
+    fall = f"{GRADIENT} has fallen from {typical:.2g} to {now[GRADIENT]:.2g}"
     return f"{fall}, so that the policy hardly changes; {_SATURATED}"
 
 
-def _without_entropy(now: Metrics, past: Past) -> bool:
-    return now[ENTROPY] <= _ZERO_ENTROPY and now[ACCURACY] < 1.0
-
-
-def _says_without_entropy(now: Metrics, past: Past) -> str:
+def _no_entropy(now: Metrics, past: Past) -> str | None:
+    if now[ENTROPY] > _ZERO_ENTROPY or now[ACCURACY] >= 1.0:
+        return None
     problem = f"{ENTROPY} is {now[ENTROPY]:.1g}, so that the policy gives one answer to a prompt and explores no other"
     return f"{problem}; {_MORE_ENTROPY}"
 
 
-def _with_collapsed_entropy(now: Metrics, past: Past) -> bool:
-    """Whether the entropy is a tenth of that at the start without the wrong answers having halved.
+def _collapsed_entropy(now: Metrics, past: Past) -> str | None:
+    """The entropy is a tenth of that at the start without the wrong answers having halved.
 
     A policy that is right more often is also more certain.
     """
-    still_wrong = 1.0 - now[ACCURACY] > 0.5 * (1.0 - past.typical(ACCURACY))
-    return _ZERO_ENTROPY < now[ENTROPY] < 0.1 * past.typical(ENTROPY) and still_wrong
-
-
-def _says_collapsed_entropy(now: Metrics, past: Past) -> str:
-    fall = f"{ENTROPY} has fallen from {past.typical(ENTROPY):.2g} to {now[ENTROPY]:.2g}"
-    gain = f"{ACCURACY} from {past.typical(ACCURACY):.0%} to {now[ACCURACY]:.0%} alone"
+    entropy = past.typical(ENTROPY)
+    accuracy = past.typical(ACCURACY)
+    is_still_wrong = 1.0 - now[ACCURACY] > 0.5 * (1.0 - accuracy)
+    if not (_ZERO_ENTROPY < now[ENTROPY] < 0.1 * entropy and is_still_wrong):
+        return None
+    fall = f"{ENTROPY} has fallen from {entropy:.2g} to {now[ENTROPY]:.2g}"
+    gain = f"{ACCURACY} from {accuracy:.0%} to {now[ACCURACY]:.0%} alone"
     return f"{fall}, with {gain}: the policy explores little; {_MORE_ENTROPY}"
 
 
 _SATURATED = "train.lr is probably too high and has saturated the probabilities, try a tenth of it"
 _MORE_ENTROPY = "lower train.lr, or raise algorithm.clip_high or algorithm.entropy_coefficient"
 
-_OF_REWARDS = REWARD, STD, ACCURACY
 CONDITIONS = (
-    Condition("rewards without variance", _OF_REWARDS, _without_variance, _says_without_variance),
-    Condition(
-        "few varied groups",
-        (GROUPS, ACCURACY),
-        _with_few_varied_groups,
-        _says_few_varied_groups,
-        num_steps=3,
-    ),
-    Condition(
-        "no gradient", (GRADIENT,), _without_gradient, _says_without_gradient, of_rewards=False
-    ),
-    Condition(
-        "faded gradient",
-        (GRADIENT,),
-        _with_faded_gradient,
-        _says_faded_gradient,
-        num_steps=3,
-        of_rewards=False,
-    ),
-    Condition("no entropy", (ENTROPY, ACCURACY), _without_entropy, _says_without_entropy),
-    Condition(
-        "collapsed entropy",
-        (ENTROPY, ACCURACY),
-        _with_collapsed_entropy,
-        _says_collapsed_entropy,
-        num_steps=3,
-    ),
+    Condition((REWARD, STD, ACCURACY), _without_variance),
+    Condition((GROUPS, ACCURACY), _few_varied_groups, num_steps=3),
+    Condition((GRADIENT,), _no_gradient, of_rewards=False),
+    Condition((GRADIENT,), _faded_gradient, num_steps=3, of_rewards=False),
+    Condition((ENTROPY, ACCURACY), _no_entropy),
+    Condition((ENTROPY, ACCURACY), _collapsed_entropy, num_steps=3),
 )
