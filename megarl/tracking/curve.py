@@ -36,16 +36,12 @@ class Panel:
     lines: tuple[Line, ...]
     is_logarithmic: bool = False
 
-    def is_in(self, history: Sequence[Metrics]) -> bool:
-        """Whether the history has a point of it."""
-        return bool(self.values(history))
-
     def values(self, history: Sequence[Metrics]) -> list[float]:
         """The heights of all its points."""
-        points = [
-            (*training_points(history, line), *warm_points(history, line)) for line in self.lines
-        ]
-        return [value for of_line in points for _, value in of_line]
+        points: list[tuple[float, float]] = []
+        for line in self.lines:
+            points += training_points(history, line) + warm_points(history, line)
+        return [value for _, value in points]
 
 
 PANELS = (
@@ -65,27 +61,23 @@ PANELS = (
 )
 
 
-def has_warm_start(history: Sequence[Metrics]) -> bool:
-    """Whether the run began with supervised steps."""
-    return any(_WARM_STEP in record for record in history)
+def last_warm_step(history: Sequence[Metrics]) -> float:
+    """The supervised steps that the run began with; 0 without a warm start."""
+    return max((record.get(_WARM_STEP, 0.0) for record in history), default=0.0)
 
 
 def training_points(history: Sequence[Metrics], line: Line) -> Points:
     """(step, value) by training step. Step 0 is the policy before training, which a warm start has as its last step."""
-    if not has_warm_start(history):
-        return _points(history, "step", line.name)
-    last_warm_step = max(record.get(_WARM_STEP, 0.0) for record in history)
+    last = last_warm_step(history)
     kept = [
-        record
-        for record in history
-        if record["step"] > 0 or record.get(_WARM_STEP) == last_warm_step
+        record for record in history if record["step"] > 0 or record.get(_WARM_STEP, 0.0) == last
     ]
     return _points(kept, "step", line.name)
 
 
 def warm_points(history: Sequence[Metrics], line: Line) -> Points:
     """(step of the warm start, value); step 0 is the policy before it."""
-    if not line.warm_name or not has_warm_start(history):
+    if not line.warm_name or not last_warm_step(history):
         return ()
     numbered = [{_WARM_STEP: 0.0, **record} for record in history if record["step"] == 0]
     return _points(numbered, _WARM_STEP, line.warm_name)
@@ -104,56 +96,54 @@ def draw_curve(history: Sequence[Metrics], path: Path, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [panel for panel in PANELS if panel.is_in(history)]
+    panels = [panel for panel in PANELS if panel.values(history)]
     num_columns = max(1, min(_NUM_COLUMNS, len(panels)))
     num_rows = max(1, math.ceil(len(panels) / num_columns))
     width, height = _PANEL_INCHES
-    figure = Figure(
-        figsize=(width * num_columns, height * num_rows + 0.4), dpi=120, layout="constrained"
-    )
+    size = (width * num_columns, height * num_rows + 0.4)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     figure.suptitle(title)
     cells = figure.add_gridspec(num_rows, num_columns)
     for number, panel in enumerate(panels):
         cell = cells[divmod(number, num_columns)]
-        if not has_warm_start(history):
+        if last := last_warm_step(history):
+            warm_cell, cell = cell.subgridspec(1, 2, width_ratios=(1, 2), wspace=0.0)
+            warm_axes = figure.add_subplot(warm_cell, xlabel="warm-start step", ylabel=panel.label)
+            _draw_warm_start(warm_axes, panel, history, last)
+            axes = figure.add_subplot(cell, xlabel="step", sharey=warm_axes)
+            axes.tick_params(axis="y", which="both", left=False, labelleft=False)
+        else:
             axes = figure.add_subplot(cell, xlabel="step", ylabel=panel.label)
-            _draw_training(axes, panel, history)
-            _scale(axes, panel, history)
-            continue
-        warm_cell, training_cell = cell.subgridspec(1, 2, width_ratios=(1, 2), wspace=0.0)
-        warm_axes = figure.add_subplot(warm_cell, xlabel="warm-start step", ylabel=panel.label)
-        _draw_warm_start(warm_axes, panel, history)
-        axes = figure.add_subplot(training_cell, xlabel="step", sharey=warm_axes)
-        axes.tick_params(axis="y", which="both", left=False, labelleft=False)
         _draw_training(axes, panel, history)
         _scale(axes, panel, history)
     FigureCanvasAgg(figure).print_png(path)
 
 
-def _draw_warm_start(axes: Axes, panel: Panel, history: Sequence[Metrics]) -> None:
-    """The supervised steps, on a grey ground."""
+def _draw_warm_start(axes: Axes, panel: Panel, history: Sequence[Metrics], last: float) -> None:
+    """The supervised steps up to the last, on a grey ground."""
     axes.set_facecolor("0.93")
     for number, line in enumerate(panel.lines):
-        _plot(axes, warm_points(history, line), line.style, colour=f"C{number}")
+        _plot(axes, warm_points(history, line), line.style, f"C{number}")
     if not axes.lines:
-        axes.text(
-            0.5, 0.5, "no samples", transform=axes.transAxes, ha="center", va="center", color="0.5"
+        centre = (0.5, 0.5)
+        axes.annotate(
+            "no samples", centre, xycoords="axes fraction", ha="center", va="center", color="0.5"
         )
-    last_warm_step = max(record.get(_WARM_STEP, 0.0) for record in history)
-    axes.set_xlim(-0.06 * last_warm_step, 1.06 * last_warm_step)
+    axes.set_xlim(-0.06 * last, 1.06 * last)
     axes.grid(alpha=0.3)
 
 
 def _draw_training(axes: Axes, panel: Panel, history: Sequence[Metrics]) -> None:
     """The training steps. Metrics that are equal in every step, as reward and accuracy may be, are one line."""
-    names: dict[Points, str] = {}
-    styles: dict[Points, tuple[str, str]] = {}
+    drawn: dict[Points, tuple[str, str, str]] = {}
     for number, line in enumerate(panel.lines):
-        if points := training_points(history, line):
-            names[points] = f"{names[points]} = {line.name}" if points in names else line.name
-            styles.setdefault(points, (line.style, f"C{number}"))
-    for points, name in names.items():
-        style, colour = styles[points]
+        points = training_points(history, line)
+        if points in drawn:
+            name, style, colour = drawn[points]
+            drawn[points] = (f"{name} = {line.name}", style, colour)
+        elif points:
+            drawn[points] = (line.name, line.style, f"C{number}")
+    for points, (name, style, colour) in drawn.items():
         _plot(axes, points, style, colour, name)
     axes.grid(alpha=0.3)
     if len(panel.lines) > 1:
@@ -171,9 +161,8 @@ def _scale(axes: Axes, panel: Panel, history: Sequence[Metrics]) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
     elif panel.is_logarithmic:
-        axes.set_yscale(
-            "symlog", linthresh=min((value for value in values if value > 0), default=1.0)
-        )
+        smallest = min((value for value in values if value > 0), default=1.0)
+        axes.set_yscale("symlog", linthresh=smallest)
     elif min(values) >= 0:
         axes.set_ylim(bottom=0, top=1.08 * max(values) or 1.0)
 

@@ -10,7 +10,15 @@ from typing import Any, get_args
 import numpy as np
 
 from megarl.algos.statistics import Statistics
-from megarl.types import EpisodeEnd, GroupSummary, Metrics, PhaseBalance, episode_dict
+from megarl.types import (
+    EpisodeEnd,
+    EpisodeFacts,
+    GroupSummary,
+    Metrics,
+    PhaseBalance,
+    RowSummary,
+    episode_dict,
+)
 from megarl.types.episodes import DropReason
 
 # The advantage of a sample by its places in the step's groups and in its group; None: the algorithm gives it none.
@@ -27,43 +35,40 @@ def rollout_metrics(groups: Sequence[GroupSummary], *, compares_samples: bool) -
     `accepted`, with drafts: mean response tokens per verification; the first token of each phase of a response comes
     from the pass that reads what is before it.
     """
-    rewards = np.concatenate([group.total_rewards_G[group.drawn_G] for group in groups])
-    lengths = np.concatenate([group.response_lengths_G[group.drawn_G] for group in groups])
-    finished = np.concatenate([group.finished_G[group.drawn_G] for group in groups])
-    correct = np.concatenate([group.correct_G[group.drawn_G] for group in groups])
-    # not those that another engine sampled
-    drafted = [group for group in groups if group.verifications]
-    verified = sum(
-        int(group.response_lengths_G[group.drawn_G].sum()) - group.prefills for group in drafted
-    )
-    steps = sum(group.verifications for group in drafted)
-    if steps:
-        accepted = {"rollout/accepted": verified / steps}
-    else:
-        accepted = {}
-    if compares_samples:
-        variance = {"reward/groups_without_variance": share_without_variance(groups)}
-    else:
-        variance = {}
-    return {
+    drawn = [group.drawn_G for group in groups]
+    pairs = list(zip(groups, drawn, strict=True))
+    rewards = np.concatenate([group.total_rewards_G[drawn_G] for group, drawn_G in pairs])
+    lengths = np.concatenate([group.response_lengths_G[drawn_G] for group, drawn_G in pairs])
+    finished = np.concatenate([group.finished_G[drawn_G] for group, drawn_G in pairs])
+    correct = np.concatenate([group.correct_G[drawn_G] for group, drawn_G in pairs])
+    metrics = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/accuracy": float(correct.mean()),
         "reward/failed": failed_share(groups),
-        **variance,
         "rollout/samples": float(len(rewards)),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated": float(1.0 - finished.mean()),
-        **accepted,
-        **episode_metrics(groups),
     }
+    if compares_samples:
+        metrics["reward/groups_without_variance"] = share_without_variance(groups)
+    # not those that another engine sampled
+    drafted = [(group, drawn_G) for group, drawn_G in pairs if group.verifications]
+    if drafted:
+        verified = sum(
+            int(group.response_lengths_G[drawn_G].sum()) - group.prefills
+            for group, drawn_G in drafted
+        )
+        verifications = sum(group.verifications for group, _ in drafted)
+        metrics["rollout/accepted"] = verified / verifications
+    return metrics | episode_metrics(groups)
 
 
 def share_without_variance(groups: Sequence[GroupSummary]) -> float:
     """Of the groups with samples, the share in which all have one reward, as that of a single sample."""
     rewards = [group.total_rewards_G[group.drawn_G] for group in groups]
-    is_equal = [bool(np.all(rewards_G == rewards_G[0])) for rewards_G in rewards if len(rewards_G)]
+    is_equal = [bool((rewards_G == rewards_G[0]).all()) for rewards_G in rewards if len(rewards_G)]
     return sum(is_equal) / len(is_equal)
 
 
@@ -75,50 +80,50 @@ def episode_metrics(groups: Sequence[GroupSummary]) -> Metrics:
     reason; `begun_anew`: how often an episode did; `prefix_hit_share`: of the tokens of turns' contexts that the engine
     had computed before, those that it found in its cache; `end/...`: the share of the episodes that ended so.
     """
-    places = [
-        (group, at)
-        for group in groups
-        if group.facts
-        for at in np.flatnonzero(group.drawn_G).tolist()
-    ]
-    facts = [one for one in (group.facts[at] for group, at in places) if one]
+    facts: list[EpisodeFacts] = []
+    rows: list[tuple[RowSummary, ...]] = []
+    turn_rewards: list[float] = []
+    for group in groups:
+        for sample, of_sample in enumerate(group.facts):
+            if of_sample and group.drawn_G[sample]:
+                facts.append(of_sample)
+                rows.append(group.rows[sample])
+                if group.turn_rewards_G is not None:
+                    turn_rewards.append(group.turn_rewards_G[sample])
     if not facts:
         return {}
-    rows = [group.rows[at] for group, at in places if group.facts[at]]
     tokens = sum(row.response_length for of_episode in rows for row in of_episode)
     trained = sum(row.num_trained for of_episode in rows for row in of_episode)
-    turns, calls, tool_s = (
-        [getattr(one, name) for one in facts] for name in ("turns", "calls", "tool_s")
-    )
-    reusable = sum(one.reusable_tokens for one in facts)
-    if reusable:
-        hits = {"episode/prefix_hit_share": sum(one.cached_tokens for one in facts) / reusable}
-    else:
-        hits = {}
-    of_turns = [
-        group.turn_rewards_G[at] for group, at in places if group.turn_rewards_G is not None
-    ]
+    turns = [episode.turns for episode in facts]
+    calls = [episode.calls for episode in facts]
+    tool_s = [episode.tool_s for episode in facts]
     dropped = {
-        why: float(sum(getattr(one, f"dropped_{why}") for one in facts))
-        for why in get_args(DropReason)
+        f"episode/dropped/{reason}": float(
+            sum(getattr(episode, f"dropped_{reason}") for episode in facts)
+        )
+        for reason in get_args(DropReason)
     }
-    ends = {end: sum(one.end == end for one in facts) / len(facts) for end in get_args(EpisodeEnd)}
-    return {
+    ends = [episode.end for episode in facts]
+    metrics = {
         "episode/turns_mean": float(np.mean(turns)),
         "episode/turns_max": float(max(turns)),
         "episode/calls_mean": float(np.mean(calls)),
-        "episode/call_errors": sum(one.call_errors for one in facts) / max(sum(calls), 1),
+        "episode/call_errors": sum(episode.call_errors for episode in facts) / max(sum(calls), 1),
         "episode/tool_s_mean": float(np.mean(tool_s)),
         "episode/tool_s_max": float(max(tool_s)),
         "episode/rows_mean": sum(map(len, rows)) / len(rows),
         "episode/masked_share": 1.0 - trained / tokens if tokens else 0.0,
         "episode/dropped_tokens": sum(dropped.values()),
-        **{f"episode/dropped/{why}": tokens for why, tokens in dropped.items()},
-        **hits,
-        "episode/begun_anew": float(sum(one.begun_anew for one in facts)),
-        **({"episode/turn_reward_mean": float(np.mean(of_turns))} if of_turns else {}),
-        **{f"episode/end/{end}": share for end, share in ends.items()},
+        "episode/begun_anew": float(sum(episode.begun_anew for episode in facts)),
+        **dropped,
+        **{f"episode/end/{end}": ends.count(end) / len(ends) for end in get_args(EpisodeEnd)},
     }
+    if reusable := sum(episode.reusable_tokens for episode in facts):
+        cached = sum(episode.cached_tokens for episode in facts)
+        metrics["episode/prefix_hit_share"] = cached / reusable
+    if turn_rewards:
+        metrics["episode/turn_reward_mean"] = float(np.mean(turn_rewards))
+    return metrics
 
 
 def balance_metrics(rounds: Sequence[PhaseBalance]) -> Metrics:
@@ -133,23 +138,21 @@ def balance_metrics(rounds: Sequence[PhaseBalance]) -> Metrics:
     """
     if not rounds:
         return {}
-    foretold = [balance for balance in rounds if balance.fit]
-    seconds = sum(balance.seconds for balance in foretold)
-    fit: Metrics = {}
-    if foretold and foretold[-1].fit and seconds:
-        fit = {f"plan/{name}": value for name, value in asdict(foretold[-1].fit).items()}
-        fit["plan/rollout_error"] = abs(
-            sum(balance.expected_s for balance in foretold) / seconds - 1
-        )
     # not all engines have part in a round that is sampled ahead
     tokens = [balance.group_tokens for balance in rounds]
-    return {
-        "rollout/imbalance": sum(map(max, tokens))
-        / sum(sum(groups) / len(groups) for groups in tokens),
+    even = sum(sum(groups) / len(groups) for groups in tokens)
+    metrics: Metrics = {
+        "rollout/imbalance": sum(map(max, tokens)) / even,
         "rollout/tail_s": sum(balance.tail_s for balance in rounds),
         "rollout/idle_s": sum(balance.idle_s for balance in rounds),
-        **fit,
     }
+    foretold = [balance for balance in rounds if balance.fit]
+    seconds = sum(balance.seconds for balance in foretold)
+    if foretold and foretold[-1].fit and seconds:
+        expected_s = sum(balance.expected_s for balance in foretold)
+        metrics |= {f"plan/{name}": value for name, value in asdict(foretold[-1].fit).items()}
+        metrics["plan/rollout_error"] = abs(expected_s / seconds - 1)
+    return metrics
 
 
 def idle_metrics(phases: Metrics, step_s: float, sampled_s: float) -> Metrics:
@@ -157,11 +160,10 @@ def idle_metrics(phases: Metrics, step_s: float, sampled_s: float) -> Metrics:
 
     phases: seconds by `time/<phase>_s`. sampled_s: that engines had samples, the evaluation's apart.
     """
-    rollout_s, ahead_s, eval_s = (
-        phases.get(f"time/{name}_s", 0.0) for name in ("rollout", "ahead", "eval")
-    )
+    eval_s = phases.get("time/eval_s", 0.0)
+    waited_s = phases.get("time/rollout_s", 0.0) + phases.get("time/ahead_s", 0.0)
     return {
-        "idle/ranks_s": rollout_s + ahead_s + eval_s,
+        "idle/ranks_s": waited_s + eval_s,
         "idle/engines_s": max(0.0, step_s - sampled_s - eval_s),
     }
 
@@ -178,12 +180,12 @@ def train_metrics(updates: Sequence[Statistics], room: str = "train") -> Metrics
     With several updates some statistics are also published for each update, as `train/loss/1`...
     """
     metrics = update_metrics(updates, room)
-    for number, update in enumerate(updates, start=1) if len(updates) > 1 else ():
-        of_update = {
-            statistic: values for statistic, values in update.items() if statistic.each_update
-        }
+    if len(updates) == 1:
+        return metrics
+    for number, update in enumerate(updates, start=1):
+        each = {name: values for name, values in update.items() if name.each_update}
         metrics |= {
-            f"{name}/{number}": value for name, value in update_metrics([of_update], room).items()
+            f"{name}/{number}": value for name, value in update_metrics([each], room).items()
         }
     return metrics
 
@@ -196,13 +198,16 @@ def update_metrics(updates: Sequence[Statistics], room: str) -> Metrics:
     metrics: Metrics = {}
     for statistic in {statistic: None for update in updates for statistic in update}:
         reduction = statistic.reduction
-        values = [update[statistic] for update in updates if statistic in update]
-        combined = [
-            max(column) if reduction.is_max else sum(column) for column in zip(*values, strict=True)
-        ]
-        number = reduction.result(
-            *(one / len(values) for one in combined) if reduction.is_update_mean else combined
+        columns = zip(
+            *(update[statistic] for update in updates if statistic in update), strict=True
         )
+        if reduction.is_max:
+            parts = [max(column) for column in columns]
+        elif reduction.is_update_mean:
+            parts = [sum(column) / len(column) for column in columns]
+        else:
+            parts = [sum(column) for column in columns]
+        number = reduction.result(*parts)
         if number is not None:
             metrics[statistic.published_in(room)] = number
     return metrics
@@ -215,29 +220,29 @@ def eval_metrics(sets: Mapping[str, Sequence[GroupSummary]]) -> Metrics:
     which any is right; maj@k: of which the answer that most of them give is right. Sets of episodes have their mean
     turns and calls.
     """
-    found: Metrics = {}
-    for name, asked in sets.items():
-        groups = [group for group in asked if len(group.rewards_G)]  # others' rewards failed
-        found[f"eval/{name}/accuracy"] = _mean([group.correct_G for group in groups])
-        found[f"eval/{name}/response_length_mean"] = _mean(
-            [group.response_lengths_G for group in groups]
-        )
-        found[f"eval/{name}/truncated"] = 1.0 - _mean([group.finished_G for group in groups])
-        if facts := [one for group in groups for one in group.facts if one]:
-            found[f"eval/{name}/turns_mean"] = float(np.mean([one.turns for one in facts]))
-            found[f"eval/{name}/calls_mean"] = float(np.mean([one.calls for one in facts]))
-        k = max(len(group.responses) + group.num_dropped for group in groups)
-        if k > 1:
-            found[f"eval/{name}/avg@{k}"] = found[f"eval/{name}/accuracy"]
-            found[f"eval/{name}/pass@{k}"] = float(
-                np.mean([group.correct_G.any() for group in groups])
-            )
-            found[f"eval/{name}/maj@{k}"] = float(np.mean([_majority(group) for group in groups]))
-    accuracy = [found[f"eval/{name}/accuracy"] for name in sets]
     if not sets:
         return {}
-    failed = failed_share([group for groups in sets.values() for group in groups])
-    return {**found, "eval/accuracy": sum(accuracy) / len(accuracy), "eval/failed": failed}
+    metrics: Metrics = {}
+    for name, asked in sets.items():
+        groups = [group for group in asked if len(group.rewards_G)]  # others' rewards failed
+        of_set = {
+            "accuracy": _mean([group.correct_G for group in groups]),
+            "response_length_mean": _mean([group.response_lengths_G for group in groups]),
+            "truncated": 1.0 - _mean([group.finished_G for group in groups]),
+        }
+        if facts := [episode for group in groups for episode in group.facts if episode]:
+            of_set["turns_mean"] = float(np.mean([episode.turns for episode in facts]))
+            of_set["calls_mean"] = float(np.mean([episode.calls for episode in facts]))
+        k = max(len(group.responses) + group.num_dropped for group in groups)
+        if k > 1:
+            of_set[f"avg@{k}"] = of_set["accuracy"]
+            of_set[f"pass@{k}"] = float(np.mean([group.correct_G.any() for group in groups]))
+            of_set[f"maj@{k}"] = float(np.mean([_majority(group) for group in groups]))
+        metrics |= {f"eval/{name}/{key}": value for key, value in of_set.items()}
+    accuracies = [metrics[f"eval/{name}/accuracy"] for name in sets]
+    metrics["eval/accuracy"] = sum(accuracies) / len(accuracies)
+    metrics["eval/failed"] = failed_share([group for asked in sets.values() for group in asked])
+    return metrics
 
 
 def _mean(arrays: Sequence[np.ndarray]) -> float:
@@ -247,16 +252,15 @@ def _mean(arrays: Sequence[np.ndarray]) -> float:
 def _majority(group: GroupSummary) -> float:
     """Whether the answer given most often is right; among equally many, the share of them that are."""
     votes: dict[str, list[bool]] = {}
-    for answer, is_correct in zip(
-        group.given_answers or group.responses, group.correct_G, strict=True
-    ):
+    answers = group.given_answers or group.responses
+    for answer, is_correct in zip(answers, group.correct_G, strict=True):
         if answer:
             votes.setdefault(answer, []).append(bool(is_correct))
-    most = max(map(len, votes.values()), default=0)
-    ahead = [
-        any(reward_results) for reward_results in votes.values() if len(reward_results) == most
-    ]
-    return sum(ahead) / len(ahead) if ahead else 0.0
+    if not votes:
+        return 0.0
+    most = max(map(len, votes.values()))
+    ahead = [any(are_correct) for are_correct in votes.values() if len(are_correct) == most]
+    return sum(ahead) / len(ahead)
 
 
 def pick_samples(
@@ -293,10 +297,7 @@ def _sample(group: GroupSummary, index: int, advantage: float | None) -> dict[st
         # -1: no token was sampled
         "version": max((part.version for part in group.parts_G[index]), default=-1),
     }
-    if group.facts and index < len(group.transcripts):
-        facts = group.facts[index]
-    else:
-        facts = None
+    facts = group.facts[index] if index < len(group.transcripts) else None
     if facts is None:
         return sample
     return sample | {"episode": episode_dict(facts, group.transcripts[index])}

@@ -7,13 +7,15 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from megarl.types import EpisodeEnd
 from tests.leftovers import shared_files
 
 pytestmark = pytest.mark.slow
@@ -22,6 +24,13 @@ FOREVER = (
     "run.steps=100000", "warm_start.steps=0", "rollout.prompts_per_step=8", "evaluation.max_prompts=8",
     "train.tp=1", "train.pp=1", "train.ep=2", "placement.gpus=2", "rollout.engine.tp=1",
 )  # fmt: skip
+TOOLS_RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
+CALLING = (
+    "data.train=calls.jsonl", "run.name=quickstart", "run.trackers=[]", "run.steps=100000", "warm_start.steps=25",
+    "train.replay=r3", "rollout.prompts_per_step=16", "evaluation.max_prompts=16", "evaluation.every=1",
+    "algorithm.name=remax", "reshard.verify=full",
+)  # fmt: skip
+ENDS = get_args(EpisodeEnd)
 BOUND_S = 30.0
 SILENCE_S = 30.0  # the machine may be busy
 RAY_SERVERS = ("gcs_server", "raylet", "/ray/")
@@ -34,17 +43,37 @@ def _end(command, last_line: str, code: int) -> None:
     assert command.leftovers() == []
 
 
-def test_ctrl_c_and_what_a_live_run_exposes(launch: Callable):
-    """A run of ReMax, so that its greedy samples, which are none of those that it trains on, are drawn by day."""
-    command = launch(*FOREVER, "algorithm.name=remax", "reshard.verify=full")
-    command.wait_for_step(1)
-    assert command.records()[-1]["rollout/samples"] == 64
+def test_ctrl_c_and_what_a_live_run_of_episodes_exposes(
+    launch: Callable, quickstart_tools_inputs: Sequence[str], tmp_path: Path
+) -> None:
+    """A run whose model calls a tool, in TP2 PP2 EP2, with the experts that the engine chose at each turn.
+
+    Of ReMax, so that greedy samples, which are none of those that it trains on, are drawn by day. All demonstrations of
+    its warm start have a call: few steps teach it.
+    """
+    train = Path(quickstart_tools_inputs[1].partition("=")[2])
+    lines = train.read_text().splitlines(keepends=True)
+    (tmp_path / "calls.jsonl").write_text("".join(line for line in lines if "tool_calls" in line))
+    command = launch(*quickstart_tools_inputs, *CALLING, recipe=TOOLS_RECIPE)
+    command.wait_for_step(2)
     _check_sockets(command)
     _check_secrets(command)
     _check_folders(command)
     os.killpg(command.process.pid, signal.SIGINT)
     _end(command, "interrupted", 130)
-    assert len(command.records()) >= 2, "what was measured before stays"
+    assert "calls are read as SGLang's hermes" in command.out + command.err
+    steps = [record for record in command.records() if record["step"] > 0]
+    assert len(steps) >= 2, "what was measured before stays"
+    for record in steps:
+        assert record["rollout/samples"] == 128
+        assert record["episode/calls_mean"] > 0 and record["episode/turns_max"] > 1
+        assert record["rollout/logprob_diff_turn_1"] < 1e-4
+        assert record["rollout/logprob_diff_turn_2"] < 1e-4
+        assert sum(record[f"episode/end/{end}"] for end in ENDS) == pytest.approx(1.0)
+        assert record["episode/dropped_tokens"] == 0.0
+        assert record["replay/logprob_diff"] < 1e-4 and record["train/grad_norm"] > 0
+        assert 1 < record["eval/products/turns_mean"] <= 3
+        assert 0 < record["eval/products/calls_mean"] < 3
 
 
 def test_sigterm_while_everything_starts(launch: Callable):

@@ -226,7 +226,7 @@ def test_a_run_whose_critic_has_the_policys_weights(launch: Callable, tmp_path: 
 
 
 @pytest.mark.skipif(
-    not ON_GPU, reason="on the CPU test_tools.py and test_real_episodes.py play episodes"
+    not ON_GPU, reason="on the CPU test_ending.py and test_real_episodes.py play episodes"
 )
 def test_a_run_of_episodes(launch: Callable, quickstart_tools_inputs: Sequence[str]) -> None:
     """The quickstart's model of tools, in 16 bits; the gap of later turns is that of the first.

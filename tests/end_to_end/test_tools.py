@@ -1,4 +1,4 @@
-"""A run whose model calls a tool, as a user starts it: what is sampled, what is learnt from it, and what a run says."""
+"""Runs whose model calls a tool, as a user starts them; by day test_ending.py has such a run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from megarl.samples.parquet import open_samples
-from megarl.types import EpisodeEnd
 
+RUN = ("run.name=quickstart", "run.trackers=[]")
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart_tools.yaml"
-ENDS = get_args(EpisodeEnd)
 
 AGENT = """
 import asyncio
@@ -33,61 +31,15 @@ async def run(chat, row):
 pytestmark = pytest.mark.slow
 
 
-def test_episodes_with_a_tool_are_trained_on(
-    launch: Callable, quickstart_tools_inputs: Sequence[str]
-) -> None:
-    """TP2 PP2 EP2, with the experts that the engine chose at each turn, after a supervised phase of demonstrations."""
-    keys = (
-        "run.name=quickstart",
-        "run.trackers=[]",
-        "run.steps=2",
-        "warm_start.steps=70",
-        "train.replay=r3",
-    )
-    few = (
-        "rollout.prompts_per_step=16",
-        "evaluation.max_prompts=16",
-        "algorithm.name=reinforce_pp",
-    )
-    command = launch(*quickstart_tools_inputs, *keys, *few, recipe=RECIPE)
-    assert command.finish(300) == 0, command.err
-    assert command.leftovers() == []
-    assert "calls are read as SGLang's hermes" in command.out + command.err
-    steps = [record for record in command.records() if record["step"] > 0]
-    assert len(steps) == 2
-    for record in steps:
-        assert record["rollout/samples"] == 128
-        assert record["episode/calls_mean"] > 0 and record["episode/turns_max"] > 1
-        assert (
-            record["rollout/logprob_diff_turn_1"] < 1e-4
-            and record["rollout/logprob_diff_turn_2"] < 1e-4
-        )
-        assert sum(record[f"episode/end/{end}"] for end in ENDS) == pytest.approx(1.0)
-        assert record["episode/dropped_tokens"] == 0.0
-        assert record["replay/logprob_diff"] < 1e-4 and record["train/grad_norm"] > 0
-    last = command.records()[-1]
-    assert 1 < last["eval/products/turns_mean"] <= 3 and 0 < last["eval/products/calls_mean"] < 3
-
-
 @pytest.mark.nightly
 def test_samples_of_episodes_are_written_and_trained_on_later(
     launch: Callable, quickstart_tools_inputs: Sequence[str], tmp_path: Path
 ) -> None:
     """`rollout` into a file, `train` from it: with the mask, which a model of random weights needs no call for; and
     what the engine sampled is read and answered the same without it."""
-    keys = (
-        *quickstart_tools_inputs,
-        "run.name=quickstart",
-        "run.trackers=[]",
-        "run.steps=1",
-        "warm_start.steps=0",
-    )
-    keys = (
-        *keys,
-        "rollout.prompts_per_step=4",
-        "rollout.samples_per_prompt=2",
-        "evaluation.max_prompts=2",
-    )
+    few = ("run.steps=1", "warm_start.steps=0", "rollout.prompts_per_step=4")
+    few = (*few, "rollout.samples_per_prompt=2", "evaluation.max_prompts=2")
+    keys = (*quickstart_tools_inputs, *RUN, *few)
     made = launch(*keys, "--out", "samples.parquet", verb="rollout", recipe=RECIPE)
     assert made.finish(200) == 0, made.err
     groups = open_samples(tmp_path / "samples.parquet").groups(1)
@@ -103,9 +55,7 @@ def test_samples_of_episodes_are_written_and_trained_on_later(
 def test_the_tools_quickstart_learns_to_call_the_calculator(
     launch: Callable, quickstart_tools_inputs: Sequence[str]
 ) -> None:
-    command = launch(
-        *quickstart_tools_inputs, "run.name=quickstart", "run.trackers=[]", recipe=RECIPE
-    )
+    command = launch(*quickstart_tools_inputs, *RUN, recipe=RECIPE)
     assert command.finish(900) == 0, command.err
     records = command.records()
     before, *_, after = (record["eval/accuracy"] for record in records if "eval/accuracy" in record)
@@ -123,8 +73,7 @@ def test_the_same_recipe_without_the_tool_does_not_learn_to_multiply(
     """With the keys and the steps of `scripts/quickstart.sh tools`; all its warm start sees are prompts and answers."""
     script = (RECIPE.parents[1] / "scripts" / "quickstart.sh").read_text()
     (without,) = re.findall(r'^without=\("\$@" (.*)\)$', script, re.MULTILINE)
-    keys = (*without.split(), "run.name=quickstart", "run.trackers=[]")
-    command = launch(*quickstart_tools_inputs, *keys, recipe=RECIPE)
+    command = launch(*quickstart_tools_inputs, *without.split(), *RUN, recipe=RECIPE)
     assert command.finish(900) == 0, command.err
     records = command.records()
     assert (
@@ -142,27 +91,13 @@ def test_an_agents_episodes_are_trained_on(
 ) -> None:
     """Several rows an episode, in TP2 PP2 EP2 with the experts that the engine chose; asked by calls and over HTTP."""
     (tmp_path / "asking_agent.py").write_text(AGENT)
-    keys = (
-        "run.name=quickstart",
-        "run.trackers=[]",
-        "run.steps=2",
-        "warm_start.steps=0",
-        "train.replay=r3",
+    few = ("run.steps=2", "warm_start.steps=0", "rollout.prompts_per_step=16")
+    few = (*few, "evaluation.max_prompts=4", "train.replay=r3", "data.messages=null")
+    agent = ("tools=[]", "agent=asking_agent:run", "endpoint=loopback", "max_turns=4")
+    keys = [f"episode.{key}" for key in (*agent, f"history={history}")]
+    command = launch(
+        *quickstart_tools_inputs, *RUN, *few, *keys, "reward.function=null", recipe=RECIPE
     )
-    few = (
-        "rollout.prompts_per_step=16",
-        "evaluation.max_prompts=4",
-        "data.messages=null",
-        "episode.max_turns=4",
-    )
-    agent = (
-        "episode.tools=[]",
-        "episode.agent=asking_agent:run",
-        "episode.endpoint=loopback",
-        "reward.function=null",
-    )
-    agent = (*agent, f"episode.history={history}")
-    command = launch(*quickstart_tools_inputs, *keys, *few, *agent, recipe=RECIPE)
     assert command.finish(300) == 0, command.err
     assert command.leftovers() == []
     for record in (one for one in command.records() if one["step"] > 0):
