@@ -7,9 +7,10 @@ import math
 import os
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -54,10 +55,8 @@ class Record:
         self.metrics: Metrics = {}
         self.groups: Sequence[GroupSummary] = ()
         self.advantages: Advantages = {}
-        self.failures: list[str] = []
-        self.failed_calls: list[str] = []
-        self.refused_fields: Counter[str] = Counter()
-        self._phases: Metrics = {}
+        self.scored: list[GroupSummary] = []
+        self._phases: Metrics = defaultdict(float)
         self._sampled_s: float | None = None
         self._began = time.perf_counter()
 
@@ -66,8 +65,7 @@ class Record:
         """Add the seconds inside to `time/<name>_s`; phases do not overlap."""
         began = time.perf_counter()
         yield
-        key = f"time/{name}_s"
-        self._phases[key] = self._phases.get(key, 0.0) + time.perf_counter() - began
+        self._phases[f"time/{name}_s"] += time.perf_counter() - began
 
     def add(self, metrics: Metrics) -> None:
         self.metrics |= metrics
@@ -81,11 +79,8 @@ class Record:
         self.advantages = advantages
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
-        """Add the failed rewards, failed calls and refused fields of scored groups, for the terminal."""
-        self.failures += [failure for group in groups for failure in group.failures]
-        self.failed_calls += [call for group in groups for call in group.failed_calls]
-        for group in groups:
-            self.refused_fields.update(group.refused_fields)
+        """Add scored groups, whose failed rewards, failed calls and refused fields are for the terminal."""
+        self.scored += groups
 
     def sampled(self, seconds: float) -> None:
         """Set for how long engines had samples in the step's phases of sampling."""
@@ -96,15 +91,10 @@ class Record:
         step_s = time.perf_counter() - self._began
         if self._sampled_s is not None:
             self.add(idle_metrics(self._phases, step_s, self._sampled_s))
-        times = {
-            **self._phases,
-            "time/other_s": step_s - sum(self._phases.values()),
-            "time/step_s": step_s,
-        }
-        return {
-            "step": self.step,
-            **{name: float(value) for name, value in (self.metrics | times).items()},
-        }
+        other_s = step_s - sum(self._phases.values())
+        times = self._phases | {"time/other_s": other_s, "time/step_s": step_s}
+        numbers = {name: float(value) for name, value in (self.metrics | times).items()}
+        return {"step": self.step, **numbers}
 
 
 class RunLog:
@@ -125,7 +115,9 @@ class RunLog:
         """resume: write on in the folder of this name, after the records up to `step`; -1: set its records aside."""
         self._recipe = recipe
         own = Console()
-        self._console = console or (own if own.is_terminal else Console(width=_PLAIN_WIDTH))
+        if not own.is_terminal:
+            own = Console(width=_PLAIN_WIDTH)
+        self._console = console or own
         parent = Path(recipe.run.dir)
         name = recipe.run.name
         with writing(parent, f"the run's folder {name}"):
@@ -161,15 +153,13 @@ class RunLog:
         records = self.folder / "metrics.jsonl"
         samples = self.folder / "samples.jsonl"
         errors: list[UserError] = []
-        kept = [
-            read_lines(records, step, errors),
-            read_lines(samples, step, errors, only_numbers=False),
-        ]
+        kept_records = read_lines(records, step, errors)
+        kept_samples = read_lines(samples, step, errors, only_numbers=False)
         if errors:
             raise UserErrors(errors)
         with writing(self.folder, "recipe.yaml"):
             (self.folder / "recipe.yaml").write_text(self._recipe.dump_yaml(), encoding="utf-8")
-        for file, lines in zip((records, samples), kept, strict=True):
+        for file, lines in ((records, kept_records), (samples, kept_samples)):
             with writing(self.folder, file.name):
                 partial = file.with_suffix(".partial")
                 partial.write_bytes(b"".join(raw for raw, _ in lines))
@@ -179,8 +169,8 @@ class RunLog:
         self._samples_file = samples.open("a", encoding="utf-8")
         # JSON has null in place of numbers that are not finite.
         return [
-            {name: math.nan if it is None else it for name, it in record.items()}
-            for _, record in kept[0]
+            {name: math.nan if value is None else value for name, value in record.items()}
+            for _, record in kept_records
         ]
 
     def __enter__(self) -> RunLog:
@@ -207,11 +197,8 @@ class RunLog:
     def _close(self) -> None:
         """Close every file. Raises UserError where a file is not whole on the disk, or was removed."""
         with ExitStack() as files:
-            for file, name in (
-                (self._records_file, "metrics.jsonl"),
-                (self._samples_file, "samples.jsonl"),
-            ):
-                files.enter_context(writing(self.folder, name))
+            for file in (self._records_file, self._samples_file):
+                files.enter_context(writing(self.folder, Path(file.name).name))
                 files.callback(file.close)
             self._refuse_if_gone()
 
@@ -298,18 +285,16 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._refuse_if_gone()
         with writing(self.folder, "metrics.jsonl"):
-            self._records_file.write(json.dumps(finite) + "\n")
-            self._records_file.flush()
+            print(json.dumps(finite), file=self._records_file, flush=True)
         samples = pick_samples(record.groups, self._recipe.run.sample_log_count, record.advantages)
         with writing(self.folder, "samples.jsonl"):
             for sample in samples:
-                self._samples_file.write(json_line({"step": record.step, **sample}) + "\n")
+                line = json_line({"step": record.step, **sample})
+                print(line, file=self._samples_file)
             self._samples_file.flush()
         if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
             self._trackers.table(record.step, samples)
-        for line in step_notes(
-            record.step, record.failures, record.failed_calls, record.refused_fields
-        ):
+        for line in step_notes(record.step, record.scored):
             self.say(line)
         self._history.append(metrics)
         return metrics
@@ -326,15 +311,18 @@ class RunLog:
             for name, value in metrics.items()
             if name.startswith("time/")
         ]
-        parts = [f"[bold]{title}[/]", *shown, " ".join(times), f"[cyan]{eta}[/]" if eta else ""]
-        self._console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
+        parts = [f"[bold]{title}[/]", *shown, " ".join(times)]
+        if eta:
+            parts.append(f"[cyan]{eta}[/]")
+        self._console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
     def _closing_table(self) -> Table:
         """First and last value of the main metrics, worst logprob difference, mean seconds of each phase of a step."""
         duration = _clock(time.perf_counter() - self._began)
         table = Table(title=f"{self._recipe.run.name}: {duration}", title_justify="left")
-        for column in ("", "first", "last"):
-            table.add_column(column, justify="right" if column else "left")
+        table.add_column("")
+        table.add_column("first", justify="right")
+        table.add_column("last", justify="right")
         for name in _TABLE:
             values = [record[name] for record in self._history if name in record]
             if values:
@@ -343,14 +331,13 @@ class RunLog:
         if diffs:
             table.add_row(f"{_WORST_DIFF}, worst", "", f"{max(diffs):.1e}")
         trained = [record for record in self._history if "reward/mean" in record]
-        for name in dict.fromkeys(
-            name for record in trained for name in record if name.startswith("time/")
-        ):
-            table.add_row(
-                f"{name}, mean",
-                "",
-                f"{sum(record.get(name, 0.0) for record in trained) / len(trained):.2f}",
-            )
+        seconds: Metrics = defaultdict(float)
+        for record in trained:
+            for name, value in record.items():
+                if name.startswith("time/"):
+                    seconds[name] += value
+        for name, value in seconds.items():
+            table.add_row(f"{name}, mean", "", f"{value / len(trained):.2f}")
         table.caption = Text(printable(f"records, samples and curve.png: {self.folder}"))
         return table
 
@@ -358,14 +345,13 @@ class RunLog:
 def _new_folder(parent: Path, name: str) -> Path:
     """Make `parent/name`, or name-2, name-3...: an older run is never overwritten."""
     parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
+    folder = parent / name
+    for number in count(2):
+        with suppress(FileExistsError):
             folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
+            break
+        folder = parent / f"{name}-{number}"
+    return folder
 
 
 def _locked(folder: Path) -> IO[str]:
@@ -388,8 +374,8 @@ def _set_aside(folder: Path) -> None:
     number = 1
     while any(folder.glob(f"*.{number}*")):
         number += 1
-    for name in ("metrics.jsonl", "samples.jsonl", "events", "wandb.id", "mlflow.id"):
-        old = folder / name
+    ids = [path for path in folder.glob("*.id") if "." not in path.stem]
+    for old in (folder / "metrics.jsonl", folder / "samples.jsonl", folder / "events", *ids):
         if old.exists():
             old.rename(folder / f"{old.stem}.{number}{old.suffix}")
 
