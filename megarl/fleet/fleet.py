@@ -58,26 +58,29 @@ class TrainingFleet:
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Megatron's options that the training ranks run with, as a recipe writes them under `train`."""
-        (found,) = self._cluster.call_all(self.trainers.workers[:1], "options")
-        return found
+        (options,) = self._cluster.call_all(self.trainers.workers[:1], "options")
+        return options
 
     def put(self, groups: Sequence[SampleGroup]) -> RolloutBatch:
         """Groups that no engine made, placed where the training ranks can fetch them."""
-        return RolloutBatch(
-            [summary(group) for group in groups], [self._cluster.put(group) for group in groups]
-        )
+        return RolloutBatch([*map(summary, groups)], [*map(self._cluster.put, groups)])
 
 
 def training_fleet(cluster: Cluster, roles: Roles) -> TrainingFleet:
     """The training ranks of a run without engines, on the first `roles.num_training_slots` slots."""
-    if roles.critic:
-        critic = AuxiliaryRanks(cluster, roles.critic, frozenset())
-    else:
-        critic = None
+    critic = _critic(cluster, roles)
     trainers = PolicyRanks(cluster, roles.policy, frozenset())
     cluster.gather(trainers.started | (critic.started if critic else {}))
     _share_weights(trainers, critic)
     return TrainingFleet(cluster, roles, trainers, critic)
+
+
+def _critic(
+    cluster: Cluster, roles: Roles, shared: frozenset[int] = frozenset()
+) -> AuxiliaryRanks | None:
+    if roles.critic is None:
+        return None
+    return AuxiliaryRanks(cluster, roles.critic, shared)
 
 
 class Fleet(TrainingFleet):
@@ -98,15 +101,10 @@ class Fleet(TrainingFleet):
         trainers = PolicyRanks(cluster, roles.policy, shared)
         self._store = trainers.store
         self.engines = Engines(cluster, recipe, roles.engines, shared)
-        if roles.critic:
-            critic = AuxiliaryRanks(cluster, roles.critic, shared)
-        else:
-            critic = None
-        super().__init__(cluster, roles, trainers, critic)
+        super().__init__(cluster, roles, trainers, _critic(cluster, roles, shared))
+        self.reward_model = None
         if roles.reward_model:
             self.reward_model = RewardModelRanks(cluster, roles.reward_model, shared)
-        else:
-            self.reward_model = None
         self._start()
         if recipe.placement.node_gpus:
             self._say_device_placements()
@@ -125,13 +123,10 @@ class Fleet(TrainingFleet):
         """Wait until all processes are built; then the memory is as in the `rollout` phase."""
         groups = [ranks for ranks in (self.trainers, self.critic, self.reward_model) if ranks]
         engines_last = self.engines.measures_shared_memory
-        if engines_last:
-            starting = {}
-        else:
-            starting = self.engines.start()
-        self._cluster.gather(
-            starting | {ref: name for ranks in groups for ref, name in ranks.started.items()}
-        )
+        starting = {} if engines_last else self.engines.start()
+        for ranks in groups:
+            starting |= ranks.started
+        self._cluster.gather(starting)
         _share_weights(self.trainers, self.critic, self.reward_model)
         for ranks in groups:
             ranks.offload()  # ranks are built onloaded: from here on the memory scheduler decides
@@ -152,8 +147,8 @@ class Fleet(TrainingFleet):
         """The groups themselves, copied to this process, with the rewards of their summaries."""
         groups = self._cluster.gather(dict.fromkeys(rollout.refs, "samples"))
         return [
-            replace(one, rewards_G=of.rewards_G)
-            for one, of in zip(groups, rollout.summaries, strict=True)
+            replace(group, rewards_G=scored.rewards_G)
+            for group, scored in zip(groups, rollout.summaries, strict=True)
         ]
 
     def reshard(self) -> tuple[Stats, Metrics]:
@@ -164,18 +159,16 @@ class Fleet(TrainingFleet):
         WorkerFailed when that fails too or a process is gone, and RuntimeError if an engine then states another version
         than the trainer's.
         """
+        readings = {}
         if self.memory.phase != "rollout":
             readings = self.onload_for("reshard")
-        else:
-            readings = {}
         version = self.version + 1
         policy = self.roles.policy
         from_files = fp8_checkpoint(policy.recipe, policy.model) is not None
         steps = reshard_steps(policy.lora, has_weights=self._have_sessions, from_files=from_files)
+        kept_share = None
         if trains_merged(policy.recipe):
             kept_share = self.trainers.round_weights(version)
-        else:
-            kept_share = None
         calls = self._exchange(version, steps)
         try:
             self._cluster.gather(calls)
@@ -186,7 +179,7 @@ class Fleet(TrainingFleet):
             self._say(f"the reshard to version {version} failed and is tried once more: {failure}")
             self._cluster.gather(self._exchange(version, steps))
         versions = self.engines.versions()
-        if any(one != version for one in versions):
+        if {*versions} != {version}:
             raise RuntimeError(
                 f"the engines are at versions {versions}, the trainer is at {version}"
             )
@@ -196,7 +189,9 @@ class Fleet(TrainingFleet):
         stats = collect_stats(
             self._store, self._run_id, self.attempts, self.roles.num_members, exchanged(steps)
         )
-        return stats if kept_share is None else replace(stats, kept_share=kept_share), readings
+        if kept_share is not None:
+            stats = replace(stats, kept_share=kept_share)
+        return stats, readings
 
     def _exchange(self, version: int, steps: Sequence[ReshardStep]) -> dict[Ref, str]:
         """Call every member of one attempt. Engines keep their session from the first exchange that succeeded."""
@@ -243,8 +238,9 @@ class Fleet(TrainingFleet):
             vocab_size = self.roles.policy.shape.vocab_size
             temperature = self._recipe.rollout.temperature
             with writing(folder / BUFFER_FILE, vocab_size, temperature) as file:
-                for ref in (entry.ref for entry in buffer.entries if entry.ref is not None):
-                    file.write(self._cluster.gather({ref: "samples"}))
+                for entry in buffer.entries:
+                    if entry.ref is not None:
+                        file.write(self._cluster.gather({entry.ref: "samples"}))
         if self.critic:
             if not self._recipe.checkpoint.asynchronous:
                 digests = self.trainers.finish_save()
@@ -255,12 +251,11 @@ class Fleet(TrainingFleet):
 
     def finish_save(self, digests: dict[str, Digest]) -> dict[str, Digest]:
         """Wait until all files are written; the digests that the ranks took of them. digests: as `save` returned."""
-        of_policy = digests or self.trainers.finish_save()
+        all_digests = dict(digests or self.trainers.finish_save())
         if self.critic:
-            of_critic = self.critic.finish_save()
-        else:
-            of_critic = {}
-        return of_policy | {f"{CRITIC}/{name}": digest for name, digest in of_critic.items()}
+            for name, digest in self.critic.finish_save().items():
+                all_digests[f"{CRITIC}/{name}"] = digest
+        return all_digests
 
     def shutdown(self) -> None:
         """End the engines in their own way; the cluster ends every process that is left."""
@@ -283,7 +278,7 @@ class Fleet(TrainingFleet):
             fp8_checkpoint=fp8_checkpoint(self.roles.policy.recipe, self.roles.policy.model),
             lora=sent_lora(self._recipe, self.roles.policy.shape),
         )
-        return sessions(common, [one.source for one in published])
+        return sessions(common, [rank.source for rank in published])
 
 
 def _share_weights(

@@ -60,8 +60,11 @@ class MemoryScheduler:
     ) -> None:
         self._engines = engines
         self._trainer = trainer
-        named = {"train": trainer, "critic": critic, "score": reward_model}
-        self._computing = {name: ranks for name, ranks in named.items() if ranks is not None}
+        self._computing: dict[Phase, RanksMemory | None] = {
+            "train": trainer,
+            "critic": critic,
+            "score": reward_model,
+        }
         self.phase: Phase = "rollout"
 
     def onload_for(self, phase: Phase) -> Metrics:
@@ -73,12 +76,15 @@ class MemoryScheduler:
         """
         if phase == self.phase:
             return {}
-        observed = self._computing.get(phase, self._trainer)
-        before = observed.held_bytes()
         entering = self._computing.get(phase)
         leaving = self._computing.get(self.phase)
-        if entering and (leaving or self.phase == "rollout"):
-            leaving.offload() if leaving else self._engines.release_memory()
+        observed = entering or self._trainer
+        before = observed.held_bytes()
+        if entering and leaving:
+            leaving.offload()
+            entering.onload()
+        elif entering and self.phase == "rollout":
+            self._engines.release_memory()
             entering.onload()
         elif leaving and phase == "reshard":
             leaving.offload()

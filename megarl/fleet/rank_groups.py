@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
+
+import numpy as np
 
 from megarl import device
 from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.statistics import Statistics
 from megarl.checkpoints.snapshots import Digest
-from megarl.cluster.actor import Ref, at_arrival
+from megarl.cluster.actor import Ref, Worker, at_arrival
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.placement.roles import Role, is_reporting_rank
@@ -25,6 +28,8 @@ from megarl.training.flops import speed, train_work
 from megarl.types import FloatArray, GroupSummary, Hyperparameters, Metrics
 
 GroupBuffer = RolloutBuffer[Ref]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -105,24 +110,23 @@ class RankGroup:
         more: Sequence[object] = (),
     ) -> None:
         """name: of a rank, for people. target: its class; more: its last arguments."""
-        recipe = role.recipe
-        slots = role.slots
         self.shares_weights = role.shares_weights
         self._cluster = cluster
-        self._recipe = recipe
+        self._recipe = role.recipe
         self._shape = role.shape
         self._layout = role.layout
         # Where the ranks meet: served as long as this object lives.
-        self.store = device.host_store(recipe.run.timeout_s, cluster.host)
+        self.store = device.host_store(role.recipe.run.timeout_s, cluster.host)
         meet = device.address_of(self.store)
-        self.workers = [cluster.worker(f"{name} {rank}", slot) for rank, slot in enumerate(slots)]
-        self.started = {
-            worker.start(target, rank, role, meet, *more): worker.name
-            for rank, worker in enumerate(self.workers)
-        }
-        self._sharing = [
-            worker for worker, slot in zip(self.workers, slots, strict=True) if slot in shared
-        ]
+        self.workers: list[Worker] = []
+        self.started: dict[Ref, str] = {}
+        self._sharing: list[Worker] = []
+        for rank, slot in enumerate(role.slots):
+            worker = cluster.worker(f"{name} {rank}", slot)
+            self.started[worker.start(target, rank, role, meet, *more)] = worker.name
+            self.workers.append(worker)
+            if slot in shared:
+                self._sharing.append(worker)
 
     def onload(self) -> None:
         self._cluster.call_all(self._sharing, "onload")
@@ -136,10 +140,10 @@ class RankGroup:
 
     def share(self, published: Sequence[PublishedRank]) -> None:
         """Have each rank compute with the frozen weights of the policy's rank on its slot."""
-        pairs = zip(self.workers, published, strict=True)
-        self._cluster.gather(
-            {worker.call("share", one.source): worker.name for worker, one in pairs}
-        )
+        calls = {}
+        for worker, of_policy in zip(self.workers, published, strict=True):
+            calls[worker.call("share", of_policy.source)] = worker.name
+        self._cluster.gather(calls)
 
     def save(self, folder: Path) -> None:
         """Begin a checkpoint: what is to be written is copied when this returns."""
@@ -151,10 +155,7 @@ class RankGroup:
         Whatever has become of other processes: a run that fails saves what it has begun.
         """
         calls = {worker.call("finish_save"): worker.name for worker in self.workers}
-        found = {}
-        for of_rank in self._cluster.gather(calls, among=self.workers):
-            found |= of_rank
-        return found
+        return _merged(self._cluster.gather(calls, among=self.workers))
 
     def load(self, folder: Path) -> None:
         self._call("load", folder)
@@ -168,26 +169,28 @@ class RankGroup:
         readers: Sequence[Update],
     ) -> PerTokenResults:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
-        of_readers = [refs_of(_share(readers, dp)) for dp in range(len(readers[0].micro_batches))]
-        wanted = self._cluster.put([frozenset(map(key_of, of_reader)) for of_reader in of_readers])
+        num_readers = len(readers[0].micro_batches)
+        keys = [frozenset(map(key_of, refs_of(_share(readers, dp)))) for dp in range(num_readers)]
+        wanted = self._cluster.put(keys)
         results = PerTokenResults(self._shares(updates, refs), [], [])
         calls = {}
         for rank, worker in enumerate(self.workers):
             share = results.shares[self._layout.coords(rank).dp]
-            # Ranks that hold the same return their own state alone: each reference costs the controller time.
-            reports = is_reporting_rank(self._layout, rank)
             call = TokenValuesCall(
                 algorithm=algorithm,
                 updates=at_arrival(share.updates),
                 groups=at_arrival(share.groups),
-                readers=at_arrival(wanted) if reports else (),
             )
-            num_parts = len(of_readers) + 1 if reports else 1
-            *token_values, state = worker.call_many(num_parts, method, call)
-            results.states.append(state)
-            if reports:
+            # Ranks that hold the same return their own state alone: each reference costs the controller time.
+            if is_reporting_rank(self._layout, rank):
+                call = replace(call, readers=at_arrival(wanted))
+                *token_values, state = worker.call_many(num_readers + 1, method, call)
                 results.token_values.append(token_values)
-            calls |= dict.fromkeys([*token_values, state], worker.name)
+                calls |= dict.fromkeys(token_values, worker.name)
+            else:
+                (state,) = worker.call_many(1, method, call)
+            results.states.append(state)
+            calls[state] = worker.name
         self._cluster.await_all(calls)
         return results
 
@@ -200,12 +203,12 @@ class RankGroup:
         # in Megatron's order of ranks, data-parallel ranks are so far apart
         step = self._layout.tp * self._layout.cp
         for dp, worker in enumerate(self.workers[: self._layout.dp * step : step]):
-            own_updates = _share(updates, dp)
-            numbers = _groups(own_updates)
-            put = self._cluster.put(own_updates)
+            share = _share(updates, dp)
+            put = self._cluster.put(share)
+            numbers = sorted({ref.group for ref in refs_of(share)})
             groups = [refs[number] for number in numbers]
-            function = "megarl.training.batching:own_samples"
-            shares.append(Share(put, worker.compute(function, put, numbers, *groups)))
+            own_samples = "megarl.training.batching:own_samples"
+            shares.append(Share(put, worker.compute(own_samples, put, numbers, *groups)))
         return shares
 
     def plan(self, samples: Sequence[SampleRef], hyperparameters: Hyperparameters) -> list[Update]:
@@ -215,7 +218,7 @@ class RankGroup:
         """
         train = self._recipe.train
         rollout = self._recipe.rollout
-        updates = self._recipe.train.updates_per_step
+        updates = train.updates_per_step
         num_samples = len(by_sample(samples))
         if hyperparameters.dynamic_sampling or hyperparameters.overlong_filter:
             share = num_samples / (rollout.prompts_per_step * rollout.samples_per_prompt)
@@ -255,19 +258,11 @@ class RankGroup:
                 groups=at_arrival(shares[dp].groups),
                 lr=lr,
                 state=state,
-                token_values=[at_arrival(piece) for piece in token_values],
+                token_values=[at_arrival(part) for part in token_values],
             )
             calls[worker.call("train", call)] = worker.name
-        return self._statistics(calls)
-
-    def _statistics(self, calls: dict[Ref, str]) -> list[Statistics]:
-        """The statistics of each update, of which every call returns a part."""
-        merged: list[Statistics] = []
-        for of_rank in self._cluster.gather(calls):
-            merged = merged or [{} for _ in of_rank]
-            for metrics, more in zip(merged, of_rank, strict=True):
-                metrics |= more
-        return merged
+        # every rank has a part of each update's statistics
+        return [_merged(parts) for parts in zip(*self._cluster.gather(calls), strict=True)]
 
 
 class PolicyRanks(RankGroup):
@@ -289,7 +284,7 @@ class PolicyRanks(RankGroup):
     def round_weights(self, version: int) -> float | None:
         """Round the sums of weights and adapters as engines get this version; the part that rounding has kept."""
         calls = {worker.call("round_weights", version): worker.name for worker in self.workers}
-        shares = [one for one in self._cluster.gather(calls) if one is not None]
+        shares = [share for share in self._cluster.gather(calls) if share is not None]
         return fmean(shares) if shares else None
 
     def handles(self) -> list[PublishedRank]:
@@ -329,18 +324,18 @@ class PolicyRanks(RankGroup):
         if logprobs:
             began = time.perf_counter()
             shares = logprobs.shares
-            states: list[Ref | None] = [*logprobs.states]
+            states: Sequence[Ref | None] = logprobs.states
         else:
             updates = self.plan_of(algorithm, samples)
             began = time.perf_counter()
             shares = self._shares(updates, refs)
             states = [None] * len(self.workers)
         statistics = self._train(algorithm, shares, lr, states, token_values)
-        lengths = [sample.length for sample in samples]
         seconds = time.perf_counter() - began
-        world_size = self._layout.world_size
+        lengths = [sample.length for sample in samples]
+        gpu = device.gpu_name()
         return Trained(
-            statistics, speed(self._shape, lengths, seconds, world_size, device.gpu_name())
+            statistics, speed(self._shape, lengths, seconds, self._layout.world_size, gpu)
         )
 
 
@@ -350,9 +345,14 @@ class AuxiliaryRanks(RankGroup):
     def __init__(self, cluster: Cluster, role: Role, shared: frozenset[int]) -> None:
         kind = ALGORITHMS[role.recipe.algorithm.name].critic
         self._model = AUXILIARY_MODELS[kind]
-        name = f"{self._model.name} rank"
-        target = "megarl.training.auxiliary:AuxiliaryRank"
-        super().__init__(cluster, role, shared, name=name, target=target, more=[kind])
+        super().__init__(
+            cluster,
+            role,
+            shared,
+            name=f"{self._model.name} rank",
+            target="megarl.training.auxiliary:AuxiliaryRank",
+            more=[kind],
+        )
 
     @property
     def recipe(self) -> Recipe:
@@ -393,25 +393,25 @@ class RewardModelRanks(RankGroup):
     def scores(self, refs: Sequence[Ref]) -> list[FloatArray]:
         """The scores of the samples of each group."""
         layout = self._layout
-        numbers = [
-            range(layout.coords(rank).dp, len(refs), layout.dp) for rank in range(len(self.workers))
-        ]
         calls = {}
-        for worker, of_rank in zip(self.workers, numbers, strict=True):
-            call = ScoreCall([at_arrival(refs[number]) for number in of_rank])
+        for rank, worker in enumerate(self.workers):
+            share = refs[layout.coords(rank).dp :: layout.dp]
+            call = ScoreCall([at_arrival(ref) for ref in share])
             calls[worker.call("score", call)] = worker.name
-        by_number: dict[int, FloatArray] = {}
-        for of_rank, scores in zip(numbers, self._cluster.gather(calls), strict=True):
-            if scores is not None:  # only the last stage has them
-                by_number.update(zip(of_rank, scores, strict=True))
-        return [by_number[number] for number in range(len(refs))]
+        scores = [np.zeros(0, np.float32)] * len(refs)
+        for rank, of_share in enumerate(self._cluster.gather(calls)):
+            if of_share is not None:  # only the last stage has them
+                scores[layout.coords(rank).dp :: layout.dp] = of_share
+        return scores
+
+
+def _merged(parts: Iterable[dict[Key, Value]]) -> dict[Key, Value]:
+    merged: dict[Key, Value] = {}
+    for part in parts:
+        merged |= part
+    return merged
 
 
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
     """One data-parallel rank's part of each update."""
     return [replace(update, micro_batches=(update.micro_batches[dp_rank],)) for update in updates]
-
-
-def _groups(share: Sequence[Update]) -> list[int]:
-    """The groups whose samples are in a share, in ascending order."""
-    return sorted({ref.group for ref in refs_of(share)})

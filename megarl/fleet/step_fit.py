@@ -60,10 +60,12 @@ def fitted(seen: Sequence[tuple[EngineWork, float]]) -> StepSeconds:
 
     With three figures every choice of those that are not 0 is solved, so that the least of all is found.
     """
-    rows = np.array(
-        [[work.steps, work.new_tokens, work.read_tokens] for work, _ in seen], np.float64
+    relative = np.array(
+        [
+            [work.steps / seconds, work.new_tokens / seconds, work.read_tokens / seconds]
+            for work, seconds in seen
+        ]
     )
-    relative = rows / np.array([[seconds] for _, seconds in seen])
     best = np.zeros(3)
     least = float(len(seen))
     for count in (1, 2, 3):
