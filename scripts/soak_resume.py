@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-BUFFER_FILE = "stock.parquet"
+BUFFER_FILE = "buffer.parquet"
 STEPS, WARM_STEPS, EVERY, NUM_ENDS = 6, 2, 2, 20
 REWARD = """import random, time
 def score(response, answer, row):
@@ -245,7 +245,7 @@ def differences(
 ) -> list[str]:
     """What is not the same in two runs that ended; others: beginnings of metrics that may differ.
 
-    Seconds of tools, which the samples of episodes have, may differ, and the file of the stock with them.
+    Seconds of tools, which the samples of episodes have, may differ, and the file of the buffer with them.
     """
     found = []
     for mine, theirs in zip(records(folder, one), records(folder, other), strict=True):

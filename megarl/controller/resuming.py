@@ -15,12 +15,12 @@ from megarl.checkpoints.hf_import import fingerprint
 from megarl.checkpoints.snapshots import Snapshot, Snapshots
 from megarl.config import Recipe
 from megarl.data.streams import PromptStream
-from megarl.fleet.fleet import BUFFER_FILE, Fleet
+from megarl.fleet.fleet import Fleet, buffer_file
 from megarl.fleet.rank_groups import GroupBuffer
 from megarl.model.hf_config import model_shape
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles, lora_size, resolve
-from megarl.samples.buffer import DrawnPrompt, Entry
+from megarl.samples.buffer import Entry
 from megarl.samples.parquet import open_samples
 from megarl.types import UserError, UserErrors
 
@@ -73,7 +73,7 @@ class BufferState:
             next_number=buffer.next_number,
             trained=f"{buffer.trained:x}",
             dropped=f"{buffer.dropped:x}",
-            streams={str(entry.drawn.number): [*entry.drawn.stream] for entry in buffer.entries},
+            streams={str(entry.number): [*entry.stream] for entry in buffer.entries},
             has_open=bool(buffer.open),
             surplus=buffer.surplus,
         )
@@ -171,9 +171,9 @@ def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
     if not buffer.streams:
         return []
     errors = []
-    if (found.folder / BUFFER_FILE).exists():
+    if buffer_file(found.folder).exists():
         try:
-            open_samples(found.folder / BUFFER_FILE)
+            open_samples(buffer_file(found.folder))
         except UserError as error:
             hint = "resume with the version that wrote it, or choose another run.name"
             errors.append(UserError(error.where, error.problem, hint))
@@ -345,8 +345,8 @@ def resume(snapshot: Snapshot, recipe: Recipe, fleet: Fleet, prompts: PromptStre
             problem = f"{snapshot.folder} has samples of {prompt_id}, and the data has {prompt.id} in its place"
             hint = "use the files that the run began with, or another run.name"
             raise UserError("data.train", problem, hint)
-        drawn = DrawnPrompt(number, prompt, tuple(state.streams[str(number)]))
-        entries.append(Entry(drawn, summary, ref))
+        stream = tuple(state.streams[str(number)])
+        entries.append(Entry(number, prompt, stream, summary, ref))
     buffer = GroupBuffer(
         entries=tuple(entries),
         next_number=state.next_number,

@@ -115,8 +115,8 @@ class Limits:
         self, before: GroupBuffer, after: GroupBuffer
     ) -> tuple[GroupBuffer, list[GroupSummary]]:
         """The buffer after a phase, without what dynamic sampling drops, and the groups that are complete now."""
-        was_open = {entry.drawn.number for entry in before.open}
-        new = [entry for entry in after.finished if entry.drawn.number in was_open]
+        was_open = {entry.number for entry in before.open}
+        new = [entry for entry in after.finished if entry.number in was_open]
         if self.hyperparameters.dynamic_sampling:
             after = after.without_dropped([entry for entry in new if not _is_kept(entry)])
         return after, RolloutBatch.of(new).summaries
@@ -196,7 +196,7 @@ def _longest(entry: Entry[Ref]) -> int:
     """Tokens of the longest response of a group, as far as it is sampled."""
     summary = entry.summary
     if isinstance(summary, PartialSummary):
-        return summary.context_tokens - len(entry.drawn.prompt.token_ids)
+        return summary.context_tokens - len(entry.prompt.token_ids)
     return int(summary.response_lengths_G.max())
 
 
@@ -261,7 +261,7 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
 
 
 def _too_few(num_chosen: int, found: Collected, limits: Limits) -> UserError:
-    drawn_in = f"{found.drawn} prompts in {found.rounds} rounds, and the groups of the stock,"
+    drawn_in = f"{found.drawn} prompts in {found.rounds} rounds, and the groups of the buffer,"
     problem = (
         f"{drawn_in} gave {num_chosen} groups with right and wrong answers, not {limits.wanted}"
     )

@@ -34,7 +34,6 @@ from megarl.samples.summaries import partial_summary, summary
 from megarl.types import Metrics, SampleGroup
 
 CRITIC = "critic"  # the folder of the critic's files in a checkpoint
-BUFFER_FILE = "stock.parquet"  # a checkpoint's file of the buffer's groups, a row group each
 
 
 class TrainingFleet:
@@ -219,9 +218,9 @@ class Fleet(TrainingFleet):
         self.trainers.load(folder)
         self.version = version
         self.attempts = attempts
-        if not (folder / BUFFER_FILE).exists():
+        if not buffer_file(folder).exists():
             return []
-        groups = open_samples(folder / BUFFER_FILE).buffered_groups()
+        groups = open_samples(buffer_file(folder)).buffered_groups()
         return [(group.prompt.id, _summary(group), self._cluster.put(group)) for group in groups]
 
     def save(self, folder: Path, buffer: GroupBuffer) -> tuple[dict[str, Digest], Metrics]:
@@ -237,7 +236,7 @@ class Fleet(TrainingFleet):
         if buffer.entries:
             vocab_size = self.roles.policy.shape.vocab_size
             temperature = self._recipe.rollout.temperature
-            with writing(folder / BUFFER_FILE, vocab_size, temperature) as file:
+            with writing(buffer_file(folder), vocab_size, temperature) as file:
                 for entry in buffer.entries:
                     if entry.ref is not None:
                         file.write(self._cluster.gather({entry.ref: "samples"}))
@@ -294,3 +293,11 @@ def _summary(group: SampleGroup | PartialGroup) -> Summary:
     if isinstance(group, PartialGroup):
         return partial_summary(group)
     return summary(group)
+
+
+def buffer_file(folder: Path) -> Path:
+    """The file of the buffer's groups in a checkpoint, a row group each; earlier versions named it stock.parquet."""
+    earlier = folder / "stock.parquet"
+    if earlier.exists():
+        return earlier
+    return folder / "buffer.parquet"

@@ -120,8 +120,8 @@ class SamplingPhase:
                 return
             self._waiting.popleft()
             worker = self._workers[engine]
-            sampling = replace(self._sampling, stream=entry.drawn.stream)
-            summary, group = worker.call_many(2, "sample", entry.drawn.prompt, sampling, entry.ref)
+            sampling = replace(self._sampling, stream=entry.stream)
+            summary, group = worker.call_many(2, "sample", entry.prompt, sampling, entry.ref)
             self._calls[index] = (summary, group, worker.name)
             self._unscored[summary] = worker.name
             self._unfinished[engine] += samples

@@ -7,7 +7,7 @@ Pure.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -162,7 +162,7 @@ class _Run(Generic[Result]):
         self.buffer = self.buffer.without_trained(chosen).after_step(
             self.sizes.buffer_sizes, self.steps_left(version)
         )
-        prompt_indices = tuple(entry.drawn.number for entry in chosen)
+        prompt_indices = tuple(entry.number for entry in chosen)
         ages = {
             prompt_index: [version - one for one in self.sampled_by.pop(prompt_index)]
             for prompt_index in prompt_indices
@@ -177,17 +177,17 @@ def _done(summary: Summary) -> int:
 
 def _open_group(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> OpenGroup:
     done = _done(entry.summary)
-    lengths = lengths_of(entry.drawn.number)
+    lengths = lengths_of(entry.number)
     return OpenGroup(
-        entry.drawn.number, done, np.minimum(lengths[lengths > done] - done, sizes.phase_tokens)
+        entry.number, done, np.minimum(lengths[lengths > done] - done, sizes.phase_tokens)
     )
 
 
 def _advanced(entry: Entry[None], lengths_of: LengthsOf, sizes: PhaseSizes) -> Entry[None]:
     """The entry after a phase."""
     done = _done(entry.summary) + sizes.phase_tokens
-    num_open = int((lengths_of(entry.drawn.number) > done).sum())
-    return Entry(entry.drawn, PartialSummary(num_open, done) if num_open else _COMPLETE)
+    num_open = int((lengths_of(entry.number) > done).sum())
+    return replace(entry, summary=PartialSummary(num_open, done) if num_open else _COMPLETE)
 
 
 def _tokens_by_age(

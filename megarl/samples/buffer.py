@@ -1,8 +1,8 @@
 """The groups of a run that no step has trained on yet: those with open samples, and the complete ones. Pure.
 
 A response is sampled in phases of at most `rollout.phase_tokens` new tokens. A phase continues every open sample; after
-it a step takes the complete groups of the lowest numbers, and the rest of the stock waits. Every prompt that a run
-draws has a ticket, which is in the stock, trained on or dropped.
+it a step takes the complete groups of the lowest numbers, and the rest of the buffer waits. Every prompt that a run
+draws has a number, which is in the buffer, trained on or dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Ref = TypeVar("Ref")  # names a group's samples, which are elsewhere
 
 @dataclass(frozen=True)
 class PartialGroup:
-    """A prompt's samples between two phases, of which some are open; verdicts: None for those."""
+    """A prompt's samples between two phases, of which some are open; reward_results: None for those."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
@@ -43,19 +43,16 @@ Summary = PartialSummary | GroupSummary
 
 
 @dataclass(frozen=True)
-class DrawnPrompt:
-    """A prompt that was drawn: its number in the order of the data, and the key of its random numbers (`Sampling`)."""
+class Entry(Generic[Ref]):
+    """A prompt that was drawn, with its group.
+
+    number: of the prompt among all that the run has drawn, from 0. stream: the key of its random numbers (`Sampling`).
+    ref: None while no engine has begun the group.
+    """
 
     number: int
     prompt: Prompt
     stream: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Entry(Generic[Ref]):
-    """A ticket with its group; ref: None while no engine has begun it."""
-
-    drawn: DrawnPrompt
     summary: Summary
     ref: Ref | None = None
 
@@ -67,7 +64,7 @@ def _grown(surplus: int, wanted: int) -> int:
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """How many groups a step trains on, and how many are in flight at most: in the stock, open or complete.
+    """How many groups a step trains on, and how many are in flight at most: in the buffer, open or complete.
 
     What waits after a step is longer than what is drawn, because the groups that are complete first are trained on. If
     all prompts were begun at once, the first steps would train on the shortest groups alone, and at the end of the run
@@ -99,17 +96,17 @@ class BufferSizes:
         return min(least, most)
 
     def num_missing(self, buffer: RolloutBuffer[Any], steps_left: int | None) -> int:
-        """How many groups fewer than may be in flight the stock has in a step that `steps_left` others follow."""
+        """How many groups fewer than may be in flight the buffer has in a step that `steps_left` others follow."""
         return max(0, self.wanted + self.surplus(buffer.surplus, steps_left) - len(buffer.entries))
 
 
 @dataclass(frozen=True)
 class RolloutBuffer(Generic[Ref]):
-    """All groups that wait, by ascending number. trained, dropped: bit n is set if ticket n was.
+    """All groups that wait, by ascending number. trained, dropped: bit n is set if prompt n was.
 
-    next_number: of the next ticket; all lower numbers were given. loaded_bound: by how many versions the tokens of
-    groups that a checkpoint had may be older than the policy that is trained on them. surplus: how many prompts more
-    than a step trains on the next step may have in flight, see `BufferSizes`.
+    next_number: of the next prompt that is drawn. loaded_bound: by how many versions the tokens of groups that a
+    checkpoint had may be older than the policy that is trained on them. surplus: how many prompts more than a step
+    trains on the next step may have in flight, see `BufferSizes`.
     """
 
     entries: tuple[Entry[Ref], ...] = ()
@@ -136,11 +133,13 @@ class RolloutBuffer(Generic[Ref]):
     def admitted(
         self, prompts: Sequence[Prompt], stream: tuple[int, ...], samples: int
     ) -> RolloutBuffer[Ref]:
-        """With a ticket for each prompt; stream: that of the prompts, to which the place among them is added."""
+        """With an entry for each prompt; stream: that of the prompts, to which the place among them is added."""
         fresh = [
             Entry[Ref](
-                DrawnPrompt(self.next_number + place, prompt, (*stream, place)),
-                PartialSummary(samples, len(prompt.token_ids)),
+                number=self.next_number + place,
+                prompt=prompt,
+                stream=(*stream, place),
+                summary=PartialSummary(samples, len(prompt.token_ids)),
             )
             for place, prompt in enumerate(prompts)
         ]
@@ -150,10 +149,8 @@ class RolloutBuffer(Generic[Ref]):
 
     def updated(self, entries: Iterable[Entry[Ref]]) -> RolloutBuffer[Ref]:
         """With these entries, as a phase returned them, in place of those of the same numbers."""
-        new = {entry.drawn.number: entry for entry in entries}
-        return replace(
-            self, entries=tuple(new.get(entry.drawn.number, entry) for entry in self.entries)
-        )
+        new = {entry.number: entry for entry in entries}
+        return replace(self, entries=tuple(new.get(entry.number, entry) for entry in self.entries))
 
     def without_trained(self, entries: Collection[Entry[Ref]]) -> RolloutBuffer[Ref]:
         """Without these entries, which a step trains on."""
@@ -164,9 +161,9 @@ class RolloutBuffer(Generic[Ref]):
         return replace(self._without(entries), dropped=self.dropped | _bits(entries))
 
     def _without(self, entries: Collection[Entry[Ref]]) -> RolloutBuffer[Ref]:
-        gone = {entry.drawn.number for entry in entries}
+        gone = {entry.number for entry in entries}
         return replace(
-            self, entries=tuple(entry for entry in self.entries if entry.drawn.number not in gone)
+            self, entries=tuple(entry for entry in self.entries if entry.number not in gone)
         )
 
     def after_step(self, sizes: BufferSizes, steps_left: int | None) -> RolloutBuffer[Ref]:
@@ -179,7 +176,7 @@ class RolloutBuffer(Generic[Ref]):
     def after_loading(self, version: int, wanted: int) -> RolloutBuffer[Ref]:
         """With the bound of its complete groups, where steps train on `wanted` groups, the next one with this version.
 
-        A complete group waits in steps that train on `wanted` others of lower numbers, which the stock has, too.
+        A complete group waits in steps that train on `wanted` others of lower numbers, which the buffer has, too.
         """
         found = [entry.summary for entry in self.entries if isinstance(entry.summary, GroupSummary)]
         versions = [
@@ -192,8 +189,8 @@ class RolloutBuffer(Generic[Ref]):
         )
 
     def check(self) -> None:
-        """Raises RuntimeError unless every ticket is exactly one of trained on, dropped and in the stock."""
-        numbers = [entry.drawn.number for entry in self.entries]
+        """Raises RuntimeError unless every drawn prompt is exactly one of trained on, dropped and in the buffer."""
+        numbers = [entry.number for entry in self.entries]
         held = _bits(self.entries)
         every = (1 << self.next_number) - 1
         overlap = self.trained & self.dropped | self.trained & held | self.dropped & held
@@ -203,7 +200,7 @@ class RolloutBuffer(Generic[Ref]):
             or numbers != sorted(set(numbers))
         ):
             counts = [one.bit_count() for one in (self.trained, self.dropped)]
-            told = f"{counts[0]} trained on, {counts[1]} dropped, {len(numbers)} in the stock"
+            told = f"{counts[0]} trained on, {counts[1]} dropped, {len(numbers)} in the buffer"
             raise RuntimeError(
                 f"the {self.next_number} prompts that were drawn are not each of {told} exactly once"
             )
@@ -212,7 +209,7 @@ class RolloutBuffer(Generic[Ref]):
 def _bits(entries: Iterable[Entry[Ref]]) -> int:
     bits = 0
     for entry in entries:
-        bits |= 1 << entry.drawn.number
+        bits |= 1 << entry.number
     return bits
 
 

@@ -108,8 +108,8 @@ class Update:
 def shuffled(samples: Sequence[SampleRef], seed: int, step: int) -> list[SampleRef]:
     """The sequences of a step with its whole samples in another order: the same one whenever this step is repeated.
 
-    `plan_updates` deals samples by this order. That of a stock is by age and so by length, and in that of the data the
-    samples of a prompt follow each other.
+    `plan_updates` assigns samples by this order. That of a buffer is by age and so by length, and in that of the data
+    the samples of a prompt follow each other.
     """
     whole = by_sample(samples)
     order = np.random.default_rng((seed, step)).permutation(len(whole))

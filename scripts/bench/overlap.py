@@ -72,7 +72,7 @@ class Fit:
 
 
 def arms_of(longest: int, phase: int, in_flight: float) -> dict[str, PhaseSizes]:
-    """Each arm's stock. in_flight: of the arms with phases, over the prompts of a step."""
+    """Each arm's buffer. in_flight: of the arms with phases, over the prompts of a step."""
     more = round(in_flight * PROMPTS)
     return {
         "sync": PhaseSizes(PROMPTS, PROMPTS, SAMPLES, longest),
@@ -290,7 +290,7 @@ def table() -> dict[str, dict[str, float]]:
 
 
 def table_s(lengths_of: LengthsOf, samples: int, times: float, phases: int) -> float:
-    """Mean seconds of 24 steps after 12 in which the stock fills; phases: of the longest response.
+    """Mean seconds of 24 steps after 12 in which the buffer fills; phases: of the longest response.
 
     A step of the engine takes 1 s, and as much again for each 128 sequences.
     """
@@ -312,7 +312,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=6, help="that are counted, of each arm")
     parser.add_argument(
-        "--before", type=int, default=3, help="steps before them, in which the stock fills"
+        "--before", type=int, default=3, help="steps before them, in which the buffer fills"
     )
     parser.add_argument("--longest", type=int, default=64, help="tokens")
     parser.add_argument("--phases", type=int, default=4, help="of the longest response")

@@ -317,7 +317,7 @@ def test_an_environment_that_failed_must_fail_again() -> None:
 
 
 def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGroup]) -> None:
-    """As in the file of a checkpoint's stock, whose groups may have open episodes."""
+    """As in the file of a checkpoint's buffer, whose groups may have open episodes."""
     whole = dice[0].samples[0]
     assert whole.facts
     opened = replace(

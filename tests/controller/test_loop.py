@@ -93,7 +93,7 @@ class Fleet:
 
     def begin(self, entries: Any, sampling: Any, *, beside_training: bool = False) -> Any:
         self.calls.append(f"sample {len(entries)}{' ahead' if beside_training else ''}")
-        ids = [entry.drawn.prompt.id for entry in entries]
+        ids = [entry.prompt.id for entry in entries]
         new = [summary(name, self.rewards, self.finished, self.version) for name in ids]
         found = [
             replace(one, summary=of, ref=f"ref {of.prompt_text}")
@@ -361,7 +361,7 @@ def test_ahead_the_last_step_samples_for_the_run_that_may_go_on(
 def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_the_start(
     made: Any,
 ) -> None:
-    """What its last step did, and the stock of its checkpoint, with the same prompts and random streams."""
+    """What its last step did, and the buffer of its checkpoint, with the same prompts and random streams."""
     found = []
     for steps in (2, 9):
         how = [
@@ -374,11 +374,10 @@ def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_t
         buffer = GroupBuffer()
         for number in (1, 2):
             buffer = loop.train_step(one, Step(number, Record(number), buffer))
-        found.append(
-            (fleet.calls, [entry.drawn for entry in buffer.entries], refs(buffer), buffer.trained)
-        )
+        drawn = [(entry.number, entry.prompt, entry.stream) for entry in buffer.entries]
+        found.append((fleet.calls, drawn, refs(buffer), buffer.trained))
     assert found[0] == found[1]
-    assert found[0][1][0].stream == (one.recipe.run.seed, 3, 0)
+    assert buffer.entries[0].stream == (one.recipe.run.seed, 3, 0)
 
 
 def test_ahead_what_waits_is_not_sampled(made: Any) -> None:

@@ -72,7 +72,7 @@ class Source:
         return buffer.updated([self.complete(entry) for entry in buffer.open]), BALANCE
 
     def complete(self, entry: Entry[Any]) -> Entry[Any]:
-        name = entry.drawn.prompt.id
+        name = entry.prompt.id
         return replace(entry, summary=group(name, self.right[int(name)]), ref=f"ref {name}")
 
     def collect(
@@ -112,7 +112,7 @@ def test_groups_are_filtered_refilled_and_left_over() -> None:
     }  # fmt: skip
     step, rest, done = source.collect(3, eager, rest)
     assert source.rounds[2:] == [(0, 3)]
-    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "groups of the stock come first"
+    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "groups of the buffer come first"
     assert (done["sampling/carried_in"], done["sampling/mixed_share"]) == (1, 1.0)
 
 
@@ -151,7 +151,7 @@ def test_or_stops_and_says_how_many_there_were(when_short: Any, first: Any) -> N
     """Whatever is asked for: with nothing at all there is nothing to train on."""
     source = Source([first, *[WRONG] * 20])
     with pytest.raises(
-        UserError, match="4 rounds, and the groups of the stock, gave . groups .*, not 3"
+        UserError, match="4 rounds, and the groups of the buffer, gave . groups .*, not 3"
     ) as e:
         source.collect(3, replace(DYNAMIC, when_short=when_short))
     assert e.value.where == "algorithm.max_rounds"

@@ -74,9 +74,12 @@ class Fleet(SimpleNamespace):
     def resume(self, folder: Path, version: int, attempts: int) -> list[tuple[str, Any, str]]:
         self.trainers.load(folder)
         self.version, self.attempts = version, attempts
-        drawn_prompts = [entry.drawn for entry in self.saved.entries]
-        found = zip(drawn_prompts, self.summaries or [SUMMARY] * len(drawn_prompts), strict=True)
-        return [(drawn.prompt.id, summary, f"ref {drawn.number}") for drawn, summary in found]
+        entries = self.saved.entries
+        summaries = self.summaries or [SUMMARY] * len(entries)
+        return [
+            (entry.prompt.id, summary, f"ref {entry.number}")
+            for entry, summary in zip(entries, summaries, strict=True)
+        ]
 
 
 @pytest.fixture
@@ -160,7 +163,7 @@ def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(
     """By their numbers in the data, because a file does not keep every type of a row's values."""
     prompts, recipe = stream(), made("checkpoint.asynchronous=false")
     buffer = buffered(prompts)
-    assert [entry.drawn.number for entry in buffer.entries] == [2, 6, 9]
+    assert [entry.number for entry in buffer.entries] == [2, 6, 9]
     one = saver(recipe, fleet, prompts, tmp_path)
     one.begin(4, buffer)
     one.settle(4)
@@ -169,8 +172,8 @@ def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(
     assert found is not None
     back = resume(found, recipe, fleet, again)
     assert [entry.ref for entry in back.entries] == ["ref 2", "ref 6", "ref 9"]
-    assert [entry.drawn for entry in back.entries] == [entry.drawn for entry in buffer.entries]
-    assert [entry.drawn.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
+    assert [entry.prompt for entry in back.entries] == [entry.prompt for entry in buffer.entries]
+    assert [entry.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
     assert (back.next_number, back.trained, back.dropped) == (
         buffer.next_number,
         buffer.trained,
@@ -263,7 +266,7 @@ def test_samples_of_another_prompt_than_the_datas_are_refused(
     found = find(recipe, stream(), pytest.fail)
     assert found is not None
     one, *others = fleet.saved.entries
-    strange = replace(one, drawn=replace(one.drawn, prompt=Prompt("row 77", "", (1,), "")))
+    strange = replace(one, prompt=Prompt("row 77", "", (1,), ""))
     fleet.saved = replace(fleet.saved, entries=(strange, *others))
     with pytest.raises(
         UserError, match="data.train: .* has samples of row 77, and the data has . in its place"

@@ -121,7 +121,7 @@ def test_what_waits_is_logged() -> None:
     run = run_of(0, STEPS)
     for _ in range(12):
         numbers, _ = run.step()
-    waiting = [entry.drawn.number for entry in run.buffer.entries]
+    waiting = [entry.number for entry in run.buffer.entries]
     sampled = [
         max(sum(part.num_tokens for part in parts) for parts in run.parts[number])
         for number in waiting

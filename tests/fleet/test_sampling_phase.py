@@ -85,7 +85,7 @@ def round_of(
 
 
 class Played:
-    """A round of a stock's groups on two engines."""
+    """A phase of a buffer's groups on two engines."""
 
     def __init__(
         self,

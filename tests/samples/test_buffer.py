@@ -79,13 +79,13 @@ class Run:
     ) -> Any:
         """The round of a phase, which has the weights of now, whenever its result is asked for."""
         self.phases += 1
-        self.streams += [entry.drawn.stream for entry in entries if entry.ref is None]
+        self.streams += [entry.stream for entry in entries if entry.ref is None]
         found = [self.advanced(entry) for entry in entries]
         balance = PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
         return SimpleNamespace(result=lambda: (found, balance), sampled_s=0.0)
 
     def advanced(self, entry: Any) -> Any:
-        number, phase = entry.drawn.number, self.recipe.rollout.phase_tokens or 10**9
+        number, phase = entry.number, self.recipe.rollout.phase_tokens or 10**9
         lengths, parts = self.lengths(number), self.parts.setdefault(number, [(), ()])
         for sample, length in enumerate(lengths):
             left = length - sum(part.num_tokens for part in parts[sample])
@@ -284,7 +284,7 @@ def test_no_prompt_is_lost_or_older_than_the_bound(
         assert len(numbers) == wanted or (dynamic and when_short == "train")
         trained += numbers
     dropped = [n for n in range(run.buffer.next_number) if run.buffer.dropped >> n & 1]
-    waiting = [entry.drawn.number for entry in run.buffer.entries]
+    waiting = [entry.number for entry in run.buffer.entries]
     assert sorted(trained + dropped + waiting) == list(range(run.buffer.next_number))
     assert dropped == [n for n in dropped if dynamic and not is_mixed[n]]
     most = hyperparameters.num_drawn(wanted + more)
@@ -320,7 +320,7 @@ def test_trained_lengths_are_planted_lengths() -> None:
 
 
 def test_the_buffer_of_a_step_is_the_same_whatever_finishes_first() -> None:
-    """A phase's entries may come in any order: the stock keeps the numbers'."""
+    """A phase's entries may come in any order: the buffer keeps the numbers'."""
 
     class Reversed(Run):
         def begin(
@@ -333,8 +333,8 @@ def test_the_buffer_of_a_step_is_the_same_whatever_finishes_first() -> None:
     ]
     for _ in range(6):
         assert made[0].step()[0] == made[1].step()[0]
-    assert [one.drawn for one in made[0].buffer.entries] == [
-        one.drawn for one in made[1].buffer.entries
+    assert [(one.number, one.stream) for one in made[0].buffer.entries] == [
+        (one.number, one.stream) for one in made[1].buffer.entries
     ]
     assert made[0].buffer.trained == made[1].buffer.trained and made[0].parts == made[1].parts
     assert RolloutBatch.of(made[0].buffer.finished).refs == [

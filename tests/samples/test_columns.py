@@ -128,9 +128,9 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     )
     waiting = replace(one, is_open=True, finished=False, facts=None, open_episode=opened)
     partial = PartialGroup(PROMPT, (one, waiting, unbegun), (RewardResult(1.0, True), None, None))
-    with writing(tmp_path / "stock.parquet", 99, 1.0) as file:
+    with writing(tmp_path / "buffer.parquet", 99, 1.0) as file:
         file.write([partial])
-    (buffered,) = open_samples(tmp_path / "stock.parquet").buffered_groups()
+    (buffered,) = open_samples(tmp_path / "buffer.parquet").buffered_groups()
     assert plain(list(buffered.samples)) == plain(list(partial.samples))
     assert [sample.open_episode for sample in buffered.samples] == [
         None,

@@ -165,10 +165,10 @@ def test_a_buffer_has_complete_groups_and_partial_ones_with_their_reward_results
     )
     opened = replace(other.samples[3], text="", finished=False, is_open=True)
     partial = PartialGroup(other.prompt, (*other.samples[:3], opened), reward_results)
-    with writing(tmp_path / "stock.parquet", SHAPE.vocab_size, TEMPERATURE) as file:
+    with writing(tmp_path / "buffer.parquet", SHAPE.vocab_size, TEMPERATURE) as file:
         for one in (whole, partial):
             file.write([one])
-    buffer = open_samples(tmp_path / "stock.parquet")
+    buffer = open_samples(tmp_path / "buffer.parquet")
     first, second = buffer.buffered_groups()
     assert isinstance(first, SampleGroup) and bits(first) == bits(whole)
     assert isinstance(second, PartialGroup) and (second.prompt, second.reward_results) == (

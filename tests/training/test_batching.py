@@ -276,7 +276,7 @@ def test_each_run_and_each_step_has_an_order_of_its_own() -> None:
 
 @pytest.mark.parametrize("count", [96, 100])
 def test_updates_are_alike_in_tokens_and_a_sample_is_in_any(count: int) -> None:
-    """Sorted by length, as a stock is by age; also where the numbers do not divide."""
+    """Sorted by length, as a buffer is by age; also where the numbers do not divide."""
     refs = _refs(sorted(_lognormal(count), reverse=True))
     steps = [_plan(shuffled(refs, 1, step), updates=8, token_budget=10**5) for step in range(200)]
     tokens = np.array([[plan.loss_tokens for plan in plans] for plans in steps])
