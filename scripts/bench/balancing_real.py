@@ -105,7 +105,7 @@ async def sampled_phase(
     Returns (the seconds at which each sample was done, [engines, groups] tokens of prompts and responses).
     """
     top = kind([engine.capacity for engine in engines], longest)
-    groups = engines[0]._groups
+    groups = engines[0]._settings.layout.dp
     for engine in engines:
         engine._manager.queue._balancer = kind(
             [engine._host.server.group_capacity] * groups, longest

@@ -39,12 +39,11 @@ from megarl.fleet.rank_groups import (
     PerTokenResults,
     PolicyRanks,
     RolloutBatch,
-    _groups,
     _share,
 )
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.train_layout import TrainLayout
-from megarl.training.batching import SampleRef, Update
+from megarl.training.batching import SampleRef, Update, refs_of
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 from scripts.bench.batching import QWEN3_30B
@@ -138,6 +137,11 @@ class Step:
         start = Clock.now()
         self.trainers._statistics(calls)
         return found | start.since("collect") | self.count
+
+
+def _groups(share: Sequence[Update]) -> list[int]:
+    """The numbers of the groups that a share needs, ascending."""
+    return sorted({ref.group for ref in refs_of(share)})
 
 
 def inline(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:

@@ -166,7 +166,9 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
     if isinstance(value, float) or isinstance(expected, float):
-        with suppress(TypeError, OverflowError):  # no number, or an integer beyond all floats
+        if not (isinstance(value, int | float) and isinstance(expected, int | float)):
+            return False
+        with suppress(OverflowError):  # an integer beyond all floats
             return math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         return False
     return type(value) is type(expected) and value == expected
