@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.config.loading import overlaid
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
 from megarl.placement.engine_layout import EngineLayout
@@ -171,9 +172,7 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
 
 @pytest.mark.slow
 def test_the_reference_is_the_policy_without_adapters(recipe: Recipe) -> None:
-    with_reference = recipe.model_copy(
-        update={"reference": recipe.reference.model_copy(update={"use": True})}
-    )
+    with_reference = overlaid(recipe, {"reference": {"use": True}})
     kinds = with_reference, with_lora(with_reference), with_lora(with_reference, sync="adapters")
     full, merged, alone = (make_plan(one, plans.H800) for one in kinds)
     assert "reference" in full.memory.host
@@ -185,17 +184,13 @@ def test_the_reference_is_the_policy_without_adapters(recipe: Recipe) -> None:
 
 
 def test_what_adapters_refuse_is_refused_by_the_plan(recipe: Recipe) -> None:
-    offloaded = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"optimizer_offload": True})}
-    )
+    offloaded = overlaid(recipe, {"train": {"optimizer_offload": True}})
     with pytest.raises(UserErrors, match="train.optimizer_offload: True, but not tried with lora"):
         make_plan(with_lora(offloaded), plans.H800)
 
 
 def test_only_the_policy_has_adapters(recipe: Recipe) -> None:
-    with_critic = recipe.model_copy(
-        update={"algorithm": recipe.algorithm.model_copy(update={"name": "vapo"})}
-    )
+    with_critic = overlaid(recipe, {"algorithm": {"name": "vapo"}})
     models = resolve(with_lora(with_critic)).models
     assert {name: role.lora is not None for name, role in models.items()} == {
         "policy": True,

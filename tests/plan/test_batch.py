@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.loading import overlaid
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import engine_layout, train_layout
 from megarl.placement.train_layout import TrainLayout
@@ -59,7 +60,7 @@ def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
     whole = 10 * 4 * samples.mean_tokens * (4 * 2 + 8 + 4 + 1)
     # the first stage takes them out of whole groups
     assert found == [whole / 2 + 2 * whole, whole / 2 + whole]
-    off = recipe.model_copy(update={"train": recipe.train.model_copy(update={"replay": "off"})})
+    off = overlaid(recipe, {"train": {"replay": "off"}})
     bare = samples_bytes(off, *layouts, samples)
     assert [one * 13 for one in found] == [one * 21 for one in bare]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.placement.engine_layout import EngineLayout
 from megarl.plan.engine_memory import DEEPEP_MIB, MIB, Settings, kept_bytes
 
@@ -9,9 +11,10 @@ from megarl.plan.engine_memory import DEEPEP_MIB, MIB, Settings, kept_bytes
 def test_graphs_and_deepeps_buffers_are_kept() -> None:
     chosen, gather = Settings(0.8, 8192, 64, None, 2), EngineLayout(1, 32, 32, 32)
     assert kept_bytes(chosen, gather) == 64 * 2 * MIB
-    assert (
-        kept_bytes(chosen, EngineLayout(1, 32, 32, 32, deepep=True)) == (64 * 2 + DEEPEP_MIB) * MIB
-    )
+    with_deepep = replace(gather, deepep=True)
+    assert kept_bytes(chosen, with_deepep) == (64 * 2 + DEEPEP_MIB) * MIB
+    of_prompts = replace(chosen, prefill_graphs_mib=1536)
+    assert kept_bytes(of_prompts, gather) == (64 * 2 + 1536) * MIB
 
 
 def test_deepeps_buffers_are_about_those_of_its_own_formula() -> None:

@@ -148,7 +148,7 @@ def test_turns_with_rewards_read_the_discount(name: str, is_read: bool, recipe: 
     found = overlaid(recipe, {"algorithm": keys})
     gamma = [error for error in hyperparameter_errors(found) if error.where == "algorithm.gamma"]
     assert bool(gamma) != is_read
-    without = found.model_copy(update={"episode": None})
+    without = overlaid(found, {"episode": None})
     assert [one for one in hyperparameter_errors(without) if one.where == "algorithm.gamma"]
 
 
@@ -178,7 +178,7 @@ def test_the_cores_of_tools_by_hand(
 def test_no_cores_are_known_without_tools(recipe: Recipe) -> None:
     agent = with_episode(recipe, tools=(), agent="my_agent:run")
     assert tool_load(agent, Turns(4.0), 40) is None, "no key limits an agent's own"
-    assert tool_load(recipe.model_copy(update={"episode": None}), Turns(), 40) is None
+    assert tool_load(overlaid(recipe, {"episode": None}), Turns(), 40) is None
 
 
 def page_calls(plan: RunPlan) -> str:
@@ -200,7 +200,7 @@ def test_a_time_that_ends_long_episodes_is_advised_against(recipe: Recipe) -> No
         line.startswith("episode.timeout_s: 300 s after its first turn") and "up to 401 s" in line
     )
     assert not timeout_advice(recipe, 300.0)
-    assert not timeout_advice(recipe.model_copy(update={"episode": None}), 401.0)
+    assert not timeout_advice(overlaid(recipe, {"episode": None}), 401.0)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megarl.config import Recipe, TrainConfig
 from megarl.config.hardware import Hardware
+from megarl.config.loading import overlaid
 from megarl.model.hf_config import model_shape
 from megarl.parallel.chunk_sizes import ChunkSize
 from megarl.placement.engine_layout import EngineLayout
@@ -91,9 +92,7 @@ def test_who_computes_has_the_memory_and_the_others_their_least(made: Recipe) ->
 
 
 def test_an_optimizer_on_the_host_leaves_nothing_on_the_gpu(made: Recipe) -> None:
-    offloading = made.model_copy(
-        update={"train": made.train.model_copy(update={"optimizer_offload": True})}
-    )
+    offloading = overlaid(made, {"train": {"optimizer_offload": True}})
     plan = plans.count(offloading, plans.H800, sizes_of(offloading))
     assert [parts.optimizer_bytes for parts in plan.device.values()] == [0] * 3
     share = 400_000_000 // 2 + 3_600_000_000
@@ -162,7 +161,7 @@ def test_a_critic_and_a_reward_model_have_phases_of_their_own(made: Recipe) -> N
 
 
 def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
-    saving = made.model_copy(update={"checkpoint": made.checkpoint.model_copy(update={"every": 5})})
+    saving = overlaid(made, {"checkpoint": {"every": 5}})
     plan = plans.count(saving, plans.H800, sizes_of(saving))
     assert list(plan.device)[-2:] == ["save", "reshard"]
     standing = plan.device["reshard"].other_bytes
@@ -184,9 +183,7 @@ def test_saving_with_replicas_gathers_from_a_part(tmp_path: Path) -> None:
 
 
 def test_a_reference_waits_on_the_host(made: Recipe) -> None:
-    with_one = made.model_copy(
-        update={"reference": made.reference.model_copy(update={"use": True})}
-    )
+    with_one = overlaid(made, {"reference": {"use": True}})
     plan = plans.count(with_one, plans.H800, sizes_of(with_one))
     assert plan.host["reference"] == pytest.approx(
         PINNED_SHARE * 8 * plan.device["train"].weights_bytes
@@ -248,16 +245,9 @@ def test_sglangs_own_limits_count(made: Recipe, tmp_path: Path) -> None:
 def test_graphs_of_prompts_count_where_a_recipe_turns_them_on(
     tmp_path: Path, sglang: dict[str, Any], are_on: bool
 ) -> None:
-    """Beside the static share, and kept while training has the GPU."""
     engine = {"count": 2, "tp": 4, "ep": 4, "sglang": {"mem_fraction_static": 0.8, **sglang}}
     made = plans.recipe(tmp_path, "qwen3-30b", 8, ep=8, engine=engine)
-    rollout = plans.count(made, plans.H800, sizes_of(made)).device["rollout"]
-    plain = made.model_copy(deep=True)
-    plain.rollout.engine.sglang.clear()
-    plain.rollout.engine.sglang["mem_fraction_static"] = 0.8
-    without = plans.count(plain, plans.H800, sizes_of(plain)).device["rollout"]
-    graphs = 512 if not sglang.get("disable_cuda_graph") else 0
-    assert rollout.other_bytes - without.other_bytes == (are_on * 1536 + 2 * (graphs - 512)) * 2**20
+    assert settings_of(made, plans.H800).prefill_graphs_mib == are_on * 1536
 
 
 def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
@@ -411,9 +401,7 @@ def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     assert errors["train"].where == "train.tokens_per_micro_batch"
     assert "H800 has 3.0 GB" in errors["train"].problem
     assert f"to {2048 + 8192}" in errors["train"].hint
-    changed = made.model_copy(
-        update={"train": made.train.model_copy(update={"tokens_per_micro_batch": 10240})}
-    )
+    changed = overlaid(made, {"train": {"tokens_per_micro_batch": 10240}})
     device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -176,12 +177,7 @@ def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estim
     [
         pytest.param(
             "tiny",
-            [
-                {"tp": 2, "pp": 2, "ep": 4},
-                {"pp": 2, "vpp": 2, "ep": 2},
-                {"tp": 2, "ep": 1},
-                {"ep": 8},
-            ],
+            [{"tp": 2, "pp": 2, "ep": 4}, {"pp": 2, "vpp": 2, "ep": 2}, {"tp": 2, "ep": 1}, {"ep": 8}],
             marks=pytest.mark.nightly,
         ),
         (
@@ -194,16 +190,12 @@ def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estim
             marks=pytest.mark.nightly,
         ),
     ],
-)
+)  # fmt: skip
 def test_sizes_added_up_are_megatrons(
     model: str, layouts: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    made = [plans.recipe(tmp_path, model, 8, **sizes) for sizes in layouts]
-    if model == "tiny":
-        made[0] = overlaid(made[0], {"train": {"mtp_loss": layouts[0].get("mtp_loss", 0.0)}})
-    models = [resolve(one).models for one in made]
-    built = sizes_of(models, whole=False)
-    for changed, exact in zip(models, built, strict=True):
+    models = [resolve(plans.recipe(tmp_path, model, 8, **sizes)).models for sizes in layouts]
+    for changed, exact in zip(models, sizes_of(models, whole=False), strict=True):
         parts = layer_sizes(changed, [changed["policy"].layout.tp])
         assert composed(exact, changed, parts) == exact
 
@@ -271,51 +263,23 @@ def test_an_overlay_has_only_what_it_changes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("recipe")  # writes the config
 def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -> None:
-    card = tmp_path / "card.yaml"
+    card, file, pasted = tmp_path / "card.yaml", tmp_path / "recipe.yaml", tmp_path / "pasted.yaml"
     card.write_text(json.dumps(SMALL_CARD.model_dump(exclude={"deepep_token_s"})), encoding="utf-8")
-    keys = [
-        f"model.config={folder}",
-        "model.path=nowhere",
-        "model.dtype=bfloat16",
-        "warm_start.steps=0",
-    ]
-    keys += [
-        "placement.gpus=8",
-        "placement.gpus_per_node=4",
-        "rollout.engine.count=2",
-        "rollout.engine.tp=4",
-        *KEYS,
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "megarl.cli",
-        "plan",
-        str(planning.ROOT / "recipes" / "quickstart.yaml"),
-        *keys,
-    ]
+    file.write_text(planning.small(folder, *KEYS).dump_yaml(), encoding="utf-8")
+    options = [str(file), "--hardware", str(card), "--search", "engine"]
     done = subprocess.run(
-        [*command, "--hardware", str(card), "--search", "engine"],
+        [sys.executable, "-m", "megarl.cli", "plan", *options],
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert (
-        "the recipe" in done.stdout
-        and "rollout:" in done.stdout
-        and "engine layouts" in done.stdout
-    )
-    (first, *_) = [
-        line for line in done.stdout.splitlines() if line.startswith("# ") and "s a step" in line
-    ]
-    pasted = done.stdout.split(f"{first}\n")[1].split("\n\n")[0]
-    file = tmp_path / "pasted.yaml"
-    file.write_text(pasted, encoding="utf-8")
-    again = load_recipe(planning.ROOT / "recipes" / "quickstart.yaml", [*keys, str(file)])
-    assert first.startswith(f"# {amount(make_plan(again, SMALL_CARD).step.total_s)} s a step")
+    assert all(words in done.stdout for words in ("the recipe", "rollout:", "engine layouts"))
+    _, first, overlay, *_ = re.split(r"^(# .* s a step).*\n", done.stdout, flags=re.MULTILINE)
+    pasted.write_text(overlay.split("\n\n")[0], encoding="utf-8")
+    again = make_plan(load_recipe(file, [str(pasted)]), SMALL_CARD)
+    assert first == f"# {amount(again.step.total_s)} s a step"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.config.loading import overlaid
 from megarl.plan.phase_advice import TriedPhases, phase_advice
 from megarl.plan.phased_rollout import PhasedRollout
 from megarl.plan.rollout_time import RolloutTime
@@ -62,9 +63,7 @@ def test_the_fastest_is_named_with_how_old_its_tokens_are() -> None:
 
 def test_the_trainers_probabilities_need_a_correction() -> None:
     recipe = recipe_of(100, 4)
-    off = recipe.model_copy(
-        update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})}
-    )
+    off = overlaid(recipe, {"algorithm": {"rollout_correction": "off"}})
     (advice,), _ = advise(off, lambda phase, count: {"seconds": 100 if phase else 300, "bound": 1})
     assert (
         " and algorithm.rollout_correction tis would take 3.0x fewer seconds" in advice
@@ -135,9 +134,7 @@ def test_where_engines_have_gpus_of_their_own_the_fastest_and_whole_responses_ar
 
 def test_whole_responses_ahead_are_named_where_training_hides_them() -> None:
     recipe = recipe_of(100, 4)
-    off = recipe.model_copy(
-        update={"algorithm": recipe.algorithm.model_copy(update={"rollout_correction": "off"})}
-    )
+    off = overlaid(recipe, {"algorithm": {"rollout_correction": "off"}})
     (advice,), tried = advise(off, lambda phase, count: 400 if phase else 300, ahead_factor=0.5)
     assert tried[-1:] == [(None, 100, "ahead")] and len(tried) == 5
     told = "tokens are at most 1 version old (0.6 in the mean)"
@@ -157,7 +154,5 @@ def test_a_recipe_that_samples_ahead_in_vain_is_told() -> None:
 @pytest.mark.parametrize("name", ["remax", "sft"])
 def test_algorithms_that_refuse_phases_are_not_tried(name: str) -> None:
     recipe = recipe_of(100, 4)
-    other = recipe.model_copy(
-        update={"algorithm": recipe.algorithm.model_copy(update={"name": name})}
-    )
+    other = overlaid(recipe, {"algorithm": {"name": name}})
     assert advise(other, lambda phase, count: 1 if phase else 300) == ([], [])

@@ -89,27 +89,6 @@ def test_a_straggler_by_hand() -> None:
     assert run.steps[3].oldest == 3
 
 
-def test_a_straggler_that_is_begun_ahead_reaches_the_bound() -> None:
-    """Ticket 8 is drawn beside the training of the fourth step; the others are done in one phase."""
-    lengths = np.full((40, SAMPLES), (2, 2))
-    lengths[8] = 16, 1
-    run = Run(PhaseSizes(2, 4, SAMPLES, 4, ahead=1), lengths)
-    assert [step.trained for step in run.steps[3:]] == [
-        (6, 7),
-        (9, 10),
-        (11, 12),
-        (13, 14),
-        (8, 15),
-    ]
-    assert [step.results for step in run.steps] == [([0, 1, 2, 3],), *([()] * 7)], (
-        "the others are beside training"
-    )
-    beside = [None, [4, 5, 6, 7], None, [8, 9, 10, 11], [8, 12, 13], [8, 14, 15], [8, 16, 17]]
-    assert [step.beside for step in run.steps[:7]] == beside
-    bound = staleness_bound(recipe_of(16, 4, 2, 4, 1), Hyperparameters())
-    assert max(step.oldest for step in run.steps) == bound == 4
-
-
 @settings(max_examples=60, deadline=None)
 @given(ahead=ahead_or_not, steps=st.sampled_from([None, STEPS, 2 * STEPS]), **planted)
 def test_steps_are_those_that_the_controller_takes(

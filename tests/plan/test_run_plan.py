@@ -102,58 +102,30 @@ def test_every_slot_says_node_ranks_and_engine(tmp_path: Path) -> None:
         "critic": plans.size("critic", SHAPE, recipe, critic, 6, ()),
     }
     slots = slot_map(recipe, sizes, EngineLayout(2, 3, 1, first=4))
-    assert [(one.slot, one.node, one.gpu) for one in slots[3:6]] == [
-        (3, 0, 3),
-        (4, 1, 0),
-        (5, 1, 1),
-    ]
-    assert [sorted(one.ranks) for one in slots] == [["policy"]] * 6 + [["critic", "policy"]] * 2 + [
-        ["critic"]
-    ] * 2
-    assert slots[7].ranks["policy"] == policy.coords(7) and slots[7].ranks[
-        "critic"
-    ] == critic.coords(1)
-    assert [(one.engine, one.engine_rank) for one in slots[3:]] == [
-        (None, None), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
-    ]  # fmt: skip
+    places = [(slot.slot, slot.node, slot.gpu) for slot in slots[3:6]]
+    assert places == [(3, 0, 3), (4, 1, 0), (5, 1, 1)]
+    models = [",".join(slot.ranks) for slot in slots]
+    assert models == ["policy"] * 6 + ["policy,critic"] * 2 + ["critic"] * 2
+    assert slots[7].ranks == {"policy": policy.coords(7), "critic": critic.coords(1)}
+    engines = [(slot.engine, slot.engine_rank) for slot in slots[3:]]
+    assert engines == [(None, None), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
-def test_the_json_has_the_keys_that_are_promised(deepseek: RunPlan) -> None:
+def test_the_json_adds_up(deepseek: RunPlan) -> None:
     found = json.loads(json.dumps(plan_json(deepseek)))
     for parts in found["memory"]["device"].values():
         assert {f"{part}_bytes" for part in PARTS} == set(parts)
-        assert (
-            sum(size for name, size in parts.items() if name != "total_bytes")
-            == parts["total_bytes"]
-        )
+        assert sum(parts.values()) == 2 * parts["total_bytes"]
     assert {"rollout", "train", "reshard", "save"} <= set(found["memory"]["device"])
     assert found["memory"]["host_bytes"] > 0
+    reshard, step, last = found["reshard"], found["step"], found["ranks"][511]
     for name in ("dest", "local", "nvlink", "fabric_in", "fabric_out", "gather_everything"):
-        assert (
-            0
-            < found["reshard"][f"{name}_bytes"]["mean"]
-            <= found["reshard"][f"{name}_bytes"]["max"]
-        )
-    assert (
-        0
-        < found["reshard"]["bound_s"]
-        < found["reshard"]["expected_s"]
-        < found["reshard"]["gather_bound_s"]
-    )
-    step = found["step"]
+        assert 0 < reshard[f"{name}_bytes"]["mean"] <= reshard[f"{name}_bytes"]["max"]
+    assert 0 < reshard["bound_s"] < reshard["expected_s"] < reshard["gather_bound_s"]
     assert min(step[f"{phase}_s"] for phase in ("rollout", "train", "reshard", "save")) > 0
-    assert step["total_s"] == pytest.approx(
-        sum(value for name, value in step.items() if name != "total_s")
-    )
-    assert len(found["ranks"]) == 512
-    last = found["ranks"][511]
-    assert (
-        last["node"],
-        last["gpu"],
-        last["engine"],
-        last["engine_rank"],
-        last["policy"]["pp"],
-    ) == (63, 7, 15, 31, 15)
+    assert sum(step.values()) == pytest.approx(2 * step["total_s"])
+    at = {"node": 63, "gpu": 7, "engine": 15, "engine_rank": 31}
+    assert at.items() <= last.items() and last["policy"]["pp"] == 15 and len(found["ranks"]) == 512
 
 
 def test_the_document_names_every_key_of_the_json(deepseek: RunPlan) -> None:
@@ -267,24 +239,17 @@ def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPl
     assert told and plan.phases and plan.phases.bound == int(told[2])
     assert phased.step.total_s / plan.step.total_s == pytest.approx(float(told[1]), abs=0.051)
     assert 0 < plan.phases.token_mean <= plan.phases.token_max <= plan.phases.bound
-    step, beside = plan.step, plan.rollout.mean_beside_s
+    step, before, beside = plan.step, phased.step, plan.rollout.mean_beside_s
     assert step.rollout_s == pytest.approx(plan.rollout.total_s - beside, abs=1e-9)
-    assert (step.train_s, step.reshard_s, step.save_s) == (
-        phased.step.train_s,
-        phased.step.reshard_s,
-        0,
-    )
+    assert (step.train_s, step.reshard_s, step.save_s) == (before.train_s, before.reshard_s, 0)
     longer = step.total_s - step.rollout_s - step.reshard_s
-    assert (
-        longer == pytest.approx(step.train_s + step.ahead_s)
-        and longer >= max(beside, step.train_s) - 1e-9
-    )
+    assert longer == pytest.approx(step.train_s + step.ahead_s)
+    assert longer >= max(beside, step.train_s) - 1e-9
     assert plan.engines_wait_s == pytest.approx(longer - beside)
     assert plan.ranks_wait_s == step.rollout_s + step.ahead_s
-    told_beside = (
-        f"beside {amount(step.train_s)} s of training a phase of {amount(beside)} s is sampled"
-    )
-    assert told_beside in report_of(plan) and plan_json(plan)["rollout"]["beside_s"] == beside
+    phase = f"a phase of {amount(beside)} s is sampled"
+    assert f"beside {amount(step.train_s)} s of training {phase}" in report_of(plan)
+    assert plan_json(plan)["rollout"]["beside_s"] == beside
 
 
 def test_what_contradicts_phases_is_not_planned(tmp_path: Path) -> None:
@@ -360,7 +325,7 @@ def test_a_checkpoint_that_is_there_is_read_before_the_config_alone(tmp_path: Pa
     assert stand_ins(recipe)[0].model.path == str(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
-    here = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
+    here = overlaid(recipe, {"model": {"path": str(other)}})
     assert stand_ins(here)[0].model.path == str(tmp_path)  # a folder without a config.json
     (other / "config.json").write_text("{}")
     assert stand_ins(here)[0].model.path == str(other)
