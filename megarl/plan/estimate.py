@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
@@ -30,6 +31,25 @@ from megarl.plan.step_time import step_times
 SPARE = 0.05
 
 
+Need = Literal["fp8", "deepep", "draft", "offload"]
+Needs = frozenset[Need]
+
+
+def needs_of(recipe: Recipe) -> Needs:
+    """What a recipe needs besides GPUs.
+
+    fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer; offload: host memory.
+    """
+    engine = recipe.rollout.engine
+    needs: dict[Need, bool] = {
+        "fp8": engine.fp8,
+        "deepep": engine.experts == "deepep",
+        "draft": engine.draft > 0,
+        "offload": recipe.train.optimizer_offload,
+    }
+    return frozenset(need for need, is_needed in needs.items() if is_needed)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """An overlay, the recipe with it, and its memory; the seconds are computed when they are asked for."""
@@ -44,6 +64,10 @@ class Estimate:
     @property
     def recipe(self) -> Recipe:
         return self.roles.recipe
+
+    @cached_property
+    def needs(self) -> Needs:
+        return needs_of(self.recipe)
 
     @cached_property
     def step_s(self) -> float:
@@ -64,18 +88,13 @@ class Estimate:
     def fits(self, phases: Collection[str] | None = None) -> bool:
         """Whether these phases, or all of them and the host, fit with `SPARE` left."""
         memory = self.memory
-        if phases is None:
-            wanted = {*memory.device, HOST}
-        else:
-            wanted = set(phases)
-        if wanted & set(lacking(self.recipe, memory)):
+        wanted = {*memory.device, HOST} if phases is None else {*phases}
+        taken = {phase: parts.total_bytes for phase, parts in memory.device.items()}
+        most = dict.fromkeys(taken, memory.capacity_bytes) | {HOST: memory.host_capacity_bytes}
+        taken[HOST] = memory.host_bytes
+        if not wanted.isdisjoint(lacking(self.recipe, memory)):
             return False
-        if HOST in wanted and memory.host_bytes > (1 - SPARE) * memory.host_capacity_bytes:
-            return False
-        most = (1 - SPARE) * memory.capacity_bytes
-        return all(
-            memory.device[phase].total_bytes <= most for phase in wanted & memory.device.keys()
-        )
+        return all(taken[phase] <= (1 - SPARE) * most[phase] for phase in wanted & taken.keys())
 
 
 @dataclass

@@ -7,10 +7,10 @@ The seconds of a reshard are known only then: they are a thousandth of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from operator import itemgetter
 from typing import Literal
 
 from megarl.algos import learns_from_answers
@@ -26,17 +26,15 @@ from megarl.plan.candidates import (
     train_variants,
     with_fraction,
 )
-from megarl.plan.estimate import Estimate, Estimator
+from megarl.plan.estimate import Estimate, Estimator, Needs, needs_of
 from megarl.plan.fit import HOST
 from megarl.plan.layer_sizes import layer_sizes
-from megarl.plan.model_size import ModelSize, resized, sizes_of
+from megarl.plan.model_size import resized, sizes_of
 from megarl.plan.run_plan import RunPlan, make_plan
 from megarl.preflight.layout_checks import reshard_errors
 from megarl.types import UserError
 
 Side = Literal["engine", "train", "both"]
-Need = Literal["fp8", "deepep", "draft", "offload"]
-Needs = frozenset[Need]
 ENGINE_PHASES = frozenset({"rollout", "reshard"})  # whose memory the engines decide
 _COMBINED = 3  # candidates of each kind that are combined with those of the other side
 _TRIED = 60  # training layouts of each kind whose memory is counted in full, the fastest first
@@ -54,7 +52,7 @@ class Found:
     overlay: Overlay
     plan: RunPlan
 
-    @property
+    @cached_property
     def needs(self) -> Needs:
         return needs_of(self.plan.recipe)
 
@@ -80,21 +78,6 @@ class SearchResult:
         return fastest
 
 
-def needs_of(recipe: Recipe) -> Needs:
-    """What a recipe needs besides GPUs.
-
-    fp8: a correction of the samples' probabilities; deepep: its kernels; draft: an MTP layer; offload: host memory.
-    """
-    engine = recipe.rollout.engine
-    found: dict[Need, bool] = {
-        "fp8": engine.fp8,
-        "deepep": engine.experts == "deepep",
-        "draft": engine.draft > 0,
-    }
-    found["offload"] = recipe.train.optimizer_offload
-    return frozenset(need for need, is_needed in found.items() if is_needed)
-
-
 def search(
     recipe: Recipe, hardware: Hardware, side: Side, response_share: float = MEAN_RESPONSE_SHARE
 ) -> SearchResult:
@@ -105,25 +88,26 @@ def search(
         raise UserError("--search", problem, "give it train")
     own = make_plan(recipe, hardware, response_share)
     estimator = Estimator(own.recipe, hardware, step_samples(own.recipe, response_share), own.sizes)
+    engines: list[Overlay] = []
+    trains: list[Overlay] = []
     if side != "train" and sampled:
         engines = list(engine_overlays(own.recipe, hardware))
-    else:
-        engines = []
     if side != "engine":
         trains = list(train_overlays(own.recipe))
-    else:
-        trains = []
-    best_engines = _best_engines(estimator, engines, ENGINE_PHASES if side == "both" else None)
-    training_phases = frozenset({*own.memory.device, HOST}) - ENGINE_PHASES
-    best_trains = _best_trains(estimator, trains, training_phases if side == "both" else None)
-    pairs = product([{}, *best_engines], [{}, *best_trains])
-    estimates = [estimator.estimate(one | other) for one, other in pairs]
-    found = _planned(own, _not_beaten([found for found in estimates if found.fits()]))
+    engine_phases = train_phases = None
+    if side == "both":
+        engine_phases = ENGINE_PHASES
+        train_phases = frozenset({*own.memory.device, HOST}) - ENGINE_PHASES
+    best_engines = _best_engines(estimator, engines, engine_phases)
+    best_trains = _best_trains(estimator, trains, train_phases)
+    estimates = [
+        estimator.estimate(engine | train)
+        for engine in ({}, *best_engines)
+        for train in ({}, *best_trains)
+    ]
+    found = _planned(own, _not_beaten([estimate for estimate in estimates if estimate.fits()]))
     if not found:
-        if side == "both":
-            hint = "use more GPUs"
-        else:
-            hint = "search both sides, or use more GPUs"
+        hint = "use more GPUs" if side == "both" else "search both sides, or use more GPUs"
         raise UserError("--search", f"{side}, but no layout was found that fits", hint)
     return SearchResult(side, own, tuple(found), (len(engines), len(trains)))
 
@@ -131,26 +115,30 @@ def search(
 def _best_engines(
     estimator: Estimator, layouts: Sequence[Overlay], phases: frozenset[str] | None
 ) -> list[Overlay]:
-    """The best of each kind next to the recipe's training ranks, with their share of memory; phases: that must fit."""
-    best = []
+    """The best of each kind next to the recipe's training ranks, with their share of memory; phases: that must fit.
+
+    Of each kind only those with about the shortest rollouts are simulated.
+    """
+    best: list[Estimate] = []
     for layout in layouts:
-        fitting = [found for found in _with_shares(estimator, layout) if found.fits(phases)]
+        shares = _with_shares(estimator, layout)
+        fitting = [estimate for estimate in shares if estimate.fits(phases)]
         # of those with the most room the one that takes least memory: room decides the seconds
         if fitting:
-            best.append(max(fitting, key=lambda found: found.memory.kv.concurrency_mean))
-    return [found.overlay for found in _few_of_each_kind(_promising(best), _COMBINED)]
+            best.append(max(fitting, key=lambda estimate: estimate.memory.kv.concurrency_mean))
+    promising: list[Estimate] = []
+    for kind in _kinds(best):
+        kind.sort(key=lambda estimate: estimate.rough_rollout_s)
+        promising += kind[:_SIMULATED]
+    return _few_of_each_kind(promising)
 
 
-def _promising(engines: Sequence[Estimate]) -> list[Estimate]:
-    """The engines of each kind with about the shortest rollouts: the others are not simulated."""
+def _kinds(estimates: Iterable[Estimate]) -> list[list[Estimate]]:
+    """Those of equal needs together."""
     kinds: dict[Needs, list[Estimate]] = {}
-    for found in engines:
-        kinds.setdefault(needs_of(found.recipe), []).append(found)
-    fastest = [
-        sorted(kind, key=lambda found: found.rough_rollout_s)[:_SIMULATED]
-        for kind in kinds.values()
-    ]
-    return [found for kind in fastest for found in kind]
+    for estimate in estimates:
+        kinds.setdefault(estimate.needs, []).append(estimate)
+    return list(kinds.values())
 
 
 def _with_shares(estimator: Estimator, layout: Overlay) -> Iterator[Estimate]:
@@ -176,34 +164,39 @@ def _best_trains(
         role.layout.tp for role in models.values()
     }
     estimator.parts = layer_sizes(models, sorted(tps))
-    variants = [
-        overlay for layout in layouts for overlay in train_variants(estimator.recipe, layout)
-    ]
     by_offload: dict[bool, list[tuple[float, Overlay]]] = {False: [], True: []}
-    for overlay in variants:
-        rough_s = estimator.rough_train_s(overlay)
-        if rough_s is not None:
-            by_offload[overlay["train"]["optimizer_offload"]].append((rough_s, overlay))
-    best = []
+    for layout in layouts:
+        for overlay in train_variants(estimator.recipe, layout):
+            rough_s = estimator.rough_train_s(overlay)
+            if rough_s is not None:
+                by_offload[overlay["train"]["optimizer_offload"]].append((rough_s, overlay))
+    best: list[Overlay] = []
     for rough in by_offload.values():
         fitting: list[Estimate] = []
-        for _, overlay in sorted(rough, key=lambda pair: pair[0])[:_TRIED]:
-            found = estimator.estimate(overlay)
-            fitting += [found] if found.fits(phases) else []
+        for _, overlay in sorted(rough, key=itemgetter(0))[:_TRIED]:
+            estimate = estimator.estimate(overlay)
+            if estimate.fits(phases):
+                fitting.append(estimate)
             if len(fitting) > 2 * _COMBINED:
                 break
-        best += _few_of_each_kind(fitting, _COMBINED)
-    return [found.overlay for found in best]
+        best += _few_of_each_kind(fitting)
+    return best
 
 
-def _few_of_each_kind(estimates: Sequence[Estimate], number: int) -> list[Estimate]:
+def _few_of_each_kind(estimates: Iterable[Estimate]) -> list[Overlay]:
     """Of each kind the fastest, and slower ones that take less memory of a GPU than all before them."""
-    kept: dict[Needs, list[Estimate]] = {}
-    for found in sorted(estimates, key=lambda found: found.step_s):
-        same_kind = kept.setdefault(needs_of(found.recipe), [])
-        if len(same_kind) < number and not any(_beats(faster, found) for faster in same_kind):
-            same_kind.append(found)
-    return [found for same_kind in kept.values() for found in same_kind]
+    few: list[Overlay] = []
+    for kind in _kinds(sorted(estimates, key=_seconds)):
+        kept: list[Estimate] = []
+        for estimate in kind:
+            if not any(_beats(faster, estimate) for faster in kept):
+                kept.append(estimate)
+        few += [estimate.overlay for estimate in kept[:_COMBINED]]
+    return few
+
+
+def _seconds(estimate: Estimate) -> float:
+    return estimate.step_s
 
 
 def _beats(faster: Estimate, other: Estimate) -> bool:
@@ -220,32 +213,32 @@ def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:
     Without those that a reshard refuses: training ranks may cut the tiles of fp8 engines.
     """
     kept: list[Estimate] = []
-    for found in sorted(estimates, key=lambda found: found.step_s):
-        needs = needs_of(found.recipe)
-        beaten = any(needs_of(faster.recipe) <= needs and _beats(faster, found) for faster in kept)
-        same_kind = [faster for faster in kept if needs_of(faster.recipe) == needs]
-        if not beaten and len(same_kind) < _SHOWN and not reshard_errors(found.roles):
-            kept.append(found)
+    for estimate in sorted(estimates, key=_seconds):
+        beating = [faster for faster in kept if faster.needs <= estimate.needs]
+        if any(_beats(faster, estimate) for faster in beating):
+            continue
+        same_kind = [faster for faster in kept if faster.needs == estimate.needs]
+        if len(same_kind) < _SHOWN and not reshard_errors(estimate.roles):
+            kept.append(estimate)
     return kept
 
 
 def _planned(own: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
     """With their plans, the fastest first. Models in new layouts are built, all in one subprocess."""
-    models = [found.roles.models for found in estimates]
-    sizes = [resized(own.sizes, changed) for changed in models]
-    to_build = [changed for changed, known in zip(models, sizes, strict=True) if known is None]
+    sizes = [resized(own.sizes, estimate.roles.models) for estimate in estimates]
+    to_build = [
+        estimate.roles.models
+        for estimate, known in zip(estimates, sizes, strict=True)
+        if known is None
+    ]
     built = iter(sizes_of(to_build, whole=False) if to_build else [])
     found = []
     tree = own.recipe.model_dump(mode="json")
     for estimate, known in zip(estimates, sizes, strict=True):
+        # no layout changes a whole model's totals
         exact = known or {
-            name: _with_totals(own.sizes[name], size) for name, size in next(built).items()
+            name: replace(size, **own.sizes[name].totals) for name, size in next(built).items()
         }
         plan = make_plan(estimate.recipe, own.hardware, own.response_share, exact)
         found.append(Found(changes(estimate.overlay, tree), plan))
     return sorted(found, key=lambda row: row.plan.step.total_s)
-
-
-def _with_totals(known: ModelSize, size: ModelSize) -> ModelSize:
-    """A size with the whole model's totals, which no layout changes."""
-    return replace(size, **known.totals)

@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from megarl.config.loading import overlay_yaml
-from megarl.plan.layout_search import Need, SearchResult, needs_of
+from megarl.plan.estimate import Need, needs_of
+from megarl.plan.layout_search import SearchResult
 from megarl.plan.report import amount, empty_table, engines, parallel_sizes, rendered, text, title
 from megarl.plan.run_plan import RunPlan
 
@@ -37,10 +38,8 @@ def _show(result: SearchResult, console: Console) -> None:
         console.print(text(line))
     for row in result.best.values():
         console.print()
-        if not row.overlay:
-            where = "the recipe's layout"
-        else:
-            where = f"{amount(row.plan.step.total_s)} s a step"
+        seconds = f"{amount(row.plan.step.total_s)} s a step"
+        where = seconds if row.overlay else "the recipe's layout"
         console.print(text(f"# {where}, {_needed(row.plan)}", style="bold cyan"))
         console.print(text(overlay_yaml(row.overlay).rstrip() or "# no overlay is needed"))
 
@@ -81,32 +80,24 @@ def _remarks(result: SearchResult) -> list[str]:
     engines_tried, trains_tried = result.tried
     counts = {"engine layouts": engines_tried, "training layouts": trains_tried}
     tried = [f"{count} {what}" for what, count in counts.items() if count]
-    if result.side == "both":
-        sides = ("engine", "train")
-    else:
-        sides = (result.side,)
+    not_tried = [words for side, words in _NOT_TRIED.items() if result.side in (side, "both")]
     return [
         f"{own.hardware.name} has {amount(capacity)} GB, a host {amount(host)} GB; each row leaves 5 % of both free",
-        f"{' and '.join(tried)} without a fault were tried, and not {'; '.join(_NOT_TRIED[side] for side in sides)}",
+        f"{' and '.join(tried)} without a fault were tried, and not {'; '.join(not_tried)}",
         "seconds are estimates that no run on GPUs has been held against: docs/plan.md says what they leave out",
     ]
 
 
 def _needed(plan: RunPlan) -> str:
-    return (
-        ", ".join(words for need, words in _NEEDS.items() if need in needs_of(plan.recipe))
-        or "nothing else"
-    )
+    needs = needs_of(plan.recipe)
+    return ", ".join(words for need, words in _NEEDS.items() if need in needs) or "nothing else"
 
 
 def _engine_words(plan: RunPlan) -> str:
     engine = plan.engine
+    words = f"{engine.count} x tp {engine.tp}, ep {engine.ep}, dp {engine.dp}"
     share = plan.recipe.rollout.engine.sglang.get("mem_fraction_static")
-    if share is not None:
-        memory = f", {share} of memory"
-    else:
-        memory = ""
-    return f"{engine.count} x tp {engine.tp}, ep {engine.ep}, dp {engine.dp}{memory}"
+    return words if share is None else f"{words}, {share} of memory"
 
 
 def _train_words(plan: RunPlan) -> str:

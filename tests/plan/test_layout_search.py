@@ -31,9 +31,9 @@ from megarl.plan.candidates import (
     train_variants,
     with_fraction,
 )
-from megarl.plan.estimate import SPARE, Estimator
+from megarl.plan.estimate import SPARE, Estimator, needs_of
 from megarl.plan.layer_sizes import composed, layer_sizes
-from megarl.plan.layout_search import SearchResult, Side, needs_of, search
+from megarl.plan.layout_search import SearchResult, Side, search
 from megarl.plan.model_size import sizes_of
 from megarl.plan.report import amount
 from megarl.plan.run_plan import RunPlan, make_plan

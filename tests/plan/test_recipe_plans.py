@@ -17,7 +17,8 @@ from megarl.config.hardware import load_hardware
 from megarl.model.hf_config import HfModel
 from megarl.placement.roles import Role, Roles, resolve, train_layout
 from megarl.plan import model_size, run_plan
-from megarl.plan.layout_search import SearchResult, Side, needs_of, search
+from megarl.plan.estimate import needs_of
+from megarl.plan.layout_search import SearchResult, Side, search
 from megarl.plan.phase_memory import MemoryPlan
 from megarl.preflight.model_checks import stand_ins
 from tests.config.test_recipes import CLUSTER, DEBUG, OVERLAYS, RECIPES, ROOT, kept, load, model_of
