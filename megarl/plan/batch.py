@@ -122,15 +122,10 @@ def samples_bytes(
     chosen = shape.num_sparse_layers * shape.experts_per_token * of_expert
     of_sample = samples.mean_tokens * (8 + 4 + 1 + chosen * (recipe.train.replay != "off"))
     found = [0.0] * -(-recipe.placement.gpus // size)
-    for index in range(engine.count):
-        found[(engine.first + index * engine.tp) // size] += (
-            samples.num_drawn * of_sample / engine.count
-        )
-    ranks = {
-        (rank // size, at.dp, at.pp == 0)
-        for rank in range(layout.world_size)
-        for at in [layout.coords(rank)]
-    }
+    for first_slot in range(engine.first, engine.end, engine.tp):
+        found[first_slot // size] += samples.num_drawn * of_sample / engine.count
+    coords = map(layout.coords, range(layout.world_size))
+    ranks = {(at.rank // size, at.dp, at.pp == 0) for at in coords}
     for node, _, is_first in ranks:
         found[node] += (1 + is_first) * samples.num_trained * of_sample / layout.dp
     return [math.ceil(num_bytes) for num_bytes in found]
@@ -173,9 +168,10 @@ def share_of(recipe: Recipe, shape: ModelShape, layout: TrainLayout, samples: Sa
                 for rank in update.micro_batches
             ]
         )
-        slowest = slowest + works.max(0).sum()
-        total = total + works.sum() / layout.dp
-        bubble += layout.bubble_micro_batches / np.count_nonzero(works.max(0))
+        slowest_rank = works.max(0)
+        slowest += slowest_rank.sum()
+        total += works.sum() / layout.dp
+        bubble += layout.bubble_micro_batches / np.count_nonzero(slowest_rank)
     per_rank = len(updates) * layout.dp
     return RankWork(
         updates=len(updates),
@@ -210,31 +206,21 @@ def _updates(
 
 def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) -> list[str]:
     """Sizes that do not divide evenly, with the nearest that do. Uneven shares cost time only."""
-    rollout = recipe.rollout
+    prompts = recipe.rollout.prompts_per_step
     updates = recipe.train.updates_per_step
     per_prompt = samples.num_trained // samples.prompts
-    uneven = {
-        f"train.updates_per_step x data-parallel ranks = {updates} x {layout.dp}": (
-            per_prompt,
-            updates * layout.dp,
-        ),
-    }
+    ranks = f"train.updates_per_step x data-parallel ranks = {updates} x {layout.dp}"
+    uneven = {ranks: (per_prompt, updates * layout.dp)}
     if samples.drawn_prompts == samples.prompts:  # all samples of a prompt are one engine's
         uneven[f"rollout.engine.count = {engines}"] = 1, engines
     found = []
     for of, (each, parts) in uneven.items():
-        if rollout.prompts_per_step * each % parts:
+        if prompts * each % parts:
             step = parts // math.gcd(parts, each)
-            valid = [
-                step * (rollout.prompts_per_step // step),
-                step * (rollout.prompts_per_step // step + 1),
-            ]
-            wanted = nearest(rollout.prompts_per_step, [value for value in valid if value])
-            if each > 1:
-                given = f"{rollout.prompts_per_step} x {each}"
-            else:
-                given = f"{rollout.prompts_per_step}"
+            below = prompts // step * step
+            wanted = nearest(prompts, [value for value in (below, below + step) if value])
+            count = f"{prompts} x {each}" if each > 1 else prompts
             found.append(
-                f"rollout.prompts_per_step: {given} over {of} leaves a rest; {wanted} would divide"
+                f"rollout.prompts_per_step: {count} over {of} leaves a rest; {wanted} would divide"
             )
     return found

@@ -86,25 +86,18 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
     if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph"):
         graphs = 0
-    else:
-        graphs = graphs
     prefill = 0
     if _has_prefill_graphs(given):
         prefill = PREFILL_GRAPHS_MIB + PREFILL_GRAPHS_DEEPEP_MIB * deepep
     fraction = given.get("mem_fraction_static")
     if fraction is None:
-        of_graph = GRAPH_MIB + (GROUP_GRAPH_MIB[graphs > 300] * engine.dp if engine.dp > 1 else 0.0)
-        reserved = (
-            RESERVED_MIB
-            + max(chunk, 2048) * CHUNK_MIB
-            + engine.tp / 8 * 1024
-            + graphs * of_graph
-            + prefill
-        )
+        of_graph = GRAPH_MIB
+        if engine.dp > 1:
+            of_graph += GROUP_GRAPH_MIB[graphs > 300] * engine.dp
+        reserved = RESERVED_MIB + max(chunk, 2048) * CHUNK_MIB + engine.tp / 8 * 1024
+        reserved += graphs * of_graph + prefill
         if card > 60 << 10:
             reserved = max(reserved, LEAST_RESERVED_MIB)
-        else:
-            reserved = reserved
         reserved += DEEPEP_MIB * deepep
         fraction = round((card - reserved) / card, 3)
     cached = str(given.get("kv_cache_dtype", "auto"))
@@ -207,10 +200,7 @@ def running_bytes(
     attention = 4 * hidden * tokens / engine.dp
     numbers = [attention]
     if shape.num_dense_layers:
-        if engine.whole_dense:
-            seen = tokens / engine.dp
-        else:
-            seen = tokens
+        seen = tokens / engine.dp if engine.whole_dense else tokens
         numbers.append(attention + 3 * shape.ffn_size / engine.dense_ranks * seen)
     if shape.num_experts:
         product = 3 * shape.moe_ffn_size / engine.moe_tp
@@ -218,15 +208,9 @@ def running_bytes(
         if engine.deepep:
             numbers.append(attention + copies / engine.ep * (EXPERT_COPIES * hidden + product))
         else:
-            if engine.dp > 1:
-                gathered = 2 * hidden * tokens
-            else:
-                gathered = 0
+            gathered = 2 * hidden * tokens if engine.dp > 1 else 0
             numbers.append(attention + gathered + copies * (hidden + product))
     of_group = max(sequences // engine.dp, 1)
-    if engine.group_head:
-        rows = of_group
-    else:
-        rows = max(sequences, 1)
+    rows = of_group if engine.group_head else max(sequences, 1)
     logits = rows * LOGIT_BYTES + (of_group * VERIFIED_BYTES if engine.draft else 0.0)
     return 2.0 * max(numbers), logits * (1 + engine.draft) * shape.vocab_size

@@ -60,25 +60,27 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
 
 
 def _sentence(recipe: Recipe, best: TriedPhases, gain: float) -> str:
-    old = recipe.rollout
+    old = vars(recipe.rollout)
     new = best.recipe.rollout
-    found = best.rollout
-    names = ("phase_tokens", "prompts_in_flight", "ahead")
-    values = {
-        name: getattr(new, name) for name in names if getattr(new, name) != getattr(old, name)
-    }
-    first, *others = [
-        f"{name} {'null' if value is None else value}" for name, value in values.items()
-    ]
+    keys = []
+    for name in ("phase_tokens", "prompts_in_flight", "ahead"):
+        value = getattr(new, name)
+        if value != old[name]:
+            keys.append(f"{name} {'null' if value is None else value}")
     is_off = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).rollout_correction == "off"
     if is_off and (new.phase_tokens or new.ahead):
-        others.append("algorithm.rollout_correction tis")
-    keys = f"rollout.{first}{' with ' * bool(others)}{' and '.join(others)}"
-    effect = f"{keys} would take {gain:.1f}x fewer seconds a step"
-    if not found.bound:
+        keys.append("algorithm.rollout_correction tis")
+    first, *others = keys
+    if others:
+        first += f" with {' and '.join(others)}"
+    effect = f"rollout.{first} would take {gain:.1f}x fewer seconds a step"
+    bound = best.rollout.bound
+    if not bound:
         return effect
-    versions = f"{found.bound} version{'s' * (found.bound != 1)}"
-    return f"{effect}; tokens are at most {versions} old ({found.token_mean:.1f} in the mean)"
+    versions = f"{bound} version{'s' * (bound != 1)}"
+    return (
+        f"{effect}; tokens are at most {versions} old ({best.rollout.token_mean:.1f} in the mean)"
+    )
 
 
 def _other_phases(now: TriedPhases, try_phases: TryPhases) -> Iterator[TriedPhases]:
@@ -117,12 +119,9 @@ def _other_ahead(found: Sequence[TriedPhases], try_phases: TryPhases) -> list[Tr
     """The fastest of these, and whole responses, with the other value of `rollout.ahead`."""
     fastest = min(found, key=lambda one: one.step_s).recipe
     whole = _with(fastest, **_WHOLE)
-    if fastest == whole:
-        recipes = [fastest]
-    else:
-        recipes = [fastest, whole]
-    tried = [try_phases(_with(one, ahead=1 - one.rollout.ahead)) for one in recipes]
-    return [one for one in tried if one]
+    recipes = [fastest] if fastest == whole else [fastest, whole]
+    tried = [try_phases(_with(other, ahead=1 - other.rollout.ahead)) for other in recipes]
+    return list(filter(None, tried))
 
 
 def _with(recipe: Recipe, **keys: Any) -> Recipe:

@@ -18,7 +18,7 @@ from megarl.config import Recipe
 from megarl.placement.train_layout import divisors
 from megarl.plan.batch import Samples
 from megarl.plan.decode_step import EngineSpeed
-from megarl.plan.engine_simulation import GroupLimits, OfGroups, SimulatedRequest, Speed
+from megarl.plan.engine_simulation import GroupLimits, SimulatedRequest, Speed
 from megarl.plan.phase_simulation import LengthsOf, OpenGroup, PhasedStep, PhaseSizes, phased_steps
 from megarl.plan.rollout_time import RolloutTime, SimulatedSpeed, sampled, whole_requests
 from megarl.samples.buffer import num_phases, staleness_bound
@@ -74,25 +74,6 @@ class _Part:
             cache=whole.cache // share,
             chunk=max(1, whole.chunk // share),
         )
-
-
-@dataclass(frozen=True)
-class _PartSpeed:
-    """The seconds of an engine all of whose parts run the same."""
-
-    whole: Speed
-    part: _Part
-
-    def step_s(self, running: OfGroups, held: OfGroups) -> float:
-        groups = self.part.groups
-        of_group = self.part.of_group
-        return self.whole.step_s(
-            np.tile(of_group * running, groups), np.tile(of_group * held, groups)
-        )
-
-    def prefill_s(self, tokens: int) -> tuple[float, float]:
-        of_group, of_all = self.whole.prefill_s(tokens)
-        return self.part.of_group * of_group, self.part.divisor * of_all
 
 
 @dataclass(frozen=True)
@@ -205,8 +186,10 @@ def phased_rollout(
         [one.response_tokens for one in whole_requests(samples, engines, limits.groups)], np.int64
     )
     of_part = replace(part.limits(limits), longest=phase_tokens)
-    own = _PartSpeed(SimulatedSpeed(speed), part)
-    engine = _Engine(own, of_part, samples.prompt_tokens, per_prompt, engines, beside or engines)
+    of_parts = SimulatedSpeed(speed, part.groups, part.of_group)
+    engine = _Engine(
+        of_parts, of_part, samples.prompt_tokens, per_prompt, engines, beside or engines
+    )
     # Steps until the first of all ages is trained on.
     before = num_phases(recipe) - 1 + -(-in_flight // wanted) - 1 + rollout.ahead
     steps = phased_steps(sizes, _lengths_of(lengths, part, per_prompt), engine.run)

@@ -63,10 +63,9 @@ class RolloutTime:
 
         Its steps are as long as the whole rollout's in the mean; 0 where nothing is sampled.
         """
-        if self.tokens_per_s:
-            step_s = self.running * engines / self.tokens_per_s
-        else:
-            step_s = 0.0
+        if not self.tokens_per_s:
+            return 0.0
+        step_s = self.running * engines / self.tokens_per_s
         return min(self.total_s, self.longest * step_s + self.turns_s)
 
     @property
@@ -96,36 +95,43 @@ NO_ROLLOUT = RolloutTime(0.0, 0.0, 0.0, 0, 0.0, 0, 0.0, 0, 0.0)
 
 
 class SimulatedSpeed:
-    """An engine's seconds for the simulation. A step's are linear in the cached tokens, whatever runs."""
+    """An engine's seconds for the simulation. A step's are linear in the cached tokens, whatever runs.
 
-    def __init__(self, speed: EngineSpeed) -> None:
+    Where a part of the engine is simulated, `groups` x `of_group` parts run the same: so many of its groups are of
+    other parts for each that is simulated, and each of its groups has so many times the sequences and tokens.
+    """
+
+    def __init__(self, speed: EngineSpeed, groups: int = 1, of_group: int = 1) -> None:
         self._speed = speed
+        self._groups = groups
+        self._of_group = of_group
         self._without_cache: dict[int, float] = {}  # by sequences
         self._token_s = (speed.step_s(1, _LONG) - speed.step_s(1, 0)) / _LONG
 
     def step_s(self, running: OfGroups, held: OfGroups) -> float:
         """All groups wait for the one with the fullest cache."""
-        sequences = int(running.sum())
+        sequences = self._groups * self._of_group * int(running.sum())
         if sequences not in self._without_cache:
             self._without_cache[sequences] = self._speed.step_s(sequences, 0)
-        return self._without_cache[sequences] + self._token_s * len(held) * float(held.max())
+        fullest = self._of_group * float(held.max())
+        return self._without_cache[sequences] + self._token_s * (self._groups * len(held)) * fullest
 
     def prefill_s(self, tokens: int) -> tuple[float, float]:
-        return self._speed.prefill_s(tokens)
+        of_group, of_all = self._speed.prefill_s(tokens)
+        return self._of_group * of_group, self._groups * self._of_group * of_all
 
 
 def rollout_time(speed: EngineSpeed, samples: Samples, limits: GroupLimits) -> RolloutTime:
     """limits: of each engine's groups. The balancer has seen a round of such samples before."""
     requests = whole_requests(samples, speed.layout.count, limits.groups)
     engine, ends = sampled(requests, SimulatedSpeed(speed), limits)
-    left = engine.most_running // 2
     lengths = [request.response_tokens for request in requests]
     longest = max(lengths)
     turns_s = TURN_S * (max(request.turns for request in requests) - 1)
     return RolloutTime(
         prefill_s=engine.prefill_s,
         decode_s=ends[-1] - engine.prefill_s,
-        tail_s=ends[-1] - ends[-1 - left],
+        tail_s=ends[-1] - ends[-1 - engine.most_running // 2],
         running=engine.most_running,
         tokens_per_s=samples.sampled_tokens / (ends[-1] + turns_s),
         retracted=engine.retracted,
@@ -183,15 +189,15 @@ def whole_requests(samples: Samples, engines: int, groups: int) -> list[Simulate
     prompts = -(-samples.drawn_prompts // engines)
     count = prompts * per_prompt
     lengths = samples.responses[:: max(1, len(samples.responses) // count)][:count]
-    return [
-        _request(samples, int(length), shares_prompt=place % per_prompt >= groups)
-        for place, length in enumerate(lengths)
-    ]
-
-
-def _request(samples: Samples, length: int, *, shares_prompt: bool) -> SimulatedRequest:
-    observed = samples.turns.observed_of(length)
-    turns = samples.turns.turns_of(length)
-    return SimulatedRequest(
-        samples.prompt_tokens, length - observed, shares_prompt, observed, turns
-    )
+    requests = []
+    for place, length in enumerate(map(int, lengths)):
+        observed = samples.turns.observed_of(length)
+        request = SimulatedRequest(
+            samples.prompt_tokens,
+            length - observed,
+            shares_prompt=place % per_prompt >= groups,
+            observed_tokens=observed,
+            turns=samples.turns.turns_of(length),
+        )
+        requests.append(request)
+    return requests
