@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -50,11 +49,6 @@ class ParamView:
     stride: tuple[int, ...]
     dtype: str
 
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> ParamView:
-        view = ParamView(**content)
-        return replace(view, shape=tuple(view.shape), stride=tuple(view.stride))
-
 
 @dataclass(frozen=True)
 class SourceHandles:
@@ -62,18 +56,6 @@ class SourceHandles:
 
     storages: tuple[CpuStorage | CudaStorage, ...]
     params: dict[str, ParamView]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> SourceHandles:
-        storages = tuple(
-            CpuStorage(**storage) if "fd" in storage else CudaStorage(**storage)
-            for storage in content["storages"]
-        )
-        params = {name: ParamView.from_json(view) for name, view in content["params"].items()}
-        return SourceHandles(storages, params)
 
 
 def share_params(params: Mapping[str, torch.Tensor]) -> SourceHandles:

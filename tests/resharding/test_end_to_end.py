@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -71,7 +73,7 @@ def train_rank(trainer: Any, meet: Address, source: str, exported: str) -> None:
     store, rank = PrefixStore("test", join_store(meet, TIMEOUT_S)), trainer.rank
     params = trainer.params()
     perturb(params.values())
-    store.set(f"handles/{rank}", json.dumps(trainer.handles().source.to_json()))
+    store.set(f"handles/{rank}", json.dumps(asdict(trainer.handles().source)))
     job = Export(
         exported, source, trainer.shape, trainer.layout, rank, TRANSFORMER_ENGINE, "float32", 2, TIMEOUT_S,
         file_bytes=500_000, round_bytes=100_000,
@@ -127,7 +129,7 @@ class World:
         self._thread.start()
         self.wait("exported")
         contents = [self.store.get(f"handles/{rank}") for rank in range(TRAIN.world_size)]
-        self.handles = [SourceHandles.from_json(json.loads(content)) for content in contents]
+        self.handles = list(map(TypeAdapter(SourceHandles).validate_json, contents))
 
     def _run(self, *arguments: Any) -> None:
         try:

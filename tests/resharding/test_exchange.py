@@ -24,7 +24,14 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import engine_model
 from megarl.resharding.agreement import Agreement
 from megarl.resharding.member import Member, Stats, collect_stats, conclude
-from megarl.resharding.memory_handles import SourceHandles, map_params, share_params
+from megarl.resharding.memory_handles import (
+    CpuStorage,
+    CudaStorage,
+    ParamView,
+    SourceHandles,
+    map_params,
+    share_params,
+)
 from megarl.resharding.payloads import PayloadName
 from megarl.resharding.planner import Planner
 from megarl.resharding.session import Session, sessions
@@ -87,13 +94,13 @@ class Model(torch.nn.Module):
 def trainer(pipe: Connection, pair: Pair, rank: int) -> None:
     shards = pair.source_shards(rank)
     params = make_params(shards, pair.torch_dtype)
-    pipe.send(share_params(params).to_json())
+    pipe.send(share_params(params))
     member: Member | None = None
     for order, *arguments in iter(pipe.recv, None):
         if order == "fill":
             fill(params, shards, arguments[0], pair.torch_dtype)
         elif order == "join":
-            member = Member(Session.from_json(arguments[0]), params, "weights")
+            member = Member(arguments[0], params, "weights")
         elif order == "run":
             assert member is not None
             member.run(*arguments)
@@ -173,7 +180,7 @@ class World:
             )
             for slot in range(pair.engine.first, pair.engine.end)
         }
-        self.handles = [SourceHandles.from_json(child.answer()) for child in self.trainers]
+        self.handles = [child.answer() for child in self.trainers]
         self.start()
 
     def start(self) -> None:
@@ -188,13 +195,13 @@ class World:
         self.sessions = sessions(common, self.handles)
         self.first = True
         for rank, session in self.sessions.trainers.items():
-            self.trainers[rank].ask(("join", json.loads(json.dumps(session.to_json()))))
+            self.trainers[rank].ask(("join", session))
 
     def restart_trainer(self, rank: int) -> None:
         """Another process in the place of a training rank, which publishes other memory."""
         self.trainers[rank].end()
         self.trainers[rank] = Process(trainer, self.pair, rank)
-        self.handles[rank] = SourceHandles.from_json(self.trainers[rank].answer())
+        self.handles[rank] = self.trainers[rank].answer()
         self.start()
 
     def fill(self, version: int) -> None:
@@ -364,7 +371,9 @@ def test_nobody_joins_a_group_before_all_are_prepared() -> None:
 
 def test_a_session_is_json() -> None:
     layouts = TrainLayout(4, 2, 2, 2, stage_layers=(3, 1)), EngineLayout(1, 2, 2, first=4)
-    handles = [SourceHandles((), {})] * 4
+    storages = CpuStorage(1, 2, 3), CudaStorage("a", 1, 2, "b", 3, "c", True)
+    views = {"p": ParamView(0, 1, (2, 3), (3, 1), "float32")}
+    handles = [SourceHandles(storages, views)] * 4
     common = Session(
         meet=Address("127.0.0.1", 1), run_id="a", shape=MLA, train=layouts[0], engine=layouts[1],
         transformer_engine=False, dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=4, verify="full",
@@ -421,7 +430,7 @@ def onload_for(pipe: Connection) -> None:
         "b": base[600:].view(20, 20).t(),
         "c": torch.zeros(7, dtype=torch.bfloat16),
     }
-    pipe.send(share_params(views).to_json())
+    pipe.send(share_params(views))
     for value in iter(pipe.recv, None):
         base[0] = value
         pipe.send(float(views["c"][3]))
@@ -431,7 +440,7 @@ def test_publish_and_attach_share_memory_and_leave_no_file() -> None:
     before = shared_files()
     lender = Process(onload_for)
     try:
-        handles = SourceHandles.from_json(json.loads(json.dumps(lender.answer())))
+        handles = lender.answer()
         assert len(handles.storages) == 2
         seen = map_params(handles)
         assert left_since(before) == [], "unlinked while both processes live"
