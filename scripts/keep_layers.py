@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.checkpoints.hf_files import tensor_files
-from megarl.model.hf_config import read_json
+from megarl.model.hf_values import read_json
 from megarl.types import UserError
 
 INDEX = "model.safetensors.index.json"

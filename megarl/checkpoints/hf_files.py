@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from megarl.model.hf_config import read_json
+from megarl.model.hf_values import read_json
 from megarl.types import UserError
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from megarl.checkpoints.hf_files import Slices
 from megarl.checkpoints.hf_import import load_hf
 from megarl.model.adapter_config import CONFIG, OF_EACH_EXPERT, OF_EXPERTS
-from megarl.model.hf_config import read_json
+from megarl.model.hf_values import read_json
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of, weight_of
 from megarl.model.shape import SCORE, ModelShape
 from megarl.model.tensors import STACK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.model.hf_config import read_json
+from megarl.model.hf_values import read_json
 from megarl.types import UserError
 
 CONFIG = "adapter_config.json"

@@ -7,23 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from megarl.model.hf_values import integer, optional_integer
+from megarl.model.hf_values import ConfigFile
 from megarl.model.shape import MlaShape
 
-# ModelShape's field -> the keys of config.json, of which transformers has several
-_EXPERT_INTEGERS = {
-    "num_experts": ("num_experts", "n_routed_experts", "num_local_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
-    "moe_ffn_size": ("moe_intermediate_size",),
-}
-_MLA_INTEGERS = {
-    "kv_lora_rank": ("kv_lora_rank",),
-    "nope_dim": ("qk_nope_head_dim",),
-    "rope_dim": ("qk_rope_head_dim",),
-    "v_dim": ("v_head_dim",),
+_MLA_INTEGERS = {  # MlaShape's field -> the key of config.json
+    "kv_lora_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
 }
 
 
@@ -31,59 +24,61 @@ _MLA_INTEGERS = {
 class Family:
     """One architecture.
 
-    fields: reads the fields of ModelShape that not every family has, from the file's content and the fields that every
-    family has. constants: fields of ModelShape that the architecture decides and no key of config.json. has_experts:
-    some layers have routed experts. has_grouped_router: DeepSeek-V3's, which chooses groups of experts first and
-    normalises sigmoid scores. has_yarn: rotary positions may be YaRN's.
+    fields: reads the fields of ModelShape that not every family has, from the file and the fields that every family
+    has. constants: fields of ModelShape that the architecture decides and no key of config.json. has_experts: some
+    layers have routed experts. has_grouped_router: DeepSeek-V3's, which chooses groups of experts first and normalises
+    sigmoid scores. has_yarn: rotary positions may be YaRN's.
     """
 
-    fields: Callable[[Path, Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+    fields: Callable[[ConfigFile, Mapping[str, int]], dict[str, Any]]
     constants: Mapping[str, Any] = field(default_factory=dict)
     has_experts: bool = False
     has_grouped_router: bool = False
     has_yarn: bool = False
 
 
-def dense(file: Path, config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def dense(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """Grouped-query attention and one gated MLP in every layer."""
     return {
-        **_grouped_query(file, config, common),
+        **_grouped_query(config, common),
         "num_dense_layers": common["num_layers"],
-        "ffn_size": integer(file, config, ("intermediate_size",)),
+        "ffn_size": config.integer("intermediate_size"),
     }
 
 
-def mixture(file: Path, config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+def mixture(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """Grouped-query attention and routed experts in every layer."""
-    experts = {name: integer(file, config, keys) for name, keys in _EXPERT_INTEGERS.items()}
-    return _grouped_query(file, config, common) | experts
+    return _grouped_query(config, common) | _experts(config)
 
 
-def latent_mixture(
-    file: Path, config: Mapping[str, Any], common: Mapping[str, Any]
-) -> dict[str, Any]:
+def latent_mixture(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     """Multi-head latent attention, dense layers first, then routed and shared experts, then multi-token prediction."""
-    mla = {name: integer(file, config, keys) for name, keys in _MLA_INTEGERS.items()}
-    q_lora_rank = optional_integer(file, config, "q_lora_rank")
+    mla = {name: config.integer(key) for name, key in _MLA_INTEGERS.items()}
     return {
-        "num_kv_heads": integer(file, config, ("num_attention_heads",)),
+        "num_kv_heads": common["num_heads"],
         "head_dim": mla["v_dim"],
-        **{name: integer(file, config, keys) for name, keys in _EXPERT_INTEGERS.items()},
-        "num_dense_layers": integer(file, config, ("first_k_dense_replace",), 0, least=0),
-        "ffn_size": integer(file, config, ("intermediate_size",)),
-        "num_shared_experts": integer(file, config, ("n_shared_experts",), 0, least=0),
-        "num_mtp_layers": integer(file, config, ("num_nextn_predict_layers",), 0, least=0),
-        "mla": MlaShape(q_lora_rank=q_lora_rank, **mla),
+        **_experts(config),
+        "num_dense_layers": config.integer("first_k_dense_replace", default=0, least=0),
+        "ffn_size": config.integer("intermediate_size"),
+        "num_shared_experts": config.integer("n_shared_experts", default=0, least=0),
+        "num_mtp_layers": config.integer("num_nextn_predict_layers", default=0, least=0),
+        "mla": MlaShape(config.optional_integer("q_lora_rank"), **mla),
     }
 
 
-def _grouped_query(
-    file: Path, config: Mapping[str, Any], common: Mapping[str, Any]
-) -> dict[str, Any]:
+def _experts(config: ConfigFile) -> dict[str, int]:
+    return {
+        "num_experts": config.integer("num_experts", "n_routed_experts", "num_local_experts"),
+        "experts_per_token": config.integer("num_experts_per_tok"),
+        "moe_ffn_size": config.integer("moe_intermediate_size"),
+    }
+
+
+def _grouped_query(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
     width, rest = divmod(common["hidden_size"], common["num_heads"])
     return {
-        "num_kv_heads": integer(file, config, ("num_key_value_heads",), common["num_heads"]),
-        "head_dim": integer(file, config, ("head_dim",), None if rest else width),
+        "num_kv_heads": config.integer("num_key_value_heads", default=common["num_heads"]),
+        "head_dim": config.integer("head_dim", default=None if rest else width),
     }
 
 

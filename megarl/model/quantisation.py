@@ -10,10 +10,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from megarl.model.hf_values import mapping, texts
+from megarl.model.hf_values import ConfigFile
 from megarl.types import UserError
 
 FP8_TILE = 128  # rows and columns of a weight that share one scale
@@ -83,49 +82,43 @@ def _names(pattern: str, module: str) -> bool:
     return module == pattern or module.startswith(pattern + ".")
 
 
-def quantisation(file: Path, config: Mapping[str, Any]) -> Quantisation | None:
+def quantisation(config: ConfigFile) -> Quantisation | None:
     """The format of a `config.json`; None: not quantised. Raises UserError for a format that megarl does not read."""
-    found = mapping(file, config, *QUANTISATION_KEYS)
-    method = found.get("quant_method")
-    if not found:
+    found = config.part(*QUANTISATION_KEYS)
+    if not found.content:
         return None
+    method = found.content.get("quant_method")
     if method == "fp8":
-        _check(file, KEY, found, _FP8_VALUES)
-        excluded = _excluded(file, found, "modules_to_not_convert")
-        return Quantisation("fp8", found.get("scale_fmt") == "ue8m0", excluded)
+        _check(KEY, found, _FP8_VALUES)
+        excluded = _excluded(found, "modules_to_not_convert")
+        return Quantisation("fp8", found.content.get("scale_fmt") == "ue8m0", excluded)
     if method == "compressed-tensors":
-        _check(file, KEY, found, _INT4_VALUES)
-        groups = mapping(file, found, "config_groups")
-        for name in groups:
-            group = mapping(file, groups, name)
-            _check(
-                file,
-                f"{KEY}.config_groups.{name}.weights",
-                mapping(file, group, "weights"),
-                _INT4_WEIGHTS,
-            )
-        return Quantisation("int4", excluded=_excluded(file, found, "ignore"))
-    raise _error(file, f"{KEY}.quant_method", method)
+        _check(KEY, found, _INT4_VALUES)
+        groups = found.part("config_groups")
+        for name in groups.content:
+            weights = groups.part(name).part("weights")
+            _check(f"{KEY}.config_groups.{name}.weights", weights, _INT4_WEIGHTS)
+        return Quantisation("int4", excluded=_excluded(found, "ignore"))
+    raise _error(config, f"{KEY}.quant_method", method)
 
 
-def _check(
-    file: Path, where: str, values: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]
-) -> None:
+def _check(where: str, values: ConfigFile, known: Mapping[str, tuple[Any, ...]]) -> None:
     for key, allowed in known.items():
-        if values.get(key) not in allowed:
-            raise _error(file, f"{where}.{key}", values.get(key))
+        value = values.content.get(key)
+        if value not in allowed:
+            raise _error(values, f"{where}.{key}", value)
 
 
-def _error(file: Path, key: str, value: Any) -> UserError:
-    return UserError("model.path", f"{key} of {file} is {json.dumps(value):.60}", HINT)
+def _error(config: ConfigFile, key: str, value: Any) -> UserError:
+    return UserError("model.path", f"{key} of {config.file} is {json.dumps(value):.60}", HINT)
 
 
-def _excluded(file: Path, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = texts(file, config, key)
+def _excluded(config: ConfigFile, key: str) -> tuple[str, ...]:
+    names = config.texts(key)
     for name in names:
         try:
             re.compile(name.removeprefix(_REGEX) if name.startswith(_REGEX) else "")
         except re.error as error:
-            hint = "download the checkpoint again"
-            raise UserError(str(file), f"{KEY}.{key} has {name!r:.60} ({error})", hint) from None
+            problem = f"{KEY}.{key} has {name!r:.60} ({error})"
+            raise config.error(problem, "download the checkpoint again") from None
     return tuple(names)

@@ -152,7 +152,7 @@ def test_deepseek_without_query_compression(tmp_path: Path) -> None:
         ({"topk_group": 8}, "num_experts_per_tok / topk_group is 8 / 8"),
         # these five: other numbers than transformers'
         ({"norm_topk_prob": False}, "norm_topk_prob is false"),
-        ({"num_experts_per_tok": 1, "n_group": 1}, "num_experts_per_tok is 1"),
+        ({"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}, "num_experts_per_tok is 1"),
         ({"rope_scaling": YARN | {"attention_factor": 1.3}}, "set attention_factor"),
         ({"rope_scaling": YARN | {"truncate": False}}, "set truncate"),
         (
