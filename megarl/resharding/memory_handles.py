@@ -30,13 +30,9 @@ class CpuStorage:
 class CudaStorage:
     """The result of `UntypedStorage._share_cuda_` without the device; bytes as hex."""
 
-    handle: str
-    num_bytes: int
-    offset_bytes: int
-    ref_counter: str
-    ref_counter_offset: int
-    event: str
-    event_sync_required: bool
+    arguments: tuple[
+        str | int | bool, ...
+    ]  # of `UntypedStorage._new_shared_cuda`, after the device
 
 
 @dataclass(frozen=True)
@@ -86,10 +82,8 @@ def _share_storage(storage: torch.UntypedStorage) -> CpuStorage | CudaStorage:
         _check_shared_memory(storage)
         fd, num_bytes = storage._share_fd_cpu_()
         return CpuStorage(os.getpid(), fd, num_bytes)
-    _, handle, num_bytes, offset, counter, counter_offset, event, sync = storage._share_cuda_()
-    return CudaStorage(
-        handle.hex(), num_bytes, offset, counter.hex(), counter_offset, event.hex(), sync
-    )
+    _, *shared = storage._share_cuda_()
+    return CudaStorage(tuple(part.hex() if isinstance(part, bytes) else part for part in shared))
 
 
 def _check_shared_memory(storage: torch.UntypedStorage) -> None:
@@ -119,16 +113,10 @@ def map_params(handles: SourceHandles) -> dict[str, torch.Tensor]:
 
 def _map_storage(handle: CpuStorage | CudaStorage) -> torch.UntypedStorage:
     if isinstance(handle, CudaStorage):
-        return torch.UntypedStorage._new_shared_cuda(
-            torch.cuda.current_device(),
-            bytes.fromhex(handle.handle),
-            handle.num_bytes,
-            handle.offset_bytes,
-            bytes.fromhex(handle.ref_counter),
-            handle.ref_counter_offset,
-            bytes.fromhex(handle.event),
-            handle.event_sync_required,
+        arguments = (
+            bytes.fromhex(part) if isinstance(part, str) else part for part in handle.arguments
         )
+        return torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *arguments)
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
         fd = os.open(path, os.O_RDWR)

@@ -371,7 +371,7 @@ def test_nobody_joins_a_group_before_all_are_prepared() -> None:
 
 def test_a_session_is_json() -> None:
     layouts = TrainLayout(4, 2, 2, 2, stage_layers=(3, 1)), EngineLayout(1, 2, 2, first=4)
-    storages = CpuStorage(1, 2, 3), CudaStorage("a", 1, 2, "b", 3, "c", True)
+    storages = CpuStorage(1, 2, 3), CudaStorage(("a", 1, 2, "b", 3, "c", True))
     views = {"p": ParamView(0, 1, (2, 3), (3, 1), "float32")}
     handles = [SourceHandles(storages, views)] * 4
     common = Session(
