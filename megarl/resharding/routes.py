@@ -19,7 +19,7 @@ from megarl.resharding.shards import (
     Shard,
     box_area,
     intersect_boxes,
-    overlapping,
+    overlap,
 )
 
 SEND_STAGES = 4  # phases of sending, where there are several nodes
@@ -246,18 +246,18 @@ class RouteChooser:
         key = tensor.pattern, wanted.box
         if key not in self.cuts:
             boxes = [held.box for held in tensor.replica_sets]
-            if overlapping(boxes):
-                raise LayoutError(
-                    f"{wanted.name}: source boxes overlap without being replicas: {_overlap(boxes)}"
-                )
+            if common := overlap(boxes):
+                problem = "source boxes overlap without being replicas"
+                both = " and ".join(map(describe_box, common))
+                raise LayoutError(f"{wanted.name}: {problem}: {both}")
             meeting = [(index, intersect_boxes(box, wanted.box)) for index, box in enumerate(boxes)]
             self.cuts[key] = [(index, box) for index, box in meeting if box]
         found = self.cuts[key]
-        if complete and sum(box_area(box) for _, box in found) != wanted.area:
-            missing = _without(wanted.box, [box for _, box in found])
-            raise LayoutError(
-                f"{wanted.name}: member {member} wants {describe_box(missing)}, which no source holds"
-            )
+        held_area = sum(box_area(box) for _, box in found)
+        if complete and held_area != wanted.area:
+            box = describe_box(wanted.box)
+            part = f"of which the sources hold {held_area} of {wanted.area} elements"
+            raise LayoutError(f"{wanted.name}: member {member} wants {box}, {part}")
         return [(tensor.replica_sets[index], box) for index, box in found]
 
 
@@ -265,32 +265,3 @@ def describe_box(box: Box) -> str:
     """A box as text for an error message."""
     items, rows, cols = ("{}:{}".format(*side) for side in box)
     return f"rows {rows}, columns {cols}" + (f" of items {items}" if box[0] != (0, 1) else "")
-
-
-def _overlap(boxes: Sequence[Box]) -> str:
-    pairs = (
-        (a, b) for index, a in enumerate(boxes) for b in boxes[:index] if intersect_boxes(a, b)
-    )
-    return " and ".join(map(describe_box, next(pairs)))
-
-
-def _without(box: Box, others: Iterable[Box]) -> Box:
-    """The first box of the difference of `box` and the filled boxes."""
-    rest = [box]
-    for filled in others:
-        rest = [piece for left in rest for piece in _pieces(left, filled)]
-    return rest[0]
-
-
-def _pieces(box: Box, filled: Box) -> Iterator[Box]:
-    """The difference of two boxes: the boxes before and after `filled`, dimension by dimension."""
-    common = intersect_boxes(box, filled)
-    if not common:
-        yield box
-        return
-    left = list(box)
-    for dim, ((start, stop), (low, high)) in enumerate(zip(box, common, strict=True)):
-        for side in ((start, low), (high, stop)):
-            if side[0] < side[1]:
-                yield (*left[:dim], side, *left[dim + 1 :])  # pyright: ignore
-        left[dim] = (low, high)

@@ -106,15 +106,16 @@ def box_area(box: Box) -> int:
     return (items[1] - items[0]) * (rows[1] - rows[0]) * (cols[1] - cols[0])
 
 
-def overlapping(boxes: Iterable[Box]) -> bool:
-    """Whether any two boxes share an element."""
+def overlap(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two of the boxes that share an element; None where no two do."""
     still_open: list[Box] = []
     for box in sorted(box for box in boxes if box_area(box)):
         still_open = [other for other in still_open if other[0][1] > box[0][0]]
-        if any(intersect_boxes(other, box) for other in still_open):
-            return True
+        for other in still_open:
+            if intersect_boxes(other, box):
+                return other, box
         still_open.append(box)
-    return False
+    return None
 
 
 def shape_as_stack(shape: Sequence[int]) -> Size:
@@ -222,6 +223,6 @@ def _param_errors(
         return [f"{name}: the parameter is not contiguous in memory"]
     if sum(map(box_area, boxes)) != mapped[0] * mapped[1] * mapped[2]:
         return [f"{name}: the map does not cover every element"]
-    if overlapping(boxes):
+    if overlap(boxes):
         return [f"{name}: the map covers an element twice"]
     return []

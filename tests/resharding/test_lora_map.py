@@ -15,7 +15,7 @@ from megarl.model.tensors import STACK, tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.lora_merge import TILE_COLS, Merge
-from megarl.resharding.shards import Shard, box_area, overlapping, param_table, views
+from megarl.resharding.shards import Shard, box_area, overlap, param_table, views
 from tests.resharding.test_sglang_map import (
     DEEPSEEK,
     LLAMA,
@@ -65,7 +65,7 @@ def test_the_factors_of_all_ranks_are_whole(name: str) -> None:
             items, rows, cols = sizes[weight_name(factor)]
             rank = SIZE.rank_of(STACK in factor)
             whole = items * rank * (cols if ".lora_A." in factor else rows)
-            assert not overlapping(found) and sum(map(box_area, found)) == whole, factor  # type: ignore[arg-type]
+            assert not overlap(found) and sum(map(box_area, found)) == whole, factor  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -19,7 +19,7 @@ from megarl.model.shape import ModelShape
 from megarl.model.tensors import tensors
 from megarl.placement.train_layout import RankCoords, TrainLayout
 from megarl.resharding import megatron_map
-from megarl.resharding.shards import Box, box_area, cells, overlapping
+from megarl.resharding.shards import Box, box_area, cells, overlap
 from tests.resharding.test_sglang_map import (
     DEEPSEEK,
     LLAMA,
@@ -309,7 +309,7 @@ def test_every_element_is_held_once_by_each_set_of_replicas(
     assert boxes.keys() == whole.keys()
     for name, size in whole.items():
         assert sum(map(box_area, boxes[name])) == math.prod(size), name
-        assert not overlapping(boxes[name]), name
+        assert not overlap(boxes[name]), name
     rank = data.draw(st.integers(0, layout.world_size - 1))
     held = [shard for part in parts if rank in part.members for shard in part.shards]
     assert sorted(held) == sorted(megatron_map.shards(shape, layout, rank))
