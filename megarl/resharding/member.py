@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from statistics import fmean
@@ -33,15 +33,9 @@ PLANNER = 1
 _COMMON_SETTINGS = (
     "shape", "train", "lora", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node", "verify"
 )  # fmt: skip
-# How a field of Stats is reduced over members; of the others the maximum counts.
-_REDUCED_BY: Mapping[str, Callable[[Sequence[Any]], Any]] = {
-    **dict.fromkeys(("wire_bytes", "inter_node_bytes", "local_bytes"), sum),
-    "kept_share": fmean,
-}
-# The same for the payloads of a reshard, which are moved one after the other.
-_ADDED: Mapping[str, Callable[[Sequence[Any]], Any]] = dict.fromkeys(
-    ("wire_bytes", "inter_node_bytes", "local_bytes", "plan_s", "seconds"), sum
-)
+# The fields of Stats that are added over members, and over payloads, which are moved one after the other.
+_ADDED_OVER_MEMBERS = ("wire_bytes", "inter_node_bytes", "local_bytes")
+_ADDED_OVER_PAYLOADS = (*_ADDED_OVER_MEMBERS, "plan_s", "seconds")
 
 
 @dataclass(frozen=True)
@@ -253,37 +247,31 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
     }
 
 
-def member_stats(
-    store: Store, run_id: str, attempt: int, num_members: int, payload: PayloadName
-) -> list[Stats]:
-    """The cost of a successful attempt for each member; read it before the next attempt."""
-    store = PrefixStore(_prefix(run_id, payload), store)
-    return [
-        Stats(**json.loads(store.get(f"{attempt}/done/{member}"))) for member in range(num_members)
-    ]
-
-
 def collect_stats(
     store: Store, run_id: str, attempt: int, num_members: int, payloads: Sequence[PayloadName]
 ) -> Stats:
     """The cost of a successful attempt for all members and payloads; read it before the next attempt."""
-    by_payload = [
-        _reduced(member_stats(store, run_id, attempt, num_members, payload), _REDUCED_BY)
-        for payload in payloads
-    ]
-    return _reduced(by_payload, _ADDED)
+    of_payloads = []
+    for payload in payloads:
+        prefixed = PrefixStore(_prefix(run_id, payload), store)
+        contents = [prefixed.get(f"{attempt}/done/{member}") for member in range(num_members)]
+        of_members = [Stats(**json.loads(content)) for content in contents]
+        of_payloads.append(_reduced(of_members, _ADDED_OVER_MEMBERS))
+    return _reduced(of_payloads, _ADDED_OVER_PAYLOADS)
 
 
-def _reduced(
-    every_stats: Sequence[Stats], reductions: Mapping[str, Callable[[Sequence[Any]], Any]]
-) -> Stats:
-    """One value of each field, by its reduction or as the maximum. A field without values keeps its default."""
+def _reduced(every_stats: Sequence[Stats], added: Collection[str]) -> Stats:
+    """One value of each field: the sum of those that are added, the mean of kept shares, else the maximum."""
     reduced = {}
     for field in fields(Stats):
         values = [getattr(stats, field.name) for stats in every_stats]
         known_values = [value for value in values if value is not None]
-        if known_values:
-            reduced[field.name] = reductions.get(field.name, max)(known_values)
+        if field.name in added:
+            reduced[field.name] = sum(known_values)
+        elif field.name != "kept_share":
+            reduced[field.name] = max(known_values)
+        elif known_values:
+            reduced[field.name] = fmean(known_values)
     return Stats(**reduced)
 
 
