@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import DEVICE
 from megarl.model.lora_pairs import LoraSize, is_factor
-from megarl.model.quantisation import FP8_CONFIG, FP8_TILE, QUANTISATION_KEYS
+from megarl.model.quantisation import FP8_CONFIG, QUANTISATION_KEYS
 from megarl.model.shape import ModelShape
 from megarl.model.tensors import aliases, hf_tensors, is_projection, is_vector, tensors
 from megarl.placement.train_layout import TrainLayout
@@ -235,20 +235,12 @@ def _quantise(tensors_of_file: dict[str, torch.Tensor]) -> None:
         tensors_of_file[name] = fp8.quantise(block)[0]
 
 
-def _bytes_by_name(job: Export, file: File) -> Iterator[tuple[str, int]]:
-    """The tensors of a file with their bytes, as they are written."""
-    for shard in file:
-        for name, (_, rows, cols) in cells(shard):
-            num_rows = rows[1] - rows[0]
-            num_cols = cols[1] - cols[0]
-            if job.fp8 and is_projection(name):
-                yield name, num_rows * num_cols
-                yield (
-                    name + fp8.SCALE_SUFFIX,
-                    4 * -(-num_rows // FP8_TILE) * -(-num_cols // FP8_TILE),
-                )
-            else:
-                yield name, num_rows * num_cols * item_bytes(shard.dtype or job.dtype)
+def _header(file: Path) -> dict[str, Any]:
+    """By name, the data type, the shape and the place of each tensor of a safetensors file."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    del header["__metadata__"]
+    return header
 
 
 def _plain_modules(shape: ModelShape) -> list[str]:
@@ -266,12 +258,12 @@ def _plain_modules(shape: ModelShape) -> list[str]:
 def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> None:
     """Add the index, the configuration and the tokenizer to the weights, then rename the folder."""
     if len(files) > 1:
-        held = {
-            file_name(index, len(files)): dict(_bytes_by_name(job, file))
-            for index, file in enumerate(files)
-        }
-        names = {name: file for file, sizes in held.items() for name in sizes}
-        total = sum(sum(sizes.values()) for sizes in held.values())
+        names: dict[str, str] = {}
+        total = 0
+        for file in unfinished.glob("*.safetensors"):
+            header = _header(file)
+            names |= dict.fromkeys(header, file.name)
+            total += max(tensor["data_offsets"][1] for tensor in header.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         (unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     for file in sorted(Path(job.source).iterdir()):
