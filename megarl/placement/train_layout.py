@@ -67,8 +67,6 @@ class TrainLayout:
 
     def coords(self, rank: int) -> RankCoords:
         """The coordinates of `rank`; the rightmost axis of the order varies slowest."""
-        if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of a world of {self.world_size}")
         return RankCoords(
             rank=rank,
             tp=rank % self.tp,

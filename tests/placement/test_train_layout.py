@@ -75,11 +75,6 @@ def test_stages_and_vocabulary_tile(layout: TrainLayout, per_stage: int, vocab: 
     assert padded % (128 * layout.tp) == 0 and vocab <= padded < vocab + 128 * layout.tp
 
 
-def test_coords_outside_the_world() -> None:
-    with pytest.raises(IndexError):
-        TrainLayout(4, 2, 2, 2).coords(4)
-
-
 @pytest.mark.parametrize(
     ("layout", "where", "hint"),
     [
