@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 from megarl.config import Recipe
 from megarl.config.hardware import communicator_bytes
-from megarl.model.hf_config import model_shape
-from megarl.model.quantisation import QUANTISATION_KEYS
+from megarl.model.hf_config import read_model
 from megarl.placement.roles import engine_layout, lora_size
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import EngineSettings, NodeSpan
@@ -24,7 +19,8 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
     """
     rollout = recipe.rollout
     layout = engine_layout(recipe)
-    config = _config(recipe.model.path)
+    model = read_model(recipe.model.path)
+    lora = lora_size(recipe.lora, model.known_shape)
     return EngineSettings(
         model_path=recipe.model.path,
         layout=layout,
@@ -35,27 +31,12 @@ def engine_settings(recipe: Recipe, index: int, span: NodeSpan | None = None) ->
         concurrency=most_sequences(recipe),
         first_gpu=recipe.placement.gpu_of(layout.first + index * layout.tp),
         load_weights=False,
-        quantised=any(key in config for key in QUANTISATION_KEYS),
+        quantised=model.facts is not None and model.facts.quantisation is not None,
         seeded=rollout.seeded,
         routed_experts=recipe.train.replay == "r3",
         span=span,
         timeout_s=recipe.run.timeout_s,
-        model_context=config.get("max_position_embeddings"),
+        model_context=model.context_tokens,
         reserve_bytes=communicator_bytes(recipe.placement.hardware),
-        adapter=_adapter(recipe),
+        adapter=AdapterSlot.of(model.shape, lora) if lora else None,
     )
-
-
-def _adapter(recipe: Recipe) -> AdapterSlot | None:
-    if recipe.lora is None:
-        return None
-    shape = model_shape(recipe.model.path)
-    return AdapterSlot.of(shape, lora_size(recipe.lora, shape))
-
-
-def _config(model_path: str) -> dict[str, Any]:
-    """The model's config.json; empty where there is none."""
-    file = Path(model_path) / "config.json"
-    if file.is_file():
-        return json.loads(file.read_text(encoding="utf-8"))
-    return {}

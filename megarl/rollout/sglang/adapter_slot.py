@@ -30,11 +30,9 @@ class AdapterSlot:
     modules: tuple[str, ...]
 
     @staticmethod
-    def of(shape: ModelShape, size: LoraSize | None) -> AdapterSlot | None:
+    def of(shape: ModelShape, size: LoraSize) -> AdapterSlot | None:
         """None where engines get no adapters of their own."""
-        if size is None or not size.in_slots:
-            return None
-        return AdapterSlot(slot_rank(size), modules(shape, size))
+        return AdapterSlot(slot_rank(size), modules(shape, size)) if size.in_slots else None
 
 
 def server_arguments(slot: AdapterSlot, device: str) -> dict[str, Any]:
