@@ -47,10 +47,6 @@ class RolloutWorker:
     def __init__(self, recipe: Recipe, index: int, span: NodeSpan | None = None) -> None:
         """span: the engine's first node, where the engine spans several."""
         self._reward = recipe.reward
-        if recipe.episode and recipe.episode.agent:
-            self._rewarding = "agent"
-        else:
-            self._rewarding = "environment"
         self._num_transcripts = -(-recipe.run.sample_log_count // recipe.rollout.prompts_per_step)
         self._reward_workers = RewardWorkers(recipe.reward, recipe.run.timeout_s)
         self._runtime: EnvironmentRuntime | AgentRuntime | None = None
@@ -61,10 +57,7 @@ class RolloutWorker:
             self._shut_down_workers()
             raise
         try:
-            if self._runtime:
-                self._episodes = self._runtime.runner(self._engine)
-            else:
-                self._episodes = None
+            self._episodes = self._runtime.runner(self._engine) if self._runtime else None
         except BaseException:
             self.shutdown()
             raise
@@ -112,10 +105,11 @@ class RolloutWorker:
     ) -> Sequence[RewardResult | Failure]:
         """The verdicts of the reward functions; without any, an environment or an agent was to give them."""
         if not (self._reward.function or self._reward.by_source):
-            ends = [sample.facts.end for sample in samples if sample.facts]
+            author = "agent" if isinstance(self._runtime, AgentRuntime) else "environment"
             return [
-                Failure(f"the {self._rewarding} gave no reward (its episode ended as {end})")
-                for end in ends
+                Failure(f"the {author} gave no reward (its episode ended as {sample.facts.end})")
+                for sample in samples
+                if sample.facts
             ]
         episodes = [sample.episode for sample in samples]
         return await self._reward_workers.reward_results(
@@ -140,14 +134,12 @@ class RolloutWorker:
                 await self._engine.generate(prompt.token_ids, sampling, begun.samples),
                 begun.reward_results,
             )
-        calls = [self._engine.generate(prompt.token_ids, sampling)]
+        ways = [sampling]
         if sampling.with_baseline:
-            calls.append(
-                self._engine.generate(
-                    prompt.token_ids, replace(sampling, num_samples=1, temperature=0.0)
-                )
-            )
-        drawn, *greedy = await asyncio.gather(*calls)
+            ways.append(replace(sampling, num_samples=1, temperature=0.0))
+        drawn, *greedy = await asyncio.gather(
+            *(self._engine.generate(prompt.token_ids, way) for way in ways)
+        )
         samples = drawn + [replace(sample, is_baseline=True) for (sample,) in greedy]
         return Generated(samples, [None] * len(samples))
 
@@ -163,12 +155,13 @@ class RolloutWorker:
         played = await asyncio.gather(
             *(episodes.run(prompt, way, place) for place, way in enumerate(ways))
         )
-        samples = [
-            replace(one.sample, is_baseline=place == sampling.num_samples)
-            for place, one in enumerate(played)
-        ]
-        refused = sum((Counter(one.refused_fields) for one in played), Counter[str]())
-        return Generated(samples, [one.reward_result for one in played], dict(refused))
+        samples = [episode.sample for episode in played]
+        if sampling.with_baseline:
+            samples[-1] = replace(samples[-1], is_baseline=True)
+        refused: Counter[str] = Counter()
+        for episode in played:
+            refused.update(episode.refused_fields)
+        return Generated(samples, [episode.reward_result for episode in played], dict(refused))
 
     async def reshard(self, message: Mapping[str, Any], version: int) -> None:
         await self._engine.reshard(message, version)
@@ -212,12 +205,12 @@ async def _continued(
     """The episodes of a group after a further phase of the open ones."""
     samples = list(begun.samples)
     reward_results = list(begun.reward_results)
-    places = [place for place, one in enumerate(samples) if one.is_open]
+    places = [place for place, sample in enumerate(samples) if sample.is_open]
     assigned = partial_summary(begun).context_tokens
     going = [episodes.run(prompt, sampling, place, samples[place], assigned) for place in places]
-    for place, one in zip(places, await asyncio.gather(*going), strict=True):
-        samples[place] = one.sample
-        reward_results[place] = one.reward_result
+    for place, episode in zip(places, await asyncio.gather(*going), strict=True):
+        samples[place] = episode.sample
+        reward_results[place] = episode.reward_result
     return Generated(samples, reward_results)
 
 

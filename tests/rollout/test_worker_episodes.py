@@ -153,7 +153,7 @@ def worker_of(
     worker._episodes = EpisodeRunner(
         config, model, walks, turn_tokenizer, None, max_prompt_tokens=60
     )
-    worker._reward, worker._rewarding, worker._num_transcripts = RewardConfig(), "environment", 9
+    worker._reward, worker._runtime, worker._num_transcripts = RewardConfig(), None, 9
     return (
         worker,
         model,
