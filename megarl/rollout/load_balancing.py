@@ -70,9 +70,9 @@ class RequestBalancer:
 
     @property
     def mean_response(self) -> float:
-        (before, tokens_before) = self._before
-        (now, tokens) = self._now
-        return (tokens_before + tokens) / (before + now)
+        count_before, tokens_before = self._before
+        count, tokens = self._now
+        return (tokens_before + tokens) / (count_before + count)
 
     def expected_tokens(self, receiver: int) -> float:
         """Of all that the receiver was dealt and has not finished."""
@@ -100,7 +100,7 @@ class RequestBalancer:
         """A sample has finished."""
         self.withdraw(receiver, prompt_tokens)
         count, tokens = self._now
-        self._now = count + 1, tokens + response_tokens
+        self._now = (count + 1, tokens + response_tokens)
 
     def withdraw(self, receiver: int, prompt_tokens: int) -> None:
         """A sample was not sent, or was aborted: its length says nothing about others."""
@@ -109,7 +109,7 @@ class RequestBalancer:
     def _least_loaded(self) -> int | None:
         """The receiver with the fewest expected tokens that has room; of equal ones the next in turn."""
         # Written out, for it runs for each of thousands of requests over hundreds of receivers.
-        found = None
+        least_loaded = None
         least = math.inf
         mean = self.mean_response
         for turn in range(self._last + 1, self._last + 1 + len(self._loads)):
@@ -117,16 +117,13 @@ class RequestBalancer:
             load = self._loads[receiver]
             expected = load.prompt_tokens + load.sequences * mean
             if expected < least and self._has_room(receiver, load, expected):
-                found = receiver
+                least_loaded = receiver
                 least = expected
-        return found
+        return least_loaded
 
     def _has_room(self, receiver: int, load: _Outstanding, expected_tokens: float) -> bool:
         capacity = self._capacities[receiver]
-        if load.started_together:
-            share = _OVERCOMMIT_TOGETHER
-        else:
-            share = _OVERCOMMIT_MIXED
+        share = _OVERCOMMIT_TOGETHER if load.started_together else _OVERCOMMIT_MIXED
         return load.sequences < capacity.sequences and expected_tokens < share * capacity.tokens
 
     def _book(self, receiver: int, samples: int, prompt_tokens: int) -> None:

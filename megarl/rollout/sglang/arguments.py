@@ -42,24 +42,21 @@ _SET_BY_MEGARL = {  # server argument -> the recipe key that sets it
     "enable_lora": "lora.sync",
 }
 _NOT_IN_RECIPES = (
-    *(
-        "device",
-        "base_gpu_id",
-        "pp_size",
-        "nnodes",
-        "node_rank",
-        "dist_init_addr",
-        "enable_memory_saver",
-        "log_level",
-    ),
-    *(
-        "load_format",
-        "weight_version",
-        "custom_weight_loader",
-        "skip_tokenizer_init",
-        "trust_remote_code",
-    ),
-    *("disable_shared_experts_fusion", "enable_weights_cpu_backup"),
+    "device",
+    "base_gpu_id",
+    "pp_size",
+    "nnodes",
+    "node_rank",
+    "dist_init_addr",
+    "enable_memory_saver",
+    "log_level",
+    "load_format",
+    "weight_version",
+    "custom_weight_loader",
+    "skip_tokenizer_init",
+    "trust_remote_code",
+    "disable_shared_experts_fusion",
+    "enable_weights_cpu_backup",
 )
 # the reason why resharding does not support a server argument -> prefixes of such arguments
 _REFUSED_FOR = {
@@ -67,14 +64,16 @@ _REFUSED_FOR = {
     "it holds some experts twice": ("ep_num_redundant_experts",),
     "it assigns the experts to ranks in another order": ("init_expert_location",),
     "it keeps weights in other places than resharding writes to": (
-        *("enable_elastic_expert_backup", "enable_lora_", "lora_", "max_lora", "max_loaded_lora"),
-        *(
-            "experts_shared_outer",
-            "cpu_offload_gb",
-            "offload_group_size",
-            "weight_cache_mode",
-            "kt_",
-        ),
+        "enable_elastic_expert_backup",
+        "enable_lora_",
+        "lora_",
+        "max_lora",
+        "max_loaded_lora",
+        "experts_shared_outer",
+        "cpu_offload_gb",
+        "offload_group_size",
+        "weight_cache_mode",
+        "kt_",
     ),
     "it changes the number of ranks": ("ep_join_mode",),
     "it fuses the shared experts with the routed ones": (
@@ -269,25 +268,20 @@ def sglang_errors(arguments: Mapping[str, Any]) -> list[UserError]:
     known = server_fields()
     errors = []
     for key in arguments:
-        if key.startswith("speculative_"):
-            owner = "speculative_"
-        else:
-            owner = key
-        if owner in _SET_BY_MEGARL or key in _NOT_IN_RECIPES:
-            if owner in _SET_BY_MEGARL:
-                hint = f"set {_SET_BY_MEGARL[owner]} and remove it"
-            else:
-                hint = "remove it"
-            errors.append(UserError(f"{WHERE}.{key}", "is set by megarl itself", hint))
+        where = f"{WHERE}.{key}"
+        owner = "speculative_" if key.startswith("speculative_") else key
+        if owner in _SET_BY_MEGARL:
+            hint = f"set {_SET_BY_MEGARL[owner]} and remove it"
+            errors.append(UserError(where, "is set by megarl itself", hint))
+        elif key in _NOT_IN_RECIPES:
+            errors.append(UserError(where, "is set by megarl itself", "remove it"))
         elif why := next((why for start, why in REFUSED.items() if key.startswith(start)), None):
-            errors.append(
-                UserError(f"{WHERE}.{key}", f"resharding does not support it: {why}", "remove it")
-            )
+            errors.append(UserError(where, f"resharding does not support it: {why}", "remove it"))
         elif key not in known:
             hint = did_you_mean(
                 near(key, sorted(known)), "see SGLang's ServerArgs for the names it has"
             )
-            errors.append(UserError(f"{WHERE}.{key}", "SGLang has no such server argument", hint))
+            errors.append(UserError(where, "SGLang has no such server argument", hint))
     return errors
 
 
@@ -297,23 +291,18 @@ def latent_cache_errors(arguments: Mapping[str, Any]) -> list[UserError]:
     if cached in _PLAIN_CACHES:
         return []
     where = f"{WHERE}.kv_cache_dtype"
-    hint = f"remove it, or set {WHERE}.attention_backend to"
-    hint = f"{hint} flashmla (Hopper), trtllm_mla (Blackwell) or triton"
     if cached != "fp8_e4m3":
         problem = f"SGLang's latent attention does not take a cache in {cached!r}"
         return [UserError(where, problem, "set it to fp8_e4m3, or remove it")]
     default = arguments.get("attention_backend")
-    named = [
-        arguments.get(f"{phase}_attention_backend") or default for phase in ("prefill", "decode")
-    ]
-    unsupported = sorted(
-        {str(backend) for backend in named if backend and backend not in LATENT_FP8_BACKENDS}
-    )
-    if unsupported:
-        problem = f"'{cached}', but {unsupported[0]} copies a layer's whole cache of latent attention into another type"
-        return [UserError(where, problem, hint)]
-    if None in named:
-        problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
+    for phase in ("prefill", "decode"):
+        backend = arguments.get(f"{phase}_attention_backend") or default
+        if backend in LATENT_FP8_BACKENDS:
+            continue
+        problem = f"'{cached}', but {backend} copies a layer's whole cache of latent attention into another type"
+        if backend is None:
+            problem = f"'{cached}', but no attention backend is named: SGLang may choose one that does not take it"
+        hint = f"remove it, or set {WHERE}.attention_backend to flashmla (Hopper), trtllm_mla (Blackwell) or triton"
         return [UserError(where, problem, hint)]
     return []
 
@@ -327,16 +316,11 @@ def server_fields() -> frozenset[str]:
             "rollout.engine", "sglang is not installed", "install the package that setup.py pins"
         )
     folder = Path(spec.origin).parent / "srt" / "arg_groups" / "fields"
-    return frozenset(name for source in folder.glob("*.py") for name in _annotated_names(source))
-
-
-def _annotated_names(source: Path) -> set[str]:
-    classes = [
-        node for node in ast.parse(source.read_text()).body if isinstance(node, ast.ClassDef)
-    ]
-    statements = [statement for node in classes for statement in node.body]
-    return {
+    return frozenset(
         statement.target.id
-        for statement in statements
+        for source in folder.glob("*.py")
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef)
+        for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    }
+    )

@@ -30,15 +30,11 @@ def step_sequences(recipe: Recipe) -> int:
 
 def most_sequences(recipe: Recipe) -> int:
     """The most sequences that an engine runs at once, in a round or an evaluation; a multiple of its groups."""
-    sets = [recipe.evaluation.of(name) for name in recipe.data.eval]
     engine = recipe.rollout.engine
-    of_sets = [
-        math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples for evaluation in sets
-    ]
-    if of_sets:
-        most = max(step_sequences(recipe), *of_sets)
-    else:
-        most = step_sequences(recipe)
+    most = step_sequences(recipe)
+    for name in recipe.data.eval:
+        evaluation = recipe.evaluation.of(name)
+        most = max(most, math.ceil(evaluation.max_prompts / engine.count) * evaluation.samples)
     return math.ceil(most / engine.dp) * engine.dp
 
 

@@ -20,23 +20,23 @@ _LEAST_CHUNK = 8192  # tokens of prompts that SGLang reads at once on cards of 6
 def draft_errors(recipe: Recipe) -> list[UserError]:
     """Settings that do not go with drafts: seeds, other attention backends, more routed experts than SGLang stores."""
     engine = recipe.rollout.engine
-    found = []
-    none = "or rollout.engine.draft to 0"
     if not engine.draft:
         return []
+    errors = []
+    none = "or rollout.engine.draft to 0"
     if recipe.rollout.seeded:
         problem = "true, but SGLang's verification of drafts does not use the samples' seeds"
-        found.append(UserError("rollout.seeded", problem, f"set it to false, {none}"))
+        errors.append(UserError("rollout.seeded", problem, f"set it to false, {none}"))
     backends = f"{', '.join(DRAFT_BACKENDS[:-1])} or {DRAFT_BACKENDS[-1]}"
     for key in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
         if (backend := engine.sglang.get(key)) and backend not in DRAFT_BACKENDS:
             problem = f"{backend} does not run a draft model"
-            found.append(
+            errors.append(
                 UserError(f"{WHERE}.{key}", problem, f"remove it, set it to {backends}, {none}")
             )
     if recipe.train.replay == "r3":
-        found += _capture_errors(recipe)
-    return found
+        errors += _capture_errors(recipe)
+    return errors
 
 
 def _capture_errors(recipe: Recipe) -> list[UserError]:

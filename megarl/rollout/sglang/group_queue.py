@@ -77,9 +77,9 @@ class GroupQueue:
         """What has finished since the last call, as soon as anything has."""
         await self._has_finished.wait()
         self._has_finished.clear()
-        found = self._completed
+        completed = self._completed
         self._completed = []
-        return found
+        return completed
 
     def _report(self, sample: CompletedSample) -> None:
         self._completed.append(sample)

@@ -49,11 +49,8 @@ def _field_errors(key: str, value: Any, kind: Any) -> Errors:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        return [
-            UserError(
-                where, f"{value!r:.60} has the wrong type", str(error).replace("Expected", "write")
-            )
-        ]
+        hint = str(error).replace("Expected", "write")
+        return [UserError(where, f"{value!r:.60} has the wrong type", hint)]
     except TypeError:
         return []  # a union of lists, which msgspec does not tell apart
     choices = next(
@@ -73,15 +70,11 @@ def _resolution_errors(arguments: Mapping[str, Any]) -> Errors:
             server = ServerArgs(**arguments)
             server.resolve_once()
             server.check_server_args()
-    except (
-        Exception
-    ) as error:  # the checks raise exceptions of any type, among them assertions without a text
-        words = str(error).strip().splitlines() or [
+    except Exception as error:  # of any type, among them assertions without a text
+        message, *_ = str(error).strip().splitlines() or [
             traceback.extract_tb(error.__traceback__)[-1].line or ""
         ]
-        if any(sign in words[0] for sign in _NO_GPU):
-            return []
-        return [
-            UserError(WHERE, f"SGLang refuses the engine's arguments ({words[0]})", "change them")
-        ]
+        if not any(sign in message for sign in _NO_GPU):
+            problem = f"SGLang refuses the engine's arguments ({message})"
+            return [UserError(WHERE, problem, "change them")]
     return []
