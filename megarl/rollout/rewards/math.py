@@ -10,6 +10,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from megarl.rollout.rewards.boxes import last_box
 from megarl.types.reward_result import RewardResult
 
 _TAIL = 1000  # characters in which a final answer is looked for where nothing is boxed
@@ -58,24 +59,18 @@ def score(
     ):
         return RewardResult(wrong, False, _bare(given) if given.startswith("\\boxed") else "")
     gold = _gold(answer)
-    found = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
-    if gold and found and verify(gold, found, timeout_seconds=None):
+    parsed = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
+    if gold and parsed and verify(gold, parsed, timeout_seconds=None):
         return right
-    return RewardResult(wrong, False, str(found[-1]) if found else "")
+    return RewardResult(wrong, False, str(parsed[-1]) if parsed else "")
 
 
 def final_answer(response: str) -> str:
     """The last \\boxed{...}, or else the end of the text; "" for a box that is empty or not closed."""
-    start = response.rfind("\\boxed")
-    if start < 0:
+    content = last_box(response)
+    if content is None:
         return _EMPHASIS.sub("", response[-_TAIL:])
-    opening = response.find("{", start, start + 20)
-    if opening < 0:
-        return ""
-    end = _closing(response, opening)
-    if end and response[opening + 1 : end].strip():
-        return response[start : end + 1]
-    return ""
+    return f"\\boxed{{{content}}}" if content.strip() else ""
 
 
 def is_hostile(text: str, answer: str = "") -> bool:
@@ -93,27 +88,12 @@ def is_hostile(text: str, answer: str = "") -> bool:
 def _bare(text: str) -> str:
     """The text without its box, and without dollars, spaces and sizes of brackets, which do not change its value."""
     if text.startswith("\\boxed"):
-        boxed = text[text.index("{") + 1 : -1]
-    else:
-        boxed = text
-    plain = _ORNAMENT.sub("", _TEXT.sub(r"\1", boxed))
+        text = text[text.index("{") + 1 : -1]
+    plain = _ORNAMENT.sub("", _TEXT.sub(r"\1", text))
     return re.sub(r"\^\{(\w)\}", r"^\1", re.sub(r"\\[dt]frac", r"\\frac", plain))
-
-
-def _closing(text: str, opening: int) -> int:
-    """The index of the bracket that closes the one at `opening`; 0 if it is not near."""
-    depth = 0
-    for index in range(opening, min(len(text), opening + 10 * _LONGEST)):
-        if text[index] in "{}" and text[index - 1] != "\\":
-            depth += 1 if text[index] == "{" else -1
-            if not depth:
-                return index
-    return 0
 
 
 @lru_cache(maxsize=64)  # a group's samples have one answer
 def _gold(answer: str) -> list[Any]:
-    is_marked = (
-        bool(_DOLLAR.search(answer)) or "\\boxed" in answer or "\\(" in answer or "\\[" in answer
-    )
+    is_marked = _DOLLAR.search(answer) or any(mark in answer for mark in ("\\boxed", "\\(", "\\["))
     return parse(answer if is_marked else f"\\boxed{{{answer}}}", _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]

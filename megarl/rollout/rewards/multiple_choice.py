@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.rollout.rewards.boxes import last_box
 from megarl.types.reward_result import RewardResult
 
 _WRAP = r"(?:[\s*_$({\[`\"'<>]|\\\()*"
@@ -45,18 +46,17 @@ def chosen(response: str, options: str) -> str | None:
     None where there are several such letters, or none.
     """
     tail = response[-_TAIL:]
-    if "\\boxed" in tail:
-        found = _IN_BOX.fullmatch(_box(tail))
-        if found is None or _OR_ANOTHER.match(found[2]) or found[1].upper() not in options:
+    box = last_box(tail)
+    if box is not None:
+        match = _IN_BOX.fullmatch(box)
+        if match is None or _OR_ANOTHER.match(match[2]) or match[1].upper() not in options:
             return None
-        return found[1].upper()
+        return match[1].upper()
     for pattern in (_ANSWER, _OPTION):
         matches = [match for match in pattern.finditer(tail) if match[1] in options]
         if matches:
             last = matches[-1]
-            if _OR_ANOTHER.match(tail, last.end()):
-                return None
-            return last[1]
+            return None if _OR_ANOTHER.match(tail, last.end()) else last[1]
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     if not lines or len({line for line in lines if line in options}) > 1:
         return None
@@ -64,18 +64,5 @@ def chosen(response: str, options: str) -> str | None:
         for text in (lines[-1], tail):
             letters = {letter for letter in pattern.findall(text) if letter in options}
             if letters:
-                if len(letters) == 1:
-                    return letters.pop()
-                return None
+                return letters.pop() if len(letters) == 1 else None
     return None
-
-
-def _box(text: str) -> str:
-    """The content of the last box; "" where it is not closed."""
-    start = text.rfind("\\boxed{") + len("\\boxed{")
-    depth = 1
-    for index, letter in enumerate(text[start:], start):
-        depth += (letter == "{") - (letter == "}")
-        if not depth:
-            return text[start:index]
-    return ""
