@@ -116,12 +116,13 @@ def _read_reports(output: str) -> list[TestReport]:
     for line in output.splitlines():
         try:
             report = json.loads(line)
-            types = {key: type(report[key]) for key in ("status", "stdout", "value", "passed")}
-        except (ValueError, TypeError, LookupError, RecursionError):
+        except (ValueError, RecursionError):
             break
-        if types.pop("status") not in (int, type(None)) or list(types.values()) != [str, str, bool]:
-            break
-        reports.append(report)
+        match report:
+            case {"status": int() | None, "stdout": str(), "value": str(), "passed": bool()}:
+                reports.append(report)
+            case _:
+                break
     return reports
 
 

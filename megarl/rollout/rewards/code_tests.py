@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from megarl.rollout.rewards.code_asserts import Cut, cut, imports_of
+from megarl.rollout.rewards.inside_tests import decode
 
 _TOLERANCE = 1e-6  # relative and absolute, between numbers with a fraction
 _NAMES = ("fn_name", "func_name")
@@ -165,9 +166,9 @@ def same_value(value: Any, expected: Any) -> bool:
         )
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
-    if isinstance(value, float) or isinstance(expected, float):
-        if not (isinstance(value, int | float) and isinstance(expected, int | float)):
-            return False
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        if type(value) is type(expected) is int:
+            return value == expected
         with suppress(OverflowError):  # an integer beyond all floats
             return math.isclose(value, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         return False
@@ -216,58 +217,12 @@ def _condition(assertion: Cut, values: list[Any]) -> bool | str:
     if assertion.literal is not None:
         with suppress(LookupError):  # of a type without literals
             return decode(values[0]) == assertion.literal[0]
+    # an encoded value is JSON, so that text of the program is always a literal
     names = ", ".join(f"_{index}" for index in range(len(values)))
-    return f"bool((lambda {names}: {assertion.condition})({', '.join(map(source, values))}))"
-
-
-# --- values ------------------------------------------------------------------------------------------------------
-
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "int": lambda digits: int(digits, 16),
-    "float": float,
-    "complex": complex,
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-}
-_MANY = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-_MADE_BY = {"decimal": "Decimal", "fractions": "Fraction"}
+    return f"bool((lambda {names}: {assertion.condition})(*map(_value, {values!r})))"
 
 
 def _encoded(report: TestReport) -> Any:
     if report["status"] != 0:
         raise ValueError(f"ended with {report['status']}")
     return json.loads(report["value"])
-
-
-def decode(encoded: Any) -> Any:
-    """The value that inside_tests.py encoded. Raises LookupError for a type that has no literal."""
-    if not isinstance(encoded, list):
-        return encoded
-    name, content = encoded
-    if name in _PLAIN:
-        return _PLAIN[name](content)
-    if name == "dict":
-        return {decode(key): decode(item) for key, item in content}
-    return _MANY[name](map(decode, content))
-
-
-def source(encoded: Any) -> str:
-    """A Python expression for the value, in which text of the program is always a literal."""
-    if not isinstance(encoded, list):
-        return repr(encoded)
-    name, content = encoded
-    if name in _PLAIN:
-        value = decode(encoded)
-        if name == "int":
-            return f"({value:#x})"
-        if name in ("float", "complex"):
-            return f"{name}({str(value)!r})"
-        return repr(value)
-    if name in _MADE_BY:
-        return f"__import__({name!r}).{_MADE_BY[name]}({str(content)!r})"
-    if name == "dict":
-        return "{" + ", ".join(f"{source(key)}: {source(item)}" for key, item in content) + "}"
-    items = f"[{', '.join(map(source, content))}]"
-    if name == "iterator":
-        return f"iter({items})"
-    return f"{_MANY[name].__name__}({items})"

@@ -7,11 +7,14 @@ output.
 """
 
 import contextlib
+import functools
+import importlib
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 _NAME = "main.py"
@@ -57,6 +60,40 @@ class Encoder:
         raise TypeError(f"a value of type {type(value).__name__}")
 
 
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "float": float,
+    "complex": complex,
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+}
+_MANY = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_LIBRARY = {"decimal": "Decimal", "fractions": "Fraction"}
+
+
+def decode(encoded: Any, *, is_inside: bool = False) -> Any:
+    """The value that was encoded. Raises LookupError for a type that has no literal.
+
+    is_inside: a sandbox bounds what the value costs, so that types of libraries and iterators are made too.
+    """
+    if not isinstance(encoded, list):
+        return encoded
+    name, content = encoded
+    if name in _PLAIN:
+        return _PLAIN[name](content)
+    if name == "dict":
+        return {
+            decode(key, is_inside=is_inside): decode(item, is_inside=is_inside)
+            for key, item in content
+        }
+    if is_inside and name in _LIBRARY:
+        return getattr(importlib.import_module(name), _LIBRARY[name])(content)
+    items = [decode(item, is_inside=is_inside) for item in content]
+    if is_inside and name == "iterator":
+        return iter(items)
+    return _MANY[name](items)
+
+
 def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: int) -> None:
     """Run one test in its own process.
 
@@ -74,6 +111,7 @@ def run_test(code: Any, setup: str, test: dict[str, Any], token: int, answer: in
     name = "__main__" if "stdin" in test else "solution"
     module = sys.modules["__main__"] = sys.modules[name] = type(sys)(name)
     space: dict[str, Any] = module.__dict__
+    space["_value"] = functools.partial(decode, is_inside=True)
     run(build(setup, "<setup>", "exec"), space)
     run(code, space)
     if "stdin" in test:
