@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import struct
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,9 +10,10 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import numpy as np
+
 from megarl.cluster import processes
 
-_COUNT = struct.Struct("q")
 _EXEMPT = -1  # the current operation has a timeout of its own
 # a process that waits for a hanging one is reported this much later than the hanging one
 PEERS_S = 5.0
@@ -24,31 +23,27 @@ class LoopCounter:
     """The counter of one scheduler, 0 before its loop begins; a round is a forward pass, or a check for requests."""
 
     def __init__(self, file: Path, index: int) -> None:
-        with file.open("r+b") as opened:
-            self._memory = mmap.mmap(opened.fileno(), 0)
-        self._offset = index * _COUNT.size
+        self._counts = np.memmap(file, np.int64)
+        self._index = index
         self._count = 0
 
     def count(self) -> None:
         self._count += 1
-        self._write(self._count)
+        self._counts[self._index] = self._count
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
         """Suspend the check inside the block, whose content has a timeout of its own."""
-        self._write(_EXEMPT)
+        self._counts[self._index] = _EXEMPT
         try:
             yield
         finally:
             self.count()
 
-    def _write(self, count: int) -> None:
-        _COUNT.pack_into(self._memory, self._offset, count)
-
 
 def make_counter_file(file: Path, count: int) -> None:
     """Create the file of the counters of `count` schedulers."""
-    file.write_bytes(bytes(count * _COUNT.size))
+    np.zeros(count, np.int64).tofile(file)
 
 
 @dataclass
@@ -79,10 +74,10 @@ class Standstill:
         now = time.monotonic()
         passed_s = min(now - self._looked_at, 2 * self.period_s)
         self._looked_at = now
-        counts = self._file.read_bytes()
+        counts = np.fromfile(self._file, np.int64).tolist()
         still = []
         for index, process in enumerate(schedulers):
-            (count,) = _COUNT.unpack_from(counts, index * _COUNT.size)
+            count = counts[index]
             progress = self._progress[index]
             progress.stopped_s += passed_s
             progress.same_s += passed_s
