@@ -12,9 +12,9 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import zmq
 
@@ -171,10 +171,8 @@ class SglangEngine(sglang_engine.Engine):
     def _group_queue(self) -> GroupQueue:
         """The queue in front of the attention groups; without a limit for one group, whose own queue does the same."""
         groups = self.server_args.dp_size
-        if groups > 1:
-            capacity = self.group_capacity
-        else:
-            capacity = Capacity(sys.maxsize, sys.maxsize)
+        unlimited = Capacity(sys.maxsize, sys.maxsize)
+        capacity = self.group_capacity if groups > 1 else unlimited
         return GroupQueue(capacity, groups, self.tokenizer_manager.context_len)
 
     def _launch_subprocesses(
@@ -202,7 +200,8 @@ class SglangEngine(sglang_engine.Engine):
         entry.environment = inherited_environment(os.environ)
         if DEVICE == "cpu":
             multiprocessing.set_start_method("forkserver", force=True)
-        with _without_controller():
+        # the schedulers of all attention DP groups become our own children, as SGLang starts them with a DP size of 1
+        with mock.patch.object(sglang_engine, "get_parallel", _OneGroup):
             result, processes = cast(Any, super())._launch_scheduler_processes(
                 server_args, port_args, entry, **kwargs
             )
@@ -237,16 +236,6 @@ class _OneGroup:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(get_parallel(), name)
-
-
-@contextmanager
-def _without_controller() -> Iterator[None]:
-    """Start the schedulers of all attention DP groups as our own children, as SGLang does with a DP size of 1."""
-    sglang_engine.get_parallel = _OneGroup  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        sglang_engine.get_parallel = get_parallel
 
 
 def private_ports(entry: SchedulerEntry) -> PortArgs:
