@@ -308,27 +308,30 @@ def check_versions(folder: Path, engine: Engine) -> None:
 
 def check_part(reference: Reference, prompt: list[int], sample: Sample, version: int) -> int:
     """The part of this version is the reference's; in how many of the other rows it chooses other experts."""
-    ends = np.cumsum([part.num_tokens for part in sample.only_row.parts])
-    places = [place for place, part in enumerate(sample.only_row.parts) if part.version == version]
-    if not places:
+    row = sample.only_row
+    versions = [part.version for part in row.parts]
+    if version not in versions:
         return 0
-    (place,), ids = places, sample.only_row.response_ids_T.tolist()
-    start, end = int(ends[place]) - sample.only_row.parts[place].num_tokens, int(ends[place])
-    logp_T = reference.logprobs(prompt, ids).numpy()
-    np.testing.assert_allclose(
-        sample.only_row.engine_logp_T[start:end], logp_T[start:end], atol=TOLERANCE
-    )
-    assert (
-        sample.only_row.routed_experts is not None
-        and len(sample.only_row.routed_experts) == len(prompt) + len(ids) - 1
-    )
+    part = row.parts[versions.index(version)]
+    end = sum(before.num_tokens for before in row.parts[: versions.index(version) + 1])
+    start = end - part.num_tokens
+    logp_T = reference.logprobs(prompt, row.response_ids_T.tolist()).numpy()
+    np.testing.assert_allclose(row.engine_logp_T[start:end], logp_T[start:end], atol=TOLERANCE)
+    own, expected = sorted_experts(reference, prompt, sample)
+    assert len(own) == row.num_tokens - 1
     rows = range(len(prompt) + start - 1 if start else 0, len(prompt) + end - 1)
-    own, expected = (
-        np.sort(sample.only_row.routed_experts, -1),
-        np.sort(experts_of(reference, [*prompt, *ids]), -1),
-    )
     assert own[rows].tolist() == expected[rows].tolist()
     return int((own != expected).any((1, 2)).sum())
+
+
+def sorted_experts(
+    reference: Reference, prompt: list[int], sample: Sample
+) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of each token, as the sample has them, and as transformers' routers choose them."""
+    row = sample.only_row
+    assert row.routed_experts is not None and row.routed_experts.dtype == np.uint8
+    expected = experts_of(reference, [*prompt, *row.response_ids_T.tolist()])
+    return np.sort(row.routed_experts, -1), np.sort(expected, -1)
 
 
 def experts_of(reference: Reference, ids: list[int]) -> np.ndarray:
@@ -352,9 +355,5 @@ def check_experts(folder: Path, groups: Sequence[Sequence[Sample]]) -> None:
         reference = Reference(folder)
         for prompt, group in zip(PROMPTS, groups, strict=True):
             for sample in group:
-                expected = np.sort(
-                    experts_of(reference, [*prompt, *sample.only_row.response_ids_T.tolist()]), -1
-                )
-                assert sample.only_row.routed_experts is not None
-                assert sample.only_row.routed_experts.dtype == np.uint8
-                assert np.sort(sample.only_row.routed_experts, -1).tolist() == expected.tolist()
+                own, expected = sorted_experts(reference, prompt, sample)
+                assert own.tolist() == expected.tolist()

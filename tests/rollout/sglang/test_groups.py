@@ -74,22 +74,6 @@ def test_each_sample_is_reported_once_and_no_group_has_more_than_it_can_run(
     assert [queue._balancer.expected_tokens(group) for group in range(2)] == [0, 0]
 
 
-def test_a_long_prompt_is_alone_while_the_other_group_takes_the_short_ones(engine: Engine) -> None:
-    """Responses of one token all count the same; going round, each group would get two of the four."""
-    asked = [
-        (LONG, Sampling(1, 1)),
-        *[(SHORT, Sampling(1, 1, stream=(index,))) for index in range(3)],
-    ]
-    engine._manager.queue._balancer._before = 1, 1.0
-    engine._manager.queue._balancer._now = 0, 0.0
-    _, finished = asyncio.run(sampled(engine, *asked))
-    groups = {
-        tokens: [one.group for one in finished if one.prompt_tokens == tokens] for tokens in (60, 6)
-    }
-    assert len(groups[60]) == 1
-    assert set(groups[6]) == {1 - groups[60][0]}
-
-
 def test_a_cancelled_prompt_leaves_its_places(engine: Engine) -> None:
     """Of its 30 samples 8 run and the others wait."""
 
