@@ -24,6 +24,10 @@ CORPUS = {  # source -> (its answer, a right response, hostile ones)
 }
 
 
+def is_correct(result: object) -> bool:
+    return isinstance(result, RewardResult) and result.correct
+
+
 @pytest.mark.usefixtures("odd_rewards")
 def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., RewardWorkers]) -> None:
     assert sum(len(hostile) for _, _, hostile in CORPUS.values()) >= 100
@@ -51,21 +55,16 @@ def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Rewa
             ]
             return dict(zip(CORPUS, await asyncio.gather(*calls), strict=True))
 
-    right = {source: [response] * 4 for source, (_, response, _) in CORPUS.items()}
-    found = asyncio.run(judge_all(right.__getitem__))
-    assert all(
-        isinstance(one, RewardResult) and one.correct
-        for reward_results in found.values()
-        for one in reward_results
-    )
+    def are_right_ones_correct() -> bool:
+        found = asyncio.run(judge_all(lambda source: [CORPUS[source][1]] * 4))
+        return all(is_correct(result) for results in found.values() for result in results)
+
+    assert are_right_ones_correct()
     found = asyncio.run(judge_all(lambda source: CORPUS[source][2]))
-    for source, reward_results in found.items():
-        for response, one in zip(CORPUS[source][2], reward_results, strict=True):
-            assert not (isinstance(one, RewardResult) and (one.correct or one.reward > 0)), (
-                source,
-                response[:80],
-                one,
-            )
+    for source, results in found.items():
+        for response, result in zip(CORPUS[source][2], results, strict=True):
+            assert not is_correct(result), (source, response[:80], result)
+            assert not (isinstance(result, RewardResult) and result.reward > 0), response[:80]
     judged = [one for one in found["math"] if isinstance(one, RewardResult)]
     assert len(judged) >= 0.85 * len(MATH), (
         "the usual hostile answer is wrong, and no worker is killed for it"
@@ -73,12 +72,7 @@ def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Rewa
     assert any(not isinstance(one, RewardResult) for one in found["format"]), (
         "the pattern does backtrack without end"
     )
-    found = asyncio.run(judge_all(right.__getitem__))
-    assert all(
-        isinstance(one, RewardResult) and one.correct
-        for reward_results in found.values()
-        for one in reward_results
-    )
+    assert are_right_ones_correct()
     last = court.pids()
     assert len(last) == 8 and set(last) != set(first)
     court.shutdown()

@@ -62,7 +62,8 @@ def test_arguments_that_it_does_not_take_are_named() -> None:
 
 def test_episode_is_no_argument_of_a_recipe() -> None:
     path = "tests.rollout.rewards.odd_rewards:of_episode"
-    assert takes_episode(load_reward(path, {})) and not takes_episode(load_reward(EXACT, {}))
+    assert load_reward(EXACT, {}) is score
+    assert takes_episode(load_reward(path, {})) and not takes_episode(score)
     assert not takes_episode(min), "a builtin without a signature"
     with pytest.raises(UserError, match="'episode' is megarl's own") as caught:
         load_reward(path, {"episode": 1}, "reward.by_source.gsm8k.function")
@@ -71,10 +72,6 @@ def test_episode_is_no_argument_of_a_recipe() -> None:
         UserError, match=r"\(response, answer, row, episode=...\): missing .* 'share'"
     ):
         load_reward(f"{path}_later", {})
-
-
-def test_the_shipped_reward_is_found() -> None:
-    assert load_reward(EXACT, {}) is score
 
 
 @pytest.mark.parametrize(
@@ -108,13 +105,11 @@ def test_numbers_of_all_kinds_are_reward_results(value: Any) -> None:
     assert type(found.reward) is float and type(found.correct) is bool
 
 
-@given(value=st.floats(min_value=-3e38, max_value=3e38))
-def test_a_number_is_correct_from_one_upwards(value: float) -> None:
-    assert reward_result_of(value) == RewardResult(value, value >= 1.0)
-
-
 @given(value=st.floats(min_value=-3e38, max_value=3e38), correct=st.booleans())
-def test_a_reward_result_says_itself_what_is_correct(value: float, correct: bool) -> None:
+def test_a_number_is_correct_from_one_upwards_and_a_reward_result_says_so_itself(
+    value: float, correct: bool
+) -> None:
+    assert reward_result_of(value) == RewardResult(value, value >= 1.0)
     assert reward_result_of(RewardResult(value, correct)) == RewardResult(value, correct)
 
 
