@@ -10,11 +10,9 @@ from typing import Any
 from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
 from megarl.isolation.process import ProcessEnd, as_line
-from megarl.rollout.reward_workers.reward_process import AT_ONCE, Request, RewardProcess, RewardSpec
+from megarl.rollout.reward_workers.reward_process import Request, RewardProcess, RewardSpec
 from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
 
-_BATCH = 16  # the most responses that wait for one that hangs
-_BATCH_S = 0.01
 Episodes = Sequence[Mapping[str, Any] | None]
 
 
@@ -90,35 +88,17 @@ class Pool(WorkerPool[RewardProcess]):
         if is_last:
             self._replace(worker)
             return
-        if not worker.is_async:
-            now = self._loop.time()
-            if following := worker.first_in_flight():
-                following.began = now
-            else:
-                pace_s = (now - worker.batch_began) / worker.batch_size
-                worker.batch = max(1, min(_BATCH, int(_BATCH_S / max(pace_s, 1e-6))))
         self._feed()
 
     def _fill(self, worker: RewardProcess) -> None:
-        if not worker.has_room():
-            return
-        now = self._loop.time()
-        most = AT_ONCE - len(worker.in_flight) if worker.is_async else worker.batch
-        taken = 0
-        while self._waiting and taken < most:
+        while self._waiting and worker.has_room():
             request = self._waiting[0]
             if request.alone and worker.in_flight:
-                break
+                return
             self._waiting.popleft()
-            if request.result.done():  # its caller was cancelled
-                continue
-            request.began = now
-            worker.send(request)
-            taken += 1
-            if request.alone:
-                break
-        worker.batch_began = now
-        worker.batch_size = max(taken, 1)
+            if not request.result.done():  # its caller was not cancelled
+                request.began = self._loop.time()
+                worker.send(request)
 
     def _settle(self, job: Request, result: RewardResult | Failure) -> None:
         self.slowest_s = max(self.slowest_s, self._loop.time() - job.began)

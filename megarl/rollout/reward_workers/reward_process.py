@@ -48,9 +48,6 @@ class RewardProcess(WorkerProcess):
         self._timeout_s = spec.timeout_s
         self.is_async = False
         self.takes_episode = False
-        self.batch = 1
-        self.batch_began = 0.0
-        self.batch_size = 1
         self._context = b""
 
     def send(self, request: Request) -> None:
