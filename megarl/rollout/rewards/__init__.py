@@ -38,26 +38,21 @@ def load_reward(path: str, arguments: Mapping[str, Any], where: str = WHERE) -> 
     if not callable(function):
         raise UserError(where, f"{path} is a {type(function).__name__}, not a function", _FORM)
     key = f"{where.rpartition('.')[0]}.arguments"
-    given = {EPISODE: None} if takes_episode(function) else {}
-    if given.keys() & arguments.keys():
-        raise UserError(
-            key,
-            f"{EPISODE!r} is megarl's own: {path} gets the episode in it",
-            "give it another name",
-        )
+    keywords = dict(arguments)
+    if takes_episode(function):
+        if EPISODE in arguments:
+            problem = f"{EPISODE!r} is megarl's own: {path} gets the episode in it"
+            raise UserError(key, problem, "give it another name")
+        keywords = {EPISODE: None, **arguments}
     try:
-        inspect.signature(function).bind("response", "answer", {}, **given, **arguments)
+        inspect.signature(function).bind("response", "answer", {}, **keywords)
     except TypeError as error:
-        call = ", ".join(
-            ["response", "answer", "row", *(f"{key}=..." for key in (*given, *arguments))]
-        )
+        call = ", ".join(["response", "answer", "row", *(f"{name}=..." for name in keywords)])
         hint = f"write into {key} what it takes after response, answer and row"
         raise UserError(where, f"{path} cannot be called with ({call}): {error}", hint) from None
     except ValueError:  # a function that is written in C may have no signature
         pass
-    if arguments:
-        return partial(function, **arguments)
-    return function
+    return partial(function, **arguments) if arguments else function
 
 
 def takes_episode(function: Reward) -> bool:

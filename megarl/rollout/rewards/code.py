@@ -69,13 +69,10 @@ def score(
         memory_mb=memory_mb,
         stdout_bytes=_ALL_OUTPUT_BYTES,
     )
-    here = functools.partial(sandbox.run, where=WHERE, unsafe=unsafe, hint=SANDBOX_HINT)
-    if url is None:
-        run = here
-    else:
+    run = functools.partial(sandbox.run, where=WHERE, unsafe=unsafe, hint=SANDBOX_HINT)
+    if url is not None:
         run = functools.partial(http_service.run, url)
-    runner = _Runner(run, limits, timeout_s)
-    passed = _passed(runner, blocks[-1], suite, stop=not partial)
+    passed = _passed(_Runner(run, limits, timeout_s), blocks[-1], suite, stop=not partial)
     num_passed = sum(passed)
     if num_passed == len(passed):
         return RewardResult(1.0, True)

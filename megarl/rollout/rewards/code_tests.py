@@ -50,23 +50,22 @@ def read_tests(tests: Any) -> Suite:
             tests = json.loads(tests)
         except ValueError as error:
             raise ValueError(f"the tests are not JSON ({error})") from error
-    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= tests.keys():
-        inputs = list(tests["inputs"])
-        outputs = list(tests["outputs"])
-        name = _function_name([tests])
-    elif isinstance(tests, Sequence) and all(isinstance(test, Mapping) for test in tests):
-        try:
-            inputs = [test["input"] for test in tests]
-            outputs = [test["output"] for test in tests]
-        except KeyError as error:
-            raise ValueError(f"a test has no {error.args[0]!r}") from error
-        name = _function_name(tests)
-        if name is None and any(test.get("testtype") == "functional" for test in tests):
-            raise ValueError("tests of a function without its fn_name")
-    elif isinstance(tests, Sequence) and all(isinstance(test, str) for test in tests):
-        return _asserts(tests)
-    else:
-        raise ValueError("the tests are neither inputs and outputs nor a list of assertions")
+    match tests:
+        case {"inputs": [*inputs], "outputs": [*outputs]}:
+            name = _function_name([tests])
+        case [*_] if all(isinstance(test, Mapping) for test in tests):
+            try:
+                inputs = [test["input"] for test in tests]
+                outputs = [test["output"] for test in tests]
+            except KeyError as error:
+                raise ValueError(f"a test has no {error.args[0]!r}") from error
+            name = _function_name(tests)
+            if name is None and any(test.get("testtype") == "functional" for test in tests):
+                raise ValueError("tests of a function without its fn_name")
+        case [*_] if all(isinstance(test, str) for test in tests):
+            return _asserts(tests)
+        case _:
+            raise ValueError("the tests are neither inputs and outputs nor a list of assertions")
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs")
     if name:
