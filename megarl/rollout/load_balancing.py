@@ -28,10 +28,6 @@ class Capacity:
     sequences: int
     tokens: int
 
-    def times(self, count: int) -> Capacity:
-        """The capacity of `count` receivers together."""
-        return Capacity(self.sequences * count, self.tokens * count)
-
 
 @dataclass(frozen=True)
 class CompletedSample:

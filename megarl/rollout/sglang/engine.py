@@ -123,7 +123,9 @@ class Engine:
     @property
     def capacity(self) -> Capacity:
         """What the engine can run at once, all of its attention groups together."""
-        return self._host.server.group_capacity.times(self._settings.layout.dp)
+        groups = self._settings.layout.dp
+        of_group = self._host.server.group_capacity
+        return Capacity(groups * of_group.sequences, groups * of_group.tokens)
 
     async def take_completed(self) -> list[CompletedSample]:
         """The samples that it has finished since the last call, as soon as there are any.

@@ -31,16 +31,6 @@ PREFIX = "megarl-engine-"
 class EngineError(RuntimeError):
     """The engine cannot answer. The text's last line is the cause, after the last output of its scheduler."""
 
-    def __init__(self, cause: str, log: str = "") -> None:
-        super().__init__(cause, log)
-        self.cause = cause
-        self.log = log
-
-    def __str__(self) -> str:
-        if self.log:
-            return f"{self.log}\n{self.cause}"
-        return self.cause
-
 
 class EngineStandstill(EngineError, Silence):
     """A scheduler is alive and has made no progress for run.timeout_s."""
@@ -205,7 +195,9 @@ class Host:
             end = f"ended with exit code {code}"
             if lines and code:
                 end += f": {lines[-1].strip()}"
-        return EngineError(f"engine scheduler {rank} (pid {process.pid}) {end}", "\n".join(lines))
+        return EngineError(
+            "\n".join([*lines, f"engine scheduler {rank} (pid {process.pid}) {end}"])
+        )
 
     def _fail_host(self, error: BaseException) -> None:
         self._fail(

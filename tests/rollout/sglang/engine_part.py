@@ -15,7 +15,7 @@ def main() -> None:
     try:
         asyncio.run(part.fail())
     except EngineError as error:
-        print(error.cause, flush=True)
+        print(str(error).splitlines()[-1], flush=True)
     part.shutdown()
 
 
