@@ -30,11 +30,6 @@ PATIENT = "odd_rewards:patient"
 Build = Callable[..., RewardWorkers]
 
 
-def environment() -> dict[str, str]:
-    """Of another Python that imports what this one does."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Write a user's module; returns the name of its function."""
@@ -362,38 +357,11 @@ def test_who_waits_at_the_end_is_not_left_waiting(judges: Build) -> None:
     odd.shutdown()
 
 
-def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "pid"
-    script = (
-        "import os\n"
-        "from megarl.config import RewardConfig\n"
-        "from megarl.rollout.reward_workers.by_source import RewardWorkers\n"
-        f"judges = RewardWorkers(RewardConfig(function={ODD!r}, timeout_s=1000.0), 120.0)\n"
-        "print(*judges.pids(), flush=True)\n"
-        f"judges.wait_for_rewards('7', {{}}, ['daemon {path}'])\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment()
-    )
-    assert parent.stdout
-    workers = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(workers) == 2
-    while not path.exists():
-        assert parent.poll() is None
-        time.sleep(0.01)
-    parent.kill()
-    parent.communicate()
-    assert gone([*workers, int(path.read_text())])
-
-
 def test_a_worker_imports_nothing_heavy() -> None:
     heavy = ["torch", "sglang", "ray", "pyarrow", "transformers", "sympy", "pydantic"]
     script = f"import sys, megarl.rollout.reward_workers.reward_host; print([m for m in {heavy} if m in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=True,
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
     )
     assert done.stdout.strip() == "[]"
