@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,6 +13,7 @@ from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.engine import Engine, Sampling
 from tests.parallel import checkpoints
+from tests.rollout.sglang.test_engine import BFLOAT16, mean_diff
 from tests.tiny_engines import Reference, write_tokenizer
 
 pytestmark = [
@@ -24,7 +24,6 @@ pytestmark = [
 LAYOUT = EngineLayout(
     1, 2, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True, deepep=True
 )
-BFLOAT16 = 0.05  # nats, in the mean: engine and reference round in other places
 
 
 def test_logprobs_are_those_of_transformers(
@@ -44,11 +43,4 @@ def test_logprobs_are_those_of_transformers(
     engine = build_engine(layout=LAYOUT, model_path=str(folder), dtype="bfloat16")
     reference, prompt = Reference(folder), [3, 7, 15, 8, 18, 4]
     samples = asyncio.run(engine.generate(prompt, Sampling(8, 8)))
-    diffs = [
-        np.abs(
-            sample.only_row.engine_logp_T
-            - reference.logprobs(prompt, sample.only_row.response_ids_T.tolist()).numpy()
-        )
-        for sample in samples
-    ]
-    assert np.concatenate(diffs).mean() < BFLOAT16
+    assert mean_diff(samples, reference, prompt) < BFLOAT16

@@ -142,20 +142,16 @@ async def in_phases(
     change: Callable[[], Awaitable[None]] | None = None,
 ) -> list[list[Sample]]:
     """All prompts, each response in parts of so many tokens; change: what happens between two phases."""
-    groups: list[list[Sample]] = [[] for _ in PROMPTS]
-    while any(sample.is_open for group in groups for sample in group) or not groups[0]:
-        if groups[0] and change:
+    hows = [
+        replace(sampling(kind, place), phase_tokens=phase_tokens) for place in range(len(PROMPTS))
+    ]
+    groups = await asyncio.gather(*map(engine.generate, PROMPTS, hows))
+    while going := [
+        place for place, group in enumerate(groups) if any(sample.is_open for sample in group)
+    ]:
+        if change:
             await change()
-        going = [
-            place
-            for place, group in enumerate(groups)
-            if not group or any(one.is_open for one in group)
-        ]
-        hows = [replace(sampling(kind, place), phase_tokens=phase_tokens) for place in going]
-        calls = [
-            engine.generate(PROMPTS[at], how, groups[at])
-            for at, how in zip(going, hows, strict=True)
-        ]
+        calls = [engine.generate(PROMPTS[place], hows[place], groups[place]) for place in going]
         for place, group in zip(going, await asyncio.gather(*calls), strict=True):
             groups[place] = group
     return groups
@@ -236,17 +232,17 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
 def check_continued(groups: Sequence[Sequence[Sample]], whole: Sequence[Sequence[Sample]]) -> None:
     """Samples of several parts are those of one, in their tokens to the last."""
     lengths = set()
-    for one, other in zip(chain(*groups), chain(*whole), strict=True):
-        assert one.only_row.response_ids_T.tolist() == other.only_row.response_ids_T.tolist()
-        assert (one.text, one.finished, one.only_row.parts) == (
+    for sample, other in zip(chain(*groups), chain(*whole), strict=True):
+        row = sample.only_row
+        whole_row = other.only_row
+        assert row.response_ids_T.tolist() == whole_row.response_ids_T.tolist()
+        assert (sample.text, sample.finished, row.parts) == (
             other.text,
             other.finished,
-            other.only_row.parts,
+            whole_row.parts,
         )
-        np.testing.assert_allclose(
-            one.only_row.engine_logp_T, other.only_row.engine_logp_T, atol=TOLERANCE
-        )
-        lengths.add(len(one.only_row.response_ids_T))
+        np.testing.assert_allclose(row.engine_logp_T, whole_row.engine_logp_T, atol=TOLERANCE)
+        lengths.add(row.num_trained)
     assert max(lengths) == 24 and len(lengths) > 3, "some end by themselves, in several phases"
 
 
