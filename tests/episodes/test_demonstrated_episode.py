@@ -17,10 +17,13 @@ from megarl.environments.calculator import calculate
 from megarl.environments.runtime.tool_loading import load_tools
 from megarl.episodes.conversation import Conversation
 from megarl.episodes.demonstrated_episode import Demonstration, demonstrate
+from megarl.episodes.demonstrations import demonstrated_episode
 from megarl.episodes.template_check import check
 from megarl.episodes.tool_calls import CallFormat, ToolCall
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import load_tokenizer
+from megarl.samples import accounting
+from megarl.types import Prompt, UserError
 from scripts import make_arithmetic, make_tiny_moe
 from tests.episodes.chatml_families import CHATML, HERMES, QWEN_2_5, QWEN_3_CODER
 from tests.episodes.families import TOOLS, Family, stop_ids, tokenizer_of
@@ -310,6 +313,22 @@ def test_a_demonstration_is_the_episode_with_the_same_turns(
     assert made.response_ids == found.response_ids_T.tolist()
     assert made.sampled == found.trained_T.tolist()
     assert made.text == row["answer"]
+
+
+def test_a_demonstrated_episode_is_a_row_whose_turns_are_trained(
+    turn_tokenizer: TurnTokenizer,
+) -> None:
+    row = next(row for row in ROWS if len(row["messages"]) > 1)
+    made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
+    prompt = Prompt("rows.jsonl:1", "", tuple(made.prompt_ids), row["answer"], row, row["prompt"])
+    group = demonstrated_episode(prompt, turn_tokenizer, "messages")
+    accounting.check(prompt, group.samples)
+    (sample,) = group.samples
+    assert sample.only_row.prompt_ids is prompt.token_ids and sample.text == row["answer"]
+    assert sample.only_row.response_ids_T.tolist() == made.response_ids
+    assert sample.only_row.trained_T.tolist() == made.sampled
+    with pytest.raises(UserError, match="data.messages: rows.jsonl:1: there is no column 'chat'"):
+        demonstrated_episode(prompt, turn_tokenizer, "chat")
 
 
 @pytest.mark.slow  # imports SGLang

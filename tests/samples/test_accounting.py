@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.episodes.demonstrations import demonstrated_conversation, demonstration
 from megarl.samples.accounting import sample_error, trained_parts
 from megarl.samples.buffer import PartialGroup, PartialSummary
 from megarl.samples.summaries import partial_summary, summary
@@ -156,39 +155,3 @@ def test_each_sampled_token_is_in_a_row_or_dropped_for_a_reason(
         summary(group(sample_of([first_row(), later_row()], facts=facts)))
     right = replace(facts, sampled_tokens=8, dropped_unawaited=2, dropped_anew=1)
     assert summary(group(sample_of([first_row(), later_row()], facts=right))).facts == (right,)
-
-
-def test_a_demonstrated_conversation_is_masked_where_others_wrote() -> None:
-    """The prompt is what comes before the model's first token; what comes after its last is nothing to learn from."""
-    made = demonstrated_conversation(
-        PROMPT, [1, 2, 3, 5, 6, 7, 8, 9], [False] * 3 + [True, True, False, True, False]
-    )
-    (one,) = made.samples
-    row = one.only_row
-    assert row.prompt_ids is PROMPT.token_ids and row.response_ids_T.tolist() == [5, 6, 7, 8]
-    assert row.trained_T.tolist() == [True, True, False, True]
-    assert summary(made).rows == ((RowSummary(7, 4, 3, (SamplePart(0, 3),)),),)
-    (other,) = demonstrated_conversation(PROMPT, [1, 2, 3, 4, 5], [False] * 4 + [True], "x").samples
-    row = other.only_row
-    assert row.prompt_ids == [1, 2, 3, 4] and row.response_ids_T.tolist() == [5]
-    assert row.trained_T.tolist() == [True] and other.text == "x"
-
-
-def test_a_conversation_of_one_answer_is_the_usual_demonstration(tokenizer: Any) -> None:
-    usual = demonstration(PROMPT, tokenizer)
-    (expected,) = usual.samples
-    answer_ids = [*tokenizer.convert_tokens_to_ids(["3"]), tokenizer.eos_token_id]
-    assert expected.only_row.response_ids_T.tolist() == answer_ids and expected.finished
-    ids = [*PROMPT.token_ids, *expected.only_row.response_ids_T.tolist()]
-    (made,) = demonstrated_conversation(
-        PROMPT, ids, [False] * 3 + [True] * (len(ids) - 3), PROMPT.answer
-    ).samples
-    for name, value in expected.only_row.__dict__.items():
-        np.testing.assert_array_equal(getattr(made.only_row, name), value)
-    assert replace(made, rows=()) == replace(expected, rows=())
-
-
-@pytest.mark.parametrize("marks", [[False] * 4, [True] * 4, [False, True]])
-def test_a_conversation_without_prompt_or_answer_is_refused(marks: list[bool]) -> None:
-    with pytest.raises(ValueError, match="this has 4 tokens with"):
-        demonstrated_conversation(PROMPT, [1, 2, 3, 4], marks)
