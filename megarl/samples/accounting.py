@@ -76,15 +76,17 @@ def sample_error(sample: Sample) -> str | None:
     elif sample.open_episode:
         account = sample.open_episode.account
     else:
-        account = {}
+        return None
     sampled = account.get("sampled_tokens", 0)
     dropped = {reason: account.get(f"dropped_{reason}", 0) for reason in get_args(DropReason)}
     num_dropped = sum(dropped.values())
-    if account and sample.num_trained != sampled - num_dropped:
-        reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
-        counted = f"{sampled} tokens that the engine sampled, of which {num_dropped} were dropped ({reasons})"
-        return f"has {sample.num_trained} tokens to train on, and {counted}"
-    return None
+    if sample.num_trained == sampled - num_dropped:
+        return None
+    reasons = ", ".join(f"{reason} {count}" for reason, count in dropped.items())
+    return (
+        f"has {sample.num_trained} tokens to train on, and {sampled} tokens that the engine sampled,"
+        f" of which {num_dropped} were dropped ({reasons})"
+    )
 
 
 def _row_error(row: Row, is_open: bool) -> str | None:

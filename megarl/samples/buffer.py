@@ -178,9 +178,12 @@ class RolloutBuffer(Generic[Ref]):
 
         A complete group waits in steps that train on `wanted` others of lower numbers, which the buffer has, too.
         """
-        found = [entry.summary for entry in self.entries if isinstance(entry.summary, GroupSummary)]
         versions = [
-            part.version for summary in found for parts in summary.parts_G for part in parts
+            part.version
+            for entry in self.entries
+            if isinstance(entry.summary, GroupSummary)
+            for parts in entry.summary.parts_G
+            for part in parts
         ]
         if not versions:
             return self
@@ -191,16 +194,12 @@ class RolloutBuffer(Generic[Ref]):
     def check(self) -> None:
         """Raises RuntimeError unless every drawn prompt is exactly one of trained on, dropped and in the buffer."""
         numbers = [entry.number for entry in self.entries]
-        held = _bits(self.entries)
-        every = (1 << self.next_number) - 1
-        overlap = self.trained & self.dropped | self.trained & held | self.dropped & held
-        if (
-            overlap
-            or self.trained | self.dropped | held != every
-            or numbers != sorted(set(numbers))
-        ):
-            counts = [one.bit_count() for one in (self.trained, self.dropped)]
-            told = f"{counts[0]} trained on, {counts[1]} dropped, {len(numbers)} in the buffer"
+        trained = self.trained.bit_count()
+        dropped = self.dropped.bit_count()
+        every = self.trained | self.dropped | _bits(self.entries)
+        is_once = trained + dropped + len(numbers) == self.next_number
+        if every != (1 << self.next_number) - 1 or not is_once or numbers != sorted(numbers):
+            told = f"{trained} trained on, {dropped} dropped, {len(numbers)} in the buffer"
             raise RuntimeError(
                 f"the {self.next_number} prompts that were drawn are not each of {told} exactly once"
             )

@@ -325,13 +325,14 @@ def test_rows_that_make_no_sample_are_refused(tmp_path: Path) -> None:
     for column, value, says in (
         ("rows", None, "has no rows"),
         ("rows", [], "has no rows"),
-        ("rows.engine_logp", [], "3 prompt tokens, 2 response tokens and 0 logprobs"),
+        ("rows.engine_logp", [], "a row 0 with 2 tokens and 0 logprobs"),
         ("rows.response_ids", [-1, 1], "a negative token id"),
         ("rows.trained", None, "has a row without trained"),
         ("prompt_ids", None, "has no prompt_ids"),
         ("step", 2, "has the step number 2"),
         ("rows.experts", b"123", "has experts of type None"),
-        ("rows.part_tokens", [1, 2], r"parts of \[1, 2\] tokens and of versions \[1, 3\]"),
+        ("rows.part_tokens", [1, 2], "a row 0 with 2 tokens and parts of 3"),
+        ("rows.part_tokens", [0, 2], r"parts of \[0, 2\] tokens and of versions \[1, 3\]"),
         ("rows.versions", [3, 1], r"parts of \[1, 1\] tokens and of versions \[3, 1\]"),
         ("row", "{", "the row '{', which is not an object of JSON"),
         ("row", "[" * 200_000, "which is not an object of JSON"),
@@ -357,7 +358,7 @@ def test_experts_of_a_part_of_the_tokens_are_refused(tmp_path: Path) -> None:
     ]
     file = write(tmp_path / "samples.parquet", [replace(one, samples=tuple(cut))])
     with pytest.raises(
-        UserError, match="sample 0 of step 1 has the experts of 2 tokens, and 4 tokens"
+        UserError, match="has a row 0 with 4 tokens of prompt and response, and the experts of 2"
     ):
         file.groups(1)
 
