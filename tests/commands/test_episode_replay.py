@@ -325,7 +325,7 @@ def test_what_cannot_be_played_again_is_left_out_and_counted(dice: list[SampleGr
         is_open=True,
         finished=False,
         facts=None,
-        open_episode=EpisodeProgress(1, {}, "answer", said=()),
+        open_episode=EpisodeProgress(1, {"sampled_tokens": whole.num_trained}, "answer", said=()),
     )
     late = replace(whole, facts=replace(whole.facts, end="timeout"))
     other = replace(whole, facts=replace(whole.facts, seed=None))
