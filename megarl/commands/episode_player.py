@@ -131,11 +131,8 @@ def _take_down(
         else BadCall(name, result.text)
         for (name, arguments), result in zip(turn.calls, results, strict=False)
     ]
-    made = [
-        result for call, result in zip(asked, results, strict=False) if isinstance(call, ToolCall)
-    ]
     if asked:
-        transcript.add_calls(asked, made, [result.text for result in results])
+        transcript.add_calls(asked, results, [result.text for result in results])
 
 
 def difference(first: PlayedEpisode, second: PlayedEpisode) -> tuple[str, str] | None:

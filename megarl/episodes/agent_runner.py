@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol
 
 from megarl.config.episode import EpisodeConfig
-from megarl.environments.agents.agent_thread import AgentFailure, AgentTimeout
-from megarl.environments.agents.chat import Access, ChatHandler
+from megarl.environments.agents.agent_thread import AgentFailure, AgentThread, AgentTimeout
+from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 from megarl.episodes.agent_episode import AgentEpisode
 from megarl.episodes.agent_tools import ToolSets
-from megarl.episodes.paced import PacedSampler
 from megarl.episodes.request_sampling import PolicySampling
 from megarl.episodes.rows import EpisodeResult, EpisodeRows, TurnSampler
 from megarl.model.tokenizer import chat_messages
 from megarl.types import Prompt
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-class AgentClient(Protocol):
-    """What runs the agents: `AgentThread`."""
-
-    async def run(
-        self,
-        row: Mapping[str, Any],
-        prompt: Messages,
-        seed: int,
-        handler: ChatHandler,
-        access: Access | None,
-        timeout_s: float,
-        on_begin: Callable[[], object] = ...,
-    ) -> RewardResult | None: ...
-
-
-class AccessPoint(Protocol):
-    """Where agents ask by HTTP: `ChatEndpoint`. Handlers are called in the loop that opens."""
-
-    def open(self, handler: ChatHandler) -> Access: ...
-    async def close(self, key: str) -> Mapping[str, int]: ...
 
 
 class AgentRunner:
@@ -54,8 +27,8 @@ class AgentRunner:
         self,
         config: EpisodeConfig,
         sampler: TurnSampler,
-        agents: AgentClient,
-        endpoint: AccessPoint | None,
+        agents: AgentThread,
+        endpoint: ChatEndpoint | None,
         tool_sets: ToolSets,
         *,
         max_prompt_tokens: int,
@@ -63,7 +36,7 @@ class AgentRunner:
     ) -> None:
         self._policy = policy
         self._config = config
-        self._sampler = PacedSampler(sampler)
+        self._sampler = sampler
         self._agents = agents
         self._endpoint = endpoint
         self._tool_sets = tool_sets
@@ -75,24 +48,23 @@ class AgentRunner:
 
         Raises what the sampler raises, and UserError where the agent can no longer be used.
         """
-        name = f"episode-{next(self._numbers)}"
-        await self._sampler.begin(name, len(prompt.token_ids))
         rows = EpisodeRows(
             self._sampler,
-            name,
-            prompt.token_ids,
+            f"episode-{next(self._numbers)}",
+            prompt,
             sampling,
             place,
             self._max_prompt_tokens,
             self._config.max_tokens,
         )
+        await rows.begin(len(prompt.token_ids))
         episode = AgentEpisode(rows, self._tool_sets, self._config, self._policy)
         try:
             reward_result = await self._ended(episode, prompt, sampling.group_seed)
         finally:
             await rows.end(len(prompt.token_ids))
-        if episode.error:
-            raise episode.error
+        if rows.error:
+            raise rows.error
         if not rows.tally.kept_tokens and not isinstance(reward_result, Failure):
             reward_result = Failure("no turn of the model has reached the agent")
         return EpisodeResult(rows.sample(episode.end), reward_result, episode.refused_fields)
@@ -115,7 +87,7 @@ class AgentRunner:
             episode.stop("timeout", str(late))
         except AgentFailure as failure:
             if not episode.is_at_limit:  # else it has failed because the model answers no more
-                episode.fail()
+                episode.stop("agent", "the agent has failed")
                 return Failure(f"the agent {failure}")
         finally:
             try:

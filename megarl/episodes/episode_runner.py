@@ -7,13 +7,13 @@ Where the rollout has phases, one may leave an episode open in a turn, before it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.episode import EpisodeConfig
 from megarl.environments.runtime.environment_pool import EnvironmentFailure, ReplayFailure
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.environments.runtime.results import CallResult
 from megarl.episodes.messages import BadMessages, assistant_message, rendered, results_of
 from megarl.episodes.open_episode import (
@@ -24,7 +24,6 @@ from megarl.episodes.open_episode import (
     left_open,
     resumed,
 )
-from megarl.episodes.paced import PacedSampler
 from megarl.episodes.rows import EpisodeResult, EpisodeRows, SampledTurn, TurnSampler
 from megarl.episodes.tally import Tally
 from megarl.episodes.template import Message, TemplateRefusal, user
@@ -35,37 +34,11 @@ from megarl.model.tokenizer import chat_messages
 from megarl.samples.accounting import longest_row
 from megarl.samples.buffer import phases_of
 from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Sample, UserError
-from megarl.types.reward_result import Failure, RewardResult
+from megarl.types.reward_result import Failure
 from megarl.types.sampling import Sampling
 
 _MOST_BAD_TURNS = 3  # in a row, whose calls could not be made at all
 _FIRST_TOKEN = 1  # room that a turn needs at least
-
-
-class EnvironmentClient(Protocol):
-    """What answers the model: `EnvironmentThread`. Methods as of `EnvironmentPool`."""
-
-    @property
-    def has_reply(self) -> bool: ...
-    async def open(self, episode: str, row: Mapping[str, Any], seed: int) -> str | None: ...
-    async def resume(
-        self, episode: str, row: Mapping[str, Any], seed: int, history: str | None
-    ) -> int: ...
-    async def leave(self, episode: str, operations: int) -> str | None: ...
-    async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]: ...
-    async def reply(self, episode: str, text: str) -> CallResult | None: ...
-    async def finish(self, episode: str) -> RewardResult | None: ...
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What follows a turn: what is said to the model, or the reason why the episode ends with the turn.
-
-    ids: the tokens of the next message; None: the history is rendered anew.
-    """
-
-    ids: Sequence[int] | None = ()
-    end: EpisodeEnd | None = None
 
 
 class EpisodeRunner:
@@ -75,14 +48,14 @@ class EpisodeRunner:
         self,
         config: EpisodeConfig,
         sampler: TurnSampler,
-        environment: EnvironmentClient,
+        environment: EnvironmentThread,
         turn_tokenizer: TurnTokenizer,
         calls: CallFormat | None,
         *,
         max_prompt_tokens: int,
     ) -> None:
         self._config = config
-        self._sampler = PacedSampler(sampler)
+        self._sampler = sampler
         self._environment = environment
         self._turn_tokenizer = turn_tokenizer
         self._calls = calls
@@ -103,42 +76,51 @@ class EpisodeRunner:
         begun: as the phase before has left it. assigned_tokens: with which it was dealt to the engine; 0: those of the
         prompt. Raises what the sampler raises, and UserError where what answers can no longer be used.
         """
-        name = f"episode-{next(self._numbers)}"
         config = self._config
         opened = (begun.open_episode if begun else None) or EpisodeProgress(0, {})
-        own_tokens = longest_row(begun) if begun else len(prompt.token_ids)
-        await self._sampler.begin(name, own_tokens)
         rows = EpisodeRows(
             self._sampler,
-            name,
-            prompt.token_ids,
+            f"episode-{next(self._numbers)}",
+            prompt,
             sampling,
             place,
             self._max_prompt_tokens,
             config.max_tokens,
         )
+        await rows.begin(longest_row(begun) if begun else len(prompt.token_ids))
         rows.tally = Tally(
             **opened.account, transcript=TranscriptWriter(begun.transcript if begun else ())
         )
         phase_s = config.phase_tool_s if sampling.phase_tokens else None
         tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
+        state: EpisodeState | None = None  # while the environment has not begun
+        end: EpisodeEnd | None = None  # where the phase leaves the episode open
+        failure: EnvironmentFailure | None = None
         try:
-            state, end, failure = await self._phase(rows, tools, prompt, sampling, begun)
+            state = await self._state(rows, tools, begun, opened)
+            end = await self._take_turns(state)
+        except EnvironmentFailure as error:
+            end = "environment"
+            failure = error
+        except EpisodeOverdue:
+            end = "timeout"
+        except PhaseOver:
+            pass
         finally:  # the engine's place is free before the environment thinks about the reward
             await rows.end(assigned_tokens or len(prompt.token_ids))
         phases = opened.phases + 1
         if end is None and phases < phases_of(config.max_tokens, sampling.phase_tokens):
-            history = await self._environment.leave(name, tools.operations)
+            history = await self._environment.leave(rows.name, tools.operations)
             return EpisodeResult(
-                left_open(rows, tools, state, prompt, phases, history, renders=self._renders), None
+                left_open(rows, tools, state, phases, history, renders=self._renders), None
             )
         if state is None and failure is None:
-            await self._environment.leave(name, 0)
-            failure = self._reset_failure(phases, has_timed_out=end == "timeout")
-            return EpisodeResult(rows.sample("environment"), failure)
+            await self._environment.leave(rows.name, 0)
+            reset_failure = self._reset_failure(phases, has_timed_out=end == "timeout")
+            return EpisodeResult(rows.sample("environment"), reset_failure)
         reward_result = None
         try:
-            reward_result = await tools.unlimited(self._environment.finish(name))
+            reward_result = await tools.unlimited(self._environment.finish(rows.name))
         except EnvironmentFailure as error:
             end = "environment"
             failure = error
@@ -154,57 +136,25 @@ class EpisodeRunner:
         limit = f"episode.phase_tool_s ({config.phase_tool_s:g} s)"
         return Failure(f"reset took longer than {limit} in {phases} phases")
 
-    async def _phase(
-        self,
-        rows: EpisodeRows,
-        tools: ToolTime,
-        prompt: Prompt,
-        sampling: Sampling,
-        begun: Sample | None,
-    ) -> tuple[EpisodeState | None, EpisodeEnd | None, EnvironmentFailure | None]:
-        """(the state, None where the environment has not begun; the end, None where the phase leaves the episode open;
-        the failure that has ended it)."""
-        state = None
-        try:
-            state = await self._state(rows, tools, prompt, sampling, begun)
-            return state, await self._take_turns(state, sampling.max_tokens), None
-        except EnvironmentFailure as error:
-            return state, "environment", error
-        except EpisodeOverdue:
-            return state, "timeout", None
-        except PhaseOver:
-            return state, None, None
-
     async def _state(
-        self,
-        rows: EpisodeRows,
-        tools: ToolTime,
-        prompt: Prompt,
-        sampling: Sampling,
-        begun: Sample | None,
+        self, rows: EpisodeRows, tools: ToolTime, begun: Sample | None, opened: EpisodeProgress
     ) -> EpisodeState:
-        """The state that the phase before has left, or a new one where there is none, or it cannot be made again."""
-        opened = begun.open_episode if begun else None
-        if begun and opened and opened.following != "begin":
-            again = self._environment.resume(
-                rows.name, prompt.row, sampling.group_seed, opened.history
-            )
+        """The state that the phase before has left, or a new one where there is none, or it cannot be made again.
+
+        In a new one the environment's first words are appended to the prompt as one more message of the user.
+        """
+        prompt = rows.prompt
+        seed = rows.sampling.group_seed
+        if begun and opened.following != "begin":
+            again = self._environment.resume(rows.name, prompt.row, seed, opened.history)
             try:
                 tools.operations = await tools.unlimited(again)
             except ReplayFailure:
                 rows.tally.begin_anew()
             else:
-                return resumed(rows, tools, prompt, begun, opened)
-        return await self._begun(rows, tools, prompt, sampling)
-
-    async def _begun(
-        self, rows: EpisodeRows, tools: ToolTime, prompt: Prompt, sampling: Sampling
-    ) -> EpisodeState:
-        """The environment's first words are appended to the prompt as one more message of the user."""
+                return resumed(rows, tools, begun, opened)
         messages = chat_messages(prompt.messages)
-        opening = await tools.wait(
-            self._environment.open(rows.name, prompt.row, sampling.group_seed)
-        )
+        opening = await tools.wait(self._environment.open(rows.name, prompt.row, seed))
         if opening is None:
             return EpisodeState(rows, tools, rows.open(prompt.token_ids), messages)
         rows.tally.transcript.add_message(opening)
@@ -217,13 +167,13 @@ class EpisodeRunner:
             )
         return EpisodeState(rows, tools, rows.open(ids), messages)
 
-    async def _take_turns(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd:
-        """Until the episode ends. turn_tokens: of a turn at most.
+    async def _take_turns(self, state: EpisodeState) -> EpisodeEnd:
+        """Until the episode ends.
 
         Raises PhaseOver where the phase leaves it open, and EpisodeOverdue where it had no seconds left for an answer.
         """
         while True:
-            if not state.is_answered and (end := await self._turn(state, turn_tokens)):
+            if not state.is_answered and (end := await self._turn(state)):
                 return end
             if not await self._go_on(state):
                 return "max_tokens"
@@ -234,7 +184,7 @@ class EpisodeRunner:
             state.turn = None
             state.is_answered = False
 
-    async def _turn(self, state: EpisodeState, turn_tokens: int) -> EpisodeEnd | None:
+    async def _turn(self, state: EpisodeState) -> EpisodeEnd | None:
         """The next turn, or what a phase has left of one, and its answer; the end where the episode ends with it."""
         rows = state.rows
         turn = state.turn
@@ -242,7 +192,7 @@ class EpisodeRunner:
             most = rows.turn_tokens(state.conversation, turn)
             if turn and most <= len(turn.ids):  # a resumed run has a lower limit
                 return "max_tokens"
-            is_whole = most == turn_tokens
+            is_whole = most == rows.sampling.max_tokens
             state.turn = turn = await rows.turn(state.conversation, turn)
             if turn.is_open:
                 raise PhaseOver
@@ -250,12 +200,10 @@ class EpisodeRunner:
                 if is_whole:
                     return "cut"
                 return "max_tokens"
-        answer = await self._answer(state, turn)
-        if answer.end:
-            return answer.end
+        if end := await self._answer(state, turn):
+            return end
         if state.tally.turns >= self._config.max_turns:
             return "max_turns"
-        state.said = answer.ids
         state.is_answered = True
         return None
 
@@ -280,8 +228,11 @@ class EpisodeRunner:
         conversation.add_message(ids)
         return True
 
-    async def _answer(self, state: EpisodeState, turn: SampledTurn) -> _Answer:
-        """What tools or the environment say to a turn; its reward goes to the turn. PhaseOver changes nothing."""
+    async def _answer(self, state: EpisodeState, turn: SampledTurn) -> EpisodeEnd | None:
+        """What tools or the environment say to a turn is `state.said` then; its reward goes to the turn.
+
+        Returns the end where the episode ends with the turn. PhaseOver changes nothing.
+        """
         ids = turn.ids
         if self._calls:
             read = await asyncio.to_thread(self._read, ids, state.after_tools)
@@ -290,10 +241,10 @@ class EpisodeRunner:
         if read.calls:
             return await self._called(state, read, ids)
         if not self._environment.has_reply:
-            return _Answer(end="answered")
+            return "answered"
         reply = await state.tools.wait(self._environment.reply(state.rows.name, read.content))
         if reply is None:
-            return _Answer(end="answered")
+            return "answered"
         state.conversation.add_reward(reply.reward)
         state.after_tools = False
         state.bad_turns = 0
@@ -301,45 +252,54 @@ class EpisodeRunner:
         state.tally.transcript.add_reward(reply.reward)
         state.tally.transcript.add_message(shown)
         if reply.done:
-            return _Answer(end="done")
+            return "done"
         if self._renders:
             state.messages += [self._message(state, read, ids), user(shown)]
-            return _Answer(None)
-        return _Answer(await self._said(self._turn_tokenizer.user, shown, after=ids[-1]))
+            state.said = None
+        else:
+            state.said = await self._said(self._turn_tokenizer.user, shown, after=ids[-1])
+        return None
 
-    async def _called(self, state: EpisodeState, read: Turn, ids: Sequence[int]) -> _Answer:
+    async def _called(
+        self, state: EpisodeState, read: Turn, ids: Sequence[int]
+    ) -> EpisodeEnd | None:
         """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
         tally = state.tally
         good = [call for call in read.calls if isinstance(call, ToolCall)]
         made, is_overdue = await self._made(state, good)
         message = self._message(state, read, ids)
-        results = iter(made)
-        texts = [
-            next(results).text if isinstance(call, ToolCall) else call.reason for call in read.calls
+        results_of_good = iter(made)
+        results = [
+            next(results_of_good)
+            if isinstance(call, ToolCall)
+            else CallResult(call.reason, error="arguments")
+            for call in read.calls
         ]
-        shown = await asyncio.to_thread(lambda: [self._cut(text) for text in texts])
-        tally.calls = tally.calls + len(read.calls)
+        shown = await asyncio.to_thread(lambda: [self._cut(result.text) for result in results])
+        tally.calls += len(results)
+        tally.call_errors += sum(result.error is not None for result in results)
         state.after_tools = True
-        tally.call_errors += len(read.calls) - sum(result.error is None for result in made)
         state.bad_turns = 0 if good else state.bad_turns + 1
-        reward = sum(result.reward for result in made)
+        reward = sum(result.reward for result in results)
         state.conversation.add_reward(reward)
         tally.transcript.add_reward(reward)
-        tally.transcript.add_calls(read.calls, made, shown)
+        tally.transcript.add_calls(read.calls, results, shown)
         if is_overdue:
-            return _Answer(end="timeout")
-        if any(result.done for result in made):
-            return _Answer(end="done")
+            return "timeout"
+        if any(result.done for result in results):
+            return "done"
         if state.bad_turns == _MOST_BAD_TURNS:
-            return _Answer(end="bad_calls")
+            return "bad_calls"
         if self._renders:
             state.messages += [message, *results_of(message, shown)]
-            return _Answer(None)
-        told = [
-            ToolResult(text, call.name, call.id)
-            for text, call in zip(shown, read.calls, strict=True)
-        ]
-        return _Answer(await self._said(self._turn_tokenizer.tool_results, told, after=ids[-1]))
+            state.said = None
+        else:
+            told = [
+                ToolResult(text, call.name, call.id)
+                for text, call in zip(shown, read.calls, strict=True)
+            ]
+            state.said = await self._said(self._turn_tokenizer.tool_results, told, after=ids[-1])
+        return None
 
     async def _made(
         self, state: EpisodeState, calls: Sequence[ToolCall]

@@ -17,7 +17,7 @@ from megarl.episodes.rows import EpisodeRows, SampledTurn
 from megarl.episodes.tally import Tally
 from megarl.episodes.template import Message
 from megarl.model.tokenizer import chat_messages
-from megarl.types import EpisodeProgress, Prompt, Sample
+from megarl.types import EpisodeProgress, Sample
 
 Result = TypeVar("Result")
 
@@ -124,7 +124,6 @@ def left_open(
     rows: EpisodeRows,
     tools: ToolTime,
     state: EpisodeState | None,
-    prompt: Prompt,
     phases: int,
     history: str | None,
     *,
@@ -141,6 +140,9 @@ def left_open(
         following = "message"
     else:
         following = "answer"
+    messages: list[Message] = []
+    if renders:
+        messages = state.messages[len(chat_messages(rows.prompt.messages)) :]
     opened = EpisodeProgress(
         phases,
         account={},
@@ -148,7 +150,7 @@ def left_open(
         seconds=tools.seconds,
         turn_tokens=len(turn.ids),
         said=None if state.said is None else tuple(state.said),
-        messages=tuple(state.messages[len(chat_messages(prompt.messages)) :]) if renders else (),
+        messages=tuple(messages),
         history=history,
         after_tools=state.after_tools,
         bad_turns=state.bad_turns,
@@ -157,7 +159,7 @@ def left_open(
 
 
 def resumed(
-    rows: EpisodeRows, tools: ToolTime, prompt: Prompt, begun: Sample, opened: EpisodeProgress
+    rows: EpisodeRows, tools: ToolTime, begun: Sample, opened: EpisodeProgress
 ) -> EpisodeState:
     """The state of an episode that a phase has left open, with its rows."""
     conversation, turn = rows.restore(begun, opened)
@@ -165,7 +167,7 @@ def resumed(
         rows,
         tools,
         conversation,
-        [*chat_messages(prompt.messages), *opened.messages],
+        [*chat_messages(rows.prompt.messages), *opened.messages],
         turn,
         opened.following == "message",
         opened.said,

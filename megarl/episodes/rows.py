@@ -10,8 +10,9 @@ from itertools import count
 from typing import Any, Protocol
 
 from megarl.episodes.conversation import Conversation
+from megarl.episodes.paced import paced
 from megarl.episodes.tally import Tally
-from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Row, Sample
+from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Prompt, Row, Sample
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
@@ -58,7 +59,7 @@ class SampledTurn:
 
 
 class EpisodeRows:
-    """The conversations of an episode, which is sample number `place` of its prompt. prompt_ids: of its group.
+    """The conversations of an episode, which is sample number `place` of its prompt.
 
     max_tokens: of a conversation after its prompt, and of all that is sampled in the episode and not dropped. A
     conversation has at most max_prompt_tokens + max_tokens. sampling.phase_tokens: of all that is sampled here.
@@ -68,18 +69,18 @@ class EpisodeRows:
         self,
         sampler: TurnSampler,
         name: str,
-        prompt_ids: Sequence[int],
+        prompt: Prompt,
         sampling: Sampling,
         place: int,
         max_prompt_tokens: int,
         max_tokens: int,
     ) -> None:
         self.name = name
-        self._prompt_ids = prompt_ids
-        self._prompt_list = list(prompt_ids)
+        self.prompt = prompt
+        self._prompt_list = list(prompt.token_ids)
         self.tally = Tally()
         self._sampler = sampler
-        self._sampling = sampling
+        self.sampling = sampling  # of the turns; max_tokens: of a turn
         self._place = place
         self._context_tokens = max_prompt_tokens + max_tokens
         self._max_tokens = max_tokens
@@ -93,6 +94,10 @@ class EpisodeRows:
         self._phase_sampled = 0
         self._restored_length = 0
         self.error: BaseException | None = None  # what the sampler has raised
+
+    async def begin(self, num_tokens: int) -> None:
+        """Wait for a place at the engine, for a conversation that has so many tokens."""
+        await paced(self._sampler.begin(self.name, num_tokens))
 
     def open(self, prompt_ids: Sequence[int]) -> Conversation:
         """A further conversation, which begins with these tokens."""
@@ -115,7 +120,7 @@ class EpisodeRows:
     def _shared(self, prompt_ids: Sequence[int]) -> Sequence[int]:
         """The prompt of a conversation: that of the group itself where it has the same tokens."""
         if self._prompt_list == list(prompt_ids):
-            return self._prompt_ids
+            return self.prompt.token_ids
         return array("i", prompt_ids)
 
     def room(self, prompt_tokens: int, response_tokens: int = 0) -> int:
@@ -135,7 +140,7 @@ class EpisodeRows:
         """Whether a turn has room, once it does not depend on turns in flight, of other conversations."""
         while self._reserved:
             most = self._room(prompt_tokens, response_tokens, 0)
-            if self.room(prompt_tokens, response_tokens) >= min(most, self._sampling.max_tokens):
+            if self.room(prompt_tokens, response_tokens) >= min(most, self.sampling.max_tokens):
                 break
             await self._turn_ended.wait()
         return self.room(prompt_tokens, response_tokens) > 0
@@ -145,11 +150,6 @@ class EpisodeRows:
         """The turns that nobody awaits any more."""
         return len(self._abandoned)
 
-    @property
-    def sampling(self) -> Sampling:
-        """How the turns are sampled. max_tokens: of a turn."""
-        return self._sampling
-
     def is_whole_turn(
         self, conversation: Conversation, requested_tokens: int | None = None
     ) -> bool:
@@ -157,7 +157,7 @@ class EpisodeRows:
 
         requested_tokens: the most tokens that the agent asks for; None: no request.
         """
-        any_turn = self._sampling.max_tokens
+        any_turn = self.sampling.max_tokens
         if requested_tokens is not None:
             any_turn = min(requested_tokens, any_turn)
         return self.turn_tokens(conversation, requested_tokens=requested_tokens) == any_turn
@@ -174,7 +174,7 @@ class EpisodeRows:
         """
         given = len(begun.ids) if begun else 0
         left = self.room(conversation.prompt_length, conversation.response_length)
-        room = min(self._sampling.max_tokens, left + given)
+        room = min(self.sampling.max_tokens, left + given)
         if requested_tokens is None:
             return room
         return min(requested_tokens, room)
@@ -187,7 +187,7 @@ class EpisodeRows:
     @property
     def _phase_tokens(self) -> int | None:
         """How many tokens the phase still allows; None: any number."""
-        limit = self._sampling.phase_tokens
+        limit = self.sampling.phase_tokens
         if limit is None:
             return None
         return limit - self._phase_sampled
@@ -215,7 +215,8 @@ class EpisodeRows:
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
         number = next(self._numbers)
         work = self._sampler.turn(self.name, number, conversation.ids, limits, self._place, known)
-        asked_for = self._begin(work, limits.max_tokens)
+        self._reserved += limits.max_tokens
+        asked_for = asyncio.ensure_future(self._sampled(work, limits.max_tokens))
         try:
             sample = await asyncio.shield(asked_for)
             new_ids = sample.only_row.response_ids_T.tolist()
@@ -250,7 +251,7 @@ class EpisodeRows:
     ) -> Sampling:
         """How a turn that has `left` tokens at most is sampled in this phase."""
         return replace(
-            self._sampling,
+            self.sampling,
             max_tokens=left if self._phase_tokens is None else min(left, self._phase_tokens),
             phase_tokens=None,
             stream=self._stream(conversation),
@@ -263,28 +264,28 @@ class EpisodeRows:
         The first conversation with the group's own prompt has the key of a single response.
         """
         prompt_ids = conversation.prompt_ids
-        stream = self._sampling.stream
+        stream = self.sampling.stream
         earlier = self._conversations[: self._conversations.index(conversation)]
         twins = sum(other.prompt_ids == prompt_ids for other in earlier)
-        if prompt_ids is self._prompt_ids and not twins:
+        if prompt_ids is self.prompt.token_ids and not twins:
             return stream
         return (*stream, conversation.prompt_key, twins)
 
-    def _begin(self, work: Coroutine[Any, Any, Sample], tokens: int) -> asyncio.Future[Sample]:
-        """Ask for a turn of so many tokens at most; what it has counts from its end, whoever awaits it."""
-        self._reserved += tokens
-
-        def ended(turn: asyncio.Future[Sample]) -> None:
+    async def _sampled(self, work: Coroutine[Any, Any, Sample], tokens: int) -> Sample:
+        """A turn that has reserved so many tokens; what it has counts from its end, whoever awaits it."""
+        try:
+            turn = await paced(work)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+        finally:
             self._reserved -= tokens
-            if not turn.cancelled() and (error := turn.exception()):
-                self.error = self.error or error
-            elif not turn.cancelled():
-                self._count(turn.result())
             self._turn_ended.set()
             self._turn_ended = asyncio.Event()
-
-        turn = asyncio.ensure_future(work)
-        turn.add_done_callback(ended)
+        self.tally.sampled_tokens += turn.num_trained
+        self.tally.verifications += turn.verifications
+        self.tally.prefills += turn.prefills
+        self._phase_sampled += turn.num_trained
         return turn
 
     async def end(self, prompt_tokens: int) -> None:
@@ -324,7 +325,7 @@ class EpisodeRows:
             reusable_tokens=tally.reusable_tokens,
             cached_tokens=tally.cached_tokens,
             begun_anew=tally.begun_anew,
-            seed=self._sampling.group_seed,
+            seed=self.sampling.group_seed,
         )
         return Sample(
             self._rows(),
@@ -353,14 +354,7 @@ class EpisodeRows:
     def _asked(self) -> list[Conversation]:
         """The conversations that have turns; the first or an empty one where none has."""
         asked = [one for one in self._conversations if one.has_turns] or self._conversations[:1]
-        return asked or [Conversation(self._prompt_ids)]
+        return asked or [Conversation(self.prompt.token_ids)]
 
     def _rows(self) -> tuple[Row, ...]:
         return tuple(conversation.row() for conversation in self._asked())
-
-    def _count(self, turn: Sample) -> None:
-        tally = self.tally
-        tally.sampled_tokens += turn.num_trained
-        tally.verifications += turn.verifications
-        tally.prefills += turn.prefills
-        self._phase_sampled += turn.num_trained

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Protocol
 
 from megarl.config import Recipe
 from megarl.environments.agents.agent_thread import AgentThread, agent_settings
@@ -13,17 +12,11 @@ from megarl.episodes.agent_runner import AgentRunner
 from megarl.episodes.episode_runner import EpisodeRunner
 from megarl.episodes.prepared import Prepared, prepare, prepare_agents
 from megarl.episodes.request_sampling import PolicySampling
-from megarl.episodes.rows import EpisodeResult, TurnSampler
+from megarl.episodes.rows import TurnSampler
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
-from megarl.types import Prompt
-from megarl.types.sampling import Sampling
 
-
-class Runner(Protocol):
-    """Runs episodes: `EpisodeRunner` or `AgentRunner`."""
-
-    async def run(self, prompt: Prompt, sampling: Sampling, place: int) -> EpisodeResult: ...
+Runner = EpisodeRunner | AgentRunner
 
 
 class EnvironmentRuntime:
@@ -37,30 +30,27 @@ class EnvironmentRuntime:
     def prepared(self) -> Prepared:
         """The splice and the format of calls, proven on the chat template of model.path. Raises UserError."""
         path = self._recipe.model.path
-        thread = self.thread
         episode = self._recipe.episode
         assert episode
-        has = {"has_reply": thread.has_reply, "has_reset": thread.has_reset}
         return prepare(
             load_tokenizer(path),
             end_token_ids(path),
-            thread.schemas,
-            **has,
+            self.thread.schemas,
+            has_reply=self.thread.has_reply,
+            has_reset=self.thread.has_reset,
             renders=episode.history == "render",
         )
 
     def runner(self, sampler: TurnSampler) -> Runner:
         recipe = self._recipe
-        own = self.prepared
         assert recipe.episode
-        limit = recipe.data.max_prompt_tokens
         return EpisodeRunner(
             recipe.episode,
             sampler,
             self.thread,
-            own.turn_tokenizer,
-            own.calls,
-            max_prompt_tokens=limit,
+            self.prepared.turn_tokenizer,
+            self.prepared.calls,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
         )
 
     def shutdown(self) -> None:
@@ -88,7 +78,6 @@ class AgentRuntime:
         recipe = self._recipe
         assert recipe.episode
         path = recipe.model.path
-        limit = recipe.data.max_prompt_tokens
         renders = recipe.episode.history == "render"
         tool_sets, _ = prepare_agents(load_tokenizer(path), end_token_ids(path), renders=renders)
         return AgentRunner(
@@ -97,7 +86,7 @@ class AgentRuntime:
             self._thread,
             self._endpoint,
             tool_sets,
-            max_prompt_tokens=limit,
+            max_prompt_tokens=recipe.data.max_prompt_tokens,
             policy=PolicySampling(
                 temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p
             ),

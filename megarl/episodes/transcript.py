@@ -35,21 +35,24 @@ class TranscriptWriter:
         self._entries.append(_entry("assistant", text))
 
     def add_calls(
-        self, calls: Sequence[ToolCall | BadCall], made: Sequence[CallResult], told: Sequence[str]
+        self,
+        calls: Sequence[ToolCall | BadCall],
+        results: Sequence[CallResult],
+        told: Sequence[str],
     ) -> None:
-        """The last turn's calls. made: the results of those that could be made; told: what the model reads of each."""
-        results = iter(made)
-        found = self._entries[-1]["calls"]
-        for call, text in zip(calls, told, strict=True):
-            is_made = isinstance(call, ToolCall)
-            arguments, error = (
-                (_json_value(call.arguments), next(results).error)
-                if is_made
-                else (None, "bad_call")
-            )
-            found.append(
-                {"name": call.name, "arguments": arguments, "result": text, "error": error}
-            )
+        """The last turn's calls. results: of all of them; told: what the model reads of each."""
+        entries = self._entries[-1]["calls"]
+        for call, result, text in zip(calls, results, told, strict=True):
+            entry: TranscriptCall = {
+                "name": call.name,
+                "arguments": None,
+                "result": text,
+                "error": "bad_call",
+            }
+            if isinstance(call, ToolCall):
+                entry["arguments"] = _json_value(call.arguments)
+                entry["error"] = result.error
+            entries.append(entry)
 
     def add_reward(self, reward: float) -> None:
         """The reward of the last turn."""
@@ -84,19 +87,14 @@ def _entry(role: Literal["assistant", "user", "left_out"], text: str) -> Transcr
 def _shortened(entry: TranscriptEntry, longest: int) -> TranscriptEntry:
     calls: list[TranscriptCall] = [
         {
+            **call,
             "name": call["name"] and cut(call["name"], _LONGEST_NAME),
             "arguments": _short_arguments(call["arguments"], longest),
             "result": cut(call["result"], longest),
-            "error": call["error"],
         }
         for call in entry["calls"]
     ]
-    return {
-        "role": entry["role"],
-        "text": cut(entry["text"], longest),
-        "calls": calls,
-        "reward": entry["reward"],
-    }
+    return {**entry, "text": cut(entry["text"], longest), "calls": calls}
 
 
 def _json_value(arguments: Mapping[str, Any]) -> Any:

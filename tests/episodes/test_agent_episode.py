@@ -40,6 +40,7 @@ DOUBLE = {
     },
 }
 CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
+PROMPT = Prompt("row 1", "", (1,), "")
 Messages = list[dict[str, Any]]
 
 
@@ -110,7 +111,7 @@ def played(
     async def run() -> tuple[Sample, AgentEpisode, Script]:
         script = Script(turns)
         rows = EpisodeRows(
-            script, "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, config.max_tokens
+            script, "episode-0", PROMPT, Sampling(1, 100, stream=(1, 2)), 0, 200, config.max_tokens
         )
         episode = AgentEpisode(rows, ToolSets(TOKENIZER, [TOKENIZER.eos_token_id]), config)
 
@@ -125,8 +126,7 @@ def played(
         return rows.sample(episode.end), episode, script
 
     sample, episode, script = asyncio.run(run())
-    prompt = Prompt("row 1", "", (1,), "")
-    accounting.check(prompt, [sample])
+    accounting.check(PROMPT, [sample])
     assert script.completed == 1
     return sample, episode, script
 
@@ -449,7 +449,7 @@ def test_whatever_a_library_raises_for_a_request_is_told(monkeypatch: pytest.Mon
         await ask(user("hi"))
 
     _, episode, _ = played({"hi": "hello"}, agent)
-    assert episode.end == "answered" and episode.error is None
+    assert episode.end == "answered" and episode._rows.error is None
 
 
 def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +469,7 @@ def test_a_turn_that_cannot_be_read_is_dropped_and_counted(monkeypatch: pytest.M
         sample.facts.dropped_unawaited,
         sample.num_trained,
     ) == (2, 6, 3)
-    assert episode.end == "answered" and episode.error is None
+    assert episode.end == "answered" and episode._rows.error is None
 
 
 def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> None:
@@ -482,7 +482,7 @@ def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> 
         assert [type(one) for one in found] == [EpisodeOver] * 3
 
     sample, episode, _ = played({"hi": "hello"}, agent)
-    assert isinstance(episode.error, RuntimeError) and episode.end == "agent"
+    assert isinstance(episode._rows.error, RuntimeError) and episode.end == "agent"
     assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (0, 0)
 
 
@@ -493,7 +493,7 @@ def test_what_the_sampler_raises_is_the_engines_fault() -> None:
                 await ask(user("unknown"))
 
     _, episode, _ = played({}, agent)
-    assert episode.end == "agent" and isinstance(episode.error, RuntimeError)
+    assert episode.end == "agent" and isinstance(episode._rows.error, RuntimeError)
 
 
 def test_half_a_surrogate_pair_of_the_models_ends_nothing() -> None:
@@ -588,7 +588,13 @@ def test_the_time_of_an_agent_is_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     async def run() -> float:
         config = EpisodeConfig.model_validate({"agent": "a:b", "max_tokens": 200})
         rows = EpisodeRows(
-            Script({"hi": "hello"}), "episode-0", [1], Sampling(1, 100, stream=(1, 2)), 0, 200, 200
+            Script({"hi": "hello"}),
+            "episode-0",
+            PROMPT,
+            Sampling(1, 100, stream=(1, 2)),
+            0,
+            200,
+            200,
         )
         episode = AgentEpisode(rows, Slow(TOKENIZER, [TOKENIZER.eos_token_id]), config)
         now_s[0] += 10  # in the queue

@@ -45,8 +45,9 @@ def test_turns_messages_calls_and_rewards_are_in_their_order() -> None:
         BadCall("halve", "no such tool"),
         ToolCall("double", {"number": 9}),
     ]
-    made = [CallResult("4"), CallResult("9 is odd", error="raised")]
-    writer.add_calls(calls, made, ["4", "no such tool", "9 is odd"])
+    texts = ["4", "no such tool", "9 is odd"]
+    made = [CallResult(text) for text in texts[:2]] + [CallResult(texts[2], error="raised")]
+    writer.add_calls(calls, made, texts)
     writer.add_reward(0.5)
     writer.add_turn("4")
     writer.add_reward(1.0)
