@@ -32,22 +32,36 @@ Messages = Sequence[Mapping[str, Any]]
 class _Thread:
     """A conversation as its agent sees it.
 
-    can_go_on: its last turn was not cut. stop: the token that ended that turn; None: a stop text ended it.
+    is_free: its last turn was delivered whole, and no request goes on with it yet. stop: the token that ended that
+    turn; None: a stop text ended it.
     """
 
     conversation: Conversation
     tools: ToolSet
     messages: list[Mapping[str, Any]] = field(default_factory=list)
-    can_go_on: bool = False
+    is_free: bool = False
     stop: int | None = None
-    is_busy: bool = True
     heard: Messages = ()  # what was said before the next turn
     num_calls: int = 0  # of all turns
 
     def goes_on_with(self, messages: Messages, tools: ToolSet) -> bool:
         length = len(self.messages)
-        is_free = self.can_go_on and not self.is_busy and self.tools.key == tools.key
-        return is_free and len(messages) > length and list(messages[:length]) == self.messages
+        return (
+            self.is_free
+            and self.tools.key == tools.key
+            and len(messages) > length
+            and list(messages[:length]) == self.messages
+        )
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A block in which no other request may take the conversation; where it raises the conversation is free."""
+        self.is_free = False
+        try:
+            yield
+        except BaseException:
+            self.is_free = True
+            raise
 
 
 class AgentEpisode:
@@ -76,11 +90,6 @@ class AgentEpisode:
         self.refused_fields: Mapping[str, int] = {}
 
     @property
-    def error(self) -> BaseException | None:
-        """What the sampler has raised."""
-        return self._rows.error
-
-    @property
     def end(self) -> EpisodeEnd:
         """Why the episode has ended."""
         end = self._over[0] if self._over else "answered"
@@ -96,10 +105,6 @@ class AgentEpisode:
     def stop(self, end: EpisodeEnd, words: str) -> None:
         """Answer no further request; the first reason counts."""
         self._over = self._over or (end, words)
-
-    def fail(self) -> None:
-        """The agent has failed."""
-        self.stop("agent", "the agent has failed")
 
     def begin(self) -> None:
         """The agent begins, perhaps anew: its time counts from now on."""
@@ -129,7 +134,7 @@ class AgentEpisode:
             raise
         except Exception as error:
             # messages and schemas are anybody's, and libraries raise anything for them
-            if not self.error:
+            if not self._rows.error:
                 raise ChatRefused(
                     f"the request cannot be answered ({describe_error(error)})"
                 ) from error
@@ -189,23 +194,21 @@ class AgentEpisode:
             self._check_over()
 
     async def _thread(self, messages: list[dict[str, Any]], tools: ToolSet) -> _Thread:
-        """The conversation that the messages go on with, which then has them, or a new one; it is busy."""
+        """The conversation that the messages go on with, which then has them, or a new one; it is not free."""
         if self._config.history == "render":
             return await self._rendered(messages, tools)
         known = [thread for thread in self._threads if thread.goes_on_with(messages, tools)]
-        for thread in sorted(known, key=lambda one: len(one.messages), reverse=True):
+        for thread in sorted(known, key=lambda thread: len(thread.messages), reverse=True):
             if not thread.goes_on_with(messages, tools):  # another request has taken it
                 continue
             new = messages[len(thread.messages) :]
-            thread.is_busy = True
-            try:
+            with thread.taken():
                 ids = await asyncio.to_thread(
                     said, new, thread.messages[-1], tools.turn_tokenizer, thread.stop
                 )
                 if ids is not None:
                     return await self._continued(thread, ids, new)
-            finally:
-                thread.is_busy = not thread.can_go_on
+            thread.is_free = True
         ids = await asyncio.to_thread(rendered, messages, tools.turn_tokenizer)
         return await self._opened(ids, messages, tools)
 
@@ -215,28 +218,26 @@ class AgentEpisode:
         known = [
             thread
             for thread in self._threads
-            if not thread.is_busy and thread.can_go_on and thread.conversation.is_start_of(ids)
+            if thread.is_free and thread.conversation.is_start_of(ids)
         ]
         if not known:
             return await self._opened(ids, messages, tools)
-        thread = max(known, key=lambda one: len(one.conversation.ids))
-        thread.is_busy = True
-        try:
-            found = await self._continued(
-                thread, ids[len(thread.conversation.ids) :], _last_heard(messages)
-            )
-        finally:
-            thread.is_busy = not thread.can_go_on
-        found.tools = tools
-        return found
+        thread = max(known, key=lambda thread: len(thread.conversation.ids))
+        with thread.taken():
+            new_ids = ids[len(thread.conversation.ids) :]
+            await self._continued(thread, new_ids, _last_heard(messages))
+        thread.tools = tools
+        return thread
 
     async def _continued(self, thread: _Thread, ids: Sequence[int], new: Messages) -> _Thread:
-        """The conversation with further tokens, which are those of new messages; it is no longer free."""
+        """The conversation with further tokens, which are those of new messages.
+
+        It is free again once its turn is delivered; a turn that is not delivered ends the conversation.
+        """
         conversation = thread.conversation
         await self._check_room(conversation.prompt_length, conversation.response_length + len(ids))
         if ids:
             conversation.add_message(ids)
-        thread.can_go_on = False  # a turn that is not delivered ends the conversation
         thread.heard = new
         return thread
 
@@ -281,8 +282,7 @@ class AgentEpisode:
                 thread.stop = last
             else:
                 thread.stop = None
-            thread.can_go_on = True
-            thread.is_busy = False
+            thread.is_free = True
         thread.messages = [*messages, message]
         calls = calls_of(message)
         tokens = len(turn.ids)
