@@ -120,20 +120,19 @@ def said(
     """The tokens of checked messages after a turn; None where they cannot be spliced.
 
     stop: the stop token with which the turn ended; None: a stop text ended it. turn: the assistant's message
-    before them. They are spliced where they are one user's message, or the results of all calls of the turn in any
-    order, and the chat template takes them so.
+    before them, whose calls have ids of their own. They are spliced where they are one user's message, or the results
+    of all calls of the turn in any order, and the chat template takes them so.
     """
     roles = [message["role"] for message in messages]
     calls = turn.get("tool_calls", [])
     try:
         if roles == ["user"] and not calls:
             return turn_tokenizer.user(messages[0]["content"], after=stop)
-        ids = [call["id"] for call in calls]
-        answered = [message.get("tool_call_id", "") for message in messages]
-        if set(roles) == {"tool"} and sorted(ids) == sorted(answered):
-            texts = _by_id(answered, [message["content"] for message in messages])
+        texts = {message.get("tool_call_id"): message["content"] for message in messages}
+        is_answered = len(messages) == len(calls) and texts.keys() == {call["id"] for call in calls}
+        if set(roles) == {"tool"} and is_answered:
             results = [
-                ToolResult(texts[call["id"]].pop(0), call["function"]["name"], call["id"])
+                ToolResult(texts[call["id"]], call["function"]["name"], call["id"])
                 for call in calls
             ]
             return turn_tokenizer.tool_results(results, after=stop)
@@ -176,16 +175,17 @@ def _distinct_ids(
     calls: Sequence[ToolCall | BadCall], template: ChatTemplate, number: int
 ) -> list[str]:
     """The calls' ids: as the model wrote them, but of equal ones the first alone; otherwise made, from `number` on."""
-    taken = {call.id for call in calls}
-    found = list[str]()
+    written = {call.id for call in calls}
+    ids: list[str] = []
     for place, call in enumerate(calls):
         id = call.id
-        name = call.name or template.tool_name
-        indices = count(number + place, len(calls))
-        while not id or id in found or (id in taken and id != call.id):
-            id = template.call_style.id_form.format(name=name, index=next(indices))
-        found.append(id)
-    return found
+        if not id or id in ids:
+            name = call.name or template.tool_name
+            indices = count(number + place, len(calls))
+            made = (template.call_style.id_form.format(name=name, index=index) for index in indices)
+            id = next(id for id in made if id not in written and id not in ids)
+        ids.append(id)
+    return ids
 
 
 def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[str, Any]:
@@ -199,28 +199,17 @@ def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[
 
 def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Message]:
     """With calls in the template's own style, and the name of its tool in each result."""
-    names: dict[str, list[str]] = {}
+    names: dict[str, str] = {}
     shown: list[Message] = []
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            names |= _by_id(
-                [call["id"] for call in calls], [call["function"]["name"] for call in calls]
-            )
+            names |= {call["id"]: call["function"]["name"] for call in calls}
             message["tool_calls"] = [_styled(call, template) for call in calls]
         if message["role"] == "tool":
-            own = names.get(message["tool_call_id"], [template.tool_name])
-            message.setdefault("name", own.pop(0) if len(own) > 1 else own[0])
+            message.setdefault("name", names.get(message["tool_call_id"], template.tool_name))
         shown.append(message)
     return shown
-
-
-def _by_id(ids: Sequence[Any], texts: Sequence[str]) -> dict[Any, list[str]]:
-    """The texts of each id, in their order: where ids are equal, calls and results are paired by it."""
-    found: dict[Any, list[str]] = {}
-    for id, text in zip(ids, texts, strict=True):
-        found.setdefault(id, []).append(text)
-    return found
 
 
 def _styled(call: Mapping[str, Any], template: ChatTemplate) -> Mapping[str, Any]:

@@ -38,15 +38,17 @@ def test_calls_of_a_turn_have_ids_of_their_own() -> None:
     ]
 
 
-def test_results_with_equal_ids_are_those_of_the_calls_in_their_order() -> None:
-    """In the splice, and where the conversation is rendered."""
-    calls = [{"id": "a", "function": {"name": name, "arguments": "{}"}} for name in ("add", "sub")]
+def test_results_are_those_of_the_calls_whose_ids_they_name() -> None:
+    """In the splice, which has them in the order of the calls, and where the conversation is rendered."""
+    calls = [
+        {"id": name[0], "function": {"name": name, "arguments": "{}"}} for name in ("add", "sub")
+    ]
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
-    results = [result("a", "one"), result("a", "two")]
+    results = [result("s", "two"), result("a", "one")]
     tokenised = said(results, turn, TOKENISING, TOKENIZER.eos_token_id)
-    assert tokenised is not None and TOKENIZER.decode(tokenised).endswith("<eos><assistant>")
-    whole = TOKENIZER.decode(
-        rendered([{"role": "user", "content": "go"}, turn, *results], TOKENISING)
-    )
-    for text in (TOKENIZER.decode(tokenised), whole):
-        assert text.endswith("<addtool>one<eos><subtool>two<eos><assistant>")
+    assert tokenised is not None
+    assert TOKENIZER.decode(tokenised).endswith("<addtool>one<eos><subtool>two<eos><assistant>")
+    whole = rendered([{"role": "user", "content": "go"}, turn, *results], TOKENISING)
+    assert TOKENIZER.decode(whole).endswith("<subtool>two<eos><addtool>one<eos><assistant>")
+    for wrong in (results[:1], [results[0], results[0]]):
+        assert said(wrong, turn, TOKENISING, TOKENIZER.eos_token_id) is None
