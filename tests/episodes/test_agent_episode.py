@@ -480,20 +480,12 @@ def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> 
             *(ask(user(f"unknown {word}")) for word in "abc"), return_exceptions=True
         )
         assert [type(one) for one in found] == [EpisodeOver] * 3
+        with pytest.raises(EpisodeOver, match="the engine has failed"):
+            await ask(user("hi"))
 
     sample, episode, _ = played({"hi": "hello"}, agent)
     assert isinstance(episode._rows.error, RuntimeError) and episode.end == "agent"
     assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (0, 0)
-
-
-def test_what_the_sampler_raises_is_the_engines_fault() -> None:
-    async def agent(ask: Ask) -> None:
-        for _ in range(2):
-            with pytest.raises(EpisodeOver, match="the engine has failed"):
-                await ask(user("unknown"))
-
-    _, episode, _ = played({}, agent)
-    assert episode.end == "agent" and isinstance(episode._rows.error, RuntimeError)
 
 
 def test_half_a_surrogate_pair_of_the_models_ends_nothing() -> None:

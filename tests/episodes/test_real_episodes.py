@@ -29,7 +29,7 @@ from megarl.model.tokenizer import load_tokenizer
 from megarl.rollout.sglang.engine import Engine
 from megarl.samples import accounting
 from megarl.types import Prompt
-from megarl.types.reward_result import Failure, RewardResult
+from megarl.types.reward_result import RewardResult
 from megarl.types.sampling import Sampling
 from tests.parallel import checkpoints
 from tests.tiny_engines import Reference, write_tokenizer
@@ -80,38 +80,6 @@ class Once(Environment):
     def reward(self):
         return 0.5
 """
-FAULTY = '''
-import os
-import time
-
-from megarl.environments import Environment
-
-kept = []
-
-
-class Faulty(Environment):
-    """Answers in the way that its row names."""
-
-    def reset(self, row):
-        self._fault = row["error"]
-
-    def reply(self, text):
-        if self._fault == "hang":
-            time.sleep(1000)
-        if self._fault == "exit":
-            os._exit(3)
-        while self._fault == "fill":
-            kept.append(bytes(16 * 2**20))
-        return "x" * 10**7 if self._fault == "flood" else f"more {len(text)}"
-
-    def reward(self):
-        return 0.5
-'''
-ENDED_BY = {  # faults, and what is said of them
-    "hang": "reply took longer than 3 s",
-    "exit": "reply ended its process (exit code 3)",
-    "fill": "reply ran out of memory",
-}
 ENGINES = {}, {"dp": 2}, {"seeded": True}
 GAME = EnvironmentSettings(environment="megarl.environments.guess:Guess", workers=1)
 
@@ -143,19 +111,6 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[AgentThre
     yield thread, endpoint
     thread.shutdown()
     endpoint.shutdown()
-    sys.path.remove(str(folder))
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentThread]:
-    """One process, which episodes with and without faults share."""
-    folder = tmp_path_factory.mktemp("faulty")
-    (folder / "faulty_game.py").write_text(FAULTY)
-    sys.path.append(str(folder))
-    limits = {"workers": 1, "memory_mb": 256, "call_timeout_s": 3.0}
-    thread = EnvironmentThread(EnvironmentSettings(environment="faulty_game:Faulty", **limits))
-    yield thread
-    thread.shutdown()
     sys.path.remove(str(folder))
 
 
@@ -285,59 +240,6 @@ def check_stop_texts(
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES[:1], ids=["plain"], indirect=True)
-def test_errors_of_environments_cost_their_own_episodes(
-    engine: Engine, faulty: EnvironmentThread, model: Path
-) -> None:
-    """They end by what was done; the rows of all are right, also of those whose process was ended by others."""
-    turn_tokenizer = TurnTokenizer(load_tokenizer(str(model)), end_token_ids(str(model)))
-    keys = {
-        "environment": "faulty_game:Faulty",
-        "max_tokens": 400,
-        "max_turns": 4,
-        "max_observation_tokens": 30,
-    }
-    runner = EpisodeRunner(
-        EpisodeConfig.model_validate(keys),
-        engine,
-        faulty,
-        turn_tokenizer,
-        None,
-        max_prompt_tokens=300,
-    )
-    errors = [*ENDED_BY, "flood", *["none"] * 4]
-    ids = tuple(turn_tokenizer.first("go"))
-    prompts = [
-        Prompt(f"row {place}", "", ids, "", {"error": error}, "go")
-        for place, error in enumerate(errors)
-    ]
-    sampling, ended = Sampling(1, 4 * TURN_TOKENS, stream=(6, 2)), faulty.counts.ended
-    asyncio.run(engine.generate(ids, Sampling(1, 1)))
-    asyncio.run(engine.take_completed())  # which waits for the first
-
-    async def together() -> list[EpisodeResult]:
-        return await asyncio.gather(*(runner.run(prompt, sampling, 0) for prompt in prompts))
-
-    played = asyncio.run(together())
-    for error, one in zip(errors, played, strict=True):
-        facts, words = one.sample.facts, ENDED_BY.get(error)
-        assert facts and (
-            (facts.end, facts.turns) == ("environment", 1) if words else facts.turns > 1
-        )
-        assert one.reward_result == (Failure(words) if words else RewardResult(0.5, False))
-        heard = [entry["text"] for entry in one.sample.transcript if entry["role"] == "user"]
-        assert all(
-            ("tokens left out" in text) == (error == "flood") and len(text) < 100 for text in heard
-        )
-    check_rows(played, Reference(model))
-    assert faulty.counts.ended - ended == len(ENDED_BY), "each of these faults has ended a process"
-    assert len(asyncio.run(engine.take_completed())) == len(played), (
-        "every episode has given its place back"
-    )
-    (again,) = asyncio.run(engine.generate(ids, Sampling(1, 4)))
-    assert again.num_trained
-
-
 def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
     """Every trained token has the logprob that transformers gives it after the row's tokens before it."""
     for one in played:
@@ -371,19 +273,6 @@ def test_experts_of_turns_are_those_of_the_whole_row(
     assert row.routed_experts is not None and again.only_row.routed_experts is not None
     whole = again.only_row.routed_experts[: len(token_ids) - 1]
     assert (np.sort(whole, -1) == np.sort(row.routed_experts, -1)).mean() > 0.99
-
-
-def test_limits_end_an_episode(engine: Engine, game: EnvironmentThread, model: Path) -> None:
-    """Each by its name, and no row is longer than it may be."""
-    ends = {
-        one.sample.facts.end
-        for one in play(engine, game, model, (7,), max_turns=2)
-        if one.sample.facts
-    }
-    assert ends <= {"max_turns", "cut", "done", "answered"} and "max_turns" in ends
-    short = play(engine, game, model, (7,), max_tokens=60)
-    assert all(len(one.sample.only_row.response_ids_T) <= 60 for one in short)
-    assert "max_tokens" in {one.sample.facts.end for one in short if one.sample.facts}
 
 
 @pytest.fixture(scope="module")
