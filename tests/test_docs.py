@@ -21,8 +21,7 @@ from megarl.config.loading import load_recipe
 from megarl.environments.agents.agent_thread import AgentThread, agent_settings
 from megarl.environments.agents.chat import ChatAnswer, ChatRequest
 from megarl.environments.runtime.environment import Observation
-from megarl.environments.runtime.environment_pool import EnvironmentPool
-from megarl.environments.runtime.environment_thread import environment_settings
+from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.environments.runtime.results import CallError, CallResult
 from megarl.environments.runtime.tool_loading import load_environment, load_tools
 from megarl.episodes.demonstrated_episode import demonstrate
@@ -300,14 +299,13 @@ def play(
     """What an episode begins with, the results of its calls, one a turn, and its verdict, in a worker process."""
 
     async def episode() -> tuple[str | None, list[CallResult], RewardResult | None]:
-        pool = EnvironmentPool(environment_settings(recipe, workers=1))
+        pool = EnvironmentThread(environment_settings(recipe, workers=1))
         try:
-            await pool.start()
             opening = await pool.open("an episode", row, 1)
             results = [(await pool.call("an episode", [call]))[0] for call in calls]
             return opening, results, await pool.finish("an episode")
         finally:
-            await pool.end()
+            pool.shutdown()
 
     return asyncio.run(episode())
 

@@ -10,8 +10,7 @@ from itertools import count
 from typing import Any
 
 from megarl.commands.episode_turns import ScriptedTurn
-from megarl.environments.runtime.environment_pool import EnvironmentFailure
-from megarl.environments.runtime.environment_thread import EnvironmentThread
+from megarl.environments.runtime.environment_thread import EnvironmentFailure, EnvironmentThread
 from megarl.environments.runtime.results import CallResult
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.episodes.transcript import TranscriptWriter

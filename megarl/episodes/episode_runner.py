@@ -12,8 +12,11 @@ from itertools import count
 from typing import Any
 
 from megarl.config.episode import EpisodeConfig
-from megarl.environments.runtime.environment_pool import EnvironmentFailure, ReplayFailure
-from megarl.environments.runtime.environment_thread import EnvironmentThread
+from megarl.environments.runtime.environment_thread import (
+    EnvironmentFailure,
+    EnvironmentThread,
+    ReplayFailure,
+)
 from megarl.environments.runtime.results import CallResult
 from megarl.episodes.messages import BadMessages, assistant_message, rendered, results_of
 from megarl.episodes.open_episode import (

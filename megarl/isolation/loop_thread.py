@@ -7,9 +7,11 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 Result = TypeVar("Result")
+Method = TypeVar("Method", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 class LoopThread:
@@ -56,6 +58,16 @@ class LoopThread:
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.wait(left))
+
+
+def in_own_thread(method: Method) -> Method:
+    """Let a coroutine method run in its object's `thread`, whichever loop awaits it."""
+
+    @wraps(method)
+    async def run(owner: Any, *arguments: Any, **keywords: Any) -> Any:
+        return await owner.thread.run(method(owner, *arguments, **keywords))
+
+    return cast(Method, run)
 
 
 async def _built(build: Callable[[], Result]) -> Result:

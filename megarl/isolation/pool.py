@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any, Generic, TypeVar
 
 from megarl.isolation.child import MEMORY_FULL, OUT_OF_MEMORY, SOCKET_CLOSED
+from megarl.isolation.loop_thread import LoopThread
 from megarl.isolation.process import Lost, ProcessEnd, WorkerProcess, describe_exit
 from megarl.types import UserError
 
@@ -17,6 +18,21 @@ GARBAGE = ProcessEnd("ended", "wrote to the socket of its worker process")
 _CLOSED = ProcessEnd("ended", "closed the socket of its worker process")
 
 Process = TypeVar("Process", bound=WorkerProcess)
+AnyPool = TypeVar("AnyPool", bound="WorkerPool[Any]")
+
+
+def start_pool(thread: LoopThread, build: Callable[[], AnyPool]) -> AnyPool:
+    """The pool that `build` makes in the thread, once its processes have imported everything.
+
+    Raises UserError when they cannot; then the thread has ended.
+    """
+    pool = thread.make(build)
+    try:
+        thread.submit(pool.start()).result()
+    except BaseException:
+        thread.end(pool.end())
+        raise
+    return pool
 
 
 class WorkerPool(Generic[Process]):

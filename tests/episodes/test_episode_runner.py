@@ -301,12 +301,12 @@ def test_calls_that_hang_end_with_the_time_of_their_episode(
     play: Play, threads: dict[str, EnvironmentThread]
 ) -> None:
     """Eight seconds of calls, one after the other, in an episode that has one and a half."""
-    before = threads["tools"].counts.ended
+    before = threads["tools"].num_ended
     played, _ = play(
         "tools", call("hang", number=1) * 8, "8", timeout_s=1.5, turn_tokens=500, max_tokens=600
     )
     facts = played.sample.facts
-    assert threads["tools"].counts.ended - before < 4, (
+    assert threads["tools"].num_ended - before < 4, (
         "those that wait for their turn are not made any more"
     )
     assert facts and (facts.end, facts.turns, facts.calls, facts.call_errors) == (

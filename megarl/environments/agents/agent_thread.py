@@ -12,6 +12,7 @@ from megarl.environments.agents.agent_processes import AgentSettings, AgentWorke
 from megarl.environments.agents.agent_requests import AgentRequests
 from megarl.environments.agents.chat import Access, ChatHandler
 from megarl.isolation.loop_thread import LoopThread
+from megarl.isolation.pool import start_pool
 from megarl.types.reward_result import Failure, RewardResult
 
 
@@ -47,12 +48,7 @@ class AgentThread:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._thread = LoopThread("agents")
-        self._workers = self._thread.make(lambda: AgentWorkers(settings))
-        try:
-            self._thread.submit(self._workers.start()).result()
-        except BaseException:
-            self.shutdown()
-            raise
+        self._workers = start_pool(self._thread, lambda: AgentWorkers(settings))
 
     def pids(self) -> list[int]:
         """The worker processes."""

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from megarl.environments.runtime.environment_pool import EnvironmentPool
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 
 Result = TypeVar("Result")
 Play = Callable[..., Any]
@@ -25,7 +25,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     """
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
-    def run(scenario: Callable[[EnvironmentPool], Awaitable[Result]], **settings: Any) -> Result:
+    def run(scenario: Callable[[EnvironmentThread], Awaitable[Result]], **settings: Any) -> Result:
         return asyncio.run(
             _played(scenario, EnvironmentSettings(**{"workers": 1, "start_s": 120.0, **settings}))
         )
@@ -41,17 +41,16 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 async def _played(
-    scenario: Callable[[EnvironmentPool], Awaitable[Result]], settings: EnvironmentSettings
+    scenario: Callable[[EnvironmentThread], Awaitable[Result]], settings: EnvironmentSettings
 ) -> Result:
     before = set(psutil.Process().children(recursive=True))
-    pool = EnvironmentPool(settings)
+    pool = EnvironmentThread(settings)
     try:
-        await pool.start()
         async with asyncio.timeout(120):
             return await scenario(pool)
     finally:
         own = pool.pids()
-        await pool.end()
+        pool.shutdown()
         assert not pool.pids()
         # What a tool has started is killed with it, and reaped by whoever inherits it: perhaps later, by this process.
         new = set(psutil.Process().children(recursive=True)) - before

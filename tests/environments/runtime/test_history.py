@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.environments import RewardResult
-from megarl.environments.runtime.environment_pool import EnvironmentPool, PoolCounts, ReplayFailure
 from megarl.environments.runtime.environment_processes import JobFailure
+from megarl.environments.runtime.environment_thread import EnvironmentThread, ReplayFailure
 from megarl.environments.runtime.history import from_json, to_json
 from megarl.environments.runtime.results import CallResult
 
@@ -26,14 +26,14 @@ def add(number: int) -> tuple[str, Mapping[str, Any]]:
     return "add", {"number": number}
 
 
-async def texts(pool: EnvironmentPool, episode: str, *calls: tuple[str, Any]) -> list[str]:
+async def texts(pool: EnvironmentThread, episode: str, *calls: tuple[str, Any]) -> list[str]:
     return [result.text for result in await pool.call(episode, calls)]
 
 
 def test_an_episode_goes_on_in_another_process_as_if_nothing_had_been(play: Play) -> None:
     """Random numbers, replies and calls that failed included; a call that was given up leaves no trace."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for name in ("whole", "left"):
             await pool.open(name, ROW, 5)
             await pool.call(name, [add(2), ("draw", {}), ("add", {"figure": 3}), ("nothing", {})])
@@ -60,7 +60,7 @@ def test_an_episode_goes_on_in_another_process_as_if_nothing_had_been(play: Play
 def test_a_call_that_was_cut_leaves_no_trace(play: Play, tmp_path: Path) -> None:
     """Neither in this instance, which is closed and replaced, nor in one that goes on with the episode later."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         row = {"name": "one"}
         await pool.open("a", row, 0)
         lose = "lose", {"what": "wait"}
@@ -72,7 +72,7 @@ def test_a_call_that_was_cut_leaves_no_trace(play: Play, tmp_path: Path) -> None
         assert await texts(pool, "b", add(0)) == ["5"]
         assert await texts(pool, "b", lose) == [LATE]
         assert await pool.finish("b") == RewardResult(5.0, False)
-        assert pool.counts == PoolCounts(0, 2, 0)
+        assert pool.num_ended == 0
         assert (tmp_path / "closed").read_text() == "one\n" * 4
 
     play(
@@ -86,7 +86,7 @@ def test_a_call_that_was_cut_leaves_no_trace(play: Play, tmp_path: Path) -> None
 def test_a_call_that_was_given_up_leaves_no_trace_in_the_reward(play: Play) -> None:
     """Nor does a replay, which the next operation begins again."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {}, 0)
         await pool.call("a", [add(2), ("slow", {"what": "sleep 0.3"})])
         for _ in range(2):
@@ -94,7 +94,7 @@ def test_a_call_that_was_given_up_leaves_no_trace_in_the_reward(play: Play) -> N
                 async with asyncio.timeout(0.1):
                     await pool.call("a", [("lose", {"what": "wait"})])
         assert await pool.finish("a") == RewardResult(2.0, False)
-        assert pool.counts == PoolCounts(0, 1, 0)
+        assert pool.num_ended == 0
 
     play(scenario, environment=COUNTER)
 
@@ -102,7 +102,7 @@ def test_a_call_that_was_given_up_leaves_no_trace_in_the_reward(play: Play) -> N
 def test_what_does_not_come_to_the_same_is_refused(play: Play) -> None:
     """By its name, which is free afterwards."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", ROW, 5)
         await pool.call("a", [("draw", {})])
         history = await pool.leave("a", 2)
@@ -117,7 +117,7 @@ def test_what_does_not_come_to_the_same_is_refused(play: Play) -> None:
 
 
 def test_what_cannot_be_repeated_is_not_resumed(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         assert not pool.is_replayable
         await pool.open("a", ROW, 5)
         history = await pool.leave("a", 1)
@@ -129,7 +129,7 @@ def test_what_cannot_be_repeated_is_not_resumed(play: Play) -> None:
 
 
 def test_functions_have_no_state_to_make_again(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {}, 0)
         await pool.call("a", [("process", {"text": "x"})])
         assert await pool.resume("b", {}, 0, await pool.leave("a", 1)) == 0

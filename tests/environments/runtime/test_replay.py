@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from megarl.environments import RewardResult
-from megarl.environments.runtime.environment_pool import (
+from megarl.environments.runtime.environment_thread import (
     EnvironmentFailure,
-    EnvironmentPool,
-    PoolCounts,
+    EnvironmentThread,
 )
 from megarl.environments.runtime.results import CallResult
 
@@ -32,7 +31,7 @@ def odd(what: str) -> tuple[str, Mapping[str, Any]]:
     return "odd", {"what": what}
 
 
-async def kill_idle(pool: EnvironmentPool) -> None:
+async def kill_idle(pool: EnvironmentThread) -> None:
     """As others do, until the pool has another process."""
     (pid,) = pool.pids()
     os.kill(pid, signal.SIGKILL)
@@ -44,13 +43,15 @@ def told(results: list[CallResult]) -> list[tuple[str, str | None]]:
     return [(result.text, result.error) for result in results]
 
 
-async def one(pool: EnvironmentPool, episode: str, call: tuple[str, Any]) -> tuple[str, str | None]:
+async def one(
+    pool: EnvironmentThread, episode: str, call: tuple[str, Any]
+) -> tuple[str, str | None]:
     (found,) = await pool.call(episode, [call])
     return found.text, found.error
 
 
 def test_an_episode_has_an_instance_with_its_seed(play: Play, tmp_path: Path) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         assert await pool.open("a", {"told": True, "name": "first"}, 5) == "You have 3."
         assert await pool.open("b", {"name": "second"}, 5) is None
         for episode in "ab":
@@ -70,21 +71,21 @@ def test_an_episode_has_an_instance_with_its_seed(play: Play, tmp_path: Path) ->
         )
         assert await pool.reply("b", "end") is None
         assert await pool.finish("a") == RewardResult(6.0, False)
-        await pool.drop("b")
+        await pool.finish("b")
         assert (tmp_path / "closed").read_text() == "first\nsecond\n"
-        assert pool.counts == PoolCounts(0, 0, 0)
+        assert pool.num_ended == 0
 
     play(scenario, environment=COUNTER, arguments={"start": 3, "closed": str(tmp_path / "closed")})
 
 
 def test_all_of_an_environment_may_be_async(play: Play) -> None:
-    async def episode(pool: EnvironmentPool, name: str) -> None:
+    async def episode(pool: EnvironmentThread, name: str) -> None:
         assert await pool.open(name, {}, 0) == "begun"
         answer = await pool.reply(name, name)
         assert answer and answer.text == name
         assert await pool.finish(name) == RewardResult(0.5, False)
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         assert pool.has_reply
         await asyncio.gather(*(episode(pool, str(number)) for number in range(50)))
 
@@ -103,7 +104,7 @@ def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None
     """They draw the same random numbers as without it, and the guilty one goes on from before its call."""
     error = {"exit 3": "ended", "fill": "memory", "hang": "timeout"}[what]
 
-    async def episode(pool: EnvironmentPool, number: int) -> list[Any]:
+    async def episode(pool: EnvironmentThread, number: int) -> list[Any]:
         name = str(number)
         await pool.open(name, {"told": True}, number)
         found = told(await pool.call(name, [add(number), ("draw", {}), ("draw", {})]))
@@ -112,7 +113,7 @@ def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None
         found += told(await pool.call(name, [("draw", {}), add(0)]))
         return [*found, await pool.finish(name)]
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         before = pool.pids()
         found = await asyncio.gather(*(episode(pool, number) for number in range(8)))
         for number, results in enumerate(found):
@@ -125,8 +126,7 @@ def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None
                 (str(total), None),
                 RewardResult(float(total), False),
             ]
-        counts = pool.counts
-        assert counts.ended == 1 and counts.lost == 0 and 1 <= counts.replayed <= 8
+        assert pool.num_ended == 1
         assert pool.pids() != before and len(pool.pids()) == 1
 
     play(
@@ -137,7 +137,7 @@ def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["block", "cling", "exit 3", "subtask"])
 def test_it_is_found_out_which_async_call_is_to_blame(play: Play, what: str) -> None:
-    async def episode(pool: EnvironmentPool, number: int) -> list[Any]:
+    async def episode(pool: EnvironmentThread, number: int) -> list[Any]:
         name = str(number)
         await pool.open(name, {}, number)
         found = told(await pool.call(name, [add(number), ("draw", {})]))
@@ -146,7 +146,7 @@ def test_it_is_found_out_which_async_call_is_to_blame(play: Play, what: str) -> 
         )
         return [*found, *told(await pool.call(name, [("draw", {})])), await pool.finish(name)]
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         found = await asyncio.gather(*(episode(pool, number) for number in range(8)))
         for number, results in enumerate(found):
             dice = random.Random(number)
@@ -155,13 +155,12 @@ def test_it_is_found_out_which_async_call_is_to_blame(play: Play, what: str) -> 
             assert results[:2] == [(str(number), None), draws[0]]
             assert results[2] == ("sleep 0.05", None) if number != 3 else results[2][1] == error
             assert results[3:] == [draws[1], RewardResult(float(number), False)]
-        assert pool.counts.lost == 0
 
     play(scenario, environment=COUNTER, call_timeout_s=1.5)
 
 
 def test_an_idle_episode_is_replayed_when_it_goes_on(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {"told": True}, 0)
         for number in range(5):
             assert await one(pool, "a", add(number)) == (str(sum(range(number + 1))), None)
@@ -169,14 +168,14 @@ def test_an_idle_episode_is_replayed_when_it_goes_on(play: Play) -> None:
         await pool.reply("a", "well")
         await kill_idle(pool)
         assert await one(pool, "a", add(0)) == ("1010", None)
-        assert pool.counts == PoolCounts(1, 1, 0)
+        assert pool.num_ended == 1
         assert await pool.finish("a") == RewardResult(1010.0, True)
 
     play(scenario, environment=COUNTER)
 
 
 def test_a_restart_ends_every_process_and_loses_no_episode(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for number, episode in enumerate("abc"):
             await pool.open(episode, {}, 0)
             await pool.call(episode, [add(number)])
@@ -186,13 +185,13 @@ def test_a_restart_ends_every_process_and_loses_no_episode(play: Play) -> None:
         assert [await one(pool, episode, add(1)) for episode in "abc"] == [
             (str(n), None) for n in (1, 2, 3)
         ]
-        assert pool.counts == PoolCounts(2, 3, 0)
+        assert pool.num_ended == 2
 
     play(scenario, environment=COUNTER, workers=2)
 
 
 def test_another_outcome_in_the_replay_is_a_failure(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for episode in "ab":
             await pool.open(episode, {}, 0)
             await pool.call(episode, [add(2)])
@@ -206,13 +205,13 @@ def test_another_outcome_in_the_replay_is_a_failure(play: Play) -> None:
             await pool.reply("a", "text")
         assert await pool.finish("a") is None
         assert await one(pool, "b", add(1)) == ("3", None)
-        assert pool.counts == PoolCounts(1, 1, 1)
+        assert pool.num_ended == 1
 
     play(scenario, environment=COUNTER)
 
 
 def test_what_cannot_be_repeated_fails_with_its_process(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for episode in "abc":
             await pool.open(episode, {}, 0)
         assert await one(pool, "a", add(1)) == ("1", None)
@@ -225,7 +224,7 @@ def test_what_cannot_be_repeated_fails_with_its_process(play: Play) -> None:
         with pytest.raises(EnvironmentFailure, match="cannot be replayed"):
             await pool.finish("c")
         assert await pool.finish("a") is await pool.finish("b") is None
-        assert pool.counts == PoolCounts(1, 0, 3)
+        assert pool.num_ended == 1
         await pool.open("a", {}, 0)
         assert await one(pool, "a", add(1)) == ("1", None)
 
@@ -233,7 +232,7 @@ def test_what_cannot_be_repeated_fails_with_its_process(play: Play) -> None:
 
 
 def test_a_cancelled_async_call_costs_no_state(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {}, 0)
         await pool.call("a", [add(1)])
         assert await one(pool, "a", ("slow", {"what": "wait"})) == (
@@ -241,7 +240,7 @@ def test_a_cancelled_async_call_costs_no_state(play: Play) -> None:
             "timeout",
         )
         assert await one(pool, "a", add(1)) == ("2", None)
-        assert pool.counts.ended == 0
+        assert pool.num_ended == 0
 
     play(scenario, environment=UNREPEATABLE, call_timeout_s=0.3)
 
@@ -249,16 +248,16 @@ def test_a_cancelled_async_call_costs_no_state(play: Play) -> None:
 def test_an_episode_that_its_caller_gives_up_still_has_its_reward(play: Play) -> None:
     """The call that was given up leaves no trace: the process is ended at the call's own limit."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for name in "ab":
             await pool.open(name, {}, 0)
             await pool.call(name, [add(2)])
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
                     await pool.call(name, [odd("hang")])
-        await pool.drop("b")
+        await pool.finish("b")
         assert await pool.finish("a") == RewardResult(2.0, False)
-        assert pool.counts == PoolCounts(2, 1, 0)
+        assert pool.num_ended == 2
 
     play(scenario, environment=COUNTER, call_timeout_s=1.0)
 
@@ -277,7 +276,7 @@ def test_an_episode_that_its_caller_gives_up_still_has_its_reward(play: Play) ->
     ],
 )
 def test_a_reset_that_fails_is_a_failure(play: Play, row: Any, says: str) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         with pytest.raises(EnvironmentFailure, match=says):
             await pool.open("a", row, 0)
         with pytest.raises(EnvironmentFailure, match=says):
@@ -299,7 +298,7 @@ def test_a_reset_that_fails_is_a_failure(play: Play, row: Any, says: str) -> Non
     ],
 )
 def test_replies_and_rewards_that_fail_are_failures(play: Play, what: str, says: str) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {}, 0)
         with pytest.raises(EnvironmentFailure, match=f"reply {says}"):
             await pool.reply("a", what)
@@ -314,7 +313,7 @@ def test_replies_and_rewards_that_fail_are_failures(play: Play, what: str, says:
 
 
 def test_a_close_that_fails_leaves_the_reward_result(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for what in ("raise no", "exit 3"):
             await pool.open(what, {"close": what}, 0)
             await pool.call(what, [add(20)])
@@ -327,7 +326,7 @@ def test_a_close_that_fails_leaves_the_reward_result(play: Play) -> None:
 def test_64_episodes_of_which_four_hang_end_by_the_deadline(play: Play) -> None:
     limit_s = 1.0
 
-    async def episode(pool: EnvironmentPool, number: int) -> Any:
+    async def episode(pool: EnvironmentThread, number: int) -> Any:
         name = str(number)
         await pool.open(name, {}, number)
         for turn in range(4):
@@ -336,7 +335,7 @@ def test_64_episodes_of_which_four_hang_end_by_the_deadline(play: Play) -> None:
             assert found.error == ("timeout" if hangs else None)
         return await pool.finish(name)
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         began = asyncio.get_running_loop().time()
         found = await asyncio.gather(*(episode(pool, number) for number in range(64)))
         assert [one.reward for one in found] == [
@@ -345,8 +344,7 @@ def test_64_episodes_of_which_four_hang_end_by_the_deadline(play: Play) -> None:
         assert asyncio.get_running_loop().time() - began < 4 * limit_s + 20, (
             "no more than the hung calls in a row"
         )
-        counts = pool.counts
-        assert counts.ended == 4 and counts.lost == 0
+        assert pool.num_ended == 4
 
     play(scenario, environment=COUNTER, workers=2, call_timeout_s=limit_s)
 
@@ -354,7 +352,7 @@ def test_64_episodes_of_which_four_hang_end_by_the_deadline(play: Play) -> None:
 def test_a_plain_call_in_flight_is_sent_again_once(play: Play, tmp_path: Path) -> None:
     """Not the guilty one, which has its result: here an async call ends the process while a plain one is with it."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for name in "ab":
             await pool.open(name, {}, 0)
         path = str(tmp_path / "count")

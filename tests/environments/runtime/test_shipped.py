@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.environments import RewardResult
-from megarl.environments.runtime.environment_pool import EnvironmentPool
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 
 pytestmark = pytest.mark.slow
 Play = Callable[..., Any]
@@ -25,7 +25,7 @@ def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> No
         "\n".join(json.dumps({"contents": f"number {word}"}) for word in ("one", "two", "three"))
     )
 
-    async def episode(pool: EnvironmentPool, number: int) -> list[str]:
+    async def episode(pool: EnvironmentThread, number: int) -> list[str]:
         name = str(number)
         await pool.open(name, {}, number)
         calls = [
@@ -38,10 +38,10 @@ def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> No
         await pool.finish(name)
         return [one.text for one in found]
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         found = await asyncio.gather(*(episode(pool, number) for number in range(12)))
         assert found == [[str(n * n), "[1] number three", str(n * n)] for n in range(12)]
-        assert pool.counts.ended == 0
+        assert pool.num_ended == 0
 
     tools = tuple(
         f"megarl.environments.{name}"
@@ -60,7 +60,7 @@ def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> No
 def test_a_python_call_that_is_cut_costs_no_state(play: Play) -> None:
     """Neither at once nor in the next phase: the interpreter that was ended with it is made again."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         async def told(*cells: str) -> list[str]:
             return [
                 one.text
@@ -81,7 +81,7 @@ def test_a_python_call_that_is_cut_costs_no_state(play: Play) -> None:
 
 
 def test_games_of_guessing(play: Play) -> None:
-    async def episode(pool: EnvironmentPool, number: int) -> RewardResult | None:
+    async def episode(pool: EnvironmentThread, number: int) -> RewardResult | None:
         name = str(number)
         text = await pool.open(name, {}, number)
         assert text and "from 1 to 100" in text
@@ -94,7 +94,7 @@ def test_games_of_guessing(play: Play) -> None:
                 return await pool.finish(name)
             low, high = (middle + 1, high) if "larger" in answer.text else (low, middle - 1)
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         assert pool.has_reply
         found = await asyncio.gather(*(episode(pool, number) for number in range(50)))
         assert found == [RewardResult(1.0, True)] * 50

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.environments.runtime.environment_pool import EnvironmentPool
+from megarl.environments.runtime.environment_thread import EnvironmentThread
 from megarl.environments.runtime.results import CallResult
 from megarl.types import UserError
 
@@ -35,7 +35,7 @@ def called(
 ) -> list[tuple[str, str | None]]:
     """What comes of calls that are made together."""
 
-    async def scenario(pool: EnvironmentPool) -> list[CallResult]:
+    async def scenario(pool: EnvironmentThread) -> list[CallResult]:
         assert await pool.open("a", {}, 0) is None
         results = await pool.call("a", calls)
         assert await pool.finish("a") is None
@@ -74,7 +74,7 @@ def test_calls_are_answered_in_their_order_and_refused_in_a_sentence(play: Play)
 
 
 def test_observations_have_rewards_and_ends(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> list[CallResult]:
+    async def scenario(pool: EnvironmentThread) -> list[CallResult]:
         await pool.open("a", {}, 0)
         worths = [("worth", {"text": "t", "reward": reward}) for reward in (0.5, 2, "1", None)]
         return await pool.call("a", worths)
@@ -172,7 +172,7 @@ def test_async_calls_are_spread_over_the_processes(play: Play) -> None:
 
 
 def test_a_plain_call_that_hangs_holds_up_no_async_call(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for name in "ab":
             await pool.open(name, {}, 0)
         hanging = asyncio.create_task(pool.call("a", [("work", {"what": "hang"})]))
@@ -190,7 +190,7 @@ def test_a_plain_call_is_not_blamed_for_an_async_one_that_blocks(
 ) -> None:
     """It would be overdue first: the process has a second more for calls that it can cancel."""
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for name in "ab":
             await pool.open(name, {}, 0)
         path = tmp_path / "blocks"
@@ -204,7 +204,7 @@ def test_a_plain_call_is_not_blamed_for_an_async_one_that_blocks(
 
 
 def test_a_plain_call_that_hangs_holds_up_no_other_process(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {}, 0)
         hanging = asyncio.create_task(pool.call("a", [("work", {"what": "hang"})]))
         await pool.open("b", {}, 0)
@@ -231,7 +231,7 @@ def test_a_flood_is_cut_in_its_process(play: Play) -> None:
 
 
 def test_the_largest_result_of_escaped_letters_arrives(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> str:
+    async def scenario(pool: EnvironmentThread) -> str:
         await pool.open("a", {}, 0)
         (found,) = await pool.call("a", [("worth", {"text": "\x00" * 2**20, "reward": 0})])
         return found.text
@@ -268,7 +268,7 @@ def test_secrets_of_the_run_are_not_passed_on(
 
 
 def test_an_episode_is_named_once(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {}, 0)
         with pytest.raises(ValueError, match="'a' is open"):
             await pool.open("a", {}, 0)
@@ -314,7 +314,7 @@ def test_what_cannot_be_used_is_an_error(
     (tmp_path / "late.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    async def never(pool: EnvironmentPool) -> None:
+    async def never(pool: EnvironmentThread) -> None:
         raise AssertionError
 
     with pytest.raises(UserError) as caught:
@@ -331,7 +331,7 @@ def test_tools_that_can_no_longer_be_imported_are_an_error(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         await pool.open("a", {}, 0)
         (tmp_path / "once.py").write_text("raise OSError('no disk')\n")
         with pytest.raises(UserError, match="OSError: no disk"):
@@ -343,14 +343,14 @@ def test_tools_that_can_no_longer_be_imported_are_an_error(
 
 
 def test_who_waits_at_the_end_is_cancelled(play: Play) -> None:
-    async def scenario(pool: EnvironmentPool) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
         for name in "abcd":
             await pool.open(name, {}, 0)
         tasks = [
             asyncio.create_task(pool.call(name, [("work", {"what": "deaf"})])) for name in "abc"
         ]
         await pool.call("d", [("patient", {"what": "x"})])
-        await pool.end()
+        await asyncio.to_thread(pool.shutdown)
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(one, asyncio.CancelledError) for one in found)
 
@@ -375,11 +375,10 @@ def test_it_runs_in_uvloop(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = (
         "import asyncio\n"
-        "from megarl.environments.runtime.environment_pool import EnvironmentPool\n"
+        "from megarl.environments.runtime.environment_thread import EnvironmentThread\n"
         "from megarl.environments.runtime.environment_processes import EnvironmentSettings\n"
         "async def main():\n"
-        f"    pool = EnvironmentPool(EnvironmentSettings(tools=({CALCULATE!r},)))\n"
-        "    await pool.start()\n"
+        f"    pool = EnvironmentThread(EnvironmentSettings(tools=({CALCULATE!r},)))\n"
         "    print(*pool.pids(), flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
