@@ -9,13 +9,15 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
 from megarl.isolation.inside_launcher import limit
 from megarl.isolation.keeper import die_with
+from megarl.printable import plain_value
+from megarl.types import UserError
 
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
@@ -67,22 +69,30 @@ def _exit_if_closed() -> Iterator[None]:
         os._exit(SOCKET_CLOSED)
 
 
-def connect(parent_pid: int) -> tuple[ParentSocket, dict[str, Any]] | None:
-    """The socket to the parent and its spec, as a worker begins; None: the parent has ended.
+def serve(main: Callable[[ParentSocket, dict[str, Any]], object], parent_pid: int) -> None:
+    """Call a worker's `main` with the socket to its parent and its spec; tell the parent a UserError that it raises.
 
     parent_pid: of the process that started the worker's keeper.
     """
     parent = ParentSocket()
-    parent.write(json.dumps([HELLO, os.getpid()]).encode() + b"\n")
+    parent.write(as_line([HELLO, os.getpid()]))
     spec = parent.read()
     if spec is None or parent_pid != spec["parent"]:
-        return None  # the parent ended before it was watched
+        return  # the parent ended before it was watched
     os.environ.pop("PYTHONPATH", None)  # what the function starts gets the parent's; sys.path stays
     if spec["python_path"] is not None:
         os.environ["PYTHONPATH"] = spec["python_path"]
     os.register_at_fork(after_in_child=parent.close_in_child)
     os.register_at_fork(after_in_child=_Forked().die_with_worker)
-    return parent, spec
+    try:
+        main(parent, spec)
+    except UserError as error:
+        parent.write(as_line([error.where, error.problem, error.hint]))
+
+
+def as_line(message: object) -> bytes:
+    """A message as its line. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    return json.dumps(message, default=plain_value).encode() + b"\n"
 
 
 class _Forked:

@@ -1,8 +1,8 @@
 """The program of every worker process: `python -m megarl.isolation.entry MODULE`, started by `process`.
 
 It forks before it imports MODULE: a library may start threads as it is imported, which a fork would lose (numpy's
-OpenBLAS does), and the keeper that stays behind needs none of its memory. MODULE's `main` is called in the worker with
-the process id of the keeper's parent.
+OpenBLAS does), and the keeper that stays behind needs none of its memory. MODULE's `main` is called in the worker by
+`child.serve`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def main() -> None:
     parent_pid = fork_worker()
     module = import_module(sys.argv[1])
     sys.argv = [str(module.__file__)]  # as of a program that is run by its own name
-    module.main(parent_pid)
+    child = import_module("megarl.isolation.child")  # not before the fork
+    child.serve(module.main, parent_pid)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.isolation.child import HELLO
+from megarl.isolation.child import HELLO, as_line
 from megarl.isolation.keeper import KILLS_FOR_S
-from megarl.printable import plain_value
+from megarl.types.reward_result import LARGEST_REWARD, RewardResult
 
 # so long it may take to end what the worker has started, and itself
 _KEEPER_ENDS_S = KILLS_FOR_S + 5.0
@@ -182,9 +182,14 @@ class WorkerProcess:
                 self.process.wait(_KEEPER_ENDS_S)
 
 
-def as_line(message: object) -> bytes:
-    """A message as its line. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
-    return json.dumps(message, default=plain_value).encode() + b"\n"
+def read_reward_result(fields: list[Any]) -> RewardResult | None:
+    """The reward result that a worker has written as the list of its fields; None: it is not one."""
+    match fields:
+        case [int() | float() as reward, bool(correct), str() | None as answer] if (
+            abs(reward) <= LARGEST_REWARD
+        ):
+            return RewardResult(float(reward), correct, answer)
+    return None
 
 
 def describe_exit(code: int) -> str:

@@ -82,7 +82,6 @@ def test_a_keeper_that_does_not_act_is_killed_with_its_worker(
 
 _FORKS = """
 import json, os, threading, time
-from megarl.isolation.child import connect
 
 def fork():
     pid = os.fork()
@@ -91,8 +90,7 @@ def fork():
         os._exit(0)
     return pid
 
-def main(parent_pid):
-    connected = connect(parent_pid)
+def main(parent, spec):
     pids = [fork()]
     thread = threading.Thread(target=lambda: pids.append(fork()))
     thread.start()
@@ -103,8 +101,8 @@ def main(parent_pid):
         os.write(writer, b"%d" % fork())
         os._exit(0)
     os.waitpid(daemon, 0)
-    connected[0].write(json.dumps([*pids, int(os.read(reader, 100))]).encode())
-    connected[0].read()
+    parent.write(json.dumps([*pids, int(os.read(reader, 100))]).encode())
+    parent.read()
 """
 
 

@@ -31,6 +31,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import astuple
 from typing import Any
 
 from megarl.environments.agents.agent_loading import Agent, load_agent
@@ -40,14 +41,12 @@ from megarl.isolation.child import (
     MEMORY_FULL,
     OUT_OF_MEMORY,
     ParentSocket,
-    connect,
+    as_line,
     free_spare_memory,
     limit_memory,
     share_heap,
 )
-from megarl.isolation.process import as_line
 from megarl.printable import describe_error
-from megarl.types import UserError
 from megarl.types.reward_result import Failure, reward_result_of
 
 _STACK_MB = 2  # of a thread, in place of the usual 8
@@ -55,18 +54,10 @@ _THREADS_OF_RUN = 2  # its own, and one more, in which the event loop looks up a
 _LEAVE_S = 1.0  # in which tasks and threads that an agent leaves behind have to end
 
 
-def main(parent_pid: int) -> None:
+def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
     """Run agents until the parent closes the socket or ends."""
-    connected = connect(parent_pid)
-    if connected is None:
-        return
-    parent, spec = connected
     share_heap()
-    try:
-        agent = load_agent(spec["agent"], spec["arguments"], prepares=spec["prepares"])
-    except UserError as error:
-        parent.write(as_line([error.where, error.problem, error.hint]))
-        return
+    agent = load_agent(spec["agent"], spec["arguments"], prepares=spec["prepares"])
     threading.stack_size(_STACK_MB * 2**20)
     limit_memory(spec["memory_mb"] + AT_ONCE * _THREADS_OF_RUN * _STACK_MB)
     try:
@@ -176,7 +167,7 @@ class _RunThread:
         """The whole thread."""
         asyncio.set_event_loop(self._loop)
         try:
-            message = ["end", self._result()]
+            message = self._message()
         # a user's function raises any exception, and must not end this process
         except BaseException as error:
             message = ["end", None] if _is_over(error) else ["error", _words(error)]
@@ -190,16 +181,16 @@ class _RunThread:
         self._write(as_line([self._number, *message, is_spoiled]), is_last=True)
         self._loop.close()
 
-    def _result(self) -> list[Any] | None:
+    def _message(self) -> list[Any]:
         """What the agent returns, as the parent reads it."""
         self._task = self._loop.create_task(self._agent(self._chat, self._row))
         result = self._loop.run_until_complete(self._task)
         if result is None:
-            return None
+            return ["end", None]
         reward_result = reward_result_of(result)
         if isinstance(reward_result, Failure):
-            raise _BadReturn(reward_result.words)
-        return [reward_result.reward, reward_result.correct, reward_result.answer]
+            return ["error", reward_result.words]
+        return ["end", astuple(reward_result)]
 
     def _cancel(self) -> None:
         if self._task:
@@ -231,10 +222,6 @@ class _RunThread:
                 self._host.write(line)
 
 
-class _BadReturn(Exception):
-    """The agent has returned what is no reward result."""
-
-
 def _is_over(error: BaseException) -> bool:
     """Whether the agent ended because the episode was over, in itself or in its task groups."""
     if isinstance(error, BaseExceptionGroup):
@@ -247,6 +234,4 @@ def _words(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         free_spare_memory()
         return OUT_OF_MEMORY
-    if isinstance(error, _BadReturn):
-        return str(error)
     return f"raised {describe_error(error)}"

@@ -14,8 +14,8 @@ from megarl.environments.agents.chat import ChatRequest
 from megarl.environments.agents.chat_client import AT_ONCE, MOST_BYTES
 from megarl.isolation.child import OUT_OF_MEMORY, too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
-from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line
-from megarl.types.reward_result import LARGEST_REWARD, Failure, RewardResult
+from megarl.isolation.process import Job, ProcessEnd, WorkerProcess, as_line, read_reward_result
+from megarl.types.reward_result import Failure, RewardResult
 
 _GRACE_S = 2.0  # in which a run ends that was cancelled
 _MOST_BEGINS = 3  # of a run that has not asked the model, in processes that others may have ended
@@ -67,8 +67,9 @@ class AgentProcess(WorkerProcess):
 
     def __init__(self, settings: AgentSettings) -> None:
         """Raises OSError when no process can be started."""
-        spec = {**vars(settings), "arguments": dict(settings.arguments)}
-        super().__init__("megarl.environments.agents.agent_host", spec, _LONGEST_LINE_BYTES)
+        super().__init__(
+            "megarl.environments.agents.agent_host", vars(settings), _LONGEST_LINE_BYTES
+        )
         self.is_retired = False
 
     def has_room(self) -> bool:
@@ -88,15 +89,6 @@ class AgentProcess(WorkerProcess):
 def overdue(timeout_s: float) -> Failure:
     """The result of a run that was cancelled when its time was over."""
     return Failure(too_long(timeout_s))
-
-
-def _read_reward_result(message: list[Any]) -> RewardResult | None:
-    match message:
-        case [int() | float() as reward, bool(correct), str() | None as answer] if (
-            abs(reward) <= LARGEST_REWARD
-        ):
-            return RewardResult(float(reward), correct, answer)
-    return None
 
 
 class AgentWorkers(WorkerPool[AgentProcess]):
@@ -200,7 +192,7 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             case [int(number), "end", None, bool(is_spoiled)]:
                 self._end_run(worker, number, None, is_spoiled=is_spoiled)
             case [int(number), "end", list(reward_result), bool(is_spoiled)] if (
-                result := _read_reward_result(reward_result)
+                result := read_reward_result(reward_result)
             ):
                 self._end_run(worker, number, result, is_spoiled=is_spoiled)
             case [int(number), "error", str(words), bool(is_spoiled)]:

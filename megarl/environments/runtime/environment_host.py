@@ -29,6 +29,7 @@ import os
 import queue
 import threading
 import traceback
+from dataclasses import astuple
 from typing import Any
 
 from megarl.environments.runtime.environment import Environment
@@ -40,37 +41,27 @@ from megarl.isolation.child import (
     OUT_OF_MEMORY,
     SOCKET_CLOSED,
     ParentSocket,
-    connect,
+    as_line,
     free_spare_memory,
     limit_memory,
     share_heap,
     too_long,
 )
-from megarl.isolation.process import as_line
 from megarl.printable import describe_error
-from megarl.types import UserError
 from megarl.types.reward_result import Failure, reward_result_of
 
 JobMessage = list[Any]
 
 
-def main(parent_pid: int) -> None:
+def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
     """Do jobs until the parent closes the socket or ends."""
-    connected = connect(parent_pid)
-    if connected is None:
-        return
-    parent, spec = connected
     share_heap()
-    try:
-        if spec["environment"] is None:
-            toolbox = load_tools(spec["tools"], spec["arguments"], prepares=spec["prepares"])
-        else:
-            toolbox = load_environment(
-                spec["environment"], spec["arguments"], prepares=spec["prepares"]
-            )
-    except UserError as error:
-        parent.write(as_line([error.where, error.problem, error.hint]))
-        return
+    if spec["environment"] is None:
+        toolbox = load_tools(spec["tools"], spec["arguments"], prepares=spec["prepares"])
+    else:
+        toolbox = load_environment(
+            spec["environment"], spec["arguments"], prepares=spec["prepares"]
+        )
     host = EnvironmentHost(parent, toolbox, spec["call_timeout_s"], spec["result_bytes"])
     host.start()
     limit_memory(spec["memory_mb"])
@@ -189,13 +180,7 @@ class EnvironmentHost:
             reward_result = reward_result_of(result)
             if isinstance(reward_result, Failure):
                 raise BadResult(reward_result.words)
-            return [
-                number,
-                "reward_result",
-                reward_result.reward,
-                reward_result.correct,
-                reward_result.answer,
-            ]
+            return [number, "reward_result", *astuple(reward_result)]
         if operation == "open":
             if not isinstance(result, str):
                 raise BadResult(

@@ -12,7 +12,14 @@ from megarl.environments.runtime.results import CallError, CallResult
 from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
 from megarl.isolation.child import too_long
 from megarl.isolation.pool import GARBAGE, WorkerPool
-from megarl.isolation.process import Job, Lost, ProcessEnd, WorkerProcess, as_line
+from megarl.isolation.process import (
+    Job,
+    Lost,
+    ProcessEnd,
+    WorkerProcess,
+    as_line,
+    read_reward_result,
+)
 from megarl.types.reward_result import LARGEST_REWARD, RewardResult
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process
@@ -105,13 +112,8 @@ class EnvironmentProcess(WorkerProcess):
 
     def __init__(self, settings: EnvironmentSettings) -> None:
         """Raises OSError when no process can be started."""
-        spec = {
-            **vars(settings),
-            "tools": list(settings.tools),
-            "arguments": dict(settings.arguments),
-        }
         longest = max(_LEAST_LINE_BYTES, _BYTES_OF_JSON * settings.result_bytes + 2**16)
-        super().__init__("megarl.environments.runtime.environment_host", spec, longest)
+        super().__init__("megarl.environments.runtime.environment_host", vars(settings), longest)
         self._timeout_s = settings.call_timeout_s
         self.instances = 0  # open ones
 
@@ -253,14 +255,8 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
                 abs(reward) <= LARGEST_REWARD
             ):
                 result = CallResult(text, float(reward), done)
-            case [
-                int(number),
-                "reward_result",
-                int() | float() as reward,
-                bool(correct),
-                str() | None as answer,
-            ] if abs(reward) <= LARGEST_REWARD:
-                result = RewardResult(float(reward), correct, answer)
+            case [int(number), "reward_result", *fields] if result := read_reward_result(fields):
+                pass
             case [int(number), "error", str(kind), str(words), bool(is_last)] if kind in _ERRORS:
                 result = JobFailure(kind, words)  # type: ignore[arg-type]
             case _:

@@ -19,7 +19,6 @@ from megarl.isolation.child import (
     LINE_BYTES,
     OUT_OF_MEMORY,
     ParentSocket,
-    connect,
     free_spare_memory,
     limit_memory,
     too_long,
@@ -27,23 +26,14 @@ from megarl.isolation.child import (
 from megarl.isolation.function_loading import is_coroutine_function
 from megarl.printable import describe_error
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
-from megarl.types import UserError
 from megarl.types.reward_result import Failure, RewardResult, reward_result_of
 
 _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
 
-def main(parent_pid: int) -> None:
+def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
     """Score responses until the parent closes the socket or ends."""
-    connected = connect(parent_pid)
-    if connected is None:
-        return
-    parent, spec = connected
-    try:
-        reward = load_reward(spec["function"], spec["arguments"], spec["where"])
-    except UserError as error:
-        parent.write(_line([error.where, error.problem, error.hint]))
-        return
+    reward = load_reward(spec["function"], spec["arguments"], spec["where"])
     is_async = is_coroutine_function(reward)
     limit_memory(spec["memory_mb"])
     parent.write(_line([is_async, takes_episode(reward)]))
