@@ -42,30 +42,27 @@ def _value(node: ast.expr, text: str, depth: int) -> Fraction:
         raise ValueError(f"the expression nests deeper than {_MOST_DEPTH}")
     match node:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            written = ast.get_source_segment(text, node) or ""
             if isinstance(value, int):
-                found = Fraction(value)
+                result = Fraction(value)
             else:
-                found = _decimal(written)
-        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
-            inner = _value(operand, text, depth - 1)
-            if isinstance(sign, ast.USub):
-                found = -inner
-            else:
-                found = inner
+                result = _decimal(ast.get_source_segment(text, node) or "")
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            result = _value(operand, text, depth - 1)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            result = -_value(operand, text, depth - 1)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            found = _power(_value(left, text, depth - 1), _value(right, text, depth - 1))
+            result = _power(_value(left, text, depth - 1), _value(right, text, depth - 1))
         case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATIONS:
-            found = _OPERATIONS[type(operator)](
+            result = _OPERATIONS[type(operator)](
                 _value(left, text, depth - 1), _value(right, text, depth - 1)
             )
         case _:
             raise ValueError(
                 f"{ast.unparse(node)[:60]!r} is not a number or one of + - * / // % **"
             )
-    if _bits(found) > _MOST_BITS:
+    if _bits(result) > _MOST_BITS:
         raise ValueError(f"a number has more than {_MOST_BITS} bits")
-    return found
+    return result
 
 
 def _decimal(written: str) -> Fraction:
@@ -79,13 +76,11 @@ def _decimal(written: str) -> Fraction:
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ValueError("an exponent is not a whole number")
-    if base not in (0, 1, -1) and _bits(base) * abs(exponent.numerator) > 2 * _MOST_BITS:
-        raise ValueError(f"a power has more than {_MOST_BITS} bits")
     if base in (1, -1):
-        if exponent.numerator % 2:
-            return base
-        return Fraction(1)
-    return Fraction(base**exponent.numerator)
+        return base ** (exponent.numerator % 2)
+    if base and _bits(base) * abs(exponent.numerator) > 2 * _MOST_BITS:
+        raise ValueError(f"a power has more than {_MOST_BITS} bits")
+    return base**exponent.numerator
 
 
 def _bits(value: Fraction) -> int:
@@ -96,20 +91,11 @@ def _written(value: Fraction) -> str:
     """An integer or a finite decimal fraction exactly; any other as a fraction with its beginning as decimals."""
     if value.denominator == 1:
         return str(value.numerator)
-    rest = value.denominator
-    twos = 0
-    fives = 0
-    while rest % 2 == 0:
-        rest = rest // 2
-        twos = twos + 1
-    while rest % 5 == 0:
-        rest = rest // 5
-        fives = fives + 1
-    digits = max(twos, fives)
-    if rest == 1 and digits <= _DIGITS:
+    shifted = abs(value) * 10**_DIGITS
+    if shifted.denominator == 1:
         sign = "-" if value < 0 else ""
-        whole = abs(value.numerator) * 10**digits // value.denominator
-        return f"{sign}{whole // 10**digits}.{whole % 10**digits:0{digits}d}"
+        whole, decimals = divmod(shifted.numerator, 10**_DIGITS)
+        return f"{sign}{whole}.{decimals:0{_DIGITS}d}".rstrip("0")
     try:
         return f"{value} = {float(value):.{_DIGITS}g} (rounded)"
     except OverflowError:

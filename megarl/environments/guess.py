@@ -31,18 +31,16 @@ class Guess(Environment):
     def reply(self, text: str) -> str | Observation | None:
         """The last number of the response is the guess; the game ends after the last guess."""
         self._left -= 1
-        found = _NUMBER.findall(text)
-        if found and int(found[-1]) == self._number:
-            self._is_found = True
+        numbers = _NUMBER.findall(text)
+        guess = int(numbers[-1]) if numbers else None
+        self._is_found = guess == self._number
+        if self._is_found:
             return Observation(f"Yes, it is {self._number}.", done=True)
         if self._left == 0:
             return None
-        if not found:
+        if guess is None:
             return f"That is not a number. Guesses left: {self._left}."
-        if self._number > int(found[-1]):
-            word = "larger"
-        else:
-            word = "smaller"
+        word = "larger" if self._number > guess else "smaller"
         return f"My number is {word}. Guesses left: {self._left}."
 
     def reward(self) -> RewardResult:

@@ -79,9 +79,7 @@ class PythonSession(Environment):
             except BaseException:  # cancelled: the interpreter has been ended
                 self._session = None
                 raise
-            if outcome.is_alive:
-                self._session = self._session
-            else:
+            if not outcome.is_alive:
                 self._session = None
         return _told_cell(outcome, self._limits.wall_s)
 

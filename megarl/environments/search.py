@@ -16,6 +16,7 @@ import numpy as np
 from megarl.types import UserError
 
 _MOST_CHARACTERS = 2000  # of a document that is shown
+_NO_MATCH = "No document matches."
 
 
 def search(query: str, *, corpus: str, num_results: int = 3) -> str:
@@ -27,16 +28,13 @@ def search(query: str, *, corpus: str, num_results: int = 3) -> str:
     retriever, offsets = _index(corpus)
     # lists of words, one a query
     tokens: Any = bm25s.tokenize([query], show_progress=False, return_ids=False)
-    if tokens[0]:
-        found = _best(retriever.get_scores(tokens[0]), num_results)
-    else:
-        found = []
+    if not tokens[0]:
+        return _NO_MATCH
+    best = _best(retriever.get_scores(tokens[0]), num_results)
     with open(corpus, "rb") as file:
-        texts = [_document(file, int(offsets[place])) for place in found]
-    return (
-        "\n\n".join(f"[{rank}] {text[:_MOST_CHARACTERS]}" for rank, text in enumerate(texts, 1))
-        or "No document matches."
-    )
+        texts = [_document(file, int(offsets[place])) for place in best]
+    shown = [f"[{rank}] {text[:_MOST_CHARACTERS]}" for rank, text in enumerate(texts, 1)]
+    return "\n\n".join(shown) or _NO_MATCH
 
 
 def _best(scores: Any, count: int) -> list[int]:

@@ -83,7 +83,7 @@ def serve(main: Callable[[ParentSocket, dict[str, Any]], object], parent_pid: in
     if spec["python_path"] is not None:
         os.environ["PYTHONPATH"] = spec["python_path"]
     os.register_at_fork(after_in_child=parent.close_in_child)
-    os.register_at_fork(after_in_child=_Forked().die_with_worker)
+    _end_forks_with_worker()
     try:
         main(parent, spec)
     except UserError as error:
@@ -95,24 +95,24 @@ def as_line(message: object) -> bytes:
     return json.dumps(message, default=plain_value).encode() + b"\n"
 
 
-class _Forked:
-    """In a process that the worker has forked itself, as `multiprocessing` does.
+def _end_forks_with_worker() -> None:
+    """Let the kernel end what the worker's main thread forks itself, as `multiprocessing` does, with the worker.
 
     The keeper ends what the worker has started. Where the keeper is killed, as Ray kills the children of an actor that
-    it ends, it cannot, and the kernel ends these processes with the worker.
+    it ends, it cannot. What another thread has forked would die with that thread, and a fork's fork with the fork:
+    these stay. Called in the main thread.
     """
+    worker = os.getpid()
+    main_thread = threading.get_ident()
+    is_forked = False
 
-    def __init__(self) -> None:
-        """In the worker's main thread."""
-        self._worker = os.getpid()
-        self._main_thread = threading.get_ident()
-        self._is_forked = False
+    def die_with_worker() -> None:
+        nonlocal is_forked
+        if not is_forked and threading.get_ident() == main_thread:
+            die_with(worker)
+        is_forked = True
 
-    def die_with_worker(self) -> None:
-        """What another thread has forked would die with that thread, and a fork's fork with the fork: these stay."""
-        if not self._is_forked and threading.get_ident() == self._main_thread:
-            die_with(self._worker)
-        self._is_forked = True
+    os.register_at_fork(after_in_child=die_with_worker)
 
 
 def limit_memory(memory_mb: int) -> None:

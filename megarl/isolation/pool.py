@@ -89,12 +89,7 @@ class WorkerPool(Generic[Process]):
 
     async def end(self) -> None:
         """Kill and reap every process; callers that wait for results are cancelled."""
-        self._num_workers = 0
-        jobs = [*self._waiting]
-        self._waiting.clear()
-        for worker in list(self._workers):
-            jobs += self._remove(worker)
-        for job in jobs:
+        for job in self._remove_all():
             job.result.cancel()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -153,12 +148,7 @@ class WorkerPool(Generic[Process]):
     def _fail(self, error: UserError) -> None:
         """The function cannot be used: all callers that wait get the error."""
         self._error = self._error or error
-        self._num_workers = 0
-        jobs = [*self._waiting]
-        self._waiting.clear()
-        for worker in list(self._workers):
-            jobs += self._remove(worker)
-        for job in jobs:
+        for job in self._remove_all():
             if not job.result.done():
                 job.result.set_exception(error)
         if not self._ready.done():
@@ -242,6 +232,15 @@ class WorkerPool(Generic[Process]):
     def _settle(self, job: Any, result: Any) -> None:
         if not job.result.done():
             job.result.set_result(result)
+
+    def _remove_all(self) -> list[Any]:
+        """Kill every process and start no other; the jobs that there are."""
+        self._num_workers = 0
+        jobs = list(self._waiting)
+        self._waiting.clear()
+        for worker in list(self._workers):
+            jobs += self._remove(worker)
+        return jobs
 
     def _remove(self, worker: Process) -> list[Any]:
         """Kill and reap a process; the jobs that it had, in flight and waiting for it."""
