@@ -64,13 +64,8 @@ def random_cache(shape: tuple[int, int, int, int], lengths: Sequence[int]) -> Ca
     )
 
 
-class Backends(NamedTuple):
-    """Functions of SGLang's backend before and after the patch, bound to one instance."""
-
-    decode_each: Callable[..., torch.Tensor]
-    decode: Callable[..., torch.Tensor]
-    extend_each: Callable[..., torch.Tensor]
-    extend: Callable[..., torch.Tensor]
+Attend = Callable[..., torch.Tensor]
+Pair = tuple[Attend, Attend]  # a function of SGLang's backend before and after the patch
 
 
 @pytest.fixture
@@ -86,16 +81,21 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def backends(backend: Any) -> Backends:
-    decode_each, extend_each = (getattr(backend, name) for name in PATCHED)
+def pairs(backend: Any) -> list[Pair]:
+    """Those of decoding, and of extending."""
+    own = [getattr(backend, name) for name in PATCHED]
     sglang_attention.batch_attention()
-    return Backends(
-        decode_each, backend._run_sdpa_forward_decode, extend_each, backend._run_sdpa_forward_extend
-    )
+    return [(each, getattr(backend, name)) for each, name in zip(own, PATCHED, strict=True)]
+
+
+def run_both(pair: Pair, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what SGLang's own function gives, what the batched one gives)"""
+    own, batched = pair
+    return run(own, *args, **options), run(batched, *args, **options)
 
 
 def run(
-    function: Callable[..., torch.Tensor],
+    function: Attend,
     shape: tuple[int, int, int, int],
     query: torch.Tensor,
     *where: torch.Tensor | None,
@@ -123,38 +123,35 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("shape", [MHA, GQA, MLA], ids=["MHA", "GQA", "MLA"])
 def test_decoding_together_gives_what_one_after_the_other_gives(
-    backends: Backends, shape: tuple[int, int, int, int], lengths: list[int], window: int | None
+    pairs: list[Pair], shape: tuple[int, int, int, int], lengths: list[int], window: int | None
 ) -> None:
     cache = random_cache(shape, lengths)
     query = torch.randn(len(lengths), shape[0], shape[2])
-    expected = run(backends.decode_each, shape, query, *cache, None, window=window)
+    expected, actual = run_both(pairs[0], shape, query, *cache, None, window=window)
     assert expected.isfinite().all()
-    actual = run(backends.decode, shape, query, *cache, None, window=window)
     assert_same(actual, expected)
     if len(lengths) == 1:
         assert torch.equal(actual, expected)
 
 
 @with_sglang
-def test_keys_of_another_type_are_those_of_the_query(backends: Backends) -> None:
+def test_keys_of_another_type_are_those_of_the_query(pairs: list[Pair]) -> None:
     cache = random_cache(GQA, LENGTHS["ragged"])
     cache = cache._replace(k_cache=cache.k_cache.bfloat16(), v_cache=cache.v_cache.bfloat16())
     query = torch.randn(len(cache.num_keys), GQA[0], GQA[2])
-    assert_same(
-        run(backends.decode, GQA, query, *cache, None),
-        run(backends.decode_each, GQA, query, *cache, None),
-    )
+    assert_same(*run_both(pairs[0], GQA, query, *cache, None))
 
 
 @with_sglang
-def test_what_is_broken_in_one_sequence_stays_there(backends: Backends) -> None:
+def test_what_is_broken_in_one_sequence_stays_there(pairs: list[Pair]) -> None:
     cache = random_cache(GQA, LENGTHS["ragged"])
     query = torch.randn(len(cache.num_keys), GQA[0], GQA[2])
-    before = run(backends.decode, GQA, query, *cache, None)
+    _, decode = pairs[0]
+    before = run(decode, GQA, query, *cache, None)
     longest = int(cache.num_keys.argmax())
     broken = cache.slots[cache.requests[longest], : cache.num_keys[longest]]
     cache.k_cache[broken] = cache.v_cache[broken] = torch.nan
-    after = run(backends.decode, GQA, query, *cache, None)
+    after = run(decode, GQA, query, *cache, None)
     assert after[longest].isnan().all()
     after[longest] = before[longest]
     assert torch.equal(after, before)
@@ -169,31 +166,28 @@ def test_what_is_broken_in_one_sequence_stays_there(backends: Backends) -> None:
     ids=str,
 )
 def test_extending_cached_prompts_together_gives_what_one_after_the_other_gives(
-    backends: Backends, shape: tuple[int, int, int, int], num_queries: list[int], window: int | None
+    pairs: list[Pair], shape: tuple[int, int, int, int], num_queries: list[int], window: int | None
 ) -> None:
     cache = random_cache(shape, [7, 9, 30, 30, 64, 5])
     news = torch.tensor(num_queries)
     # filled up by two rows that are no sequence's
     query = torch.randn(sum(num_queries) + 2, shape[0], shape[2])
     where = (*cache, cache.num_keys - news, news, None)
-    expected = run(backends.extend_each, shape, query, *where, window=window, causal=True)
-    actual = run(backends.extend, shape, query, *where, window=window, causal=True)
+    expected, actual = run_both(pairs[1], shape, query, *where, window=window, causal=True)
     assert (actual[-2:] == 7).all()
     assert_same(actual, expected)
 
 
 @with_sglang
-def test_attention_to_an_encoder_and_in_both_directions_is_sglangs_own(backends: Backends) -> None:
+def test_attention_to_an_encoder_and_in_both_directions_is_sglangs_own(pairs: list[Pair]) -> None:
     cache = random_cache(GQA, [7, 9, 30])
     query = torch.randn(3, GQA[0], GQA[2])
     encoder_lens, ones = torch.tensor([2, 1, 3]), torch.ones(3, dtype=torch.int64)
     inner = cache._replace(num_keys=cache.num_keys - encoder_lens)
     for num_keys, encoder in ((cache.num_keys, None), (inner.num_keys, encoder_lens)):
         where = (*cache[:4], num_keys, num_keys - 1, ones, encoder)
-        expected = run(backends.extend_each, GQA, query, *where)
-        assert torch.equal(run(backends.extend, GQA, query, *where), expected)
-    expected = run(backends.decode_each, GQA, query, *inner, encoder_lens)
-    assert torch.equal(run(backends.decode, GQA, query, *inner, encoder_lens), expected)
+        assert torch.equal(*run_both(pairs[1], GQA, query, *where))
+    assert torch.equal(*run_both(pairs[0], GQA, query, *inner, encoder_lens))
 
 
 @given(
@@ -213,13 +207,8 @@ def test_calls_hold_every_sequence_once_and_padding_at_most_doubles_them(
         assert padded <= most_keys or end - start == 1
 
 
-def test_short_sequences_are_not_padded_to_a_long_one() -> None:
-    assert list(sglang_attention.shared_calls([20] * 100 + [10_000], 8192)) == [
-        (0, 100),
-        (100, 101),
-    ]
-    one_call = [(0, 4)]  # little work is not worth another call
-    assert list(sglang_attention.shared_calls([1, 20, 60, 200], 8192)) == one_call
+def test_little_work_is_not_worth_another_call() -> None:
+    assert list(sglang_attention.shared_calls([1, 20, 60, 200], 8192)) == [(0, 4)]
 
 
 @with_sglang
