@@ -44,22 +44,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
 
 
-def select_layers(
-    train: TrainConfig,
-    dtype: torch.dtype,
-    is_gpu: bool = DEVICE == "cuda",
-    has_engine: bool = HAVE_TE,
-) -> None:
-    """Prepare Megatron's own layers where TransformerEngine is missing; call it before the first chunk is built.
+def select_layers(train: TrainConfig, dtype: torch.dtype, has_engine: bool = HAVE_TE) -> None:
+    """Prepare Megatron's own layers on a GPU without TransformerEngine; call it before the first chunk is built.
 
     Raises UserError where TransformerEngine is missing and the recipe does not allow other layers
     (train.local_layers), or where its attention does not support dtype.
     """
-    if not is_gpu:
-        return
-    if has_engine:
-        problem = ""
-    else:
+    problem = ""
+    if not has_engine:
         problem = transformer_engine_problem() or "Megatron does not find its layers"
     error = layers_error(
         problem, local_layers=train.local_layers, dtype=str(dtype).removeprefix("torch.")

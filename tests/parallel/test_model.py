@@ -110,7 +110,7 @@ def test_megatrons_own_refusal_is_a_users_fault(checkpoint_path: Path) -> None:
 
 def test_a_gpu_without_transformer_engine_is_refused_by_the_package() -> None:
     with pytest.raises(UserError) as caught:
-        model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, is_gpu=True, has_engine=False)
+        model.select_layers(TrainConfig(lr=1.0), torch.bfloat16, has_engine=False)
     assert str(caught.value).startswith(
         "train.local_layers: TransformerEngine cannot be used (No module named "
     )
@@ -126,9 +126,7 @@ def test_a_gpu_without_transformer_engine_has_the_layers_that_a_recipe_allows(
     """The whole model is built and run from them on CPU in every other test here."""
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
     monkeypatch.setattr(multi_latent_attention, "TELinear", None)
-    model.select_layers(
-        TrainConfig(lr=1.0, local_layers=True), torch.float32, is_gpu=True, has_engine=False
-    )
+    model.select_layers(TrainConfig(lr=1.0, local_layers=True), torch.float32, has_engine=False)
     assert moe_utils.te_general_gemm is None
     assert multi_latent_attention.TELinear is DuplicatedLinear
 
