@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import EnumType
-from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import IO, Any
@@ -150,7 +149,6 @@ def _members_unchanged() -> Iterator[None]:
         raise pickle.UnpicklingError(f"it sets attributes of {changed[0][0]}")
 
 
-@cache
 def _load_weights(*arguments: Any, **options: Any) -> Any:
     """torch.load, whatever its caller asks for, without code."""
     options["weights_only"] = True

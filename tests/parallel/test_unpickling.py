@@ -284,3 +284,10 @@ def test_classes_that_megatron_calls_safe_are_not_unpickled(tmp_path: Path) -> N
     torch.save({"path": Path("x")}, tmp_path / common.COMMON_STATE_FNAME)
     with pytest.raises(UserError, match="it names pathlib.PosixPath"), unpickling.reading(tmp_path):
         common.TorchCommonLoadStrategy().load_common(tmp_path)
+
+
+def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+    unpickling.load_no_code()
+    for step in (1, 2):
+        torch.save({"step": step}, tmp_path / "common.pt")
+        assert common.torch.load(tmp_path / "common.pt") == {"step": step}
