@@ -106,13 +106,20 @@ class TrainingRank:
         self._model.load_weights(folder)
 
     def save(self, folder: Path) -> None:
-        """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile."""
+        """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile.
+
+        Raises UserError, as `finish_save`, where the disk is full or the folder is gone.
+        """
         # threads and files of this process: no call could return them
-        self._saving = RankFiles(folder, self._model)
+        self._saved_in = folder
+        with writing(visible_folder(folder), "a checkpoint"):
+            self._pending = self._model.save(folder)
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until the files of all ranks are written; the digests of this rank's own."""
-        return self._saving.finish()
+        with writing(visible_folder(self._saved_in), "a checkpoint"):
+            self._pending.finish()
+            return digests(self._saved_in, self._pending.files)
 
     def token_outputs(
         self,
@@ -177,19 +184,3 @@ class TrainingRank:
 def norms_of(update: Update) -> Norms:
     """What the loss sums of an update are divided by."""
     return Norms(update.denominator, update.tokens, update.loss_tokens)
-
-
-class RankFiles:
-    """A rank's files of a checkpoint while they are written; see `finish`."""
-
-    def __init__(self, folder: Path, rank_model: RankModel) -> None:
-        """Raises UserError where the disk is full or the folder is gone."""
-        self._folder = folder
-        with writing(visible_folder(folder), "a checkpoint"):
-            self._pending = rank_model.save(folder)
-
-    def finish(self) -> dict[str, Digest]:
-        """Wait until the files of all ranks are written; returns the digests of this rank's. Raises UserError."""
-        with writing(visible_folder(self._folder), "a checkpoint"):
-            self._pending.finish()
-            return digests(self._folder, self._pending.files)
