@@ -18,11 +18,11 @@ from megarl.placement.roles import is_reporting_rank
 from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import SampleRef, TokenValues, Update, key_of, plan_updates
 from megarl.training.calls import TokenValuesCall, TrainCall
-from megarl.types import Prompt, SampleGroup
+from megarl.types import SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.precision import within
 from tests.parallel.worlds import numbers, recipe, role_of, run_ranks
-from tests.samples.responses import response
+from tests.samples.responses import random_group
 
 pytestmark = pytest.mark.slow
 
@@ -51,21 +51,14 @@ def batch() -> tuple[list[SampleGroup], list[SampleRef]]:
     rng = np.random.default_rng(9)
     groups, refs = [], []
     for number in range(GROUPS):
-        lengths = rng.integers(1, 7, number + 1)
-        responses = [rng.integers(0, VOCAB_SIZE, n) for n in lengths.tolist()]
-        prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
-        samples = tuple(
-            response(prompt.token_ids, ids_T, np.full(len(ids_T), -4.0, np.float32))
-            for ids_T in responses
-        )
-        nothing = np.zeros(len(samples), np.float32)
-        groups.append(SampleGroup(prompt, samples, nothing, nothing > 0))
+        lengths = rng.integers(1, 7, number + 1).tolist()
+        groups.append(random_group(rng, VOCAB_SIZE, lengths))
         refs += [
             SampleRef(
                 number,
                 i,
-                5 + int(length),
-                int(length),
+                5 + length,
+                length,
                 reward=sign,
                 advantage=sign,
                 is_correct=sign > 0,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.types import Row, RowSummary, Sample, SamplePart
+from megarl.types import Prompt, Row, RowSummary, Sample, SampleGroup, SamplePart
 
 
 def response(
@@ -30,6 +30,18 @@ def response(
         parts = (SamplePart(version, len(response_ids_T)),) if len(response_ids_T) else ()
     row = Row.response(prompt_ids, response_ids_T, engine_logp_T, parts, routed_experts)
     return Sample((row,), text, finished, **of_sample)
+
+
+def random_group(rng: np.random.Generator, vocab_size: int, lengths: Sequence[int]) -> SampleGroup:
+    """Responses of these lengths to a prompt of five tokens, all drawn at random, with an engine's logprobs of -4."""
+    responses = [rng.integers(0, vocab_size, length) for length in lengths]
+    prompt = Prompt("", "", tuple(rng.integers(0, vocab_size, 5).tolist()), "")
+    samples = tuple(
+        response(prompt.token_ids, ids_T, np.full(len(ids_T), -4.0, np.float32))
+        for ids_T in responses
+    )
+    nothing = np.zeros(len(samples), np.float32)
+    return SampleGroup(prompt, samples, nothing, nothing > 0)
 
 
 def with_row(sample: Sample, **changes: Any) -> Sample:

@@ -20,7 +20,7 @@ from megarl.training.calls import TrainCall
 from megarl.types import Prompt, SampleGroup
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.worlds import assign, numbers, part, ragged, recipe, run_world, weighted_loss
-from tests.samples.responses import response, with_row
+from tests.samples.responses import random_group, with_row
 from tests.training.episodes import cut, episode
 
 pytestmark = pytest.mark.slow
@@ -112,18 +112,8 @@ def _step(
     rng = np.random.default_rng(seed)
     groups, refs = [], []
     for group in range(2):
-        responses = [
-            rng.integers(0, VOCAB_SIZE, n) for n in rng.integers(1, longest + 1, 4).tolist()
-        ]
-        prompt = Prompt("", "", tuple(rng.integers(0, VOCAB_SIZE, 5)), "")
-        samples = [
-            response(prompt.token_ids, ids_T, np.full(len(ids_T), -4.0, np.float32))
-            for ids_T in responses
-        ]
-        groups.append(
-            SampleGroup(prompt, tuple(samples), np.zeros(4, np.float32), np.zeros(4, np.bool_))
-        )
-        lengths = [len(sample.only_row.response_ids_T) for sample in samples]
+        lengths = rng.integers(1, longest + 1, 4).tolist()
+        groups.append(random_group(rng, VOCAB_SIZE, lengths))
         refs += [
             SampleRef(group, i, 5 + length, length, advantage=(-1.0) ** i)
             for i, length in enumerate(lengths)
