@@ -20,7 +20,7 @@ from tests.parallel.adapters import digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters
 from tests.parallel.gradients import LR, VOCAB_SIZE, check_learning, recorded, uneven_part
 from tests.parallel.test_scorers import conversations
-from tests.parallel.worlds import numbers, ragged, recipe, role_of, run_ranks
+from tests.parallel.worlds import numbers, role_of, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -141,19 +141,6 @@ def test_a_critic_learns_in_every_layout_what_one_rank_does(
         for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
             assert mine == pytest.approx({key: one[key] for key in mine}, rel=1e-4)
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
-
-
-def plain_values(rank: int, meet: Address, made: Any) -> Any:
-    from megarl.training.auxiliary import AuxiliaryRank
-
-    critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
-    return critic.values_of([ragged(3, VOCAB_SIZE, seed=5)]).values
-
-
-def test_adapters_of_a_new_critic_are_its_frozen_model(path: Path) -> None:
-    """A critic of its own on a language model has scores of 0, and one that shares the policy's weights too."""
-    (bare,) = run_ranks(1, plain_values, recipe(path, ONE_RANK))
-    assert all(not value_T.any() for value_T in bare)
 
 
 def score(rank: int, meet: Address, made: Any) -> Any:
