@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +141,26 @@ def conversations() -> list[SampleGroup]:
     return [group(number) for number in range(5)]
 
 
+def scores_of(model: Any, path: Path) -> list[list[float]]:
+    """transformers' scores of the conversations, by the chat template of the tokenizer in `path`."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
+    found = []
+    for group in conversations():
+        chats = [
+            [
+                {"role": "user", "content": group.prompt.text},
+                {"role": "assistant", "content": sample.text},
+            ]
+            for sample in group.samples
+        ]
+        rows = tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
+        with torch.no_grad():
+            found.append([float(model(torch.tensor([row])).logits[0, 0]) for row in rows])
+    return found
+
+
 def score(rank: int, meet: Address, made: Any) -> Any:
     from megarl.training.reward_model import RewardModelRank
 
@@ -175,23 +194,10 @@ def test_scores_are_those_of_transformers(
     classifier: tuple[Path, Any], layout: TrainLayout
 ) -> None:
     """The last token's, of a chat by the model's own template; ranks have unequal numbers of groups."""
-    from transformers import AutoTokenizer
-
     path, model = classifier
     made = recipe(path, layout, tokens_per_micro_batch=40)
     found = dict(filter(None, run_ranks(layout.world_size, score, made)))
-    tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    tokens = partial(tokenizer.apply_chat_template, tokenize=True, return_dict=False)
-    for index, group in enumerate(conversations()):
-        chats = [
-            [("user", group.prompt.text), ("assistant", sample.text)] for sample in group.samples
-        ]
-        rows = [
-            tokens([dict(zip(("role", "content"), said, strict=True)) for said in chat])
-            for chat in chats
-        ]
-        with torch.no_grad():
-            expected = [float(model(torch.tensor([row])).logits[0, 0]) for row in rows]
+    for index, expected in enumerate(scores_of(model, path)):
         np.testing.assert_allclose(
             found[index % layout.dp][index // layout.dp], expected, atol=1e-4
         )

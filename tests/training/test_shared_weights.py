@@ -11,7 +11,6 @@ import torch
 
 from megarl.config import Recipe
 from megarl.device import Address
-from megarl.model.tokenizer import chat_ids, load_tokenizer
 from megarl.placement.roles import resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.preflight.model_checks import reward_model_errors
@@ -19,7 +18,7 @@ from megarl.training.calls import ScoreCall
 from tests.parallel.adapters import digest, lora_recipe, set_b
 from tests.parallel.checkpoints import write, write_rewarding_adapters
 from tests.parallel.gradients import LR, VOCAB_SIZE, check_learning, recorded, uneven_part
-from tests.parallel.test_scorers import conversations
+from tests.parallel.test_scorers import conversations, scores_of
 from tests.parallel.worlds import numbers, role_of, run_ranks
 
 pytestmark = pytest.mark.slow
@@ -175,9 +174,5 @@ def test_a_reward_models_scores_are_those_of_peft(tiny_model: Path, tmp_path: Pa
     assert role and role.lora and (role.lora.rank, role.lora.targets) == (6, ("o_proj", "q_proj"))
     assert reward_model_errors(resolve(Recipe.model_validate(made)), []) == []
     found = run_ranks(layout.world_size, score, role.recipe)[0]
-    tokenizer: Any = load_tokenizer(str(tiny_model))
-    for group, scores in zip(conversations(), found, strict=True):
-        rows = [chat_ids(tokenizer, group.prompt.messages, sample.text) for sample in group.samples]
-        with torch.no_grad():
-            expected = [float(model(torch.tensor([row])).logits[0, 0]) for row in rows]
+    for scores, expected in zip(found, scores_of(model, tiny_model), strict=True):
         np.testing.assert_allclose(scores, expected, atol=1e-4)
