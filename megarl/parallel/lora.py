@@ -88,41 +88,39 @@ class Adapters:
 
 
 class FactorPair(torch.nn.Module):
-    """The factors A [rank, this rank's columns] and B [this rank's rows, rank] of one tensor.
+    """The factors A [rank, this rank's columns] and B [this rank's rows, rank] of one tensor; B is 0.
 
     Where this rank has none of the tensor's rows, B is empty and no parameter.
     """
 
-    def __init__(self, pair: LoraPair, rank: int, dtype: torch.dtype) -> None:
+    def __init__(self, pair: LoraPair, rank: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.held = pair
-        rows, cols = (end - start for start, end in (pair.rows, pair.cols))
-        self.A = torch.nn.Parameter(torch.empty(rank, cols, dtype=dtype, device=DEVICE))
-        b = torch.zeros(rows, rank, dtype=dtype, device=DEVICE)
-        self.B = torch.nn.Parameter(b) if rows else b
+        a = torch.from_numpy(_drawn(pair, rank, seed)[:, slice(*pair.cols)].copy())
+        # a copy: the storage of an array of NumPy's cannot be freed while an engine has the memory
+        self.A = torch.nn.Parameter(a.to(DEVICE, dtype, copy=True))
+        (start, end) = pair.rows
+        b = torch.zeros(end - start, rank, dtype=dtype, device=DEVICE)
+        self.B = torch.nn.Parameter(b) if len(b) else b
 
-    @torch.no_grad()
-    def draw(self, seed: int) -> None:
-        """Set A to this rank's columns of the whole factor, which the seed and the tensor's name decide; B to 0.
 
-        Uniform between +-1 / sqrt(fan-in), as PEFT's.
-        """
-        key = int.from_bytes(
-            hashlib.sha256(f"{seed} {self.held.name}".encode()).digest()[:16], "big"
-        )
-        fan_in = self.held.size[1]
-        uniform = np.random.Generator(np.random.Philox(key=key)).random(
-            (len(self.A), fan_in), dtype=np.float32
-        )
-        whole = (2 * uniform - 1) / np.float32(math.sqrt(fan_in))
-        self.A.copy_(torch.from_numpy(whole[:, slice(*self.held.cols)].copy()))
-        self.B.zero_()
+def _drawn(pair: LoraPair, rank: int, seed: int) -> np.ndarray:
+    """The whole factor A of a tensor, which the seed and the tensor's name decide.
+
+    Uniform between +-1 / sqrt(fan-in), as PEFT's.
+    """
+    key = int.from_bytes(hashlib.sha256(f"{seed} {pair.name}".encode()).digest()[:16], "big")
+    fan_in = pair.size[1]
+    uniform = np.random.Generator(np.random.Philox(key=key)).random((rank, fan_in), np.float32)
+    return (2 * uniform - 1) / np.float32(math.sqrt(fan_in))
 
 
 class Adapter(torch.nn.Module):
     """The adapter of one weight of a linear layer: a pair of factors for each tensor of the checkpoint that it has."""
 
-    def __init__(self, weight: Any, pairs: Sequence[LoraPair], size: LoraSize, cut: Cut) -> None:
+    def __init__(
+        self, weight: Any, pairs: Sequence[LoraPair], size: LoraSize, cut: Cut, seed: int
+    ) -> None:
         super().__init__()
         self._cut = cut
         self._is_expert = pairs[0].is_expert
@@ -134,7 +132,7 @@ class Adapter(torch.nn.Module):
             (place, index) for index, pair in enumerate(pairs) for place in pair.places
         )
         for pair in pairs:
-            made = FactorPair(pair, self._rank, weight.dtype)
+            made = FactorPair(pair, self._rank, weight.dtype, seed)
             self._mark(made, getattr(weight, "allreduce", True))
             self.add_module(pair.leaf, made)
 
@@ -239,11 +237,9 @@ def attach(
             problem = f"{path} is a {type(linear).__name__}, and adapters are for {known}"
             raise UserError("lora", problem, _HINT)
         made = [
-            Adapter(getattr(linear, weight), held, size, cut) for weight, held in of_weights.items()
+            Adapter(getattr(linear, weight), held, size, cut, seed)
+            for weight, held in of_weights.items()
         ]
-        for adapter in made:
-            for pair in adapter.pairs:
-                pair.draw(seed)
         if "weight" in of_weights:
             of_layer = made[0]
         else:
