@@ -212,20 +212,24 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> 
 
     All of them have advantages. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
-    mask_T = np.concatenate([np.zeros(0, np.bool_), *(one.loss_mask_T for one in sequences)])
     advantages = [one.advantage_T for one in sequences if one.advantage_T is not None]
-    flat_T = np.concatenate([np.zeros(0, np.float32), *advantages])
-    learnt_T = torch.from_numpy(flat_T[mask_T]).double()
+    masks = [one.loss_mask_T for one in sequences]
+    learnt_T = torch.from_numpy(_on_responses(advantages, masks)).double()
     count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
     mean = float(total / count)
     variance = float(sum_over_all(((learnt_T - mean) ** 2).sum()[None])[0] / count)
-    flat_T[mask_T] = ((learnt_T - mean) / (variance**0.5 + 1e-8)).numpy()
-    flat_T[~mask_T] = 0.0
-    ends = np.cumsum([len(one.token_ids_T) for one in sequences])
-    parts = np.split(flat_T, ends[:-1]) if sequences else []
-    return [replace(one, advantage_T=own_T) for one, own_T in zip(sequences, parts, strict=True)]
+    deviation = variance**0.5 + 1e-8
+    whitened_arrays = [
+        np.where(mask_T, (own_T.astype(np.float64) - mean) / deviation, 0.0).astype(np.float32)
+        for own_T, mask_T in zip(advantages, masks, strict=True)
+    ]
+    return [
+        replace(one, advantage_T=own_T)
+        for one, own_T in zip(sequences, whitened_arrays, strict=True)
+    ]
 
 
 def _on_responses(arrays: Sequence[FloatArray], masks: Sequence[np.ndarray]) -> np.ndarray:
     """The responses' tokens of each array, end to end."""
-    return np.concatenate([one_T[mask_T] for one_T, mask_T in zip(arrays, masks, strict=True)])
+    parts = [one_T[mask_T] for one_T, mask_T in zip(arrays, masks, strict=True)]
+    return np.concatenate([np.zeros(0, np.float32), *parts])
