@@ -164,7 +164,7 @@ def plan_updates(
         tokens = sum(ref.length for ref in refs)
         trained = sum(ref.tokens for ref in refs)
         denominator = denominator_of(aggregation, trained, len(part), longest_response)
-        longest = -(-max(ref.length for ref in refs) // align) * align
+        longest = _padded(max(ref.length for ref in refs), align)
         if longest > token_budget:
             raise ValueError(
                 f"a sample of {longest} tokens exceeds the micro-batch budget of {token_budget}"
@@ -177,6 +177,10 @@ def plan_updates(
         has_turns = trained < sum(ref.response_length for ref in refs) or len(refs) > len(part)
         plans.append(Update(shares, denominator, tokens, trained, correct, has_turns))
     return plans
+
+
+def _padded(length: int, align: int) -> int:
+    return -(-length // align) * align
 
 
 def _stratified(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBatch]]:
@@ -216,17 +220,10 @@ class _Load:
         ordered = tuple(
             sorted(pieces, key=lambda one: (-sum([ref.length for ref in one]), key_of(one[0])))
         )
-        lengths, places = np.unique(
-            [ref.length for one in ordered for ref in one], return_inverse=True
-        )
-        works = np.array([work(int(length)) for length in lengths])
-        if not ordered:  # of a rank without a sample
-            return _Load((), np.zeros(0, np.int64), np.zeros(0))
-        starts = np.cumsum([0, *map(len, ordered[:-1])])
-        tokens = (-(-lengths // align) * align)[places]
-        return _Load(
-            ordered, np.add.reduceat(tokens, starts), np.add.reduceat(works[places], starts)
-        )
+        lengths = [[ref.length for ref in piece] for piece in ordered]
+        tokens = [sum(_padded(length, align) for length in piece) for piece in lengths]
+        works = [sum(map(work, piece)) for piece in lengths]
+        return _Load(ordered, np.array(tokens, np.int64), np.array(works, np.float64))
 
 
 def _loads(
@@ -250,7 +247,7 @@ def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
     pieces: list[list[SampleRef]] = []
     room = 0
     for ref in rows:
-        need = -(-ref.length // align) * align
+        need = _padded(ref.length, align)
         if need > room:
             pieces.append([])
             room = budget
