@@ -189,20 +189,13 @@ class Adapter(torch.nn.Module):
         return torch.cat(parts, -1)
 
 
-class GroupedAdapter(torch.nn.Module):
+class GroupedAdapter(torch.nn.ModuleList):
     """The adapters of a layer with a weight for each of this rank's experts; its input is sorted by expert."""
-
-    def __init__(self, of_experts: Sequence[Adapter]) -> None:
-        super().__init__()
-        for number, adapter in enumerate(of_experts):
-            self.add_module(str(number), adapter)
 
     def forward(self, hidden: torch.Tensor, tokens_per_expert: Sequence[int]) -> torch.Tensor:
         """[tokens, the layer's output]: each expert's delta of its own tokens."""
         parts = hidden.split([*tokens_per_expert])
-        return torch.cat(
-            [adapter(part) for adapter, part in zip(self.children(), parts, strict=True)]
-        )
+        return torch.cat([adapter(part) for adapter, part in zip(self, parts, strict=True)])
 
 
 def attach(
