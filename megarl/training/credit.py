@@ -43,14 +43,10 @@ def with_token_advantages(
         token_rewards = penalties
     # the same in samples without a turn's reward
     is_discounted = row.credits_turns and hyperparameters.gamma < 1
-    if row.critic:
-        predicted = [spread(token_values[key_of(ref)], ref) for ref in refs]
-    else:
-        predicted = []
     if row.critic == "values":
         advantages, _ = gae_advantages(
             sequences,
-            predicted,
+            _on_sequences(token_values, refs),
             gamma=hyperparameters.gamma,
             lam=hyperparameters.gae_lambda,
             alpha=hyperparameters.lambda_alpha or None,
@@ -64,7 +60,7 @@ def with_token_advantages(
         rewards = list(token_rewards or zeros)
         if row.critic:
             process = leave_one_out_process_rewards(
-                refs, sequences, predicted, sum_over_all, max_over_all
+                refs, sequences, _on_sequences(token_values, refs), sum_over_all, max_over_all
             )
             rewards = [one_T + other_T for one_T, other_T in zip(rewards, process, strict=True)]
         advantages, _ = gae_advantages(
@@ -83,6 +79,11 @@ def with_token_advantages(
     if hyperparameters.whiten:
         return whitened(found, sum_over_all)
     return found
+
+
+def _on_sequences(token_values: TokenValues, refs: Sequence[SampleRef]) -> PerToken:
+    """The auxiliary model's values of these samples, aligned like their sequences."""
+    return [spread(token_values[key_of(ref)], ref) for ref in refs]
 
 
 def sample_advantages(refs: Sequence[SampleRef], sequences: Sequence[TrainSequence]) -> PerToken:
