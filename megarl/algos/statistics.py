@@ -70,7 +70,7 @@ def over_tokens(
     mask_T: torch.Tensor, values: Mapping[Statistic, torch.Tensor]
 ) -> dict[Statistic, torch.Tensor]:
     """Each statistic's values [T] over the masked tokens as parts: sum and count, the sum, or the largest and count."""
-    found = {}
+    parts_by_statistic = {}
     with torch.no_grad():
         for statistic, value_T in values.items():
             kept_T = torch.where(mask_T, value_T, 0)  # a maximum is of values that are not negative
@@ -78,8 +78,10 @@ def over_tokens(
                 total = kept_T.max()
             else:
                 total = kept_T.sum()
-            found[statistic] = total if statistic.reduction == SUM else parts(total, mask_T.sum())
-    return found
+            parts_by_statistic[statistic] = (
+                total if statistic.reduction == SUM else parts(total, mask_T.sum())
+            )
+    return parts_by_statistic
 
 
 def parts(*values: torch.Tensor) -> torch.Tensor:

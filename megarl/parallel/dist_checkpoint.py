@@ -169,11 +169,11 @@ def _state(
     """
     _start_states(optimizer)
     state = _weights(chunks)
-    found = {
+    optimizers = {
         index: chained.sharded_param_state_fully_reshardable(state, is_loading, metadata={})
         for index, chained in enumerate(stepping(optimizer))
     }
-    return state | {"optimizer": found, "step": _step(optimizer)}
+    return state | {"optimizer": optimizers, "step": _step(optimizer)}
 
 
 def _step(optimizer: ChainedOptimizer) -> int:
@@ -189,7 +189,7 @@ def _step(optimizer: ChainedOptimizer) -> int:
 
 def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """The weights that are trained: adapters and a head where a chunk has adapters, and else all."""
-    found: dict[str, Any] = {}
+    by_chunk: dict[str, Any] = {}
     for index, chunk in enumerate(chunks):
         module = cast(Chunk, chunk.module)
         if lora_checkpoint.has_adapters(module):
@@ -197,8 +197,8 @@ def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
         else:
             # Megatron fills the metadata, and reads it for multi-token prediction
             weights = module.sharded_state_dict(metadata={})
-        found[_chunk_key(chunks, index)] = weights
-    return found
+        by_chunk[_chunk_key(chunks, index)] = weights
+    return by_chunk
 
 
 def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ def edp_group() -> dist.ProcessGroup:
 
 def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistics:
     """Statistics of micro-batches over this rank and its data-parallel peers, each by its own reduction."""
-    found: Statistics = {}
+    reduced: Statistics = {}
     for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
         own = [statistic for statistic in stats[0] if statistic.reduction.is_max == is_max]
         if not own:
@@ -163,10 +163,10 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
         totals = table.amax(0) if is_max else table.sum(0)
         dist.all_reduce(totals, op=op, group=dp_group())
         values = totals.split([len(value) for value in rows[0]])
-        found |= {
+        reduced |= {
             statistic: tuple(value.tolist()) for statistic, value in zip(own, values, strict=True)
         }
-    return found
+    return reduced
 
 
 def over_pp(values: torch.Tensor) -> torch.Tensor:

@@ -30,16 +30,16 @@ def is_stored_factor(key: str) -> bool:
 
 def sharded_weights(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
     """What a model chunk trains, by the names in PEFT's files, as dist_checkpointing saves and loads it."""
-    found = {}
+    weights = {}
     for head in heads([chunk]):
         replica = 0, groups.tp_group().rank(), groups.dp_cp_group().rank()
-        found[SCORE] = ShardedTensor.from_rank_offsets(SCORE, head, replica_id=replica)
+        weights[SCORE] = ShardedTensor.from_rank_offsets(SCORE, head, replica_id=replica)
     for key, factor, pair in _factors(chunk):
         (rows, cols) = pair.held.size
         (row, _) = pair.held.rows
         (col, _) = pair.held.cols
         is_a = factor is pair.A
-        found[key] = ShardedTensor(
+        weights[key] = ShardedTensor(
             key=key,
             data=factor,
             dtype=factor.dtype,
@@ -49,7 +49,7 @@ def sharded_weights(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
             axis_fragmentations=None,  # a fused layer may cut its tensors into unequal parts
             replica_id=_replica(factor, pair.held.is_expert),
         )
-    return found
+    return weights
 
 
 @torch.no_grad()

@@ -257,7 +257,7 @@ def build_chunks(
 ) -> list[Chunk]:
     """This rank's model chunks, one for each virtual stage, uninitialised. routing: the state that routers share."""
     stage = layout.coords(rank).pp
-    found = []
+    chunks = []
     for chunk in range(layout.vpp):
         last = stage == layout.pp - 1 and chunk == layout.vpp - 1
         is_dense = [
@@ -281,8 +281,8 @@ def build_chunks(
             model.output_layer = Score(config)  # type: ignore[assignment]
         if model.mtp_process:
             _keep_mtp_activations(model)
-        found.append(model.to(device))
-    return found
+        chunks.append(model.to(device))
+    return chunks
 
 
 def _keep_mtp_activations(chunk: Chunk) -> None:

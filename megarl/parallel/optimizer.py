@@ -66,8 +66,8 @@ def optimizer_config(train: TrainConfig, dtype: torch.dtype, offloaded: bool) ->
         "overlap_cpu_optimizer_d2h_h2d": offloaded,
     }
     named = {
-        key: state_dtype(key, it) if key.endswith("_dtype") else it
-        for key, it in train.optimizer.items()
+        key: state_dtype(key, value) if key.endswith("_dtype") else value
+        for key, value in train.optimizer.items()
     }
     late: dict[str, Any] = {}
     # the constructor fails without TransformerEngine's version

@@ -18,8 +18,8 @@ from megarl.parallel.param_names import named_buffers, named_parameters
 
 def heads(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """The weight of the score head, where this rank's chunks have one."""
-    found: list[Any] = [getattr(chunk, "output_layer", None) for chunk in chunks]
-    return [head.weight for head in found if isinstance(head, Score)]
+    layers: list[Any] = [getattr(chunk, "output_layer", None) for chunk in chunks]
+    return [head.weight for head in layers if isinstance(head, Score)]
 
 
 def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> frozenset[str]:

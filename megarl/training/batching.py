@@ -53,10 +53,10 @@ def key_of(ref: SampleRef) -> Key:
 
 def by_sample(refs: Sequence[SampleRef]) -> list[MicroBatch]:
     """The rows of each sample, samples in the order of their first ones."""
-    found: dict[tuple[int, int], list[SampleRef]] = {}
+    rows_by_sample: dict[tuple[int, int], list[SampleRef]] = {}
     for ref in refs:
-        found.setdefault((ref.group, ref.sample), []).append(ref)
-    return [tuple(sorted(rows, key=key_of)) for rows in found.values()]
+        rows_by_sample.setdefault((ref.group, ref.sample), []).append(ref)
+    return [tuple(sorted(rows, key=key_of)) for rows in rows_by_sample.values()]
 
 
 def values_by_reader(
@@ -68,13 +68,13 @@ def values_by_reader(
 
     arrays: one per sequence, aligned like the whole sequence; None: this rank does not report any.
     """
-    found: TokenValues = {}
+    values: TokenValues = {}
     if arrays is not None:
-        found = {
+        values = {
             key_of(ref): one_T[-ref.response_length :]
             for ref, one_T in zip(refs, arrays, strict=True)
         }
-    return [{key: found[key] for key in found.keys() & reader} for reader in readers]
+    return [{key: values[key] for key in values.keys() & reader} for reader in readers]
 
 
 def spread(response_T: FloatArray, ref: SampleRef) -> FloatArray:

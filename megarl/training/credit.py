@@ -73,12 +73,12 @@ def with_token_advantages(
         )
     else:
         advantages = sample_advantages(refs, sequences)
-    found = [
+    with_advantages = [
         replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)
     ]
     if hyperparameters.whiten:
-        return whitened(found, sum_over_all)
-    return found
+        return whitened(with_advantages, sum_over_all)
+    return with_advantages
 
 
 def _on_sequences(token_values: TokenValues, refs: Sequence[SampleRef]) -> PerToken:
@@ -132,8 +132,10 @@ def gae_advantages(
     advantages, returns = (
         [np.zeros(len(one.token_ids_T), np.float32) for one in sequences] for _ in range(2)
     )
-    found = gae(*map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T)
-    for arrays, flat_T in zip((advantages, returns), found, strict=True):
+    flat_results = gae(
+        *map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T
+    )
+    for arrays, flat_T in zip((advantages, returns), flat_results, strict=True):
         parts = np.split(flat_T.numpy(), np.cumsum(lengths)[:-1])
         for place, mask_T, part_T in zip(order, masks, parts, strict=True):
             arrays[place][mask_T] = part_T
@@ -146,11 +148,11 @@ def _sample_advantages(refs: Sequence[SampleRef]) -> list[np.float32]:
 
 def _chains(sequences: Sequence[TrainSequence]) -> list[list[int]]:
     """The places of the sequences of each sample, in the order of its rows."""
-    found: dict[int, list[int]] = {}
+    chains: dict[int, list[int]] = {}
     for place, sample in enumerate(sample_numbers(sequences).tolist()):
-        found.setdefault(sample, []).append(place)
+        chains.setdefault(sample, []).append(place)
     return [
-        sorted(places, key=lambda place: sequences[place].key or ()) for places in found.values()
+        sorted(places, key=lambda place: sequences[place].key or ()) for places in chains.values()
     ]
 
 

@@ -322,7 +322,7 @@ class PolicyRank(TrainingRank):
         )
         values = values.to(device.DEVICE)
         dist.all_reduce(values)
-        found: dict[str, float] = dict(zip(_ROUTING, values.tolist(), strict=True))
+        totals: dict[str, float] = dict(zip(_ROUTING, values.tolist(), strict=True))
         layers = len(self._model.moe_layers()) + self.shape.num_mtp_layers * bool(
             self._recipe.train.mtp_loss
         )
@@ -332,10 +332,10 @@ class PolicyRank(TrainingRank):
             MTP_LOSS: norms.loss_tokens,
         }
         stats: Statistics = {
-            one: (found[one.name] / unit,) for one, unit in units.items() if found[one.name]
+            one: (totals[one.name] / unit,) for one, unit in units.items() if totals[one.name]
         }
-        if found["replayed_choices"]:
-            stats[DIFFERING_SHARE] = found["differing_choices"], found["replayed_choices"]
+        if totals["replayed_choices"]:
+            stats[DIFFERING_SHARE] = totals["differing_choices"], totals["replayed_choices"]
         return stats
 
     def export(self, folder: Path, fp8: bool = False) -> None:
