@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import IO, Any
 
+Say = Callable[[str], None]  # prints a line
 _KEPT = "\n\t"
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})  # Unicode's general categories
 _BEYOND_ASCII = re.compile(r"[^\x20-\x7e]")

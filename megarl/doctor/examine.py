@@ -27,6 +27,7 @@ from megarl.doctor.findings import Finding, Report, merged, of_errors
 from megarl.doctor.rules_cluster import cluster_findings, recipe_findings
 from megarl.doctor.rules_node import gpu_findings, node_findings
 from megarl.preflight.machine_checks import cluster_errors
+from megarl.printable import Say
 from megarl.types import UserError, UserErrors
 
 _RAY_PORT = 6379  # the default of `ray start --head`
@@ -44,7 +45,7 @@ def examine(
     recipe_errors: Sequence[UserError],
     hardware_file: Path | None,
     ports: Sequence[int],
-    say: Callable[[str], None],
+    say: Say,
 ) -> Report:
     """Examine this machine, or all nodes of the cluster that RAY_ADDRESS names.
 
@@ -134,7 +135,7 @@ def _measured(
     file: Path,
     nodes: Sequence[NodeFacts],
     findings: list[Finding],
-    say: Callable[[str], None],
+    say: Say,
 ) -> list[RankRates]:
     """Measure and write the hardware file; adds the findings about the rates to `findings`."""
     from megarl.doctor.measure import base_of, hardware_text, measure
@@ -217,9 +218,7 @@ def survey_here(wanted: Wanted) -> list[NodeFacts]:
     return [Node().look(LOOPBACK, wanted)]
 
 
-def survey_cluster(
-    wanted: Wanted, say: Callable[[str], None]
-) -> tuple[list[NodeFacts], list[Finding]]:
+def survey_cluster(wanted: Wanted, say: Say) -> tuple[list[NodeFacts], list[Finding]]:
     """(facts of the nodes that answered, this machine's first; findings: why other nodes did not).
 
     Where the cluster cannot be joined, the facts of this machine and the reason.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -16,6 +16,7 @@ from megarl.types import UserError
 # an error must be corrected; a warning costs time; a note informs
 Severity = Literal["error", "warning", "note"]
 Problem = tuple[Severity, str, str, str]  # of a node: severity, where, problem, mend, as in Finding
+Problems = Iterator[Problem]
 _ORDER: tuple[Severity, ...] = ("error", "warning", "note")
 _MOST_NAMED = 4  # nodes in one line
 
@@ -89,7 +90,7 @@ class Report:
         )
 
 
-def of_node(node: NodeFacts, *problems: Iterable[Problem]) -> list[Finding]:
+def of_node(node: NodeFacts, *problems: Problems) -> list[Finding]:
     """Several rules' problems as findings of a node."""
     return [Finding(*problem, (node.address,)) for problem in chain.from_iterable(problems)]
 

@@ -139,13 +139,12 @@ def _listener(number: int) -> str:
 
 def nics(root: Path = SYSFS) -> list[Nic]:
     """Every port of every card, by name."""
-    folder = root / "class/infiniband"
-    if folder.exists():
-        cards = sorted(folder.iterdir(), key=lambda card: (len(card.name), card.name))
-    else:
-        cards = []
+    cards = (root / "class/infiniband").glob("*")
+    by_name = sorted(cards, key=lambda card: (len(card.name), card.name))
     return [
-        _nic(card.name, port) for card in cards for port in sorted((card / "ports").glob("[0-9]*"))
+        _nic(card.name, port)
+        for card in by_name
+        for port in sorted((card / "ports").glob("[0-9]*"))
     ]
 
 
@@ -184,12 +183,13 @@ def text_of(file: Path) -> str:
 
 def environment(variables: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The variables that libraries of a GPU cluster read, without secrets."""
-    read = [
-        (name, value)
+    return {
+        name: value
         for name, value in sorted(variables)
-        if name.startswith(_INHERITED) and name not in _OWN
-    ]
-    return {name: value for name, value in read if not any(word in name for word in _SECRET)}
+        if name.startswith(_INHERITED)
+        and name not in _OWN
+        and not any(word in name for word in _SECRET)
+    }
 
 
 def source_digest(package: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ipaddress import IPv4Address
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,7 @@ from megarl.cluster.ray_session import Cluster, WorkerFailed
 from megarl.config.hardware import FOLDER, Hardware, load_hardware
 from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.doctor.findings import Finding, of_errors
+from megarl.printable import Say
 from megarl.types import UserError
 
 SIMULATED = 2  # ranks on a machine without GPUs
@@ -39,9 +40,7 @@ _LEAST_S = 1e-9  # the lower bound of latencies in the file
 _Line = tuple[float | int | str, str]  # a key's value, where it comes from
 
 
-def measure(
-    nodes: Sequence[NodeFacts], say: Callable[[str], None]
-) -> tuple[list[RankRates], list[Finding]]:
+def measure(nodes: Sequence[NodeFacts], say: Say) -> tuple[list[RankRates], list[Finding]]:
     """(rates of all ranks, in the order of their nodes' addresses; findings).
 
     Measures the nodes of the Ray cluster with the most common number of GPUs; without a cluster this machine.
@@ -79,7 +78,7 @@ def measure(
     return rates, laggards(rates, sorted(addresses, key=IPv4Address))
 
 
-def _run(num_ranks: int, per_node: int, joins: bool, say: Callable[[str], None]) -> list[RankRates]:
+def _run(num_ranks: int, per_node: int, joins: bool, say: Say) -> list[RankRates]:
     with Cluster(num_ranks, per_node if joins else None, _TIMEOUT_S, say) as cluster:
         store = device.host_store(_TIMEOUT_S, cluster.host)
         workers = [cluster.worker(f"measuring rank {rank}", rank) for rank in range(num_ranks)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
 from megarl.doctor.facts import NodeFacts
-from megarl.doctor.findings import Finding, Problem, Severity, gb, of_node
+from megarl.doctor.findings import Finding, Problems, Severity, gb, of_node
 
 _SKEW_S = 5.0
 _SMALL_SKEW_S = 0.5
@@ -48,7 +48,7 @@ def recipe_findings(
     return found
 
 
-def _clock(node: NodeFacts) -> Iterator[Problem]:
+def _clock(node: NodeFacts) -> Problems:
     sure = abs(node.clock_offset_s) - node.clock_error_s
     if sure > _SMALL_SKEW_S:
         way = "ahead of" if node.clock_offset_s > 0 else "behind"
@@ -57,7 +57,7 @@ def _clock(node: NodeFacts) -> Iterator[Problem]:
         yield severity, "clock", problem, "let chronyd or ntpd set it on every node"
 
 
-def _ray_gpus(node: NodeFacts) -> Iterator[Problem]:
+def _ray_gpus(node: NodeFacts) -> Problems:
     if not node.gpus or node.ray_gpus is None:
         return
     if node.ray_gpus != len(node.gpus):
@@ -76,7 +76,7 @@ def _ray_gpus(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Problem]:
+def _shared(node: NodeFacts, first: NodeFacts) -> Problems:
     of_first = {folder.path for folder in first.folders if folder.exists}
     for folder in node.folders:
         where = f"{folder.path} ({folder.purpose})"
@@ -96,7 +96,7 @@ def _shared(node: NodeFacts, first: NodeFacts) -> Iterator[Problem]:
             )
 
 
-def _no_fabric(node: NodeFacts) -> Iterator[Problem]:
+def _no_fabric(node: NodeFacts) -> Problems:
     if node.gpus and not any(nic.is_up for nic in node.nics):
         yield (
             "warning",
@@ -149,7 +149,7 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         )
 
 
-def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
+def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Problems:
     """Too few nodes with the recipe's number of GPUs."""
     placement = recipe.placement
     here = len(nodes[0].gpus)
@@ -174,9 +174,7 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Iterator[Problem]:
         )
 
 
-def _checkpoints(
-    recipe: Recipe, nodes: Sequence[NodeFacts], checkpoint_bytes: int
-) -> Iterator[Problem]:
+def _checkpoints(recipe: Recipe, nodes: Sequence[NodeFacts], checkpoint_bytes: int) -> Problems:
     """A disk of run.dir that has no space for all kept checkpoints and the one that is being written."""
     if not recipe.checkpoint.every or not checkpoint_bytes:
         return
@@ -192,7 +190,7 @@ def _checkpoints(
         )
 
 
-def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
+def _card(node: NodeFacts, hardware: Hardware | None) -> Problems:
     if hardware is None or not node.gpus:
         return
     name = node.gpus[0].name
@@ -220,7 +218,7 @@ def _card(node: NodeFacts, hardware: Hardware | None) -> Iterator[Problem]:
         )
 
 
-def _fp8(recipe: Recipe, node: NodeFacts) -> Iterator[Problem]:
+def _fp8(recipe: Recipe, node: NodeFacts) -> Problems:
     for gpu in node.gpus if recipe.rollout.engine.fp8 else ():
         major, _, minor = gpu.compute_capability.partition(".")
         if major.isdigit() and minor.isdigit() and (int(major), int(minor)) < _FP8_CAPABILITY:

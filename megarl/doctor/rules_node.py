@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from megarl.doctor.facts import UNLIMITED, NodeFacts
-from megarl.doctor.findings import Finding, Problem, gb, of_node
+from megarl.doctor.findings import Finding, Problems, gb, of_node
 from megarl.doctor.nvidia import slowdowns
 
 _INSTALL = "install what requirements/gpu.txt names"
@@ -70,7 +69,7 @@ def gpu_findings(node: NodeFacts, local_layers: bool = False) -> list[Finding]:
     return of_node(node, _kernels(node, local_layers), *(rule(node) for rule in rules))
 
 
-def _shm(node: NodeFacts) -> Iterator[Problem]:
+def _shm(node: NodeFacts) -> Problems:
     free = node.shm_free_bytes
     store = min(_MOST_STORE_BYTES, node.host_bytes // 10)
     hint = "start the container with --shm-size=64g, or: mount -o remount,size=64g /dev/shm"
@@ -91,7 +90,7 @@ def _shm(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _memlock(node: NodeFacts) -> Iterator[Problem]:
+def _memlock(node: NodeFacts) -> Problems:
     limit = node.limits.memlock_bytes
     cards = sorted({nic.name for nic in node.nics if nic.is_up})
     if cards and limit != UNLIMITED:
@@ -103,7 +102,7 @@ def _memlock(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _counts(node: NodeFacts) -> Iterator[Problem]:
+def _counts(node: NodeFacts) -> Problems:
     for name, limit, good, what in (
         ("nofile", node.limits.num_files, _GOOD_FILES, "open files"),
         ("nproc", node.limits.num_processes, _GOOD_PROCESSES, "processes and threads"),
@@ -117,7 +116,7 @@ def _counts(node: NodeFacts) -> Iterator[Problem]:
             )
 
 
-def _disks(node: NodeFacts) -> Iterator[Problem]:
+def _disks(node: NodeFacts) -> Problems:
     for folder in node.folders:
         where = f"{folder.path} ({folder.purpose})"
         speed = folder.write_bytes_per_s
@@ -125,10 +124,7 @@ def _disks(node: NodeFacts) -> Iterator[Problem]:
             continue
         has_few_files = folder.free_files is not None and folder.free_files < _FEW_FILES
         if folder.free_bytes < _FULL_BYTES or has_few_files:
-            if folder.free_files is None:
-                files = ""
-            else:
-                files = f", {folder.free_files} files"
+            files = "" if folder.free_files is None else f", {folder.free_files} files"
             yield (
                 "error",
                 where,
@@ -158,18 +154,15 @@ def _disks(node: NodeFacts) -> Iterator[Problem]:
             )
 
 
-def _ports(node: NodeFacts) -> Iterator[Problem]:
+def _ports(node: NodeFacts) -> Problems:
     hint = "end that, or name another port: ray start --port=..., or scripts/ray_node.sh: it takes a free one"
     for port in node.ports:
         if port.taken_by:
-            if port.is_needed:
-                severity = "error"
-            else:
-                severity = "warning"
+            severity = "error" if port.is_needed else "warning"
             yield severity, f"port {port.number}", f"taken by {port.taken_by}", hint
 
 
-def _packages(node: NodeFacts) -> Iterator[Problem]:
+def _packages(node: NodeFacts) -> Problems:
     for name in _NEEDED:
         if name not in node.versions:
             yield "error", name, "it is not installed", _INSTALL
@@ -184,14 +177,11 @@ def _packages(node: NodeFacts) -> Iterator[Problem]:
             )
 
 
-def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
+def _no_gpu(node: NodeFacts) -> Problems:
     """A note on a machine without GPUs about the checks that were left out."""
     if node.gpus or node.nvidia_smi:
         return
-    if node.torch.cuda:
-        lacks = []
-    else:
-        lacks = ["torch is a CPU build"]
+    lacks = [] if node.torch.cuda else ["torch is a CPU build"]
     lacks += [f"{name} is not installed" for name in _NEEDED_ON_GPUS if name not in node.versions]
     yield (
         "note",
@@ -201,7 +191,7 @@ def _no_gpu(node: NodeFacts) -> Iterator[Problem]:
     )
 
 
-def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
+def _kernels(node: NodeFacts, local_layers: bool) -> Problems:
     for distribution, (module, purpose) in _NEEDED_ON_GPUS.items():
         if error := node.import_errors.get(module, ""):
             severity = "error"
@@ -217,19 +207,23 @@ def _kernels(node: NodeFacts, local_layers: bool) -> Iterator[Problem]:
             )
 
 
-def _cudnn(node: NodeFacts) -> Iterator[Problem]:
+def _cudnn(node: NodeFacts) -> Problems:
     """Another cuDNN than the package's, which TransformerEngine prefers."""
     packaged = node.versions.get("nvidia-cudnn-cu13", "")
-    name = node.foreign_cudnn.rpartition("/")[2]
-    if not packaged or not name or name == f"libcudnn.so.{'.'.join(packaged.split('.')[:3])}":
+    same = f"/libcudnn.so.{'.'.join(packaged.split('.')[:3])}"
+    if not packaged or not node.foreign_cudnn or node.foreign_cudnn.endswith(same):
         return
-    problem = f"{node.foreign_cudnn} is loaded in place of the package's {packaged}: TransformerEngine's import fails, "
-    hint = "take an image without cuDNN (cuda:*-devel, not cudnn-devel), or remove it and take its folder out of "
-    hint += "LD_LIBRARY_PATH, CUDNN_HOME and CUDNN_PATH"
-    yield "error", "cuDNN", f"{problem}or two versions are mixed", hint
+    yield (
+        "error",
+        "cuDNN",
+        f"{node.foreign_cudnn} is loaded in place of the package's {packaged}: TransformerEngine's import fails, "
+        "or two versions are mixed",
+        "take an image without cuDNN (cuda:*-devel, not cudnn-devel), or remove it and take its folder out of "
+        "LD_LIBRARY_PATH, CUDNN_HOME and CUDNN_PATH",
+    )
 
 
-def _torch(node: NodeFacts) -> Iterator[Problem]:
+def _torch(node: NodeFacts) -> Problems:
     torch = node.torch
     count = len(node.gpus)
     if torch.version and not torch.cuda:
@@ -265,7 +259,7 @@ def _torch(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _attention(node: NodeFacts) -> Iterator[Problem]:
+def _attention(node: NodeFacts) -> Problems:
     errors = node.import_errors
     if errors.get("flash_attn", "") and node.torch.cuda and not node.torch.cudnn:
         yield (
@@ -283,7 +277,7 @@ def _attention(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
+def _each_gpu(node: NodeFacts) -> Problems:
     for gpu in node.gpus:
         where = f"GPU {gpu.index} ({gpu.pci})"
         if gpu.mig:
@@ -327,7 +321,7 @@ def _each_gpu(node: NodeFacts) -> Iterator[Problem]:
             )
 
 
-def _alike(node: NodeFacts) -> Iterator[Problem]:
+def _alike(node: NodeFacts) -> Problems:
     kinds = Counter(gpu.name for gpu in node.gpus)
     if len(kinds) > 1:
         unlike = ", ".join(f"{count} {name}" for name, count in kinds.items())
@@ -339,16 +333,15 @@ def _alike(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _nvlink(node: NodeFacts) -> Iterator[Problem]:
+def _nvlink(node: NodeFacts) -> Problems:
     """All pairs should have equally many NVLinks; PCIe between GPUs is slow for tensor and expert parallelism."""
-    rows = {name: row for name, row in node.topology.links.items() if name.startswith("GPU")}
-    links = {
-        (first, other): kind
-        for first, row in rows.items()
+    pairs = {
+        f"{first}-{other}": kind
+        for first, row in node.topology.links.items()
         for other, kind in row.items()
-        if other[:3] == "GPU"
+        if first[:3] == other[:3] == "GPU" and int(first[3:]) < int(other[3:])
     }
-    kinds = Counter(links.values())
+    kinds = Counter(pairs.values())
     if kinds and not any(kind.startswith("NV") for kind in kinds):
         yield (
             "warning",
@@ -358,12 +351,7 @@ def _nvlink(node: NodeFacts) -> Iterator[Problem]:
         )
     elif len(kinds) > 1:
         usual = kinds.most_common(1)[0][0]
-        unlike = [
-            pair
-            for pair, kind in links.items()
-            if kind != usual and int(pair[0][3:]) < int(pair[1][3:])
-        ]
-        odd = [f"{first}-{other} {links[first, other]}" for first, other in unlike]
+        odd = [f"{pair} {kind}" for pair, kind in pairs.items() if kind != usual]
         yield (
             "warning",
             "NVLink",
@@ -372,7 +360,7 @@ def _nvlink(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _nics(node: NodeFacts) -> Iterator[Problem]:
+def _nics(node: NodeFacts) -> Problems:
     down = [f"{nic.name}:{nic.port}" for nic in node.nics if not nic.is_up]
     if down:
         yield (
@@ -401,7 +389,7 @@ def _nics(node: NodeFacts) -> Iterator[Problem]:
         )
 
 
-def _peer_memory(node: NodeFacts) -> Iterator[Problem]:
+def _peer_memory(node: NodeFacts) -> Problems:
     if node.gpu_nics and not node.has_peermem and not node.has_open_driver:
         yield (
             "warning",
@@ -412,6 +400,4 @@ def _peer_memory(node: NodeFacts) -> Iterator[Problem]:
 
 
 def _major(version: str) -> int:
-    if version:
-        return int(version.partition(".")[0])
-    return 0
+    return int(version.partition(".")[0] or 0)

@@ -89,15 +89,12 @@ def test_a_recipe_that_cannot_be_read_and_a_cluster_that_is_gone_keep_nothing_el
         RAY_AUTH_TOKEN_PATH=str(token),
     )
     assert done.returncode == 2
-    starts = [
+    for start in (
         "error: override train.tpp=2: unknown key",
         f"error: RAY_ADDRESS: nobody answers at {address}",
-    ]
-    starts += [
         f"error: RAY_AUTH_TOKEN_PATH: {token} can be read by other users",
         "note: GPUs: nvidia-smi lists none",
-    ]
-    for start in starts:
+    ):
         assert sum(line.startswith(start) for line in done.stdout.splitlines()) == 1, done.stdout
     assert "0" * 64 not in done.stdout + done.stderr
     assert [*tmp_path.iterdir()] == [token], "one machine's figures are not the cluster's"
@@ -152,9 +149,7 @@ def test_a_recipe_with_another_cards_file_is_measured_beside_the_cards_own(
     """The letters of H20 are in H200."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(measure, "measure", lambda *_: ([gpu(device_name="NVIDIA H200")], []))
-    recipe, file = (
-        load_recipe(QUICKSTART, ["placement.hardware=recipes/hardware/h20.yaml"]),
-        tmp_path / "mine.yaml",
-    )
+    recipe = load_recipe(QUICKSTART, ["placement.hardware=recipes/hardware/h20.yaml"])
+    file = tmp_path / "mine.yaml"
     assert _measured(recipe, file, [sound()], [], print)
     assert load_hardware(file).name == "H200"

@@ -16,9 +16,7 @@ import pytest
 from megarl.device import listening_socket
 from megarl.doctor import machine
 from megarl.doctor.facts import UNLIMITED, Nic
-from megarl.doctor.rules_node import node_findings
 from tests.cluster.test_topology import card, hgx
-from tests.doctor.nodes import sound
 from tests.small_disk import small_disk
 
 ROOT = Path(__file__).parents[2]
@@ -35,16 +33,12 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         found = machine.folder(disk / "runs", "run.dir", is_written=True)
         assert (found.exists, found.is_written, found.total_bytes) == (False, True, 2**20)
         assert found.error == "no space left" and found.write_bytes_per_s is None
-        (finding,) = node_findings(sound(folders=(found,)))
-    assert finding.line(1).startswith(f"error: {disk}/runs (run.dir): the disk is full: ")
 
 
-def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
+def test_a_disk_has_its_size(tmp_path: Path) -> None:
     with small_disk(tmp_path / "shm", "4m") as disk:
         total, free = machine.disk_bytes(disk)
     assert 0 < free <= total == 4 * 2**20
-    (finding,) = node_findings(sound(shm_total_bytes=total, shm_free_bytes=free))
-    assert finding.line(1).startswith("error: /dev/shm: 0.0042 GB of 0.0042 GB free; NCCL")
     assert machine.disk_bytes(tmp_path / "nowhere") == (0, 0)
 
 
@@ -76,8 +70,6 @@ def test_a_port_that_is_taken_names_who_has_it() -> None:
         number = listener.getsockname()[1]
         taken = machine.port(number)
     assert taken.taken_by == f"{psutil.Process().name()} (pid {os.getpid()})"
-    (finding,) = node_findings(sound(ports=(taken,)))
-    assert finding.line(1).startswith(f"error: port {number}: taken by ")
     assert machine.port(number).taken_by == ""
 
 
@@ -110,22 +102,6 @@ def test_the_limits_are_the_soft_ones_of_the_process() -> None:
     assert found == UNLIMITED or own == resource.RLIM_INFINITY or found <= own
 
 
-@pytest.mark.slow
-def test_a_low_memlock_is_named() -> None:
-    program = (
-        "import resource; from megarl.doctor import machine; from megarl.doctor.rules_node import node_findings;"
-        "from tests.doctor.nodes import sound;"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]));"
-        "print(*[one.line(1) for one in node_findings(sound(limits=machine.limits())) if one.where == 'memlock'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith(
-        "error: memlock: 64 KiB may be locked, and the RDMA cards (mlx5_0, "
-    )
-
-
 def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
     assert machine.host_bytes(tmp_path) == psutil.virtual_memory().total
     (tmp_path / "memory.max").write_text("max\n")
@@ -135,16 +111,10 @@ def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
 
 
 def test_of_the_environment_only_what_libraries_read_is_told() -> None:
-    given = {
-        "NCCL_IB_HCA": "mlx5",
-        "PATH": "/bin",
-        "WANDB_API_KEY": "x",
-        "SGLANG_API_KEY": "y",
-        "HF_TOKEN": "z",
-    }
-    given |= {"CUDA_VISIBLE_DEVICES": "0", "RAY_AUTH_TOKEN": "t", "RAY_AUTH_MODE": "token"}
-    given |= {"NCCL_SOCKET_IFNAME": "=ens1"}
-    assert machine.environment(given.items()) == {"NCCL_IB_HCA": "mlx5", "RAY_AUTH_MODE": "token"}
+    secrets = ["WANDB_API_KEY", "SGLANG_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN"]
+    own = ["PATH", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"]
+    told = {"NCCL_IB_HCA": "mlx5", "RAY_AUTH_MODE": "token"}
+    assert machine.environment((dict.fromkeys(secrets + own, "x") | told).items()) == told
 
 
 def test_the_digest_is_of_every_python_file(tmp_path: Path) -> None:

@@ -35,11 +35,8 @@ def gpus(**changed: dict[int, str]) -> dict[str, Any]:
 
 
 def test_nothing_is_said_of_a_sound_node_or_of_two() -> None:
-    assert judged(sound()) == []
-    assert (
-        judged(sound(ray_gpus=8), sound(address=OTHER, host="two", ray_gpus=8, clock_offset_s=0.1))
-        == []
-    )
+    other = sound(address=OTHER, host="two", ray_gpus=8, clock_offset_s=0.1)
+    assert judged(sound()) == judged(sound(ray_gpus=8), other) == []
 
 
 def folder(**changed: Any) -> Folder:
@@ -47,71 +44,73 @@ def folder(**changed: Any) -> Folder:
 
 
 @pytest.mark.parametrize(
-    ("changed", "start", "words"),
+    ("changed", "says"),
     [
         ({"shm_total_bytes": 64 * 2**20, "shm_free_bytes": 64 * 2**20},
-         "error: /dev/shm: 0.067 GB of 0.067 GB free", "--shm-size"),
-        ({"shm_free_bytes": 2 * 10**9}, "warning: /dev/shm: 2 GB free, and Ray's object store wants 34 GB", "remount"),
+         "error: /dev/shm: 0.067 GB of 0.067 GB free...--shm-size"),
+        ({"shm_free_bytes": 2 * 10**9}, "warning: /dev/shm: 2 GB free, and Ray's object store wants 34 GB...remount"),
         ({"limits": ProcessLimits(8192 * 1024, 2**20, 2**20)},
-         "error: memlock: 8192 KiB may be locked, and the RDMA cards (mlx5_0, mlx5_1", "memlock unlimited"),
-        ({"limits": ProcessLimits(-1, 1024, 2**20)}, "error: nofile: 1024 open files", "limits.conf"),
-        ({"limits": ProcessLimits(-1, 20_000, 2**20)}, "warning: nofile: 20000 open files", "limits.conf"),
-        ({"limits": ProcessLimits(-1, 2**20, 1000)}, "error: nproc: 1000 processes and threads", "limits.conf"),
+         "error: memlock: 8192 KiB may be locked, and the RDMA cards (mlx5_0, mlx5_1...memlock unlimited"),
+        ({"limits": ProcessLimits(-1, 1024, 2**20)}, "error: nofile: 1024 open files...limits.conf"),
+        ({"limits": ProcessLimits(-1, 20_000, 2**20)}, "warning: nofile: 20000 open files...limits.conf"),
+        ({"limits": ProcessLimits(-1, 2**20, 1000)}, "error: nproc: 1000 processes and threads...limits.conf"),
         ({"folders": (folder(free_bytes=10**6),)},
-         "error: /shared/runs (run.dir): the disk is full: 0.001 GB of 1000000 GB free", "make room"),
-        ({"folders": (folder(free_files=0),)}, "error: /shared/runs (run.dir): the disk is full", "make room"),
-        ({"folders": (folder(free_bytes=5 * 10**9),)}, "warning: /shared/runs (run.dir): 5 GB free", "make room"),
+         "error: /shared/runs (run.dir): the disk is full: 0.001 GB of 1000000 GB free...make room"),
+        ({"folders": (folder(free_files=0),)}, "error: /shared/runs (run.dir): the disk is full...make room"),
+        ({"folders": (folder(free_bytes=5 * 10**9),)}, "warning: /shared/runs (run.dir): 5 GB free...make room"),
         ({"folders": (folder(error="Read-only file system"),)},
-         "error: /shared/runs (run.dir): nothing can be written (Read-only", "name another folder"),
-        ({"folders": (folder(write_bytes_per_s=30e6),)}, "warning: /shared/runs (run.dir): 30 MB/s are", "faster disk"),
+         "error: /shared/runs (run.dir): nothing can be written (Read-only...name another folder"),
+        ({"folders": (folder(write_bytes_per_s=30e6),)}, "warning: /shared/runs (run.dir): 30 MB/s are...faster disk"),
         ({"ports": (Port(6379, "redis-server (pid 7)"), Port(6380))},
-         "error: port 6379: taken by redis-server (pid 7)", "another port"),
-        ({"ports": (Port(6379, "redis-server (pid 7)", False),)}, "warning: port 6379: taken", "another port"),
+         "error: port 6379: taken by redis-server (pid 7)...another port"),
+        ({"ports": (Port(6379, "redis-server (pid 7)", False),)}, "warning: port 6379: taken...another port"),
         ({"pins": {"sglang-kernel": "0.4.6"}},
-         "error: sglang-kernel: 0.4.7 is installed, and SGLang 0.5.21 is built for 0.4.6", "pip install"),
+         "error: sglang-kernel: 0.4.7 is installed, and SGLang 0.5.21 is built for 0.4.6...pip install"),
         ({"versions": {**sound().versions, "torch": "2.13.0+cu130"}, "pins": {"torch": "2.12.0"}},
-         "error: torch: 2.13.0+cu130 is installed", "torch==2.12.0"),
+         "error: torch: 2.13.0+cu130 is installed...torch==2.12.0"),
         ({"nvidia_smi": "Failed to initialize NVML: Driver/library version mismatch", "gpus": ()},
-         "error: nvidia-smi: it does not answer (Failed to initialize NVML", "dmesg"),
-        ({"torch": Torch("2.13.0+cpu")}, "error: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs", "gpu.txt"),
-        ({"driver_cuda": "12.4"}, "error: driver: 580.65.06 runs CUDA 12.4, and torch 2.13.0+cu130", "newer driver"),
+         "error: nvidia-smi: it does not answer (Failed to initialize NVML...dmesg"),
+        ({"torch": Torch("2.13.0+cpu")}, "error: torch: 2.13.0+cpu is a CPU build on a node with 8 GPUs...gpu.txt"),
+        ({"driver_cuda": "12.4"}, "error: driver: 580.65.06 runs CUDA 12.4, and torch 2.13.0+cu130...newer driver"),
         ({"torch": replace(sound().torch, num_devices=0, error="Error 802: system not yet initialized")},
-         "error: torch: CUDA does not start (Error 802", "fabricmanager"),
-        ({"torch": replace(sound().torch, num_devices=7)}, "error: torch: torch sees 7 of 8 GPUs", "CUDA_VISIBLE"),
+         "error: torch: CUDA does not start (Error 802...fabricmanager"),
+        ({"torch": replace(sound().torch, num_devices=7)}, "error: torch: torch sees 7 of 8 GPUs...CUDA_VISIBLE"),
         ({"import_errors": {"transformer_engine.pytorch": "not installed"}},
-         "error: transformer-engine: it cannot be imported (not installed), and Trans", "gpu.txt"),
+         "error: transformer-engine: it cannot be imported (not installed), and Trans...gpu.txt"),
         ({"import_errors": {"sgl_kernel": "ImportError: undefined symbol: _ZN3c10"}},
-         "error: sglang-kernel: it cannot be imported (ImportError: undefined symbol", "this torch and this CUDA"),
-        ({"import_errors": {"torch_memory_saver": "not installed"}}, "error: torch-memory-saver: it cannot", "gpu.txt"),
-        ({"torch": replace(sound().torch, cudnn="")}, "warning: flash-attn: neither it (not installed) nor", "cuDNN"),
+         "error: sglang-kernel: it cannot be imported (ImportError: undefined symbol...this torch and this CUDA"),
+        ({"import_errors": {"torch_memory_saver": "not installed"}}, "error: torch-memory-saver: it cannot...gpu.txt"),
+        ({"torch": replace(sound().torch, cudnn="")}, "warning: flash-attn: neither it (not installed) nor...cuDNN"),
         ({"foreign_cudnn": "/usr/lib/libcudnn.so.9.13.0", "versions": CUDNN},
-         "error: cuDNN: /usr/lib/libcudnn.so.9.13.0 is loaded in place of the package's 9.20.0.48", "cuda:*-devel"),
-        ({"import_errors": {"flashinfer": "not installed"}}, "warning: flashinfer-python: it cannot", "gpu.txt"),
-        (gpus(mig_mode_current={3: "Enabled"}), "error: GPU 3 (0000:5d:00.0): it is cut into MIG", "-mig 0"),
-        (gpus(ecc_errors_uncorrected_volatile_total={3: "2"}), "error: GPU 3 (0000:5d:00.0): 2 uncorrected", "reset"),
+         "error: cuDNN: /usr/lib/libcudnn.so.9.13.0 is loaded in place of the package's 9.20.0.48...cuda:*-devel"),
+        ({"import_errors": {"flashinfer": "not installed"}}, "warning: flashinfer-python: it cannot...gpu.txt"),
+        (gpus(mig_mode_current={3: "Enabled"}), "error: GPU 3 (0000:5d:00.0): it is cut into MIG...-mig 0"),
+        (gpus(ecc_errors_uncorrected_volatile_total={3: "2"}), "error: GPU 3 (0000:5d:00.0): 2 uncorrected...reset"),
         (gpus(clocks_event_reasons_active={0: "0x0000000000000048"}),
-         "warning: GPU 0 (0000:18:00.0): 345 of 1980 MHz (hardware slowdown", "cooling or power"),
-        (gpus(pcie_link_width_current={7: "8"}), "warning: GPU 7 (0000:db:00.0): 8 of 16 PCIe lanes", "seated"),
-        (gpus(memory_used={5: "40000"}), "warning: GPU 5 (0000:ab:00.0): 42 GB are used already", "nvidia-smi"),
-        (gpus(name={5: "NVIDIA H100 80GB HBM3"}), "warning: GPUs: different models: 7 NVIDIA H800, 1 N", "one kind"),
+         "warning: GPU 0 (0000:18:00.0): 345 of 1980 MHz (hardware slowdown...cooling or power"),
+        (gpus(pcie_link_width_current={7: "8"}), "warning: GPU 7 (0000:db:00.0): 8 of 16 PCIe lanes...seated"),
+        (gpus(memory_used={5: "40000"}), "warning: GPU 5 (0000:ab:00.0): 42 GB are used already...nvidia-smi"),
+        (gpus(name={5: "NVIDIA H100 80GB HBM3"}), "warning: GPUs: different models: 7 NVIDIA H800, 1 N...one kind"),
         ({"topology": nvidia.topology(smi_topology(GPU2_GPU5="SYS"))},
-         "warning: NVLink: pairs of GPUs are joined unequally: most by NV8, but GPU2-GPU5 SYS", "nvlink -s"),
-        ({"topology": nvidia.topology(smi_topology().replace("NV8", "NODE"))}, "warning: NVLink: no NVLi", "train.tp"),
+         "warning: NVLink: pairs of GPUs are joined unequally: most by NV8, but GPU2-GPU5 SYS...nvlink -s"),
+        ({"topology": nvidia.topology(smi_topology().replace("NV8", "NODE"))}, "warning: NVLink: no NVLi...train.tp"),
         ({"nics": (*sound().nics, Nic("mlx5_8", 1, False, None, "Ethernet"))},
-         "warning: network: links are down: mlx5_8:1", "cables"),
+         "warning: network: links are down: mlx5_8:1...cables"),
         ({"nics": (*sound().nics[:7], Nic("mlx5_7", 1, True, 200.0, "InfiniBand"))},
-         "warning: network: the GPUs' cards are of unequal speed: 7 of 400 Gb/s, 1 of 200 Gb/s", "ibstat"),
-        ({"nic_errors": ("on one ranks 0, 1 share the network card mlx5_0",)}, "warning: network: on o", "NCCL_IB"),
-        ({"has_peermem": False}, "warning: GPUDirect: neither nvidia_peermem", "modprobe"),
-        ({"clock_offset_s": -61.0, "clock_error_s": 0.01}, "error: clock: 61.0 s behind the first node's", "chronyd"),
-        ({"clock_offset_s": 2.0}, "warning: clock: 2.0 s ahead of", "chronyd"),
+         "warning: network: the GPUs' cards are of unequal speed: 7 of 400 Gb/s, 1 of 200 Gb/s...ibstat"),
+        ({"nic_errors": ("on one ranks 0, 1 share the network card mlx5_0",)}, "warning: network: on o...NCCL_IB"),
+        ({"has_peermem": False}, "warning: GPUDirect: neither nvidia_peermem...modprobe"),
+        ({"clock_offset_s": -61.0, "clock_error_s": 0.01}, "error: clock: 61.0 s behind the first node's...chronyd"),
+        ({"clock_offset_s": 2.0}, "warning: clock: 2.0 s ahead of...chronyd"),
         ({"ray_gpus": 8, "environment": {}},
-         "error: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES: it is not 1 in Ray's environment", "scripts/ray_node.sh"),
-        ({"ray_gpus": 4}, "error: Ray: Ray counts 4 GPUs, nvidia-smi lists 8", "--num-gpus"),
+         "error: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES: it is not 1 in Ray's environment...scripts/ray_node.sh"),
+        ({"ray_gpus": 4}, "error: Ray: Ray counts 4 GPUs, nvidia-smi lists 8...--num-gpus"),
     ],
 )  # fmt: skip
-def test_one_error_of_a_node_is_one_line(changed: dict[str, Any], start: str, words: str) -> None:
+def test_one_error_of_a_node_is_one_line(changed: dict[str, Any], says: str) -> None:
+    """says: how the line begins, dots, and what is in its hint."""
     line = only(sound(**changed))
+    start, _, words = says.partition("...")
     assert line.startswith(start)
     assert words in line.rpartition("; ")[2], line
     assert "\n" not in line
@@ -141,22 +140,13 @@ def test_what_does_no_harm_is_not_told(changed: dict[str, Any]) -> None:
 
 
 def test_a_machine_without_gpus_is_told_what_it_lacks_and_not_blamed() -> None:
-    versions = {
-        name: sound().versions[name]
-        for name in ("torch", "megatron-core", "ray", "transformers", "sglang")
-    }
-    nothing: dict[str, Any] = {
-        "gpus": (),
-        "driver": "",
-        "nics": (),
-        "gpu_nics": {},
-        "torch": Torch("2.13.0+cpu"),
-    }
-    (note,) = judged(sound(**nothing, versions=versions))
+    versions = dict.fromkeys(("torch", "megatron-core", "transformers", "sglang"), "2.13.0")
+    cpu = Torch("2.13.0+cpu")
+    error, note = judged(
+        sound(gpus=(), driver="", nics=(), gpu_nics={}, torch=cpu, versions=versions)
+    )
     assert note.severity == "note"
     assert "for one on GPUs: torch is a CPU build, transformer-engine is not installed" in note.hint
-    del versions["ray"]
-    error, _ = judged(sound(**nothing, versions=versions))
     assert (error.severity, error.where, error.problem) == ("error", "ray", "it is not installed")
 
 
