@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container
 
 from megarl.algos import ALGORITHMS
 from megarl.config import EngineConfig, Recipe
 from megarl.device import DEVICE, LOOPBACK, Address
 from megarl.placement.roles import Roles
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.rollout.engine_settings import engine_settings
 from megarl.rollout.sglang.arguments import Endpoint, NodeSpan, server_arguments, sglang_errors
 from megarl.types import UserError
@@ -18,7 +18,7 @@ _LOADER = "megarl.rollout.sglang.scheduler:load"
 
 
 @listed
-def argument_errors(roles: Roles, device: str, absent: Container[str]) -> Iterator[UserError]:
+def argument_errors(roles: Roles, device: str, absent: Container[str]) -> ErrorIterator:
     """Errors that Megatron's and SGLang's own classes find in the arguments that they would get.
 
     They are asked about a run on this machine only where the recipe gives them something to judge (`asks_megatron`,
@@ -50,7 +50,7 @@ def asks_sglang(recipe: Recipe, device: str) -> bool:
     return device != DEVICE or engine != sizes_alone or asks_more
 
 
-def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> Iterator[UserError]:
+def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> ErrorIterator:
     from megarl.parallel.refusals import megatron_errors
 
     for role in roles.models.values():
@@ -58,7 +58,7 @@ def _megatron_errors(roles: Roles, device: str, absent: Container[str]) -> Itera
             yield from megatron_errors(role, device)
 
 
-def _sglang_errors(recipe: Recipe, device: str) -> Iterator[UserError]:
+def _sglang_errors(recipe: Recipe, device: str) -> ErrorIterator:
     """Errors of the first engine's arguments: others differ in slots and seeds. Another check reports unknown ones."""
     try:
         if sglang_errors(recipe.rollout.engine.sglang):

@@ -6,7 +6,7 @@ A recipe's roles are resolved once, and every command runs the checks that `CHEC
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -41,7 +41,7 @@ from megarl.preflight.layout_checks import (
     slot_errors,
 )
 from megarl.preflight.limit_checks import limit_errors, secret_errors
-from megarl.preflight.listed import Errors
+from megarl.preflight.listed import ErrorIterator, Errors
 from megarl.preflight.lora_checks import adapter_errors, cpu_errors, lora_errors, sharing_errors
 from megarl.preflight.machine_checks import attention_errors, cluster_errors
 from megarl.preflight.model_checks import (
@@ -157,14 +157,14 @@ def _errors(case: _Case) -> Errors:
     return [error for errors_of in CHECKS[case.command] for error in errors_of(case)]
 
 
-def _environment(case: _Case) -> Iterator[UserError]:
+def _environment(case: _Case) -> ErrorIterator:
     yield from device_errors()
     if case.command != "rollout":
         yield from attention_errors()
     yield from cluster_errors(case.recipe.placement)
 
 
-def _keys(case: _Case) -> Iterator[UserError]:
+def _keys(case: _Case) -> ErrorIterator:
     """Errors of values that can be judged without any file but placement.hardware."""
     recipe = case.recipe
     yield from limit_errors(recipe, case.device)
@@ -192,7 +192,7 @@ def _weights(case: _Case) -> Errors:
     return [policy.model.error] if policy.model.error else []
 
 
-def _lora(case: _Case) -> Iterator[UserError]:
+def _lora(case: _Case) -> ErrorIterator:
     yield from lora_errors(case.roles)
     yield from sharing_errors(case.roles)
     if case.device == "cpu":
@@ -205,7 +205,7 @@ def _critic(case: _Case) -> Errors:
     return [] if "critic.path" in case.absent else critic_errors(case.roles)
 
 
-def _sglang(case: _Case) -> Iterator[UserError]:
+def _sglang(case: _Case) -> ErrorIterator:
     arguments = case.recipe.rollout.engine.sglang
     shape = case.roles.policy.model.known_shape
     try:
@@ -241,7 +241,7 @@ def _layers(case: _Case) -> Errors:
     return [error] if error else []
 
 
-def _planned(case: _Case) -> Iterator[UserError]:
+def _planned(case: _Case) -> ErrorIterator:
     """Errors of what a plan computes with: lengths, layouts, batches. Of an unknown algorithm nothing more is said."""
     recipe = case.recipe
     roles = case.roles
@@ -262,7 +262,7 @@ def _planned(case: _Case) -> Iterator[UserError]:
         yield from loss_errors(recipe, shape)
 
 
-def _only_sampling(case: _Case) -> Iterator[UserError]:
+def _only_sampling(case: _Case) -> ErrorIterator:
     recipe = case.recipe
     reason = "samples are made with the weights of model.path"
     yield from _unused(recipe, reason)
@@ -274,7 +274,7 @@ def _only_sampling(case: _Case) -> Iterator[UserError]:
         )
 
 
-def _only_training(case: _Case) -> Iterator[UserError]:
+def _only_training(case: _Case) -> ErrorIterator:
     yield from _unused(case.recipe, "a file's samples are trained on as they are")
     name = case.recipe.algorithm.name
     if learns_from_answers(name):
@@ -285,7 +285,7 @@ def _only_training(case: _Case) -> Iterator[UserError]:
         )
 
 
-def _unused(recipe: Recipe, reason: str) -> Iterator[UserError]:
+def _unused(recipe: Recipe, reason: str) -> ErrorIterator:
     """Keys that ask for what a command leaves out which samples alone or trains alone."""
     name = recipe.algorithm.name
     draws_again = name in ALGORITHMS and hyperparameters_of(name, recipe.algorithm).dynamic_sampling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,14 @@ from megarl.data.prompts import vocabulary_errors
 from megarl.data.tokens import TokenCache, Tokens, cached_tokens, tokenise
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.samples.parquet import SampleFile
 from megarl.tracking.progress import progress_bar
 from megarl.types import Prompt, SampleGroup, UserError
 
 
 @listed
-def budget_errors(role: Role, longest: int, what: str) -> Iterator[UserError]:
+def budget_errors(role: Role, longest: int, what: str) -> ErrorIterator:
     """A micro-batch of the role's ranks with fewer tokens than the longest sequence, padded to what its ranks divide.
 
     longest: tokens of that sequence. what: the sequence in words.
@@ -44,7 +44,7 @@ def length_errors(
     train: Sequence[Prompt],
     cache: TokenCache | None,
     vocab_size: int | None,
-) -> Iterator[UserError]:
+) -> ErrorIterator:
     """Micro-batches too small for the longest prompt and response; answers too long for a response, where taught.
 
     vocab_size: the model's, or None where it is not known.
@@ -90,7 +90,7 @@ def _tokens_of_answers(
 
 
 @listed
-def sample_file_errors(samples: SampleFile, roles: Roles) -> Iterator[UserError]:
+def sample_file_errors(samples: SampleFile, roles: Roles) -> ErrorIterator:
     """Every error of a file for this recipe. The whole file is read, and the policy's shape must be known."""
     recipe = roles.recipe
     shape = roles.policy.shape
@@ -141,7 +141,7 @@ def sample_file_errors(samples: SampleFile, roles: Roles) -> Iterator[UserError]
     yield from _algorithm_errors(recipe, seen, where)
 
 
-def _algorithm_errors(recipe: Recipe, seen: Sequence[_Seen], where: str) -> Iterator[UserError]:
+def _algorithm_errors(recipe: Recipe, seen: Sequence[_Seen], where: str) -> ErrorIterator:
     """What the algorithm needs of samples and a file does not have. where: the file's path."""
     name = recipe.algorithm.name
     algorithm = ALGORITHMS.get(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from megarl.episodes.template_check import TemplateFacts
 from megarl.episodes.tool_calls import CallFormat
 from megarl.episodes.turn_tokenizer import TurnTokenizer
 from megarl.model.hf_config import end_token_ids
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.types import Prompt, UserError
 
 
@@ -97,7 +97,7 @@ def _read_agent(recipe: Recipe, tokenizer: Any | None, *, prepares: bool) -> Epi
 @listed
 def demonstration_errors(
     recipe: Recipe, episode: EpisodeRead, prompts: Sequence[Prompt]
-) -> Iterator[UserError]:
+) -> ErrorIterator:
     """Demonstrated episodes that supervised steps could not learn from."""
     # imports torch, which `megarl episode-check` does without
     from megarl.algos import learns_from_answers
@@ -151,7 +151,7 @@ def _notes(facts: TemplateFacts, calls: CallFormat | None = None) -> list[str]:
 
 
 @listed
-def key_errors(recipe: Recipe) -> Iterator[UserError]:
+def key_errors(recipe: Recipe) -> ErrorIterator:
     """What the recipe's keys alone say; nothing without episodes."""
     episode = recipe.episode
     if episode is None:

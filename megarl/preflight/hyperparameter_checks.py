@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 from megarl.algos import ALGORITHMS, has_critic, hyperparameters_of, learns_from_answers
 from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.spelling import did_you_mean, near
 from megarl.types import Hyperparameters, UserError
 
@@ -17,7 +16,7 @@ _OF_SAMPLING = ("oversample", "max_rounds", "when_short")
 
 
 @listed
-def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> Iterator[UserError]:
+def hyperparameter_errors(recipe: Recipe, *, learns: bool = True) -> ErrorIterator:
     """Every error of the algorithm's hyperparameters; learns: false where the command samples alone."""
     name = recipe.algorithm.name
     if name not in ALGORITHMS:
@@ -74,7 +73,7 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
     return found
 
 
-def _bounds_errors(hyperparameters: Hyperparameters) -> Iterator[UserError]:
+def _bounds_errors(hyperparameters: Hyperparameters) -> ErrorIterator:
     if hyperparameters.rollout_correction == "off":
         return
     low, high = bounds(hyperparameters)
@@ -86,7 +85,7 @@ def _bounds_errors(hyperparameters: Hyperparameters) -> Iterator[UserError]:
         )
 
 
-def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> Iterator[UserError]:
+def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> ErrorIterator:
     """Errors of the critic's warm-up and of the reference that a run starts with."""
     warmup = hyperparameters.critic_warmup_steps
     if has_critic(recipe.algorithm.name) and warmup >= recipe.run.steps:
@@ -119,7 +118,7 @@ def _start_errors(recipe: Recipe, hyperparameters: Hyperparameters) -> Iterator[
         )
 
 
-def _idle_errors(recipe: Recipe) -> Iterator[UserError]:
+def _idle_errors(recipe: Recipe) -> ErrorIterator:
     """Models and options without a use where the policy learns from the data's answers."""
     idle = {
         "reference.use": recipe.reference.use,
@@ -134,7 +133,7 @@ def _idle_errors(recipe: Recipe) -> Iterator[UserError]:
 
 
 @listed
-def sampling_errors(recipe: Recipe) -> Iterator[UserError]:
+def sampling_errors(recipe: Recipe) -> ErrorIterator:
     """Errors of how training samples are drawn, where the algorithm is known and learns from samples."""
     name = recipe.algorithm.name
     rollout = recipe.rollout
@@ -166,7 +165,7 @@ def sampling_errors(recipe: Recipe) -> Iterator[UserError]:
 
 
 @listed
-def eval_errors(recipe: Recipe) -> Iterator[UserError]:
+def eval_errors(recipe: Recipe) -> ErrorIterator:
     """Keys for evaluation sets that data.eval does not have, and several greedy answers, which are all the same."""
     names = list(recipe.data.eval)
     for name in recipe.evaluation.sets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.algos import learns_from_answers
@@ -12,7 +12,7 @@ from megarl.model.quantisation import FP8_TILE
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Roles
 from megarl.placement.train_layout import divisors, nearest
-from megarl.preflight.listed import Errors, listed
+from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.routes import item_bytes
 from megarl.resharding.shards import Part
@@ -104,7 +104,7 @@ def slot_errors(roles: Roles) -> Errors:
 
 
 @listed
-def node_errors(roles: Roles) -> Iterator[UserError]:
+def node_errors(roles: Roles) -> ErrorIterator:
     """Tensor-parallel ranks, which communicate in every layer, on several nodes; engines across a node's edge."""
     node = roles.recipe.placement.gpus_per_node
     if max(roles.recipe.placement.gpus, roles.engines.end) <= node:
@@ -122,7 +122,7 @@ def node_errors(roles: Roles) -> Iterator[UserError]:
     yield from _engine_node_errors(roles)
 
 
-def _engine_node_errors(roles: Roles) -> Iterator[UserError]:
+def _engine_node_errors(roles: Roles) -> ErrorIterator:
     node = roles.recipe.placement.gpus_per_node
     engines = roles.engines
     inside = node % engines.tp == 0 and engines.first % engines.tp == 0
@@ -157,9 +157,7 @@ def reshard_errors(roles: Roles) -> Errors:
     return found[:1]  # one key, whatever is too large for it
 
 
-def _round_errors(
-    roles: Roles, sources: Sequence[Part], targets: Sequence[Part]
-) -> Iterator[UserError]:
+def _round_errors(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> ErrorIterator:
     members = roles.num_members
     round_bytes = roles.recipe.reshard.round_bytes
     dtype = roles.recipe.model.dtype
@@ -190,7 +188,7 @@ def _largest_granule(targets: Sequence[Part], dtype: str) -> int:
 
 
 @listed
-def batch_errors(recipe: Recipe) -> Iterator[UserError]:
+def batch_errors(recipe: Recipe) -> ErrorIterator:
     """More optimizer updates than a step has samples."""
     rollout = recipe.rollout
     updates = recipe.train.updates_per_step

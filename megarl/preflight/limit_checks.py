@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.config import PlacementConfig, Recipe, RunConfig
 from megarl.config.hardware import load_hardware
 from megarl.disk import is_writable
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.tracking.secrets import secrets_in
 from megarl.types import UserError, UserErrors
 
@@ -20,7 +19,7 @@ _NO_SECRET = "give the name of an environment variable instead, and let the func
 
 
 @listed
-def limit_errors(recipe: Recipe, device: str) -> Iterator[UserError]:
+def limit_errors(recipe: Recipe, device: str) -> ErrorIterator:
     """Batches too large for one process, GPUs that a machine cannot have, unusable folders and files."""
     prompts = recipe.rollout.prompts_per_step
     samples = recipe.rollout.samples_per_prompt
@@ -37,7 +36,7 @@ def limit_errors(recipe: Recipe, device: str) -> Iterator[UserError]:
     yield from _folder_errors(recipe.run)
 
 
-def _gpu_errors(placement: PlacementConfig, device: str) -> Iterator[UserError]:
+def _gpu_errors(placement: PlacementConfig, device: str) -> ErrorIterator:
     """More GPUs than a run on one machine can have; on CPU each simulated GPU is a process."""
     if device == "cpu":
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -58,7 +57,7 @@ def _gpu_errors(placement: PlacementConfig, device: str) -> Iterator[UserError]:
         yield UserError("placement.gpus", problem, hint)
 
 
-def _hardware_errors(path: str) -> Iterator[UserError]:
+def _hardware_errors(path: str) -> ErrorIterator:
     try:
         load_hardware(path)
     except UserErrors as raised:
@@ -70,7 +69,7 @@ def _hardware_errors(path: str) -> Iterator[UserError]:
             )
 
 
-def _folder_errors(run: RunConfig) -> Iterator[UserError]:
+def _folder_errors(run: RunConfig) -> ErrorIterator:
     """run.dir must be a folder that exists or can be made, and short enough for the names of the files in it."""
     folder = Path(run.dir).absolute()
     length = len(os.fsencode(folder / run.name))
@@ -90,7 +89,7 @@ def _folder_errors(run: RunConfig) -> Iterator[UserError]:
 
 
 @listed
-def secret_errors(recipe: Recipe) -> Iterator[UserError]:
+def secret_errors(recipe: Recipe) -> ErrorIterator:
     """Secrets in arguments that are passed through, found by the names of their keys, and passwords in URLs.
 
     A run saves its recipe in its folder, for everybody who may read that folder.

@@ -9,10 +9,11 @@ from typing import ParamSpec
 from megarl.types import UserError
 
 Errors = list[UserError]
+ErrorIterator = Iterator[UserError]
 Arguments = ParamSpec("Arguments")
 
 
-def listed(check: Callable[Arguments, Iterator[UserError]]) -> Callable[Arguments, Errors]:
+def listed(check: Callable[Arguments, ErrorIterator]) -> Callable[Arguments, Errors]:
     """The check as a function that returns the list of its errors."""
 
     @wraps(check)

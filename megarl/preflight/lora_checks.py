@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from megarl.checkpoints import peft
@@ -10,7 +9,7 @@ from megarl.config import EngineConfig, Recipe
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.shape import ModelShape
 from megarl.placement.roles import Role, Roles, trains_merged
-from megarl.preflight.listed import Errors, listed
+from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.resharding.lora_map import TARGETS, targets_of
 from megarl.resharding.lora_slots import MLP, modules, unknown_modules
 from megarl.types import UserError
@@ -31,7 +30,7 @@ _OVERLAPS = ("enable_two_batch_overlap", "enable_single_batch_overlap")
 
 
 @listed
-def lora_errors(roles: Roles) -> Iterator[UserError]:
+def lora_errors(roles: Roles) -> ErrorIterator:
     """Errors of the recipe's adapters."""
     recipe = roles.recipe
     shape = roles.policy.model.known_shape
@@ -55,7 +54,7 @@ def adapter_errors(roles: Roles) -> Errors:
 
 
 @listed
-def sharing_errors(roles: Roles) -> Iterator[UserError]:
+def sharing_errors(roles: Roles) -> ErrorIterator:
     """Errors of a critic and a reward model that compute with the policy's frozen weights."""
     recipe = roles.recipe
     if recipe.critic.shares_weights and roles.critic:
@@ -70,7 +69,7 @@ def sharing_errors(roles: Roles) -> Iterator[UserError]:
         yield from _sharing_errors("reward_model", "adapters", roles.reward_model, roles)
 
 
-def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator[UserError]:
+def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> ErrorIterator:
     recipe = roles.recipe
     policy = roles.policy
     where = f"{branch}.{key}"
@@ -102,7 +101,7 @@ def _sharing_errors(branch: str, key: str, role: Role, roles: Roles) -> Iterator
 
 
 @listed
-def cpu_errors(roles: Roles) -> Iterator[UserError]:
+def cpu_errors(roles: Roles) -> ErrorIterator:
     """Adapters that SGLang's engines have on GPUs alone."""
     size = roles.policy.lora
     shape = roles.policy.model.known_shape
@@ -134,7 +133,7 @@ def _wraps_experts(size: LoraSize, shape: ModelShape | None) -> bool:
     return bool(shape and shape.num_experts and {*MLP} & {*modules(shape, size)})
 
 
-def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserError]:
+def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> ErrorIterator:
     known = targets_of(shape) if shape else TARGETS
     for target in size.targets:
         if target not in known:
@@ -158,14 +157,14 @@ def _target_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> 
         )
 
 
-def _refused(otherwise: str, *options: tuple[str, Any, str, str]) -> Iterator[UserError]:
+def _refused(otherwise: str, *options: tuple[str, Any, str, str]) -> ErrorIterator:
     """The errors of the options that are set: of each the key, the value, why it is refused and what to write."""
     for key, value, why, hint in options:
         if value:
             yield UserError(key, f"{value}, but {why}", f"{hint}, or {otherwise}")
 
 
-def _combination_errors(recipe: Recipe, size: LoraSize) -> Iterator[UserError]:
+def _combination_errors(recipe: Recipe, size: LoraSize) -> ErrorIterator:
     train = recipe.train
     yield from _refused(
         "leave lora out",
@@ -200,7 +199,7 @@ def _combination_errors(recipe: Recipe, size: LoraSize) -> Iterator[UserError]:
     )
 
 
-def _slot_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> Iterator[UserError]:
+def _slot_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> ErrorIterator:
     """What SGLang 0.5.21 cannot compute with adapters of its own, or what was not shown to work."""
     engine = recipe.rollout.engine
     yield from _refused(
@@ -245,7 +244,7 @@ def _slot_errors(recipe: Recipe, size: LoraSize, shape: ModelShape | None) -> It
         yield from _missing_slots(size, shape, fp8=engine.fp8)
 
 
-def _expert_slot_errors(engine: EngineConfig) -> Iterator[UserError]:
+def _expert_slot_errors(engine: EngineConfig) -> ErrorIterator:
     """What SGLang cannot compute with adapters of experts."""
     backend = engine.sglang.get("moe_runner_backend", "triton")
     yield from _refused(
@@ -271,7 +270,7 @@ def _expert_slot_errors(engine: EngineConfig) -> Iterator[UserError]:
     )
 
 
-def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> Iterator[UserError]:
+def _missing_slots(size: LoraSize, shape: ModelShape, *, fp8: bool) -> ErrorIterator:
     """Layers of the model for which SGLang has no adapters."""
     hint = "out of lora.targets, or set lora.sync to merged"
     for name in unknown_modules(shape, size):

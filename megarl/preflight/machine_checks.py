@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from megarl.config import PlacementConfig
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.types import UserError
 
 _ADDRESS = "RAY_ADDRESS"
@@ -22,7 +22,7 @@ _ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 @listed
-def attention_errors(environment: Mapping[str, str] = os.environ) -> Iterator[UserError]:
+def attention_errors(environment: Mapping[str, str] = os.environ) -> ErrorIterator:
     """Variables that choose TransformerEngine's attention, which Megatron refuses with an assertion on each rank."""
     for name in _ATTENTION:
         value = environment.get(name, "1")
@@ -35,7 +35,7 @@ def attention_errors(environment: Mapping[str, str] = os.environ) -> Iterator[Us
 
 
 @listed
-def cluster_errors(placement: PlacementConfig) -> Iterator[UserError]:
+def cluster_errors(placement: PlacementConfig) -> ErrorIterator:
     """Errors of Ray's environment variables; none where the run starts its own Ray."""
     if placement.network == "loopback":
         return
@@ -52,7 +52,7 @@ def cluster_errors(placement: PlacementConfig) -> Iterator[UserError]:
         yield from _token_errors(os.environ.get(_TOKEN_PATH))
 
 
-def _address_errors(address: str) -> Iterator[UserError]:
+def _address_errors(address: str) -> ErrorIterator:
     host, _, port = address.rpartition(":")
     try:
         ipaddress.IPv4Address(host)
@@ -71,7 +71,7 @@ def _address_errors(address: str) -> Iterator[UserError]:
         )
 
 
-def _token_errors(path: str | None) -> Iterator[UserError]:
+def _token_errors(path: str | None) -> ErrorIterator:
     """Errors of the file with Ray's token."""
     problem = ""
     if not path:

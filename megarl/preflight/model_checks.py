@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from megarl.model.tokenizer import (
     token_outside_vocabulary,
 )
 from megarl.placement.roles import Role, Roles
-from megarl.preflight.listed import Errors, listed
+from megarl.preflight.listed import ErrorIterator, Errors, listed
 from megarl.types import Prompt, UserError
 
 # positions that SGLang keeps free, and as many as a step verifies: it cuts a longer response short
@@ -33,31 +33,28 @@ def stand_ins(recipe: Recipe) -> tuple[Recipe, dict[str, str]]:
     The folder model.config stands in for the policy's checkpoint, and the policy's for the other models' checkpoints.
     """
     absent = {}
+    changes: dict[str, Any] = {}
     model = recipe.model
     if model.config and not _has_config(model.path):
         absent["model.path"] = (
             f"{model.path}: weights and tokenizer (its shape is from {model.config})"
         )
-        recipe = recipe.model_copy(
-            update={"model": model.model_copy(update={"path": model.config})}
-        )
-    data = {key: file.path for key, file in recipe.data.files.items()}
-    absent |= {key: f"{path}: the data" for key, path in data.items() if not Path(path).is_file()}
+        model = model.model_copy(update={"path": model.config})
+    for key, file in recipe.data.files.items():
+        if not Path(file.path).is_file():
+            absent[key] = f"{file.path}: the data"
     if recipe.lora and recipe.lora.path and not Path(recipe.lora.path).is_dir():
         absent["lora.path"] = f"{recipe.lora.path}: adapters"
     if (adapters := recipe.reward_model.adapters) and not Path(adapters).is_dir():
         absent["reward_model.adapters"] = f"{adapters}: adapters of the reward model"
-    for branch in ("critic", "reward_model", "reference"):
-        own = getattr(recipe, branch)
-        if own.path and not _has_config(own.path):
-            absent[f"{branch}.path"] = f"{own.path}: another model's folder"
-            # without a path there is none
-            if branch == "reward_model":
-                stands_in = recipe.model.path
-            else:
-                stands_in = None
-            recipe = recipe.model_copy(update={branch: own.model_copy(update={"path": stands_in})})
-    return recipe, absent
+    for name in ("critic", "reward_model", "reference"):
+        branch = getattr(recipe, name)
+        if branch.path and not _has_config(branch.path):
+            absent[f"{name}.path"] = f"{branch.path}: another model's folder"
+            # without a path there is no reward model
+            path = model.path if name == "reward_model" else None
+            changes[name] = branch.model_copy(update={"path": path})
+    return recipe.model_copy(update=changes | {"model": model}), absent
 
 
 def _has_config(path: str) -> bool:
@@ -65,14 +62,14 @@ def _has_config(path: str) -> bool:
 
 
 @listed
-def tokenizer_errors(tokenizer: Any, shape: ModelShape) -> Iterator[UserError]:
+def tokenizer_errors(tokenizer: Any, shape: ModelShape) -> ErrorIterator:
     """Special tokens that the model's embedding does not have: an answer ends in one, a chat template writes others."""
     if beyond := token_outside_vocabulary(tokenizer, tokenizer.all_special_ids, shape.vocab_size):
         yield UserError("model.path", f"its tokenizer has the special {beyond}", OWN_TOKENIZER)
 
 
 @listed
-def eos_errors(recipe: Recipe, tokenizer: Any) -> Iterator[UserError]:
+def eos_errors(recipe: Recipe, tokenizer: Any) -> ErrorIterator:
     """No token at which the engine ends a response, or another token than the answers are taught to end with."""
     try:
         ends = end_token_ids(recipe.model.path)
@@ -109,7 +106,7 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> Iterator[UserError]:
 
 
 @listed
-def loss_errors(recipe: Recipe, shape: ModelShape) -> Iterator[UserError]:
+def loss_errors(recipe: Recipe, shape: ModelShape) -> ErrorIterator:
     """Keys of `train` for parts that the model does not have."""
     train = recipe.train
     of_experts = {
@@ -135,7 +132,7 @@ def loss_errors(recipe: Recipe, shape: ModelShape) -> Iterator[UserError]:
 
 
 @listed
-def policy_errors(roles: Roles, *, has_weights: bool = True) -> Iterator[UserError]:
+def policy_errors(roles: Roles, *, has_weights: bool = True) -> ErrorIterator:
     """Errors of the policy's checkpoint and the reference's. has_weights: False where only config.json is here."""
     model = roles.policy.model
     if model.known_shape:
@@ -149,7 +146,7 @@ def policy_errors(roles: Roles, *, has_weights: bool = True) -> Iterator[UserErr
         yield from _context_errors(roles)
 
 
-def _context_errors(roles: Roles) -> Iterator[UserError]:
+def _context_errors(roles: Roles) -> ErrorIterator:
     """Prompts and responses that are longer together than the model's context."""
     context = roles.policy.model.context_tokens
     longest = roles.recipe.longest_sequence
@@ -164,7 +161,7 @@ def _context_errors(roles: Roles) -> Iterator[UserError]:
         )
 
 
-def _reference_errors(roles: Roles, shape: ModelShape) -> Iterator[UserError]:
+def _reference_errors(roles: Roles, shape: ModelShape) -> ErrorIterator:
     """A reference checkpoint of another architecture: its weights take the policy's places in memory."""
     reference = roles.reference
     if reference is None:
@@ -184,7 +181,7 @@ def _reference_errors(roles: Roles, shape: ModelShape) -> Iterator[UserError]:
 
 
 @listed
-def critic_errors(roles: Roles) -> Iterator[UserError]:
+def critic_errors(roles: Roles) -> ErrorIterator:
     """Errors of the critic's checkpoint and ranks; none without a critic."""
     critic = roles.critic
     policy = roles.policy.model
@@ -231,7 +228,7 @@ def reward_model_errors(roles: Roles, prompts: Sequence[Prompt]) -> Errors:
 
 
 @listed
-def _scoring_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> Iterator[UserError]:
+def _scoring_errors(where: str, role: Role, prompts: Sequence[Prompt]) -> ErrorIterator:
     """Errors of the tokenizer and the template with which a reward model reads prompts and responses."""
     try:
         tokenizer = load_tokenizer(role.model.path)

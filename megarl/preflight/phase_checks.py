@@ -5,13 +5,11 @@ These are rollouts in phases or ahead, and dynamic sampling, whose leftover grou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megarl.algos import ALGORITHMS, hyperparameters_of, learns_from_answers
 from megarl.algos.rollout_correction import bounds
 from megarl.config import Recipe
 from megarl.placement.roles import Roles
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.types import Hyperparameters, UserError
 
 # By algorithm.rollout_correction of whole samples: the hyperparameters that bound it, and what its default bounds do to
@@ -27,7 +25,7 @@ _LOSSES: dict[str, str] = {
 
 
 @listed
-def phase_errors(roles: Roles) -> Iterator[UserError]:
+def phase_errors(roles: Roles) -> ErrorIterator:
     """Every error of tokens of earlier policies, where the algorithm is known and learns from samples."""
     recipe = roles.recipe
     name = recipe.algorithm.name
@@ -64,7 +62,7 @@ def phase_errors(roles: Roles) -> Iterator[UserError]:
         )
 
 
-def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> Iterator[UserError]:
+def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> ErrorIterator:
     """The error of sequence-level bounds whose defaults fit rounding alone, where a step trains on older tokens.
 
     These are tokens that earlier policies have sampled. Bounds that the recipe sets are accepted.
@@ -87,7 +85,7 @@ def _sequence_errors(phase_key: str, hyperparameters: Hyperparameters) -> Iterat
     )
 
 
-def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> Iterator[UserError]:
+def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> ErrorIterator:
     """Leftover groups of dynamic sampling that nothing corrects for the policy which has sampled them."""
     is_corrected = ALGORITHMS[name].has_ratio or hyperparameters.rollout_correction != "off"
     if hyperparameters.dynamic_sampling and not is_corrected:
@@ -98,7 +96,7 @@ def _leftover_errors(name: str, hyperparameters: Hyperparameters) -> Iterator[Us
         )
 
 
-def _size_errors(recipe: Recipe) -> Iterator[UserError]:
+def _size_errors(recipe: Recipe) -> ErrorIterator:
     rollout = recipe.rollout
     where = "rollout.prompts_in_flight"
     phase = rollout.phase_tokens

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megarl.config import Recipe, RewardConfig
 from megarl.isolation.http_service import url_errors
 from megarl.isolation.sandbox import sandbox_errors
-from megarl.preflight.listed import listed
+from megarl.preflight.listed import ErrorIterator, listed
 from megarl.rollout.reward_workers.by_source import DEFAULT, RewardWorkers, reward_specs, source_of
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import SANDBOX_HINT, WHERE, describe_failure
@@ -24,7 +24,7 @@ _SPARE_S = 5.0  # for the reward's start and end
 @listed
 def reward_errors(
     recipe: Recipe, prompts: Sequence[Prompt], *, has_own: bool | None = False
-) -> Iterator[UserError]:
+) -> ErrorIterator:
     """Errors of the keys, of the prompts' sources, and of two rewards of each function on its first row.
 
     has_own: the environment of episodes gives rewards itself, in place of the functions; None: an agent may.
@@ -46,7 +46,7 @@ def reward_errors(
 
 
 @listed
-def key_errors(reward: RewardConfig, *, has_own: bool | None) -> Iterator[UserError]:
+def key_errors(reward: RewardConfig, *, has_own: bool | None) -> ErrorIterator:
     """What the keys alone say. has_own: as of `reward_errors`."""
     if has_own and (reward.function or reward.by_source):
         yield UserError(
@@ -74,7 +74,7 @@ def key_errors(reward: RewardConfig, *, has_own: bool | None) -> Iterator[UserEr
         )
 
 
-def _source_errors(reward: RewardConfig, prompts: Sequence[Prompt]) -> Iterator[UserError]:
+def _source_errors(reward: RewardConfig, prompts: Sequence[Prompt]) -> ErrorIterator:
     """Rows whose source has no reward function, where there is none for all other rows either."""
     if reward.function is not None or not reward.by_source:
         return
@@ -104,7 +104,7 @@ def _only(reward: RewardConfig, source: str) -> RewardConfig:
 
 
 @listed
-def _own_errors(spec: RewardSpec) -> Iterator[UserError]:
+def _own_errors(spec: RewardSpec) -> ErrorIterator:
     """Errors of megarl's own functions that start programs or call services, which have their own time limits."""
     arguments = spec.arguments
     if spec.function == _CODE:
