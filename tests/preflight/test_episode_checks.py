@@ -22,7 +22,7 @@ from tests.episodes.chatml_families import QWEN_3
 from tests.episodes.families import stop_ids, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
-AGENT = ["episode.tools=[]", "episode.agent=some:agent"]
+AGENT = "episode.tools=[] episode.agent=some:agent"
 GUESS = "megarl.environments.guess:Guess"
 
 TOOLS = '''
@@ -71,55 +71,55 @@ def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[s
     ("overrides", "says"),
     [
         (
-            ["episode.tools=[]"],
+            "episode.tools=[]",
             "episode: it names no tools, environment or agent; name one of the three",
         ),
         (
-            [f"episode.environment={GUESS}"],
+            f"episode.environment={GUESS}",
             "episode: it names tools and environment; name one of the three",
         ),
         (
-            ["episode.max_tokens=10"],
+            "episode.max_tokens=10",
             "episode.max_tokens: 10 is less than a turn may have: rollout.max_response_tokens",
         ),
         (
-            [*AGENT, "rollout.phase_tokens=8"],
+            f"{AGENT} rollout.phase_tokens=8",
             "rollout.phase_tokens: 8, but an agent's episode is sampled whole",
         ),
         (
-            [*AGENT, "rollout.ahead=1"],
+            f"{AGENT} rollout.ahead=1",
             "rollout.ahead: 1, but an agent's episode is sampled whole; leave it out",
         ),
         (
-            ["rollout.phase_tokens=8", "episode.phase_tool_s=5"],
+            "rollout.phase_tokens=8 episode.phase_tool_s=5",
             "episode.phase_tool_s: 5, and a longer call, which may",
         ),
-        (["episode.tools=[odd_tools:halv]"], "episode.tools: "),
-        (["episode.tools=[odd_tools:silent]"], "episode.tools: odd_tools:silent has no docstring"),
-        (["episode.arguments.base=2"], "episode.arguments: no tool takes 'base'"),
+        ("episode.tools=[odd_tools:halv]", "episode.tools: "),
+        ("episode.tools=[odd_tools:silent]", "episode.tools: odd_tools:silent has no docstring"),
+        ("episode.arguments.base=2", "episode.arguments: no tool takes 'base'"),
         (
-            ["episode.agent=odd_tools:ask"],
+            "episode.agent=odd_tools:ask",
             "episode: it names tools and agent; name one of the three",
         ),
         (
-            ["episode.tools=[]", "episode.agent=odd_tools:plain"],
+            "episode.tools=[] episode.agent=odd_tools:plain",
             "episode.agent: odd_tools:plain is",
         ),
         (
-            ["episode.tools=[]", "episode.agent=odd_tools:ask", "episode.arguments.base=2"],
+            "episode.tools=[] episode.agent=odd_tools:ask episode.arguments.base=2",
             "episode.arguments",
         ),
         (
-            ["episode.endpoint=loopback"],
+            "episode.endpoint=loopback",
             "episode.endpoint: loopback, but only an agent asks there; leave it out",
         ),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else None,
+    ids=lambda value: None if ": " in value else value,
 )
 def test_an_error_names_its_key(
-    quickstart_tools_inputs: Sequence[str], overrides: list[str], says: str
+    quickstart_tools_inputs: Sequence[str], overrides: str, says: str
 ) -> None:
-    (line,) = told(quickstart_tools_inputs, *overrides)
+    (line,) = told(quickstart_tools_inputs, *overrides.split())
     assert line.startswith(says), line
 
 

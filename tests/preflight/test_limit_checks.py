@@ -155,25 +155,25 @@ def _types(annotation: Any) -> list[Any]:
     ("overrides", "device", "says"),
     [
         (
-            ["rollout.prompts_per_step=1000000", "rollout.samples_per_prompt=1000"], "cpu",
+            "rollout.prompts_per_step=1000000 rollout.samples_per_prompt=1000", "cpu",
             "rollout.prompts_per_step: 1000000 prompts of 1000 samples each are 1000000000 samples a step; bring",
         ),
-        (["placement.gpus=60000"], "cpu", "placement.gpus: 60000 simulated GPUs are as many processes of 0.2 GB"),
-        (["placement.gpus=60000"], "cuda", "placement.gpus: 60000 GPUs on one machine (placement.network is loopback)"),
-        (["placement.hardware=nope"], "cpu", "placement.hardware: nope: cannot be read (No such file or directory)"),
-        (["placement.hardware=recipes/quickstart.yaml"], "cpu", "placement.hardware: recipes/quickstart.yaml:"),
-        (["run.dir=/proc"], "cpu", "run.dir: /proc is not a folder that can be written to; name another folder"),
-        (["run.dir=/proc/runs/here"], "cpu", "run.dir: /proc is not a folder that can be written to"),
-        (["run.dir=/dev/null/x"], "cpu", "run.dir: /dev/null is not a folder that can be written to"),
-        ([f"run.dir=/{'ab/' * 1200}"], "cpu", "run.dir: with run.name it makes a path of 36"),
+        ("placement.gpus=60000", "cpu", "placement.gpus: 60000 simulated GPUs are as many processes of 0.2 GB"),
+        ("placement.gpus=60000", "cuda", "placement.gpus: 60000 GPUs on one machine (placement.network is loopback)"),
+        ("placement.hardware=nope", "cpu", "placement.hardware: nope: cannot be read (No such file or directory)"),
+        ("placement.hardware=recipes/quickstart.yaml", "cpu", "placement.hardware: recipes/quickstart.yaml:"),
+        ("run.dir=/proc", "cpu", "run.dir: /proc is not a folder that can be written to; name another folder"),
+        ("run.dir=/proc/runs/here", "cpu", "run.dir: /proc is not a folder that can be written to"),
+        ("run.dir=/dev/null/x", "cpu", "run.dir: /dev/null is not a folder that can be written to"),
+        (f"run.dir=/{'ab/' * 1200}", "cpu", "run.dir: with run.name it makes a path of 36"),
     ],
-    ids=lambda value: value[-1][:32] if isinstance(value, list) else None,
+    ids=lambda value: value[:32],
 )  # fmt: skip
 def test_values_that_are_too_much_together(
-    good: list[str], overrides: list[str], device: str, says: str, monkeypatch: pytest.MonkeyPatch
+    good: list[str], overrides: str, device: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    errors = limit_errors(load_recipe(QUICKSTART, [*good, *overrides]), device)
+    errors = limit_errors(load_recipe(QUICKSTART, [*good, *overrides.split()]), device)
     assert errors and str(errors[0]).startswith(says), [str(error) for error in errors]
 
 
