@@ -116,7 +116,7 @@ class EngineConfig(Branch):
     experts: Literal["gather", "deepep"] = "gather"
     # speculative decoding: tokens that the MTP layer drafts for each step
     draft: Annotated[int, Field(ge=0, le=3)] = 0
-    sglang: dict[str, Any] = Field(default_factory=dict)
+    sglang: dict[str, Any] = {}
 
 
 class RolloutConfig(Branch):
@@ -140,7 +140,7 @@ class RolloutConfig(Branch):
     temperature: SamplingTemperature = 1.0
     top_p: TopP = 1.0  # 1 for training samples; an evaluation's may be less
     seeded: bool = False  # the same seed and weights give the same samples, to the last bit; slower
-    engine: EngineConfig = Field(default_factory=EngineConfig)
+    engine: EngineConfig = EngineConfig()
 
     @property
     def in_flight(self) -> int:
@@ -172,7 +172,7 @@ class EvaluationConfig(Branch):
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
     max_response_tokens: Count | None = None
-    sets: Mapping[FolderName, EvaluationSetConfig] = Field(default_factory=dict)
+    sets: Mapping[FolderName, EvaluationSetConfig] = {}
 
     def of(self, name: str) -> EvaluationConfig:
         """The keys for the set of this name."""
@@ -237,14 +237,14 @@ class Recipe(Branch):
     reward: RewardConfig
     rollout: RolloutConfig
     episode: EpisodeConfig | None = None
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    evaluation: EvaluationConfig = EvaluationConfig()
     train: TrainConfig
     lora: LoraConfig | None = None
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
-    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    reshard: ReshardConfig = Field(default_factory=ReshardConfig)
+    reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    reshard: ReshardConfig = ReshardConfig()
     placement: PlacementConfig
 
     @property

@@ -56,7 +56,7 @@ class DataConfig(Branch):
     """
 
     train: Annotated[tuple[TrainFileConfig, ...], Field(strict=False)]
-    eval: Mapping[FolderName, DataFileConfig] = Field(default_factory=dict)
+    eval: Mapping[FolderName, DataFileConfig] = {}
     prompt: Text = "prompt"
     answer: Text = "answer"
     messages: Text | None = None
@@ -94,7 +94,7 @@ class SourceRewardConfig(Branch):
     """The reward function for the rows of one source, `module:function`, and its keyword arguments."""
 
     function: Text
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = {}
 
 
 class RewardConfig(Branch):
@@ -105,9 +105,9 @@ class RewardConfig(Branch):
     """
 
     function: Text | None = None
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = {}
     source: Text = "data_source"  # the column that names a row's source
-    by_source: Mapping[Text, SourceRewardConfig] = Field(default_factory=dict)
+    by_source: Mapping[Text, SourceRewardConfig] = {}
     workers: Annotated[int, Field(ge=1, le=1024)] = 2  # processes of each function for every engine
     timeout_s: Seconds = 5.0  # of one reward
     # of a reward, beyond what loading the function takes

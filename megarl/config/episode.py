@@ -32,7 +32,7 @@ class EpisodeConfig(Branch):
     tools: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     environment: Text | None = None
     agent: Text | None = None
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = {}
     max_turns: Count = 8
     max_tokens: Count
     max_observation_tokens: Count = 512

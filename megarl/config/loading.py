@@ -62,9 +62,9 @@ def overlaid(recipe: Recipe, overlay: Mapping[str, Any]) -> Recipe:
 
 def overlay_yaml(overlay: Mapping[str, Any]) -> str:
     """The text of an overlay's file; "" for an empty one."""
-    if overlay:
-        return yaml.safe_dump(dict(overlay), sort_keys=False, default_flow_style=None, width=120)
-    return ""
+    if not overlay:
+        return ""
+    return yaml.safe_dump(dict(overlay), sort_keys=False, default_flow_style=None, width=120)
 
 
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
@@ -187,15 +187,13 @@ def _explain(
     error: ValidationError, found: Parsed, file: str, root: type[Branch]
 ) -> list[UserError]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
-    tree = found.value
-    origins = found.origins
     errors: list[UserError] = []
     missing: list[tuple[str, str]] = []
     misspelt: set[str] = set()
     for item in error.errors(include_url=False):
         keys = tuple(part for part in item["loc"] if part != "[key]")
         path = dotted(keys)
-        where = _where(path, origins, file)
+        where = _where(path, found.origins, file)
         if path in found.keys_at_fault:
             continue
         if item["type"] == "extra_forbidden" and path in RENAMED:
@@ -203,28 +201,22 @@ def _explain(
                 UserError(where, f"unknown key {path}", f"it is called {RENAMED[path]} now")
             )
         elif item["type"] == "extra_forbidden":
-            guesses = _nearest(keys, tree, not where.startswith(f"{file}:"), root)
+            guesses = _nearest(keys, found.value, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
-            errors.append(
-                UserError(
-                    where,
-                    f"unknown key {path}",
-                    did_you_mean(
-                        guesses, f"the keys there are {', '.join(_fields(keys[:-1], root))}"
-                    ),
-                )
-            )
+            there = ", ".join(_annotation(keys[:-1], root).model_fields)
+            hint = did_you_mean(guesses, f"the keys there are {there}")
+            errors.append(UserError(where, f"unknown key {path}", hint))
         elif item["type"] == "missing":
             missing.append((where, path))
         else:
-            is_name = item["loc"][-1] == "[key]"  # of a mapping whose keys are the user's own
-            if is_name:
-                problem = f"{path} has the name"
-            else:
-                problem = f"{path} is"
-            errors.append(UserError(where, f"{problem} {item['input']!r:.80}", _hint(item)))
-    gone = [(where, path) for where, path in missing if path not in misspelt]
-    return errors + [UserError(where, f"{path} is missing", f"add {path}") for where, path in gone]
+            # of a mapping whose keys are the user's own
+            verb = "has the name" if item["loc"][-1] == "[key]" else "is"
+            errors.append(UserError(where, f"{path} {verb} {item['input']!r:.80}", _hint(item)))
+    return errors + [
+        UserError(where, f"{path} is missing", f"add {path}")
+        for where, path in missing
+        if path not in misspelt
+    ]
 
 
 def _hint(item: ErrorDetails) -> str:
@@ -257,21 +249,16 @@ def _annotation(keys: Keys, root: type[Branch]) -> Any:
             break
         if get_args(kind):  # of a mapping, whose keys are the user's own, or of a list
             kind = get_args(kind)[get_origin(kind) is not tuple]
-        elif isinstance(kind, type) and issubclass(kind, Branch) and key in kind.model_fields:
-            kind = kind.model_fields[key].annotation
+        elif (branch := _branch(kind)) and key in branch.model_fields:
+            kind = branch.model_fields[key].annotation
         else:
             return None
     return kind
 
 
-def _fields(section: Keys, root: type[Branch]) -> dict[str, type[Branch] | None]:
-    """Keys of a section with their branch, None for a leaf."""
-    kinds = {
-        name: field.annotation for name, field in _annotation(section, root).model_fields.items()
-    }
-    return {
-        n: k if isinstance(k, type) and issubclass(k, Branch) else None for n, k in kinds.items()
-    }
+def _branch(kind: Any) -> type[Branch] | None:
+    """A type that is a branch; None for a leaf."""
+    return kind if isinstance(kind, type) and issubclass(kind, Branch) else None
 
 
 def _is_free(keys: Keys, root: type[Branch]) -> bool:
@@ -280,11 +267,11 @@ def _is_free(keys: Keys, root: type[Branch]) -> bool:
 
 
 def _leaves(root: type[Branch], section: Keys = ()) -> Iterator[str]:
-    for name, branch in _fields(section, root).items():
+    for name, field in root.model_fields.items():
         keys = (*section, name)
         yield dotted(keys)
-        if branch:
-            yield from _leaves(root, keys)
+        if branch := _branch(field.annotation):
+            yield from _leaves(branch, keys)
 
 
 def _nearest(
@@ -298,9 +285,9 @@ def _nearest(
     written: Any = tree
     for key in section:
         written = written[key]
-    meant = near(str(name), _fields(keys[:-1], root))
+    meant = near(str(name), _annotation(keys[:-1], root).model_fields)
+    if not in_override:
+        meant = [known for known in meant if known not in written] or meant
     if meant:
-        unwritten = [known for known in meant if known not in written]
-        names = meant if in_override else unwritten or meant
-        return [dotted((*section, known)) for known in names][:3]
+        return [dotted((*section, known)) for known in meant[:3]]
     return [known for known in _leaves(root) if known.rpartition(".")[2] == name][:3]

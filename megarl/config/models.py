@@ -59,9 +59,9 @@ class TrainConfig(Branch):
     replay: Literal["off", "r2", "r3"] = "off"
     optimizer_offload: bool = False  # the optimizer lives and steps in host memory
     local_layers: bool = False  # Megatron's own layers on GPUs that lack TransformerEngine; slower
-    megatron: dict[str, Any] = Field(default_factory=dict)
-    ddp: dict[str, Any] = Field(default_factory=dict)
-    optimizer: dict[str, Any] = Field(default_factory=dict)
+    megatron: dict[str, Any] = {}
+    ddp: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
 
     @property
     def passes_options(self) -> bool:
@@ -137,7 +137,7 @@ class CriticConfig(Branch):
     warmup_steps: Whole | None = None
     lr_schedule: LrSchedule | None = None
     lr_end: Share | None = None
-    ranks: RanksConfig = Field(default_factory=RanksConfig)
+    ranks: RanksConfig = RanksConfig()
 
 
 class RewardModelConfig(Branch):
@@ -153,4 +153,4 @@ class RewardModelConfig(Branch):
     path: FilePath | None = None
     adapters: FilePath | None = None
     weight: Weight = 1.0
-    ranks: RanksConfig = Field(default_factory=RanksConfig)
+    ranks: RanksConfig = RanksConfig()

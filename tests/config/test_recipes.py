@@ -156,17 +156,14 @@ def _unchecked(name: str, recipe: Recipe) -> set[str]:
             "Megatron's own classes, which get no options from this recipe",
             "SGLang's own class, which gets nothing but sizes from this recipe",
         }
-    memory = (
-        {"memory and time, and cores for tools", "episode.tools"}
-        if recipe.episode
-        else {"memory and time"}
-    )
-    return {
+    unchecked = {
         "model.path",
         *recipe.data.files,
         "SGLang's choices of kernels and memory, which ask",
-        *memory,
     }
+    if recipe.episode:
+        return unchecked | {"memory and time, and cores for tools", "episode.tools"}
+    return unchecked | {"memory and time"}
 
 
 @pytest.mark.parametrize("name", [name for name in CLUSTER if "qwen2_5" not in name])
@@ -191,11 +188,8 @@ def test_one_side_of_a_run_can_be_debugged_alone(name: str, overlay: str) -> Non
     """What `megarl rollout` and `--from-samples` refuse is not in the recipe any more."""
     recipe = load(name, (overlay,))
     rules = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
-    assert (recipe.checkpoint.every, rules.dynamic_sampling, recipe.warm_start.steps) == (
-        None,
-        False,
-        0,
-    )
+    assert recipe.checkpoint.every is None and recipe.warm_start.steps == 0
+    assert not rules.dynamic_sampling
     assert rules.critic_warmup_steps < recipe.run.steps == 1
     assert overlay == "debug_train.yaml" or recipe.rollout.engine.count == 1
 
@@ -214,11 +208,13 @@ COMMON = {
     "rollout.prompts_per_step": 512, "rollout.samples_per_prompt": 16, "rollout.temperature": 1.0, "rollout.top_p": 1.0,
     "train.lr": 1e-6, "train.updates_per_step": 16,
 }  # fmt: skip
+CLIP_HIGHER = {"rules.clip_low": 0.2, "rules.clip_high": 0.28}
+KL = {"rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3"}
 EVALUATION = {"evaluation.samples": 32, "evaluation.temperature": 1.0, "evaluation.top_p": 0.7}
 # By algorithm: where the paper says it -> key, or rule as the algorithm reads it, and value.
 PAPERS: dict[str, dict[str, dict[str, Any]]] = {
     "dapo": {  # arXiv 2503.14476
-        "3.1 Clip-Higher": {"rules.clip_low": 0.2, "rules.clip_high": 0.28},
+        "3.1 Clip-Higher": CLIP_HIGHER,
         "3.2 Dynamic Sampling": {"rules.dynamic_sampling": True},
         "3.3 Token-Level Loss": {"rules.aggregation": "token_mean"},
         "3.4 and 4.1 Soft Overlong Punishment": {"rules.overlong_share": 4096 / 20480},
@@ -238,39 +234,31 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
         "4.1 Decoupled GAE": {"rules.critic_lambda": 1.0, "rules.gamma": 1.0},
         "4.2 Length-Adaptive GAE": {"rules.lambda_alpha": 0.05},
         "4.2 Token-Level Loss": {"rules.aggregation": "token_mean"},
-        "4.3 Clip-Higher": {"rules.clip_low": 0.2, "rules.clip_high": 0.28},
+        "4.3 Clip-Higher": CLIP_HIGHER,
         "4.3 Positive Example LM Loss": {"rules.positive_nll": 0.1},
         "4.3 Group-Sampling, 5.1": {**COMMON, "critic.lr": 2e-6, "rules.kl_coefficient": 0.0},
     },
     "grpo": {  # arXiv 2402.03300, 2501.12948
         "DeepSeekMath, 4.2": {"train.lr": 1e-6, "rules.aggregation": "sequence_mean"},
-        "DeepSeek-R1": {**COMMON, "rules.kl_coefficient": 0.001, "rules.kl_estimator": "k3"},
+        "DeepSeek-R1": {**COMMON, **KL},
     },
     "retool": {  # arXiv 2504.11536, whose PPO has a critic; the loss is DAPO's
         "3.1 Training": {
-            "train.lr": 1e-6,
-            "train.updates_per_step": 16,
-            "rollout.prompts_per_step": 512,
-            "rollout.samples_per_prompt": 16,
+            **COMMON,
             "rules.kl_coefficient": 0.0,
             "episode.max_tokens": 16384,
         },
         "2.3 Reward": {"reward.arguments": {"correct": 1.0, "wrong": -1.0}},
         "3.1 Evaluation": EVALUATION,
         "DAPO, 3.1 and 3.3 alone": {
-            "rules.clip_low": 0.2,
-            "rules.clip_high": 0.28,
+            **CLIP_HIGHER,
             "rules.aggregation": "token_mean",
             "rules.dynamic_sampling": False,
             "rules.overlong_share": 0.0,
         },
     },
     "search-r1": {  # arXiv 2503.09516, but for the length of turns
-        "GRPO": {
-            "rules.kl_coefficient": 0.001,
-            "rules.kl_estimator": "k3",
-            "rollout.samples_per_prompt": 5,
-        },
+        "GRPO": {**KL, "rollout.samples_per_prompt": 5},
         "Training": {
             "train.lr": 1e-6,
             "train.warmup_steps": int(0.285 * 500),
@@ -284,11 +272,7 @@ PAPERS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "lora": {  # the rates of "LoRA Without Regret"; what it is laid on is GRPO
         "10 times the rate, all layers": {"train.lr": 1e-5, "lora.alpha": 32.0, "lora.targets": ()},
-        "DeepSeek-R1": {
-            "rules.kl_coefficient": 0.001,
-            "rules.kl_estimator": "k3",
-            "rollout.samples_per_prompt": 16,
-        },
+        "DeepSeek-R1": {**KL, "rollout.samples_per_prompt": 16},
     },
 }
 
@@ -399,32 +383,24 @@ def test_the_named_hardware_decides_what_is_checked(tmp_path: Path) -> None:
     over = ("fp8_rollout.yaml",)
     assert "x TP8 EP8 DP2 in fp8" in "\n".join(lines_of(load("dapo_qwen3_30b", over)))
     lines = told("dapo_qwen3_30b", "placement.hardware=null", "rollout.engine.fp8=true")
-    assert any(
-        line.startswith("rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU")
-        for line in lines
-    )
+    assert "rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU" in "\n".join(lines)
 
 
 def test_data_that_is_here_is_read(tmp_path: Path, arithmetic: Path) -> None:
-    lines = told("grpo_qwen3_30b", f"data.train={arithmetic / 'train.jsonl'}")
-    assert len(lines) == 1
-    assert (
-        lines[0].startswith("data.train: ") and "no column 'reward_model.ground_truth'" in lines[0]
-    )
-    good = load(
-        "grpo_qwen3_30b", (), f"data.train={arithmetic / 'train.jsonl'}", "data.answer=answer"
-    )
+    train = f"data.train={arithmetic / 'train.jsonl'}"
+    (line,) = told("grpo_qwen3_30b", train)
+    assert line.startswith("data.train: ") and "no column 'reward_model.ground_truth'" in line
+    good = load("grpo_qwen3_30b", (), train, "data.answer=answer")
     assert not any(line.startswith("not checked here: data.train") for line in lines_of(good))
 
 
 def test_other_models_that_are_not_here_are_told() -> None:
     keys = ["critic.path=gone/critic", "reward_model.path=gone/judge", "reference.path=gone/start"]
     lines = lines_of(load("vapo_qwen3_30b", (), *keys, "reference.use=true"))
+    text = "\n".join(lines)
     for branch in ("critic", "reward_model", "reference"):
-        assert (
-            sum(line.startswith(f"not checked here: {branch}.path: gone/") for line in lines) == 1
-        )
-    assert any(line.startswith("reward_model: PP8 DP2; slots 0 to 15") for line in lines)
+        assert text.count(f"not checked here: {branch}.path: gone/") == 1
+    assert "\nreward_model: PP8 DP2; slots 0 to 15" in text
 
 
 def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatch) -> None:
