@@ -5,7 +5,6 @@ Or its adapters alone, which this process reads and writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from megarl.checkpoints import peft
@@ -17,12 +16,11 @@ from megarl.disk import output_error
 from megarl.fleet.fleet import training_fleet
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import lora_size, resolve
+from megarl.printable import Say
 from megarl.types import UserError, UserErrors
 
 
-def find_snapshot(
-    recipe: Recipe, run: Path, out: Path, step: int | None, say: Callable[[str], None]
-) -> Snapshot:
+def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: Say) -> Snapshot:
     """The checkpoint to convert: of `step`, or the newest good one of the run in the folder `run`.
 
     Raises UserErrors: there is none, it is of another model than the recipe's, `out` cannot be written.
@@ -61,9 +59,7 @@ def check_adapter(recipe: Recipe, *, fp8: bool) -> None:
         )
 
 
-def convert_adapter(
-    recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None]
-) -> None:
+def convert_adapter(recipe: Recipe, snapshot: Snapshot, out: Path, say: Say) -> None:
     """Write the adapters in PEFT's format, in this process: the model itself is not read."""
     from megarl.parallel.dist_checkpoint import read_factors
 
@@ -79,7 +75,7 @@ def convert_adapter(
 
 
 def convert_snapshot(
-    recipe: Recipe, snapshot: Snapshot, out: Path, say: Callable[[str], None], *, fp8: bool = False
+    recipe: Recipe, snapshot: Snapshot, out: Path, say: Say, *, fp8: bool = False
 ) -> None:
     """Write the weights with the configuration and the tokenizer of model.path; `out` gets its name when all is there.
 

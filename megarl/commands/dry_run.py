@@ -5,7 +5,7 @@ Recipes of cluster runs are checked on machines without their weights and data; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from megarl.algos import learns_from_answers
@@ -21,6 +21,7 @@ from megarl.plan.turns import tool_load
 from megarl.preflight.argument_checks import asks_megatron, asks_sglang
 from megarl.preflight.checks_by_command import errors_elsewhere
 from megarl.preflight.model_checks import stand_ins
+from megarl.printable import Say
 from megarl.resharding.maps import factor_maps, weight_maps
 from megarl.resharding.reshard_plan import plan_streams
 from megarl.resharding.shards import LayoutError, Part
@@ -28,7 +29,7 @@ from megarl.resharding.traffic import count_traffic
 from megarl.types import UserError, UserErrors
 
 
-def dry_run(recipe: Recipe, say: Callable[[str], None]) -> None:
+def dry_run(recipe: Recipe, say: Say) -> None:
     """Check a recipe, launch nothing, write nothing, and say in some lines what was found.
 
     A recipe with placement.hardware is checked as for GPUs, any other as for this machine. Raises UserErrors with every

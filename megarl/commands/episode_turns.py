@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,13 @@ UNKNOWN_TOOL = "no_such_tool"
 _TEXT = "a"
 _NUMBER = 1
 _MOST_DEPTH = 8  # of values that are made up
-_HUGE = "a" * 2**20
-_HALF_PAIR = "\ud800"  # of a surrogate, which UTF-8 cannot hold
-_CONTROLS = "\x00\x1b[31m\u202e <|im_end|><|endoftext|></s></tool_call><tool_response>"
+_HOSTILE_TEXTS = {
+    "1 MB of text": "a" * 2**20,
+    "control characters and special tokens": (
+        "\x00\x1b[31m\u202e <|im_end|><|endoftext|></s></tool_call><tool_response>"
+    ),
+    "half of a surrogate pair": "\ud800",  # which UTF-8 cannot hold
+}
 _MESSAGES = "write a list of messages {role, content, tool_calls} as in OpenAI's chats, beginning with an assistant's"
 _CALL = (
     'write a call as {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
@@ -51,68 +55,58 @@ def read_turns(messages: Any) -> list[ScriptedTurn]:
     """The turns of messages in OpenAI's form, with what follows each. Raises BadRow."""
     if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
         raise BadRow(f"the messages are {short(messages, 60)}", _MESSAGES)
-    found: list[ScriptedTurn] = []
+    turns: list[ScriptedTurn] = []
     for message in messages:
         role = message.get("role", "assistant")
         content = message.get("content") or ""
-        if not isinstance(content, str) or (role != "assistant" and not found) or role == "system":
+        if not isinstance(content, str) or (role != "assistant" and not turns) or role == "system":
             raise BadRow(f"a message is {short(message, 60)}", _MESSAGES)
         if role == "assistant":
-            found.append(ScriptedTurn(content, tuple(map(_call, message.get("tool_calls") or ()))))
+            turns.append(ScriptedTurn(content, tuple(map(_call, message.get("tool_calls") or ()))))
         else:
-            last = found[-1]
-            found[-1] = ScriptedTurn(last.content, last.calls, (*last.recorded, content))
-    if not found:
+            turns[-1] = replace(turns[-1], recorded=(*turns[-1].recorded, content))
+    if not turns:
         raise BadRow("there is no assistant's message", _MESSAGES)
-    return found
+    return turns
 
 
 def turns_of_file(path: Path) -> list[list[ScriptedTurn]]:
-    """The episodes of a JSONL file, a list of messages in each line. Raises UserErrors."""
-    found = []
+    """The episodes of a JSONL file, a list of messages in each line. Raises UserError or UserErrors."""
+    episodes = []
     bad = RowErrors("--turns")
-    where = "--turns"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserErrors(
-            [
-                UserError(
-                    where,
-                    f"{path} cannot be read ({error})",
-                    "name a JSONL file, with a list of assistants' messages in each line",
-                )
-            ]
-        ) from None
+        hint = "name a JSONL file, with a list of assistants' messages in each line"
+        raise UserError("--turns", f"{path} cannot be read ({error})", hint) from None
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
         try:
-            found.append(read_turns(json.loads(line)))
+            if line.strip():
+                episodes.append(read_turns(json.loads(line)))
         except BadRow as error:
             bad.add(f"{path}:{number}", error)
         except (ValueError, RecursionError) as error:
             bad.add(f"{path}:{number}", BadRow(f"the line is not JSON ({error})", _MESSAGES))
-    errors = bad.errors()
-    if errors or not found:
-        raise UserErrors(errors or [UserError(where, f"{path} has no line", _MESSAGES)])
-    return found
+    if errors := bad.errors():
+        raise UserErrors(errors)
+    if not episodes:
+        raise UserError("--turns", f"{path} has no line", _MESSAGES)
+    return episodes
 
 
 def made_up(schemas: Sequence[Schema], text: str, *, replies: bool) -> list[ScriptedTurn]:
     """A turn with a call for each tool, two of an only one, then turns of text: two where the environment replies."""
-    turns = [ScriptedTurn("", (valid_call(schema),)) for schema in schemas] * (
-        2 if len(schemas) == 1 else 1
-    )
+    turns = [ScriptedTurn("", (valid_call(schema),)) for schema in schemas]
+    if len(schemas) == 1:
+        turns *= 2
     return turns + [ScriptedTurn(text)] * (2 if replies else 1)
 
 
 def valid_call(schema: Schema) -> Call:
     """A call with a value of the right type for every argument."""
-    function = schema["function"]
-    return function["name"], example(
-        function["parameters"], function["parameters"].get("$defs", {})
-    )
+    name = schema["function"]["name"]
+    parameters = schema["function"]["parameters"]
+    return name, example(parameters, parameters.get("$defs", {}))
 
 
 def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
@@ -121,9 +115,9 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
         return None
     if "$ref" in schema:
         return example(types[schema["$ref"].rpartition("/")[2]], types, depth + 1)
-    if "const" in schema or "enum" in schema:
-        if "const" in schema:
-            return schema["const"]
+    if "const" in schema:
+        return schema["const"]
+    if "enum" in schema:
         return schema["enum"][0]
     for union in ("anyOf", "oneOf", "allOf"):
         if union in schema:
@@ -131,10 +125,7 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
     match schema.get("type"):
         case "object":
             inner = schema.get("properties", {})
-            if depth == 0:
-                names = inner
-            else:
-                names = schema.get("required", ())
+            names = inner if depth == 0 else schema.get("required", ())
             return {name: example(inner[name], types, depth + 1) for name in names}
         case "array":
             items = [*schema.get("prefixItems", ())]
@@ -147,9 +138,8 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
             most = schema.get(
                 "maximum", schema.get("exclusiveMaximum", least + _NUMBER) - (kind == "integer")
             )
-            if kind == "integer":
-                return min(max(least, _NUMBER), most)
-            return float(min(max(least, _NUMBER), most))
+            number = min(max(least, _NUMBER), most)
+            return number if kind == "integer" else float(number)
         case "boolean":
             return True
         case "null":
@@ -167,14 +157,9 @@ def hostile_turns(schemas: Sequence[Schema], *, replies: bool) -> Iterator[Hosti
         yield HostileTurn(
             name, f"{MOST_CALLS} calls at once", ScriptedTurn("", ((name, valid),) * MOST_CALLS)
         )
-    texts = {
-        "empty text": "",
-        "1 MB of text": _HUGE,
-        "control characters and special tokens": _CONTROLS,
-    }
-    texts["half of a surrogate pair"] = _HALF_PAIR
-    for case, text in texts.items() if replies else ():
-        yield HostileTurn("reply", case, ScriptedTurn(text))
+    if replies:
+        for case, text in {"empty text": "", **_HOSTILE_TEXTS}.items():
+            yield HostileTurn("reply", case, ScriptedTurn(text))
 
 
 def _hostile_arguments(schema: Schema, valid: Any) -> Iterator[tuple[str, object]]:
@@ -186,12 +171,8 @@ def _hostile_arguments(schema: Schema, valid: Any) -> Iterator[tuple[str, object
     if not valid:
         return
     yield "arguments of another type", dict.fromkeys(valid, {"": [None]})
-    cases = {
-        "1 MB of text": _each(valid, str, _HUGE),
-        "control characters and special tokens": _each(valid, str, _CONTROLS),
-        "half of a surrogate pair": _each(valid, str, _HALF_PAIR),
-        "numbers of 400 digits": _each(valid, int, 10**400) | _each(valid, float, 1e308),
-    }
+    cases = {case: _each(valid, str, text) for case, text in _HOSTILE_TEXTS.items()}
+    cases["numbers of 400 digits"] = _each(valid, int, 10**400) | _each(valid, float, 1e308)
     for case, values in cases.items():
         if values:
             yield case, {**valid, **values}
@@ -217,8 +198,6 @@ def _call(given: Any) -> Call:
         arguments = given["function"]["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
-        else:
-            arguments = arguments
     except (KeyError, TypeError, ValueError, RecursionError):
         raise BadRow(f"a call is {short(given, 60)}", _CALL) from None
     return str(name), arguments
