@@ -105,15 +105,13 @@ def test_a_word_where_a_boolean_is_wanted() -> None:
 def test_a_recipe_that_is_nested_too_deep_is_one_line(
     depth: int, brackets: str, tmp_path: Path
 ) -> None:
-    if brackets == "indented":
-        levels = min(depth, 500)
-        text = "\n".join(f"{' ' * level}a:" for level in range(levels))
-    elif brackets == "dashes":
-        text = "a:\n" + "- " * depth + "1"
-    else:
-        text = "a: " + ("[" if brackets == "[]" else "{a: ") * depth
+    text, line = {
+        "[]": ("a: " + "[" * depth, 1),
+        "{}": ("a: " + "{a: " * depth, 1),
+        "dashes": ("a:\n" + "- " * depth + "1", 2),
+        "indented": ("\n".join(" " * level + "a:" for level in range(min(depth, 500))), 32),
+    }[brackets]
     (error,) = errors_of(written(tmp_path, text))
-    line = 32 if brackets == "indented" else 2 if brackets == "dashes" else 1
     assert str(error) == (
         f"{tmp_path}/recipe.yaml:{line}: mappings and lists are nested more than 32 deep, and no key of a recipe is; "
         "take the nesting out"

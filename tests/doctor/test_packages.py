@@ -20,15 +20,6 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_missing_kernel_and_a_missing_te_are_named() -> None:
-    errors = packages.import_errors(("transformer_engine.pytorch", "sgl_kernel"))
-    assert errors == dict.fromkeys(errors, "not installed"), "neither has a build for CPU"
-    lines = [one.line(1) for one in gpu_findings(sound(import_errors=errors))]
-    assert [line.partition(" (")[0] for line in lines] == [
-        "error: transformer-engine: it cannot be imported", "error: sglang-kernel: it cannot be imported",
-    ]  # fmt: skip
-
-
 def test_te_may_be_missing_where_the_recipe_takes_megatrons_layers() -> None:
     errors = {"transformer_engine.pytorch": "not installed"}
     (line,) = [one.line(1) for one in gpu_findings(sound(import_errors=errors), local_layers=True)]

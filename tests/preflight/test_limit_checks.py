@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_args, get_origin
 
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.fields import Branch
 from megarl.config.loading import load_recipe
 from megarl.preflight.limit_checks import limit_errors
 from megarl.preflight.model_checks import eos_errors
@@ -37,7 +35,6 @@ def refused(*overrides: str) -> list[str]:
     ("override", "says"),
     [
         ("run.seed=123456789012345678901234567", "it should be less than or equal to 2147483647"),
-        ("run.seed=-1", "it should be greater than or equal to 0"),
         (f"run.name={'a' * 300}", "write at most 100 characters"),
         (
             "run.name=../evil",
@@ -56,40 +53,24 @@ def refused(*overrides: str) -> list[str]:
         ),
         ("run.timeout_s=1e30", "it should be less than or equal to 604800"),
         ("reward.timeout_s=1e-300", "it should be greater than or equal to 0.01"),
-        ("reward.timeout_s=1e9", "it should be less than or equal to 604800"),
         ("reward.memory_mb=1000000000000", "it should be less than or equal to 16777216"),
         ("reward.workers=100000", "it should be less than or equal to 1024"),
         ("reward.penalty=-1e300", "it should be greater than or equal to -1000000"),
         ("train.lr=1e99", "it should be less than or equal to 10"),
-        ("train.lr=1e-300", "it should be greater than or equal to"),
-        ("critic.lr=1e99", "it should be less than or equal to 10"),
         ("warm_start.lr=0", "it should be greater than or equal to"),
         ("train.weight_decay=1e300", "it should be less than or equal to 1000000"),
         ("train.grad_clip=1e-300", "it should be greater than or equal to"),
         ("train.tp=1000000", "it should be less than or equal to 65536"),
-        (
-            "train.tokens_per_micro_batch=1000000000000",
-            "it should be less than or equal to 2147483647",
-        ),
         ("rollout.temperature=1e-300", "it should be greater than or equal to 0.01"),
-        ("rollout.temperature=1e9", "it should be less than or equal to 100"),
         ("rollout.top_p=1e-300", "it should be greater than or equal to"),
         ("evaluation.temperature=1e-300", "write 0 (greedy), or a number from 0.01 to 100"),
-        (
-            "evaluation.sets.arith.temperature=1000",
-            "write 0 (greedy), or a number from 0.01 to 100",
-        ),
         ("rollout.samples_per_prompt=1000000000", "it should be less than or equal to 65536"),
-        ("evaluation.samples=1000000000", "it should be less than or equal to 65536"),
-        ("placement.gpus=100000", "it should be less than or equal to 65536"),
-        ("rollout.engine.count=100000", "it should be less than or equal to 65536"),
         (
             "reshard.round_bytes=100000000000000000",
             "it should be less than or equal to 1099511627776",
         ),
         ("algorithm.clip_high=1e300", "it should be less than or equal to 1000000000"),
         ("algorithm.oversample=1e300", "it should be less than or equal to 100"),
-        ("algorithm.kl_coefficient=1e300", "it should be less than or equal to 1000000"),
         ("run.steps=1e3", "write a whole number"),
     ],
     ids=lambda value: value[:32],
@@ -100,52 +81,22 @@ def test_a_value_beyond_its_bounds(override: str, says: str) -> None:
     assert len(line) < 300
 
 
-def leaves(kind: Any, path: str = "") -> list[tuple[str, Any]]:
-    """(dotted key, annotation with its constraints) of all keys that hold numbers."""
-    found = []
-    for name, field in kind.model_fields.items():
-        annotation = field.annotation
-        inner = (
-            get_args(annotation)[-1] if get_origin(annotation) not in (None, tuple) else annotation
-        )
-        branch = next(
-            (
-                one
-                for one in (annotation, inner)
-                if isinstance(one, type) and issubclass(one, Branch)
-            ),
-            None,
-        )
-        if branch:
-            found += leaves(branch, f"{path}{name}.")
-        else:
-            found.append((f"{path}{name}", (annotation, field.metadata)))
-    return found
-
-
 def test_every_number_of_the_recipe_has_both_bounds() -> None:
     """A key that is added without them can be given a number that fails a run after half a minute."""
-
-    def bounds(annotation: Any, metadata: list[Any]) -> tuple[bool, bool]:
-        text = f"{annotation} {metadata}"
-        has_validator = "AfterValidator" in text
-        lower = any(word in text for word in ("Ge(", "Gt(")) or has_validator
-        return lower, "Le(" in text or has_validator
-
-    numbers = [
-        (key, annotation, metadata)
-        for key, (annotation, metadata) in leaves(Recipe)
-        if any(one in (int, float) for one in _types(annotation))
-    ]
-    assert len(numbers) > 80
-    assert [
-        key for key, annotation, metadata in numbers if bounds(annotation, metadata) != (True, True)
-    ] == []
-
-
-def _types(annotation: Any) -> list[Any]:
-    inner = [one for part in get_args(annotation) for one in _types(part)]
-    return [annotation, *inner]
+    schema = Recipe.model_json_schema()
+    unbounded = []
+    num_numbers = 0
+    for branch, definition in schema["$defs"].items():
+        for key, value in definition["properties"].items():
+            for kind in (value, value.get("items", {}), *value.get("anyOf", ())):
+                if kind.get("type") in ("integer", "number") and "enum" not in kind:
+                    num_numbers += 1
+                    has_lower = "minimum" in kind or "exclusiveMinimum" in kind
+                    if not has_lower or "maximum" not in kind:
+                        unbounded.append(f"{branch}.{key}")
+    assert num_numbers > 80
+    # 0, or a number from 0.01 to 100
+    assert unbounded == ["EvaluationConfig.temperature", "EvaluationSetConfig.temperature"]
 
 
 # --- values that are too much together ---------------------------------------------------------------------------

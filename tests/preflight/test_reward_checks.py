@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,23 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def told(*, episode: dict[str, Any] | None = None, **reward: Any) -> list[str]:
-    recipe = Recipe.model_validate(
+def small_recipe(engine: Mapping[str, Any] = {}, **branches: Any) -> Recipe:
+    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 8}
+    return Recipe.model_validate(
         {
             "run": {"name": "test", "steps": 1},
             "model": {"path": "none"},
             "data": {"train": "train.jsonl"},
-            "reward": reward,
-            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_response_tokens": 8},
+            "rollout": {**rollout, "engine": engine},
             "train": {"lr": 1e-3},
             "placement": {"gpus": 1},
-            "episode": episode,
+            **branches,
         }
     )
+
+
+def told(*, episode: dict[str, Any] | None = None, **reward: Any) -> list[str]:
+    recipe = small_recipe(episode=episode, reward=reward)
     return [str(error) for error in reward_errors(recipe, PROMPTS)]
 
 

@@ -9,6 +9,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.preflight.limit_checks import secret_errors
 from megarl.tracking.secrets import is_secret, without_secrets
+from tests.preflight.test_reward_checks import small_recipe
 
 VALUE = "s3cr3t-of-mine"
 SECRETS = [
@@ -23,23 +24,7 @@ HARMLESS = [
 
 
 def recipe_of(reward: dict[str, Any], **sglang: Any) -> Recipe:
-    rollout = {
-        "prompts_per_step": 1,
-        "samples_per_prompt": 2,
-        "max_response_tokens": 8,
-        "engine": {"sglang": sglang},
-    }
-    return Recipe.model_validate(
-        {
-            "run": {"name": "test", "steps": 1},
-            "model": {"path": "none"},
-            "data": {"train": "train.jsonl"},
-            "reward": {"function": "some:score", **reward},
-            "rollout": rollout,
-            "train": {"lr": 1e-3},
-            "placement": {"gpus": 1},
-        }
-    )
+    return small_recipe(reward={"function": "some:score", **reward}, engine={"sglang": sglang})
 
 
 def told(reward: dict[str, Any], **sglang: Any) -> list[str]:
