@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option, Typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
 from megarl.commands.output import check_picture, say_all, tell_output_failed
@@ -30,10 +30,10 @@ from megarl.config.loading import load_recipe
 from megarl.printable import OutputFailed, one_line, show
 from megarl.types import EndedEarly, FolderGone, UserError, UserErrors
 
-_RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
+_RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order."),
+    Argument(metavar="a.b=c", help="Keys to set otherwise, or YAML files of such, in order."),
 ]
 
 
@@ -45,7 +45,7 @@ class _Side(Enum):
     BOTH = "both"
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def _show_versions(is_wanted: bool) -> None:
@@ -57,7 +57,7 @@ def _show_versions(is_wanted: bool) -> None:
 def megarl(
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_show_versions, is_eager=True, help="Versions, and nothing else."
         ),
     ] = False,
@@ -71,35 +71,27 @@ def train(
     recipe: _RecipeFile,
     overrides: _Overrides = None,
     resume: Annotated[
-        bool, typer.Option(help="Go on in run.dir/run.name from its newest good checkpoint.")
+        bool, Option(help="Go on in run.dir/run.name from its newest good checkpoint.")
     ] = False,
     from_samples: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Train on a file of `megarl rollout`, without engines."),
+        Option(metavar="FILE", help="Train on a file of `megarl rollout`, without engines."),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Check everything that can be checked here, and launch nothing."
-        ),
+        Option("--dry-run", help="Check everything that can be checked here, and launch nothing."),
     ] = False,
 ) -> None:
     """Run a recipe; everything it makes lies in run.dir/run.name."""
+    run: Callable[[Recipe], None]
     if dry_run:
-        sys.exit(
-            _outcome(
-                recipe,
-                overrides or [],
-                partial(_dry_run, other="--resume" if resume else from_samples),
-            )
-        )
-    if not from_samples:  # that writes no checkpoints
-        note_sigusr1()
-    if from_samples:
-        run = partial(_train_from, samples=from_samples)
+        run = partial(_dry_run, other="--resume" if resume else from_samples)
+    elif from_samples:  # that writes no checkpoints
+        run = partial(_train_from, samples=from_samples, resume=resume)
     else:
-        run = _train
-    sys.exit(_outcome(recipe, overrides or [], partial(run, resume=resume)))
+        note_sigusr1()
+        run = partial(_train, resume=resume)
+    sys.exit(_outcome(recipe, overrides, run))
 
 
 @app.command()
@@ -107,14 +99,15 @@ def rollout(
     recipe: _RecipeFile,
     overrides: _Overrides = None,
     *,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The parquet file to write.")],
+    out: Annotated[Path, Option(metavar="FILE", help="The parquet file to write.")],
     steps: Annotated[
-        int | None, typer.Option(help="How many steps' prompts; run.steps unless it is given.")
+        int | None, Option(help="How many steps' prompts; run.steps unless it is given.")
     ] = None,
 ) -> None:
     """Sample and score a recipe's prompts into a file, and train nothing."""
-    given = [] if steps is None else [f"run.steps={steps}"]
-    sys.exit(_outcome(recipe, (overrides or []) + given, partial(_rollout, out=out)))
+    if steps is not None:
+        overrides = [*(overrides or []), f"run.steps={steps}"]
+    sys.exit(_outcome(recipe, overrides, partial(_rollout, out=out)))
 
 
 @app.command()
@@ -124,23 +117,19 @@ def plan(
     *,
     hardware: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Which GPUs; placement.hardware unless it is given."),
+        Option(metavar="FILE", help="Which GPUs; placement.hardware unless it is given."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object in place of the report.")
+        bool, Option("--json", help="Print one JSON object in place of the report.")
     ] = False,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it, too: a PNG.")
-    ] = None,
+    picture: Annotated[Path | None, Option(metavar="FILE", help="Draw it, too: a PNG.")] = None,
     response_share: Annotated[
         float | None,
-        typer.Option(
-            min=0.001, max=1.0, help="The mean response, as a share of the longest; assumed."
-        ),
+        Option(min=0.001, max=1.0, help="The mean response, as a share of the longest; assumed."),
     ] = None,
     search: Annotated[
         _Side | None,
-        typer.Option(help="Find faster layouts of engines, training ranks or both, in minutes."),
+        Option(help="Find faster layouts of engines, training ranks or both, in minutes."),
     ] = None,
 ) -> None:
     """Say who sits where, what fills the memory and what a step takes, without a GPU; exit code 2: it does not fit."""
@@ -161,27 +150,27 @@ def plan(
         if run_plan.errors:
             raise UserErrors(run_plan.errors)
 
-    sys.exit(_outcome(recipe, overrides or [], run))
+    sys.exit(_outcome(recipe, overrides, run))
 
 
 @app.command()
 def convert(
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run, with its checkpoints.")
+        Path, Argument(metavar="RUN", help="The folder of a run, with its checkpoints.")
     ],
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="The folder to write, which must not exist.")
+        Path, Argument(metavar="OUT", help="The folder to write, which must not exist.")
     ],
     overrides: _Overrides = None,
     *,
     step: Annotated[
-        int | None, typer.Option(help="Which checkpoint; the newest unless it is given.")
+        int | None, Option(help="Which checkpoint; the newest unless it is given.")
     ] = None,
     fp8: Annotated[
-        bool, typer.Option("--fp8", help="In fp8 tiles with scales, as DeepSeek-V3 is published.")
+        bool, Option("--fp8", help="In fp8 tiles with scales, as DeepSeek-V3 is published.")
     ] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="The adapters (lora) alone, in PEFT's format.")
+        bool, Option("--adapter", help="The adapters (lora) alone, in PEFT's format.")
     ] = False,
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model, adapters merged into it, or as adapters alone."""
@@ -204,43 +193,43 @@ def convert(
 
         if adapter:
             check_adapter(recipe, fp8=fp8)
-            convert_adapter(recipe, find_snapshot(recipe, run, out, step, show), out, show)
-            return
+        else:
+            from megarl.preflight.checks_by_command import check_convert
 
-        from megarl.preflight.checks_by_command import check_convert
+            check_convert(recipe)
+        snapshot = find_snapshot(recipe, run, out, step, show)
+        if adapter:
+            convert_adapter(recipe, snapshot, out, show)
+        else:
+            convert_snapshot(recipe, snapshot, out, show, fp8=fp8)
 
-        check_convert(recipe)
-        convert_snapshot(recipe, find_snapshot(recipe, run, out, step, show), out, show, fp8=fp8)
-
-    sys.exit(_outcome(run / "recipe.yaml", overrides or [], write))
+    sys.exit(_outcome(run / "recipe.yaml", overrides, write))
 
 
 @app.command()
 def reward_check(
     function: Annotated[
-        str, typer.Argument(metavar="FUNCTION", help="module:function, as in reward.function.")
+        str, Argument(metavar="FUNCTION", help="module:function, as in reward.function.")
     ],
     *,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSONL or parquet, as in data.train.")
+        Path | None, Option(metavar="FILE", help="JSONL or parquet, as in data.train.")
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Score a file's samples anew.")
+        Path | None, Option(metavar="FILE", help="Score a file's samples anew.")
     ] = None,
     argument: Annotated[
         list[str] | None,
-        typer.Option(metavar="k=v", help="A keyword argument for it; the value is JSON, or text."),
+        Option(metavar="k=v", help="A keyword argument for it; the value is JSON, or text."),
     ] = None,
-    answer: Annotated[str, typer.Option(help="The column of the answers in --data.")] = "answer",
+    answer: Annotated[str, Option(help="The column of the answers in --data.")] = "answer",
     rows: Annotated[
-        int, typer.Option(min=1, help="How many rows, or groups of samples, from the first.")
+        int, Option(min=1, help="How many rows, or groups of samples, from the first.")
     ] = 100,
     timeout_s: Annotated[
-        float, typer.Option(min=0.01, max=604_800, help="As in reward.timeout_s.")
+        float, Option(min=0.01, max=604_800, help="As in reward.timeout_s.")
     ] = 5.0,
-    memory_mb: Annotated[
-        int, typer.Option(min=1, max=2**24, help="As in reward.memory_mb.")
-    ] = 1024,
+    memory_mb: Annotated[int, Option(min=1, max=2**24, help="As in reward.memory_mb.")] = 1024,
 ) -> None:
     """Try a reward on its data's answers, on others, and on responses made to break it; or on samples of a file."""
 
@@ -248,9 +237,7 @@ def reward_check(
         from megarl.commands.reward_check import check, reward_config
 
         config = reward_config(function, argument or [], timeout_s, memory_mb)
-        if check(config, data, samples, answer, rows):
-            return 0
-        return 1
+        return 0 if check(config, data, samples, answer, rows) else 1
 
     sys.exit(_ended(run))
 
@@ -261,16 +248,14 @@ def episode_check(
     overrides: _Overrides = None,
     *,
     rows: Annotated[
-        int | None, typer.Option(min=1, help="How many rows (3), or prompts of --samples (all).")
+        int | None, Option(min=1, help="How many rows (3), or prompts of --samples (all).")
     ] = None,
     turns: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Turns to play: JSONL, a list of assistants' messages a line."
-        ),
+        Option(metavar="FILE", help="Turns to play: JSONL, a list of assistants' messages a line."),
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Play a file's episodes again.")
+        Path | None, Option(metavar="FILE", help="Play a file's episodes again.")
     ] = None,
 ) -> None:
     """Try a recipe's tools or environment without a model.
@@ -283,27 +268,27 @@ def episode_check(
 
         check(recipe, rows, turns, samples)
 
-    sys.exit(_outcome(recipe, overrides or [], run))
+    sys.exit(_outcome(recipe, overrides, run))
 
 
 @app.command()
 def doctor(
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Also what this recipe needs.")
+        Path | None, Argument(metavar="[RECIPE]", help="Also what this recipe needs.")
     ] = None,
     overrides: _Overrides = None,
     *,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the GPUs and their links, too.")
+        bool, Option("--measure", help="Measure the GPUs and their links, too.")
     ] = False,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where --measure writes.")] = Path(
+    out: Annotated[Path, Option(metavar="FILE", help="Where --measure writes.")] = Path(
         "hardware.yaml"
     ),
     port: Annotated[
-        list[int] | None, typer.Option(min=1, max=65535, help="A port that must be free.")
+        list[int] | None, Option(min=1, max=65535, help="A port that must be free.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object in place of the lines.")
+        bool, Option("--json", help="Print one JSON object in place of the lines.")
     ] = False,
 ) -> None:
     """Say what keeps this machine, or every node of the Ray cluster at RAY_ADDRESS, from training; exit code 0 or 2."""
@@ -314,8 +299,6 @@ def doctor(
         try:
             if recipe:
                 loaded = load_recipe(recipe, overrides or [])
-            else:
-                loaded = None
         except UserErrors as several:  # the machine is looked at all the same
             errors = several.errors
 
@@ -323,26 +306,22 @@ def doctor(
             from megarl.doctor.examine import examine
         except (ImportError, OSError) as error:  # without torch nothing can be looked at
             name = getattr(error, "name", None) or "Python"
-            hint = "install it as requirements/gpu.txt names it"
-            raise UserError(name, f"it cannot be imported ({error})", hint) from error
+            raise UserError(
+                name,
+                f"it cannot be imported ({error})",
+                "install it as requirements/gpu.txt names it",
+            ) from error
 
-        hardware_file = out if measure else None
-        report = examine(
-            loaded,
-            errors,
-            hardware_file,
-            port or (),
-            lambda line: show(f"megarl: {line}", sys.stderr),
-        )
+        report = examine(loaded, errors, out if measure else None, port or (), _tell)
         say_all(report.to_json() if as_json else "\n".join(report.lines()))
         return report.exit_code
 
     sys.exit(_ended(run))
 
 
-def _outcome(path: Path, overrides: list[str], run: Callable[[Recipe], None]) -> int:
+def _outcome(path: Path, overrides: list[str] | None, run: Callable[[Recipe], None]) -> int:
     """Load a recipe and run; the exit code."""
-    return _ended(lambda: run(load_recipe(path, overrides)))
+    return _ended(lambda: run(load_recipe(path, overrides or [])))
 
 
 def _ended(run: Callable[[], int | None]) -> int:
@@ -352,25 +331,32 @@ def _ended(run: Callable[[], int | None]) -> int:
     try:
         return run() or 0
     except FolderGone as error:
-        show(f"megarl: {error}", sys.stderr)
+        _tell(error)
         return 1
     except (UserError, UserErrors) as error:
         show(error, sys.stderr)
         return 2
     except EndedEarly as end:
-        show(f"megarl: {end}", sys.stderr)
+        _tell(end)
         return os.EX_TEMPFAIL  # 75: try again
     except KeyboardInterrupt:
-        show(f"megarl: {'terminated' if was_terminated() else 'interrupted'}", sys.stderr)
-        return 143 if was_terminated() else 130
+        if was_terminated():
+            _tell("terminated")
+            return 143
+        _tell("interrupted")
+        return 130
     except OutputFailed as raised:
         tell_output_failed(raised)
         return 1
     except Exception as raised:
         show(getattr(raised, "evidence", None) or traceback.format_exc(), sys.stderr)
         cause = str(raised).strip().splitlines() or [""]
-        show(one_line(f"megarl: {type(raised).__name__}: {cause[0]}"), sys.stderr)
+        _tell(one_line(f"{type(raised).__name__}: {cause[0]}"))
         return 1
+
+
+def _tell(line: object) -> None:
+    show(f"megarl: {line}", sys.stderr)
 
 
 def _advise(recipe: Recipe) -> None:
@@ -378,7 +364,7 @@ def _advise(recipe: Recipe) -> None:
     from megarl.preflight.notes import recipe_notes
 
     for line in recipe_notes(recipe):
-        show(f"megarl: {line}", sys.stderr)
+        _tell(line)
 
 
 def _train(recipe: Recipe, *, resume: bool) -> None:
@@ -391,10 +377,7 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
     from megarl.controller.resuming import find
     from megarl.tracking.run_log import RunLog
 
-    if resume:
-        start = find(recipe, inputs.prompts, show)
-    else:
-        start = None
+    start = find(recipe, inputs.prompts, show) if resume else None
     if start and start.step >= recipe.run.steps:
         show(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
         return
