@@ -38,14 +38,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(arguments: str) -> Result:
+def run(arguments: str, code: int = 0) -> Result:
     """The command with a function of `REWARDS`, by its name, and the other arguments."""
-    return CliRunner().invoke(app, ["reward-check", *f"checked_rewards:{arguments}".split()])
+    done = CliRunner().invoke(app, ["reward-check", *f"checked_rewards:{arguments}".split()])
+    assert done.exit_code == code, done.output
+    return done
 
 
 def test_a_good_reward() -> None:
     done = run("good --data rows.jsonl --rows 9")
-    assert done.exit_code == 0, done.output
     table = [line.split() for line in done.stdout.splitlines()]
     assert table[1][-4:] == ["9", "1.000", "100.0%", "0"]
     assert table[2][-4:] == ["9", "0.000", "0.0%", "0"]
@@ -55,20 +56,17 @@ def test_a_good_reward() -> None:
 
 def test_arguments_are_json_or_text() -> None:
     done = run("worth --data rows.jsonl --argument right=2.5 --argument unit=m")
-    assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[1].split()[-4:] == ["12", "2.500", "100.0%", "0"]
 
 
 def test_what_takes_too_long_is_told_and_ends_with_1() -> None:
-    done = run("slow --data rows.jsonl --timeout-s 1")
-    assert done.exit_code == 1
+    done = run("slow --data rows.jsonl --timeout-s 1", code=1)
     last = done.stdout.splitlines()[-1]
     assert last.startswith("failed 1 x: took longer than 1 s, first on response 'aaaa")
 
 
 def test_what_raises_is_told_by_kind() -> None:
-    done = run("nothing --data rows.jsonl")
-    assert done.exit_code == 1
+    done = run("nothing --data rows.jsonl", code=1)
     assert (
         "failed 12 x: raised ZeroDivisionError: float division by zero, first on response '' to rows.jsonl:1"
         in done.stdout
@@ -77,7 +75,6 @@ def test_what_raises_is_told_by_kind() -> None:
 
 def test_a_reward_that_likes_everything_is_noticed() -> None:
     done = run("always --data rows.jsonl")
-    assert done.exit_code == 0
     assert "a row's own answer is worth no more than another's" in done.stdout
 
 
@@ -110,8 +107,7 @@ def test_a_reward_that_likes_everything_is_noticed() -> None:
     ],
 )
 def test_errors_end_with_2(arguments: str, says: str) -> None:
-    done = run(arguments)
-    assert done.exit_code == 2
+    done = run(arguments, code=2)
     assert says in done.stderr
 
 
@@ -139,7 +135,6 @@ def samples_of(folder: Path) -> str:
 
 def test_the_samples_of_a_file_are_scored_anew(folder: Path) -> None:
     done = run(f"good --samples {samples_of(folder)}")
-    assert done.exit_code == 0, done.output
     _, before, anew, changes, _ = done.stdout.splitlines()
     assert before.split()[-4:] == ["3", "0.367", "33.3%", "0"]
     assert anew.split()[-4:] == ["3", "0.667", "66.7%", "0"]
@@ -150,9 +145,7 @@ def test_the_samples_of_a_file_are_scored_anew(folder: Path) -> None:
 
 def test_episodes_of_a_file_are_given_to_functions_that_take_them(folder: Path) -> None:
     done = run(f"turns --samples {samples_of(folder)} --rows 1")
-    assert done.exit_code == 0, done.output
     assert done.stdout.splitlines()[2].split()[-4:] == ["2", "2.000", "100.0%", "0"]
-    done = run(f"turns --samples {samples_of(folder)}")
-    assert done.exit_code == 1, "the third sample is none"
+    done = run(f"turns --samples {samples_of(folder)}", code=1)
     assert "2 of 2 rewards changed; 1 samples became correct" in done.stdout
     assert "failed 1 x: raised TypeError: 'NoneType'" in done.stdout
