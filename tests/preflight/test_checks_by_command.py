@@ -25,6 +25,8 @@ from megarl.preflight.checks_by_command import (
 from megarl.types import UserErrors
 from tests.parallel import checkpoints
 
+Read = Callable[..., Inputs]  # of overrides
+Told = Callable[..., list[str]]
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
@@ -39,15 +41,26 @@ def good(quickstart_inputs: list[str], arithmetic: Path, tmp_path: Path) -> list
 
 
 @pytest.fixture
-def told(good: list[str]) -> Callable[..., list[str]]:
+def read(good: list[str]) -> Read:
+    """The inputs of the quickstart with some keys set otherwise, which is good then, too."""
+    return lambda *overrides: check(load_recipe(QUICKSTART, [*good, *overrides]))
+
+
+@pytest.fixture
+def told(read: Read) -> Told:
     """The faults of the quickstart with some keys set otherwise, as the lines the user sees."""
 
     def lines(*overrides: str) -> list[str]:
         with pytest.raises(UserErrors) as caught:
-            check(load_recipe(QUICKSTART, [*good, *overrides]))
+            read(*overrides)
         return [str(error) for error in caught.value.errors]
 
     return lines
+
+
+def assert_each_is_told_once(lines: list[str], *starts: str) -> None:
+    for start in starts:
+        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
 
 
 def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
@@ -55,8 +68,8 @@ def write_rows(path: Path, rows: list[dict[str, object]]) -> Path:
     return path
 
 
-def test_the_quickstart_is_good_and_its_inputs_are_read(good: list[str], tmp_path: Path) -> None:
-    inputs = check(load_recipe(QUICKSTART, good))
+def test_the_quickstart_is_good_and_its_inputs_are_read(read: Read, tmp_path: Path) -> None:
+    inputs = read()
     assert isinstance(inputs, Inputs)
     (prompt,) = inputs.prompts.take(1)
     assert prompt.row["prompt"] in prompt.text
@@ -67,7 +80,7 @@ def test_the_quickstart_is_good_and_its_inputs_are_read(good: list[str], tmp_pat
 
 
 def test_a_tracker_that_is_not_installed_is_told(
-    told: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("wandb", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)  # no module of the name is found
@@ -78,120 +91,217 @@ def test_a_tracker_that_is_not_installed_is_told(
     ]
 
 
-def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(
-    good: list[str],
-) -> None:
-    def first(seed: int) -> list[str]:
-        inputs = check(
-            load_recipe(QUICKSTART, [*good, "evaluation.max_prompts=5", f"run.seed={seed}"])
-        )
-        assert len(inputs.eval_sets["arith"]) == 5
-        return [prompt.id for prompt in inputs.prompts.take(10)]
-
-    assert first(1) == first(1)
-    assert first(1) != first(2)
+def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(read: Read) -> None:
+    first = read("evaluation.max_prompts=5", "run.seed=1")
+    assert len(first.eval_sets["arith"]) == 5
+    assert first.prompts.take(10) != read("run.seed=2").prompts.take(10)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "where", "says"),
+    ("overrides", "says"),
     [
-        (["placement.gpus=6"], "placement.gpus", "6 GPUs are not a multiple of train.tp x train.pp = 4"),
-        (["train.tp=3", "placement.gpus=6"], "train.tp", "3 does not divide"),
-        (["train.pp=3", "placement.gpus=6"], "train.pp", "3 does not divide the layers (4)"),
-        (["train.ep=3", "placement.gpus=12"], "train.ep", "3 does not divide the experts (8)"),
-        (["train.cp=2"], "placement.gpus", "4 GPUs are not a multiple of train.tp x train.cp x train.pp = 8"),
-        (["train.vpp=3"], "train.vpp", "train.pp x train.vpp = 6 does not divide the layers (4)"),
-        (["train.etp=3"], "train.ep", "2 x train.etp (3) does not divide the 2 ranks of a pipeline stage"),
-        (["train.layers_per_stage=[3]"], "train.layers_per_stage", "write 2 numbers"),
-        (["train.ep=8"], "train.ep", "8 does not divide the 2 ranks of a pipeline stage"),
-        (["rollout.engine.tp=8"], "rollout.engine.count", "1 engines of 8 ranks end at GPU 8, there are 4"),
-        (["rollout.engine.count=3"], "rollout.engine.count", "3 engines of 2 ranks end at GPU 6, there are 4"),
-        (["rollout.engine.ep=3"], "rollout.engine.ep", "3 does not divide"),
-        (["rollout.engine.dp=3"], "rollout.engine.dp", "3 does not divide"),
-        (["rollout.engine.fp8=true"], "rollout.engine.fp8", "need a GPU"),
-        (["rollout.engine.draft=1"], "rollout.engine.draft", "1, but the model has no multi-token prediction layers"),
-        (["placement.train_gpus=8"], "placement.train_gpus", "8 is more than placement.gpus (4)"),
-        (["placement.gpus=8", "placement.train_gpus=6"], "placement.train_gpus", "6 GPUs are not a multiple"),
-        (["placement.gpus=8", "placement.train_gpus=4"], "placement.gpus", "use the first 4; set it to 4"),
-        (["placement.first_engine_gpu=3"], "rollout.engine.count", "1 engines of 2 ranks end at GPU 5, there are 4"),
+        ("placement.gpus=6", "placement.gpus: 6 GPUs are not a multiple of train.tp x train.pp = 4"),
+        ("train.tp=3 placement.gpus=6", "train.tp: 3 does not divide the attention heads (4)"),
+        ("train.cp=2", "placement.gpus: 4 GPUs are not a multiple of train.tp x train.cp x train.pp = 8"),
+        ("train.vpp=3", "train.vpp: train.pp x train.vpp = 6 does not divide the layers (4)"),
+        ("train.etp=3", "train.ep: 2 x train.etp (3) does not divide the 2 ranks of a pipeline stage"),
         (
-            ["placement.gpus=8", "placement.train_gpus=4", "placement.first_engine_gpu=5"],
-            "placement.first_engine_gpu",
-            "5 leaves a gap behind the 4 GPUs that train; set it to at most 4",
+            "train.layers_per_stage=[3]",
+            "train.layers_per_stage: [3] are not 2 numbers that make 4 layers, or a 0 is inside; write 2 numbers",
         ),
-        (["reshard.round_bytes=1024"], "reshard.round_bytes", "1024 has no room for two of the smallest pieces"),
-        (["train.updates_per_step=2000"], "train.updates_per_step", "= 1024; set"),
-        (["train.updates_per_step=9", "warm_start.sequences_per_step=4"], "train.updates_per_step", "_step = 4; set"),
-        (["train.tokens_per_micro_batch=12"], "train.tokens_per_micro_batch", "12 is less than the longest"),
-        (["warm_start.steps=1", "rollout.max_response_tokens=3"], "rollout.max_response_tokens", "(4 tokens with its"),
-        (["rollout.max_response_tokens=500"], "data.max_prompt_tokens", "516 tokens, the model's context is 512"),
+        ("rollout.engine.tp=8", "rollout.engine.count: 1 engines of 8 ranks end at GPU 8, there are 4"),
+        ("rollout.engine.ep=3", "rollout.engine.ep: 3 does not divide rollout.engine.tp (2)"),
+        ("rollout.engine.fp8=true", "rollout.engine.fp8: SGLang's kernels for fp8 weights need a GPU"),
         (
-            ["rollout.max_response_tokens=491", "rollout.phase_tokens=99", "algorithm.rollout_correction=tis"],
-            "data.max_prompt_tokens",
-            "507 tokens, the model's context is 512; bring the sum to at most 506",
+            "rollout.engine.draft=1",
+            "rollout.engine.draft: 1, but the model has no multi-token prediction layers, and SGLang drafts with one",
         ),
-        (["data.max_prompt_tokens=4"], "data.train", "max_prompt_tokens (4) is exceeded by 100 of the 100"),
-        (["data.prompt=question"], "data.train", "there is no column 'question'"),
-        (["data.answer=solution"], "data.train", "there is no column 'solution'"),
-        (["data.train=none.jsonl"], "data.train", "none.jsonl is not a file"),
-        (["data.eval.extra=none.parquet"], "data.eval.extra", "none.parquet is not a file"),
-        (["evaluation.sets.arit.samples=4"], "evaluation.sets.arit", "data.eval has no such set; did you mean arith?"),
-        (["evaluation.samples=4"], "evaluation.samples", "4 greedy answers to a prompt of arith are the same 4 times"),
-        (["evaluation.sets.arith.samples=2"], "evaluation.sets.arith.samples", "set a temperature, or samples to 1"),
-        (["evaluation.sets.arith.max_response_tokens=500"], "data.max_prompt_tokens", "it makes 516 tokens"),
-        (["algorithm.name=grop"], "algorithm.name", "'grop' is no algorithm"),
-        (["rollout.top_p=0.9"], "rollout.top_p", "0.9 cuts off tokens that the policy's log-probabilities"),
-        (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt", "1, and grpo compares the samples of a"),
+        ("placement.train_gpus=8", "placement.train_gpus: 8 is more than placement.gpus (4)"),
         (
-            ["algorithm.name=prime", "rollout.samples_per_prompt=1"],
-            "rollout.samples_per_prompt",
-            "(remax, reinforce_pp, on_policy_distillation, ppo, vapo)",
+            "placement.gpus=8 placement.train_gpus=6",
+            "placement.train_gpus: 6 GPUs are not a multiple of train.tp x train.pp = 4",
         ),
         (
-            ["algorithm.name=ppo", "rollout.samples_per_prompt=1", "algorithm.dynamic_sampling=true"],
-            "algorithm.dynamic_sampling",
-            "true keeps prompts with right and wrong answers, and rollout.samples_per_prompt is 1",
+            "placement.gpus=8 placement.train_gpus=4",
+            "placement.gpus: 8 GPUs, of which training and engines use the first 4; set it to 4",
         ),
-        (["run.dir=/dev/null/x"], "run.dir", "/dev/null is not a folder that can be written to"),
-        (["rollout.engine.sglang.pagesize=1"], "rollout.engine.sglang.pagesize", "no such server argument"),
-        (["rollout.engine.sglang.tp_size=1"], "rollout.engine.sglang.tp_size", "set by megarl itself"),
-        (["train.megatron.moe_permute_fusio=true"], "train.megatron.moe_permute_fusio", "mean moe_permute_fusion?"),
-        (["train.megatron.foo=1"], "train.megatron.foo", "TransformerConfig has no such field; remove it, or see"),
-        (["rollout.engine.sglang.api_token=s3cret"], "rollout.engine.sglang.api_token", "holds a secret, and the run"),
-        (["train.optimizer.adam_beta1=5"], "train.optimizer.adam_beta1", "5 is out of range; set it to a number from"),
-        (["train.megatron.recompute_granularity=full"], "train.megatron", "Megatron refuses them ("),
-        (["rollout.engine.sglang.foo=1"], "rollout.engine.sglang.foo", "see SGLang's ServerArgs for the names it has"),
-        (["placement.hardware=nope"], "placement.hardware", "nope: cannot be read (No such file or directory)"),
-        (["run.dir=/proc"], "run.dir", "/proc is not a folder that can be written to"),
-        (["placement.gpus=60000"], "placement.gpus", "60000 simulated GPUs are as many processes"),
+        (
+            "placement.gpus=8 placement.train_gpus=4 placement.first_engine_gpu=5",
+            "placement.first_engine_gpu: 5 leaves a gap behind the 4 GPUs that train; set it to at most 4",
+        ),
+        (
+            "reshard.round_bytes=1024",
+            "reshard.round_bytes: 1024 has no room for two of the smallest pieces to and from every peer (2048 bytes)",
+        ),
+        (
+            "train.updates_per_step=2000",
+            "train.updates_per_step: 2000 is more than rollout.prompts_per_step x samples_per_prompt = 1024; set",
+        ),
+        (
+            "train.updates_per_step=9 warm_start.sequences_per_step=4",
+            "train.updates_per_step: 9 is more than warm_start.sequences_per_step = 4; set",
+        ),
+        (
+            "train.tokens_per_micro_batch=12",
+            "train.tokens_per_micro_batch: 12 is less than the longest prompt and response (14 tokens)",
+        ),
+        (
+            "warm_start.steps=1 rollout.max_response_tokens=3",
+            "rollout.max_response_tokens: 3 is less than the longest answer (4 tokens with its end)",
+        ),
+        (
+            "rollout.max_response_tokens=500",
+            "data.max_prompt_tokens: with the longest response it makes 516 tokens, the model's context is 512",
+        ),
+        (
+            "rollout.max_response_tokens=491 rollout.phase_tokens=99 algorithm.rollout_correction=tis",
+            "data.max_prompt_tokens: ...507 tokens, the model's context is 512; bring the sum to at most 506",
+        ),
+        (
+            "data.max_prompt_tokens=4",
+            "data.train: data.max_prompt_tokens (4) is exceeded by 100 of the 100 prompts of",
+        ),
+        ("data.prompt=question", "data.train: ...there is no column 'question'"),
+        ("data.answer=solution", "data.train: ...there is no column 'solution'"),
+        ("data.train=none.jsonl", "data.train: none.jsonl is not a file: it does not exist"),
+        ("evaluation.sets.arit.samples=4", "evaluation.sets.arit: data.eval has no such set; did you mean arith?"),
+        ("evaluation.samples=4", "evaluation.samples: 4 greedy answers to a prompt of arith are the same 4 times"),
+        (
+            "evaluation.sets.arith.samples=2",
+            "evaluation.sets.arith.samples: 2 greedy ...set a temperature, or samples to 1",
+        ),
+        (
+            "evaluation.sets.arith.max_response_tokens=500",
+            "data.max_prompt_tokens: with the longest response it makes 516 tokens, the model's context is 512",
+        ),
+        ("algorithm.name=grop", "algorithm.name: 'grop' is no algorithm"),
+        (
+            "rollout.top_p=0.9",
+            "rollout.top_p: 0.9 cuts off tokens that the policy's log-probabilities, ratios and entropy count",
+        ),
+        (
+            "rollout.samples_per_prompt=1",
+            "rollout.samples_per_prompt: 1, and grpo compares the samples of a prompt with each other",
+        ),
+        (
+            "algorithm.name=prime rollout.samples_per_prompt=1",
+            "rollout.samples_per_prompt: 1, and prime ...(remax, reinforce_pp, on_policy_distillation, ppo, vapo)",
+        ),
+        (
+            "algorithm.name=ppo rollout.samples_per_prompt=1 algorithm.dynamic_sampling=true",
+            "algorithm.dynamic_sampling: true keeps prompts ...and rollout.samples_per_prompt is 1",
+        ),
+        ("rollout.engine.sglang.pagesize=1", "rollout.engine.sglang.pagesize: SGLang has no such server argument"),
+        ("rollout.engine.sglang.tp_size=1", "rollout.engine.sglang.tp_size: is set by megarl itself"),
+        (
+            "train.megatron.moe_permute_fusio=true",
+            "train.megatron.moe_permute_fusio: TransformerConfig has no such field; did you mean moe_permute_fusion?",
+        ),
+        ("train.megatron.foo=1", "train.megatron.foo: TransformerConfig has no such field; remove it, or see"),
+        (
+            "rollout.engine.sglang.api_token=s3cret",
+            "rollout.engine.sglang.api_token: holds a secret, and the run saves its recipe",
+        ),
+        ("train.optimizer.adam_beta1=5", "train.optimizer.adam_beta1: 5 is out of range; set it to a number from"),
+        (
+            "train.megatron.recompute_granularity=full",
+            "train.megatron: Megatron refuses them (Using recompute_granularity: full so recompute_method must be",
+        ),
+        (
+            "rollout.engine.sglang.foo=1",
+            "rollout.engine.sglang.foo: SGLang has no such server argument; see SGLang's ServerArgs for",
+        ),
+        (
+            "placement.gpus=60000",
+            "placement.gpus: 60000 simulated GPUs are as many processes of 0.2 GB and more, and this machine has",
+        ),
+        ("algorithm.name=rloo algorithm.clip_low=0.1", "algorithm.clip_low: is set, and rloo has no ratio"),
+        (
+            "algorithm.name=cispo algorithm.dual_clip=3.0",
+            "algorithm.dual_clip: is set, and cispo has no minimum of two objectives",
+        ),
+        ("algorithm.name=gspo algorithm.gae_lambda=0.9", "algorithm.gae_lambda: is set, and gspo has no critic"),
+        ("algorithm.gamma=0.9", "algorithm.gamma: is set, and no token has a reward of its own with grpo"),
+        ("algorithm.name=prime algorithm.value_clip=0.1", "algorithm.value_clip: is set, and prime has no critic"),
+        (
+            "algorithm.name=vapo algorithm.process_scale=0.1 algorithm.critic_warmup_steps=1",
+            "algorithm.process_scale: is set, and vapo has no process rewards",
+        ),
+        (
+            "algorithm.critic_warmup_steps=1",
+            "algorithm.critic_warmup_steps: is set, and grpo has no critic or implicit reward model",
+        ),
+        (
+            "algorithm.name=sft algorithm.clip_high=0.3",
+            "algorithm.clip_high: is set, and sft learns from the data's answers",
+        ),
+        ("algorithm.kl_place=reward", "algorithm.kl_place: is set, and algorithm.kl_coefficient is 0"),
+        (
+            "algorithm.name=on_policy_distillation",
+            "algorithm.kl_coefficient: 0, and on_policy_distillation learns from nothing else",
+        ),
+        (
+            "algorithm.name=reinforce_pp algorithm.kl_coefficient=0.01",
+            "algorithm.kl_coefficient: 0.01, but the reference is model.path as it is before the warm start",
+        ),
+        ("algorithm.max_rounds=3", "algorithm.max_rounds: is set, and algorithm.dynamic_sampling is off"),
+        (
+            "algorithm.name=vapo algorithm.gae_lambda=0.9 algorithm.critic_warmup_steps=1",
+            "algorithm.gae_lambda: is set, and algorithm.lambda_alpha decides for the policy (0: not), critic_lam",
+        ),
+        (
+            "algorithm.rollout_correction_high=3.0",
+            "algorithm.rollout_correction_high: is set, and algorithm.rollout_correction is off",
+        ),
+        (
+            "algorithm.rollout_correction=tis algorithm.rollout_correction_low=0.1",
+            "algorithm.rollout_correction_low: is set, and tis has an upper bound alone",
+        ),
+        (
+            "algorithm.rollout_correction=icepop algorithm.rollout_correction_low=6.0",
+            "algorithm.rollout_correction_low: the bounds of icepop are 6.0 and 5.0, between which nothing is kept",
+        ),
+        (
+            "algorithm.name=vapo",
+            "algorithm.critic_warmup_steps: 50 are all of run.steps (30): the policy would never learn",
+        ),
+        (
+            "algorithm.kl_coefficient=0.1",
+            "algorithm.kl_coefficient: 0.1, but the reference is model.path as it is before the warm start",
+        ),
+        (
+            "algorithm.name=on_policy_distillation algorithm.kl_coefficient=1.0",
+            "reference.path: ...name the teacher's checkpoint",
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) and " " not in value else None,
+    ids=lambda value: value if "=" in value and ": " not in value else None,
 )  # fmt: skip
 def test_an_error_names_its_key(
-    told: Callable[..., list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    where: str,
-    says: str,
+    told: Told, monkeypatch: pytest.MonkeyPatch, overrides: str, says: str
 ) -> None:
+    """Once, by the start of its line; what follows dots is in the rest of the line."""
     # it starts processes
     monkeypatch.setattr("megarl.preflight.checks_by_command.reward_errors", lambda *_, **__: [])
-    lines = told(*overrides)
-    assert any(line.startswith(f"{where}: ") and says in line for line in lines), lines
+    lines = told(*overrides.split())
+    start, _, rest = says.partition("...")
+    (line,) = (line for line in lines if line.startswith(start))
+    assert rest in line
     assert len(lines) == len(set(lines))
 
 
-def test_one_sample_of_a_prompt_and_a_truncated_evaluation_are_good(good: list[str]) -> None:
+def test_one_sample_of_a_prompt_and_a_truncated_evaluation_are_good(
+    read: Read,
+) -> None:
     """Where nothing is compared; and demonstrations have no samples at all."""
     for name in ("remax", "ppo"):
         keys = [f"algorithm.name={name}", "rollout.samples_per_prompt=1", "rollout.temperature=0.7"]
         keys += ["evaluation.temperature=1.0", "evaluation.top_p=0.7"]
-        assert check(load_recipe(QUICKSTART, [*good, *keys])).prompts
+        assert read(*keys).prompts
     keys = ["algorithm.name=sft", "rollout.samples_per_prompt=1", "rollout.top_p=0.9"]
-    assert check(load_recipe(QUICKSTART, [*good, *keys])).prompts
+    assert read(*keys).prompts
 
 
-def test_rewards_are_tried_on_the_data(told: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_rewards_are_tried_on_the_data(told: Told, tmp_path: Path) -> None:
     """Of the training rows, and of those to be evaluated on."""
     (line,) = told(
         "reward.function=null", "reward.by_source.b.function=megarl.rollout.rewards.exact:score"
@@ -208,35 +318,29 @@ def test_rewards_are_tried_on_the_data(told: Callable[..., list[str]], tmp_path:
     )
 
 
-def test_a_missing_checkpoint_hides_no_other_error(told: Callable[..., list[str]]) -> None:
+def test_a_missing_checkpoint_hides_no_other_error(told: Told) -> None:
     lines = told(
         "model.path=nowhere",
         "placement.gpus=6",
         "data.answer=solution",
         "reward.function=nowhere:f",
     )
-    expected = [
+    assert_each_is_told_once(
+        lines,
         "placement.gpus: ",
         "nowhere/config.json: no such file",
         "data.train: ",
+        "data.eval.arith: ",
         "reward.function: nowhere ",
-    ]
-    for start in expected:
-        assert sum(line.startswith(start) for line in lines) == 1, lines
-    assert len(lines) == len(expected) + 1  # the evaluation set has no such column either
+    )
+    assert len(lines) == 5
 
 
 def test_a_checkpoint_that_does_not_fit_its_config(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+    told: Told, tiny_model: Path, tmp_path: Path
 ) -> None:
-    copy = tmp_path / "model"
-    copy.mkdir()
-    for path in tiny_model.iterdir():
-        (copy / path.name).symlink_to(path)
-    config = json.loads((tiny_model / "config.json").read_text())
-    (copy / "config.json").unlink()
-    (copy / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 128}))
-    (line,) = told(f"model.path={copy}")
+    folder = copied(tiny_model, tmp_path / "model", "config.json", "moe_intermediate_size", 128)
+    (line,) = told(f"model.path={folder}")
     assert "is [64, 64], config.json says [128, 64]" in line
     # every projection of every expert of every layer
     assert f"(and {4 * 8 * 3 - 1} more such tensors)" in line
@@ -254,7 +358,7 @@ def with_far_token(model: Path, folder: Path, *, end: bool = False) -> Path:
 
 
 def test_special_tokens_that_the_model_does_not_have(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+    told: Told, tiny_model: Path, tmp_path: Path
 ) -> None:
     (line,) = told(f"model.path={with_far_token(tiny_model, tmp_path / 'far', end=True)}")
     assert line == (
@@ -265,7 +369,7 @@ def test_special_tokens_that_the_model_does_not_have(
 
 @pytest.mark.parametrize("key", ["data.train", "data.eval.arith"])
 def test_a_prompt_with_tokens_that_the_model_does_not_have(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path, key: str
+    told: Told, tiny_model: Path, tmp_path: Path, key: str
 ) -> None:
     folder = with_far_token(tiny_model, tmp_path / "far")
     questions = ["1+2=", "<far>1+2=", "3<far>="]
@@ -278,7 +382,7 @@ def test_a_prompt_with_tokens_that_the_model_does_not_have(
 
 
 def test_an_answer_with_tokens_that_the_model_does_not_have(
-    good: list[str], told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+    read: Read, told: Told, tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = with_far_token(tiny_model, tmp_path / "far")
     data = write_rows(
@@ -289,11 +393,11 @@ def test_an_answer_with_tokens_that_the_model_does_not_have(
     (line,) = told(*keys)
     assert line.startswith(f"data.train: {data}:2: the answer has token ") and "('<far>')" in line
     # then nobody learns from the answers
-    check(load_recipe(QUICKSTART, [*good, *keys, "warm_start.steps=0"]))
+    read(*keys, "warm_start.steps=0")
 
 
 def test_a_reward_models_tokenizer_that_is_anothers(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+    told: Told, tiny_model: Path, tmp_path: Path
 ) -> None:
     checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
     (line,) = told(f"reward_model.path={with_far_token(tmp_path / 'classifier', tmp_path / 'far')}")
@@ -325,7 +429,7 @@ def test_a_reward_models_tokenizer_that_is_anothers(
     ],
 )
 def test_a_checkpoint_whose_own_files_cannot_be(
-    told: Callable[..., list[str]],
+    told: Told,
     tiny_model: Path,
     tmp_path: Path,
     file: str,
@@ -349,7 +453,7 @@ def copied(model: Path, folder: Path, file: str, key: str, value: object) -> Pat
 
 
 def test_a_chat_template_without_bounds_is_told_once_of_all_files(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
+    told: Told, tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = copied(tiny_model, tmp_path / "model", "generation_config.json", "eos_token_id", 2)
     (folder / "chat_template.jinja").write_text("{{ 'x' * 30000000000 }}")
@@ -357,109 +461,45 @@ def test_a_chat_template_without_bounds_is_told_once_of_all_files(
     assert line.startswith("model.path: the chat template takes more than 1024 MB for "), line
 
 
-def test_losses_of_parts_that_the_model_does_not_have(
-    told: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_losses_of_parts_that_the_model_does_not_have(told: Told, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "dense", "llama")
-    keys = ["aux_loss=0.1", "z_loss=0.1", "router_bias_rate=0.1", "mtp_loss=0.1", "replay=r3"]
+    keys = [f"train.{name}" for name in ("aux_loss", "z_loss", "router_bias_rate", "mtp_loss")]
     lines = told(
         f"model.path={folder}",
         "train.ep=1",
         "rollout.engine.tp=1",
-        *(f"train.{key}" for key in keys),
+        "train.replay=r3",
+        *(f"{key}=0.1" for key in keys),
     )
-    for key in keys:
-        assert sum(line.startswith(f"train.{key.partition('=')[0]}: ") for line in lines) == 1, (
-            lines
-        )
+    assert_each_is_told_once(lines, "train.replay: ", *(f"{key}: " for key in keys))
 
 
 def test_an_fp8_cache_is_refused_where_latent_attention_does_not_take_it(
-    told: Callable[..., list[str]], good: list[str], tmp_path: Path
+    told: Told, read: Read, tmp_path: Path
 ) -> None:
     folder = checkpoints.write(tmp_path / "latent", "deepseek-v3")
     cache = "rollout.engine.sglang.kv_cache_dtype"
     lines = told(
         f"model.path={folder}", f"{cache}=fp8_e4m3", "rollout.engine.sglang.attention_backend=fa3"
     )
-    assert sum(line.startswith(f"{cache}: 'fp8_e4m3', but fa3 copies") for line in lines) == 1, (
-        lines
-    )
+    assert_each_is_told_once(lines, f"{cache}: 'fp8_e4m3', but fa3 copies")
     # the quickstart's attention has heads of its own
-    check(load_recipe(QUICKSTART, [*good, f"{cache}=fp8_e4m3"]))
+    read(f"{cache}=fp8_e4m3")
 
 
-def test_a_reference_of_another_architecture(
-    told: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_reference_of_another_architecture(told: Told, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "other", "llama")
     (line,) = told("reference.use=true", f"reference.path={folder}")
     assert line.startswith("reference.path: ") and "is another model than model.path" in line
 
 
-@pytest.mark.parametrize(
-    ("overrides", "where", "says"),
-    [
-        (["name=rloo", "clip_low=0.1"], "clip_low", "rloo has no ratio"),
-        (["name=cispo", "dual_clip=3.0"], "dual_clip", "no minimum of two"),
-        (["name=gspo", "gae_lambda=0.9"], "gae_lambda", "gspo has no critic"),
-        (["gamma=0.9"], "gamma", "no token has a reward of its own with grpo"),
-        (["name=prime", "value_clip=0.1"], "value_clip", "prime has no critic"),
-        (
-            ["name=vapo", "process_scale=0.1", "critic_warmup_steps=1"],
-            "process_scale",
-            "no process rewards",
-        ),
-        (["critic_warmup_steps=1"], "critic_warmup_steps", "no critic or implicit reward model"),
-        (["name=sft", "clip_high=0.3"], "clip_high", "sft learns from the data's answers"),
-        (["kl_place=reward"], "kl_place", "algorithm.kl_coefficient is 0"),
-        (["name=on_policy_distillation"], "kl_coefficient", "learns from nothing else"),
-        (
-            ["name=reinforce_pp", "kl_coefficient=0.01"],
-            "kl_coefficient",
-            "as it is before the warm start",
-        ),
-        (["max_rounds=3"], "max_rounds", "dynamic_sampling is off"),
-        (
-            ["name=vapo", "gae_lambda=0.9", "critic_warmup_steps=1"],
-            "gae_lambda",
-            "lambda_alpha decides",
-        ),
-        (
-            ["rollout_correction_high=3.0"],
-            "rollout_correction_high",
-            "algorithm.rollout_correction is off",
-        ),
-        (
-            ["rollout_correction=tis", "rollout_correction_low=0.1"],
-            "rollout_correction_low",
-            "an upper bound alone",
-        ),
-        (
-            ["rollout_correction=icepop", "rollout_correction_low=6.0"],
-            "rollout_correction_low",
-            "are 6.0 and 5.0, between which nothing is kept",
-        ),
-        (["name=vapo"], "critic_warmup_steps", "50 are all of run.steps (30)"),
-        (["kl_coefficient=0.1"], "kl_coefficient", "as it is before the warm start"),
-    ],
-)
-def test_rules_that_contradict_or_mean_nothing(
-    told: Callable[..., list[str]], overrides: list[str], where: str, says: str
-) -> None:
-    lines = told(*(f"algorithm.{one}" for one in overrides))
-    assert sum(line.startswith(f"algorithm.{where}: ") and says in line for line in lines) == 1, (
-        lines
-    )
-
-
-def test_a_rule_that_is_repeated_is_no_error(good: list[str]) -> None:
+def test_a_rule_that_is_repeated_is_no_error(read: Read) -> None:
     """The quickstart's own clip_low and kl_coefficient are those of rows that do not read them."""
     for name in ("rloo", "sft", "remax"):
-        assert check(load_recipe(QUICKSTART, [*good, f"algorithm.name={name}"])).prompts
+        assert read(f"algorithm.name={name}").prompts
 
 
-def test_what_nobody_asks_where_answers_are_learnt_from(told: Callable[..., list[str]]) -> None:
+def test_what_nobody_asks_where_answers_are_learnt_from(told: Told) -> None:
     keys = [
         "reference.use=true",
         "train.replay=r3",
@@ -467,11 +507,12 @@ def test_what_nobody_asks_where_answers_are_learnt_from(told: Callable[..., list
         "warm_start.steps=0",
     ]
     lines = told(*keys, "algorithm.name=sft")
-    for start in (
-        "reference.use: is set, and sft learns", "train.replay: is set, and sft learns",
+    assert_each_is_told_once(
+        lines,
+        "reference.use: is set, and sft learns",
+        "train.replay: is set, and sft learns",
         "train.updates_per_step: 200 is more than rollout.prompts_per_step = 128; set it to at most 128",
-    ):  # fmt: skip
-        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    )
     assert len(lines) == 3
 
 
@@ -510,36 +551,21 @@ def test_answers_are_not_learnt_from_a_file_of_samples(good: list[str], tmp_path
         )
 
 
-def test_distillation_wants_a_teacher(told: Callable[..., list[str]]) -> None:
-    (line,) = told("algorithm.name=on_policy_distillation", "algorithm.kl_coefficient=1.0")
-    assert line.startswith("reference.path: ") and "name the teacher's checkpoint" in line
-
-
-def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_critic_that_does_not_fit(told: Told, tmp_path: Path) -> None:
     """By its own keys, beside everything else; an algorithm without a critic does not look at them."""
     folder = checkpoints.write(
         tmp_path / "other", "llama", num_attention_heads=2, num_key_value_heads=2
     )
-    keys = [
-        "critic.ranks.tp=4",
-        "critic.ranks.tokens_per_micro_batch=8",
-        "critic.ranks.first_gpu=3",
-    ]
-    lines = told(
-        "algorithm.name=ppo",
-        f"critic.path={folder}",
-        *keys,
-        "critic.ranks.gpus=4",
-        "critic.ranks.pp=1",
-    )
-    starts = [
+    keys = ["critic.ranks.tp=4", "critic.ranks.tokens_per_micro_batch=8"]
+    keys += ["critic.ranks.first_gpu=3", "critic.ranks.gpus=4", "critic.ranks.pp=1"]
+    lines = told("algorithm.name=ppo", f"critic.path={folder}", *keys)
+    assert_each_is_told_once(
+        lines,
         "critic.ranks.gpus: its ranks are on the slots 3 to 6, placement.gpus is 4",
         "critic.ranks.tokens_per_micro_batch: 8 is less than",
         "critic.ranks.tp: 4 does not divide the attention heads (2); set critic.ranks.tp to 2",
         "critic.ranks.ep: ",
-    ]
-    for start in starts:
-        assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
+    )
     assert all(line.startswith("critic.") for line in lines), lines
     (line,) = told(
         "algorithm.name=ppo", f"critic.path={folder}", "critic.ranks.tp=1", "critic.ranks.ep=1"
@@ -553,45 +579,34 @@ def test_a_critic_that_does_not_fit(told: Callable[..., list[str]], tmp_path: Pa
     assert "critic" not in line
 
 
-def test_a_reward_model_that_is_none(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
-) -> None:
-    (line,) = told(f"reward_model.path={tiny_model}")
-    assert (
-        line.startswith("reward_model.path: ")
-        and "has no score.weight: it is a language model" in line
+def test_a_reward_model_that_is_none(told: Told, tiny_model: Path, tmp_path: Path) -> None:
+    bare, many = (
+        checkpoints.write(
+            tmp_path / str(labels), "qwen3-moe", head="ForSequenceClassification", num_labels=labels
+        )
+        for labels in (1, 3)
     )
-    bare = checkpoints.write(
-        tmp_path / "bare", "qwen3-moe", head="ForSequenceClassification", num_labels=1
-    )
-    (line,) = told(f"reward_model.path={bare}")
-    assert line.startswith("reward_model.path: ") and "has no usable tokenizer" in line
-    many = checkpoints.write(
-        tmp_path / "many", "qwen3-moe", head="ForSequenceClassification", num_labels=3
-    )
-    (line,) = told(f"reward_model.path={many}")
-    assert "score.weight is [3, 128], config.json says [1, 128]" in line
+    for folder, says in (
+        (tiny_model, "has no score.weight: it is a language model"),
+        (bare, "has no usable tokenizer"),
+        (many, "score.weight is [3, 128], config.json says [1, 128]"),
+    ):
+        (line,) = told(f"reward_model.path={folder}")
+        assert says in line
 
 
-def test_a_classifier_is_no_policy(
-    told: Callable[..., list[str]], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_classifier_is_no_policy(told: Told, tiny_model: Path, tmp_path: Path) -> None:
     checkpoints.write_classifier(tiny_model, tmp_path / "classifier")
     (line,) = told(f"model.path={tmp_path / 'classifier'}")
-    assert (
-        line.startswith(str(tmp_path / "classifier" / "config.json"))
-        and "it is a classifier's" in line
-    )
+    assert line.startswith(f"{tmp_path}/classifier/config.json: it is a classifier's")
 
 
-def test_every_file_may_have_columns_of_its_own(
-    good: list[str], told: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_every_file_may_have_columns_of_its_own(read: Read, told: Told, tmp_path: Path) -> None:
     """A benchmark's file as it is published, beside the training file as it is."""
     rows: list[dict[str, object]] = [{"question": "1+2=", "meta": {"final": 3}}]
     bench = write_rows(tmp_path / "bench.jsonl", rows)
     keys = [f"data.eval.bench={{path: {bench}, prompt: question, answer: meta.final}}"]
-    inputs = check(load_recipe(QUICKSTART, [*good, *keys]))
+    inputs = read(*keys)
     (prompt,) = inputs.eval_sets["bench"]
     assert (prompt.messages, prompt.answer) == ("1+2=", "3")
     prompt_line, answer_line = sorted(told(f"data.eval.bench={bench}"), reverse=True)
@@ -609,7 +624,7 @@ def test_every_file_may_have_columns_of_its_own(
 
 
 def test_training_files_are_mixed_by_weight_or_read_as_one(
-    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+    read: Read, told: Told, tmp_path: Path
 ) -> None:
     few = write_rows(
         tmp_path / "few.jsonl", [{"ask": f"{n}+1=", "answer": n + 1} for n in range(10)]
@@ -622,7 +637,7 @@ def test_training_files_are_mixed_by_weight_or_read_as_one(
         """Of 100 prompts, which are of the first file."""
         one, other = (f", weight: {weight}" if weight else "" for weight in weights)
         given = f"data.train=[{{path: {few}, prompt: ask{one}}}, {{path: {many}{other}}}]"
-        prompts = check(load_recipe(QUICKSTART, [*good, given])).prompts.take(100)
+        prompts = read(given).prompts.take(100)
         return ["ask" in prompt.row for prompt in prompts]
 
     assert sum(drawn("", "")) == 10, "every row of both once"
@@ -637,7 +652,7 @@ def test_training_files_are_mixed_by_weight_or_read_as_one(
 
 
 def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
-    good: list[str], told: Callable[..., list[str]], tmp_path: Path
+    read: Read, told: Told, tmp_path: Path
 ) -> None:
     rows: list[dict[str, object]] = [
         {"prompt": "1" * length, "answer": "1"} for length in (3, 40, 4, 30, 5)
@@ -651,7 +666,7 @@ def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
         " prompts"
     )
     assert evaluation.startswith("data.eval.arith: ")
-    inputs = check(load_recipe(QUICKSTART, [*good, *keys, "data.overlong=drop"]))
+    inputs = read(*keys, "data.overlong=drop")
     assert sorted(len(prompt.token_ids) for prompt in inputs.prompts.take(3)) == [6, 7, 8]
     assert [prompt.id for prompt in inputs.eval_sets["arith"]] == [
         f"{path}:{line}" for line in (1, 3, 5)
@@ -671,29 +686,8 @@ def test_prompts_that_are_too_long_are_refused_or_dropped_and_counted(
     )
 
 
-def test_chat_messages_and_parquet_are_read(good: list[str], tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [
-        {"ask": [{"role": "user", "content": f"{n}+1="}], "reply": n + 1} for n in range(10, 20)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    train = write_rows(tmp_path / "rows.jsonl", [dict(row) for row in rows])
-    keys = [
-        "data.prompt=ask",
-        "data.answer=reply",
-        f"data.train={train}",
-        f"data.eval.arith={tmp_path}/rows.parquet",
-    ]
-    inputs = check(load_recipe(QUICKSTART, [*good, *keys]))
-    texts = {prompt.text for prompt in inputs.prompts.take(10)}
-    assert texts == {prompt.text for prompt in inputs.eval_sets["arith"]}
-    assert all(text.endswith("+1=<assistant>") for text in texts)
-
-
 def test_drafts_on_a_cpu_and_what_does_not_go_with_them_are_told_at_once(
-    told: Callable[..., list[str]], tmp_path: Path
+    told: Told, tmp_path: Path
 ) -> None:
     folder = checkpoints.write(tmp_path / "latent", "deepseek-v3", mtp_layers=1)
     backend = "rollout.engine.sglang.attention_backend"
@@ -703,12 +697,12 @@ def test_drafts_on_a_cpu_and_what_does_not_go_with_them_are_told_at_once(
         "rollout.seeded=true",
         f"{backend}=cutlass_mla",
     )
-    for start in (
+    assert_each_is_told_once(
+        lines,
         "rollout.engine.draft: 3, but on CPU",
         "rollout.seeded: true, but SGLang",
         f"{backend}: cutlass_mla",
-    ):
-        assert sum(line.startswith(start) for line in lines) == 1, lines
+    )
     assert "rollout.engine.draft is 4; it should be less" in " ".join(
         told("rollout.engine.draft=4")
     )
