@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshots, digest
+from megarl.checkpoints.snapshots import MANIFEST, RUN, Snapshot, Snapshots, digest
 from megarl.cluster import processes
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
@@ -82,48 +83,70 @@ class Fleet(SimpleNamespace):
         ]
 
 
-@pytest.fixture
-def fleet() -> Any:
-    return Fleet(trainers=Ranks(), version=3, attempts=5, summaries=None)
+class Runs:
+    """A run's folder, with the fleet whose checkpoints are in it."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.folder = folder / "try"
+        self.folder.mkdir()  # as the run's log makes it, before anything is saved
+        self.fleet: Any = Fleet(trainers=Ranks(), version=3, attempts=5, summaries=None)
+        self.calls: list[str] = self.fleet.trainers.calls
+        self._keys = [f"model.path={model}", f"run.dir={folder}", "run.name=try"]
+
+    def recipe(self, *overrides: str) -> Recipe:
+        return load_recipe(
+            QUICKSTART, [*self._keys, "run.steps=9", "checkpoint.every=4", *overrides]
+        )
+
+    def saver(self, *overrides: str, prompts: PromptStream | None = None) -> Saver:
+        recipe = self.recipe(*overrides)
+        self.fleet.roles = resolve(recipe)
+        return Saver(recipe, self.fleet, prompts or stream(), self.folder, pytest.fail)
+
+    def all(self, *overrides: str, prompts: PromptStream | None = None) -> None:
+        """All steps of a run."""
+        prompts = prompts or stream()
+        one = self.saver(*overrides, prompts=prompts)
+        one.begin(0, EMPTY)  # after a warm start
+        for step in range(1, 10):
+            prompts.take(3)
+            one.begin(step, EMPTY)
+            self.fleet.version += 1
+            one.settle(step)
+
+    def save(self, buffer: GroupBuffer, *overrides: str, prompts: PromptStream) -> None:
+        """The checkpoint of step 4."""
+        one = self.saver("checkpoint.asynchronous=false", *overrides, prompts=prompts)
+        one.begin(4, buffer)
+        one.settle(4)
+
+    def find(self, *overrides: str, prompts: PromptStream | None = None) -> Snapshot:
+        found = find(self.recipe(*overrides), prompts or stream(), pytest.fail)
+        assert found is not None
+        return found
+
+    def refused(self, *overrides: str) -> list[UserError]:
+        """The errors of a run that would resume with these keys."""
+        try:
+            self.find(*overrides)
+        except UserErrors as errors:
+            return list(errors.errors)
+        return []
 
 
 @pytest.fixture
-def made(tiny_model: Path, tmp_path: Path) -> Any:
-    (tmp_path / "try").mkdir()  # as the run's log makes it, before anything is saved
-
-    def make(*overrides: str) -> Recipe:
-        base = [
-            f"model.path={tiny_model}",
-            f"run.dir={tmp_path}",
-            "run.name=try",
-            "run.steps=9",
-            "checkpoint.every=4",
-        ]
-        return load_recipe(QUICKSTART, [*base, *overrides])
-
-    return make
+def runs(tiny_model: Path, tmp_path: Path) -> Runs:
+    return Runs(tiny_model, tmp_path)
 
 
-def saver(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> Saver:
-    fleet.roles = resolve(recipe)
-    return Saver(recipe, fleet, prompts, tmp_path / "try", pytest.fail)
+def other_fleet() -> Any:
+    """The fleet of a process that resumes."""
+    return Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None)
 
 
-def run(recipe: Recipe, fleet: Any, prompts: PromptStream, tmp_path: Path) -> None:
-    one = saver(recipe, fleet, prompts, tmp_path)
-    one.begin(0, EMPTY)  # after a warm start
-    for step in range(1, recipe.run.steps + 1):
-        prompts.take(3)
-        one.begin(step, EMPTY)
-        fleet.version += 1
-        one.settle(step)
-
-
-def test_an_asynchronous_checkpoint_is_completed_a_step_later(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
-    run(made(), fleet, stream(), tmp_path)
-    assert fleet.trainers.calls == [
+def test_an_asynchronous_checkpoint_is_completed_a_step_later(runs: Runs) -> None:
+    runs.all()
+    assert runs.calls == [
         *("save .step-000000", "finish"),
         *("save .step-000004", "finish"),
         *("save .step-000008", "finish"),
@@ -131,18 +154,15 @@ def test_an_asynchronous_checkpoint_is_completed_a_step_later(
     ]
 
 
-def test_what_is_gone_on_from(made: Any, fleet: Any, tmp_path: Path) -> None:
+def test_what_is_gone_on_from(runs: Runs) -> None:
     prompts = stream()
-    run(made("checkpoint.asynchronous=false", "checkpoint.keep=2"), fleet, prompts, tmp_path)
-    names = sorted(one.name for one in (tmp_path / "try" / FOLDER).iterdir())
+    runs.all("checkpoint.asynchronous=false", "checkpoint.keep=2", prompts=prompts)
+    names = sorted(path.name for path in (runs.folder / FOLDER).iterdir())
     assert names == ["step-000008", "step-000009"]
-    again, other = (
-        stream(),
-        Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None),
-    )
-    found = find(made(), again, pytest.fail)
-    assert found is not None and found.step == 9
-    assert resume(found, made(), other, again) == EMPTY  # type: ignore[arg-type]
+    again, other = stream(), other_fleet()
+    found = runs.find(prompts=again)
+    assert found.step == 9
+    assert resume(found, runs.recipe(), other, again) == EMPTY
     assert (other.version, other.attempts, other.trainers.calls) == (11, 5, ["load step-000009"])
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
@@ -157,63 +177,35 @@ def buffered(prompts: PromptStream) -> GroupBuffer:
     return replace(buffer.without_trained(buffer.entries[2:4]), surplus=7)
 
 
-def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
+def test_a_buffer_comes_back_with_the_prompts_of_its_drawn_prompts(runs: Runs) -> None:
     """By their numbers in the data, because a file does not keep every type of a row's values."""
-    prompts, recipe = stream(), made("checkpoint.asynchronous=false")
+    prompts, again = stream(), stream()
     buffer = buffered(prompts)
     assert [entry.number for entry in buffer.entries] == [2, 6, 9]
-    one = saver(recipe, fleet, prompts, tmp_path)
-    one.begin(4, buffer)
-    one.settle(4)
-    again = stream()
-    found = find(recipe, again, pytest.fail)
-    assert found is not None
-    back = resume(found, recipe, fleet, again)
+    runs.save(buffer, prompts=prompts)
+    back = resume(runs.find(prompts=again), runs.recipe(), runs.fleet, again)
     assert [entry.ref for entry in back.entries] == ["ref 2", "ref 6", "ref 9"]
-    assert [entry.prompt for entry in back.entries] == [entry.prompt for entry in buffer.entries]
     assert [entry.stream for entry in back.entries] == [(1, 2, 2), (1, 3, 0), (1, 3, 3)]
-    assert (back.next_number, back.trained, back.dropped) == (
-        buffer.next_number,
-        buffer.trained,
-        buffer.dropped,
-    )
-    assert back.surplus == 7
+    unsampled = [
+        replace(entry, summary=whole.summary, ref=None)
+        for entry, whole in zip(back.entries, buffer.entries, strict=True)
+    ]
+    assert replace(back, entries=tuple(unsampled)) == buffer
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
 
 OPEN = ["rollout.prompts_per_step=4", "rollout.prompts_in_flight=8", "rollout.phase_tokens=2"]
 
 
-def saved(recipe: Recipe, fleet: Any, tmp_path: Path, *, is_open: bool) -> None:
-    """A checkpoint of step 4, by version 3, with three groups: open, or complete and sampled by version 2."""
-    prompts = stream()
-    buffer = buffered(prompts)
-    if not is_open:
-        nothing = np.zeros(1, np.float32)
-        rows = response_rows(1, [(SamplePart(2, 5),)])
-        whole = GroupSummary("", "", ("",), rows, nothing > 0, nothing, nothing > 0)
-        buffer = buffer.updated([replace(entry, summary=whole) for entry in buffer.entries])
-    one = saver(recipe, fleet, prompts, tmp_path)
-    one.begin(4, buffer)
-    one.settle(4)
+def wheres(errors: list[UserError]) -> list[str]:
+    return [error.where for error in errors]
 
 
-def refused(recipe: Recipe) -> list[str]:
-    try:
-        find(recipe, stream(), pytest.fail)
-    except UserErrors as errors:
-        return [error.where for error in errors.errors]
-    return []
-
-
-def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
+def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(runs: Runs) -> None:
     """Also what would raise no bound: of 16 tokens, 8 prompts a step and 16 in flight, 2 and 4 leave it as it is."""
-    saved(made("checkpoint.asynchronous=false", *OPEN), fleet, tmp_path, is_open=True)
-    assert refused(made(*OPEN, "train.replay=r2", "algorithm.name=rloo")) == [], (
+    prompts = stream()
+    runs.save(buffered(prompts), *OPEN, prompts=prompts)
+    assert runs.refused(*OPEN, "train.replay=r2", "algorithm.name=rloo") == [], (
         "r3 and greedy samples alone count"
     )
     changes = {
@@ -222,74 +214,63 @@ def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(
         "rollout.prompts_in_flight": 4, "algorithm.name": "remax", "algorithm.dynamic_sampling": "true",
         "train.replay": "r3",
     }  # fmt: skip
-    told = refused(made(*(f"{key}={value}" for key, value in changes.items())))
+    told = wheres(runs.refused(*(f"{key}={value}" for key, value in changes.items())))
     assert sorted(told) == sorted([*changes, "algorithm.oversample"])
     for key, value in changes.items():
-        assert key in refused(made(*OPEN, f"{key}={value}"))
+        assert key in wheres(runs.refused(*OPEN, f"{key}={value}"))
     says = "rollout.phase_tokens: 1, and .*step-000004 has responses that have not ended, of a run with 2; set it to 2,"
-    with pytest.raises(UserErrors, match=says):
-        find(made(*OPEN, "rollout.phase_tokens=1"), stream(), pytest.fail)
+    (error,) = runs.refused(*OPEN, "rollout.phase_tokens=1")
+    assert re.match(says, str(error))
 
 
-def test_complete_groups_wait_for_steps_of_any_size(made: Any, fleet: Any, tmp_path: Path) -> None:
-    """Two of three wait for two steps of one group each, the first of which has version 4."""
-    saved(
-        made("checkpoint.asynchronous=false", "rollout.prompts_per_step=4"),
-        fleet,
-        tmp_path,
-        is_open=False,
-    )
-    smaller = made("rollout.prompts_per_step=1", "rollout.max_response_tokens=1")
-    found = find(smaller, stream(), pytest.fail)
-    assert found is not None
-    fleet.summaries = [entry.summary for entry in fleet.saved.entries]
-    assert resume(found, smaller, fleet, stream()).loaded_bound == 4 - 2 + 2
-    assert refused(made("rollout.temperature=0.5", "train.replay=r3")) == [
-        "rollout.temperature",
-        "train.replay",
-    ]
+def test_complete_groups_wait_for_steps_of_any_size(runs: Runs) -> None:
+    """Two of three, sampled by version 2, wait for two steps of one group each, the first of which has version 4."""
+    prompts = stream()
+    buffer = buffered(prompts)
+    nothing = np.zeros(1, np.float32)
+    rows = response_rows(1, [(SamplePart(2, 5),)])
+    whole = GroupSummary("", "", ("",), rows, nothing > 0, nothing, nothing > 0)
+    buffer = buffer.updated([replace(entry, summary=whole) for entry in buffer.entries])
+    runs.save(buffer, "rollout.prompts_per_step=4", prompts=prompts)
+    runs.fleet.summaries = [whole] * 3
+    smaller = ("rollout.prompts_per_step=1", "rollout.max_response_tokens=1")
+    resumed = resume(runs.find(*smaller), runs.recipe(*smaller), runs.fleet, stream())
+    assert resumed.loaded_bound == 4 - 2 + 2
+    changed = wheres(runs.refused("rollout.temperature=0.5", "train.replay=r3"))
+    assert changed == ["rollout.temperature", "train.replay"]
 
 
-def test_without_waiting_groups_anything_may_change(made: Any, fleet: Any, tmp_path: Path) -> None:
-    run(made(*OPEN), fleet, stream(), tmp_path)
-    assert (
-        refused(made("rollout.temperature=0.5", "train.replay=r3", "rollout.max_response_tokens=1"))
-        == []
-    )
+def test_without_waiting_groups_anything_may_change(runs: Runs) -> None:
+    runs.all(*OPEN)
+    changes = ("rollout.temperature=0.5", "train.replay=r3", "rollout.max_response_tokens=1")
+    assert runs.refused(*changes) == []
 
 
-def test_samples_of_another_prompt_than_the_datas_are_refused(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
-    recipe = made("checkpoint.asynchronous=false")
-    saved(recipe, fleet, tmp_path, is_open=True)
-    found = find(recipe, stream(), pytest.fail)
-    assert found is not None
-    one, *others = fleet.saved.entries
+def test_samples_of_another_prompt_than_the_datas_are_refused(runs: Runs) -> None:
+    prompts = stream()
+    runs.save(buffered(prompts), prompts=prompts)
+    one, *others = runs.fleet.saved.entries
     strange = replace(one, prompt=Prompt("row 77", "", (1,), ""))
-    fleet.saved = replace(fleet.saved, entries=(strange, *others))
+    runs.fleet.saved = replace(runs.fleet.saved, entries=(strange, *others))
     with pytest.raises(
         UserError, match="data.train: .* has samples of row 77, and the data has . in its place"
     ):
-        resume(found, recipe, fleet, stream())
+        resume(runs.find(), runs.recipe(), runs.fleet, stream())
 
 
 @pytest.mark.parametrize(
     "changes", [{"trained": 0b11}, {"dropped": 0}, {"next_number": 11}, {"entries": ()}]
 )
 def test_no_checkpoint_is_written_that_lost_a_prompt_or_has_one_twice(
-    made: Any, fleet: Any, tmp_path: Path, changes: dict[str, Any]
+    runs: Runs, changes: dict[str, Any]
 ) -> None:
-    one, prompts = saver(made(), fleet, stream(), tmp_path), stream()
     with pytest.raises(
         RuntimeError, match="prompts that were drawn are not each of .* exactly once"
     ):
-        one.begin(4, replace(buffered(prompts), **changes))
+        runs.saver().begin(4, replace(buffered(stream()), **changes))
 
 
-def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
+def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(runs: Runs) -> None:
     def mixed(*weights: float) -> MixedStream:
         files = [
             [Prompt(f"{name}{n}", "", (n,), "") for n in range(size)]
@@ -297,53 +278,52 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(
         ]
         return MixedStream(files, weights, seed=1)
 
-    prompts = mixed(3.0, 1.0)
-    run(made(), fleet, prompts, tmp_path)
-    again, other = (
-        mixed(3.0, 1.0),
-        Fleet(trainers=Ranks(), version=-1, attempts=0, saved=EMPTY, summaries=None),
-    )
-    found = find(made(), again, pytest.fail)
-    assert found is not None and found.run["prompts_taken"] == 27
-    resume(found, made(), other, again)  # type: ignore[arg-type]
+    prompts, again = mixed(3.0, 1.0), mixed(3.0, 1.0)
+    runs.all(prompts=prompts)
+    found = runs.find(prompts=again)
+    assert found.run["prompts_taken"] == 27
+    resume(found, runs.recipe(), other_fleet(), again)
     assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
     with pytest.raises(
         UserErrors, match="data.train: its rows, or the weights of its files, have changed since"
     ):
-        find(made(), mixed(3.0, 2.0), pytest.fail)
+        runs.find(prompts=mixed(3.0, 2.0))
 
 
-def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
-    one = saver(made(), fleet, stream(), tmp_path)
+def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(runs: Runs) -> None:
+    one = runs.saver()
     assert one.begin(3, EMPTY) == {}
     assert one.begin(4, EMPTY) == {"memory/before_critic_bytes": 2.0}
 
 
-def test_no_checkpoints_unless_they_are_asked_for(made: Any, fleet: Any, tmp_path: Path) -> None:
-    run(made("checkpoint.every=null"), fleet, stream(), tmp_path)
-    assert fleet.trainers.calls == []
-    assert find(made(), stream(), pytest.fail) is None
+def test_no_checkpoints_unless_they_are_asked_for(runs: Runs) -> None:
+    runs.all("checkpoint.every=null")
+    assert runs.calls == []
+    assert find(runs.recipe(), stream(), pytest.fail) is None
 
 
-def test_a_wish_to_end_costs_nothing_that_was_learnt(
-    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def end_wanted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether SIGUSR1 has come: once the list has an item."""
+    wanted: list[bool] = []
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: bool(wanted))
+    return wanted
+
+
+def test_a_wish_to_end_costs_nothing_that_was_learnt(runs: Runs, end_wanted: list[bool]) -> None:
     """Also where no checkpoint is ever due: one is written after the publication, as if it had been before it."""
-    prompts, recipe = stream(), made("checkpoint.every=null")
-    one = saver(recipe, fleet, prompts, tmp_path)
-    monkeypatch.setattr(processes, "is_end_wanted", lambda: False)
+    prompts = stream()
+    one = runs.saver("checkpoint.every=null", prompts=prompts)
     one.leave_if_wanted()
     prompts.take(3)
     one.begin(1, buffered(stream()))
-    fleet.version += 1
+    runs.fleet.version += 1
     one.settle(1)
-    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    end_wanted.append(True)
     with pytest.raises(EndedEarly, match="the checkpoint of step 1 is complete"):
         one.leave_if_wanted()
-    found = find(recipe, stream(), pytest.fail)
-    assert found is not None and found.step == 1 and len(fleet.saved.entries) == 3
+    found = runs.find("checkpoint.every=null")
+    assert found.step == 1 and len(runs.fleet.saved.entries) == 3
     assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), (
         "what step 1's publication is repeated from"
     )
@@ -351,66 +331,53 @@ def test_a_wish_to_end_costs_nothing_that_was_learnt(
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_wish_to_end_completes_what_was_begun_and_writes_no_second(
-    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
+    runs: Runs, end_wanted: list[bool], asynchronous: str
 ) -> None:
-    one = saver(made(f"checkpoint.asynchronous={asynchronous}"), fleet, stream(), tmp_path)
+    one = runs.saver(f"checkpoint.asynchronous={asynchronous}")
     one.begin(4, EMPTY)
     one.settle(4)
-    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    end_wanted.append(True)
     with pytest.raises(EndedEarly, match="step 4"):
         one.leave_if_wanted()
-    assert fleet.trainers.calls == ["save .step-000004", "finish"]
+    assert runs.calls == ["save .step-000004", "finish"]
 
 
 def test_a_wish_to_end_before_anything_was_learnt_saves_nothing(
-    made: Any, fleet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, end_wanted: list[bool]
 ) -> None:
-    monkeypatch.setattr(processes, "is_end_wanted", lambda: True)
+    end_wanted.append(True)
     with pytest.raises(EndedEarly, match="nothing new to save"):
-        saver(made(), fleet, stream(), tmp_path).leave_if_wanted()
-    assert fleet.trainers.calls == []
+        runs.saver().leave_if_wanted()
+    assert runs.calls == []
 
 
-def test_every_reason_not_to_go_on_is_told_at_once(
-    made: Any, tiny_model: Path, tmp_path: Path
-) -> None:
-    snapshots = Snapshots(tmp_path / "try" / FOLDER, pytest.fail)
+def test_every_reason_not_to_go_on_is_told_at_once(runs: Runs, tiny_model: Path) -> None:
+    snapshots = Snapshots(runs.folder / FOLDER, pytest.fail)
     shape = asdict(model_shape(tiny_model)) | {"num_layers": 8}
-    shape = json.loads(json.dumps(shape))
-    data = stream(11).fingerprint
     known = {"seed": 7, "trains_mtp": False, "critic": None, "sampling": {}}
-    progress = Progress(
-        5, 2, 3, prompts_taken=9, data=data, shape=shape, buffer=BufferState.of(EMPTY), **known
-    )
+    data = stream(11).fingerprint
+    progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, buffer=STATE, **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
-    with pytest.raises(UserErrors) as caught:
-        find(made("train.mtp_loss=0.1"), stream(), pytest.fail)
-    told = [str(error) for error in caught.value.errors]
-    keys = ["model.path", "data.train", "run.seed", "train.mtp_loss"]
-    assert [line.split(":")[0] for line in told] == keys
+    errors = runs.refused("train.mtp_loss=0.1")
+    assert wheres(errors) == ["model.path", "data.train", "run.seed", "train.mtp_loss"]
+    told = list(map(str, errors))
     assert "is of a model with num_layers 8, this one has 4" in told[0]
     assert "its rows, or the weights of its files, have changed since" in told[1]
     assert "1 shuffles the data differently from 7" in told[2]
 
 
-def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
-    run(made(), fleet, stream(), tmp_path)
-    found = find(made(), stream(), pytest.fail)
-    assert found is not None and found.run["shape"].pop("attention") == "grouped_query"
-    assert model_errors(found, made()) == []
+def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(runs: Runs) -> None:
+    runs.all()
+    found = runs.find()
+    assert found.run["shape"].pop("attention") == "grouped_query"
+    assert model_errors(found, runs.recipe()) == []
 
 
-def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
-    run(made(), fleet, stream(), tmp_path)
-    found = find(made(), stream(), pytest.fail)
-    assert found is not None
-    before = progress_of(found)
+def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(runs: Runs) -> None:
+    runs.all()
+    found = runs.find()
     renamed = {"stock" if key == "buffer" else key: value for key, value in found.run.items()}
-    assert progress_of(replace(found, run=renamed)) == before
+    assert progress_of(replace(found, run=renamed)) == progress_of(found)
 
 
 STATE = BufferState.of(EMPTY)
@@ -432,72 +399,54 @@ STATE = BufferState.of(EMPTY)
     ],
 )
 def test_a_state_that_somebody_changed_is_refused_in_one_line(
-    made: Any, fleet: Any, tmp_path: Path, changes: dict[str, Any], told: str
+    runs: Runs, changes: dict[str, Any], told: str
 ) -> None:
     """With the right checksum: the checksums detect damage, not forgery."""
-    run(made(), fleet, stream(), tmp_path)
-    folder = tmp_path / "try" / FOLDER / "step-000009"
+    runs.all()
+    folder = runs.folder / FOLDER / "step-000009"
     (folder / RUN).write_text(json.dumps(json.loads((folder / RUN).read_text()) | changes))
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest["files"][RUN] = asdict(digest(folder / RUN))
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UserErrors) as caught:
-        find(made(), stream(), pytest.fail)
-    (error,) = caught.value.errors
+    (error,) = runs.refused()
     assert str(error).startswith(f"{folder}: {told}")
 
 
-def test_a_damaged_checkpoint_is_passed_over_loudly(made: Any, fleet: Any, tmp_path: Path) -> None:
-    run(made(), fleet, stream(), tmp_path)
-    (tmp_path / "try" / FOLDER / "step-000009" / "rank-0.pt").write_bytes(b"weighty")
+def test_a_damaged_checkpoint_is_passed_over_loudly(runs: Runs) -> None:
+    runs.all()
+    (runs.folder / FOLDER / "step-000009" / "rank-0.pt").write_bytes(b"weighty")
     said: list[str] = []
-    found = find(made(), stream(), said.append)
+    found = find(runs.recipe(), stream(), said.append)
     assert found is not None and found.step == 8
-    assert (
-        len(said) == 1
-        and "step-000009 is damaged and skipped: rank-0.pt has other bytes" in said[0]
-    )
+    (line,) = said
+    assert "step-000009 is damaged and skipped: rank-0.pt has other bytes" in line
 
 
-def test_a_failure_does_not_cost_what_was_begun_before(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
+def test_a_failure_does_not_cost_what_was_begun_before(runs: Runs) -> None:
     """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
-    one = saver(made(), fleet, stream(), tmp_path)
+    one = runs.saver()
     one.begin(4, EMPTY)
     one.rescue(4)
-    assert fleet.trainers.calls == ["save .step-000004"], "step 4 itself failed"
+    assert runs.calls == ["save .step-000004"], "step 4 itself failed"
     one.settle(4)
     one.rescue(5)
-    assert fleet.trainers.calls[-1] == "finish"
-    found = find(made(), stream(), pytest.fail)
-    assert found is not None and found.step == 4
+    assert runs.calls[-1] == "finish"
+    assert runs.find().step == 4
 
 
-def test_adapters_fit_the_weights_and_sizes_of_their_run(
-    made: Any, fleet: Any, tmp_path: Path
-) -> None:
-    recipe = made("lora.rank=4")
-    run(recipe, fleet, stream(), tmp_path)
-    found = find(recipe, stream(), pytest.fail)
-    assert found is not None and model_errors(found, recipe) == []
-    assert (
-        model_errors(found, made("lora.rank=4", "lora.sync=adapters", "lora.rounding=nearest"))
-        == []
-    )
-    (error,) = model_errors(found, made("lora.rank=8"))
-    assert str(error).startswith("lora.rank: 8, and ") and "was written with 4; set it to 4" in str(
-        error
-    )
-    assert model_errors(found, made("lora.rank=4", "lora.experts=2")) == [], (
-        "4 / 2 experts of a token"
-    )
-    (error,) = model_errors(found, made("lora.rank=4", "lora.experts=4"))
-    assert str(error).startswith(
-        "lora.experts: 4, and "
-    ) and "was written with 2; set it to 2" in str(error)
-    (error,) = model_errors(found, made())
-    assert str(error).startswith("lora: ") and "has adapters alone" in str(error)
+def test_adapters_fit_the_weights_and_sizes_of_their_run(runs: Runs) -> None:
+    rank = "lora.rank=4"
+    runs.all(rank)
+    found = runs.find(rank)
+
+    def told(*overrides: str) -> str:
+        return " ".join(map(str, model_errors(found, runs.recipe(*overrides))))
+
+    assert told(rank) == told(rank, "lora.sync=adapters", "lora.rounding=nearest") == ""
+    assert re.match("lora.rank: 8, and .* was written with 4; set it to 4", told("lora.rank=8"))
+    assert told(rank, "lora.experts=2") == "", "4 / 2 experts of a token"
+    other_experts = told(rank, "lora.experts=4")
+    assert re.match("lora.experts: 4, and .* was written with 2; set it to 2", other_experts)
+    assert re.match("lora: .* has adapters alone", told())
     found.run["lora"]["base"] = "another"
-    (error,) = model_errors(found, recipe)
-    assert str(error).startswith("model.path: its weights are not those to which the adapters of")
+    assert re.match("model.path: its weights are not those to which the adapters of", told(rank))
