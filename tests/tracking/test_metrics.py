@@ -40,6 +40,7 @@ from megarl.types import (
     EpisodeEnd,
     EpisodeFacts,
     GroupSummary,
+    Metrics,
     PhaseBalance,
     RowSummary,
     SamplePart,
@@ -67,9 +68,26 @@ def group(
     )
 
 
+def means(*groups: GroupSummary) -> Metrics:
+    return rollout_metrics(groups, compares_samples=False)
+
+
+def emptied(of: GroupSummary, num_dropped: int) -> GroupSummary:
+    """The group whose samples were all dropped, because their rewards failed."""
+    nothing = np.ones(0)
+    return replace(
+        of,
+        responses=(),
+        num_dropped=num_dropped,
+        finished_G=nothing,
+        rewards_G=nothing,
+        correct_G=nothing,
+    )
+
+
 def test_rollout_metrics_are_means_over_samples_not_over_groups() -> None:
     groups = [group("a", [1.0, 1.0, 1.0], [2, 2, 2]), group("b", [0.0], [10], [False])]
-    metrics = rollout_metrics(groups, compares_samples=False)
+    metrics = means(*groups)
     assert metrics["reward/mean"] == 0.75
     assert metrics["reward/accuracy"] == 0.75
     assert metrics["reward/std"] == pytest.approx(math.sqrt(0.75 * 0.25))
@@ -84,23 +102,14 @@ def test_accepted_tokens_are_a_mean_over_all_verifications() -> None:
     quick = replace(group("a", [1.0, 1.0], [11, 21]), verifications=15, prefills=2)
     # the first token of each needs none
     slow = replace(group("b", [0.0, 0.0], [4, 1]), verifications=3, prefills=2)
-    assert (
-        rollout_metrics([quick, slow], compares_samples=False)["rollout/accepted"]
-        == (10 + 20 + 3) / 18
+    assert means(quick, slow)["rollout/accepted"] == (10 + 20 + 3) / 18
+    assert means(quick, slow, group("c", [1.0], [500]))["rollout/accepted"] == 33 / 18, (
+        "of no drafts"
     )
-    assert (
-        rollout_metrics([quick, slow, group("c", [1.0], [500])], compares_samples=False)[
-            "rollout/accepted"
-        ]
-        == 33 / 18
-    ), "of no drafts"
     phased = replace(quick, prefills=7)  # responses of four phases and of three
-    assert (
-        rollout_metrics([phased, slow], compares_samples=False)["rollout/accepted"]
-        == (32 - 7 + 3) / 18
-    )
+    assert means(phased, slow)["rollout/accepted"] == (32 - 7 + 3) / 18
     greedy = replace(group("a", [1.0, 1.0], [11, 999]), verifications=5, prefills=1, baseline=1)
-    assert rollout_metrics([greedy], compares_samples=False)["rollout/accepted"] == 2.0
+    assert means(greedy)["rollout/accepted"] == 2.0
 
 
 def test_balance_is_the_busiest_groups_work_and_the_tails_of_all_rounds() -> None:
@@ -140,7 +149,7 @@ def test_failed_reward_results_are_a_share_of_all_samples_dropped_or_not() -> No
     dropped = replace(group("a", [1.0], [2]), failures=("x", "y", "z"), num_dropped=3)
     penalised = replace(group("b", [1.0, 0.0, 0.0, -1.0], [2, 2, 2, 2]), failures=("x",))
     empty = replace(group("c", [], []), failures=("x",), num_dropped=1)
-    assert rollout_metrics([dropped, penalised], compares_samples=False)["reward/failed"] == 0.5
+    assert means(dropped, penalised)["reward/failed"] == 0.5
     assert failed_share([]) == 0.0
     metrics = eval_metrics({"hard": [dropped, empty], "easy": [empty, penalised]})
     assert metrics["eval/hard/accuracy"] == 1.0 and metrics["eval/easy/accuracy"] == 0.25, (
@@ -157,22 +166,11 @@ def test_failed_reward_results_are_a_share_of_all_samples_dropped_or_not() -> No
 def test_train_metrics_of_several_updates() -> None:
     """Means over the updates, means over all their tokens, and each update's own loss, gradient norm and tokens."""
     aux_loss = Statistic("aux_loss", UPDATE_MEAN)
-    first: Statistics = {
-        LOSS: (0.5,),
-        GRAD_NORM: (2.0,),
-        TOKENS: (6.0,),
-        CLIPPED: (3.0, 6.0),
-        DIFF: (1.0, 6.0),
-    }
-    first |= {DIFF_MAX: (0.4, 6.0), aux_loss: (1.0,)}
-    second: Statistics = {
-        LOSS: (0.3,),
-        GRAD_NORM: (1.0,),
-        TOKENS: (2.0,),
-        CLIPPED: (1.0, 2.0),
-        DIFF: (1.0, 2.0),
-    }
-    second |= {DIFF_MAX: (0.6, 2.0), aux_loss: (3.0,)}
+    names = (LOSS, GRAD_NORM, TOKENS, CLIPPED, DIFF, DIFF_MAX, aux_loss)
+    parts = ((0.5,), (2.0,), (6.0,), (3.0, 6.0), (1.0, 6.0), (0.4, 6.0), (1.0,))
+    first: Statistics = dict(zip(names, parts, strict=True))
+    parts = ((0.3,), (1.0,), (2.0,), (1.0, 2.0), (1.0, 2.0), (0.6, 2.0), (3.0,))
+    second: Statistics = dict(zip(names, parts, strict=True))
     assert train_metrics([first, second]) == {
         "train/loss": 0.4,
         "train/grad_norm": 1.5,
@@ -282,7 +280,7 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
     one = replace(
         group("a", [1.0, 0.0], [2, 5]), rows=rows, facts=facts, turn_rewards_G=np.array([0.5, 0.0])
     )
-    found = rollout_metrics([one, group("b", [1.0], [100])], compares_samples=False)
+    found = means(one, group("b", [1.0], [100]))
     ends = {
         name: value for name, value in found.items() if name.startswith("episode/end/") and value
     }
@@ -301,11 +299,8 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
         found["reward/mean"] == pytest.approx(2.5 / 3)
         and found["rollout/response_length_max"] == 100
     )
-    assert not any(
-        "episode" in name
-        for name in rollout_metrics([group("b", [1.0], [100])], compares_samples=False)
-    )
-    greedy = rollout_metrics([replace(one, baseline=1)], compares_samples=False)
+    assert not any("episode" in name for name in means(group("b", [1.0], [100])))
+    greedy = means(replace(one, baseline=1))
     assert (greedy["episode/turns_max"], greedy["episode/rows_mean"]) == (1.0, 1.0)
     assert "episode/prefix_hit_share" not in greedy, "nothing could be cached"
     assert [sample["reward"] for sample in pick_samples([one], 2, {})] == [1.5, 0.0]
@@ -321,8 +316,9 @@ def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
         replace(group("a", [1.0, 0.0], [2, 5]), facts=tuple(facts[:2])),
         group("b", [1.0], [2]),
     )
-    lost = replace(two, responses=(), num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(0)))
-    found = eval_metrics({"hard": [one, replace(two, facts=(facts[2],)), lost], "plain": [two]})
+    found = eval_metrics(
+        {"hard": [one, replace(two, facts=(facts[2],)), emptied(two, 1)], "plain": [two]}
+    )
     assert (found["eval/hard/turns_mean"], found["eval/hard/calls_mean"]) == (8 / 3, 7 / 3)
     assert not [
         name
@@ -331,19 +327,7 @@ def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
     ]
 
 
-def test_samples_come_from_as_many_groups_as_possible() -> None:
-    groups = [group("a", [1.0, 0.0], [1, 1]), group("b", [0.0, 1.0, 1.0], [1, 1, 1])]
-    assert [sample["response"] for sample in pick_samples(groups, 4, {})] == [
-        "a0",
-        "b0",
-        "a1",
-        "b1",
-    ]
-    assert len(pick_samples(groups, 99, {})) == 5
-    assert pick_samples([], 3, {}) == []
-
-
-def test_a_picked_sample_has_its_places_and_its_advantage() -> None:
+def test_samples_are_picked_from_as_many_groups_as_possible_with_places_and_advantages() -> None:
     """Places from 0, by which the samples of a prompt are found; a sample that is not trained on has no advantage."""
     groups = [
         group("a", [1.0, 0.0], [1, 1]),
@@ -351,14 +335,13 @@ def test_a_picked_sample_has_its_places_and_its_advantage() -> None:
         group("c", [0.5, 0.0], [1, 1]),
     ]
     advantages = {(0, 0): 0.7, (0, 1): -0.7, (1, 0): None, (2, 1): 0.0}
-    found = [
-        (sample["response"], sample["group"], sample["sample"], sample["advantage"])
-        for sample in pick_samples(groups, 9, advantages)
-    ]
-    assert found == [
+    picked = pick_samples(groups, 9, advantages)
+    keys = ("response", "group", "sample", "advantage")
+    assert [tuple(sample[key] for key in keys) for sample in picked] == [
         *(("a0", 0, 0, 0.7), ("b0", 1, 0, None), ("c0", 2, 0, None)),
         *(("a1", 0, 1, -0.7), ("c1", 2, 1, 0.0)),
     ]
+    assert pick_samples(groups, 4, advantages) == picked[:4] and pick_samples([], 3, {}) == []
 
 
 def test_groups_without_variance_are_those_whose_drawn_samples_have_one_reward() -> None:
@@ -369,14 +352,11 @@ def test_groups_without_variance_are_those_whose_drawn_samples_have_one_reward()
     )
     share = "reward/groups_without_variance"
     assert rollout_metrics([equal, mixed, single, mixed], compares_samples=True)[share] == 0.5
-    assert share not in rollout_metrics([equal, mixed], compares_samples=False), (
-        "the algorithm compares no samples"
-    )
+    assert share not in means(equal, mixed), "the algorithm compares no samples"
     turns = replace(mixed, turn_rewards_G=np.array([0.0, 1.0]))  # 1 + 0 and 0 + 1
     assert rollout_metrics([turns, mixed], compares_samples=True)[share] == 0.5
     greedy = replace(mixed, baseline=1)
-    empty = replace(mixed, responses=(), num_dropped=2, **dict.fromkeys(ARRAYS, np.ones(0)))
-    assert rollout_metrics([greedy, mixed, empty], compares_samples=True)[share] == 0.5
+    assert rollout_metrics([greedy, mixed, emptied(mixed, 2)], compares_samples=True)[share] == 0.5
 
 
 def test_samples_of_episodes_have_all_that_was_said() -> None:

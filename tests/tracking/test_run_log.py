@@ -28,6 +28,9 @@ from tests.tracking.test_metrics import group
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 
+UNTRACKED = "run.trackers=[]"
+
+
 def recipe_in(folder: Path, *overrides: str) -> Recipe:
     return load_recipe(QUICKSTART, [f"run.dir={folder}", "run.name=try", "run.steps=4", *overrides])
 
@@ -35,6 +38,10 @@ def recipe_in(folder: Path, *overrides: str) -> Recipe:
 def plain() -> tuple[Console, io.StringIO]:
     text = io.StringIO()
     return Console(file=text, width=160), text
+
+
+def quiet() -> Console:
+    return plain()[0]
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -52,12 +59,8 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
             with log.step(step) as record:
                 with record.phase("rollout"):
                     groups = [group("p", [1.0, 0.0], [2, 3])]
-                record.add(
-                    {
-                        **rollout_metrics(groups, compares_samples=False),
-                        "rollout/logprob_diff_max": step * 1e-6,
-                    }
-                )
+                record.add(rollout_metrics(groups, compares_samples=False))
+                record.add({"rollout/logprob_diff_max": step * 1e-6})
                 record.samples(groups)
                 record.learnt_from({(0, 0): 0.5, (0, 1): -0.5})
                 if step == 4:
@@ -65,71 +68,53 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
     return log.folder
 
 
-def test_reward_results_that_failed_are_told_in_a_line(tmp_path: Path) -> None:
-    console, text = plain()
-    with RunLog(recipe_in(tmp_path), console) as log:
-        for step in (1, 2):
-            with log.step(step) as record:
-                bad = replace(
-                    group("p", [1.0, 0.0], [2, 3]), failures=("took longer on response 'r'",) * step
-                )
-                record.failed([bad] * step)
-    lines = [line for line in text.getvalue().splitlines() if " failed, " in line]
-    assert lines == [
-        "step 1: 1 verdict failed, the first took longer on response 'r'",
-        "step 2: 4 verdicts failed, the first took longer on response 'r'",
-    ]
+MANY = {"a\nstep 9": 1, "seed": 2, **{f"x{number}": 1 for number in range(9)}}
 
 
-def test_calls_that_failed_by_their_tools_are_told_in_a_line(tmp_path: Path) -> None:
-    """Of all groups of a step together, and as what they are: a tool's words, which may forge nothing."""
+@pytest.mark.parametrize(
+    ("facts", "count", "line"),
+    [
+        ({}, 2, ""),
+        ({"failures": ("slow 'r'",)}, 1, "step 1: 1 verdict failed, the first slow 'r'"),
+        ({"failures": ("slow 'r'", "x")}, 2, "step 1: 4 verdicts failed, the first slow 'r'"),
+        (
+            {"failed_calls": ("price ran out of memory.",)},
+            1,
+            "step 1: 1 call of a tool failed, the first: price ran out of memory.",
+        ),
+        (
+            {"failed_calls": ("price returned \x1b]0;x\x07\r\nstep 9: no", "x")},
+            2,
+            r"step 1: 4 calls of tools failed, the first: price returned \x1b]0;x\x07\r\nstep 9: no",
+        ),
+        (
+            {"refused_fields": {"seed": 1}},
+            1,
+            "step 1: 1 request of an agent was refused for a field or a path: seed (1)",
+        ),
+        (
+            {"refused_fields": MANY},
+            2,
+            r"step 1: 24 requests of agents were refused for a field or a path: seed (4), a\nstep 9 (2), x0 (2), "
+            "x1 (2), x2 (2), x3 (2), x4 (2), x5 (2) and 3 others",
+        ),
+    ],
+)
+def test_what_has_failed_or_was_refused_is_told_in_a_line(
+    tmp_path: Path, facts: dict[str, Any], count: int, line: str
+) -> None:
+    """Of all groups of a step together, and as what they are: the words of a tool or a program forge nothing."""
     console, text = plain()
-    said = "price ran out of memory.", "price returned \x1b]0;x\x07\r\nstep 9: no"
-    with RunLog(recipe_in(tmp_path), console) as log:
-        for step, words in enumerate(said, start=1):
-            with log.step(step) as record:
-                record.failed(
-                    [replace(group("p", [1.0, 0.0], [2, 3]), failed_calls=(words,) * step)] * step
-                )
-        with log.step(3) as record:
-            record.failed([group("p", [1.0, 0.0], [2, 3])])
+    with RunLog(recipe_in(tmp_path), console) as log, log.step(1) as record:
+        record.failed([replace(group("p", [1.0, 0.0], [2, 3]), **facts)] * count)
     lines = [
-        line
-        for line in text.getvalue().splitlines()
-        if " failed, " in line or line.startswith("step 9")
+        line for line in text.getvalue().splitlines() if line.startswith(("step 1:", "step 9"))
     ]
-    assert lines == [
-        "step 1: 1 call of a tool failed, the first: price ran out of memory.",
-        r"step 2: 4 calls of tools failed, the first: price returned \x1b]0;x\x07\r\nstep 9: no",
-    ]
-
-
-def test_refused_fields_of_agents_are_told_in_a_line(tmp_path: Path) -> None:
-    """How often each was refused in the step, the most frequent first; a program's own names forge nothing."""
-    console, text = plain()
-    with RunLog(recipe_in(tmp_path), console) as log:
-        many = {"a\nstep 9": 1, "seed": 2, **{f"x{number}": 1 for number in range(9)}}
-        for step, fields in enumerate(({"seed": 1}, many), start=1):
-            with log.step(step) as record:
-                record.failed(
-                    [replace(group("p", [1.0, 0.0], [2, 3]), refused_fields=fields)] * step
-                )
-        with log.step(3) as record:
-            record.failed([group("p", [1.0, 0.0], [2, 3])])
-    lines = [
-        line
-        for line in text.getvalue().splitlines()
-        if " refused " in line or line.startswith("step 9")
-    ]
-    assert lines == [
-        "step 1: 1 request of an agent was refused for a field or a path: seed (1)",
-        r"step 2: 24 requests of agents were refused for a field or a path: seed (4), a\nstep 9 (2), x0 (2), x1 (2), "
-        "x2 (2), x3 (2), x4 (2), x5 (2) and 3 others",
-    ]
+    assert lines == [line] * bool(line)
 
 
 def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) -> None:
-    folder = run_of_four(tmp_path, plain()[0])
+    folder = run_of_four(tmp_path, quiet())
     assert load_recipe(folder / "recipe.yaml") == recipe_in(tmp_path)
     records = json_lines(folder / "metrics.jsonl")
     assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
@@ -160,17 +145,17 @@ def test_folder_holds_recipe_records_samples_events_and_curve(tmp_path: Path) ->
 
 
 def test_an_older_run_is_kept(tmp_path: Path) -> None:
-    first = run_of_four(tmp_path, plain()[0])
+    first = run_of_four(tmp_path, quiet())
     before = (first / "metrics.jsonl").read_bytes()
     console, text = plain()
     assert run_of_four(tmp_path, console).name == "try-2"
-    assert run_of_four(tmp_path, plain()[0]).name == "try-3"
+    assert run_of_four(tmp_path, quiet()).name == "try-3"
     assert (first / "metrics.jsonl").read_bytes() == before
     assert f"{tmp_path}/try exists and is kept" in text.getvalue()
 
 
 def test_times_add_up(tmp_path: Path) -> None:
-    with RunLog(recipe_in(tmp_path, "run.trackers=[]"), plain()[0]) as log:
+    with RunLog(recipe_in(tmp_path, UNTRACKED), quiet()) as log:
         began = time.perf_counter()
         with log.step(1) as step:
             with step.phase("rollout"):
@@ -189,17 +174,6 @@ def test_times_add_up(tmp_path: Path) -> None:
     parts = record["time/rollout_s"] + record["time/train_s"] + record["time/other_s"]
     assert parts == pytest.approx(record["time/step_s"])
     assert not (log.folder / "events").exists()
-
-
-def test_a_time_belongs_to_one_step(tmp_path: Path) -> None:
-    with RunLog(recipe_in(tmp_path, "run.trackers=[]"), plain()[0]) as log:
-        with log.step(1) as record, record.phase("reshard"):
-            pass
-        with log.step(2):
-            pass
-    first, second = json_lines(log.folder / "metrics.jsonl")
-    assert "time/reshard_s" in first
-    assert "time/reshard_s" not in second
 
 
 def test_one_plain_line_a_step_without_a_terminal(tmp_path: Path) -> None:
@@ -230,7 +204,7 @@ def test_eta_is_the_mean_step_times_the_steps_left(
     now = [100.0]
     monkeypatch.setattr("megarl.tracking.run_log.time.perf_counter", lambda: now[0])
     console, text = plain()
-    log = RunLog(recipe_in(tmp_path, "run.trackers=[]"), console)
+    log = RunLog(recipe_in(tmp_path, UNTRACKED), console)
     now[0] = 1000.0  # a long start is no step
     with log.step(1):
         now[0] += 20.0
@@ -245,7 +219,7 @@ def test_a_failed_run_keeps_its_records_and_prints_no_table(tmp_path: Path) -> N
     console, text = plain()
     with (
         pytest.raises(ValueError, match="broke"),
-        RunLog(recipe_in(tmp_path, "run.trackers=[]"), console) as log,
+        RunLog(recipe_in(tmp_path, UNTRACKED), console) as log,
     ):
         with log.step(1) as record:
             record.add({"reward/mean": math.nan})
@@ -258,7 +232,7 @@ def test_a_failed_run_keeps_its_records_and_prints_no_table(tmp_path: Path) -> N
 
 
 def test_records_are_on_disk_after_each_step(tmp_path: Path) -> None:
-    with RunLog(recipe_in(tmp_path, "run.trackers=[]"), plain()[0]) as log:
+    with RunLog(recipe_in(tmp_path, UNTRACKED), quiet()) as log:
         with log.step(1) as record:
             record.add({"reward/mean": 0.25})
             record.samples([group("p", [1.0, 0.0], [2, 3])])
@@ -299,7 +273,7 @@ def sick_step(log: RunLog, step: int, reward: float, std: float) -> None:
 def test_a_sick_run_is_told_once_also_over_a_resume(tmp_path: Path) -> None:
     """After the step's own line; what was told before the checkpoint is known from the records, and so is the past."""
     console, text = plain()
-    log = RunLog(recipe_in(tmp_path, "run.trackers=[]"), console)
+    log = RunLog(recipe_in(tmp_path, UNTRACKED), console)
     for step, (reward, std) in enumerate([(0.5, 0.5), (0.0, 0.0), (0.0, 0.0)], start=1):
         sick_step(log, step, reward, std)
     with log._lock:
@@ -314,9 +288,7 @@ def test_a_sick_run_is_told_once_also_over_a_resume(tmp_path: Path) -> None:
 
     for after, is_told_again in ((2, False), (1, True)):
         console, text = plain()
-        with RunLog(
-            recipe_in(tmp_path, "run.trackers=[]"), console, resume=True, step=after
-        ) as log:
+        with RunLog(recipe_in(tmp_path, UNTRACKED), console, resume=True, step=after) as log:
             sick_step(log, 3, 0.0, 0.0)
         assert ("step 3: every sample has the reward 0" in text.getvalue()) == is_told_again
         assert not is_told_again or "was 0.5 in step 1: train.lr (0.5)" in text.getvalue()
@@ -335,14 +307,14 @@ def test_a_teacher_needs_no_rewards_that_differ(
         "critic.path=x",
         "algorithm.kl_coefficient=0.1",
     )
-    with RunLog(recipe_in(tmp_path, "run.trackers=[]", *keys), console) as log:
+    with RunLog(recipe_in(tmp_path, UNTRACKED, *keys), console) as log:
         sick_step(log, 1, 0.0, 0.0)
     assert ("teach nothing" in text.getvalue()) == is_told
 
 
 def went(folder: Path, steps: int, **how: Any) -> None:
     """A run of some more steps, which is cut off without a word."""
-    log = RunLog(recipe_in(folder), Console(file=io.StringIO()), **how)
+    log = RunLog(recipe_in(folder), quiet(), **how)
     first = how.get("step", 0) + 1
     for step in range(first, first + steps):
         with log.step(step) as record:
@@ -364,7 +336,7 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
         f"prompt\u2028{n}" for n in (1, 2, 3, 4)
     ]
     assert [one.name for one in tmp_path.iterdir()] == ["try"]
-    log = RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=4)
+    log = RunLog(recipe_in(tmp_path), quiet(), resume=True, step=4)
     with log:
         pass
     assert (folder / "curve.png").exists(), "what was there before is in the curve"
@@ -383,10 +355,10 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) ->
 
 def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:
     with (
-        RunLog(recipe_in(tmp_path), Console(file=io.StringIO())),
+        RunLog(recipe_in(tmp_path), quiet()),
         pytest.raises(UserError, match="another process"),
     ):
-        RunLog(recipe_in(tmp_path), Console(file=io.StringIO()), resume=True, step=1)
+        RunLog(recipe_in(tmp_path), quiet(), resume=True, step=1)
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -407,7 +379,7 @@ def test_a_disk_without_locks_is_refused_in_one_line(
     with pytest.raises(UserError, match=re.escape(told)):
         RunLog(
             recipe_in(tmp_path),
-            Console(file=io.StringIO()),
+            quiet(),
             resume=resume,
             step=1 if resume else -1,
         )

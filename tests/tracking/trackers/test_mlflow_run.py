@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,6 @@ def test_a_run_is_read_back(tmp_path: Path, offline: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("state", "status"), [("failed", "FAILED"), ("stopped", "KILLED")])
-def test_the_end_of_a_run_is_told(tmp_path: Path, offline: Path, state: str, status: str) -> None:
-    track("mlflow", tracked(tmp_path), {1: {"reward/mean": 0.5}}, state)  # type: ignore[arg-type]
-    assert the_run()[1].info.status == status
-
-
 def test_a_resumed_run_is_the_same_one(tmp_path: Path, offline: Path) -> None:
     track("mlflow", tracked(tmp_path), {step: {"reward/mean": 0.5} for step in (1, 2)}, "stopped")
     track("mlflow", tracked(tmp_path, first_step=2), {2: {"reward/mean": 7.0}})
@@ -83,8 +78,6 @@ def test_a_resumed_run_is_the_same_one(tmp_path: Path, offline: Path) -> None:
 
 
 def test_more_parameters_than_a_request_takes(tmp_path: Path, offline: Path) -> None:
-    from dataclasses import replace
-
     many = {f"key@{number}": "x" * 7000 for number in range(201)}
     assert (
         len(track("mlflow", replace(tracked(tmp_path), recipe={"sets": many}), {1: {"a": 1.0}}))
