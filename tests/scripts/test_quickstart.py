@@ -30,8 +30,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 def start(sandbox: Sandbox, *arguments: str, megarl: str = "exit 0") -> tuple[int, list[str]]:
     """The exit code of the script, and what it ran after the set-up."""
     sandbox.stand_in("megarl", megarl)
-    command = ["bash", sandbox.repo / "scripts" / "quickstart.sh", *arguments]
-    done = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
+    done = sandbox.run("bash", f"{sandbox.repo}/scripts/quickstart.sh", *arguments)
     ran = [line.replace("BIN/", "").replace("REPO/.venv/bin/", "") for line in sandbox.commands()]
     return done.returncode, [
         line for line in ran if line.startswith(("megarl ", "python scripts/"))
@@ -96,9 +95,7 @@ def start_on_gpus(
     )
     sandbox.stand_in("nvidia-smi", lines or "exit 0")
     sandbox.stand_in("megarl", "exit 0")
-    command = ["bash", sandbox.repo / "scripts" / "quickstart.sh", *arguments]
-    settings = {"PATH": str(sandbox.bin), **environment}
-    done = subprocess.run(command, env=settings, capture_output=True, text=True)
+    done = sandbox.run("bash", f"{sandbox.repo}/scripts/quickstart.sh", *arguments, **environment)
     ran = [line.replace("BIN/", "") for line in sandbox.commands()]
     return done.returncode, [line for line in ran if line.startswith("megarl ")]
 

@@ -186,28 +186,23 @@ FROM_CPU_INDEX = "--retries 1 --timeout 15"
 NO_CPU_BUILD = '[[ "$*" == *+cpu ]] && { echo noise; echo "ERROR: none" >&2; exit 1; }'
 
 
+def bash_file(path: Path, body: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
+    path.chmod(0o755)
+    return path
+
+
 class Sandbox:
     """A copy of what the set-up reads, a PATH with nothing on it but our stand-ins and the usual tools."""
 
-    TOOLS = (
-        *(
-            "bash",
-            "cat",
-            "df",
-            "awk",
-            "dirname",
-            "flock",
-            "grep",
-            "sha256sum",
-            "mkdir",
-            "mktemp",
-            "rm",
-            "cp",
-        ),
-        "readlink",
-    )
+    TOOLS = [
+        *("bash", "cat", "df", "awk", "dirname", "flock", "grep", "sha256sum", "mkdir", "mktemp"),
+        *("rm", "cp", "readlink"),
+    ]
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.repo, self.bin, self.log = folder / "repo", folder / "bin", folder / "log"
         for part in ("scripts", "requirements"):
             shutil.copytree(ROOT / part, self.repo / part)
@@ -219,20 +214,40 @@ class Sandbox:
         self.stand_in("python3.11", MAKES_VENV)
 
     def stand_in(self, name: str, body: str) -> None:
-        path = self.bin / name
-        path.unlink(missing_ok=True)
-        path.write_text(f'#!{shutil.which("bash")}\necho "$0" "$@" >>{self.log}\n{body}\n')
-        path.chmod(0o755)
+        (self.bin / name).unlink(missing_ok=True)
+        bash_file(self.bin / name, f'echo "$0" "$@" >>{self.log}\n{body}')
 
-    def set_up(self, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    def set_up(
+        self, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Source setup_env.sh; the environment is the caller's, with PATH ours."""
-        command = [
-            "bash",
-            "-c",
-            f'source {self.repo}/scripts/setup_env.sh; echo "at $PWD ${{PYTHONPATH-clean}}"',
-        ]
+        script = f'source {self.repo}/scripts/setup_env.sh; echo "at $PWD ${{PYTHONPATH-clean}}"'
+        return self.run("bash", "-c", script, cwd=cwd, **environment)
+
+    def test(self) -> subprocess.CompletedProcess[str]:
+        """Run test.sh."""
+        return self.run("bash", f"{self.repo}/scripts/test.sh")
+
+    def run(
+        self, *command: str, cwd: Path | None = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(self.bin), **environment}
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=cwd or self.folder, env=env, capture_output=True, text=True
+        )
+
+    def says(self, **environment: str) -> str:
+        """What a set-up says that succeeds."""
+        done = self.set_up(**environment)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    def refuses(self, **environment: str) -> str:
+        """The line with which a set-up stops."""
+        done = self.set_up(**environment)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        return line
 
     def commands(self) -> list[str]:
         lines = self.log.read_text().splitlines() if self.log.exists() else []
@@ -247,8 +262,8 @@ def sandbox(tmp_path: Path) -> Sandbox:
     return Sandbox(tmp_path)
 
 
-def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_path: Path) -> None:
-    first = sandbox.set_up(tmp_path, PYTHONPATH="/junk", PYTHONHOME="/junk", CDPATH="/")
+def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox) -> None:
+    first = sandbox.set_up(PYTHONPATH="/junk", PYTHONHOME="/junk", CDPATH="/")
     assert first.returncode == 0, first.stderr
     assert first.stdout.splitlines()[-1] == f"at {sandbox.repo} clean"
     assert f"making {sandbox.repo}/.venv" in first.stdout
@@ -276,14 +291,12 @@ def test_set_up_installs_the_lock_once_and_then_reuses_it(sandbox: Sandbox, tmp_
     ids=["default", "named"],
 )
 def test_where_the_cpu_index_has_no_torch_another_build_without_cuda_is_taken(
-    sandbox: Sandbox, tmp_path: Path, environment: dict[str, str], index: str, otherwise: str
+    sandbox: Sandbox, environment: dict[str, str], index: str, otherwise: str
 ) -> None:
     sandbox.stand_in("python3.11", f"{NO_CPU_BUILD}\n{MAKES_VENV}")
-    result = sandbox.set_up(tmp_path, **environment)
-    assert (result.returncode, result.stderr) == (0, "")
+    told = sandbox.says(**environment)
     assert (
-        f"megarl: no torch 2.13.0+cpu from {index} (ERROR: none): looking for another build"
-        in result.stdout
+        f"megarl: no torch 2.13.0+cpu from {index} (ERROR: none): looking for another build" in told
     )
     assert [line for line in sandbox.commands() if "torch==" in line] == [
         f"{PIP} {FROM_CPU_INDEX} --index-url {index} {TORCH}+cpu",
@@ -297,13 +310,11 @@ def test_where_the_cpu_index_has_no_torch_another_build_without_cuda_is_taken(
 )
 @pytest.mark.parametrize(("name", "tag"), [("python3.11", "cp311"), ("python3.12", "cp312")])
 def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
-    sandbox: Sandbox, tmp_path: Path, name: str, tag: str, report: str
+    sandbox: Sandbox, name: str, tag: str, report: str
 ) -> None:
     (sandbox.bin / "python3.11").unlink()
     sandbox.stand_in(name, f'{NO_CPU_BUILD}\n[[ "$*" == *--report* ]] && {report}\n{MAKES_VENV}')
-    result = sandbox.set_up(tmp_path)
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    line = sandbox.refuses()
     assert line.startswith(
         "megarl: pip finds no build of torch that runs without CUDA: fetch "
         f"torch-2.13.0+cpu-{tag}-{tag}-manylinux_2_28_x86_64.whl from {CPU_INDEX}/torch/ and run this again"
@@ -334,11 +345,10 @@ def with_gpus(sandbox: Sandbox, python: str = CUDA_BUILD, nvcc: str | None = TOO
         sandbox.stand_in("nvcc", nvcc)
 
 
-def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox) -> None:
     """TransformerEngine's torch part last and in the environment itself: apart, it would be built for another torch."""
     with_gpus(sandbox)
-    result = sandbox.set_up(tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
+    sandbox.says()
     done = sandbox.commands()
     installs = [re.sub(r"/dev/fd/\d+", "FILE", line) for line in done if line.startswith(PIP)]
     assert installs == [
@@ -351,7 +361,7 @@ def test_where_there_are_gpus_their_lock_is_installed(sandbox: Sandbox, tmp_path
     assert [line for line in whole if line not in done] == [
         line for line in whole if line.startswith(ENGINE)
     ]
-    assert sandbox.set_up(tmp_path).stdout.startswith(f"megarl: using {sandbox.repo}/.venv")
+    assert sandbox.set_up().stdout.startswith(f"megarl: using {sandbox.repo}/.venv")
 
 
 # A stand-in for nvcc: says its release, what it was compiled with, and where it was called.
@@ -362,13 +372,6 @@ KEEPS_SETTINGS = (
 )
 
 
-def nvcc_at(path: Path, body: str = NVCC) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!{shutil.which('bash')}\n{body}\n")
-    path.chmod(0o755)
-    return path
-
-
 @pytest.mark.parametrize(
     "kind", ["itself", "link", "wrapper", "wrapper of a link", "CUDA_HOME", "CUDA_HOME is wrong"]
 )
@@ -377,7 +380,7 @@ def test_transformer_engine_is_compiled_by_the_toolkit_of_nvcc_and_the_locks_nin
 ) -> None:
     """torch compiles with $CUDA_HOME/bin/nvcc, and by itself takes the folder above the nvcc on PATH for CUDA_HOME."""
     with_gpus(sandbox, python=f"{CUDA_BUILD}\n{KEEPS_SETTINGS.format(log=sandbox.log)}", nvcc=None)
-    real = nvcc_at(tmp_path / "toolkit" / "bin" / "nvcc")
+    real = bash_file(tmp_path / "toolkit" / "bin" / "nvcc", NVCC)
     environment, on_path = {}, sandbox.bin / "nvcc"
     if kind == "itself":
         environment["PATH"] = f"{real.parent}:{sandbox.bin}"
@@ -386,15 +389,14 @@ def test_transformer_engine_is_compiled_by_the_toolkit_of_nvcc_and_the_locks_nin
     elif kind.startswith("wrapper"):
         (tmp_path / "alias").symlink_to(tmp_path / "toolkit")
         called = tmp_path / "alias" / "bin" / "nvcc" if kind.endswith("link") else real
-        nvcc_at(on_path, f'exec {called} "$@"')
+        bash_file(on_path, f'exec {called} "$@"')
     elif kind == "CUDA_HOME":
-        nvcc_at(on_path, 'echo "release 12.9, V12.9.86"')
+        bash_file(on_path, 'echo "release 12.9, V12.9.86"')
         environment["CUDA_HOME"] = str(tmp_path / "toolkit")
     else:
         on_path.symlink_to(real)
         environment["CUDA_HOME"] = str(tmp_path / "nothing")
-    result = sandbox.set_up(tmp_path, **environment)
-    assert (result.returncode, result.stderr) == (0, "")
+    sandbox.says(**environment)
     (line,) = [line for line in sandbox.commands() if line.startswith("CUDA_HOME")]
     assert line == f"CUDA_HOME {tmp_path}/toolkit, first on PATH REPO/.venv/bin"
 
@@ -410,19 +412,18 @@ def test_transformer_engine_is_compiled_by_the_toolkit_of_nvcc_and_the_locks_nin
     ids=["no driver", "no GPU", "CPU is asked for", "GPUs are elsewhere"],
 )
 def test_which_lock_is_installed(
-    sandbox: Sandbox, tmp_path: Path, nvidia_smi: str, environment: dict[str, str], lock: str
+    sandbox: Sandbox, nvidia_smi: str, environment: dict[str, str], lock: str
 ) -> None:
     with_gpus(sandbox)
     sandbox.stand_in("nvidia-smi", nvidia_smi)
-    result = sandbox.set_up(tmp_path, **environment)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert f"pinned packages from requirements/{lock}.txt" in result.stdout
+    told = sandbox.says(**environment)
+    assert f"pinned packages from requirements/{lock}.txt" in told
 
 
-def test_another_device_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_another_device_makes_a_new_environment(sandbox: Sandbox) -> None:
     with_gpus(sandbox)
-    sandbox.set_up(tmp_path, MEGARL_DEVICE="cpu")
-    assert "making" in sandbox.set_up(tmp_path).stdout
+    sandbox.set_up(MEGARL_DEVICE="cpu")
+    assert "making" in sandbox.set_up().stdout
 
 
 @pytest.mark.parametrize(
@@ -448,29 +449,24 @@ def test_another_device_makes_a_new_environment(sandbox: Sandbox, tmp_path: Path
 )
 def test_what_gpus_lack_is_said_in_a_line(
     sandbox: Sandbox,
-    tmp_path: Path,
     python: str,
     nvcc: str | None,
     environment: dict[str, str],
     says: str,
 ) -> None:
     with_gpus(sandbox, python, nvcc)
-    result = sandbox.set_up(tmp_path, **environment)
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    line = sandbox.refuses(**environment)
     assert line.startswith(f"megarl: {says}")
     assert not [one for one in sandbox.commands() if " -r " in one], "nothing is installed"
 
 
 @pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])
-def test_a_changed_lock_makes_a_new_environment(
-    sandbox: Sandbox, tmp_path: Path, file: str
-) -> None:
-    sandbox.set_up(tmp_path)
+def test_a_changed_lock_makes_a_new_environment(sandbox: Sandbox, file: str) -> None:
+    sandbox.set_up()
     sandbox.commands()
     with (sandbox.repo / file).open("a") as text:
         text.write("# changed\n")
-    assert "making" in sandbox.set_up(tmp_path).stdout
+    assert "making" in sandbox.set_up().stdout
     assert "BIN/python3.11 -m venv --clear REPO/.venv" in sandbox.commands()
 
 
@@ -484,35 +480,30 @@ def own_environment(venv: Path, stamp: str = "") -> Path:
 
 
 @pytest.mark.parametrize("stamp", ["", "/another/clone"], ids=["no stamp", "of another clone"])
-def test_an_environment_of_others_is_not_emptied(
-    sandbox: Sandbox, tmp_path: Path, stamp: str
-) -> None:
+def test_an_environment_of_others_is_not_emptied(sandbox: Sandbox, stamp: str) -> None:
     kept = own_environment(sandbox.repo / ".venv", stamp)
-    result = sandbox.set_up(tmp_path)
-    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
-    (line,) = result.stderr.splitlines()
+    line = sandbox.refuses()
+    assert kept.exists() and not sandbox.commands()
     assert line.startswith(
         f"megarl: {sandbox.repo}/.venv was made by {stamp or 'another program'}, and an"
     )
     assert line.endswith(f"remove it (rm -r {sandbox.repo}/.venv) and run this again")
 
 
-def test_a_folder_of_hidden_files_alone_is_not_empty(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_folder_of_hidden_files_alone_is_not_empty(sandbox: Sandbox) -> None:
     kept = sandbox.repo / ".venv" / ".precious"
     kept.parent.mkdir()
     kept.touch()
-    result = sandbox.set_up(tmp_path)
-    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
-    assert f"{sandbox.repo}/.venv was made by another program" in result.stderr
+    assert f"{sandbox.repo}/.venv was made by another program" in sandbox.refuses()
+    assert kept.exists() and not sandbox.commands()
 
 
 def test_what_a_link_leads_to_is_not_emptied(sandbox: Sandbox, tmp_path: Path) -> None:
     """Not even where the other clone once lay where this one lies: its own stamp names this folder then."""
     kept = own_environment(tmp_path / "theirs", str(sandbox.repo))
     (sandbox.repo / ".venv").symlink_to(tmp_path / "theirs")
-    result = sandbox.set_up(tmp_path)
-    assert result.returncode == 2 and kept.exists() and not sandbox.commands()
-    (line,) = result.stderr.splitlines()
+    line = sandbox.refuses()
+    assert kept.exists() and not sandbox.commands()
     assert line.startswith(
         f"megarl: {sandbox.repo}/.venv is a link to {tmp_path}/theirs, and an installation"
     )
@@ -523,31 +514,24 @@ def test_a_moved_repository_asks_to_remove_its_environment(
     sandbox: Sandbox, tmp_path: Path
 ) -> None:
     """A container sees the host's clone under another name, too: the host still needs what is there."""
-    sandbox.set_up(tmp_path)
+    sandbox.set_up()
     before = sandbox.repo
     sandbox.repo = sandbox.repo.rename(tmp_path / "elsewhere")
-    result = sandbox.set_up(tmp_path)
-    assert result.returncode == 2
-    assert (
-        f".venv was made by {before}, and an installation would empty it: remove it (rm -r "
-        in result.stderr
-    )
+    told = f".venv was made by {before}, and an installation would empty it: remove it (rm -r "
+    assert told in sandbox.refuses()
 
 
-def test_an_empty_folder_on_another_disk_takes_the_environment(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
+def test_an_empty_folder_on_another_disk_takes_the_environment(sandbox: Sandbox) -> None:
     (sandbox.repo / ".venv").mkdir()
-    result = sandbox.set_up(tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
+    sandbox.says()
 
 
-def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_an_interrupted_installation_is_done_again(sandbox: Sandbox) -> None:
     sandbox.stand_in("python3.11", f'[[ "$*" == *" -r "* ]] && exit 1\n{MAKES_VENV}')
-    assert sandbox.set_up(tmp_path).returncode == 1
+    assert sandbox.set_up().returncode == 1
     sandbox.stand_in("python3.11", MAKES_VENV)
-    assert "making" in sandbox.set_up(tmp_path).stdout
-    assert "using" in sandbox.set_up(tmp_path).stdout
+    assert "making" in sandbox.set_up().stdout
+    assert "using" in sandbox.set_up().stdout
 
 
 @pytest.mark.parametrize(
@@ -562,24 +546,18 @@ def test_an_interrupted_installation_is_done_again(sandbox: Sandbox, tmp_path: P
     ],
 )
 def test_what_the_machine_lacks_is_said_in_a_line(
-    sandbox: Sandbox, tmp_path: Path, name: str, body: str, says: str
+    sandbox: Sandbox, name: str, body: str, says: str
 ) -> None:
     sandbox.stand_in(name, body)
-    result = sandbox.set_up(tmp_path)
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
+    line = sandbox.refuses()
     assert line.startswith(f"megarl: {says}")
     assert "run this again" in line
 
 
-def test_a_missing_python_is_said_in_a_line(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_missing_python_is_said_in_a_line(sandbox: Sandbox) -> None:
     (sandbox.bin / "python3.11").unlink()
-    result = sandbox.set_up(tmp_path)
-    assert result.returncode == 2
-    missing = (
-        "python3.11 and python3.12 are missing: install Python 3.11 or 3.12 and run this again"
-    )
-    assert result.stderr == f"megarl: {missing}\n"
+    missing = "python3.11 and python3.12 are missing: install Python 3.11 or 3.12"
+    assert sandbox.refuses() == f"megarl: {missing} and run this again"
 
 
 @pytest.mark.parametrize(
@@ -593,15 +571,14 @@ def test_a_missing_python_is_said_in_a_line(sandbox: Sandbox, tmp_path: Path) ->
     ids=["both", "3.12 alone", "3.11 does not run", "3.11 makes no environments"],
 )
 def test_the_set_up_takes_the_python_that_is_there(
-    sandbox: Sandbox, tmp_path: Path, first: str | None, second: str, chosen: str
+    sandbox: Sandbox, first: str | None, second: str, chosen: str
 ) -> None:
     (sandbox.bin / "python3.11").unlink()
     for name, body in (("python3.11", first), ("python3.12", second)):
         if body is not None:
             sandbox.stand_in(name, body)
-    result = sandbox.set_up(tmp_path)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert f"making {sandbox.repo}/.venv with {chosen}" in result.stdout
+    told = sandbox.says()
+    assert f"making {sandbox.repo}/.venv with {chosen}" in told
     assert f"BIN/{chosen} -m venv --clear REPO/.venv" in sandbox.commands()
 
 
@@ -638,20 +615,19 @@ INSTALLING = "installing {name} for {tests}"
 INSTALL = "BIN/apt-get install -y --no-install-recommends {packages}"
 
 
-def prepare_test_sh(sandbox: Sandbox, folder: Path) -> None:
-    """An environment whose checkers do nothing."""
-    sandbox.set_up(folder)
+@pytest.fixture
+def ready(sandbox: Sandbox) -> Sandbox:
+    """With an environment whose checkers do nothing."""
+    sandbox.set_up()
     sandbox.commands()
     for tool in ("ruff", "pyright", "python"):
-        path = sandbox.repo / ".venv" / "bin" / tool
-        path.write_text(f"#!{shutil.which('bash')}\n")
-        path.chmod(0o755)
+        bash_file(sandbox.repo / ".venv" / "bin" / tool)
+    return sandbox
 
 
 def run_test_sh(sandbox: Sandbox) -> list[str]:
     """What the script says."""
-    command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
-    result = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
+    result = sandbox.test()
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout.splitlines()
 
@@ -663,14 +639,12 @@ FRONT, LAST = (
 
 
 @pytest.mark.parametrize("fails", ["tests/end_to_end", "-m not slow", FRONT, LAST])
-def test_test_sh_fails_where_any_part_does(sandbox: Sandbox, tmp_path: Path, fails: str) -> None:
-    prepare_test_sh(sandbox, tmp_path)
+def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
     for program in PROGRAMS:
-        sandbox.stand_in(program, "")
+        ready.stand_in(program, "")
     body = f'echo "tests: $*"\n[[ $* != *"{fails}" ]] || exit 3\n'
-    (sandbox.repo / ".venv/bin/python").write_text(f"#!{shutil.which('bash')}\n{body}")
-    command = ["bash", str(sandbox.repo / "scripts" / "test.sh")]
-    done = subprocess.run(command, env={"PATH": str(sandbox.bin)}, capture_output=True, text=True)
+    bash_file(ready.repo / ".venv/bin/python", body)
+    done = ready.test()
     assert done.returncode == 3, done.stderr
     told = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
     ends = (FRONT, "tests/end_to_end", "-m not slow", LAST)
@@ -679,13 +653,12 @@ def test_test_sh_fails_where_any_part_does(sandbox: Sandbox, tmp_path: Path, fai
     )
 
 
-def test_test_sh_installs_no_slurm_beside_a_clusters_own(sandbox: Sandbox, tmp_path: Path) -> None:
-    prepare_test_sh(sandbox, tmp_path)
+def test_test_sh_installs_no_slurm_beside_a_clusters_own(ready: Sandbox) -> None:
     for program, body in {"bwrap": "", "scontrol": "", "id": "echo 0", "apt-get": "exit 1"}.items():
-        sandbox.stand_in(program, body)
-    (line,) = [line for line in run_test_sh(sandbox) if "Slurm" in line]
+        ready.stand_in(program, body)
+    (line,) = [line for line in run_test_sh(ready) if "Slurm" in line]
     assert line.startswith("megarl: this machine belongs to a Slurm cluster")
-    assert not [line for line in sandbox.commands() if "apt-get" in line]
+    assert not [line for line in ready.commands() if "apt-get" in line]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -714,7 +687,7 @@ def test_test_sh_installs_no_slurm_beside_a_clusters_own(sandbox: Sandbox, tmp_p
     ],
 )
 def test_test_sh_provides_a_program_where_it_can(
-    sandbox: Sandbox,
+    ready: Sandbox,
     tmp_path: Path,
     program: str,
     uid: str,
@@ -722,23 +695,20 @@ def test_test_sh_provides_a_program_where_it_can(
     says: list[str],
     does: list[str],
 ) -> None:
-    prepare_test_sh(sandbox, tmp_path)
-    file = tmp_path / "program"
-    file.write_text("")
-    file.chmod(0o755)
+    file = bash_file(tmp_path / "program")
     name, tests = PROGRAMS[program]
     told = {"program": program, "name": name, "tests": tests, "packages": PACKAGES[program]}
     for other in PROGRAMS:
         if other != program or apt_get == "there already":
-            sandbox.stand_in(other, "")
-    sandbox.stand_in("id", f"echo {uid}")
+            ready.stand_in(other, "")
+    ready.stand_in("id", f"echo {uid}")
     if apt_get not in (None, "there already"):
         body = apt_get.format(file=file, program=program, updated=tmp_path / "updated").replace(
-            "BIN", str(sandbox.bin)
+            "BIN", str(ready.bin)
         )
-        sandbox.stand_in("apt-get", f"echo noise; echo noise >&2; {body}")
-    lines = [line for line in run_test_sh(sandbox) if name in line or "noise" in line]
+        ready.stand_in("apt-get", f"echo noise; echo noise >&2; {body}")
+    lines = [line for line in run_test_sh(ready) if name in line or "noise" in line]
     assert lines == [f"megarl: {line.format(**told)}" for line in says]
-    assert [line for line in sandbox.commands() if "apt-get" in line] == [
+    assert [line for line in ready.commands() if "apt-get" in line] == [
         line.format(**told) for line in does
     ]
