@@ -26,10 +26,10 @@ RESOLVE = ["--python-platform", "x86_64-manylinux_2_35", "--no-header", "--no-an
 def pins(text: str) -> dict[str, str]:
     """Versions by name; every line that is no comment names one package and its version, and nothing else."""
     found: dict[str, str] = {}
-    for line in filter(
-        None, (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
-    ):
-        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s=<>!*,;]+)", line)
+    for line in re.sub(r"(?m)(^|\s)#.*", "", text).split("\n"):
+        if not line.strip():
+            continue
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s=<>!*,;]+)\s*", line)
         assert match, line
         name = canonicalize_name(match[1])
         assert name not in found, f"{name} is named twice"
@@ -88,6 +88,12 @@ def packaging_lists() -> tuple[list[str], dict[str, list[str]]]:
     return values["CORE"], values["EXTRAS"]
 
 
+def asked_for(*extras: str) -> list[str]:
+    """What setup.py asks for, with these extras beside those for every device."""
+    core, lists = packaging_lists()
+    return core + [text for name in (*extras, "search", "trackers", "dev") for text in lists[name]]
+
+
 def test_the_reader_of_locks_takes_nothing_but_exact_versions() -> None:
     assert pins("# x\nA_b==1.0+cu13  # via c\n\n") == {"a-b": "1.0+cu13"}
     for line in ("a", "a>=1", "a==1.*", "a==1,<2", "a[x]==1", "-r b.txt", "a==1\nA==1"):
@@ -116,36 +122,27 @@ def test_every_list_of_pythons_is_the_same() -> None:
 
 
 def test_the_cpu_lock_satisfies_setup_py() -> None:
-    core, extras = packaging_lists()
-    pins = lock("cpu")
-    for text in [*core, *extras["search"], *extras["trackers"], *extras["dev"], "sglang==0.5.21"]:
-        requirement = Requirement(text)
-        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), text
-    assert "sglang==0.5.21" in extras["gpu"]
+    asked = [*asked_for(), "sglang==0.5.21"]
+    assert unmet(list(map(Requirement, asked)), lock("cpu")) == []
+    assert asked[-1] in asked_for("gpu")
+
+
+def installed() -> dict[str, metadata.Distribution]:
+    """The packages of the CPU lock, which are installed in its versions."""
+    found = {}
+    for name, version in lock("cpu").items():
+        found[name] = metadata.distribution(name)
+        assert found[name].version.split("+")[0] == version, name
+    return found
 
 
 def unmet_on_cpu(python: str) -> set[str]:
     """What the pinned packages ask for under this Python, and the lock does not have in a version that they take."""
     pins, found = lock("cpu"), set()
-    for name, version in pins.items():
-        package = metadata.distribution(name)
-        assert package.version.split("+")[0] == version, name
+    for name, package in installed().items():
         headers: Any = package.metadata
         assert SpecifierSet(headers.get("Requires-Python") or "").contains(f"{python}.1"), name
-        for text in package.requires or []:
-            wanted = Requirement(text)
-            environment = {
-                "python_version": python,
-                "python_full_version": f"{python}.1",
-                "extra": "",
-            }
-            pin = pins.get(canonicalize_name(wanted.name), "")
-            if not wanted.marker or wanted.marker.evaluate(environment):
-                found |= (
-                    {f"{name} wants {text}"}
-                    if not pin or not wanted.specifier.contains(pin)
-                    else set()
-                )
+        found |= {f"{name} wants {wish}" for wish in unmet(wishes(package.requires, python), pins)}
     return found
 
 
@@ -156,6 +153,17 @@ def test_the_cpu_lock_lacks_the_same_under_every_python() -> None:
     # of which a CUDA build needs CUDA's packages
     lacking = {line.split()[0] for line in first} - {"torch"}
     assert lacking == {"sglang", "huggingface-hub", "pyright", "python-dateutil", "databricks-sdk"}
+
+
+INSTALL = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1"]
+
+
+def fetch(folder: Path, package: str) -> None:
+    """Install a package into a folder, or skip the test."""
+    command = [*INSTALL, "--target", folder, package]
+    fetched = subprocess.run(command, capture_output=True, text=True)
+    if fetched.returncode:
+        pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
 
 
 def fits_one_python(name: str) -> bool:
@@ -170,26 +178,14 @@ def fits_one_python(name: str) -> bool:
 @pytest.mark.nightly  # what a package index offers changes without us
 def test_pip_finds_every_pinned_package_for_the_other_python(tmp_path: Path) -> None:
     """For this one they are installed. A newer pip reads what a package index says of its files, and fetches none."""
-    install = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--retries", "1"]
-    fetched = subprocess.run(
-        [*install, "--target", tmp_path / "pip", "pip>=25"], capture_output=True, text=True
-    )
-    if fetched.returncode:
-        pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
+    fetch(tmp_path / "pip", "pip>=25")
     (other,) = set(PYTHONS) - {f"3.{sys.version_info.minor}"}
     pins = [f"{name}=={version}" for name, version in lock("cpu").items() if fits_one_python(name)]
     assert {"numpy", "ray", "torch"} <= {pin.split("==")[0] for pin in pins}
-    asked = [
-        "--dry-run",
-        "--only-binary=:all:",
-        "--target",
-        tmp_path / "x",
-        "--python-version",
-        other,
-        *pins,
-    ]
+    asked = ["--dry-run", "--only-binary=:all:", "--target", tmp_path / "x"]
+    command = [*INSTALL, *asked, "--python-version", other, *pins]
     settings = os.environ | {"PYTHONPATH": str(tmp_path / "pip")}
-    done = subprocess.run([*install, *asked], env=settings, capture_output=True, text=True)
+    done = subprocess.run(command, env=settings, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -203,10 +199,8 @@ def test_both_locks_have_the_same_versions_of_what_they_share() -> None:
 
 
 def test_the_gpu_lock_is_what_setup_py_asks_for() -> None:
-    core, extras = packaging_lists()
-    asked = [*core, *extras["gpu"], *extras["search"], *extras["trackers"], *extras["dev"]]
     for python in PYTHONS:
-        assert unmet(wishes(asked, python), lock("gpu")) == []
+        assert unmet(wishes(asked_for("gpu"), python), lock("gpu")) == []
 
 
 def test_every_source_of_the_gpu_lock_is_named_there_as_setup_py_names_it() -> None:
@@ -216,8 +210,7 @@ def test_every_source_of_the_gpu_lock_is_named_there_as_setup_py_names_it() -> N
         canonicalize_name(one.name): one
         for one in map(Requirement, filter(lambda x: x and x[0] != "-", lines))
     }
-    core, extras = packaging_lists()
-    for text in [*core, *extras["gpu"], *extras["search"], *extras["trackers"], *extras["dev"]]:
+    for text in asked_for("gpu"):
         wanted = Requirement(text)
         one = named[canonicalize_name(wanted.name)]
         assert wanted.extras == one.extras, text
@@ -238,23 +231,17 @@ def test_the_gpu_lock_has_the_versions_that_override_what_packages_ask_for() -> 
 def test_the_gpu_lock_has_all_that_the_installed_packages_ask_for(python: str) -> None:
     """SGLang's kernels among it, exactly as SGLang pins them; Megatron's packages for developers are another matter."""
     found, decided = lock("gpu"), overrides()
-    for name, version in lock("cpu").items():
-        package = metadata.distribution(name)
-        assert package.version.split("+")[0] == version, name
+    for name, package in installed().items():
         wanted = [
-            one
-            for one in wishes(package.requires, python)
-            if canonicalize_name(one.name) not in decided
+            wish
+            for wish in wishes(package.requires, python)
+            if canonicalize_name(wish.name) not in decided
         ]
         assert unmet(wanted, found) == [], name
-    kernels = [
-        one
-        for one in wishes(metadata.requires("sglang"), python)
-        if re.search("kernel|flash|deep-", one.name)
-    ]
-    assert {"sglang-kernel", "flashinfer-python", "sgl-deep-gemm"} <= {
-        canonicalize_name(one.name) for one in kernels
+    of_sglang = {
+        canonicalize_name(wish.name) for wish in wishes(metadata.requires("sglang"), python)
     }
+    assert {"sglang-kernel", "flashinfer-python", "sgl-deep-gemm"} <= of_sglang
 
 
 def test_the_gpu_lock_is_of_one_cuda() -> None:
@@ -271,22 +258,7 @@ def test_the_gpu_lock_is_of_one_cuda() -> None:
 def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The resolver, which unlike pip reads what a source package asks for without building it."""
     folder = tmp_path_factory.mktemp("uv")
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-qq",
-        "--no-deps",
-        "--retries",
-        "1",
-        "--target",
-        folder,
-        "uv",
-    ]
-    fetched = subprocess.run(install, capture_output=True, text=True)
-    if fetched.returncode:
-        pytest.skip(f"no package index is in reach: {fetched.stderr.strip().splitlines()[-1]}")
+    fetch(folder, "uv")
     return folder / "bin" / "uv"
 
 
@@ -295,18 +267,8 @@ def uv(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_gpu_lock_still_resolves(python: str, uv: Path, tmp_path: Path) -> None:
     """From gpu.in, held to the lock's versions: each is still offered, and they still agree. Nothing is installed."""
-    command = [
-        uv,
-        "pip",
-        "compile",
-        "-q",
-        FOLDER / "gpu.in",
-        "-c",
-        FOLDER / "gpu.txt",
-        "--python-version",
-        python,
-    ]
-    command += ["--override", FOLDER / "gpu-overrides.txt"]
+    command = [uv, "pip", "compile", "-q", FOLDER / "gpu.in", "-c", FOLDER / "gpu.txt"]
+    command += ["--python-version", python, "--override", FOLDER / "gpu-overrides.txt"]
     settings = os.environ | {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_SYSTEM_CERTS": "1"}
     if index := os.environ.get("PIP_INDEX_URL"):
         settings |= {"UV_DEFAULT_INDEX": index}
