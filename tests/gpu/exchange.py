@@ -129,9 +129,7 @@ class Exchange:
             "weight": torch.zeros(300, 256, dtype=fp8.FP8, device=DEVICE),
             "scales": torch.zeros(3, 2, device=DEVICE),
         }
-        whole, (others, scales) = _strips(rows), _others()
-        rounds = [(copy,) for copy in whole] + [(others[0],), (others[1], scales)]
-        executors = self._executors(rounds, sources, targets)
+        executors = self._executors(_rounds(rows), sources, targets)
         settle(TIMEOUT_S)
         started = time.perf_counter()
         with ThreadPoolExecutor(len(executors)) as pool:
@@ -172,35 +170,29 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def _strips(rows: int) -> list[Copy]:
-    """The whole parameter in as many rounds as there are buffers to fill twice."""
+def _rounds(rows: int) -> list[tuple[Copy, ...]]:
+    """The whole parameter in as many rounds as there are buffers to fill twice, then the others."""
     step = rows // ROUNDS
-    return [
-        _copy("whole", "bfloat16", "whole", "whole", (step, 4096), (start, 0), (start, 0))
+    strips = [
+        (_copy("whole", "bfloat16", (step, 4096), (start, 0), (start, 0)),)
         for start in range(0, rows, step)
     ]
-
-
-def _others() -> tuple[list[Copy], Copy]:
-    strided = _copy("strided", "bfloat16", "strided", "strided", (256, 128), (0, 64), (0, 0))
-    quantised = _copy("weight", "float8_e4m3fn", "weight", "weight", (300, 256), (0, 0), (0, 0))
-    scales = _copy(
-        "weight" + fp8.SCALE_SUFFIX, "float32", "weight", "scales", (3, 2), (0, 0), (0, 0)
-    )
-    return [strided, quantised], scales
+    strided = _copy("strided", "bfloat16", (256, 128), (0, 64))
+    quantised = _copy("weight", "float8_e4m3fn", (300, 256))
+    scales = _copy("weight", "float32", (3, 2))
+    scales = scales._replace(name="weight" + fp8.SCALE_SUFFIX, target_param="scales")
+    return [*strips, (strided,), (quantised, scales)]
 
 
 def _copy(
     name: str,
     dtype: str,
-    source: str,
-    target: str,
     size: tuple[int, int],
-    start: tuple[int, int],
-    at: tuple[int, int],
+    start: tuple[int, int] = (0, 0),
+    at: tuple[int, int] = (0, 0),
 ) -> Copy:
     box = (0, 1), (start[0], start[0] + size[0]), (start[1], start[1] + size[1])
-    return Copy(name, box, dtype, SOURCE, source, (0, *start), False, TARGET, target, (0, *at))
+    return Copy(name, box, dtype, SOURCE, name, (0, *start), False, TARGET, name, (0, *at))
 
 
 def _nobody_failed() -> None:

@@ -110,41 +110,14 @@ def multi_tensor_scale(
         target.copy_(source * scale)
 
 
+def fused_rope_backward(*given: Any) -> Tensor:
+    return fused_rope_forward(*given, is_backward=True)
+
+
 def fused_rope_forward(
-    t: Tensor,
-    freqs: Tensor,
-    start: Any,
-    layout: Any,
-    interleaved: bool,
-    bounds: Tensor,
-    cp: int,
-    rank: int,
-) -> Tensor:
-    return _rotated(t, freqs, bounds, cp, rank, interleaved, is_backward=False)
-
-
-def fused_rope_backward(
-    t: Tensor,
-    freqs: Tensor,
-    start: Any,
-    layout: Any,
-    interleaved: bool,
-    bounds: Tensor,
-    cp: int,
-    rank: int,
-) -> Tensor:
-    return _rotated(t, freqs, bounds, cp, rank, interleaved, is_backward=True)
-
-
-def _rotated(
-    t: Tensor,
-    freqs: Tensor,
-    bounds: Tensor,
-    cp: int,
-    rank: int,
-    interleaved: bool,
-    is_backward: bool,
-) -> Tensor:
+    t: Tensor, freqs: Tensor, start: Any, layout: Any, interleaved: bool, bounds: Tensor, cp: int, rank: int,
+    is_backward: bool = False,
+) -> Tensor:  # fmt: skip
     """Of packed segments [T, heads, d], whose bounds are those of all context-parallel ranks together."""
     from megarl.parallel.packing import zigzag
 
@@ -154,8 +127,9 @@ def _rotated(
     places = torch.from_numpy(zigzag(ends, cp, rank))
     angle = freqs[(places - starts[places]).to(t.device), 0, 0].float()[:, None, :]
     x, rest = t[..., :width].float(), t[..., width:]
-    half, sine = width // 2, x * angle.sin()
+    half = width // 2
     if is_backward:
+        sine = x * angle.sin()
         turned = torch.cat([sine[..., half:], -sine[..., :half]], -1)
     else:
         turned = torch.cat([-x[..., half:], x[..., :half]], -1) * angle.sin()
@@ -214,10 +188,7 @@ def install() -> None:
     replaced = {id(getattr(tex, kernel.__name__)): _counted(kernel) for kernel in KERNELS}
     for name, module in list(sys.modules.items()):
         if module is not None and name.startswith(("transformer_engine", "megatron")):
-            held = {
-                key: replaced[id(value)]
-                for key, value in vars(module).items()
-                if id(value) in replaced
-            }
-            vars(module).update(held)
+            for key, value in list(vars(module).items()):
+                if id(value) in replaced:
+                    setattr(module, key, replaced[id(value)])
     te.DotProductAttention.forward = attention

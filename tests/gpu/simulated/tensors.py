@@ -75,15 +75,10 @@ class SimulatedTensor(Tensor):
 def _refuse_mixture(name: str, args: Any, kwargs: Any) -> None:
     """Raise as CUDA does; in a backward pass autograd itself adds numbers of the CPU."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    on_cpu = [
-        tensor for tensor in tensors if not isinstance(tensor, SimulatedTensor) and tensor.dim()
-    ]
+    are_mixed = any(not isinstance(tensor, SimulatedTensor) and tensor.dim() for tensor in tensors)
     is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-    if on_cpu and not is_backward and not name.startswith(MAY_MIX):
-        sizes = [
-            ("cuda" if isinstance(tensor, SimulatedTensor) else "cpu", tuple(tensor.shape))
-            for tensor in tensors
-        ]
+    if are_mixed and not is_backward and not name.startswith(MAY_MIX):
+        sizes = [(_device(tensor).type, tuple(tensor.shape)) for tensor in tensors]
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {sizes}")
 
 
@@ -226,12 +221,8 @@ def _numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return raw(Tensor.__array__, _refused_by_numpy(tensor), *args, **kwargs)
-
-
-def _refused_by_numpy(tensor: Tensor) -> Tensor:
-    _numpy(tensor.detach())
-    return tensor
+    _numpy(tensor.detach())  # which refuses a GPU's
+    return raw(Tensor.__array__, tensor, *args, **kwargs)
 
 
 def _on_plain(func: Any) -> Any:
