@@ -205,7 +205,7 @@ class RankGroup:
         for dp, worker in enumerate(self.workers[: self._layout.dp * step : step]):
             share = _share(updates, dp)
             put = self._cluster.put(share)
-            numbers = sorted({ref.group for ref in refs_of(share)})
+            numbers = _groups(share)
             groups = [refs[number] for number in numbers]
             own_samples = "megarl.training.batching:own_samples"
             shares.append(Share(put, worker.compute(own_samples, put, numbers, *groups)))
@@ -415,3 +415,8 @@ def _merged(parts: Iterable[dict[Key, Value]]) -> dict[Key, Value]:
 def _share(updates: Sequence[Update], dp_rank: int) -> list[Update]:
     """One data-parallel rank's part of each update."""
     return [replace(update, micro_batches=(update.micro_batches[dp_rank],)) for update in updates]
+
+
+def _groups(share: Sequence[Update]) -> list[int]:
+    """The groups whose samples are in a share, in ascending order."""
+    return sorted({ref.group for ref in refs_of(share)})
