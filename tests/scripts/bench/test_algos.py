@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megarl.types import Hyperparameters
 from scripts.bench.algos import PER_GROUP, TOLERANCE, cases, drawn, evenly, measure, measure_groups
 from scripts.bench.algos_loops import padded_gae, plain_gae, plain_loss
+from tests.scripts.bench.benches import figures, refusal
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "algos.py"
 BATCH = drawn(64, 300, 0)
 CASES = cases(BATCH)
 
@@ -32,10 +28,10 @@ def test_samples_are_as_described() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_equals_the_loop_and_the_padded_batch(name: str) -> None:
-    figures = measure(BATCH, CASES[name], loop_samples=64, padded_samples=64)
-    assert figures["difference"] < TOLERANCE
-    assert figures["tokens"] == sum(BATCH.lengths) and figures["ours_s"] > 0
-    assert ("padded_s" in figures) == (CASES[name].padded is not None)
+    row = measure(BATCH, CASES[name], loop_samples=64, padded_samples=64)
+    assert row["difference"] < TOLERANCE
+    assert row["tokens"] == sum(BATCH.lengths) and row["ours_s"] > 0
+    assert ("padded_s" in row) == (CASES[name].padded is not None)
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
@@ -45,33 +41,23 @@ def test_group_advantages_equal_the_loop(name: str) -> None:
 
 def test_a_difference_is_seen() -> None:
     """Or the rows above would prove nothing."""
-    case = replace(
-        CASES["gae"], loop=lambda samples: [plain_gae(one) + 1e-2 for one in samples], padded=None
-    )
-    assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
-    case = replace(
-        CASES["loss: grpo"], padded=lambda many: plain_loss("cispo", many, Hyperparameters())
-    )
-    assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
-    case = replace(
-        CASES["gae"], padded=lambda many: padded_gae(replace(many, reward=many.reward * 1.1))
-    )
-    assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
+    gae, grpo = CASES["gae"], CASES["loss: grpo"]
+    wrong = [
+        replace(gae, loop=lambda samples: [plain_gae(one) + 1e-2 for one in samples], padded=None),
+        replace(grpo, padded=lambda many: plain_loss("cispo", many, Hyperparameters())),
+        replace(gae, padded=lambda many: padded_gae(replace(many, reward=many.reward * 1.1))),
+    ]
+    for case in wrong:
+        assert measure(BATCH, case, 8, 8)["difference"] > TOLERANCE
 
 
 @pytest.mark.slow
 def test_a_run_prints_every_row() -> None:
-    command = [sys.executable, SCRIPT, "--json", "--samples", "64", "--longest", "500"]
-    found = json.loads(
-        subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    )
+    found = figures("algos", "--samples 64 --longest 500")
     assert found.keys() == {*CASES, *(f"advantage: {name}" for name in ("grpo", "dr_grpo", "rloo"))}
     assert all(row["difference"] < TOLERANCE and row["ratio"] > 0 for row in found.values())
 
 
 @pytest.mark.slow
 def test_groups_that_are_not_full_are_refused() -> None:
-    found = subprocess.run(
-        [sys.executable, SCRIPT, "--samples", "60"], capture_output=True, text=True, timeout=100
-    )
-    assert found.returncode == 2 and "--samples 60" in found.stderr.splitlines()[-1]
+    assert "--samples 60" in refusal("algos", "--samples 60")

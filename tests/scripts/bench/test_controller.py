@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from megarl.placement.train_layout import TrainLayout
 from megarl.training.batching import SampleRef, Update
 from scripts.bench.controller import TOKEN_BYTES, node_bytes
-
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "controller.py"
+from tests.scripts.bench.benches import figures
 
 
 def test_bytes_of_nodes_by_hand() -> None:
@@ -32,22 +26,8 @@ def test_bytes_of_nodes_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_a_run_counts_what_each_way_sends() -> None:
-    options = [
-        "--ranks",
-        "8",
-        "--hosts",
-        "2",
-        "--groups",
-        "8",
-        "--updates",
-        "2",
-        "--everything",
-        "--json",
-    ]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True
-    )
-    (rows,) = json.loads(done.stdout).values()
+    options = "--ranks 8 --hosts 2 --groups 8 --updates 2 --everything"
+    (rows,) = figures("controller", options).values()
     assigned, inline = rows["dealt"], rows["inline"]
     assert (assigned["calls"], inline["calls"]) == (8 + 2, 8), (
         "one call more for each data-parallel rank"

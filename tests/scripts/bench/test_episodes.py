@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from scripts.bench.episodes import Lag, tokenising_against_rendering
-
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "episodes.py"
+from tests.scripts.bench.benches import figures
 
 
 def test_the_turn_tokenizer_does_not_grow_with_the_conversation() -> None:
@@ -30,24 +24,8 @@ def test_a_lag_is_what_a_task_is_woken_too_late() -> None:
 
 @pytest.mark.slow
 def test_a_run_plays_every_turn_and_every_hung_call_ends() -> None:
-    options = [
-        "--episodes",
-        "4",
-        "8",
-        "--turns",
-        "3",
-        "--conversations",
-        "2",
-        "--repeats",
-        "2",
-        "--group",
-        "8",
-    ]
-    options += ["--hung-share", "0.125", "--call-timeout-s", "0.5", "--json"]
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=300, check=True
-    )
-    found = json.loads(done.stdout)
+    small = "--episodes 4 8 --turns 3 --conversations 2 --repeats 2 --group 8"
+    found = figures("episodes", f"{small} --hung-share 0.125 --call-timeout-s 0.5")
     for count, row in zip((4, 8), found["turns"].values(), strict=True):
         assert (row["turns"], row["ends_answered"], row["call_errors"]) == (3 * count, count, 0)
         assert 0 < row["turn_ms"] == pytest.approx(1e3 * row["wall_s"] / row["turns"])

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "lora.py"
-SMALL = [
-    "--json",
-    "--steps",
-    "2",
-    "--samples",
-    "6",
-    "--longest",
-    "64",
-    "--layers",
-    "2",
-    "--rank",
-    "4",
-]
+from tests.scripts.bench.benches import figures
 
 Row = dict[str, float]
 
@@ -30,10 +12,8 @@ Row = dict[str, float]
 @pytest.mark.slow
 @pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_three_contenders_on_two_ranks() -> None:
-    command = [sys.executable, SCRIPT, *SMALL, "--gpus", "2", "--ep", "2"]
-    found = json.loads(
-        subprocess.run(command, capture_output=True, text=True, timeout=400, check=True).stdout
-    )
+    small = "--steps 2 --samples 6 --longest 64 --layers 2 --rank 4"
+    found = figures("lora", f"{small} --gpus 2 --ep 2")
     assert list(found) == ["full", "merged", "adapters"]
     assert all(one["tokens_per_s"] > 0 and one["exchange_s"] > 0 for one in found.values())
     assert (

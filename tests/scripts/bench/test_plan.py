@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "plan.py"
+from tests.scripts.bench.benches import figures
 
 
 @pytest.mark.slow
 @pytest.mark.nightly  # tests/resharding/test_reshard_plan.py plans real models too
 def test_deepseek_v3_on_512_gpus() -> None:
     """Bytes are exact. A rank's plan takes less time than the traffic of all 512, on a machine of any speed."""
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=300, check=True
-    )
-    rows = json.loads(done.stdout)
+    rows = figures("plan")
     assert len(rows) == 4
     for name, row in rows.items():
         assert row["plan_s"] < row["account_s"], name

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,10 +12,9 @@ from megarl.resharding import megatron_map, sglang_map
 from megarl.resharding.shards import box_area, intersect_boxes
 from scripts.bench.resharding import wire
 from scripts.bench.resharding.case import Case, forget, is_exact, make_case, values
+from tests.scripts.bench.benches import figures, refusal
 
-SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
 ITEM_BYTES = 2
-SMALL = ["--layers", "2", "--hidden", "128", "--repeats", "2"]
 METHODS = {"megarl", "gather", "megatron_core"}
 FIGURES = {
     "wire_bytes_per_rank": int,
@@ -72,20 +66,9 @@ def test_every_weight_says_where_it_belongs() -> None:
     assert not (here["w"] == values(name, box)).any()
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "reshard.py"), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, **environment}
-    )
-
-
 def test_throttle_without_a_namespace_is_refused_in_one_line() -> None:
-    done = run("--throttle", "1000", PATH="/nonexistent")
-    assert done.returncode == 2
-    assert (
-        done.stderr
-        == "--throttle: this machine permits no network namespace; run as root, or without it\n"
-    )
+    line = "--throttle: this machine permits no network namespace; run as root, or without it"
+    assert refusal("reshard", "--throttle 1000", PATH="/nonexistent") == line
 
 
 def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
@@ -106,18 +89,15 @@ def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [pytest.param("tp", marks=pytest.mark.nightly), "ep"])
 def test_one_run_reports_bytes_time_and_memory_of_every_method(target: str) -> None:
-    done = run("--json", "--target", target, *SMALL)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    found = json.loads(line)
+    found = figures("reshard", f"--target {target} --layers 2 --hidden 128 --repeats 2")
     assert set(found) == {"target", "model_bytes", "minimum_wire_bytes_per_rank", "methods"}
     assert found["target"] == target
     assert set(found["methods"]) == METHODS
-    for name, figures in found["methods"].items():
-        assert {key: type(value) for key, value in figures.items()} == FIGURES, name
-        assert figures["exact"] is True, name
-        assert 0 < figures["inter_node_bytes_per_rank"] < figures["wire_bytes_per_rank"], name
-        assert min(figures["median_s"], figures["plan_s"], figures["extra_memory_bytes"]) > 0, name
+    for name, row in found["methods"].items():
+        assert {key: type(value) for key, value in row.items()} == FIGURES, name
+        assert row["exact"] is True, name
+        assert 0 < row["inter_node_bytes_per_rank"] < row["wire_bytes_per_rank"], name
+        assert min(row["median_s"], row["plan_s"], row["extra_memory_bytes"]) > 0, name
     case = make_case(target, 8, 2, 2, 128)
     minimum, gathered = minimum_and_gathered(case, found["model_bytes"])
     assert found["minimum_wire_bytes_per_rank"] == round(minimum)

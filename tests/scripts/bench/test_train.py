@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "train.py"
-SMALL = ["--json", "--steps", "2", "--samples", "6", "--longest", "64", "--layers", "2"]
+from tests.scripts.bench.benches import figures
 
 
 @pytest.mark.slow
@@ -22,10 +16,8 @@ def test_a_run_on_two_ranks() -> None:
 
     scripts/bench/train.py: both contenders with TransformerEngine, and MFU. To check first: the ratio on a GPU.
     """
-    command = [sys.executable, SCRIPT, *SMALL, "--gpus", "2", "--ep", "2"]
-    found = json.loads(
-        subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
-    )
+    small = "--steps 2 --samples 6 --longest 64 --layers 2"
+    found = figures("train", f"{small} --gpus 2 --ep 2")
     assert found["megarl_tokens_per_s"] > 0 and found["ratio"] > 0
     assert found["tokens"] > 6 * 8 - 1
     assert found["flops"] > 0
