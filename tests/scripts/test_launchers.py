@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.desk import ROOT, Desk, ended, stub, wait_until
+from tests.slurm.desk import ROOT, Desk, ended, output_of, stub, wait_until
 
 RUNS = sorted((ROOT / "scripts").glob("run_*.sh"))
 
@@ -47,8 +47,7 @@ def test_launchers_differ_in_their_recipe_alone(path: Path) -> None:
 def test_a_launcher_hands_everything_on(desk: Desk) -> None:
     given = ["recipes/overlays/one.yaml", "run.name=a b", "--dry-run", "--resume"]
     command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *given]
-    code, out = ended(desk.start(*command, lives="75", NCCL_DEBUG="INFO", MEGARL_INTERFACE="eth7"))
-    assert code == 75, out
+    output_of(desk.start(*command, lives="75", NCCL_DEBUG="INFO", MEGARL_INTERFACE="eth7"), 75)
     (life,) = desk.lives()
     assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *given]
     assert life["cwd"] == str(ROOT)
@@ -62,8 +61,7 @@ def test_a_missing_megarl_is_said_in_a_line(desk: Desk, tmp_path: Path) -> None:
     scripts.mkdir(parents=True)
     for name in ("launch_env.sh", RUNS[0].name):
         (scripts / name).write_text((ROOT / "scripts" / name).read_text())
-    code, out = ended(desk.start("bash", scripts / RUNS[0].name, PATH="/usr/bin:/bin"))
-    assert code == 2
+    out = output_of(desk.start("bash", scripts / RUNS[0].name, PATH="/usr/bin:/bin"), 2)
     assert out == (
         f"megarl: megarl is neither on PATH nor in {tmp_path}/elsewhere/.venv/bin: install it there, or activate its "
         "environment\n"
@@ -137,8 +135,7 @@ def test_paths_are_of_the_callers_folder(desk: Desk, tmp_path: Path) -> None:
     given = ["own.yaml", "recipes/overlays/smoke.yaml", "run.name=own.yaml"]
     command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *given]
     desk.folder = caller
-    code, out = ended(desk.start(*command))
-    assert code == 0, out
+    output_of(desk.start(*command))
     assert desk.lives()[0]["argv"][2:] == [f"{caller}/own.yaml", *given[1:]]
     own = {
         "MEGARL_RAY_DIR": ".",

@@ -61,6 +61,10 @@ class Desk:
         command = ["sbatch", f"--nodes={nodes}", "scripts/slurm/megarl.sbatch", *arguments]
         return self.start(*command, lives=lives, **more)
 
+    def done(self, *arguments: str, code: int = 0, **more: Any) -> str:
+        """What a job says that ends with this code."""
+        return output_of(self.submit(*arguments, **more), code)
+
     def lives(self) -> list[dict[str, Any]]:
         return [json.loads(one.read_text()) for one in sorted(self.room.glob("life-*.json"))]
 
@@ -87,6 +91,13 @@ class Desk:
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     out, _ = process.communicate(timeout=_LIMIT_S)
     return process.returncode, out
+
+
+def output_of(process: subprocess.Popen[str], code: int = 0) -> str:
+    """The output of a process that ends with this code."""
+    found, out = ended(process)
+    assert found == code, out
+    return out
 
 
 def stub(folder: Path, name: str, says: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.desk import ROOT, SLURM, Desk, ended, stub, wait_until
+from tests.slurm.desk import ROOT, SLURM, Desk, ended, output_of, stub, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +40,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
-    code, out = ended(desk.submit("recipes/dapo_deepseek671b.yaml", "run.name=a b", nodes=3))
-    assert code == 0, out
+    out = desk.done("recipes/dapo_deepseek671b.yaml", "run.name=a b", nodes=3)
     assert out.splitlines()[-1] == "megarl: job 4711: the run is done"
     (life,) = desk.lives()
     keys = ["placement.network=nodes", "run.name=a b"]
@@ -65,8 +64,7 @@ def test_with_a_container_nothing_of_megarl_is_needed_outside(desk: Desk) -> Non
     stub(outside, "python3", f'exec {sys.executable} "$@"')  # of the stand-ins for Slurm
     stub(image, "run", _ENROOT.format(image=image, root=ROOT, path=desk.path))
     path = os.pathsep.join(map(str, (SLURM, outside, "/usr/bin", "/bin")))
-    code, out = ended(desk.submit("r.yaml", PATH=path, MEGARL_CONTAINER=f"{image}/run --of=x"))
-    assert code == 0, out
+    desk.done("r.yaml", PATH=path, MEGARL_CONTAINER=f"{image}/run --of=x")
     (life,) = desk.lives()
     assert life["argv"] == ["train", "r.yaml", "placement.network=nodes", "--resume"]
     assert life["cwd"] == str(ROOT)
@@ -96,8 +94,7 @@ def test_enroot_is_told_what_a_job_needs_of_the_hosts_environment() -> None:
 
 
 def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:
-    code, out = ended(desk.submit("r.yaml", RAY_AUTH_TOKEN="of another cluster"))
-    assert code == 0, out
+    out = desk.done("r.yaml", RAY_AUTH_TOKEN="of another cluster")
     (life,) = desk.lives()
     processes = [desk.ray("127.0.0.2"), desk.ray("127.0.0.3"), life]
     (token,) = {one["token"] for one in processes[:2]}
@@ -111,8 +108,7 @@ def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:
 
 
 def test_a_job_from_elsewhere_is_answered_in_a_line(desk: Desk, tmp_path: Path) -> None:
-    code, out = ended(desk.submit("r.yaml", MEGARL_ROOT=str(tmp_path)))
-    assert code == 2
+    out = desk.done("r.yaml", MEGARL_ROOT=str(tmp_path), code=2)
     assert (
         out
         == f"megarl: {tmp_path} is not the repository: submit the job there, or set MEGARL_ROOT\n"
@@ -121,8 +117,7 @@ def test_a_job_from_elsewhere_is_answered_in_a_line(desk: Desk, tmp_path: Path) 
 
 def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
     """Two on one node: what Ray would take a fixed port for gets a free one."""
-    code, out = ended(desk.submit("r.yaml", nodes=1))
-    assert code == 0, out
+    desk.done("r.yaml", nodes=1)
     head = desk.ray("127.0.0.2")
     assert {"--port=0", "--min-worker-port=0", "--max-worker-port=0"} <= set(head["argv"])
     port = next(one for one in head["argv"] if one.startswith("--ray-client-server-port="))
@@ -179,8 +174,7 @@ def test_a_step_that_outlasts_the_time_limit_goes_on_from_its_checkpoint(desk: D
     wait_until(lambda: desk.heard() == ["SIGUSR1"])
     job.send_signal(signal.SIGUSR1)
     job.send_signal(signal.SIGTERM)
-    code, out = ended(job)
-    assert code == 0, out
+    out = output_of(job)
     assert desk.heard() == ["SIGUSR1", "SIGTERM"]
     assert "megarl: job 4711: ended before its time limit and is queued again" in out.splitlines()
     assert len(desk.lives()) == 2
@@ -198,8 +192,7 @@ def test_at_the_limit_the_job_is_queued_before_ray_is_ended(desk: Desk, tmp_path
     job.send_signal(signal.SIGUSR1)
     wait_until(lambda: desk.heard() == ["SIGUSR1"])
     job.send_signal(signal.SIGTERM)
-    code, out = ended(job)
-    assert code == 0, out
+    output_of(job)
     assert order.read_text().split() == ["scontrol", "scancel", "scancel"]
 
 
@@ -208,8 +201,7 @@ def test_a_megarl_that_hears_no_signal_is_killed(desk: Desk) -> None:
     job = desk.submit("r.yaml", nodes=1, lives="DEAF", MEGARL_END_S="1")
     desk.wait_for_life(1)
     job.send_signal(signal.SIGTERM)
-    code, out = ended(job)
-    assert code == 143, out
+    out = output_of(job, 143)
     assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
     assert {one.name for one in desk.jobs.iterdir()} == {"4711.logs"}
 
@@ -218,10 +210,9 @@ def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_pat
     arguments = ["recipes/quickstart.yaml", f"run.dir={tmp_path}", "run.name=x", "--dry-run"]
     saves = str(tmp_path / "x" / "checkpoints")
     lives = "75 75+ 75+ 75 75"
-    code, out = ended(
-        desk.submit(*arguments, nodes=1, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1")
+    out = desk.done(
+        *arguments, nodes=1, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1", code=75
     )
-    assert code == 75, out
     said = [
         line.removeprefix("megarl: job 4711: ")
         for line in out.splitlines()
@@ -238,10 +229,7 @@ def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_pat
 
 def test_one_node_of_many_that_does_not_start_is_noticed(desk: Desk) -> None:
     """srun itself goes on for as long as any node of its step does."""
-    code, out = ended(
-        desk.submit("r.yaml", nodes=3, FAKE_BROKEN="127.0.0.4", MEGARL_MAX_RESTARTS="0")
-    )
-    assert code == 1, out
+    out = desk.done("r.yaml", nodes=3, FAKE_BROKEN="127.0.0.4", MEGARL_MAX_RESTARTS="0", code=1)
     reason = "127.0.0.4: Ray ended (exit code 7), this node is broken"
     assert (
         f"megarl: Ray ended on a node while Ray on all 3 nodes was awaited: {reason}"
@@ -251,8 +239,7 @@ def test_one_node_of_many_that_does_not_start_is_noticed(desk: Desk) -> None:
 
 
 def test_the_logs_of_a_run_that_failed_outlive_its_nodes(desk: Desk) -> None:
-    code, out = ended(desk.submit("r.yaml", lives="1", MEGARL_MAX_RESTARTS="0"))
-    assert code == 1, out
+    out = desk.done("r.yaml", lives="1", MEGARL_MAX_RESTARTS="0", code=1)
     logs = desk.jobs / "4711.logs" / "0"
     assert f"megarl: job 4711: the logs of its nodes are in {logs}" in out.splitlines()
     for address in ("127.0.0.2", "127.0.0.3"):
@@ -263,8 +250,7 @@ def test_the_logs_of_a_run_that_failed_outlive_its_nodes(desk: Desk) -> None:
 
 @pytest.mark.parametrize("broken", ["127.0.0.2", "127.0.0.3"])
 def test_a_node_whose_ray_does_not_start_is_a_failure(desk: Desk, broken: str) -> None:
-    code, out = ended(desk.submit("r.yaml", FAKE_BROKEN=broken, MEGARL_MAX_RESTARTS="1"))
-    assert code == 1, out
+    out = desk.done("r.yaml", FAKE_BROKEN=broken, MEGARL_MAX_RESTARTS="1", code=1)
     assert f"megarl: Ray ended on {broken} (exit code 7)" in out
     assert "megarl: Ray ended on a node while Ray" in out
     assert out.count("is queued again, restart 1 of 1") == 1
@@ -275,10 +261,7 @@ def test_a_node_whose_ray_does_not_start_is_a_failure(desk: Desk, broken: str) -
 
 
 def test_ray_is_not_waited_for_without_end(desk: Desk) -> None:
-    code, out = ended(
-        desk.submit("r.yaml", FAKE_MUTE="1", MEGARL_START_S="1", MEGARL_MAX_RESTARTS="0")
-    )
-    assert code == 1, out
+    out = desk.done("r.yaml", FAKE_MUTE="1", MEGARL_START_S="1", MEGARL_MAX_RESTARTS="0", code=1)
     assert "megarl: waited 1 s in vain for Ray's head" in out.splitlines()
 
 
@@ -291,7 +274,6 @@ def test_a_signal_while_ray_starts_queues_the_job_again(desk: Desk, tmp_path: Pa
     job = desk.submit("r.yaml", PATH=os.pathsep.join([str(first), desk.path]))
     wait_until(asked.exists)
     job.send_signal(signal.SIGUSR1)
-    code, out = ended(job)
-    assert code == 0, out
+    out = output_of(job)
     assert "ended before its time limit and is queued again" in out
     assert len(desk.lives()) == 1
