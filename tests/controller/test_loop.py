@@ -37,6 +37,7 @@ from megarl.types import (
 from tests.samples.responses import response_rows
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+AHEAD = ("algorithm.rollout_correction=tis", "rollout.ahead=1")
 LOOP = Path(loop.__file__).read_text(encoding="utf-8")
 
 
@@ -186,11 +187,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_the_step_is_short_and_knows_no_algorithm() -> None:
-    step = textwrap.dedent(inspect.getsource(loop.train_step))
-    assert len(step.splitlines()) <= 40
+def step(
+    run: Run, number: int = 1, buffer: GroupBuffer | None = None
+) -> tuple[GroupBuffer, Record]:
+    """The buffer and the record of a step after one with this buffer."""
+    record = Record(number)
+    return loop.train_step(run, Step(number, record, buffer or GroupBuffer())), record
+
+
+def test_the_step_has_no_branch_and_knows_no_algorithm() -> None:
+    source = textwrap.dedent(inspect.getsource(loop.train_step))
     branches = ast.If, ast.IfExp, ast.Match, ast.BoolOp
-    assert not [node for node in ast.walk(ast.parse(step)) if isinstance(node, branches)]
+    assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, branches)]
     strings = {node.value for node in ast.walk(ast.parse(LOOP)) if isinstance(node, ast.Constant)}
     assert not strings & ALGORITHMS.keys()
     assert "ALGORITHMS" not in LOOP and "hyperparameters" not in LOOP
@@ -206,8 +214,8 @@ def test_every_stage_of_a_row_is_known(algorithm: str) -> None:
 
 def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
     one, fleet = made("algorithm.name=grpo")
-    record = Record(1)
-    assert refs(loop.train_step(one, Step(1, record))) == []
+    buffer, record = step(one)
+    assert refs(buffer) == []
     assert fleet.calls == [
         *("sample 2", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
         *("save 1 and []", "reshard"),
@@ -242,8 +250,8 @@ def test_a_step_records_its_samples_advantages_and_groups_that_teach_nothing(
 ) -> None:
     """The share of such groups is of algorithms that compare the samples of a prompt; GAE is of tokens."""
     one, fleet = made(f"algorithm.name={algorithm}")
-    fleet.rewards, record = rewards, Record(1)
-    loop.train_step(one, Step(1, record))
+    fleet.rewards = rewards
+    _, record = step(one)
     assert record.advantages == {
         (group, sample): advantages[sample] for group in (0, 1) for sample in (0, 1)
     }
@@ -254,8 +262,7 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
     one, fleet = made(
         "algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.critic_warmup_steps=1"
     )
-    first, second = Record(1), Record(2)
-    loop.train_step(one, Step(1, first))
+    _, first = step(one)
     assert fleet.calls == [
         *("sample 2", "hand over to train", "observe 4 for the critic's plan"),
         *(
@@ -269,7 +276,7 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
         first.metrics
     )
     fleet.calls.clear()
-    loop.train_step(one, Step(2, second))
+    step(one, 2)
     assert fleet.calls[-4:] == [
         *(
             "hand over to train",
@@ -283,8 +290,7 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
 
 def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
     one, fleet = made("algorithm.name=sft")
-    record = Record(1)
-    loop.train_step(one, Step(1, record))
+    _, record = step(one)
     assert fleet.calls[:3] == [
         "put 2",
         "hand over to train",
@@ -295,12 +301,12 @@ def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
 
 def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
     one, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0")
-    buffer = loop.train_step(one, Step(1, Record(1)))
+    buffer, _ = step(one)
     assert refs(buffer) == ["ref 2", "ref 3"]
     assert "save 1 and ['ref 2', 'ref 3']" in fleet.calls, "a checkpoint has them too"
     fleet.calls.clear()
-    record = Record(2)
-    assert refs(loop.train_step(one, Step(2, record, buffer))) == []
+    buffer, record = step(one, 2, buffer)
+    assert refs(buffer) == []
     assert (record.metrics["stale/token_mean"], record.metrics["stale/token_max"]) == (1.0, 1)
     assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", (
         "nothing is sampled"
@@ -309,9 +315,8 @@ def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
 
 def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:
     """It has begun before the ranks get the memory, and has ended before the checkpoint, which has its groups."""
-    one, fleet = made("algorithm.name=grpo", "algorithm.rollout_correction=tis", "rollout.ahead=1")
-    record = Record(1)
-    buffer = loop.train_step(one, Step(1, record))
+    one, fleet = made("algorithm.name=grpo", *AHEAD)
+    buffer, record = step(one)
     assert fleet.calls == [
         *(
             "sample 2",
@@ -333,8 +338,7 @@ def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> Non
     assert sum(metrics[name] for name in times[:-1]) == pytest.approx(metrics["time/step_s"])
     assert metrics["rollout/waited_s"] >= metrics["time/train_s"], "the stand-in samples in no time"
     fleet.calls.clear()
-    record = Record(2)
-    loop.train_step(one, Step(2, record, buffer))
+    _, record = step(one, 2, buffer)
     assert fleet.calls[:3] == [
         *(
             "sample 2 ahead",
@@ -351,10 +355,8 @@ def test_ahead_the_last_step_samples_for_the_run_that_may_go_on(
 ) -> None:
     """Its checkpoint is as that of any other step; without one nobody would have the samples."""
     own = [] if every is None else [f"checkpoint.every={every}"]
-    one, fleet = made(
-        "algorithm.name=grpo", "algorithm.rollout_correction=tis", "rollout.ahead=1", *own
-    )
-    assert len(loop.train_step(one, Step(9, Record(9))).entries) == 2 * calls
+    one, fleet = made("algorithm.name=grpo", *AHEAD, *own)
+    assert len(step(one, 9)[0].entries) == 2 * calls
     assert fleet.calls.count("sample 2 ahead") == calls
 
 
@@ -364,16 +366,11 @@ def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_t
     """What its last step did, and the buffer of its checkpoint, with the same prompts and random streams."""
     found = []
     for steps in (2, 9):
-        how = [
-            "algorithm.rollout_correction=tis",
-            "rollout.ahead=1",
-            f"run.steps={steps}",
-            "checkpoint.every=7",
-        ]
-        one, fleet = made("algorithm.name=grpo", *how)
+        keys = ("algorithm.name=grpo", f"run.steps={steps}", "checkpoint.every=7")
+        one, fleet = made(*keys, *AHEAD)
         buffer = GroupBuffer()
         for number in (1, 2):
-            buffer = loop.train_step(one, Step(number, Record(number), buffer))
+            buffer = step(one, number, buffer)[0]
         drawn = [(entry.number, entry.prompt, entry.stream) for entry in buffer.entries]
         found.append((fleet.calls, drawn, refs(buffer), buffer.trained))
     assert found[0] == found[1]
@@ -382,13 +379,8 @@ def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_t
 
 def test_ahead_what_waits_is_not_sampled(made: Any) -> None:
     """Enough groups that are complete, and none that is open: the next step has no phase, now as without ahead."""
-    one, fleet = made(
-        "algorithm.name=dapo",
-        "algorithm.rollout_correction=tis",
-        "algorithm.oversample=2.0",
-        "rollout.ahead=1",
-    )
-    loop.train_step(one, Step(1, Record(1)))
+    one, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0", *AHEAD)
+    step(one)
     assert not any("ahead" in call for call in fleet.calls)
 
 
@@ -404,7 +396,7 @@ def test_a_wish_to_end_is_heard_before_each_phase(made: Any) -> None:
     one.saver.leave_if_wanted = leave
     fleet.rewards = [1.0, 1.0]  # of which dynamic sampling keeps no group
     with pytest.raises(EndedEarly):
-        loop.train_step(one, Step(4, Record(4)))
+        step(one, 4)
     assert fleet.calls == ["sample 2"]
 
 
@@ -414,7 +406,7 @@ def test_a_step_without_a_finished_response_ends_the_run(made: Any) -> None:
     with pytest.raises(
         UserError, match=r"rollout\.max_response_tokens: every response of the step was cut"
     ):
-        loop.train_step(one, Step(1, Record(1)))
+        step(one)
 
 
 def test_a_warm_start_is_supervised_steps_and_one_publication(made: Any) -> None:
