@@ -13,18 +13,20 @@ from megarl.config.loading import overlaid
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize
 from megarl.placement.engine_layout import EngineLayout
-from megarl.placement.roles import resolve
+from megarl.placement.roles import reference_copy, resolve
 from megarl.placement.train_layout import TrainLayout
 from megarl.plan.adapter_sizes import adapter_parameters, adapter_slot_bytes, adapters_in_words
 from megarl.plan.engine_memory import weight_bytes
 from megarl.plan.model_size import ModelSize, sizes_of
 from megarl.plan.optimizer_memory import GRADIENT_BYTES, MASTER_BYTES, MOMENTS_BYTES
-from megarl.plan.run_plan import make_plan
+from megarl.plan.run_plan import RunPlan, make_plan
+from megarl.plan.step_time import policy_time
 from megarl.types import UserErrors
 from tests.parallel.adapters import lora_recipe
 from tests.parallel.checkpoints import write
 from tests.parallel.worlds import run_world
 from tests.plan import plans
+from tests.plan.test_step_time import MODEL
 
 LAYOUTS = {
     "tp2 pp2 ep2": TrainLayout(4, 2, 2, 2),
@@ -115,10 +117,19 @@ def with_lora(recipe: Recipe, **keys: Any) -> Recipe:
     return Recipe.model_validate(recipe.model_dump() | {"lora": {"rank": 16, **keys}})
 
 
+@pytest.fixture(scope="module")
+def full(recipe: Recipe) -> RunPlan:
+    return make_plan(recipe, plans.H800)
+
+
+@pytest.fixture(scope="module")
+def merged(recipe: Recipe) -> RunPlan:
+    return make_plan(with_lora(recipe), plans.H800)
+
+
 @pytest.mark.slow
-def test_what_adapters_save(recipe: Recipe) -> None:
-    full, lora = (make_plan(one, plans.H800) for one in (recipe, with_lora(recipe)))
-    size, parts = lora.sizes["policy"], lora.memory.device["train"]
+def test_what_adapters_save(full: RunPlan, merged: RunPlan) -> None:
+    size, parts = merged.sizes["policy"], merged.memory.device["train"]
     assert parts.weights_bytes > full.memory.device["train"].weights_bytes
     trained = max(size.trained(stage) for stage in range(2))
     assert (
@@ -126,15 +137,15 @@ def test_what_adapters_save(recipe: Recipe) -> None:
     )
     state = max(size.optimizer_share(stage) for stage in range(2)) * (MASTER_BYTES + MOMENTS_BYTES)
     assert parts.optimizer_bytes == pytest.approx(state, rel=1e-6)
-    frozen = lora.memory.host["frozen_weights"]
+    frozen = merged.memory.host["frozen_weights"]
     assert 8 * parts.weights_bytes < frozen < 1.5 * 8 * parts.weights_bytes, (
         "from which the sums are made"
     )
     assert (
-        lora.memory.host_bytes - frozen < full.memory.host_bytes / 2
+        merged.memory.host_bytes - frozen < full.memory.host_bytes / 2
         and "frozen_weights" not in full.memory.host
     )
-    times, others = lora.learning["policy"], full.learning["policy"]
+    times, others = merged.learning["policy"], full.learning["policy"]
     assert 0.66 < times.updates_s / others.updates_s < 0.9, (
         "two of three products, and the same exchanges"
     )
@@ -142,15 +153,13 @@ def test_what_adapters_save(recipe: Recipe) -> None:
     assert (
         times.optimizer_s < others.optimizer_s / 20 and times.gradients_s < others.gradients_s / 20
     )
-    assert lora.reshard == full.reshard, "the merged weights travel"
+    assert merged.reshard == full.reshard, "the merged weights travel"
 
 
 @pytest.mark.slow
-def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
+def test_what_adapters_on_their_own_save_and_take(recipe: Recipe, merged: RunPlan) -> None:
     """SGLang's two slots in every phase, its weights on the host meanwhile, and a thousandth of the bytes in a step."""
-    merged, alone = (
-        make_plan(with_lora(recipe, sync=sync), plans.H800) for sync in ("merged", "adapters")
-    )
+    alone = make_plan(with_lora(recipe, sync="adapters"), plans.H800)
     shape, engine = alone.sizes["policy"].shape, alone.engine
     slots = adapter_slot_bytes(shape, engine, alone.sizes["policy"].lora, "bfloat16")
     for phase in ("train", "reshard"):
@@ -170,17 +179,12 @@ def test_what_adapters_on_their_own_save_and_take(recipe: Recipe) -> None:
     assert adapter_slot_bytes(shape, engine, merged.sizes["policy"].lora, "bfloat16") == [0] * 8
 
 
-@pytest.mark.slow
 def test_the_reference_is_the_policy_without_adapters(recipe: Recipe) -> None:
-    with_reference = overlaid(recipe, {"reference": {"use": True}})
-    kinds = with_reference, with_lora(with_reference), with_lora(with_reference, sync="adapters")
-    full, merged, alone = (make_plan(one, plans.H800) for one in kinds)
-    assert "reference" in full.memory.host
-    assert "reference" not in merged.memory.host and "reference" not in alone.memory.host
-    swapped, also, free = (one.learning["policy"].reference_s for one in (full, merged, alone))
-    assert 0 < free < swapped and also == pytest.approx(swapped, rel=0.05), (
-        "merged weights make place too"
-    )
+    full = overlaid(recipe, {"reference": {"use": True}})
+    kinds = full, with_lora(full), with_lora(full, sync="adapters")
+    assert [bool(reference_copy(kind)) for kind in kinds] == [True, False, False]
+    swapped, merged, alone = (policy_time(kind, MODEL).reference_s for kind in kinds)
+    assert 0 < alone < swapped == merged, "merged weights make place too"
 
 
 def test_what_adapters_refuse_is_refused_by_the_plan(recipe: Recipe) -> None:

@@ -105,33 +105,6 @@ def test_fewer_engines_beside_training_have_more_each() -> None:
         assert (found.again_share, found.token_mean) == (0, 1)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    prompts=st.integers(2, 12), times=st.sampled_from([1, 1.5, 2, 4]), share=st.sampled_from([1, 2, 3, 4, 8]),
-    groups=st.sampled_from([1, 2]), cache=st.sampled_from([1500, 10**9]), ahead=st.integers(0, 1),
-    beside=st.sampled_from([1, 2]),
-)  # fmt: skip
-def test_no_token_is_older_than_the_bound(
-    prompts: int, times: float, share: int, groups: int, cache: int, ahead: int, beside: int
-) -> None:
-    keys = {
-        "phase_tokens": -(-LONGEST // share),
-        "prompts_in_flight": int(times * prompts),
-        "ahead": ahead,
-    }
-    recipe = recipe_of(prompts, 3, **keys)
-    speed = speed_of(EngineLayout(2, 2, 2, dp=groups))
-    found = phased_rollout(
-        recipe, speed, samples_of(prompts, 3), limits(groups, 20, cache), beside=beside
-    )
-    assert found.token_mean <= found.token_max <= found.bound and (found.token_mean > 0) >= ahead
-    assert found.again_s <= found.time.prefill_s < found.time.total_s
-    assert bool(found.time.beside_s) == bool(
-        ahead
-    ) and found.time.mean_beside_s <= found.time.total_s * (1 + 1e-9)
-    assert found.time.running <= found.open_sequences
-
-
 def test_more_prompts_in_flight_shorten_a_rollout_where_there_is_room() -> None:
     """The longest response of each group decides when it is complete."""
     speed, samples = speed_of(EngineLayout(1, 4, 4), kv_bytes=1e3), samples_of(8, 4)
