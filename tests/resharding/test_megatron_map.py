@@ -342,21 +342,3 @@ def test_a_weight_is_split_where_another_tp_rank_holds_another_part(
     split = {param for param in mine if any(peer.get(param) != mine[param] for peer in peers)}
     experts = {param for param in mine if ".mlp.experts." in param}
     assert megatron_map.split_params(*pair, rank, transformer_engine=True) == split | experts
-
-
-def test_the_split_weights_of_latent_attention_and_experts() -> None:
-    """Where TransformerEngine's own marks are wrong: of its grouped experts and its duplicated layers."""
-    split = megatron_map.split_params(DEEPSEEK, TrainLayout(2, 2, 1, 2), 1, transformer_engine=True)
-    layer = f"decoder.layers.{DEEPSEEK.num_dense_layers}."
-    attention, experts = f"{layer}self_attention.linear_", f"{layer}mlp.experts.linear_"
-    assert {
-        f"{experts}fc1.weight0",
-        f"{experts}fc2.weight0",
-        f"{attention}q_up_proj.weight",
-    } < split
-    whole = {
-        f"{attention}q_down_proj.weight",
-        f"{attention}kv_down_proj.weight",
-        f"{layer}mlp.router.weight",
-    }
-    assert not whole & split
