@@ -16,9 +16,10 @@ from megarl.checkpoints.hf_import import check_hf, load_hf
 from megarl.model.tensors import hf_tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import megatron_map
-from megarl.resharding.shards import Shard, param_table
+from megarl.resharding.shards import Shard
 from megarl.types import UserError
 from tests.model.test_hf_config import CONFIG, SHAPE
+from tests.resharding.test_sglang_map import fill
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -87,32 +88,20 @@ def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("files", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rectangles_are_loaded(tmp_path: Path, files: int, dtype: torch.dtype) -> None:
-    """Two TP ranks together hold each tensor; the padding of the vocabulary becomes zero."""
+    """The boxes of two TP ranks; the padding of the vocabulary becomes zero."""
     weights = tensors()
     folder = (
         write(tmp_path, CONFIG, weights) if files == 1 else write_in_two_files(tmp_path, weights)
     )
-    layout, parts = TrainLayout(2, 2, 1, 2), []
     for rank in range(2):
-        shards = megatron_map.shards(SHAPE, layout, rank)
+        shards = megatron_map.shards(SHAPE, TrainLayout(2, 2, 1, 2), rank)
+        expected = fill(shards, weights, {"output_layer.weight": 128})
         params = {
-            name: torch.full(size[1:], 9.0, dtype=dtype)
-            for name, size in param_table(shards).items()
+            name: torch.full_like(tensor[0], 9.0, dtype=dtype) for name, tensor in expected.items()
         }
-        params["output_layer.weight"] = torch.full((128, 6), 9.0, dtype=dtype)
         load_hf(folder, shards, params)
-        parts.append(params)
-    head = torch.cat([part["output_layer.weight"] for part in parts])
-    assert torch.equal(head[:50], weights["lm_head.weight"].to(dtype))
-    assert not head[50:].any()
-    proj = torch.cat(
-        [part["decoder.layers.1.self_attention.linear_proj.weight"] for part in parts], dim=1
-    )
-    assert torch.equal(proj, weights["model.layers.1.self_attn.o_proj.weight"].to(dtype))
-    fc1 = parts[1]["decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
-    expert = "model.layers.0.mlp.experts.3."
-    gate_up = torch.cat([weights[expert + "gate_proj.weight"], weights[expert + "up_proj.weight"]])
-    assert torch.equal(fc1, gate_up.to(dtype))
+        for name, tensor in expected.items():
+            assert torch.equal(params[name], tensor[0].to(dtype)), name
 
 
 def test_loading_names_a_missing_tensor(tmp_path: Path) -> None:

@@ -392,16 +392,6 @@ def test_bytes_are_those_of_the_files(kind: str, quantisation: Quantisation | No
     assert file_bytes(shape, facts) == sum(tensor.nbytes for tensor in files.values())
 
 
-def test_a_prediction_layer_has_embedding_and_output_layer_again() -> None:
-    facts = HfFacts(1e-6, 1e4, True, 1)
-    more = file_bytes(SHAPE, facts) - file_bytes(
-        dataclasses.replace(SHAPE, num_mtp_layers=0), facts
-    )
-    own = [name for name in hf_tensors(SHAPE) if name.startswith("model.layers.2.")]
-    elements = sum(torch.Size(hf_tensors(SHAPE)[name]).numel() for name in own)
-    assert more == 2 * (elements + 2 * 300 * 192) + 2 * 4  # the router's biases have four bytes
-
-
 def test_what_is_quantised_is_what_an_fp8_engine_quantises() -> None:
     shards = sglang_map.shards(WHOLE_TILES, EngineLayout(1, 1, 1, fp8=True, draft=1), 0)
     in_fp8 = {shard.name.format(0) for shard in shards if shard.dtype == "float8_e4m3fn"}
