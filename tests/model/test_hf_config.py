@@ -26,47 +26,9 @@ CONFIG: dict[str, Any] = {
     "moe_intermediate_size": 8,
     "tie_word_embeddings": False,
 }
-DEEPSEEK: dict[str, Any] = {  # the fields of DeepSeek-V3's own config.json that megarl reads
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+DEEPSEEK = json.loads(
+    (Path(__file__).parents[2] / "recipes/models/deepseek-v3/config.json").read_text()
+)
 YARN = DEEPSEEK["rope_scaling"]
 DENSE: dict[str, Any] = {
     "num_hidden_layers": 2,
