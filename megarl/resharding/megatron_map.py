@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megarl.model.shape import SCORE, MlaShape, ModelShape
 from megarl.model.tensors import (
@@ -117,34 +118,45 @@ class Names:
         return f"local_experts.{STACK}.{linear}.weight"
 
 
-@dataclass(frozen=True)
-class Place:
-    """A layer, with the prefixes of its names in the checkpoint (`name`) and in the rank's model (`param`)."""
+class Place(NamedTuple):
+    """A module of a layer: the beginnings of its names in the checkpoint (`name`) and in the rank's model (`param`)."""
 
     layer: int
+    name: str
     param: str
 
-    @property
-    def name(self) -> str:
-        return layer_prefix(self.layer)
+    def inside(self, name: str, param: str) -> Place:
+        """A module inside this one."""
+        return Place(self.layer, self.name + name, self.param + param)
+
+    def weight(self, name: str, linear: str, rows: Range, cols: Range, row: int = 0) -> Shard:
+        """Rows and columns of a matrix, in the weight of a linear layer from `row` on."""
+        param = f"{self.param}{linear}.weight"
+        return Shard(f"{self.name}{name}.weight", rows, cols, param, (0, row, 0))
+
+    def vector(self, name: str, size: int, param: str, dtype: str = "") -> Shard:
+        return _vector(self.name + name, size, self.param + param, dtype)
 
 
 def _places(shape: ModelShape, layout: TrainLayout, stage: int) -> Iterator[Place]:
     """The layers of a stage in order; multi-token prediction layers follow the decoder's."""
     for chunk in range(layout.vpp):
         for local, layer in enumerate(layout.layers(stage, shape.num_layers, chunk)):
-            yield Place(layer, f"{_chunk_prefix(layout, chunk)}decoder.layers.{local}.")
+            param = f"{_chunk_prefix(layout, chunk)}decoder.layers.{local}."
+            yield Place(layer, layer_prefix(layer), param)
     if stage == layout.pp - 1:
         for index in range(shape.num_mtp_layers):
-            yield Place(shape.num_layers + index, f"{_mtp_param(layout, index)}transformer_layer.")
+            yield _mtp_place(shape, layout, index).inside("", "transformer_layer.")
 
 
 def _chunk_prefix(layout: TrainLayout, chunk: int) -> str:
     return f"vpp{chunk}." if layout.vpp > 1 else ""
 
 
-def _mtp_param(layout: TrainLayout, index: int) -> str:
-    return f"{_chunk_prefix(layout, layout.vpp - 1)}mtp.layers.{index}."
+def _mtp_place(shape: ModelShape, layout: TrainLayout, index: int) -> Place:
+    """A multi-token prediction layer."""
+    param = f"{_chunk_prefix(layout, layout.vpp - 1)}mtp.layers.{index}."
+    return Place(shape.num_layers + index, mtp_prefix(shape, index), param)
 
 
 def _vector(name: str, size: int, param: str, dtype: str = "") -> Shard:
@@ -205,23 +217,21 @@ def _vocab_rows(
 def _attention(
     shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
 ) -> Shards:
-    name = place.name + "self_attn."
-    param = place.param + "self_attention."
-    hidden = shape.hidden_size
-    input_norm = names.norm(place.param + "input_layernorm", param + "linear_qkv")
-    yield _vector(place.name + "input_layernorm.weight", hidden, input_norm)
+    attention = place.inside("self_attn.", "self_attention.")
+    hidden = (0, shape.hidden_size)
+    norm = names.norm("input_layernorm", "self_attention.linear_qkv")
+    yield place.vector("input_layernorm.weight", shape.hidden_size, norm)
     for letter, rows, row in _fused_rows(shape, layout.tp, tp_rank):
-        fused = param + "linear_qkv."
-        yield Shard(f"{name}{letter}_proj.weight", rows, (0, hidden), fused + "weight", (0, row, 0))
+        yield attention.weight(f"{letter}_proj", "linear_qkv", rows, hidden, row)
         if shape.qkv_bias:
-            yield Shard(f"{name}{letter}_proj.bias", rows, (0, 1), fused + "bias", (0, row, 0))
+            name = f"{attention.name}{letter}_proj.bias"
+            yield Shard(name, rows, (0, 1), attention.param + "linear_qkv.bias", (0, row, 0))
     cols = share(shape.num_heads * shape.head_dim, layout.tp, tp_rank)
-    yield Shard(name + "o_proj.weight", (0, hidden), cols, param + "linear_proj.weight")
+    yield attention.weight("o_proj", "linear_proj", hidden, cols)
     if shape.qk_norm:
         for letter in "qk":
-            yield _vector(
-                f"{name}{letter}_norm.weight", shape.head_dim, f"{param}{letter}_layernorm.weight"
-            )
+            norm = f"{letter}_layernorm.weight"
+            yield attention.vector(f"{letter}_norm.weight", shape.head_dim, norm)
 
 
 def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str, Range, int]]:
@@ -245,47 +255,30 @@ def _latent_attention(
     mla = shape.mla
     hidden = (0, shape.hidden_size)
     assert mla is not None
-    name = place.name + "self_attn."
-    param = place.param + "self_attention."
-    yield _vector(
-        place.name + "input_layernorm.weight",
-        shape.hidden_size,
-        place.param + "input_layernorm.weight",
-    )
+    attention = place.inside("self_attn.", "self_attention.")
+    yield place.vector("input_layernorm.weight", shape.hidden_size, "input_layernorm.weight")
     q_rows, kv_rows, o_cols = (
         share(shape.num_heads * size, layout.tp, tp_rank)
         for size in (mla.nope_dim + mla.rope_dim, mla.nope_dim + mla.v_dim, mla.v_dim)
     )
-    yield from _queries(mla, names, name, param, q_rows, hidden)
+    yield from _queries(mla, names, attention, q_rows, hidden)
     kv_a = (0, mla.kv_lora_rank + mla.rope_dim)
-    yield Shard(
-        name + "kv_a_proj_with_mqa.weight", kv_a, hidden, param + "linear_kv_down_proj.weight"
-    )
-    kv_norm = names.norm(param + "kv_layernorm", param + "linear_kv_up_proj")
-    yield _vector(name + "kv_a_layernorm.weight", mla.kv_lora_rank, kv_norm)
-    yield Shard(
-        name + "kv_b_proj.weight",
-        kv_rows,
-        (0, mla.kv_lora_rank),
-        param + "linear_kv_up_proj.weight",
-    )
-    yield Shard(name + "o_proj.weight", hidden, o_cols, param + "linear_proj.weight")
+    yield attention.weight("kv_a_proj_with_mqa", "linear_kv_down_proj", kv_a, hidden)
+    norm = names.norm("kv_layernorm", "linear_kv_up_proj")
+    yield attention.vector("kv_a_layernorm.weight", mla.kv_lora_rank, norm)
+    yield attention.weight("kv_b_proj", "linear_kv_up_proj", kv_rows, (0, mla.kv_lora_rank))
+    yield attention.weight("o_proj", "linear_proj", hidden, o_cols)
 
 
-def _queries(
-    mla: MlaShape, names: Names, name: str, param: str, rows: Range, hidden: Range
-) -> Shards:
+def _queries(mla: MlaShape, names: Names, attention: Place, rows: Range, hidden: Range) -> Shards:
     rank = mla.q_lora_rank
     if not rank:
-        yield Shard(name + "q_proj.weight", rows, hidden, param + "linear_q_proj.weight")
+        yield attention.weight("q_proj", "linear_q_proj", rows, hidden)
         return
-    yield Shard(name + "q_a_proj.weight", (0, rank), hidden, param + "linear_q_down_proj.weight")
-    yield _vector(
-        name + "q_a_layernorm.weight",
-        rank,
-        names.norm(param + "q_layernorm", param + "linear_q_up_proj"),
-    )
-    yield Shard(name + "q_b_proj.weight", rows, (0, rank), param + "linear_q_up_proj.weight")
+    yield attention.weight("q_a_proj", "linear_q_down_proj", (0, rank), hidden)
+    norm = names.norm("q_layernorm", "linear_q_up_proj")
+    yield attention.vector("q_a_layernorm.weight", rank, norm)
+    yield attention.weight("q_b_proj", "linear_q_up_proj", rows, (0, rank))
 
 
 # What a TP rank holds of a layer's attention, by ModelShape.attention_map.
@@ -299,51 +292,39 @@ def _dense_mlp(
     shape: ModelShape, layout: TrainLayout, names: Names, place: Place, tp_rank: int
 ) -> Shards:
     """The norm and the MLP of a dense layer, or the norm, the router and the shared experts of a MoE layer."""
-    name = place.name + "mlp."
-    param = place.param + "mlp."
+    mlp = place.inside("mlp.", "mlp.")
     hidden = shape.hidden_size
-    norm = place.param + "pre_mlp_layernorm"
+    norm = "post_attention_layernorm.weight"
     if shape.is_dense(place.layer):
-        yield _vector(
-            place.name + "post_attention_layernorm.weight",
-            hidden,
-            names.norm(norm, param + "linear_fc1"),
-        )
-        yield from _gated(name, param, hidden, shape.ffn_size, layout.tp, tp_rank)
+        yield place.vector(norm, hidden, names.norm("pre_mlp_layernorm", "mlp.linear_fc1"))
+        yield from _gated(mlp, hidden, shape.ffn_size, layout.tp, tp_rank)
         return
-    yield _vector(place.name + "post_attention_layernorm.weight", hidden, norm + ".weight")
-    yield Shard(name + "gate.weight", (0, shape.num_experts), (0, hidden), param + "router.weight")
+    yield place.vector(norm, hidden, "pre_mlp_layernorm.weight")
+    yield mlp.weight("gate", "router", (0, shape.num_experts), (0, hidden))
     if shape.router_bias:
-        bias = name + "gate.e_score_correction_bias"
-        yield _vector(bias, shape.num_experts, param + "router.expert_bias", "float32")
+        bias = "gate.e_score_correction_bias"
+        yield mlp.vector(bias, shape.num_experts, "router.expert_bias", "float32")
     if shape.num_shared_experts:
         width = shape.num_shared_experts * shape.moe_ffn_size
-        yield from _gated(
-            name + "shared_experts.", param + "shared_experts.", hidden, width, layout.tp, tp_rank
-        )
+        shared = mlp.inside("shared_experts.", "shared_experts.")
+        yield from _gated(shared, hidden, width, layout.tp, tp_rank)
 
 
-def _gated(name: str, param: str, hidden: int, width: int, ranks: int, rank: int) -> Shards:
+def _gated(mlp: Place, hidden: int, width: int, ranks: int, rank: int) -> Shards:
     mine = share(width, ranks, rank)
-    fc1 = param + "linear_fc1.weight"
-    yield Shard(name + "gate_proj.weight", mine, (0, hidden), fc1)
-    yield Shard(name + "up_proj.weight", mine, (0, hidden), fc1, (0, width // ranks, 0))
-    yield Shard(name + "down_proj.weight", (0, hidden), mine, param + "linear_fc2.weight")
+    yield mlp.weight("gate_proj", "linear_fc1", mine, (0, hidden))
+    yield mlp.weight("up_proj", "linear_fc1", mine, (0, hidden), width // ranks)
+    yield mlp.weight("down_proj", "linear_fc2", (0, hidden), mine)
 
 
 def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Shards:
     """The weights of a multi-token prediction layer except those of its transformer layer."""
-    name = mtp_prefix(shape, index)
-    param = _mtp_param(layout, index)
+    place = _mtp_place(shape, layout, index)
     hidden = shape.hidden_size
-    for norm, of in (
-        ("enorm", "enorm"),
-        ("hnorm", "hnorm"),
-        ("shared_head.norm", "final_layernorm"),
-    ):
-        yield _vector(f"{name}{norm}.weight", hidden, f"{param}{of}.weight")
-    rows = share(hidden, layout.tp, tp_rank)
-    yield Shard(name + "eh_proj.weight", rows, (0, 2 * hidden), param + "eh_proj.weight")
+    norms = {"enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "final_layernorm"}
+    for name, param in norms.items():
+        yield place.vector(f"{name}.weight", hidden, f"{param}.weight")
+    yield place.weight("eh_proj", "eh_proj", share(hidden, layout.tp, tp_rank), (0, 2 * hidden))
 
 
 def _experts(
