@@ -178,22 +178,22 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
         ) from None
     if not isinstance(row, dict):
         raise BadRow("the line is not a JSON object", _ONE_OBJECT)
-    if text.count("[") + text.count("{") > _MAX_DEPTH and _depth(row) > _MAX_DEPTH:
+    if text.count("[") + text.count("{") > _MAX_DEPTH and depth(row) > _MAX_DEPTH:
         raise too_deep
     if _HALF_PAIR.search(text):
         _refuse_half_pairs(row)
     return row
 
 
-def _depth(row: Any) -> int:
+def depth(value: list[Any] | dict[str, Any]) -> int:
     """How deeply lists and objects are nested."""
-    depth = 0
-    level = [row]
+    levels = 0
+    level: list[Any] = [value]
     while level:
-        depth += 1
+        levels += 1
         inner = (value.values() if isinstance(value, dict) else value for value in level)
         level = [value for values in inner for value in values if isinstance(value, dict | list)]
-    return depth
+    return levels
 
 
 def _refuse_half_pairs(row: Mapping[str, Any]) -> None:
@@ -242,12 +242,14 @@ def _in_microseconds(batch: Any) -> Any:
     columns = []
     for values in batch.columns:
         kind = values.type
-        if pa.types.is_timestamp(kind) and kind.unit == "ns":
-            values = values.cast(pa.timestamp("us", kind.tz), safe=False)
-        elif pa.types.is_duration(kind) and kind.unit == "ns":
-            values = values.cast(pa.duration("us"), safe=False)
-        elif pa.types.is_time64(kind) and kind.unit == "ns":
-            values = values.cast(pa.time64("us"), safe=False)
+        if getattr(kind, "unit", None) == "ns":
+            if pa.types.is_timestamp(kind):
+                rounded = pa.timestamp("us", kind.tz)
+            elif pa.types.is_duration(kind):
+                rounded = pa.duration("us")
+            else:
+                rounded = pa.time64("us")
+            values = values.cast(rounded, safe=False)
         columns.append(values)
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 

@@ -73,7 +73,6 @@ def load_prompts(
     """
     bad = RowErrors(source.where)
     rows = list(_rows(source, tokenizer.chat_template is not None, bad))
-    messages = [row.messages for row in rows]
     title = f"{source.where}: tokenising {len(rows):,} prompts"
 
     def make() -> Tokens | None:
@@ -86,10 +85,8 @@ def load_prompts(
             return tokens
         return None
 
-    if tools:
-        kind = f"prompts with {json.dumps(list(tools))}"
-    else:
-        kind = "prompts"
+    kind = f"prompts with {json.dumps(list(tools))}"
+    messages = [row.messages for row in rows]
     tokens = cached_tokens(cache, tokenizer, kind, messages, make)
     errors = bad.errors()
     if tokens is None:
@@ -199,10 +196,13 @@ def _texts(
         yield from (row.messages for row in rows)
         return
     for row in rows:
-        chat = chat_messages(row.messages)
         try:
-            how = {"tools": [dict(tool) for tool in tools] or None, "add_generation_prompt": True}
-            text = tokenizer.apply_chat_template(chat, tokenize=False, **how)
+            text = tokenizer.apply_chat_template(
+                chat_messages(row.messages),
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
         except Exception as error:  # a template may raise any exception
             problem = f"the chat template refuses the prompt: {error}"
             bad.add(row.id, BadRow(problem, "mend the messages or the template"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -26,8 +27,7 @@ class PromptStream:
             raise ValueError("a stream needs at least one prompt")
         self._prompts = list(prompts)
         self._random = random.Random(seed)
-        self._epoch: list[Prompt] = []
-        self._place = 0  # in the epoch
+        self._epoch: Iterator[Prompt] = iter(())  # what is left of it
         self.taken = 0  # prompts since the stream began; the whole state of the stream
 
     @cached_property
@@ -40,14 +40,10 @@ class PromptStream:
 
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts, across the end of an epoch where necessary."""
-        taken: list[Prompt] = []
+        taken = list(islice(self._epoch, n))
         while len(taken) < n:
-            if self._place == len(self._epoch):
-                self._epoch = self._random.sample(self._prompts, len(self._prompts))
-                self._place = 0
-            missing = n - len(taken)
-            taken += self._epoch[self._place : self._place + missing]
-            self._place = min(self._place + missing, len(self._epoch))
+            self._epoch = iter(self._random.sample(self._prompts, len(self._prompts)))
+            taken += islice(self._epoch, n - len(taken))
         self.taken += n
         return taken
 

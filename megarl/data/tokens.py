@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import date
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,8 @@ class Tokens:
 
     def of(self, number: int) -> array[int]:
         """The token ids of text `number`."""
-        found = array("i")
-        found.frombytes(
-            self.ids[self.ends[number - 1] if number else 0 : self.ends[number]].tobytes()
-        )
-        return found
+        start = self.ends[number - 1] if number else 0
+        return array("i", self.ids[start : self.ends[number]].tobytes())
 
 
 def tokenise(
@@ -60,24 +58,14 @@ def tokenise(
     kept: list[str] = []
     ids = array("i")
     ends = array("q")
-    batch = []
-
-    def flush() -> None:
-        for found in tokenizer(batch, add_special_tokens=special, return_attention_mask=False)[
-            "input_ids"
-        ]:
-            ids.extend(found)
+    rest = iter(texts)
+    while batch := list(islice(rest, _BATCH)):
+        encoded = tokenizer(batch, add_special_tokens=special, return_attention_mask=False)
+        for text_ids in encoded["input_ids"]:
+            ids.extend(text_ids)
             ends.append(len(ids))
-        kept.extend(batch)
+        kept += batch
         done(len(batch))
-        batch.clear()
-
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _BATCH:
-            flush()
-    if batch:
-        flush()
     return Tokens(kept, np.frombuffer(ids, dtype=np.int32), np.frombuffer(ends, dtype=np.int64))
 
 
@@ -231,8 +219,7 @@ def _flat(lists: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     if lists.type != pyarrow.large_list(pyarrow.int32()) or lists.null_count:
         raise ValueError(lists.type)
     offsets = lists.offsets.to_numpy()
-    first, last = (int(offsets[0]), int(offsets[-1])) if len(offsets) else (0, 0)
-    return lists.values.to_numpy()[first:last], offsets[1:] - first
+    return lists.flatten().to_numpy(), offsets[1:] - offsets[0]
 
 
 def _write(folder: int, name: str, table: Any) -> None:

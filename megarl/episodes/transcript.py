@@ -8,6 +8,7 @@ from copy import deepcopy
 from itertools import accumulate
 from typing import Any, Literal
 
+from megarl.data.files import depth
 from megarl.environments.runtime.results import TOOL_ERRORS, CallResult, cut
 from megarl.episodes.tool_calls import BadCall, ToolCall
 from megarl.printable import json_line
@@ -100,8 +101,8 @@ def _shortened(entry: TranscriptEntry, longest: int) -> TranscriptEntry:
 def _json_value(arguments: Mapping[str, Any]) -> Any:
     """The arguments of a call; a text where they are deeply nested, or have numbers that JSON has not."""
     # whoever writes it again may have less room on the stack
-    if (depth := _depth(arguments)) > _DEEPEST:
-        return f"[arguments nested in {depth} levels]"
+    if (levels := depth(dict(arguments))) > _DEEPEST:
+        return f"[arguments nested in {levels} levels]"
     try:
         json.dumps(arguments, allow_nan=False)
     except ValueError:  # NaN or an infinity
@@ -116,18 +117,6 @@ def _short_arguments(arguments: Any, longest: int) -> Any:
     if len(json.dumps(arguments)) <= longest:
         return arguments
     return cut(json_line(arguments), longest)
-
-
-def _depth(value: Any) -> int:
-    """How many lists and objects lie in each other."""
-    depth = 0
-    level = [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        level = [
-            inside for one in level for inside in (one.values() if isinstance(one, dict) else one)
-        ]
-        depth += 1
-    return depth
 
 
 def failed_calls(samples: Sequence[Sample]) -> tuple[str, ...]:
