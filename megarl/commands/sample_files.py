@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import disk
-from megarl.algos import ALGORITHMS
 from megarl.cluster.ray_session import Cluster
 from megarl.config import Recipe
 from megarl.controller.learning_rate import policy_lr
 from megarl.controller.run import Step, TrainingRun
 from megarl.controller.samples import sampling_of, with_overlong_penalty
-from megarl.controller.stages import LEARNING_STAGES, advantages, reshard, score
+from megarl.controller.stages import learn_from_groups, record_groups, reshard, score
 from megarl.data.inputs import Inputs
 from megarl.fleet.fleet import Fleet, training_fleet
 from megarl.model.hf_config import model_shape
 from megarl.placement.roles import resolve
 from megarl.samples.parquet import SampleFile, writing
-from megarl.tracking.metrics import rollout_metrics
-from megarl.tracking.run_log import Record, RunLog
-from megarl.types import GroupSummary
+from megarl.tracking.run_log import RunLog
 
 
 def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
@@ -50,7 +46,7 @@ def roll_out(recipe: Recipe, inputs: Inputs, log: RunLog, out: Path) -> None:
                 if fleet.reward_model:
                     # where it had the engines' memory their weights may be lost
                     reshard(fleet, record)
-                _record_samples(record, recipe, groups.summaries)
+                record_groups(record, groups, recipe.algorithm.name)
                 record.failed(groups.summaries)
         fleet.shutdown()
     log.say(f"the samples are in {out}")
@@ -76,16 +72,8 @@ def train_from(recipe: Recipe, samples: SampleFile, log: RunLog) -> None:
         )
         for number in range(1, recipe.run.steps + 1):
             with log.step(number) as record:
-                given = fleet.put(samples.groups(number))
-                groups = with_overlong_penalty(given, run.hyperparameters, recipe.longest_sample)
-                _record_samples(record, recipe, groups.summaries)
-                step = advantages(run, Step(number, record, groups=groups))
-                for stage in run.stages[1:]:  # the file is the source of the groups
-                    step = LEARNING_STAGES[stage](run, step)
+                groups = fleet.put(samples.groups(number))
+                groups = with_overlong_penalty(groups, run.hyperparameters, recipe.longest_sample)
+                record_groups(record, groups, recipe.algorithm.name)
+                step = learn_from_groups(run, Step(number, record, groups=groups))
                 record.add(step.update_metrics)
-
-
-def _record_samples(record: Record, recipe: Recipe, summaries: Sequence[GroupSummary]) -> None:
-    compares_samples = ALGORITHMS[recipe.algorithm.name].needs_group
-    record.add(rollout_metrics(summaries, compares_samples=compares_samples))
-    record.samples(summaries)

@@ -45,10 +45,7 @@ def sample(run: Run, step: Step) -> Step:
     record.add(staleness(groups.summaries, run.fleet.version, bound))
     groups = score(run.fleet, groups, record, recipe.reward_model.weight)
     groups = with_overlong_penalty(groups, hyperparameters, recipe.longest_sample)
-    record.add(
-        rollout_metrics(groups.summaries, compares_samples=ALGORITHMS[run.algorithm].needs_group)
-    )
-    record.samples(groups.summaries)
+    record_groups(record, groups, run.algorithm)
     return replace(step, groups=groups, collected=collected, ahead=ahead)
 
 
@@ -80,6 +77,13 @@ def demonstrate(run: Run, step: Step) -> Step:
     prompts = run.inputs.prompts.take(run.prompts_per_step)
     groups = [run.inputs.demonstrate(prompt) for prompt in prompts]
     return replace(step, groups=run.fleet.put(groups))
+
+
+def record_groups(record: Record, groups: RolloutBatch, algorithm: str) -> None:
+    """What a step's groups are on average, and some of their samples."""
+    compares_samples = ALGORITHMS[algorithm].needs_group
+    record.add(rollout_metrics(groups.summaries, compares_samples=compares_samples))
+    record.samples(groups.summaries)
 
 
 def score(fleet: Fleet, groups: RolloutBatch, record: Record, weight: float) -> RolloutBatch:
@@ -162,10 +166,14 @@ def update(run: TrainingRun, step: Step) -> Step:
 
 def learn(run: Run, step: Step) -> Step:
     """The stages of a step in order: the source of its groups, their advantages, and those that learn from them."""
-    source, *learning = run.stages
-    step = advantages(run, STAGES[source](run, step))
-    for stage in learning:
-        step = STAGES[stage](run, step)
+    return learn_from_groups(run, STAGES[run.stages[0]](run, step))
+
+
+def learn_from_groups(run: TrainingRun, step: Step) -> Step:
+    """The stages behind the source of the groups, which the step has."""
+    step = advantages(run, step)
+    for stage in run.stages[1:]:
+        step = LEARNING_STAGES[stage](run, step)
     return step
 
 

@@ -217,9 +217,7 @@ class Sandbox:
         (self.bin / name).unlink(missing_ok=True)
         bash_file(self.bin / name, f'echo "$0" "$@" >>{self.log}\n{body}')
 
-    def set_up(
-        self, cwd: Path | None = None, **environment: str
-    ) -> subprocess.CompletedProcess[str]:
+    def set_up(self, cwd: str | Path = "", **environment: str) -> subprocess.CompletedProcess[str]:
         """Source setup_env.sh; the environment is the caller's, with PATH ours."""
         script = f'source {self.repo}/scripts/setup_env.sh; echo "at $PWD ${{PYTHONPATH-clean}}"'
         return self.run("bash", "-c", script, cwd=cwd, **environment)
@@ -229,7 +227,7 @@ class Sandbox:
         return self.run("bash", f"{self.repo}/scripts/test.sh")
 
     def run(
-        self, *command: str, cwd: Path | None = None, **environment: str
+        self, *command: str, cwd: str | Path = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         env = {"PATH": str(self.bin), **environment}
         return subprocess.run(
