@@ -46,45 +46,38 @@ class _Arriving:
     number: int
 
 
-def _without_references(call: RemoteCall) -> tuple[RemoteCall, list[Ref]]:
-    """(the call with places, its references): Ray resolves those alone that are arguments themselves."""
+def _resolvable(args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments for Ray; a `RemoteCall`'s references follow it: Ray resolves those alone that are arguments."""
+    if not (args and isinstance(args[0], RemoteCall)):
+        return args
     refs: list[Ref] = []
 
-    def place(value: Any) -> Any:
-        if isinstance(value, Ref):
-            refs.append(value)
-            return _Arriving(len(refs) - 1)
+    def place(ref: Ref) -> _Arriving:
+        refs.append(ref)
+        return _Arriving(len(refs) - 1)
+
+    return [_with_replaced(args[0], Ref, place), *refs]
+
+
+def _resolved(args: Sequence[Any]) -> Sequence[Any]:
+    """The opposite, where the references have arrived as values."""
+    if not (args and isinstance(args[0], RemoteCall)):
+        return args
+    call, *values = args
+    return [_with_replaced(call, _Arriving, lambda place: values[place.number])]
+
+
+def _with_replaced(call: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The call with every value of this kind changed, in its fields and in lists in them."""
+
+    def changed(value: Any) -> Any:
         if isinstance(value, list):
-            return [place(item) for item in value]
-        return value
+            return [changed(item) for item in value]
+        return change(value) if isinstance(value, kind) else value
 
-    return _with_fields(call, place), refs
-
-
-def _with_values(call: RemoteCall, values: Sequence[Any]) -> RemoteCall:
-    """The call with the values of its references in their places."""
-
-    def fill(value: Any) -> Any:
-        if isinstance(value, _Arriving):
-            return values[value.number]
-        if isinstance(value, list):
-            return [fill(item) for item in value]
-        return value
-
-    return _with_fields(call, fill)
-
-
-def _with_fields(call: Any, change: Callable[[Any], Any]) -> Any:
-    changed = {field.name: change(getattr(call, field.name)) for field in fields(call)}
-    return replace(call, **changed)
-
-
-def _resolvable(args: Sequence[Any]) -> Sequence[Any]:
-    """Arguments for Ray; a `RemoteCall`'s references follow it."""
-    if args and isinstance(args[0], RemoteCall):
-        call, refs = _without_references(args[0])
-        return [call, *refs]
-    return args
+    return replace(
+        call, **{field.name: changed(getattr(call, field.name)) for field in fields(call)}
+    )
 
 
 class _Shell:
@@ -100,29 +93,27 @@ class _Shell:
         self._is_made = asyncio.Event()
 
     async def start(self, host: str, folder: str, target: str, *args: Any) -> int:
-        module, _, name = target.partition(":")
-        loop = asyncio.get_running_loop()
         use_network(host)
         use_sglang_nccl_settings()
         _enter(folder)
-        await loop.run_in_executor(self._thread, _check_device)
-        cls = await loop.run_in_executor(self._thread, lambda: getattr(_imported(module), name))
+        await self._on_thread(_check_device)
+        cls = await self._on_thread(_imported, target)
         with _short_errors():
-            self._target = await loop.run_in_executor(self._thread, lambda: cls(*args))
+            self._target = await self._on_thread(cls, *args)
         self._is_made.set()
         return os.getpid()
+
+    async def _on_thread(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def call(self, method: str, *args: Any) -> Any:
         await self._is_made.wait()
         function = getattr(self._target, method)
-        if args and isinstance(args[0], RemoteCall):
-            args = (_with_values(args[0], args[1:]),)
+        arguments = _resolved(args)
         with _short_errors():
             if asyncio.iscoroutinefunction(function):
-                return await function(*args)
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, lambda: function(*args)
-            )
+                return await function(*arguments)
+            return await self._on_thread(function, *arguments)
 
     async def call_many(self, count: int, method: str, *args: Any) -> Any:
         results = [*await self.call(method, *args)]
@@ -130,9 +121,7 @@ class _Shell:
         return results if count > 1 else results[0]
 
     async def compute(self, function: str, *args: Any) -> Any:
-        module, _, name = function.partition(":")
-        made = getattr(importlib.import_module(module), name)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: made(*args))
+        return await self._on_thread(_imported(function), *args)
 
     async def own_placement(self, gpu: int) -> DevicePlacement:
         return own_placement(gpu, ray.util.get_node_ip_address())
@@ -154,13 +143,14 @@ class Worker:
 
         gpus: Ray's `num_gpus`; 0 for a process that only inspects its node.
         """
-        options: dict[str, Any] = {"num_gpus": gpus, "num_cpus": 0, "max_concurrency": _CALLS}
-        actor: Any = ray.remote(_Shell).options(scheduling_strategy=strategy, **options).remote()
+        shell: Any = ray.remote(_Shell).options(
+            scheduling_strategy=strategy, num_gpus=gpus, num_cpus=0, max_concurrency=_CALLS
+        )
         self.name = name
         self.slot = slot
-        self._actor = actor
+        self._actor: Any = shell.remote()
         self._host = host
-        self.watch_refs: list[Ref] = [actor.watch.remote()]
+        self.watch_refs: list[Ref] = [self._actor.watch.remote()]
 
     def start(self, target: str, *args: Any) -> Ref:
         """Import `module:Class` in the process and construct it with args; the result is the process id."""
@@ -217,11 +207,9 @@ def ray_nodes(host: str) -> list[RayNode]:
     for node in ray.nodes():
         if node["Alive"]:
             address = node["NodeManagerAddress"]
-            gpus = int(node["Resources"].get("GPU", 0))
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            nodes.append(
-                RayNode(address, gpus, Worker(f"node {address}", 0, host, strategy, gpus=0))
-            )
+            worker = Worker(f"node {address}", 0, host, strategy, gpus=0)
+            nodes.append(RayNode(address, int(node["Resources"].get("GPU", 0)), worker))
     return nodes
 
 
@@ -231,34 +219,29 @@ def answers(calls: Mapping[Ref, str], timeout_s: float) -> dict[str, Any]:
     A call that has not returned after timeout_s is a TimeoutError.
     """
     ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-    found = {}
+    results = {}
     for ref, label in calls.items():
-        value, error = _result(ref)
-        if isinstance(error, ray.exceptions.GetTimeoutError):
-            error = TimeoutError("no answer")
-        elif isinstance(error, ray.exceptions.RayTaskError):
-            error = error.cause or error
-        found[label] = value if error is None else error
-    return found
+        try:
+            results[label] = ray.get(ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            results[label] = TimeoutError("no answer")
+        except ray.exceptions.RayTaskError as error:
+            results[label] = error.cause or error
+        except ray.exceptions.RayError as error:
+            results[label] = error
+    return results
 
 
 def failure(ref: Ref) -> Exception | None:
     """The exception of a call that has failed; None for a call that has succeeded or is still running."""
-    _, error = _result(ref)
-    if isinstance(error, ray.exceptions.GetTimeoutError):
-        return None
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, UserError):
-        return cause
-    return error
-
-
-def _result(ref: Ref) -> tuple[Any, Exception | None]:
-    """(value, exception) of a call, without waiting: GetTimeoutError while it is running."""
     try:
-        return ray.get(ref, timeout=0), None
+        ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return None
     except ray.exceptions.RayError as error:
-        return None, error
+        cause = getattr(error, "cause", None)
+        return cause if isinstance(cause, UserError) else error
+    return None
 
 
 class Pulses:
@@ -287,7 +270,7 @@ class Pulses:
 
     def ask(self, workers: Sequence[Worker]) -> None:
         """Ask every worker that has answered its last request."""
-        silent = {*self.unanswered()}
+        silent = self.unanswered()
         for worker in workers:
             if worker in silent:
                 continue
@@ -301,9 +284,8 @@ class Pulses:
         """The workers that have not answered their last request; a dead process is not among them."""
         if not self._asked:
             return []
-        waiting = {
-            *ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=0)[1]
-        }
+        refs = list(self._asked.values())
+        _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
         return [worker for worker, ref in self._asked.items() if ref in waiting]
 
     def silence_s(self, worker: Worker) -> float:
@@ -332,10 +314,11 @@ def _check_device() -> None:
         raise error
 
 
-def _imported(module: str) -> Any:
-    """Import a module. Raises UserError where a shared library that it needs cannot be loaded."""
+def _imported(target: str) -> Any:
+    """What `module:name` is. Raises UserError where a shared library that the module needs cannot be loaded."""
+    module, _, name = target.partition(":")
     try:
-        return importlib.import_module(module)
+        return getattr(importlib.import_module(module), name)
     except OSError as error:
         problem = f"it cannot be imported on node {ray.util.get_node_ip_address()} ({error})"
         hint = (

@@ -115,11 +115,12 @@ def remove_counters(pids: Collection[int], folder: Path = SHARED_MEMORY) -> None
             ending.append(psutil.Process(pid))
     alive = {process.pid for process in psutil.wait_procs(ending, timeout=_REAP_S)[1]}
     began = psutil.Process().create_time()
-    for file in (file for pid in {*pids} - alive for file in folder.glob(f"torch_{pid}_*")):
-        with suppress(OSError):
-            status = file.lstat()
-            if status.st_uid == os.geteuid() and status.st_mtime >= began:
-                file.unlink()
+    for pid in {*pids} - alive:
+        for file in folder.glob(f"torch_{pid}_*"):
+            with suppress(OSError):
+                status = file.lstat()
+                if status.st_uid == os.geteuid() and status.st_mtime >= began:
+                    file.unlink()
 
 
 @contextmanager
@@ -176,10 +177,9 @@ def _servers(raylet_socket: str) -> list[psutil.Process]:
         "raylet": f"--raylet_socket_name={raylet_socket}",
         "gcs_server": f"--session-name={session}",
     }
-    running = psutil.process_iter(["name", "cmdline"])
     return [
         process
-        for process in running
+        for process in psutil.process_iter(["name", "cmdline"])
         if wanted.get(process.info["name"]) in (process.info["cmdline"] or ())
     ]
 
@@ -190,12 +190,11 @@ def _name(process: psutil.Process) -> str:
 
 def _how(descriptor: int) -> str:
     """How a process ended; the exit status is known of child processes only."""
-    try:
+    result = None
+    with suppress(ChildProcessError):
         result = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
+    if result is None:
         return "has ended"
-    if result is None or result.si_code == os.CLD_EXITED:
-        if result is None:
-            return "has ended"
+    if result.si_code == os.CLD_EXITED:
         return f"ended with exit code {result.si_status}"
     return f"was killed by {signal.Signals(result.si_status).name}"

@@ -89,9 +89,8 @@ class Cluster:
         processes.adopt_orphans()
         self._not_ours = {process.pid for process in processes.descendants()}
         if count := remove_dead(_PREFIX, _PARENT):
-            self._say(
-                f"removed {count} temporary folder{'s' * (count > 1)} of sessions that were killed"
-            )
+            folders = "folder" if count == 1 else "folders"
+            self._say(f"removed {count} temporary {folders} of sessions that were killed")
         self._folder = SessionFolder(_PREFIX, _PARENT)
         self._tmpdir = os.environ.get("TMPDIR")
         # the files of a killed worker are removed with the session
@@ -109,10 +108,7 @@ class Cluster:
         return self
 
     def __exit__(self, _: object, raised: BaseException | None, __: object) -> None:
-        if self._servers:
-            error = self._servers.error()
-        else:
-            error = None
+        error = self._servers and self._servers.error()
         self.close()
         if error and isinstance(raised, Exception) and not isinstance(raised, WorkerFailed):
             raise WorkerFailed(error, "".join(traceback.format_exception(raised))) from None
@@ -213,10 +209,8 @@ class Cluster:
         try:
             return ray.get(list(labels), timeout=self._timeout_s)
         except ray.exceptions.RayError as error:  # a node has died, with results that it stored
-            failures = self._failures(labels)
-            raise _reported(
-                *min(failures or [("a worker's result", error)], key=_severity)
-            ) from None
+            failures = self._failures(labels) or [("a worker's result", error)]
+            raise _reported(*min(failures, key=_severity)) from None
 
     @staticmethod
     def _failures(labels: Mapping[Ref, str]) -> list[tuple[str, Exception]]:
@@ -239,9 +233,7 @@ class Cluster:
         watches = {ref: worker.name for worker in watched for ref in worker.watch_refs}
         while True:
             background = self._background if among is None else None
-            waiting = dict(labels)
-            if background:
-                waiting.update(background.labels())
+            waiting = {**labels, **(background.labels() if background else {})}
             done = self._ended([*waiting, *watches], watched)
             self._raise_failure(done, waiting | watches)
             if len(done) < len(waiting) and (silence := self._silence(watched)):
@@ -271,14 +263,12 @@ class Cluster:
 
         labels: of all calls that are open.
         """
-        causes = [failure(ref) for ref in done]
-        raised = [cause for cause in causes if cause is not None]
-        if not raised:
-            return
-        for cause in raised:
+        failures = self._failures({ref: labels[ref] for ref in done})
+        for _, cause in failures:
             if isinstance(cause, UserError):
                 raise cause
-        raise self._cause([*labels], labels)
+        if failures:
+            raise self._cause(labels)
 
     def settle(self, calls: Mapping[Ref, str]) -> bool:
         """Wait until every call has returned or raised; False as soon as any worker dies or is silent for too long."""
@@ -295,10 +285,10 @@ class Cluster:
         """Call the same method of each worker; the results are in the workers' order. Raises as `gather` does."""
         return self.gather({worker.call(method): worker.name for worker in workers})
 
-    def _cause(self, refs: Sequence[Ref], labels: Mapping[Ref, str]) -> Exception:
+    def _cause(self, labels: Mapping[Ref, str]) -> Exception:
         """The failure to report, waiting a moment for a more telling one; see `_severity`."""
         self._pulses.ask(self._workers)
-        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_GRACE_S)
+        done, _ = ray.wait(list(labels), num_returns=len(labels), timeout=_GRACE_S)
         failures = self._failures({ref: labels[ref] for ref in done})
         name, cause = min(failures, key=_severity)
         # A process that waited for a hanging one may time out before the hanging one has been silent for long enough.
@@ -325,8 +315,10 @@ class Cluster:
 
     def _silence(self, workers: Sequence[Worker]) -> str | None:
         """A description of a worker that has not answered for too long, if there is one."""
-        silent = (worker for worker in workers if self._pulses.silence_s(worker) >= self._timeout_s)
-        return next((self._silence_of(worker) for worker in silent), None)
+        for worker in workers:
+            if self._pulses.silence_s(worker) >= self._timeout_s:
+                return self._silence_of(worker)
+        return None
 
     def _silence_now(self) -> str | None:
         """A description of a worker that has been silent for half as long, or that a signal has stopped."""
@@ -336,16 +328,13 @@ class Cluster:
         return None
 
     def _silence_of(self, worker: Worker) -> str:
-        pid = self._pulses.pids.get(worker)
-        if pid:
-            who = f"{worker.name} (pid {pid})"
-        else:
-            who = worker.name
+        who = worker.name
+        if pid := self._pulses.pids.get(worker):
+            who += f" (pid {pid})"
+        silence = f"{who} has not answered for {self._pulses.silence_s(worker):.0f} s"
         if self._is_stopped(worker):
-            why = ": a signal stopped it"
-        else:
-            why = ""
-        return f"{who} has not answered for {self._pulses.silence_s(worker):.0f} s{why}"
+            silence += ": a signal stopped it"
+        return silence
 
     def _is_stopped(self, worker: Worker) -> bool:
         """Whether a signal has stopped the worker; False for workers of other nodes."""
@@ -354,10 +343,9 @@ class Cluster:
 
     def _pid_here(self, worker: Worker) -> int | None:
         """The worker's process id, if the worker is on this node and has ever answered."""
-        is_near = not self._joins or self._node_of(worker) == self.host
-        if is_near:
-            return self._pulses.pids.get(worker)
-        return None
+        if self._joins and self._node_of(worker) != self.host:
+            return None
+        return self._pulses.pids.get(worker)
 
     def close(self) -> None:
         """End the session and remove all of its processes, sockets, shared-memory files and folders."""

@@ -13,6 +13,7 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -68,34 +69,28 @@ def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> d
     gpus / cards, rounded up. Pairing the nearest first is optimal: all devices below a bridge are equally near to any
     device elsewhere.
     """
-    cards = {
-        name: _Place.of(root / "class/infiniband" / name / "device")
-        for name in _cards(root, wanted)
-    }
+    cards = {name: _card(name, root) for name in _cards(root, wanted)}
     places = {gpu: _gpu(gpu, root) for gpu in gpus}
-    pairs = [(gpu, name) for gpu in gpus for name in cards]
+    pairs = list(product(gpus, cards))
     # stable: ties as they come
     pairs.sort(key=lambda pair: places[pair[0]].nearness(cards[pair[1]]), reverse=True)
-    found: dict[str, str] = {}
+    nics: dict[str, str] = {}
     load: Counter[str] = Counter()
     for gpu, name in pairs:
-        if gpu not in found and load[name] < math.ceil(len(gpus) / len(cards)):
-            found[gpu] = name
+        if gpu not in nics and load[name] < math.ceil(len(gpus) / len(cards)):
+            nics[gpu] = name
             load[name] += 1
-    return {gpu: found[gpu] for gpu in gpus if gpu in found}
+    return nics
 
 
-def own_placement(slot: int, address: str, root: Path = SYSFS) -> DevicePlacement:
+def own_placement(slot: int, address: str) -> DevicePlacement:
     """The placement of the calling process, which uses GPU `slot` of its node and sees all of the node's GPUs."""
+    gpus = []
     if device.DEVICE == "cuda":
-        count = torch.cuda.device_count()
-    else:
-        count = 0
-    found = [torch.cuda.get_device_properties(index) for index in range(count)]
-    gpus = [
-        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found
-    ]
-    return placement_among(slot, gpus, address, root)
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            gpus.append(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    return placement_among(slot, gpus, address)
 
 
 def placement_among(
@@ -107,27 +102,26 @@ def placement_among(
     nics = nearest_nics(gpus, root, os.environ.get("NCCL_IB_HCA", ""))
     if gpu not in nics:
         return DevicePlacement(host, address, gpu, "")
-    card = _Place.of(root / "class/infiniband" / nics[gpu] / "device")
-    sharers = list(nics.values()).count(nics[gpu])
-    return DevicePlacement(host, address, gpu, nics[gpu], sharers, card.is_apart(_gpu(gpu, root)))
+    nic = nics[gpu]
+    crosses = _card(nic, root).is_apart(_gpu(gpu, root))
+    return DevicePlacement(host, address, gpu, nic, list(nics.values()).count(nic), crosses)
 
 
 def placement_lines(placements: Sequence[DevicePlacement]) -> list[str]:
     """A line for each node, in the order of its first rank. placements: by rank."""
-    ranks: dict[tuple[str, str], list[str]] = {}
+    ranks: dict[str, list[str]] = {}
     for rank, placed in enumerate(placements):
-        words = (str(rank), placed.gpu, placed.nic and f"through {placed.nic}")
-        ranks.setdefault((placed.host, placed.address), []).append(" ".join(filter(None, words)))
-    return [
-        f"{host} ({address}): ranks {', '.join(listed)}"
-        for (host, address), listed in ranks.items()
-    ]
+        words = f"{rank} {placed.gpu}".strip()
+        if placed.nic:
+            words += f" through {placed.nic}"
+        ranks.setdefault(f"{placed.host} ({placed.address})", []).append(words)
+    return [f"{node}: ranks {', '.join(listed)}" for node, listed in ranks.items()]
 
 
 def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
     """What slows a node's network down: GPUs that share a card, and cards on the other socket. placements: by rank."""
     shared: dict[tuple[str, str], list[str]] = {}
-    found = []
+    errors = []
     for rank, placed in enumerate(placements):
         if placed.sharers > 1:
             shared.setdefault((placed.host, placed.nic), []).append(str(rank))
@@ -135,38 +129,40 @@ def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
             path = f"rank {rank}'s GPU {placed.gpu} sends through {placed.nic}"
             problem = f"on {placed.host} {path}, which is on the other socket"
             hint = "name the cards of GPUs in NCCL_IB_HCA, or mend the node's cards"
-            found.append(UserError("placement", problem, hint))
+            errors.append(UserError("placement", problem, hint))
     for (host, nic), ranks in shared.items():
         problem = f"on {host} ranks {', '.join(ranks)} share the network card {nic}"
         hint = (
             "book nodes with a card for each GPU, or set the share of a card in placement.hardware"
         )
-        found.append(UserError("placement", problem, hint))
-    return found
+        errors.append(UserError("placement", problem, hint))
+    return errors
 
 
 def _cards(root: Path, wanted: str) -> list[str]:
     """Names of the RDMA cards with an active port, sorted by number (mlx5_2 before mlx5_10)."""
-    folder = root / "class/infiniband"
-    up = {
-        state.parents[2].name
-        for state in folder.glob("*/ports/*/state")
-        if "ACTIVE" in state.read_text()
-    }
-    return sorted(
-        (name for name in up if _is_wanted(name, wanted)), key=lambda name: (len(name), name)
-    )
+    names = set()
+    for state in root.glob("class/infiniband/*/ports/*/state"):
+        name = state.parents[2].name
+        if "ACTIVE" in state.read_text() and _is_wanted(name, wanted):
+            names.add(name)
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def _is_wanted(name: str, wanted: str) -> bool:
     """NCCL_IB_HCA: comma-separated prefixes of names; "^" excludes what matches, "=" takes the names as exact."""
-    negates = wanted.startswith("^")
-    listed = wanted.removeprefix("^")
-    exact = listed.startswith("=")
-    asked = [card.partition(":")[0] for card in listed.removeprefix("=").split(",") if card]
-    if not asked:
+    names = [card.partition(":")[0] for card in wanted.lstrip("^=").split(",") if card]
+    if not names:
         return True
-    return any(name == card if exact else name.startswith(card) for card in asked) != negates
+    if wanted.startswith(("=", "^=")):
+        is_named = name in names
+    else:
+        is_named = name.startswith(tuple(names))
+    return is_named != wanted.startswith("^")
+
+
+def _card(name: str, root: Path) -> _Place:
+    return _Place.of(root / "class/infiniband" / name / "device")
 
 
 def _gpu(address: str, root: Path) -> _Place:
