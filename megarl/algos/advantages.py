@@ -93,9 +93,5 @@ def reverse_scan(own_T: torch.Tensor, decay_T: torch.Tensor) -> torch.Tensor:
 
 def _chunks(values_T: torch.Tensor) -> torch.Tensor:
     """A copy [places of a chunk, chunks], the last chunk filled with 0: neighbours in memory are done in one step."""
-    missing = -len(values_T) % _WIDTH
-    if missing:
-        whole_T = torch.nn.functional.pad(values_T, (0, missing))
-    else:
-        whole_T = values_T
+    whole_T = torch.nn.functional.pad(values_T, (0, -len(values_T) % _WIDTH))
     return whole_T.view(-1, _WIDTH).t().clone(memory_format=torch.contiguous_format)

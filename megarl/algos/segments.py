@@ -21,10 +21,7 @@ def segment_mean(
 
 
 def _sums(values_T: torch.Tensor, sequence_T: torch.Tensor) -> torch.Tensor:
-    if len(sequence_T):
-        count = int(sequence_T.max()) + 1
-    else:
-        count = 0
+    count = int(sequence_T.max()) + 1
     # One token after the other in float32, a sum of 100,000 would be wrong in its fourth digit.
     sums = torch.zeros(count, dtype=torch.float64, device=values_T.device).index_add(
         0, sequence_T, values_T.double()

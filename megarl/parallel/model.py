@@ -42,6 +42,7 @@ TRANSFORMER_ENGINE = DEVICE == "cuda" and HAVE_TE
 HAS_WEIGHT_GRADIENT_KERNEL = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"
+_NO_FACTS = HfFacts(0.0, 0.0, True, 1)  # where the names of fields are asked for alone
 
 
 def select_layers(train: TrainConfig, dtype: torch.dtype, has_engine: bool = HAVE_TE) -> None:
@@ -196,13 +197,12 @@ def transformer_config(
 def fixed_field_names() -> set[str]:
     """The names of the fields of TransformerConfig that a recipe cannot set."""
     nothing = ModelShape(1, 1, 1, 1, 1, 1, 1, 1, 1, mla=MlaShape(1, 1, 1, 1, 1))
-    facts = HfFacts(0.0, 0.0, True, 1)
-    return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), facts, torch.float32, 0.0))
+    return set(_fixed_fields(nothing, TrainLayout(1, 1, 1, 1), _NO_FACTS, torch.float32, 0.0))
 
 
 def default_field_names(shape: ModelShape) -> set[str]:
     """The names of the fields of TransformerConfig for which megarl has a default of its own."""
-    return set(_default_fields(shape, HfFacts(0.0, 0.0, True, 1)))
+    return set(_default_fields(shape, _NO_FACTS))
 
 
 class Score(torch.nn.Module):

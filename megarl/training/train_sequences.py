@@ -21,29 +21,30 @@ def train_sequence(
     sample = group.samples[ref.sample]
     row = sample.rows[ref.row]
 
-    def on_response(value: np.ndarray | float, dtype: type) -> np.ndarray:
+    def on_response(value: np.ndarray | float, dtype: type = np.float32) -> np.ndarray:
         """[T]: the value on the trained tokens, and 0 elsewhere."""
         row_T = np.zeros(row.num_tokens, dtype=dtype)
         row_T[len(row.prompt_ids) :] = np.where(row.trained_T, value, 0)
         return row_T
 
+    loss_weight = 1.0
+    if aggregation == "sequence_mean":
+        loss_weight = 1.0 / sample.num_trained
     number_T = np.cumsum(row.trained_T) - 1  # among the trained tokens
     rewards_T = row.token_rewards_T
     has_turns = len(sample.rows) > 1 or not row.trained_T.all()
     return TrainSequence(
         token_ids_T=np.concatenate([np.asarray(row.prompt_ids, np.int64), row.response_ids_T]),
         loss_mask_T=on_response(1.0, np.bool_),
-        loss_weight_T=on_response(
-            1.0 / sample.num_trained if aggregation == "sequence_mean" else 1.0, np.float32
-        ),
-        engine_logp_T=on_response(row.engine_logp_T, np.float32),
+        loss_weight_T=on_response(loss_weight),
+        engine_logp_T=on_response(row.engine_logp_T),
         reward=ref.reward,
         outcome=float(ref.is_correct),
-        nll_weight_T=on_response(nll_weight, np.float32) if nll_weight and ref.is_correct else None,
+        nll_weight_T=on_response(nll_weight) if nll_weight and ref.is_correct else None,
         is_stale_T=on_response(number_T < ref.num_stale, np.bool_) if ref.num_stale else None,
         experts_TMK=row.routed_experts,
         key=key_of(ref),
-        token_rewards_T=None if rewards_T is None else on_response(rewards_T, np.float32),
+        token_rewards_T=None if rewards_T is None else on_response(rewards_T),
         turn_T=on_response(turns_of(sample.rows, ref.row), np.int64) if has_turns else None,
     )
 
