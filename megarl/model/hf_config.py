@@ -259,9 +259,9 @@ def end_token_ids(path: str | Path) -> frozenset[int]:
     found: set[int] = set()
     for each in configs:
         value = each.content.get("eos_token_id")
-        ids = value if isinstance(value, list) else [value]
         if value is None:
             continue
+        ids: list[Any] = value if isinstance(value, list) else [value]
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
             problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
             raise each.error(problem, "write the number of the token that ends a response")

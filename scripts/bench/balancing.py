@@ -106,7 +106,8 @@ def assigned(
     """
     engines = machine.start()
     capacity = Capacity(machine.slots, machine.cache)
-    top = kind([capacity.times(machine.groups)] * machine.engines, LONGEST)
+    of_engine = Capacity(machine.slots * machine.groups, machine.cache * machine.groups)
+    top = kind([of_engine] * machine.engines, LONGEST)
     inner = [kind([capacity] * machine.groups, LONGEST) for _ in engines]
     seen = [sample.response_tokens for samples in before for sample in samples]
     for balancer, share in (

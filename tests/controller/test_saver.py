@@ -353,8 +353,8 @@ def test_a_wish_to_end_before_anything_was_learnt_saves_nothing(
 
 def test_every_reason_not_to_go_on_is_told_at_once(runs: Runs, tiny_model: Path) -> None:
     snapshots = Snapshots(runs.folder / FOLDER, pytest.fail)
-    shape: dict[str, object] = asdict(model_shape(tiny_model)) | {"num_layers": 8}
-    known = {"seed": 7, "trains_mtp": False, "critic": None, "sampling": {}}
+    shape: dict[str, Any] = asdict(model_shape(tiny_model)) | {"num_layers": 8}
+    known: dict[str, Any] = {"seed": 7, "trains_mtp": False, "critic": None, "sampling": {}}
     data = stream(11).fingerprint
     progress = Progress(5, 2, 3, prompts_taken=9, data=data, shape=shape, buffer=STATE, **known)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
