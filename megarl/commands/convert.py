@@ -30,14 +30,12 @@ def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: S
     found = Snapshots(run / FOLDER, say).newest(step)
     if found is None:
         if step is None:
-            which = "whole checkpoint"
-        else:
-            which = f"whole checkpoint of step {step}"
-        if step is None:
+            problem = "there is no whole checkpoint"
             hint = "name another run"
         else:
+            problem = f"there is no whole checkpoint of step {step}"
             hint = "leave --step out for the newest"
-        errors.append(UserError(str(run / FOLDER), f"there is no {which}", hint))
+        errors.append(UserError(str(run / FOLDER), problem, hint))
     else:
         errors += model_errors(found, recipe)
     if found is None or errors:

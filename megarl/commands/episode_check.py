@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megarl.commands.episode_turns import (
     turns_of_file,
 )
 from megarl.config import Recipe
-from megarl.data.files import BadRow, RowErrors, answer_of, column, no_rows_error, read_rows
+from megarl.data.files import BadRow, RowErrors, answered_rows, column
 from megarl.environments.runtime.environment_thread import EnvironmentThread, environment_settings
 from megarl.environments.runtime.results import CallResult
 from megarl.environments.runtime.tool_loading import ENVIRONMENT, TOOLS
@@ -104,18 +103,9 @@ def check(recipe: Recipe, num_rows: int | None, turns: Path | None, samples: Pat
 
 def _rows(recipe: Recipe, num_rows: int) -> list[_Row]:
     where, file = next(iter(recipe.data.train_files.items()))
-    rows = []
-    bad = RowErrors(where)
-    name = file.answer or recipe.data.answer
-    for place, row in islice(read_rows(file.path, where, bad), num_rows):
-        try:
-            answer = answer_of(column(row, name, "set data.answer to one of {columns}"), name)
-            rows.append(_Row(place, answer, row))
-        except BadRow as error:
-            bad.add(place, error)
-    if bad.errors() or not rows:
-        raise UserErrors(bad.errors() or [no_rows_error(file.path, where)])
-    return rows
+    answer_column = file.answer or recipe.data.answer
+    hint = "set data.answer to one of {columns}"
+    return [_Row(*row) for row in answered_rows(file.path, where, answer_column, num_rows, hint)]
 
 
 def _demonstrated(rows: Sequence[_Row], name: str | None) -> list[list[ScriptedTurn]]:
@@ -258,8 +248,9 @@ class _Trial:
         how = "a second run with the same seed gives other results"
         has_promised = self._where == ENVIRONMENT and self.thread.offer.is_replayable
         if not changed and has_promised:
-            middle = first.num_turns // 2
-            ended = await play(self.thread, row.values, seed, script, restart_before=middle)
+            ended = await play(
+                self.thread, row.values, seed, script, restart_before=first.num_turns // 2
+            )
             changed = difference(first, ended)
             how = "a replay after the end of its process gives other results"
         if changed:

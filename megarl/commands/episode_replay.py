@@ -13,7 +13,6 @@ from megarl.commands.recorded_episodes import (
     Judged,
     RecordedEpisode,
     RecordedSampler,
-    ReplayDifference,
     first_difference,
     recorded_turns,
 )
@@ -103,17 +102,14 @@ class _Replay:
             if not chosen:
                 continue
             prompt = self._with_messages(group.prompt)
-            found = await asyncio.gather(
+            differences = await asyncio.gather(
                 *(self._replayed(prompt, group, index) for index in chosen)
             )
-            self.num_played = self.num_played + len(found)
-            self.num_same = self.num_same + found.count(None)
-            told = [
-                f"sample {index} ({prompt.id}): {one}"
-                for index, one in zip(chosen, found, strict=True)
-                if one
-            ]
-            self.first = self.first or (f"{place}, {told[0]}" if told else "")
+            self.num_played += len(chosen)
+            self.num_same += differences.count("")
+            for index, difference in zip(chosen, differences, strict=True):
+                if difference and not self.first:
+                    self.first = f"{place}, sample {index} ({prompt.id}): {difference}"
 
     def tell(self) -> None:
         """Print what came of all. Raises UserError unless every episode came out the same."""
@@ -177,7 +173,7 @@ class _Replay:
             problem = f"the prompt of {prompt.id} has {file} at token {shared}, and this recipe makes {now} of it"
         raise UserError(str(self.path), problem, _HINT)
 
-    async def _replayed(self, prompt: Prompt, group: Group, index: int) -> ReplayDifference | None:
+    async def _replayed(self, prompt: Prompt, group: Group, index: int) -> str:
         sample = group.samples[index]
         place = next(self._numbers)
         assert sample.facts

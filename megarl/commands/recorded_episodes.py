@@ -33,18 +33,6 @@ class RecordedTurn:
     reward: float
 
 
-@dataclass(frozen=True)
-class ReplayDifference:
-    """place: in the episode; recorded, replayed: in a few words, what the file has there and what came in its place."""
-
-    place: str
-    recorded: str
-    replayed: str
-
-    def __str__(self) -> str:
-        return f"{self.place} the file has {self.recorded}, and now there is {self.replayed}"
-
-
 def recorded_turns(sample: Sample) -> list[RecordedTurn]:
     """The turns of an episode, row by row: tokens that the model sampled with no other between them."""
     turns = []
@@ -65,13 +53,13 @@ def recorded_turns(sample: Sample) -> list[RecordedTurn]:
 class RecordedEpisode:
     """The turns of one episode, given until one is asked for after other tokens than those in the file.
 
-    num_given: turns that were given; difference: why no further one was.
+    num_given: turns that were given; difference: why no further one was, or "".
     """
 
     def __init__(self, turns: Sequence[RecordedTurn], turn_tokenizer: TurnTokenizer) -> None:
         self.turns = turns
         self.num_given = 0
-        self.difference: ReplayDifference | None = None
+        self.difference = ""
         self._turn_tokenizer = turn_tokenizer
 
     def next_turn(self, context_ids: Sequence[int], max_tokens: int) -> Sequence[int]:
@@ -82,23 +70,22 @@ class RecordedEpisode:
         self.num_given += 1
         return self.turns[self.num_given - 1].ids
 
-    def _difference(self, context_ids: Sequence[int], max_tokens: int) -> ReplayDifference | None:
-        place = f"before turn {self.num_given + 1}"
+    def _difference(self, context_ids: Sequence[int], max_tokens: int) -> str:
         if self.num_given == len(self.turns):
             shown = self._text(context_ids, len(context_ids))
-            return ReplayDifference(
+            return _differs(
                 f"after turn {self.num_given}", "the episode's end", f"a further turn after {shown}"
             )
         turn = self.turns[self.num_given]
         if turn.context_ids != list(context_ids):
             shared = num_shared(turn.context_ids, context_ids)
             file, now = (self._text(ids, shared) for ids in (turn.context_ids, context_ids))
-            return ReplayDifference(place, f"{file} at token {shared}", now)
+            return _differs(f"before turn {self.num_given + 1}", f"{file} at token {shared}", now)
         if len(turn.ids) > max_tokens:
-            return ReplayDifference(
+            return _differs(
                 f"in turn {self.num_given + 1}", f"{len(turn.ids)} tokens", f"room for {max_tokens}"
             )
-        return None
+        return ""
 
     def _text(self, ids: Sequence[int], place: int) -> str:
         """The text around a place in a conversation."""
@@ -128,9 +115,12 @@ class RecordedSampler:
         """The next turn, with 0 as its logprobs; it has finished where its last token is a stop token."""
         ids = self.episodes[place].next_turn(context_ids, sampling.max_tokens)
         finished = bool(ids) and ids[-1] in self._turn_tokenizer.stop_ids
-        logp_T = np.zeros(len(ids), np.float32)
-        parts = (SamplePart(0, len(ids)),)
-        row = Row.response(context_ids, np.asarray(ids, np.int64), logp_T, parts)
+        row = Row.response(
+            context_ids,
+            np.asarray(ids, np.int64),
+            np.zeros(len(ids), np.float32),
+            (SamplePart(0, len(ids)),),
+        )
         return Sample((row,), self.text(ids), finished)
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
@@ -146,8 +136,8 @@ def first_difference(
     sample: Sample,
     now: EpisodeResult,
     rewards: tuple[Judged, Judged],
-) -> ReplayDifference | None:
-    """What first came out otherwise when an episode was played again; None: everything came out the same.
+) -> str:
+    """What first came out otherwise when an episode was played again; "": everything came out the same.
 
     sample: of the file. rewards: those of the environment, in the file and now; None where they are not compared.
     """
@@ -157,22 +147,27 @@ def first_difference(
     assert facts and found
     if recorded.difference:
         return recorded.difference
-    end = f"the end `{found.end}`{f' ({now.reward_result.words})' if isinstance(now.reward_result, Failure) else ''}"
+    end = f"the end `{found.end}`"
+    if isinstance(now.reward_result, Failure):
+        end += f" ({now.reward_result.words})"
     if number < len(recorded.turns):
-        return ReplayDifference(f"before turn {number + 1}", "another turn", end)
+        return _differs(f"before turn {number + 1}", "another turn", end)
     if found.end != facts.end:
-        return ReplayDifference(f"after turn {number}", f"the end `{facts.end}`", end)
+        return _differs(f"after turn {number}", f"the end `{facts.end}`", end)
     for place, (before, after) in enumerate(
         zip(recorded.turns, recorded_turns(now.sample), strict=True), 1
     ):
         if before.reward != after.reward:
-            return ReplayDifference(
+            return _differs(
                 f"at turn {place}", f"the reward {before.reward:g}", f"the reward {after.reward:g}"
             )
     before, after = map(_reward, rewards)
-    if before == after:
-        return None
-    return ReplayDifference("at the end", before, after)
+    return "" if before == after else _differs("at the end", before, after)
+
+
+def _differs(place: str, recorded: str, replayed: str) -> str:
+    """place: in the episode; recorded, replayed: what the file has there, and what came in its place."""
+    return f"{place} the file has {recorded}, and now there is {replayed}"
 
 
 def _reward(judged: Judged) -> str:

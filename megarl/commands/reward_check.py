@@ -63,9 +63,11 @@ def reward_config(
     function: str, arguments: Sequence[str], timeout_s: float, memory_mb: int
 ) -> RewardConfig:
     """arguments: as key=value. Raises UserError for one that is not."""
-    given = dict(_argument(text) for text in arguments)
     return RewardConfig(
-        function=function, arguments=given, timeout_s=timeout_s, memory_mb=memory_mb
+        function=function,
+        arguments=dict(_argument(text) for text in arguments),
+        timeout_s=timeout_s,
+        memory_mb=memory_mb,
     )
 
 
@@ -87,7 +89,8 @@ def check(
 
 
 def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: int) -> bool:
-    rows = answered_rows(str(data), "--data", answer_column, num_rows)
+    hint = "set --answer to one of {columns}"
+    rows = answered_rows(str(data), "--data", answer_column, num_rows, hint)
     with _workers(config) as workers:
         trials = _trials_of_rows(workers, rows)
         slowest_s = workers.slowest_s

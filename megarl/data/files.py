@@ -117,12 +117,14 @@ def answer_of(value: Any, name: str) -> str:
 
 
 def answered_rows(
-    path: str, where: str, answer_column: str, most: int
+    path: str, where: str, answer_column: str, most: int, hint: str
 ) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """(place, answer, row) of the first `most` rows of a file that needs no prompts. Raises UserErrors."""
+    """(place, answer, row) of the first `most` rows of a file that needs no prompts. Raises UserErrors.
+
+    hint: as of `column`.
+    """
     found = []
     bad = RowErrors(where)
-    hint = "set --answer to one of {columns}"
     for place, row in islice(read_rows(path, where, bad), most):
         try:
             found.append((place, answer_of(column(row, answer_column, hint), answer_column), row))

@@ -61,7 +61,7 @@ def test_a_bad_line_is_told_with_its_place_and_the_others_are_read(
     assert told.startswith(f"data.train: {path}:{line}: ") and says in told
     told.encode("utf-8")  # it can be printed
     with pytest.raises(UserErrors, match=f"rows.jsonl:{line}: "):
-        answered_rows(str(path), "--data", "answer", 10)
+        answered_rows(str(path), "--data", "answer", 10, "")
 
 
 def test_a_whole_pair_and_an_escaped_backslash_are_text(tmp_path: Path) -> None:
@@ -191,4 +191,4 @@ def test_answers_of_parquet_that_are_none(tmp_path: Path, answer: Any) -> None:
     with pytest.raises(
         UserErrors, match="row 0: 'answer' is .*; write a text or a number into 'answer'"
     ):
-        answered_rows(str(path), "--data", "answer", 10)
+        answered_rows(str(path), "--data", "answer", 10, "")
