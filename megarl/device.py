@@ -113,10 +113,9 @@ def listening_socket(host: str = LOOPBACK) -> socket.socket:
 def host_store(timeout_s: float, host: str = LOOPBACK) -> TCPStore:
     """Serve a key-value store on one address; torch's own server would listen on every interface."""
     listener = listening_socket(host)
-    port = listener.getsockname()[1]
     return TCPStore(
         host,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),

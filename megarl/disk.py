@@ -72,6 +72,11 @@ def take_lock(file: IO[Any], folder: Path, where: str) -> bool:
     return True
 
 
+def existing_folder(path: Path) -> Path:
+    """The path, or the innermost folder around it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
 def is_writable(folder: Path) -> bool:
     """Whether files can be made in a folder: /proc and full file systems refuse what the folder's mode allows."""
     try:

@@ -20,7 +20,7 @@ import megarl
 from megarl.config import PlacementConfig, Recipe
 from megarl.config.hardware import Hardware, load_hardware
 from megarl.device import LOOPBACK
-from megarl.disk import writing
+from megarl.disk import existing_folder, writing
 from megarl.doctor import machine, nvidia, packages
 from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.doctor.findings import Finding, Report, merged, of_errors
@@ -278,9 +278,8 @@ def _probe(wanted: Wanted) -> Iterator[str]:
 
     "" where nothing can be written, which is a finding about the folder.
     """
-    path = Path(wanted.written[0][0]).absolute()
+    existing = existing_folder(Path(wanted.written[0][0]).absolute())
     name = ""
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
     with ExitStack() as stack:
         with suppress(OSError):
             name = stack.enter_context(

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from megarl.cluster.topology import SYSFS, placement_among, placement_errors
+from megarl.disk import existing_folder
 from megarl.doctor.facts import UNLIMITED, Folder, Nic, Port, ProcessLimits
 
 # to measure a disk's speed: enough to hide its latency, little enough for any disk
@@ -53,8 +54,7 @@ def limits() -> ProcessLimits:
 
 def host_bytes(cgroup: Path = _CGROUP) -> int:
     """The memory of the host, or the container's limit if that is less."""
-    total = psutil.virtual_memory().total
-    return _least(total, _cgroup_number("memory.max", cgroup))
+    return _least(psutil.virtual_memory().total, _cgroup_number("memory.max", cgroup))
 
 
 def disk_bytes(path: Path) -> tuple[int, int]:
@@ -71,7 +71,7 @@ def folder(path: Path, purpose: str, *, is_written: bool, shared_name: str = "")
     shared_name: a file that the first node has written there, to find out whether this node sees it.
     """
     path = path.absolute()
-    existing = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    existing = existing_folder(path)
     if not is_written and existing != path:
         return Folder(str(path), purpose, exists=False, is_written=False)
     total, free = disk_bytes(existing)

@@ -70,9 +70,8 @@ def _asked_gpus() -> tuple[list[Gpu], str]:
 
 
 def _ask(*arguments: str) -> str:
-    command = ["nvidia-smi", *arguments]
     return subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=_ANSWER_S
+        ["nvidia-smi", *arguments], check=True, capture_output=True, text=True, timeout=_ANSWER_S
     ).stdout
 
 

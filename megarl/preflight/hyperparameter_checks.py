@@ -128,8 +128,11 @@ def _idle_errors(recipe: Recipe) -> ErrorIterator:
     }
     for key, is_set in idle.items():
         if is_set:
-            problem = f"is set, and {recipe.algorithm.name} learns from the data's answers"
-            yield UserError(key, problem, "leave it out")
+            yield UserError(
+                key,
+                f"is set, and {recipe.algorithm.name} learns from the data's answers",
+                "leave it out",
+            )
 
 
 @listed

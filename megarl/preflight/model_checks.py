@@ -168,8 +168,11 @@ def _reference_errors(roles: Roles, shape: ModelShape) -> ErrorIterator:
         return
     if reference.known_shape is None:
         assert reference.error
-        where = reference.error.where.replace("model.path", "reference.path")
-        yield UserError(where, reference.error.problem, reference.error.hint)
+        yield UserError(
+            reference.error.where.replace("model.path", "reference.path"),
+            reference.error.problem,
+            reference.error.hint,
+        )
     elif reference.known_shape != shape:
         yield UserError(
             "reference.path",
