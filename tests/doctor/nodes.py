@@ -41,38 +41,29 @@ def smi_topology(**changed: str) -> str:
     def kind(one: str, two: str) -> str:
         if one == two:
             return " X "
-        if f"{one}_{two}" in changed or f"{two}_{one}" in changed:
-            return changed.get(f"{one}_{two}") or changed[f"{two}_{one}"]
+        if other := changed.get(f"{one}_{two}") or changed.get(f"{two}_{one}"):
+            return other
         if one[:3] == two[:3] == "GPU":
             return "NV8"
-        return (
-            "PIX"
-            if one[3] == two[3]
-            else "NODE"
-            if (int(one[3]) < 4) == (int(two[3]) < 4)
-            else "SYS"
-        )
+        if one[3] == two[3]:
+            return "PIX"
+        return "NODE" if (one[3] < "4") == (two[3] < "4") else "SYS"
 
-    head = (
-        "\t\x1b[4m"
-        + "\t".join([*devices, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"])
-        + "\x1b[0m"
-    )
-    rows = []
+    affinities = "CPU Affinity\tNUMA Affinity\tGPU NUMA ID"
+    lines = ["\t\x1b[4m" + "\t".join(devices) + f"\t{affinities}\x1b[0m"]
     for one in devices:
-        cells = [one, *(kind(one, two) for two in devices)]
-        cells += ["0-47,96-143", "0", "", "N/A"] if one.startswith("GPU") else ["", "", ""]
-        rows.append("\t".join(cells))
-    legend = [
+        row = "\t".join([one, *(kind(one, two) for two in devices)])
+        lines.append(f"{row}\t0-47,96-143\t0\t\tN/A" if one.startswith("GPU") else f"{row}\t\t\t")
+    lines += [
         "",
         "Legend:",
         "",
         "  X    = Self",
-        "  NV#  = Connection traversing a bonded set of # NVLinks",
+        "  NV#  = Connection of # NVLinks",
         "",
+        "NIC Legend:",
     ]
-    legend += ["NIC Legend:", ""] + [f"  NIC{number}: mlx5_{number}" for number in range(8)]
-    return "\n".join([head, *rows, *legend, ""])
+    return "\n".join([*lines, *(f"  NIC{number}: mlx5_{number}" for number in range(8)), ""])
 
 
 SMI_HEAD = (

@@ -19,14 +19,17 @@ from tests.parallel.worlds import recipe
 
 def placed(gpus: int, train_gpus: int, engines: EngineLayout, critic: range | None = None) -> Roles:
     """So many training ranks on the first slots, the engines, and a critic on these slots."""
-    found = resolve(recipe(Path("none"), TrainLayout(train_gpus, 1, 1, 1)))
-    placement = found.recipe.placement.model_copy(update={"gpus": gpus})
-    whole = found.recipe.model_copy(update={"placement": placement})
-    beside = None
+    roles = resolve(recipe(Path("none"), TrainLayout(train_gpus, 1, 1, 1)))
+    critic_role = None
     if critic:
         layout = TrainLayout(len(critic), 1, 1, 1)
-        beside = replace(found.policy, name="critic", layout=layout, first_slot=critic.start)
-    return replace(found, recipe=whole, engines=engines, critic=beside)
+        critic_role = replace(roles.policy, name="critic", layout=layout, first_slot=critic.start)
+    whole = with_placement(roles.recipe, gpus=gpus)
+    return replace(roles, recipe=whole, engines=engines, critic=critic_role)
+
+
+def with_placement(recipe: Recipe, **keys: object) -> Recipe:
+    return recipe.model_copy(update={"placement": recipe.placement.model_copy(update=keys)})
 
 
 def policy(*, budget: int, cp: int = 1) -> Role:
@@ -118,18 +121,13 @@ def test_what_talks_at_every_layer_lies_inside_a_node_and_engines_fill_nodes(
 
 
 def test_one_machine_has_no_edges() -> None:
-    made = on_nodes(train={"tp": 8}, tp=16)
-    alone = made.model_copy(
-        update={"placement": made.placement.model_copy(update={"gpus_per_node": 16})}
-    )
+    alone = with_placement(on_nodes(train={"tp": 8}, tp=16), gpus_per_node=16)
     assert node_errors(resolve(alone)) == []
 
 
 def test_an_engine_that_is_said_to_span_nodes_needs_their_network() -> None:
     made = on_nodes(tp=8)
-    loopback = made.model_copy(
-        update={"placement": made.placement.model_copy(update={"network": "loopback"})}
-    )
+    loopback = with_placement(made, network="loopback")
     assert [error.where for error in node_errors(resolve(loopback))] == ["placement.network"]
     assert (made.engine_nodes, loopback.engine_nodes, on_nodes(tp=4).engine_nodes) == (2, 1, 1)
 
