@@ -54,10 +54,7 @@ def test_no_character_of_a_hostile_text_is_left() -> None:
 def test_every_character_that_a_terminal_obeys_or_a_reader_does_not_see_is_escaped() -> None:
     for number in range(sys.maxunicode + 1):
         character = chr(number)
-        hidden = unicodedata.category(character)[0] == "C" or unicodedata.category(character) in (
-            "Zl",
-            "Zp",
-        )
+        hidden = unicodedata.category(character).startswith(("C", "Zl", "Zp"))
         assert is_hidden(character) is hidden
         assert (one_line(character) != character) is hidden, hex(number)
 
@@ -106,10 +103,8 @@ def _prints(called: ast.expr) -> bool:
         return called.id == "print"
     if not isinstance(called, ast.Attribute):
         return False
-    stream = ast.unparse(called.value)
-    return called.attr == "print" or (
-        called.attr in ("write", "writelines") and stream.startswith("sys.std")
-    )
+    writes = called.attr in ("write", "writelines")
+    return called.attr == "print" or (writes and ast.unparse(called.value).startswith("sys.std"))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

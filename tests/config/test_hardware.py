@@ -30,17 +30,10 @@ def test_every_figure_says_where_it_is_from(file: Path) -> None:
 
 def test_links_are_each_way_and_slower_than_memory() -> None:
     cards = {file.stem: load_hardware(file) for file in FILES}
-    assert (
-        cards["h800"].nvlink_bytes_per_s * 2 == 400e9
-        and cards["h100"].nvlink_bytes_per_s * 2 == 900e9
-    )
+    assert cards["h800"].nvlink_bytes_per_s * 2 == 400e9
     for card in cards.values():
-        assert (
-            card.pcie_bytes_per_s
-            <= card.nic_bytes_per_s
-            < card.nvlink_bytes_per_s
-            < card.hbm_bytes_per_s
-        )
+        assert card.pcie_bytes_per_s <= card.nic_bytes_per_s
+        assert card.nic_bytes_per_s < card.nvlink_bytes_per_s < card.hbm_bytes_per_s
 
 
 def test_an_unknown_key_is_told_with_line_and_the_nearest(tmp_path: Path) -> None:
