@@ -88,23 +88,6 @@ class SimulatedRequest:
         return self.response_tokens + self.observed_tokens
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Tokens of a sequence that are read at once after others that are cached, and how often."""
-
-    tokens: int
-    before: int = 0
-    times: int = 1
-
-    def seconds(self, speed: Speed) -> tuple[float, float]:
-        """As `Speed.prefill_s`."""
-        of_group, of_all = speed.prefill_s(self.before + self.tokens)
-        if not self.before:
-            return of_group, of_all
-        before_group, before_all = speed.prefill_s(self.before)
-        return self.times * (of_group - before_group), self.times * (of_all - before_all)
-
-
 @dataclass
 class _Sequence:
     """origin: the engine's step at which it would have begun, had it never waited.
@@ -127,19 +110,23 @@ class _Sequence:
         """The tokens that it holds at any step, less the number of the step."""
         return self.request.prompt_tokens + self.request.observed_tokens - self.origin
 
-    def readings(self) -> list[Reading]:
-        """What is read at its admission. Observations count as if each were read after half of the sequence."""
+    def read_s(self, speed: Speed) -> Iterator[tuple[float, float]]:
+        """Seconds of each that is read at its admission, as of `Speed.prefill_s`.
+
+        Observations count as if each were read after half of the sequence.
+        """
         request = self.request
-        found = list[Reading]()
         if self.age:
-            return [Reading(int(self.tokens))]
+            yield speed.prefill_s(int(self.tokens))
+            return
         if not request.shares_prompt:
-            found.append(Reading(request.prompt_tokens))
+            yield speed.prefill_s(request.prompt_tokens)
         if request.observed_tokens:
             before = request.prompt_tokens + request.added_tokens // 2
             times = request.turns - 1
-            found.append(Reading(-(-request.observed_tokens // times), before, times))
-        return found
+            of_group, of_all = speed.prefill_s(before + math.ceil(request.observed_tokens / times))
+            before_group, before_all = speed.prefill_s(before)
+            yield times * (of_group - before_group), times * (of_all - before_all)
 
 
 @dataclass
@@ -250,29 +237,26 @@ class SimulatedEngine:
         self._to_admit.difference_update(ready)
         for index in ready:
             group_s = 0.0
-            for started in self._passes(index):
-                for reading in started:
-                    of_group, of_all = reading.seconds(self._speed)
-                    group_s += of_group
-                    self._stall_s += of_all
+            for of_group, of_all in self._admit(index):
+                group_s += of_group
+                self._stall_s += of_all
             longest_s = max(longest_s, group_s)
         self._stall_s += longest_s
         self.most_running = max(self.most_running, int(self._num_running.sum()))
 
-    def _passes(self, index: int) -> Iterator[list[Reading]]:
-        """Chunks of prompts until no more may start: what of each sequence a chunk reads."""
+    def _admit(self, index: int) -> Iterator[tuple[float, float]]:
+        """Chunks of prompts until no more may start; the seconds of what is read."""
         group = self._groups[index]
         while group.waiting and not group.is_full:
             was_empty = not group.running
-            yield self._pass(index)
+            yield from self._admit_chunk(index)
             # SGLang keeps no such mark of an empty batch
             group.is_full = group.is_full and not was_empty
 
-    def _pass(self, index: int) -> list[Reading]:
+    def _admit_chunk(self, index: int) -> Iterator[tuple[float, float]]:
         """What of a group's queue starts together: new ones reserve all that they may, running ones their ratio."""
         limits = self.limits
         group = self._groups[index]
-        found = list[Reading]()
         longest_left = limits.longest - self.step
         reserved = sum(
             min(longest_left + sequence.origin, limits.most_new)
@@ -282,16 +266,19 @@ class SimulatedEngine:
         chunk = limits.chunk
         while group.waiting and chunk > 0:
             sequence = group.waiting[0]
-            needed = sequence.tokens + limits.reserved(sequence.age) + 1
+            tokens = sequence.tokens
+            needed = tokens + limits.reserved(sequence.age) + 1
             if group.running and (len(group.running) >= limits.slots or needed >= room):
                 group.is_full = True
                 break
-            room -= sequence.tokens + limits.reserved(0) + 1
-            chunk -= int(sequence.tokens if sequence.age else sequence.request.prompt_tokens)
-            self.tokens_again += sequence.tokens if sequence.age else 0
-            found += sequence.readings()
+            room -= tokens + limits.reserved(0) + 1
+            if sequence.age:
+                chunk -= int(tokens)
+                self.tokens_again += tokens
+            else:
+                chunk -= sequence.request.prompt_tokens
+            yield from sequence.read_s(self._speed)
             self._start(index, group.waiting.popleft())
-        return found
 
     def _ratio(self, group: _Group) -> float:
         initial = self.limits.initial_ratio

@@ -82,7 +82,7 @@ class Estimate:
     def rough_rollout_s(self) -> float:
         """About the seconds of the rollout, without a simulation."""
         of = self.estimator
-        speed = engine_speed(self.recipe, self.sizes["policy"].shape, of.hardware, self.memory)
+        speed = engine_speed(self.roles, of.hardware, self.memory)
         return rough_rollout_s(speed, of.samples, self.memory.kv.concurrency_mean)
 
     def fits(self, phases: Collection[str] | None = None) -> bool:

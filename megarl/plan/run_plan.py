@@ -10,9 +10,8 @@ from statistics import fmean
 from megarl.algos import learns_from_answers
 from megarl.config import Recipe
 from megarl.config.hardware import Hardware
-from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
-from megarl.placement.roles import RoleName, Roles, engine_layout, resolve
+from megarl.placement.roles import RoleName, Roles, resolve
 from megarl.placement.train_layout import RankCoords, TrainLayout
 from megarl.plan.batch import MEAN_RESPONSE_SHARE, RankWork, Samples, advice, share_of, step_samples
 from megarl.plan.decode_step import EngineSpeed
@@ -199,12 +198,12 @@ class _Tries:
 def size_errors(recipe: Recipe) -> list[UserError]:
     """Sizes with which a plan would take hours: it assigns every sample to a micro-batch, and places every GPU."""
     errors = []
-    rollout = recipe.rollout
-    samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    of_prompt = recipe.rollout.samples_per_prompt
+    samples = recipe.rollout.prompts_per_step * of_prompt
     if samples > MOST_SAMPLES:
-        problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and these are {samples:,}"
-        problem += f" with {rollout.samples_per_prompt} of each prompt"
-        most_prompts = max(1, MOST_SAMPLES // rollout.samples_per_prompt)
+        these = f"these are {samples:,} with {of_prompt} of each prompt"
+        problem = f"a plan has at most {MOST_SAMPLES:,} samples a step, and {these}"
+        most_prompts = max(1, MOST_SAMPLES // of_prompt)
         hint = f"set it to at most {most_prompts}: time grows with it in proportion"
         errors.append(UserError("rollout.prompts_per_step", problem, hint))
     if recipe.placement.gpus > MOST_GPUS:
@@ -246,7 +245,7 @@ def rollout_of(
         return NO_ROLLOUT
     if is_phased(recipe):
         return phased_of(roles, hardware, memory, samples).time
-    speed = engine_speed(recipe, roles.policy.shape, hardware, memory)
+    speed = engine_speed(roles, hardware, memory)
     return rollout_time(speed, samples, group_limits(recipe, hardware, memory))
 
 
@@ -254,23 +253,19 @@ def phased_of(
     roles: Roles, hardware: Hardware, memory: MemoryPlan, samples: Samples
 ) -> PhasedRollout:
     """A recipe's rollout in phases, of which there is one where responses are sampled whole."""
-    recipe = roles.recipe
+    limits = group_limits(roles.recipe, hardware, memory)
     beside = len(roles.unshared_engines)
-    speed = engine_speed(recipe, roles.policy.shape, hardware, memory)
-    return phased_rollout(
-        recipe, speed, samples, group_limits(recipe, hardware, memory), beside=beside
-    )
+    speed = engine_speed(roles, hardware, memory)
+    return phased_rollout(roles.recipe, speed, samples, limits, beside=beside)
 
 
-def engine_speed(
-    recipe: Recipe, shape: ModelShape, hardware: Hardware, memory: MemoryPlan
-) -> EngineSpeed:
-    """The decoding of the recipe's engines; shape: of the policy."""
-    engine = engine_layout(recipe)
-    dtype = recipe.model.dtype
-    weights = fmean(weight_bytes(shape, engine, dtype))
-    node = recipe.placement.gpus_per_node
-    return EngineSpeed(shape, engine, hardware, node, dtype, weights, memory.kv.token_bytes)
+def engine_speed(roles: Roles, hardware: Hardware, memory: MemoryPlan) -> EngineSpeed:
+    """The decoding of the recipe's engines."""
+    shape = roles.policy.shape
+    dtype = roles.recipe.model.dtype
+    weights = fmean(weight_bytes(shape, roles.engines, dtype))
+    node = roles.recipe.placement.gpus_per_node
+    return EngineSpeed(shape, roles.engines, hardware, node, dtype, weights, memory.kv.token_bytes)
 
 
 def group_limits(recipe: Recipe, hardware: Hardware, memory: MemoryPlan) -> GroupLimits:

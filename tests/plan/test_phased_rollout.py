@@ -105,21 +105,6 @@ def test_fewer_engines_beside_training_have_more_each() -> None:
         assert (found.again_share, found.token_mean) == (0, 1)
 
 
-def test_more_prompts_in_flight_shorten_a_rollout_where_there_is_room() -> None:
-    """The longest response of each group decides when it is complete."""
-    speed, samples = speed_of(EngineLayout(1, 4, 4), kv_bytes=1e3), samples_of(8, 4)
-    seconds = [
-        phased_rollout(
-            recipe_of(8, 4, phase_tokens=100, prompts_in_flight=count),
-            speed,
-            samples,
-            limits(1, 1000),
-        ).time.decode_s
-        for count in (8, 16, 32)
-    ]
-    assert seconds[0] > seconds[1] > seconds[2]
-
-
 @pytest.mark.slow
 def test_a_part_of_an_engine_takes_about_as_long_as_the_whole() -> None:
     """Of 4 groups with 2,048 sequences an eighth: half of one group, with all lengths."""
