@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -97,27 +98,26 @@ def draw(plan: RunPlan, path: Path) -> None:
     """Write the picture as a PNG."""
     per_node = min(plan.recipe.placement.gpus_per_node, len(plan.slots))
     grid = _Grid(plan.num_nodes <= _MOST_ROWS, plan.num_nodes, per_node)
-    models = plan.same_placement()  # a map for each group
-    heights = [*[grid.rows * grid.cell_inches[1] + 0.75] * len(models), 4.8]
+    groups = plan.same_placement()  # a map for each group
+    heights = [*[grid.rows * grid.cell_inches[1] + 0.75] * len(groups), 2.4, 2.4]
     figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.6), dpi=110, layout="constrained")
-    outer = figure.add_gridspec(len(heights), 1, height_ratios=heights)
-    for place, group in enumerate(models):
-        _draw_grid(figure.add_subplot(outer[place]), plan, grid, group)
-    below = outer[len(models)].subgridspec(1, 2, width_ratios=[3, 2])
-    _draw_memory(figure.add_subplot(below[0]), plan)
-    right = below[1].subgridspec(2, 1)
-    _draw_step(figure.add_subplot(right[0]), plan)
-    _draw_reshard(figure.add_subplot(right[1]), plan)
-    figure.suptitle(
-        f"{title(plan)}\n{reward_result(plan)}", fontsize=13, color="black" if plan.fits else _RED
-    )
+    maps = [[place, place] for place in range(len(groups))]
+    places = [*maps, ["memory", "step"], ["memory", "reshard"]]
+    axes = figure.subplot_mosaic(places, height_ratios=heights, width_ratios=[3, 2])
+    for place, models in enumerate(groups):
+        _draw_grid(axes[place], plan, grid, models)
+    _draw_memory(axes["memory"], plan)
+    _draw_step(axes["step"], plan)
+    _draw_reshard(axes["reshard"], plan)
+    words = f"{title(plan)}\n{reward_result(plan)}"
+    figure.suptitle(words, fontsize=13, color="black" if plan.fits else _RED)
     FigureCanvasAgg(figure).print_png(path)
 
 
 def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]) -> None:
     """A colour for each pipeline stage of `models`, which have one layout; a frame for each engine."""
     model = models[0]
-    size = plan.sizes[models[0]]
+    size = plan.sizes[model]
     colours = _stage_colours(size.layout.pp)
     for slot in plan.slots:
         at = slot.ranks.get(model)
@@ -132,25 +132,15 @@ def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]
             Rectangle((left, top), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.5)
         )
         if grid.down:
-            axes.text(
-                left + 0.5, top + 0.5, _label(slot, model), ha="center", va="center", fontsize=8
-            )
+            _write(axes, left + 0.5, top + 0.5, _label(slot, model), fontsize=8)
     for stage, slots in enumerate(size.stage_slots() if not grid.down else ()):
         left, top, width, height = max(grid.boxes(slots), key=lambda box: box[2] * box[3])
-        axes.text(
-            left + width / 2,
-            top + height / 2,
-            str(stage),
-            ha="center",
-            va="center",
-            fontsize=11,
-            fontweight="bold",
-            bbox={"facecolor": colours[stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"},
-            zorder=3,
-        )
-    for engine in range(plan.engine.count):
-        first = plan.engine.first + engine * plan.engine.tp
-        for left, top, width, height in grid.boxes(range(first, first + plan.engine.tp)):
+        behind = {"facecolor": colours[stage], "edgecolor": "none", "boxstyle": "round,pad=0.15"}
+        middle = left + width / 2, top + height / 2
+        _write(axes, *middle, str(stage), fontsize=11, fontweight="bold", bbox=behind, zorder=3)
+    layout = plan.engine
+    for first in range(layout.first, layout.end, layout.tp):
+        for left, top, width, height in grid.boxes(range(first, first + layout.tp)):
             corner = (left + 0.03, top + 0.03)
             sides = (width - 0.06, height - 0.06)
             axes.add_patch(Rectangle(corner, *sides, fill=False, edgecolor=_FRAME, linewidth=1.8))
@@ -162,6 +152,10 @@ def _draw_grid(axes: Any, plan: RunPlan, grid: _Grid, models: Sequence[RoleName]
     axes.axis("off")
     key = f"colours and numbers: pipeline stages; frames: engines, {engines(plan)}"
     axes.set_title(f"{parallel_sizes(models, size)}.   {key}", fontsize=10, loc="left")
+
+
+def _write(axes: Any, x: float, y: float, words: str, **style: Any) -> None:
+    axes.text(x, y, words, ha="center", va="center", **style)
 
 
 def _name_nodes(axes: Any, grid: _Grid) -> None:
@@ -200,41 +194,26 @@ def _label(slot: Slot, model: RoleName) -> str:
 def _draw_memory(axes: Any, plan: RunPlan) -> None:
     """The parts of the fullest GPU in each phase, and the card's memory."""
     phases = list(plan.memory.device)
-    bottoms = [0.0] * len(phases)
+    tables = [parts.by_name() for parts in plan.memory.device.values()]
+    bottoms = np.zeros(len(phases))
     for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
-        heights = [parts.by_name()[part] / 1e9 for parts in plan.memory.device.values()]
-        if any(heights):
-            label = part.replace("_", " ")
-            axes.bar(
-                phases,
-                heights,
-                0.62,
-                bottoms,
-                color=colour,
-                label=label,
-                edgecolor="#555555",
-                linewidth=0.4,
+        heights = np.array([table[part] / 1e9 for table in tables])
+        if heights.any():
+            bars = axes.bar(
+                phases, heights, 0.62, bottoms, color=colour, edgecolor="#555555", linewidth=0.4
             )
-        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+            bars.set_label(part.replace("_", " "))
+        bottoms += heights
     capacity = plan.hardware.memory_bytes / 1e9
     for place, total in enumerate(bottoms):
-        too_much = total > capacity
-        words = amount(total)
-        axes.text(
-            place, total + capacity * 0.012, words, ha="center", color=_RED if too_much else "black"
-        )
+        colour = _RED if total > capacity else "black"
+        axes.text(place, total + capacity * 0.012, amount(total), ha="center", color=colour)
     axes.axhline(capacity, color=_RED, linestyle="--", linewidth=1.3)
     words = f"{plan.hardware.name}: {capacity:.1f} GB"
     behind = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1.0}
+    end = len(phases) - 0.45
     axes.text(
-        len(phases) - 0.45,
-        capacity * 1.01,
-        words,
-        color=_RED,
-        va="bottom",
-        ha="right",
-        fontsize=9,
-        bbox=behind,
+        end, capacity * 1.01, words, color=_RED, va="bottom", ha="right", fontsize=9, bbox=behind
     )
     axes.set_ylim(0, max(capacity, *bottoms) * 1.12)
     axes.set_xlim(-0.6, len(phases) - 0.4)
@@ -245,33 +224,29 @@ def _draw_memory(axes: Any, plan: RunPlan) -> None:
 
 
 def _draw_step(axes: Any, plan: RunPlan) -> None:
-    _bars(axes, plan.step.by_phase(), _PHASE_COLOURS, "s")
+    step = plan.step.by_phase()
+    _bars(axes, step, [_PHASE_COLOURS[phase] for phase in step], "s")
     axes.set_title(f"a step: {amount(plan.step.total_s)} s (an estimate)", loc="left", fontsize=10)
 
 
 def _draw_reshard(axes: Any, plan: RunPlan) -> None:
-    found = plan.reshard
+    reshard = plan.reshard
     values = {
-        "gather everything": found.gather_everything_bytes.max / 1e9,
-        "over the fabric": found.fabric_in_bytes.max / 1e9,
-        "over NVLink": found.nvlink_bytes.max / 1e9,
-        "from the own GPU": found.local_bytes.max / 1e9,
+        "gather everything": reshard.gather_everything_bytes.max / 1e9,
+        "over the fabric": reshard.fabric_in_bytes.max / 1e9,
+        "over NVLink": reshard.nvlink_bytes.max / 1e9,
+        "from the own GPU": reshard.local_bytes.max / 1e9,
     }
-    colours = dict.fromkeys(values, _PHASE_COLOURS["reshard"]) | {"gather everything": "#bbbbbb"}
-    _bars(axes, values, colours, "GB")
-    words = (
-        f"reshard, GB into a GPU: {amount(found.expected_s)} s, at least {amount(found.bound_s)} s"
-    )
-    axes.set_title(words, loc="left", fontsize=10)
+    _bars(axes, values, ["#bbbbbb", *[_PHASE_COLOURS["reshard"]] * 3], "GB")
+    seconds = f"{amount(reshard.expected_s)} s, at least {amount(reshard.bound_s)} s"
+    axes.set_title(f"reshard, GB into a GPU: {seconds}", loc="left", fontsize=10)
 
 
-def _bars(axes: Any, values: dict[str, float], colours: dict[str, str], unit: str) -> None:
-    names: Sequence[str] = list(values)
-    axes.barh(names, list(values.values()), color=[colours[name] for name in names])
-    largest = max(values.values(), default=1.0) or 1.0
-    for place, value in enumerate(values.values()):
-        axes.text(value + largest * 0.01, place, f"{amount(value)} {unit}", va="center", fontsize=8)
-    axes.set_xlim(0, largest * 1.18)
+def _bars(axes: Any, values: dict[str, float], colours: list[str], unit: str) -> None:
+    bars = axes.barh(list(values), list(values.values()), color=colours)
+    labels = [f"{amount(value)} {unit}" for value in values.values()]
+    axes.bar_label(bars, labels, padding=3, fontsize=8)
+    axes.set_xlim(0, (max(values.values()) or 1.0) * 1.18)
     axes.invert_yaxis()
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.set_xticks([])
