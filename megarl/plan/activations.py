@@ -116,7 +116,7 @@ class RowSize:
         The third is the product with the router's probability (moe/experts.py).
         """
         shape = self.shape
-        width = self.shape.moe_ffn_size / self.layout.etp
+        width = shape.moe_ffn_size / self.layout.etp
         return {
             "router": self.share * shape.num_experts * 3 * 4,
             "experts_in": self.routed * shape.hidden_size * self.item,
@@ -130,15 +130,11 @@ class RowSize:
     def working_bytes(self, dense: bool) -> float:
         """Gradients on their way through the widest products of a layer; and its input of all tokens, gathered."""
         shape = self.shape
-        gathered = self.tokens * self.shape.hidden_size * self.item
+        gathered = self.tokens * shape.hidden_size * self.item
         if dense:
             return gathered + self.tokens * 3 * shape.ffn_size / self.layout.tp * self.item
-        return (
-            gathered
-            + self.routed
-            * (2 * shape.hidden_size + 3 * shape.moe_ffn_size / self.layout.etp)
-            * self.item
-        )
+        width = 2 * shape.hidden_size + 3 * shape.moe_ffn_size / self.layout.etp
+        return gathered + self.routed * width * self.item
 
 
 def kept_and_recomputed(
@@ -156,21 +152,21 @@ def kept_and_recomputed(
     mode = options.get("recompute_granularity")
     number = options.get("recompute_num_layers") or 1
     if mode == "full":
-        whole = [sum(one.values()) for one in saved]
+        whole = [sum(parts.values()) for parts in saved]
         uniform = options.get("recompute_method", "uniform") == "uniform"
         length, end = (number, len(whole)) if uniform else (1, number)
         runs = [whole[start : start + length] for start in range(0, min(end, len(whole)), length)]
         kept = len(runs) * row.boundary_bytes + sum(whole[end:])
         return kept, max(map(sum, runs), default=0.0) + working
-    names = options.get("recompute_modules") or ["core_attn"]
+    dropped: set[str] = set()
     if mode == "selective":
-        dropped = set().union(*(DROPPED_BY.get(name, set()) for name in names))
-    else:
-        dropped = set()
+        for name in options.get("recompute_modules") or ["core_attn"]:
+            dropped |= DROPPED_BY.get(name, set())
     again = max(
-        (sum(size for part, size in one.items() if part in dropped) for one in saved), default=0.0
+        (sum(size for part, size in parts.items() if part in dropped) for parts in saved),
+        default=0.0,
     )
-    kept = sum(size for one in saved for part, size in one.items() if part not in dropped)
+    kept = sum(size for parts in saved for part, size in parts.items() if part not in dropped)
     return kept, again + working
 
 
@@ -199,11 +195,10 @@ def activation_bytes(size: ModelSize, stage: int, micro_batches: int) -> float:
     total = 0.0
     again = 0.0
     for chunk, number in enumerate(waiting):
-        layers = [
-            size.shape.is_dense(one) for one in layout.layers(stage, size.shape.num_layers, chunk)
-        ]
-        kept, once = kept_and_recomputed(row, layers, train.megatron)
-        total = total + number * kept
+        layers = layout.layers(stage, size.shape.num_layers, chunk)
+        are_dense = list(map(size.shape.is_dense, layers))
+        kept, once = kept_and_recomputed(row, are_dense, train.megatron)
+        total += number * kept
         again = max(again, once)
     if stage == layout.pp - 1:
         total += waiting[-1] * 2 * row.boundary_bytes  # the last norm's input and output

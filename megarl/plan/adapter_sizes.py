@@ -73,19 +73,15 @@ def _slot_bytes(
 ) -> tuple[int, ...]:
     # SGLang makes those of all layers and experts
     if {*lora_slots.MLP} & {*lora_slots.modules(shape, lora)}:
-        lora = replace(lora, expert_rank=lora.expert_rank or 1, targets=_with_mlp(lora))
+        targets = lora.targets
+        if targets:  # (): all layers
+            targets = (*targets, "gate_proj", "up_proj", "down_proj")
+        lora = replace(lora, expert_rank=lora.expert_rank or 1, targets=targets)
     sizes = lora_slots.slot_sizes_of_ranks(shape, engine, lora)
     return tuple(
         ADAPTER_SLOTS * item_bytes(dtype) * sum(map(math.prod, of_rank.values()))
         for of_rank in sizes
     )
-
-
-def _with_mlp(lora: LoraSize) -> tuple[str, ...]:
-    """The targets and all layers of an MLP; (): all layers."""
-    if lora.targets:
-        return (*lora.targets, "gate_proj", "up_proj", "down_proj")
-    return ()
 
 
 def _adapted(chunk: ChunkSize, factors: tuple[int, int]) -> ChunkSize:

@@ -5,7 +5,7 @@ All engines have an even share of the buffer, which is what an even load of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
@@ -161,30 +161,26 @@ def phased_rollout(
     samples: Samples,
     limits: GroupLimits,
     *,
-    beside: int | None = None,
-    whole: bool = False,
+    beside: int = 0,
 ) -> PhasedRollout:
-    """limits: of the groups of each of the recipe's engines. whole: do not simulate a part of an engine alone.
+    """limits: of the groups of each of the recipe's engines.
 
-    beside: engines that sample while the ranks learn; None: all of them.
+    beside: engines that sample while the ranks learn; 0: all of them.
     """
     rollout = recipe.rollout
     engines = speed.layout.count
     per_prompt = samples.num_drawn // samples.drawn_prompts
     prompts = -(-samples.drawn_prompts // engines)
-    if whole:
-        part = _Part()
-    else:
-        part = _part(prompts, per_prompt, limits)
+    part = _part(prompts, per_prompt, limits)
     phase_tokens = min(rollout.phase_tokens or limits.longest, limits.longest)
     in_flight = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).num_drawn(
         rollout.in_flight
     )
-    wanted, in_flight = (-(-count // part.divisor) for count in (prompts, -(-in_flight // engines)))
+    wanted = -(-prompts // part.divisor)
+    in_flight = -(-in_flight // (engines * part.divisor))
     sizes = PhaseSizes(wanted, in_flight, per_prompt, phase_tokens, rollout.ahead)
-    lengths = np.array(
-        [one.response_tokens for one in whole_requests(samples, engines, limits.groups)], np.int64
-    )
+    requests = whole_requests(samples, engines, limits.groups)
+    lengths = np.array([request.response_tokens for request in requests], np.int64)
     of_part = replace(part.limits(limits), longest=phase_tokens)
     of_parts = SimulatedSpeed(speed, part.groups, part.of_group)
     engine = _Engine(
@@ -244,26 +240,28 @@ def _figures(
         tokens_by_age[: step.oldest + 1] += step.tokens_by_age
     tokens = float(tokens_by_age.sum()) / len(steps)
 
-    def of_step(value: Callable[[_Phase], float]) -> float:
-        return fmean(sum(map(value, step.all_results)) for step in steps)
+    def of_step(name: str) -> float:
+        """The mean over steps of what their phases have together."""
+        return fmean(sum(getattr(phase, name) for phase in step.all_results) for step in steps)
 
-    prefill_s = of_step(lambda phase: phase.prefill_s)
-    total_s = of_step(lambda phase: phase.total_s)
-    longest = max(phase.longest for phase in phases)
-    alone = speed.step_s(
-        1, samples.prompt_tokens + max(phase.most for phase in phases) - longest / 2
-    )
+    def most(name: str) -> int:
+        return max(getattr(phase, name) for phase in phases)
+
+    prefill_s = of_step("prefill_s")
+    total_s = of_step("total_s")
+    longest = most("longest")
+    alone = speed.step_s(1, samples.prompt_tokens + most("most") - longest / 2)
     beside_s: tuple[float, ...] = ()
     if recipe.rollout.ahead:
         beside_s = tuple(step.beside.total_s if step.beside else 0.0 for step in steps)
     time = RolloutTime(
         prefill_s=prefill_s,
         decode_s=total_s - prefill_s,
-        tail_s=of_step(lambda phase: phase.tail_s),
-        running=part.divisor * max(phase.running for phase in phases),
+        tail_s=of_step("tail_s"),
+        running=part.divisor * most("running"),
         tokens_per_s=float(samples.responses.sum()) / total_s,
-        retracted=round(part.divisor * of_step(lambda phase: phase.retracted)),
-        again_share=of_step(lambda phase: phase.retracted_tokens) / tokens,
+        retracted=round(part.divisor * of_step("retracted")),
+        again_share=of_step("retracted_tokens") / tokens,
         longest=longest,
         alone_s=longest * alone,
         beside_s=beside_s,
@@ -273,13 +271,13 @@ def _figures(
         phase_tokens=recipe.rollout.phase_tokens or recipe.longest_sample,
         prompts_in_flight=recipe.rollout.in_flight,
         phases=fmean(len(step.all_results) for step in steps),
-        again_s=of_step(lambda phase: phase.again_s),
-        again_share=of_step(lambda phase: phase.again_tokens) / tokens,
+        again_s=of_step("again_s"),
+        again_share=of_step("again_tokens") / tokens,
         token_mean=float(tokens_by_age @ np.arange(len(tokens_by_age)))
         / float(tokens_by_age.sum()),
         token_max=len(tokens_by_age) - 1,
         bound=staleness_bound(recipe, hyperparameters),
-        open_sequences=part.divisor * max(phase.sequences for phase in phases),
-        open_tokens=part.divisor * max(phase.tokens for phase in phases),
+        open_sequences=part.divisor * most("sequences"),
+        open_tokens=part.divisor * most("tokens"),
         time=time,
     )

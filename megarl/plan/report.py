@@ -352,17 +352,13 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         },
         "ranks": [_slot_json(slot) for slot in plan.slots],
         "memory": {
-            "capacity_bytes": memory.capacity_bytes,
+            **{name: value for name, value in vars(memory).items() if name not in ("errors", "kv")},
             "peak_phase": memory.peak_phase,
             "device": {
                 phase: asdict(of) | {"total_bytes": of.total_bytes}
                 for phase, of in memory.device.items()
             },
-            "fullest_slot": memory.fullest_slot,
-            "slot_bytes": memory.slot_bytes,
-            "host": memory.host,
             "host_bytes": memory.host_bytes,
-            "host_capacity_bytes": memory.host_capacity_bytes,
         },
         "batch": {
             "prompts": samples.prompts,

@@ -56,18 +56,13 @@ class ToolLoad:
     call_s: float
     limit: str
 
-    @property
-    def core_s(self) -> float:
-        """Seconds of cores in a step."""
-        return self.calls * self.call_s
-
     def calls_per_s(self, rollout_s: float) -> float:
         """In a rollout of so many seconds."""
         return self.calls / rollout_s
 
     def cores(self, rollout_s: float) -> float:
         """Of all engines' hosts together, while the rollout lasts."""
-        return self.core_s / rollout_s
+        return self.calls * self.call_s / rollout_s
 
 
 def turns_of(recipe: Recipe, mean_tokens: float) -> Turns:
