@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -48,51 +49,30 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
     A missing score head is no error. One error for each mend, which names its first tensor and counts the others: a
     wrong width is wrong in every layer.
     """
-    found: list[UserError] = []
+    by_hint: dict[str, list[UserError]] = defaultdict(list)
     try:
         with ExitStack() as stack:
             slices = Slices(path, stack)
-            wanted_tensors = hf_tensors(shape)
-            if SCORE not in slices.files:
-                wanted_tensors.pop(SCORE, None)
-            for name, wanted in wanted_tensors.items():
-                found += _tensor_errors(slices, name, wanted)
-            if (
-                not any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files)
-                and shape.num_mtp_layers
-            ):
-                file = str(Path(path) / "config.json")
+            has_mtp = any(name.startswith(mtp_prefix(shape, 0)) for name in slices.files)
+            if shape.num_mtp_layers and not has_mtp:
                 problem = f"num_nextn_predict_layers is {shape.num_mtp_layers}, the files have no such layer"
-                return [
-                    UserError(
-                        file,
-                        problem,
-                        "write num_nextn_predict_layers 0, or use a complete checkpoint",
-                    )
-                ]
+                hint = "write num_nextn_predict_layers 0, or use a complete checkpoint"
+                return [UserError(str(Path(path) / "config.json"), problem, hint)]
+            for name, wanted in hf_tensors(shape).items():
+                try:
+                    if name != SCORE or SCORE in slices:
+                        quantised.check(slices, name, wanted)
+                except UserError as error:
+                    by_hint[error.hint].append(error)
     except UserError as error:
         return [error]
-    by_hint: dict[str, list[UserError]] = {}
-    for error in found:
-        by_hint.setdefault(error.hint, []).append(error)
     return [_first_of(errors) for errors in by_hint.values()]
 
 
 def _first_of(errors: Sequence[UserError]) -> UserError:
-    first = errors[0]
-    if len(errors) > 1:
-        more = f" (and {len(errors) - 1} more such tensors)"
-    else:
-        more = ""
+    first, *others = errors
+    more = f" (and {len(others)} more such tensors)" if others else ""
     return UserError(first.where, first.problem + more, first.hint)
-
-
-def _tensor_errors(slices: Slices, name: str, wanted: tuple[int, ...]) -> list[UserError]:
-    try:
-        quantised.check(slices, name, wanted)
-    except UserError as error:
-        return [error]
-    return []
 
 
 def load_hf(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
-from megarl.model.hf_values import read_json
+from megarl.model.hf_values import ConfigFile, read_json
 from megarl.types import UserError
 
 CONFIG = "adapter_config.json"
@@ -19,24 +20,17 @@ def adapter_keys(folder: str) -> dict[str, Any]:
 
     Empty where the file cannot be read or names the layers in another way than by a list; `peft.check` says why.
     """
+    file = Path(folder) / CONFIG
     try:
-        config = read_json(Path(folder) / CONFIG)
+        config = ConfigFile(file, read_json(file))
+        rank = config.integer("r")
+        alpha = config.number("lora_alpha", 0.0, most=math.inf)
+        targets = config.texts("target_modules")
+        experts = config.part("rank_pattern").integer(OF_EACH_EXPERT, default=rank, least=0)
     except UserError:
         return {}
-    rank, alpha, targets = (config.get(key) for key in ("r", "lora_alpha", "target_modules"))
-    patterns = config.get("rank_pattern") or {}
-    if config.get("exclude_modules") == OF_EXPERTS:
+    if config.content.get("target_modules") is None:
+        return {}
+    if config.content.get("exclude_modules") == OF_EXPERTS:
         experts = 0
-    else:
-        experts = patterns.get(OF_EACH_EXPERT, rank)
-    if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
-        return {}
-    if (
-        not isinstance(rank, int)
-        or not isinstance(experts, int)
-        or not isinstance(alpha, int | float)
-    ):
-        return {}
-    if rank < 1 or experts < 0 or alpha <= 0:
-        return {}
     return {"rank": rank, "alpha": alpha, "targets": tuple(sorted(targets)), "experts": experts}
