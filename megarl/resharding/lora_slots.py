@@ -12,7 +12,7 @@ slot stays 0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megarl.model.lora_pairs import LoraSize, factor_name, leaf_of
@@ -85,7 +85,7 @@ def source_parts(
 
 def target_parts(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> list[Part]:
     """The slots of all engines as shards of the logical factors, A [rank, cols] and B [rows, rank]."""
-    adapted = frozenset(lora_map.adapted_weights(shape, size))
+    adapted = lora_map.adapted_weights(shape, size)
     found = []
     for part in sglang_map.parts(shape, engine):
         held = [
@@ -99,26 +99,23 @@ def slot_sizes(
     shape: ModelShape, engine: EngineLayout, tp_rank: int, size: LoraSize
 ) -> dict[str, Size]:
     """The whole tensors of the slots that the map fills, as [items, rows, cols], padding included."""
-    adapted = frozenset(lora_map.adapted_weights(shape, size))
-    return _slot_sizes(sglang_map.shards(shape, engine, tp_rank), adapted, size)
+    return _slot_sizes(sglang_map.shards(shape, engine, tp_rank), shape, size)
 
 
 def slot_sizes_of_ranks(
     shape: ModelShape, engine: EngineLayout, size: LoraSize
 ) -> list[dict[str, Size]]:
     """`slot_sizes` of all ranks of an engine, for which its map is made once."""
-    adapted = frozenset(lora_map.adapted_weights(shape, size))
     held: list[list[Shard]] = [[] for _rank in range(engine.tp)]
     for part in sglang_map.parts(shape, replace(engine, count=1, first=0)):
         for rank in part.members:
             held[rank] += part.shards
-    return [_slot_sizes(weights, adapted, size) for weights in held]
+    return [_slot_sizes(weights, shape, size) for weights in held]
 
 
-def _slot_sizes(
-    weights: Sequence[Shard], adapted: Collection[str], size: LoraSize
-) -> dict[str, Size]:
+def _slot_sizes(weights: Sequence[Shard], shape: ModelShape, size: LoraSize) -> dict[str, Size]:
     """weights: the shards of a rank."""
+    adapted = lora_map.adapted_weights(shape, size)
     wanted = {shard.param for shard in weights if shard.name in adapted}
     table = param_table([shard for shard in weights if shard.param in wanted])
     found: dict[str, Size] = {}

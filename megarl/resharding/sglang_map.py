@@ -150,11 +150,15 @@ def _weight(
     name: str,
     rows: Range,
     cols: Range,
-    param: str,
+    param: str = "",
     row: int = 0,
     items: Range = ONE_ITEM,
 ) -> Placed:
-    """The shard of a matrix that SGLang quantises, at `row` of the parameter, and in an fp8 engine its scales."""
+    """The shard of a matrix that SGLang quantises, at `row` of the parameter, and in an fp8 engine its scales.
+
+    param: where the name is not the checkpoint's.
+    """
+    param = param or name
     if not fp8:
         yield holder, Shard(name, rows, cols, param, (0, row, 0), items)
         return
@@ -185,9 +189,7 @@ def _attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
         holder = Holder(ranks, rank)
         rows = share(q_rows, ranks, rank)
         yield from _projection(shape, engine, holder, prefix + "q_proj.", rows, param, 0)
-        yield from _weight(
-            holder, engine.fp8, prefix + "o_proj.weight", hidden, rows, prefix + "o_proj.weight"
-        )
+        yield from _weight(holder, engine.fp8, prefix + "o_proj.weight", hidden, rows)
     for rank in range(kv_ranks):
         holder = Holder(kv_ranks, rank, replicas)
         rows = share(kv_rows, kv_ranks, rank)
@@ -238,16 +240,14 @@ def _latent_attention(shape: ModelShape, engine: EngineLayout, prefix: str) -> P
             ("kv_b_proj.weight", kv_rows, (0, mla.kv_lora_rank)),
             ("o_proj.weight", hidden, o_cols),
         ):
-            yield from _weight(
-                Holder(ranks, rank), engine.fp8, prefix + name, rows, cols, prefix + name
-            )
+            yield from _weight(Holder(ranks, rank), engine.fp8, prefix + name, rows, cols)
 
 
 def _down_projections(fp8: bool, prefix: str, mla: MlaShape, hidden: Range) -> Placed:
     kv_rows = (0, mla.kv_lora_rank + mla.rope_dim)
     kv_name = prefix + "kv_a_proj_with_mqa.weight"
     if not mla.q_lora_rank:
-        yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden, kv_name)
+        yield from _weight(EVERYONE, fp8, kv_name, kv_rows, hidden)
         return
     fused = prefix + "fused_qkv_a_proj_with_mqa.weight"
     yield from _weight(
@@ -266,13 +266,12 @@ ATTENTION: dict[str, Callable[[ModelShape, EngineLayout, str], Placed]] = {
 def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int, ranks: int) -> Placed:
     hidden = (0, hidden_size)
     gate_up = prefix + "gate_up_proj.weight"
-    down = prefix + "down_proj.weight"
     for rank in range(ranks):
         to = (Holder(ranks, rank), engine.fp8)
         mine = share(width, ranks, rank)
         yield from _weight(*to, prefix + "gate_proj.weight", mine, hidden, gate_up)
         yield from _weight(*to, prefix + "up_proj.weight", mine, hidden, gate_up, width // ranks)
-        yield from _weight(*to, down, hidden, mine, down)
+        yield from _weight(*to, prefix + "down_proj.weight", hidden, mine)
 
 
 def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
@@ -291,15 +290,11 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
         mine = share(ffn, engine.moe_tp, width_rank)
         to = (Holder(engine.tp, rank), engine.fp8)
         after_gate = ffn // engine.moe_tp
-        yield from _weight(
-            *to, stack + "gate_proj.weight", mine, hidden, param + "w13_weight", 0, items
-        )
-        yield from _weight(
-            *to, stack + "up_proj.weight", mine, hidden, param + "w13_weight", after_gate, items
-        )
-        yield from _weight(
-            *to, stack + "down_proj.weight", hidden, mine, param + "w2_weight", 0, items
-        )
+        w13 = param + "w13_weight"
+        w2 = param + "w2_weight"
+        yield from _weight(*to, stack + "gate_proj.weight", mine, hidden, w13, items=items)
+        yield from _weight(*to, stack + "up_proj.weight", mine, hidden, w13, after_gate, items)
+        yield from _weight(*to, stack + "down_proj.weight", hidden, mine, w2, items=items)
     if shape.num_shared_experts:
         width = shape.num_shared_experts * ffn
         prefix = prefix + "shared_experts."
