@@ -27,6 +27,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import fp8, megatron_map, sglang_map
 from megarl.resharding.shards import LayoutError, Shard, param_table
 from megarl.types import UserError
+from tests.resharding.test_sglang_map import fill as placed
 
 Tensors = dict[str, torch.Tensor]
 SHAPE = ModelShape(
@@ -320,28 +321,13 @@ def test_an_fp8_engines_own_map_gets_the_bytes_of_the_files(tmp_path: Path, kind
     shape = dataclasses.replace(WHOLE_TILES, num_mtp_layers=0)
     files, _ = publish(weights(shape), kind)
     folder, engine = write(tmp_path, files), EngineLayout(1, 2, 2, fp8=True)
+    whole = {name: tensor.float() for name, tensor in files.items()}
     for rank in range(2):
         shards = sglang_map.shards(shape, engine, rank)
         params = params_of(shards, torch.bfloat16)
         load_hf(folder, shards, params)
-        half = slice(256 * rank, 256 * (rank + 1)), slice(2 * rank, 2 * (rank + 1))
-        down = "model.layers.0.mlp.down_proj.weight"
-        assert torch.equal(
-            params[down].view(torch.uint8), files[down][:, half[0]].view(torch.uint8)
-        )
-        assert torch.equal(
-            params[down + "_scale_inv"], files[down + "_scale_inv"][:, half[1]].float()
-        )
-        w13, scales = (
-            params[f"model.layers.1.mlp.experts.w13_weight{suffix}"]
-            for suffix in ("", "_scale_inv")
-        )
-        expert = f"model.layers.1.mlp.experts.{2 * rank + 1}."
-        gate, up = expert + "gate_proj.weight", expert + "up_proj.weight"
-        fused = torch.cat([files[gate].view(torch.uint8), files[up].view(torch.uint8)])
-        assert torch.equal(w13[1].view(torch.uint8), fused)
-        both = torch.cat([files[gate + "_scale_inv"].float(), files[up + "_scale_inv"].float()])
-        assert torch.equal(scales[1], both)
+        for name, tensor in placed(shards, whole, {}).items():
+            assert torch.equal(params[name].float().flatten(), tensor.flatten()), name
 
 
 def test_a_plain_weight_does_not_become_fp8_without_scales(tmp_path: Path) -> None:

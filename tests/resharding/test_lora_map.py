@@ -15,7 +15,7 @@ from megarl.model.tensors import STACK, tensors
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.lora_merge import TILE_COLS, Merge
-from megarl.resharding.shards import Shard, box_area, overlap, param_table, views
+from megarl.resharding.shards import Shard, param_table
 from tests.resharding.test_sglang_map import (
     DEEPSEEK,
     LLAMA,
@@ -23,6 +23,7 @@ from tests.resharding.test_sglang_map import (
     QWEN3_MOE,
     TWO_KV_HEADS,
     Tensors,
+    fill,
 )
 
 FAMILIES = {
@@ -40,32 +41,6 @@ def layouts(shape: ModelShape) -> list[TrainLayout]:
     """The layouts that fit a family."""
     found = [TrainLayout(1, 1, 1, 1), *(layout for layout in LAYOUTS if not layout.errors(shape))]
     return found if len(found) > 1 else [*found, TrainLayout(2, 2, 1, 1)]
-
-
-def weight_name(factor: str) -> str:
-    return factor.replace(".lora_A.", ".").replace(".lora_B.", ".")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_factors_of_all_ranks_are_whole(name: str) -> None:
-    shape = FAMILIES[name]
-    sizes = tensors(shape)
-    decoder = {
-        one
-        for one in sizes
-        if leaf_of(one) in lora_map.TARGETS and lora_map._layer(one) < shape.num_layers
-    }
-    for layout in layouts(shape):
-        boxes: dict[str, set[tuple[tuple[int, int], ...]]] = {}
-        for rank in range(layout.world_size):
-            for shard in lora_map.shards(shape, layout, rank, SIZE):
-                boxes.setdefault(shard.name, set()).add(shard.box)
-        assert boxes.keys() == {factor_name(one, factor) for one in decoder for factor in "AB"}
-        for factor, found in boxes.items():
-            items, rows, cols = sizes[weight_name(factor)]
-            rank = SIZE.rank_of(STACK in factor)
-            whole = items * rank * (cols if ".lora_A." in factor else rows)
-            assert not overlap(found) and sum(map(box_area, found)) == whole, factor  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -112,14 +87,7 @@ def test_a_layer_that_is_no_target_has_no_factor() -> None:
 
 def of_rank(shards: list[Shard], whole: Tensors) -> Tensors:
     """A rank's parameters with its parts of whole tensors."""
-    held = {param: torch.zeros(size[1:]) for param, size in param_table(shards).items()}
-    for shard in shards:
-        planes = [
-            plane for view in views(held, shard.param, shard.at, shard.size) for plane in view
-        ]
-        for item, plane in zip(range(*shard.items), planes, strict=True):
-            plane.copy_(whole[shard.name.format(item)][slice(*shard.rows), slice(*shard.cols)])
-    return held
+    return {name: tensor[0] for name, tensor in fill(shards, whole, {}).items()}
 
 
 def whole_tensors(shape: ModelShape) -> tuple[Tensors, Tensors]:

@@ -21,7 +21,6 @@ from megarl.resharding.verify import MODES
 from tests.resharding.worlds import DENSE, FP8_MLA, MLA, MOE, TIMEOUT_S, Pair, Pool, Slot
 
 TWO_KV_HEADS = replace(MOE, num_kv_heads=2)
-WIDE = replace(MOE, num_heads=16)
 SIX_LAYERS = replace(MOE, num_layers=6)
 FEW_WORDS = replace(MOE, vocab_size=130)  # the last training ranks hold padding alone
 LARGE = ModelShape(2, 256, 8, 4, 32, 500, 4, 2, 512)  # pieces that go without being packed
@@ -55,7 +54,6 @@ PAIRS = {
     "CP2 DP2 to four engines": Pair(MOE, train(4, cp=2), engine(4)),
     "engine TP8 over two kv heads": Pair(TWO_KV_HEADS, train(8, tp=2, ep=4), engine(1, 8), round_bytes=64_000),
     "both sides TP4 over two kv heads": Pair(TWO_KV_HEADS, train(4, tp=4, ep=4), engine(1, 4, 4)),
-    "16 ranks to TP16": Pair(WIDE, train(16, 2, 2, 2), engine(1, 16, 2), round_bytes=64_000),
     "16 ranks to four TP4 EP4 on four nodes": Pair(
         MOE, train(16, 2, 2, 4), engine(4, 4, 4), gpus_per_node=4, round_bytes=64_000
     ),

@@ -216,16 +216,6 @@ def test_random_boxes(sides: Sides, gpus_per_node: int, slack: int) -> None:
     check(sides, gpus_per_node, slack)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly  # test_real_models, with more examples
-@settings(max_examples=120)
-@given(layouts(), st.booleans(), st.integers(1, 16), st.integers(0, 50_000))
-def test_many_real_models(
-    layout: Layouts, transformer_engine: bool, gpus_per_node: int, slack: int
-) -> None:
-    check(sides_of(layout, transformer_engine), gpus_per_node, slack)
-
-
 PIPELINE = (
     megatron_map.parts(MOE, TrainLayout(8, 1, 4, 2)),
     sglang_map.parts(MOE, EngineLayout(2, 4, 1)),
