@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
 from megarl.model.shape import ModelShape
-from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout, divisors
 
 ORDER = "tp-cp-ep-dp-pp"
@@ -175,16 +174,3 @@ def test_all_training_errors_at_once() -> None:
         "train.pp",
         "placement.gpus",
     }
-
-
-def test_engine_members() -> None:
-    engines = EngineLayout(count=2, tp=2, ep=1)
-    assert [engines.member(slot) for slot in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), None]
-
-
-def test_engine_expert_width() -> None:
-    narrow = dataclasses.replace(SHAPE, moe_ffn_size=32)
-    assert EngineLayout(1, 2, 1).errors(narrow, gpus=4) == []
-    assert [f.where for f in EngineLayout(1, 2, 1).cpu_errors(narrow)] == ["rollout.engine.tp"]
-    assert [f.where for f in EngineLayout(1, 8, 1).cpu_errors(SHAPE)] == ["rollout.engine.tp"] * 2
-    assert EngineLayout(1, 1, 1).cpu_errors(narrow) == []

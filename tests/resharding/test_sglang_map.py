@@ -338,13 +338,6 @@ def test_a_cut_tile_is_refused_by_name(engine: EngineLayout, what: str, hint: st
         sglang_map.parts(V3, engine)
 
 
-def test_one_expert_cut_inside_a_tile_is_refused() -> None:
-    only_experts = replace(V3, num_dense_layers=0, num_shared_experts=0)
-    with pytest.raises(LayoutError, match=r"experts\.\{\}\.up_proj\.weight: .* cut a tile"):
-        sglang_map.parts(only_experts, EngineLayout(1, 32, 1, fp8=True))
-    assert sglang_map.parts(only_experts, EngineLayout(1, 32, 32, fp8=True))
-
-
 def calls_of_mapping(engine: EngineLayout) -> int:
     profile = cProfile.Profile()
     profile.runcall(sglang_map.parts, V3, engine)
