@@ -99,23 +99,6 @@ def test_equal_boxes_of_several_parts_are_replicas() -> None:
     ]
 
 
-def test_a_member_sees_its_own_hops_as_the_whole_does() -> None:
-    """DP attention on four nodes of two: every member's view is the part of the whole view that it is in."""
-    shape = ModelShape(4, 8, 8, 2, 2, 300, 8, 2, 32)
-    sources = megatron_map.parts(shape, TrainLayout(8, 2, 2, 2))
-    targets = sglang_map.parts(shape, EngineLayout(2, 4, 2, dp=2))
-    whole = transfers(sources, targets, 8, 2)
-    for member in range(8):
-        router = RouteChooser(sources, targets, 8, gpus_per_node=2, dtype="bfloat16")
-        mine = [
-            transfer
-            for _, of_flow in router.flows(member)
-            for transfer in of_flow
-            if member in transfer[:2]
-        ]
-        assert mine == [transfer for transfer in whole if member in transfer[:2]]
-
-
 def test_members_of_a_large_world_share_the_sending() -> None:
     """64 GPUs, 8 replicas of the dense part and 4 of each expert, engines of one node: no NIC has twice its share."""
     shape = ModelShape(8, 64, 8, 4, 8, 1024, 16, 2, 64)
@@ -146,17 +129,3 @@ def test_sources_that_overlap_are_named() -> None:
     words = "t: source boxes overlap without being replicas: rows 0:6, columns 0:4 of items 0:2 and rows 5:9"
     with pytest.raises(LayoutError, match=words):
         transfers([Part((a,), (0,)), Part((b,), (1,))], [Part((a,), (2,))], 4, 4)
-
-
-def test_what_nobody_wants_and_empty_shards_do_not_matter() -> None:
-    padding = Shard("e", (10, 10), (0, 4), "embedding")
-    held = Part(
-        (Shard("e", (0, 10), (0, 4), "embedding"), Shard("mtp", (0, 4), (0, 4), "mtp")), (0,)
-    )
-    found = transfers(
-        [held, Part((padding,), (1,))],
-        [Part((padding,), (1,)), Part((held.shards[0],), (1,))],
-        2,
-        2,
-    )
-    assert [transfer[:2] for transfer in found] == [(0, 1)]

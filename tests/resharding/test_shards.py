@@ -18,7 +18,6 @@ from megarl.resharding.shards import (
     overlap,
     param_table,
     verify_params,
-    views,
 )
 
 SHAPE = ModelShape(2, 6, 8, 4, 2, 300, num_experts=8, experts_per_token=2, moe_ffn_size=16)
@@ -79,16 +78,6 @@ def test_verify_sees_holes_and_overlaps() -> None:
     same_area = [Shard("a", (0, 2), (0, 2), "p"), Shard("b", (0, 2), (0, 1), "p", (0, 1, 1))]
     with pytest.raises(LayoutError, match="p: the map covers an element twice"):
         verify_params(same_area, {"p": torch.zeros(3, 2)})
-
-
-def test_a_stack_may_be_one_parameter_or_one_for_each_item() -> None:
-    whole = torch.arange(24.0).view(4, 3, 2)
-    (view,) = views({"p": whole}, "p", (1, 1, 0), (2, 2, 2))
-    assert torch.equal(view, whole[1:3, 1:])
-    parts = views({f"p.{i}.w": one for i, one in enumerate(whole)}, "p.{}.w", (1, 1, 0), (2, 2, 2))
-    assert torch.equal(torch.cat(parts), view)
-    parts[0].fill_(-1)
-    assert whole[1, 1:].eq(-1).all(), "a view writes into the parameter"
 
 
 ranges = st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: (min(pair), max(pair)))
