@@ -154,7 +154,7 @@ def _shape(config: ConfigFile, family: Family) -> ModelShape:
     _refuse_variants(config)
     quantisation(config)
     common = {field: config.integer(key) for field, key in _COMMON_INTEGERS.items()}
-    own = {**common, **family.fields(config, common), **family.constants}
+    own: dict[str, Any] = {**common, **family.fields(config, common), **family.constants}
     shape = ModelShape(**own, tied=config.truth("tie_word_embeddings"))
     groups = top_groups = 1
     if family.has_grouped_router:
