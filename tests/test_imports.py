@@ -83,6 +83,7 @@ DOORS = {  # library -> the only places that import it
         "megarl.controller.resuming",
         "megarl.environments.runtime.tools",
         "megarl.environments.endpoint.request_fields",
+        "megarl.resharding.session",
     },
     "bm25s": {"megarl.environments.search"},
     "yaml": {"megarl.config", "megarl.tracking.trackers"},
