@@ -226,13 +226,13 @@ def scored(
     kept: list[tuple[Sample, RewardResult]] = []
     failures: list[str] = []
     for sample, result in zip(samples, reward_results, strict=True):
-        if isinstance(result, RewardResult):
-            kept.append((sample, result))
-            continue
-        failures.append(describe_failure(result, sample.text, prompt.answer, prompt.id))
-        # an episode whose environment failed at once has no tokens to train on
-        if reward.on_failure == "penalise" and sample.num_trained:
-            kept.append((sample, RewardResult(reward.penalty, False)))
+        if isinstance(result, Failure):
+            failures.append(describe_failure(result, sample.text, prompt.answer, prompt.id))
+            # an episode whose environment failed at once has no tokens to train on
+            if reward.on_failure != "penalise" or not sample.num_trained:
+                continue
+            result = RewardResult(reward.penalty, False)
+        kept.append((sample, result))
     num_dropped = len(samples) - len(kept)
     is_lost = not may_lose_all and all(sample.is_baseline for sample, _ in kept)
     if num_dropped and (reward.on_failure == "stop" or is_lost):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import signal
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from megarl.cluster.session_folder import SessionFolder, remove_dead
 from megarl.cpu import sglang_patches
 from megarl.device import DEVICE
+from megarl.isolation.process import describe_exit
 from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings, server_arguments
 from megarl.rollout.sglang.loop_counts import Standstill, make_counter_file
@@ -189,12 +189,10 @@ class Host:
         if (log := self._entry.log_path(rank)).exists():
             lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         code = process.exitcode or 0
-        if code < 0:
-            end = f"was killed by {signal.Signals(-code).name}"
-        else:
-            end = f"ended with exit code {code}"
-            if lines and code:
-                end += f": {lines[-1].strip()}"
+        end = "was" if code < 0 else "ended with"
+        end += f" {describe_exit(code)}"
+        if lines and code > 0:
+            end += f": {lines[-1].strip()}"
         return EngineError(
             "\n".join([*lines, f"engine scheduler {rank} (pid {process.pid}) {end}"])
         )
