@@ -70,10 +70,16 @@ class Engine:
         if self._stale is not None:
             raise EngineError(self._stale)
         samples = list(begun) or [_unbegun(prompt_ids)] * sampling.num_samples
+        # those that are open are equally long
         places = [place for place, sample in enumerate(samples) if sample.is_open]
-        outputs = await self._host.run(
-            self._sglang_generate(list(prompt_ids), sampling, samples, places)
+        responses = [samples[place].only_row.response_ids_T.tolist() for place in places]
+        # a random number depends on the seed and the token's position alone, so that it is that of a whole response
+        ask = self._ask(
+            [[*prompt_ids, *response_ids] for response_ids in responses],
+            [self._parameters(sampling, place, len(responses[0])) for place in places],
+            _rows_before(samples[places[0]]),
         )
+        outputs = await self._host.run(ask)
         for place, output in zip(places, outputs, strict=True):
             sample = samples[place]
             samples[place] = self._continued(sample, output, sampling, _rows_before(sample))
@@ -114,7 +120,8 @@ class Engine:
 
     async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """A conversation has ended: it gives its place to others, and `take_completed` tells of it."""
-        await self._host.run(self._complete(conversation, prompt_tokens, response_tokens))
+        queue = self._manager.queue
+        await self._host.run(queue.complete(conversation, prompt_tokens, response_tokens))
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of a response, without special tokens."""
@@ -180,24 +187,6 @@ class Engine:
         """End and reap the schedulers, and remove all files; may be called again."""
         self._host.stop()
 
-    async def _sglang_generate(
-        self,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        samples: Sequence[Sample],
-        places: Sequence[int],
-    ) -> list[dict[str, Any]]:
-        """Continue the samples at these places, which are equally long.
-
-        A random number depends on the seed and the token's position alone, so that it is that of a whole response.
-        """
-        responses = {place: samples[place].only_row.response_ids_T.tolist() for place in places}
-        input_ids = [prompt_ids + response_ids for response_ids in responses.values()]
-        parameters = [
-            self._parameters(sampling, place, len(given)) for place, given in responses.items()
-        ]
-        return await self._ask(input_ids, parameters, _rows_before(samples[places[0]]))
-
     def _parameters(self, sampling: Sampling, place: int, response_tokens: int) -> dict[str, Any]:
         """SGLang's parameters of sample `place` of a prompt, which has so many tokens already."""
         parameters: dict[str, Any] = {
@@ -229,9 +218,6 @@ class Engine:
             routed_experts_start_len=rows,
             rid=requests,
         )
-
-    async def _complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
-        self._manager.queue.complete(conversation, prompt_tokens, response_tokens)
 
     async def _sglang_idle(self) -> None:
         """Return when all schedulers are idle, without a KV cache.

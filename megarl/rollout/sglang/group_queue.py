@@ -62,7 +62,7 @@ class GroupQueue:
             self._report(CompletedSample(group, prompt_tokens, response_tokens))
             self._assign()
 
-    def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
+    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
         """The conversation has ended, with so many tokens after its prompt; perhaps without any turn.
 
         prompt_tokens: as its sample was assigned to the engine.
