@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
-from megarl.model.shape import MlaShape, ModelShape
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.resharding import engine_model, sglang_map
 from megarl.resharding.shards import verify_params
@@ -44,10 +45,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
 
 def verify(model: torch.nn.Module, shape: dict, engine: dict) -> None:
-    mla = MlaShape(**shape["mla"]) if shape["mla"] else None
-    shards = sglang_map.shards(
-        ModelShape(**{**shape, "mla": mla}), EngineLayout(**engine), dist.get_rank()
-    )
+    model_shape = TypeAdapter(ModelShape).validate_python(shape)
+    shards = sglang_map.shards(model_shape, EngineLayout(**engine), dist.get_rank())
     verify_params(shards, engine_model.params(model))
     if error := engine_model.unknown_layout(model):
         raise error

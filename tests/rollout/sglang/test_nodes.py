@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 from megarl.device import address_of, host_store
-from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from megarl.rollout.sglang.relay import new_endpoint
@@ -41,21 +39,10 @@ class Nodes:
 
 @pytest.fixture
 def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nodes]:
-    with two_nodes(build_engine, checkpoint, dp=2) as started:
-        yield started
-
-
-@contextmanager
-def two_nodes(
-    build_engine: Callable[..., Engine],
-    checkpoint: Path,
-    dp: int,
-    adapter: AdapterSlot | None = None,
-) -> Iterator[Nodes]:
     store = host_store(120)
     first = NodeSpan(2, 0, address_of(store), new_endpoint())
     second = replace(first, node=1, endpoint=first.endpoint.without_secret)
-    settings = tiny_settings(2, 2, dp, model_path=str(checkpoint), adapter=adapter, span=second)
+    settings = tiny_settings(2, 2, dp=2, model_path=str(checkpoint), span=second)
     # of Unix sockets, whose paths have at most 107 bytes: pytest's are longer
     folder = tempfile.TemporaryDirectory()
     environment = os.environ | {"PYTHONPATH": f"{HERE.parents[2]}:{HERE}", "TMPDIR": folder.name}
@@ -67,24 +54,13 @@ def two_nodes(
     try:
         pickle.dump(settings, part.stdin)
         part.stdin.flush()
-        engine = build_engine(2, 2, dp, span=first, adapter=adapter)
+        engine = build_engine(2, 2, dp=2, span=first)
         yield Nodes(engine, part, scheduler=int(part.stdout.readline()))
         engine.shutdown()
     finally:
         part.kill()
         part.wait()
         folder.cleanup()
-
-
-@pytest.mark.nightly
-def test_the_nodes_agree_on_the_adapter(
-    build_engine: Callable[..., Engine], checkpoint: Path, reference: Any
-) -> None:
-    """SGLang's requests carry a number of it that each node derives for itself; the adapter is empty here."""
-    slot = AdapterSlot(8, ("o_proj", "qkv_proj"))
-    with two_nodes(build_engine, checkpoint, dp=1, adapter=slot) as nodes:
-        groups = asyncio.run(sample_all(nodes.engine, Sampling(4, 12)))
-    assert worst_diff(groups, reference) < TOLERANCE
 
 
 def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) -> None:
