@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -41,29 +41,25 @@ def test_the_statistics_tell_repeated_draws_and_those_of_another_temperature() -
     assert deviations(drawn_GS, probs_N) > MOST_DEVIATIONS, "one group in five repeats itself"
 
 
-@pytest.fixture(scope="module")
-def engines(checkpoint: Path, build_engine: Callable[..., Engine]) -> Iterator[list[Engine]]:
-    """Two engines of one run, the first with two attention groups of two ranks each."""
-    seeds = [engine_settings(recipe(str(checkpoint)), index).seed for index in range(2)]
-    built = [build_engine(4, 1, dp=2, seed=seeds[0]), build_engine(1, 1, seed=seeds[1])]
-    yield built
-    for engine in built:
-        engine.shutdown()
-
-
 @pytest.mark.slow
 def test_engines_and_their_attention_groups_draw_independently_and_ranks_together(
-    engines: list[Engine], reference: Reference
+    checkpoint: Path, build_engine: Callable[..., Engine], reference: Reference
 ) -> None:
-    """Unverified on a GPU.
+    """Two engines of one run, the first with two attention groups of two ranks each.
+
+    Unverified on a GPU.
 
     rollout/sglang/scheduler.py _patch_scheduler, engine logprobs at rollout.temperature: torch's CUDA generator
     seeded for each attention group, which FlashInfer's samplers draw by too; SGLang's logprobs as
     log(softmax(logits / T)). To check first: `tests/rollout/test_draws.py` with two attention groups; the logprob
     gap of a run at temperature 0.7.
     """
+    seeds = [engine_settings(recipe(str(checkpoint)), index).seed for index in range(2)]
+    engines = [build_engine(4, 1, dp=2, seed=seeds[0]), build_engine(1, 1, seed=seeds[1])]
     check_draws(engines, reference)
     groups = asyncio.run(sample_all(engines[0], Sampling(4, 12, 1.3)))
     assert worst_diff(groups, reference, 1.3) < TOLERANCE, (
         "ranks that draw other tokens have other caches"
     )
+    for engine in engines:
+        engine.shutdown()

@@ -255,15 +255,10 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
         _reward=RewardConfig(function="a:b"),
     )
     how, group = Sampling(3, 5, phase_tokens=2), None
-    found = []
-    for _ in range(2):
+    for num_open, tokens in ((2, 2), (1, 4)):
         short, group = asyncio.run(worker.sample(PROMPT, how, group))
-        found.append(short)
+        assert short == PartialSummary(num_open, len(PROMPT.token_ids) + tokens)
         assert isinstance(group, PartialGroup)
-    assert found == [
-        PartialSummary(2, len(PROMPT.token_ids) + 2),
-        PartialSummary(1, len(PROMPT.token_ids) + 4),
-    ]
     assert group is not None and group.reward_results == (RewardResult(1.0, True), LATE, None)
     worker._reward = RewardConfig(function="a:b", on_failure="stop")
     with pytest.raises(UserError, match="took longer than 5 s on response 'xxx'"):

@@ -28,22 +28,15 @@ def engine(request: pytest.FixtureRequest, build_engine: Callable[..., Engine]) 
     built.shutdown()
 
 
-async def reports(engine: Engine, count: int) -> list[CompletedSample]:
-    found: list[CompletedSample] = []
-    while len(found) < count:
-        found += await engine.take_completed()
-    return found
-
-
-async def sampled(
-    engine: Engine, *asked: tuple[list[int], Sampling]
-) -> tuple[list[list[int]], list[CompletedSample]]:
-    """The lengths of the responses to each prompt, and the reports of all of them."""
-    samples = sum(sampling.num_samples for _, sampling in asked)
-    *groups, finished = await asyncio.gather(
-        *(engine.generate(*one) for one in asked), reports(engine, samples)
+async def sampled(engine: Engine) -> tuple[list[Sample], list[CompletedSample]]:
+    """The samples of five prompts, four of each, and the reports of all of them."""
+    groups = await asyncio.gather(
+        *(engine.generate(SHORT, Sampling(4, 24, stream=(index,))) for index in range(5))
     )
-    return [[sample.num_trained for sample in group] for group in groups], finished  # type: ignore[union-attr]
+    completed: list[CompletedSample] = []
+    while len(completed) < 20:
+        completed += await engine.take_completed()
+    return sum(groups, []), completed
 
 
 def test_it_states_its_room(engine: Engine) -> None:
@@ -63,13 +56,10 @@ def test_each_sample_is_reported_once_and_no_group_has_more_than_it_can_run(
         most[group] = max(most[group], queue._balancer._loads[group].sequences)
 
     monkeypatch.setattr(queue._balancer, "_book", noting)
-    lengths, finished = asyncio.run(
-        sampled(engine, *[(SHORT, Sampling(4, 24, stream=(index,))) for index in range(5)])
-    )
-    assert Counter(one.response_tokens for one in finished) == Counter(
-        length for group in lengths for length in group
-    )
-    assert {one.prompt_tokens for one in finished} == {len(SHORT)}
+    samples, completed = asyncio.run(sampled(engine))
+    lengths = Counter(sample.num_trained for sample in samples)
+    assert Counter(report.response_tokens for report in completed) == lengths
+    assert {report.prompt_tokens for report in completed} == {len(SHORT)}
     assert most == {0: MOST, 1: MOST}
     assert [queue._balancer.expected_tokens(group) for group in range(2)] == [0, 0]
 
