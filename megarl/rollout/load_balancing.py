@@ -47,6 +47,14 @@ class _Outstanding:
     started_together: bool = True  # none of them has finished since the receiver had nothing
 
 
+@dataclass
+class _Responses:
+    """How many responses have finished, and their tokens."""
+
+    count: int = 0
+    tokens: float = 0.0
+
+
 class RequestBalancer:
     """Books what each receiver was dealt, and what of it has finished.
 
@@ -60,15 +68,12 @@ class RequestBalancer:
         self._capacities = capacities
         self._loads = [_Outstanding() for _ in capacities]
         self._last = len(capacities) - 1
-        # responses of the round before, and their tokens
-        self._before = (1, _FIRST_GUESS * longest_response)
-        self._now = (0, 0.0)
+        self._before = _Responses(1, _FIRST_GUESS * longest_response)  # of the round before
+        self._now = _Responses()
 
     @property
     def mean_response(self) -> float:
-        count_before, tokens_before = self._before
-        count, tokens = self._now
-        return (tokens_before + tokens) / (count_before + count)
+        return (self._before.tokens + self._now.tokens) / (self._before.count + self._now.count)
 
     def expected_tokens(self, receiver: int) -> float:
         """Of all that the receiver was dealt and has not finished."""
@@ -81,11 +86,10 @@ class RequestBalancer:
         A receiver has room while it has less than it can run: of a prompt's samples the last ones may have to wait
         there. Receivers with equally many expected tokens take turns.
         """
-        if self._now[0] and not any(load.sequences for load in self._loads):
-            count, tokens = self._now
-            weight = min(count, _MOST_BEFORE)
-            self._before = (weight, weight * tokens / count)
-            self._now = (0, 0.0)
+        if self._now.count and not any(load.sequences for load in self._loads):
+            weight = min(self._now.count, _MOST_BEFORE)
+            self._before = _Responses(weight, weight * self._now.tokens / self._now.count)
+            self._now = _Responses()
         receiver = self._least_loaded()
         if receiver is not None:
             self._last = receiver
@@ -95,8 +99,8 @@ class RequestBalancer:
     def finish(self, receiver: int, prompt_tokens: int, response_tokens: int) -> None:
         """A sample has finished."""
         self.withdraw(receiver, prompt_tokens)
-        count, tokens = self._now
-        self._now = (count + 1, tokens + response_tokens)
+        self._now.count += 1
+        self._now.tokens += response_tokens
 
     def withdraw(self, receiver: int, prompt_tokens: int) -> None:
         """A sample was not sent, or was aborted: its length says nothing about others."""

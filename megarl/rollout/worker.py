@@ -81,13 +81,12 @@ class RolloutWorker:
             for place, sample in enumerate(samples)
             if reward_results[place] is None and not sample.is_open
         ]
-        new = await self._judged(prompt, [samples[place] for place in ended])
+        ended_samples = [samples[place] for place in ended]
+        new = await self._judged(prompt, ended_samples)
         for place, reward_result in zip(ended, new, strict=True):
             reward_results[place] = reward_result
         if self._reward.on_failure == "stop":  # at once, not when the group is complete
-            scored(
-                prompt, [samples[place] for place in ended], new, self._reward, may_lose_all=True
-            )
+            scored(prompt, ended_samples, new, self._reward, may_lose_all=True)
         known = [reward_result for reward_result in reward_results if reward_result is not None]
         if len(known) == len(samples):
             short, whole = scored(

@@ -32,13 +32,13 @@ def score(
     episode if it takes one. A pattern that takes too long ends its worker. Raises ValueError where the function has no
     verdict.
     """
-    found = re.fullmatch(pattern, response.strip(), re.DOTALL)
-    if found is None:
+    match = re.fullmatch(pattern, response.strip(), re.DOTALL)
+    if match is None:
         return RewardResult(wrong, False, "")
     if function is None:
         return reward
     # a group that took no part in the match is None
-    given = found.groupdict().get("answer", response) or ""
+    given = match.groupdict().get("answer", response) or ""
     inner = _inner(function)
     more = {EPISODE: episode} if takes_episode(inner) else {}
     reward_result = reward_result_of(inner(given.strip(), answer, row, **more, **(arguments or {})))

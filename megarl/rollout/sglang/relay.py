@@ -106,7 +106,10 @@ class Relay:
     def _file(self, kind: int, name: str, binds: bool = False) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         address = ipc_address(self._folder, name)
-        socket.bind(address) if binds else socket.connect(address)
+        if binds:
+            socket.bind(address)
+        else:
+            socket.connect(address)
         return socket
 
 
