@@ -69,47 +69,41 @@ def test_an_engines_settings_come_from_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "rollout", "evaluation", "sequences"),
+    ("algorithm", "rollout", "sequences"),
     [
-        ({"name": "dapo"}, {}, {}, 24),  # 11 prompts for 7 groups: an engine gets at most 6 of them
-        ({"name": "dapo", "oversample": 3.0}, {}, {}, 44),
-        ({"name": "grpo"}, {"phase_tokens": 2, "prompts_in_flight": 14}, {}, 28),
-        ({"name": "remax"}, {}, {}, 20),  # with the greedy sample
-        ({"name": "ppo"}, {"samples_per_prompt": 1}, {}, 4),
-        ({"name": "ppo"}, {"samples_per_prompt": 1}, {"max_prompts": 5}, 4),
-        (
-            {"name": "ppo"},
-            {"samples_per_prompt": 1},
-            {"max_prompts": 9, "samples": 3, "temperature": 1.0},
-            15,
-        ),
-        (
-            {"name": "ppo"},
-            {"samples_per_prompt": 1},
-            {"max_prompts": 9, "sets": {"hard": {"samples": 3}}},
-            15,
-        ),
-        # 8 of each group
-        ({"name": "ppo"}, {"samples_per_prompt": 1, "dp": 2}, {"max_prompts": 9, "samples": 3}, 16),
+        ({"name": "dapo"}, {}, 24),  # 11 prompts for 7 groups: an engine gets at most 6 of them
+        ({"name": "dapo", "oversample": 3.0}, {}, 44),
+        ({"name": "grpo"}, {"phase_tokens": 2, "prompts_in_flight": 14}, 28),
+        ({"name": "remax"}, {}, 20),  # with the greedy sample
+        ({"name": "ppo"}, {"samples_per_prompt": 1}, 4),
     ],
 )
-def test_an_engine_runs_all_at_once_that_it_is_given(
-    algorithm: dict[str, Any], rollout: dict[str, Any], evaluation: dict[str, Any], sequences: int
+def test_an_engine_runs_a_step_at_once(
+    algorithm: dict[str, Any], rollout: dict[str, Any], sequences: int
 ) -> None:
-    """The largest round of a step, or an evaluation set, if that is more."""
-    tree = recipe("somewhere").model_dump()
-    dp = rollout.pop("dp", 1)
-    tree["algorithm"] = algorithm
+    tree = recipe("somewhere").model_dump() | {"algorithm": algorithm}
     tree["rollout"] |= rollout
-    tree["rollout"]["engine"]["dp"] = dp
-    if evaluation:
-        tree["data"]["eval"], tree["evaluation"] = (
-            {"easy": "easy.jsonl", "hard": "hard.jsonl"},
-            evaluation,
-        )
     made = Recipe.model_validate(tree)
-    assert engine_settings(made, index=0).concurrency == sequences
-    assert step_sequences(made) == (sequences if not evaluation else 4)
+    assert step_sequences(made) == engine_settings(made, index=0).concurrency == sequences
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "dp", "sequences"),
+    [
+        ({"max_prompts": 5}, 1, 16),  # the step is larger
+        ({"max_prompts": 9, "samples": 6, "temperature": 1.0}, 1, 30),
+        ({"max_prompts": 9, "sets": {"hard": {"samples": 6}}}, 1, 30),
+        ({"max_prompts": 9, "samples": 5}, 2, 26),  # 13 of each group
+    ],
+)
+def test_an_engine_runs_an_evaluation_at_once(
+    evaluation: dict[str, Any], dp: int, sequences: int
+) -> None:
+    tree = recipe("somewhere").model_dump() | {"evaluation": evaluation}
+    tree["rollout"]["engine"]["dp"] = dp
+    tree["data"]["eval"] = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
+    made = Recipe.model_validate(tree)
+    assert (step_sequences(made), engine_settings(made, index=0).concurrency) == (16, sequences)
 
 
 @pytest.mark.parametrize(
