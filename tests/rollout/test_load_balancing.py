@@ -67,12 +67,7 @@ def test_the_one_with_the_least_left_gets_the_next() -> None:
 
 def test_long_prompts_count() -> None:
     balancer = RequestBalancer([WIDE] * 2, LONGEST)
-    assert [
-        balancer.assign(1000),
-        balancer.assign(10),
-        balancer.assign(10),
-        balancer.assign(10),
-    ] == [0, 1, 1, 1]
+    assert [balancer.assign(tokens) for tokens in (1000, 10, 10, 10)] == [0, 1, 1, 1]
 
 
 def test_the_mean_begins_with_the_round_before() -> None:
@@ -82,16 +77,13 @@ def test_the_mean_begins_with_the_round_before() -> None:
     balancer.assign(10, 3)
     for length in (200, 300, 300):
         balancer.finish(0, 10, length)
-    assert balancer.mean_response == pytest.approx((100 + 200 + 300 + 300) / 4)
+    assert balancer.mean_response == pytest.approx(900 / 4)
     balancer.assign(10, 2)
     balancer.finish(0, 10, 10)
-    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), (
-        "of the round before, and of this one"
-    )
+    mean = (200 + 300 + 300 + 10) / 4
+    assert balancer.mean_response == pytest.approx(mean), "of the round before, and of this one"
     balancer.withdraw(0, 10)
-    assert balancer.mean_response == pytest.approx((200 + 300 + 300 + 10) / 4), (
-        "an aborted one says nothing"
-    )
+    assert balancer.mean_response == pytest.approx(mean), "an aborted one says nothing"
     assert balancer.expected_tokens(0) == 0
 
 

@@ -64,8 +64,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
         judge.hold.set()
 
 
-def judged(server: Judge, response: str = "12", **arguments: Any) -> RewardResult:
-    row = {"prompt": "3 * 4?"}
+def judged(server: Judge, response: str = "12", row: Any = None, **arguments: Any) -> RewardResult:
+    row = row or {"prompt": "3 * 4?"}
     return asyncio.run(
         llm_judge.score(response, "twelve", row, **{"url": server.url, "model": "m", **arguments})
     )
@@ -134,11 +134,9 @@ def test_a_conversation_is_a_question(server: Judge) -> None:
             {"role": "user", "content": "3 * 4?"},
         ]
     }
-    asyncio.run(llm_judge.score("12", "12", row, url=server.url, model="m", question="messages"))
+    judged(server, row=row, question="messages")
     assert "system: Be brief.\nuser: 3 * 4?" in server.asked[0]["messages"][0]["content"]
-    assert "no column 'prompt'" in failure(
-        lambda: asyncio.run(llm_judge.score("12", "12", row, url=server.url, model="m")), ValueError
-    )
+    assert "no column 'prompt'" in failure(lambda: judged(server, row=row), ValueError)
 
 
 # --- trying again ------------------------------------------------------------------------------------------------
@@ -184,13 +182,11 @@ def test_a_servers_wish_to_wait_is_met(server: Judge) -> None:
     assert server.at_s[1] - server.at_s[0] >= 1.0
 
 
-@pytest.mark.parametrize(
-    "later", [lambda: "600", lambda: formatdate(time.time() + 600, usegmt=True)]
-)
-def test_a_wish_beyond_the_time_there_is_ends_it(server: Judge, later: Callable[[], str]) -> None:
-    server.replies = [(429, {"Retry-After": later()}, {})]
-    assert "within 0.5 s" in failure(lambda: judged(server, timeout_s=0.5))
-    assert len(server.asked) == 1
+def test_a_wish_beyond_the_time_there_is_ends_it(server: Judge) -> None:
+    for count, later in enumerate(("600", formatdate(time.time() + 600, usegmt=True)), start=1):
+        server.replies = [(429, {"Retry-After": later}, {})]
+        assert "within 0.5 s" in failure(lambda: judged(server, timeout_s=0.5))
+        assert len(server.asked) == count
 
 
 @pytest.mark.parametrize("header", ["", "x", "-5", "nan", "inf", "Wed, 21 Oct 2015 07:28:00 GMT"])
