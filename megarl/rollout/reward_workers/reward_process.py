@@ -61,11 +61,8 @@ class RewardProcess(WorkerProcess):
         self.write(as_line(message))
 
     def has_room(self) -> bool:
-        if any(request.alone for request in self.in_flight.values()):
-            return False
-        if self.is_async:
-            return len(self.in_flight) < AT_ONCE
-        return not self.in_flight
+        is_shared = self.is_async and not any(job.alone for job in self.in_flight.values())
+        return len(self.in_flight) < (AT_ONCE if is_shared else 1)
 
     def deadline(self) -> float | None:
         """A process with many in flight may be late in cancelling calls: it moves while it still sends messages."""
@@ -78,10 +75,8 @@ class RewardProcess(WorkerProcess):
         return end
 
     def culprit(self) -> Request | None:
-        """The first in flight; of several in flight to an asynchronous function it is not known."""
-        if self.is_async and len(self.in_flight) > 1:
-            return None
-        return self.first_in_flight()
+        """The one that is in flight; of several it is not known."""
+        return self.first_in_flight() if len(self.in_flight) == 1 else None
 
     def first_in_flight(self) -> Request | None:
         return next(iter(self.in_flight.values()), None)
