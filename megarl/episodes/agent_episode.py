@@ -79,13 +79,11 @@ class AgentEpisode:
         self._config = config
         self._policy = policy or PolicySampling()
         self._threads: list[_Thread] = []
-        # open requests; of these, the ones that already count as a turn
-        self._num_asked = 0
-        self._in_flight = 0
+        self._in_flight = 0  # open requests that already count as a turn
         self._idle_since: float | None = None  # None: the agent has not begun
         self._over: tuple[EpisodeEnd, str] | None = None
         self._cut_by: EpisodeEnd | None = None  # why the last turn has no end
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # open requests
         # how often the endpoint has refused each; set when it has closed
         self.refused_fields: Mapping[str, int] = {}
 
@@ -122,12 +120,11 @@ class AgentEpisode:
         """Raises ChatRefused and EpisodeOver. To be run as a task of its own, which `close` may cancel."""
         task = asyncio.current_task()
         assert task
+        self._check_over()
+        self._count_idle()
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         try:
-            self._check_over()
-            with self._asking():
-                return await self._answered(request)
+            return await self._answered(request)
         except BadMessages as bad:
             raise ChatRefused(str(bad)) from bad
         except (ChatRefused, EpisodeOver):
@@ -140,20 +137,12 @@ class AgentEpisode:
                 ) from error
             self.stop("agent", "the engine has failed")
             raise EpisodeOver("the engine has failed") from error
-
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """The time in which no request is in flight is the agent's own."""
-        self._count_idle()
-        self._num_asked += 1
-        try:
-            yield
         finally:
-            self._num_asked -= 1
+            self._tasks.discard(task)
             self._idle_since = time.monotonic()
 
     async def _answered(self, request: ChatRequest) -> ChatAnswer:
-        self._policy.check(request, self._rows.sampling.temperature, self._rows.sampling.top_p)
+        self._policy.check(request, self._rows.sampling)
         tools = await asyncio.to_thread(self._tool_sets.of, request.tools)
         messages = await asyncio.to_thread(checked, request.messages, tools.turn_tokenizer.template)
         self._check_turns()
@@ -164,7 +153,8 @@ class AgentEpisode:
             self._in_flight -= 1
 
     def _count_idle(self) -> None:
-        if not self._num_asked and self._idle_since is not None:
+        """The time in which no request is in flight is the agent's own."""
+        if not self._tasks and self._idle_since is not None:
             self._rows.tally.tool_s += time.monotonic() - self._idle_since
 
     def _check_turns(self) -> None:
@@ -250,7 +240,6 @@ class AgentEpisode:
     async def _turn(self, thread: _Thread, messages: Messages, request: ChatRequest) -> ChatAnswer:
         conversation = thread.conversation
         prompt_tokens = len(thread.conversation.ids)
-        is_whole = self._rows.is_whole_turn(conversation, request.max_tokens)
         found: list[_Read] = []
 
         async def read(turn: SampledTurn) -> None:
@@ -270,13 +259,8 @@ class AgentEpisode:
         tally.call_errors = tally.call_errors + num_bad
         thread.num_calls += num_calls
         if self._rows.last is turn:
-            if turn.finished:
-                self._cut_by = None
-            elif is_whole:
-                self._cut_by = "cut"
-            else:
-                self._cut_by = "max_tokens"
-        if turn.finished:
+            self._cut_by = turn.cut_by
+        if not turn.cut_by:
             last = turn.ids[-1]
             if last in thread.tools.turn_tokenizer.stop_ids:
                 thread.stop = last
@@ -286,7 +270,7 @@ class AgentEpisode:
         thread.messages = [*messages, message]
         calls = calls_of(message)
         tokens = len(turn.ids)
-        if not turn.finished:
+        if turn.cut_by:
             finish = "length"
         elif calls:
             finish = "tool_calls"

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.episodes.template import TOOLS, ChatTemplate, TemplateRefusal, user
+from megarl.episodes.template import TOOLS, ChatTemplate, TemplateRefusal, first_place, user
 from megarl.types import UserError
 
 _HINT = (
@@ -181,8 +181,7 @@ def _turn(template: ChatTemplate, stop_ids: Collection[int], calls: Sequence[Cal
     ids = template.turn_ids(
         [user("a")], {"role": "assistant", "content": "", "tool_calls": written}
     )
-    end = next((place for place, token in enumerate(ids) if token in stop_ids), len(ids))
-    return template.decode(ids[:end])
+    return template.decode(ids[: first_place(stop_ids, ids)])
 
 
 def _same(read: Sequence[tuple[str | None, str]], calls: Sequence[Call]) -> bool:

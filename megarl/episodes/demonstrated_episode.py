@@ -15,7 +15,8 @@ from itertools import count
 from typing import Any
 
 from megarl.data.files import BadRow
-from megarl.episodes.template import Message, TemplateRefusal
+from megarl.episodes.messages import results_of
+from megarl.episodes.template import Message, TemplateRefusal, first_place, solid
 from megarl.episodes.turn_tokenizer import ToolResult, TurnTokenizer
 from megarl.model.tokenizer import chat_messages
 from megarl.printable import short
@@ -110,9 +111,9 @@ def _demonstrated(
         append(turn, is_sampled=True)
         chat.append(answer)
         if rest and calls:
-            told = [_result(call, _next(rest, "tool")) for call in calls]
-            append(_results(turn_tokenizer, calls, told, turn), is_sampled=False)
-            chat += told
+            texts = [_result(call, _next(rest, "tool")) for call in calls]
+            append(_results(turn_tokenizer, calls, texts, turn), is_sampled=False)
+            chat += results_of(answer, texts)
         elif rest:
             chat.append(_next(rest, "user"))
             append(turn_tokenizer.user(chat[-1]["content"], after=turn[-1]), is_sampled=False)
@@ -168,18 +169,13 @@ def _call(turn_tokenizer: TurnTokenizer, given: Any, number: int) -> _Call:
     )
 
 
-def _result(call: _Call, message: Message) -> Message:
-    """The result of a call as the template takes it; the data's results stand in the order of the calls."""
+def _result(call: _Call, message: Message) -> str:
+    """The text of a call's result; the data's results stand in the order of the calls."""
     answered = message.get("tool_call_id")
     if answered and call.id and answered != call.id:
         problem = f"the demonstration has a result of {short(answered, 60)} where that of {call.id!r} must follow"
         raise BadRow(problem, _ORDER)
-    return {
-        "role": "tool",
-        "tool_call_id": call.shown["id"],
-        "name": call.name,
-        "content": message["content"],
-    }
+    return message["content"]
 
 
 def _whole_turn(
@@ -197,18 +193,16 @@ def _whole_turn(
     if left_out.strip():
         problem = f"the chat template writes no {left_out.strip()!r} in a turn, and the generation prompt ends with it"
         raise BadRow(problem, _TEMPLATE)
-    end = next(
-        (place for place, token in enumerate(ids) if token in turn_tokenizer.stop_ids), len(ids)
-    )
-    words = _solid(template.decode(ids[:end]))
+    end = first_place(turn_tokenizer.stop_ids, ids)
+    words = solid(template.decode(ids[:end]))
     for part in [*_TAG.split(answer["content"]), *(call.name for call in calls)]:
-        if _solid(part) not in words:
+        if solid(part) not in words:
             problem = f"the chat template or its tokens change the assistant's words {short(part.strip(), 60)}"
             raise BadRow(problem, _TEMPLATE)
     if end < len(ids):
         return ids[: end + 1]
-    empty = [ToolResult("", call.name) for call in calls]
     if calls:
+        empty = [ToolResult("", call.name) for call in calls]
         following = turn_tokenizer.following_results(empty)
     else:
         following = turn_tokenizer.following_user("a")
@@ -218,20 +212,13 @@ def _whole_turn(
 def _results(
     turn_tokenizer: TurnTokenizer,
     calls: Sequence[_Call],
-    told: Sequence[Message],
+    texts: Sequence[str],
     turn: Sequence[int],
 ) -> list[int]:
     """The tokens of the results; an id is known to an episode where the model wrote it."""
     written = turn_tokenizer.turn_text(turn)
     results = [
-        ToolResult(
-            message["content"], call.name, call.shown["id"] if call.shown["id"] in written else None
-        )
-        for call, message in zip(calls, told, strict=True)
+        ToolResult(text, call.name, call.shown["id"] if call.shown["id"] in written else None)
+        for call, text in zip(calls, texts, strict=True)
     ]
     return turn_tokenizer.tool_results(results, after=turn[-1])
-
-
-def _solid(text: str) -> str:
-    """Without white space, which templates trim."""
-    return "".join(text.split())

@@ -192,17 +192,14 @@ class EpisodeRunner:
         rows = state.rows
         turn = state.turn
         if turn is None or turn.is_open:
-            most = rows.turn_tokens(state.conversation, turn)
-            if turn and most <= len(turn.ids):  # a resumed run has a lower limit
+            # a resumed run has a lower limit
+            if turn and rows.turn_tokens(state.conversation, turn) <= len(turn.ids):
                 return "max_tokens"
-            is_whole = most == rows.sampling.max_tokens
             state.turn = turn = await rows.turn(state.conversation, turn)
             if turn.is_open:
                 raise PhaseOver
-            if not turn.finished:
-                if is_whole:
-                    return "cut"
-                return "max_tokens"
+            if turn.cut_by:
+                return turn.cut_by
         if end := await self._answer(state, turn):
             return end
         if state.tally.turns >= self._config.max_turns:

@@ -30,12 +30,10 @@ def checked(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> li
         raise BadMessages(
             f"there are {len(messages)} messages, and 1 to {_MOST_MESSAGES} are allowed"
         )
-    found = [
-        _checked(number, message, template) for number, message in enumerate(messages, start=1)
-    ]
-    if found[-1]["role"] == "assistant":
+    chat = [_checked(number, message, template) for number, message in enumerate(messages, start=1)]
+    if chat[-1]["role"] == "assistant":
         raise BadMessages("the last message is the assistant's")
-    return found
+    return chat
 
 
 def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any]:
@@ -59,12 +57,13 @@ def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any
         raise BadMessages(f"message {number} has tool_calls, and is not the assistant's")
     if role == "tool" and "tool_call_id" not in given:
         raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
-    texts = {key: _text(value, f"the {key} of message {number}") for key, value in given.items()}
+    checked_message: dict[str, Any] = {
+        key: _text(value, f"the {key} of message {number}") for key, value in given.items()
+    }
+    checked_message["content"] = content
     if calls:
-        with_calls = {"tool_calls": [_call(number, call) for call in calls]}
-    else:
-        with_calls = {}
-    return {**texts, "content": content, **with_calls}
+        checked_message["tool_calls"] = [_call(number, call) for call in calls]
+    return checked_message
 
 
 def _text(value: Any, what: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.environments.agents.chat import ChatRefused, ChatRequest
+from megarl.types.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -17,25 +18,22 @@ class PolicySampling:
     temperature: float = 1.0
     top_p: float = 1.0
 
-    def check(self, request: ChatRequest, temperature: float, top_p: float) -> None:
-        """temperature, top_p: with which the episode is sampled, which is another in evaluations. Raises ChatRefused.
+    def check(self, request: ChatRequest, sampling: Sampling) -> None:
+        """sampling: of the episode, which has another temperature in evaluations. Raises ChatRefused.
 
         An agent that names the recipe's values is right in evaluations, too.
         """
-        for name, asked, values in (
-            ("temperature", request.temperature, (self.temperature, temperature)),
-            ("top_p", request.top_p, (self.top_p, top_p)),
-        ):
-            if asked is not None and asked not in values:
-                raise ChatRefused(_words(name, asked, self, values[1]), name)
-
-
-def _words(name: str, asked: float, policy: PolicySampling, current: float) -> str:
-    trained = getattr(policy, name)
-    if current == trained:
-        here = ""
-    else:
-        here = f" ({current:g} in this episode)"
-    why = "the policy is trained on the probabilities with which it is sampled"
-    hint = f"leave the field out, or set rollout.{name} to {asked:g}"
-    return f"{name} {asked:g} is refused: rollout.{name} is {trained:g}{here}, and {why}; {hint}"
+        for name in ("temperature", "top_p"):
+            asked = getattr(request, name)
+            trained = getattr(self, name)
+            current = getattr(sampling, name)
+            if asked is None or asked in (trained, current):
+                continue
+            here = ""
+            if current != trained:
+                here = f" ({current:g} in this episode)"
+            raise ChatRefused(
+                f"{name} {asked:g} is refused: rollout.{name} is {trained:g}{here}, and the policy is trained on the"
+                f" probabilities with which it is sampled; leave the field out, or set rollout.{name} to {asked:g}",
+                name,
+            )

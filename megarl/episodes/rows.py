@@ -50,11 +50,11 @@ class EpisodeResult:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn of the model with all of its parts. finished: not cut at a limit; is_open: the phase has cut it."""
+    """A turn of the model with all of its parts. cut_by: the limit that has cut it; is_open: the phase has cut it."""
 
     ids: Sequence[int]
     text: str
-    finished: bool
+    cut_by: EpisodeEnd | None = None
     is_open: bool = False
 
 
@@ -112,9 +112,8 @@ class EpisodeRows:
             self._conversations.append(Conversation.restored(row, prompt_ids, digest))
         self._restored_length = self._longest
         last = self._conversations[-1]
-        is_open = opened.following == "turn"
         ids = last.ids[len(last.ids) - opened.turn_tokens :]
-        self.last = SampledTurn(ids, self._sampler.text(ids), not is_open, is_open)
+        self.last = SampledTurn(ids, self._sampler.text(ids), is_open=opened.following == "turn")
         return last, self.last
 
     def _shared(self, prompt_ids: Sequence[int]) -> Sequence[int]:
@@ -150,34 +149,12 @@ class EpisodeRows:
         """The turns that nobody awaits any more."""
         return len(self._abandoned)
 
-    def is_whole_turn(
-        self, conversation: Conversation, requested_tokens: int | None = None
-    ) -> bool:
-        """Whether the next turn may have as many tokens as any.
-
-        requested_tokens: the most tokens that the agent asks for; None: no request.
-        """
-        any_turn = self.sampling.max_tokens
-        if requested_tokens is not None:
-            any_turn = min(requested_tokens, any_turn)
-        return self.turn_tokens(conversation, requested_tokens=requested_tokens) == any_turn
-
-    def turn_tokens(
-        self,
-        conversation: Conversation,
-        begun: SampledTurn | None = None,
-        requested_tokens: int | None = None,
-    ) -> int:
-        """How many tokens the next turn may have, or the open turn that a phase before has begun.
-
-        requested_tokens: as of `is_whole_turn`.
-        """
-        given = len(begun.ids) if begun else 0
+    def turn_tokens(self, conversation: Conversation, begun: SampledTurn | None = None) -> int:
+        """How many tokens the next turn may have, or the open turn that a phase before has begun."""
         left = self.room(conversation.prompt_length, conversation.response_length)
-        room = min(self.sampling.max_tokens, left + given)
-        if requested_tokens is None:
-            return room
-        return min(requested_tokens, room)
+        if begun:
+            left += len(begun.ids)
+        return min(self.sampling.max_tokens, left)
 
     @property
     def is_phase_over(self) -> bool:
@@ -205,11 +182,15 @@ class EpisodeRows:
 
         It is open where the phase cuts it. Where the caller is cancelled it is sampled to its end and dropped. heard:
         the texts before it that the transcript has not yet. read: is awaited before the turn counts as delivered; where
-        it raises the turn is dropped. requested_tokens: as of `is_whole_turn`; stop: as of `Sampling`. Raises what the
-        sampler raises; the first of that is `error`.
+        it raises the turn is dropped. requested_tokens: the most that the agent asks for; None: no request. stop: as of
+        `Sampling`. Raises what the sampler raises; the first of that is `error`.
         """
         given = begun.ids if begun else []
-        left = self.turn_tokens(conversation, begun, requested_tokens) - len(given)
+        any_turn = self.sampling.max_tokens
+        if requested_tokens is not None:
+            any_turn = min(requested_tokens, any_turn)
+        most = min(any_turn, self.turn_tokens(conversation, begun))
+        left = most - len(given)
         limits = self._turn_sampling(conversation, left, stop)
         known = conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
@@ -222,9 +203,11 @@ class EpisodeRows:
             new_ids = sample.only_row.response_ids_T.tolist()
             ids = [*given, *new_ids]
             is_open = not sample.finished and len(new_ids) == limits.max_tokens < left
-            turn = SampledTurn(
-                ids, self._sampler.text(ids) if begun else sample.text, sample.finished, is_open
-            )
+            cut_by: EpisodeEnd | None = None
+            if not sample.finished and not is_open:
+                cut_by = "cut" if most == any_turn else "max_tokens"
+            text = self._sampler.text(ids) if begun else sample.text
+            turn = SampledTurn(ids, text, cut_by, is_open)
             if read:
                 await read(turn)
         except BaseException:

@@ -209,3 +209,13 @@ def user(text: str) -> dict[str, str]:
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def solid(text: str) -> str:
+    """Without white space, which templates trim, and some tokenizers add or drop in decoding."""
+    return "".join(text.split())
+
+
+def first_place(stop_ids: Collection[int], ids: Sequence[int]) -> int:
+    """The place of the first stop token; behind the last token where there is none."""
+    return next((place for place, token in enumerate(ids) if token in stop_ids), len(ids))

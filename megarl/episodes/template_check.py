@@ -16,6 +16,7 @@ from megarl.episodes.template import (
     Message,
     TemplateRefusal,
     num_shared,
+    solid,
     user,
 )
 from megarl.episodes.turn_tokenizer import HINT, Following, ToolResult, TurnTokenizer
@@ -130,13 +131,8 @@ def _prove(
     tokens = [plain.stop, *plain.ids]
     if template.ids(plain.text)[-len(tokens) :] != tokens:
         raise error(f"gives {what} other tokens after other text")
-    if not _solid(plain.text).endswith(_solid(template.decode(tokens))):
+    if not solid(plain.text).endswith(solid(template.decode(tokens))):
         raise error(f"writes {what} in characters that are not in the vocabulary")
-
-
-def _solid(text: str) -> str:
-    """Without white space, which some tokenizers add or drop in decoding."""
-    return "".join(text.split())
 
 
 def _shown_with(following: Callable[..., Following], thought: Message) -> Following | None:

@@ -21,7 +21,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megarl.episodes.template import MARKER, WHERE, ChatTemplate, Message, TemplateRefusal, user
+from megarl.episodes.template import (
+    MARKER,
+    WHERE,
+    ChatTemplate,
+    Message,
+    TemplateRefusal,
+    first_place,
+    user,
+)
 from megarl.model.tokenizer import chat_messages
 from megarl.types import UserError
 
@@ -82,7 +90,6 @@ class TurnTokenizer:
             raise UserError(
                 WHERE, problem, "give eos_token_id in its config.json or generation_config.json"
             )
-        self._opens: dict[Kind, bool] = {}
 
     def first(self, prompt: Any) -> list[int]:
         """The tokens of a prompt (a text or chat messages), up to and with the generation prompt.
@@ -207,11 +214,10 @@ class TurnTokenizer:
                 times = "writes the assistant's words twice"
             raise UserError(WHERE, f"the chat template {times} before {what}", HINT)
         ids = self.template.ids(text.partition(marker)[2])
-        place = next((place for place, token in enumerate(ids) if token in self.stop_ids), None)
-        if place is None:
-            names = ", ".join(
-                map(str, self.template.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids)))
-            )
+        place = first_place(self.stop_ids, ids)
+        if place == len(ids):
+            stops = self.template.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids))
+            names = ", ".join(map(str, stops))
             problem = f"the chat template writes none of the model's stop tokens ({names}) between a turn and {what}"
             raise UserError(WHERE, problem, HINT)
         return Following(ids[place], ids[place + 1 :], text)
@@ -223,17 +229,12 @@ class TurnTokenizer:
             raise ValueError(
                 f"token {after} ends no turn: the stop tokens are {sorted(self.stop_ids)}"
             )
-        if after == following.stop or not self._stop_opens(kind):
+        if after == following.stop or not self._ends_without_stop(kind):
             return following.ids
         return [following.stop, *following.ids]
 
-    def _stop_opens(self, kind: Kind) -> bool:
-        """Whether the stop token is the first of the next message: a conversation that ends before it has none."""
-        if kind not in self._opens:
-            self._opens[kind] = self._ends_without_stop(kind)
-        return self._opens[kind]
-
     def _ends_without_stop(self, kind: Kind) -> bool:
+        """Whether a conversation that ends with a turn has no stop token, since it is the next message's first."""
         chat: Sequence[Message] = [user(_OPENING_WORDS), {"role": "assistant", "content": MARKER}]
         if kind == "tool":
             chat = self._called([ToolResult("")], MARKER, "argument", False, {})[:2]

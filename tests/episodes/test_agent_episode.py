@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megarl.config.episode import EpisodeConfig
@@ -22,7 +21,7 @@ from megarl.samples import accounting
 from megarl.types import Prompt, Sample
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
-from tests.samples.responses import response
+from tests.episodes.sampler import ScriptedSampler
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
@@ -44,17 +43,16 @@ PROMPT = Prompt("row 1", "", (1,), "")
 Messages = list[dict[str, Any]]
 
 
-class Script:
+class Script(ScriptedSampler):
     """Samples the text that `turns` has for the last words of the context."""
 
     def __init__(self, turns: dict[str, str]) -> None:
-        self.turns, self.streams, self.completed = turns, [], 0
+        super().__init__(TOKENIZER)
+        self.turns = turns
+        self.streams: list[tuple[int, ...]] = []
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.has_begun = asyncio.Event()
-
-    async def begin(self, conversation: str, prompt_tokens: int) -> None:
-        return None
 
     async def turn(
         self,
@@ -68,35 +66,19 @@ class Script:
         self.streams.append(sampling.stream)
         self.has_begun.set()
         await self.may_go_on.wait()
-        context = TOKENIZER.decode(context_ids, skip_special_tokens=True)
+        context = self.text(context_ids)
         text = next(text for words, text in self.turns.items() if context.endswith(words))
-        ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+        ids = self.ids(text)
         begins = [TOKENIZER.decode(ids[:end]) for end in range(len(ids) + 1)]
         ends = [
             end for end, begin in enumerate(begins) if any(stop in begin for stop in sampling.stop)
         ]
-        ids = (
-            [*ids, TOKENIZER.eos_token_id]
-            if not ends and not text.endswith("...")
-            else ids[: (ends or [None])[0]]
-        )
+        if ends:
+            ids = ids[: ends[0]]
+        elif not text.endswith("..."):
+            ids = [*ids, TOKENIZER.eos_token_id]
         is_cut = text.endswith("...") or len(ids) > sampling.max_tokens
-        ids = ids[: sampling.max_tokens]
-        words = TOKENIZER.decode(ids, skip_special_tokens=True)
-        return response(
-            context_ids,
-            np.array(ids),
-            np.full(len(ids), -1.0, np.float32),
-            words,
-            finished=not is_cut,
-            version=3,
-        )
-
-    def text(self, ids: Sequence[int]) -> str:
-        return TOKENIZER.decode(list(ids), skip_special_tokens=True)
-
-    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
-        self.completed += 1
+        return self.sample(context_ids, ids[: sampling.max_tokens], finished=not is_cut)
 
 
 Ask = Callable[..., Any]
@@ -127,7 +109,7 @@ def played(
 
     sample, episode, script = asyncio.run(run())
     accounting.check(PROMPT, [sample])
-    assert script.completed == 1
+    assert len(script.completed) == 1
     return sample, episode, script
 
 
@@ -335,14 +317,19 @@ def test_max_tokens_of_a_request_cut_its_turn() -> None:
 def test_another_temperature_than_the_recipes_is_refused() -> None:
     """Its own is taken, also where the episode is of an evaluation at another; the refusal names field and key."""
     policy = PolicySampling(temperature=0.7, top_p=1.0)
+
+    def check(is_temperature: float, is_top_p: float, **asked: float | None) -> None:
+        sampling = Sampling(1, 9, temperature=is_temperature, top_p=is_top_p)
+        policy.check(ChatRequest([user("hi")], **asked), sampling)
+
     for temperature, top_p in ((0.7, None), (0.0, None), (None, 1), (None, 0.9)):
-        policy.check(ChatRequest([user("hi")], temperature=temperature, top_p=top_p), 0.0, 0.9)
+        check(0.0, 0.9, temperature=temperature, top_p=top_p)
     words = r"temperature 0.2 is refused: rollout.temperature is 0.7, and .*set rollout.temperature to 0.2"
     with pytest.raises(ChatRefused, match=words) as caught:
-        policy.check(ChatRequest([user("hi")], temperature=0.2), 0.7, 1.0)
+        check(0.7, 1.0, temperature=0.2)
     assert caught.value.param == "temperature"
     with pytest.raises(ChatRefused, match=r"rollout.top_p is 1 \(0.9 in this episode\), and "):
-        policy.check(ChatRequest([user("hi")], top_p=0.5), 0.7, 0.9)
+        check(0.7, 0.9, top_p=0.5)
 
     async def agent(ask: Ask) -> None:
         with pytest.raises(ChatRefused, match="temperature 0.2 is refused"):

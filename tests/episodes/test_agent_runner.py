@@ -53,7 +53,7 @@ def played(agents: AgentThread, *rows: dict[str, Any], **limits: Any) -> list[Ep
         script = Script(TURNS)
         runner = AgentRunner(config, script, agents, None, _tool_sets(), max_prompt_tokens=200)
         found = [await runner.run(_prompt(row), Sampling(1, 100, stream=(1, 2)), 0) for row in rows]
-        assert script.completed == len(rows), "the engine has its place again"
+        assert len(script.completed) == len(rows), "the engine has its place again"
         return found
 
     found = asyncio.run(run())

@@ -24,7 +24,7 @@ from megarl.types import Prompt, Sample
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
-from tests.samples.responses import response
+from tests.episodes.sampler import ScriptedSampler
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
@@ -87,16 +87,13 @@ TOOLS = ("double", "say", "refuse", "hang", "end")
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 
 
-class Script:
-    """A sampler whose turns are given: texts, or a text without an end where it is cut. seconds: that each takes."""
+class Script(ScriptedSampler):
+    """Samples turns that are given: texts, or a text without an end where it is cut. seconds: that each takes."""
 
     def __init__(self, tokenizer: Any, turns: Sequence[str], seconds: float = 0.0) -> None:
-        self.tokenizer, self.turns, self.completed, self._seconds = (
-            tokenizer,
-            list(turns),
-            [],
-            seconds,
-        )
+        super().__init__(tokenizer)
+        self.turns = list(turns)
+        self._seconds = seconds
 
     async def turn(
         self,
@@ -109,27 +106,10 @@ class Script:
     ) -> Sample:
         await asyncio.sleep(self._seconds)
         text = self.turns[number]
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self.ids(text)
         is_cut = text.endswith("...") or len(ids) >= sampling.max_tokens
         ids = ids[: sampling.max_tokens] if is_cut else [*ids, self.tokenizer.eos_token_id]
-        words = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return response(
-            context_ids,
-            np.array(ids),
-            np.full(len(ids), -1.0, np.float32),
-            words,
-            finished=not is_cut,
-            version=3,
-        )
-
-    async def begin(self, conversation: str, prompt_tokens: int) -> None:
-        return None
-
-    def text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
-        self.completed.append((conversation, response_tokens))
+        return self.sample(context_ids, ids, finished=not is_cut)
 
 
 Play = Callable[..., tuple[EpisodeResult, Script]]
@@ -229,7 +209,8 @@ def test_calls_are_answered_in_their_order(play: Play) -> None:
         and sample.finished
     )
     assert not sample.only_row.engine_logp_T[~sample.only_row.trained_T].any()
-    assert script.completed == [("episode-0", len(sample.only_row.response_ids_T))]
+    ((name, _, num_tokens),) = script.completed
+    assert (name, num_tokens) == ("episode-0", len(sample.only_row.response_ids_T))
     assert played.reward_result is None, "the reward function decides"
 
 
@@ -351,7 +332,8 @@ def test_a_turn_is_sampled_to_its_end_and_its_calls_are_in_time_or_not_made(
 ) -> None:
     played, script = play("tools", turn, "8", timeout_s=0.6, turn_s=0.7)
     facts = played.sample.facts
-    assert facts and facts.turns == 1 and script.completed == [("episode-0", facts.sampled_tokens)]
+    ((_, _, num_tokens),) = script.completed
+    assert facts and facts.turns == 1 and num_tokens == facts.sampled_tokens
     assert text_of(script, played) == f"{turn}<eos>"
     assert (facts.end, facts.call_errors) == (("answered", 0) if turn == "8" else ("timeout", 1))
 

@@ -24,7 +24,7 @@ from megarl.types import EpisodeProgress, Prompt, Sample, merged_parts
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 from scripts.make_tiny_moe import make_tokenizer
-from tests.samples.responses import response
+from tests.episodes.sampler import ScriptedSampler
 
 pytestmark = pytest.mark.slow  # the reader of calls is SGLang's
 
@@ -55,16 +55,14 @@ def threads() -> Iterator[Threads]:
             one.shutdown()
 
 
-class Model:
+class Model(ScriptedSampler):
     """Samples turns that are given, by what the context has of them: a token's logprob and expert tell its place."""
 
     def __init__(self, tokenizer: Any, turns: Sequence[str]) -> None:
-        self.tokenizer, self.turns, self.version = tokenizer, list(turns), 0
+        super().__init__(tokenizer)
+        self.turns = list(turns)
+        self.version = 0
         self.begin_of_turn = tokenizer.convert_tokens_to_ids("<assistant>")
-        self.completed: list[tuple[int, int]] = []
-
-    async def begin(self, conversation: str, prompt_tokens: int) -> None:
-        return None
 
     async def turn(
         self,
@@ -78,28 +76,19 @@ class Model:
         before = list(context_ids)
         last = len(before) - before[::-1].index(self.begin_of_turn)
         text = self.turns[before.count(self.begin_of_turn) - 1]
-        whole = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = self.ids(text)
         whole = whole if text.endswith("...") else [*whole, self.tokenizer.eos_token_id]
         ids = whole[len(before) - last :][: sampling.max_tokens]
-        finished = len(before) - last + len(ids) == len(whole) and not text.endswith("...")
         places = np.arange(len(before), len(before) + len(ids))
         experts = np.arange(rows, len(before) + len(ids) - 1).astype(np.int16).reshape(-1, 1, 1)
-        logp_T = (-places / 1000).astype(np.float32)
-        return response(
+        return self.sample(
             before,
-            np.array(ids),
-            logp_T,
-            self.text(ids),
-            finished=finished,
+            ids,
+            finished=len(before) - last + len(ids) == len(whole) and not text.endswith("..."),
+            engine_logp_T=(-places / 1000).astype(np.float32),
             version=self.version,
             routed_experts=experts,
         )
-
-    async def complete(self, conversation: str, prompt_tokens: int, response_tokens: int) -> None:
-        self.completed.append((prompt_tokens, response_tokens))
-
-    def text(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
 @dataclass
@@ -234,7 +223,7 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     versions = [part.version for part in trained]
     assert versions == list(range(-(-sampled // tokens)))
     assert all(one.reward_result is None for one in parts.phases[:-1])
-    grown = sum(response for _, response in parts.model.completed)
+    grown = sum(response for _, _, response in parts.model.completed)
     assert grown >= max(len(row.response_ids_T) for row in whole.last.rows), (
         "said messages that no turn followed too"
     )

@@ -179,7 +179,7 @@ def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(
     assert isinstance(short, GroupSummary) and isinstance(group, SampleGroup)
     assert (
         set(model.asked) == {1, 2}
-        and [assigned for assigned, _ in model.completed] == [longest] * 2
+        and [assigned for _, assigned, _ in model.completed] == [longest] * 2
     )
     whole_worker, *_ = worker_of(walks, turns)
     whole, same = asyncio.run(whole_worker.sample(prompt, replace(sampling, phase_tokens=None)))
