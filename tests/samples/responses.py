@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from megarl.types import Prompt, Row, RowSummary, Sample, SampleGroup, SamplePart
+from megarl.samples.parquet import open_samples
+from megarl.types import Prompt, Row, RowSummary, Sample, SampleGroup, SamplePart, UserError
 
 
 def response(
@@ -58,3 +61,17 @@ def response_rows(
         (RowSummary(prompt_tokens + length, length, length, parts),)
         for length, parts in zip(lengths, parts_G, strict=True)
     )
+
+
+def refusal(path: Path, change: Callable[[list[Any]], None], says: str) -> str:
+    """Why a file of samples is refused after its first step's rows were changed by another program."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.parquet.read_table(path)
+    rows = table.to_pylist()
+    change(rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=table.schema), path)
+    with pytest.raises(UserError, match=says) as caught:
+        open_samples(path).groups(1)
+    return caught.value.problem

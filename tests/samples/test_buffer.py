@@ -16,7 +16,7 @@ from megarl.config import Recipe
 from megarl.config.loading import load_recipe
 from megarl.controller.samples import Limits, staleness
 from megarl.controller.step_rollout import StepRollout
-from megarl.fleet.rank_groups import GroupBuffer, RolloutBatch
+from megarl.fleet.rank_groups import GroupBuffer
 from megarl.samples.buffer import PartialSummary, num_phases, staleness_bound
 from megarl.tracking.run_log import Record
 from megarl.types import (
@@ -77,10 +77,13 @@ class Run:
     def begin(
         self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False
     ) -> Any:
-        """The round of a phase, which has the weights of now, whenever its result is asked for."""
+        """The round of a phase, which has the weights of now, whenever its result is asked for.
+
+        Its entries come in another order than that of their numbers.
+        """
         self.phases += 1
         self.streams += [entry.stream for entry in entries if entry.ref is None]
-        found = [self.advanced(entry) for entry in entries]
+        found = [self.advanced(entry) for entry in reversed(entries)]
         balance = PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
         return SimpleNamespace(result=lambda: (found, balance), sampled_s=0.0)
 
@@ -164,16 +167,11 @@ def test_without_phases_every_token_is_of_the_policy() -> None:
 
 def test_ahead_a_step_begins_with_a_phase_of_the_weights_before() -> None:
     """The same tickets as without: the first phase of a step is a version older, and streams are the step's."""
-    plain, ahead = (
-        Run(lambda number: (3, 1 + number % 4), recipe_of(4, 2, 2, 4, one)) for one in (0, 1)
-    )
-    for run in (plain, ahead):
-        run.trained = [run.step()[0] for _ in range(4)]  # type: ignore[attr-defined]
-    assert plain.trained == ahead.trained  # type: ignore[attr-defined]
-    plain, ahead = (
-        Run(lambda number: (16, 16), recipe_of(16, None, 2, None, one)) for one in (0, 1)
-    )
-    found = [run.step() for run in (ahead, ahead, ahead)]
+    runs = [Run(lambda number: (3, 1 + number % 4), recipe_of(4, 2, 2, 4, one)) for one in (0, 1)]
+    plain, trained = ([run.step()[0] for _ in range(4)] for run in runs)
+    assert plain == trained
+    ahead = Run(lambda number: (16, 16), recipe_of(16, None, 2, None, 1))
+    found = [ahead.step() for _ in range(3)]
     assert [numbers for numbers, _ in found] == [[0, 1], [2, 3], [4, 5]]
     assert [ages["stale/token_max"] for _, ages in found] == [0, 1, 1]
     assert ahead.phases == 4, "one before the first step"
@@ -195,39 +193,32 @@ def test_ahead_prompts_that_a_step_draws_itself_have_streams_from_round_1_on() -
     assert rounds == [(1, 1)] * 4 + [(2,)] * 4 + [(2, 1)] * 2 + [(3,)] * 4
 
 
+def stragglers(first: int, end: int) -> Lengths:
+    """Tickets of these numbers take four phases, the others one."""
+    return lambda number: (16, 1) if first <= number < end else (2, 2)
+
+
+DYNAMIC = Hyperparameters(dynamic_sampling=True, oversample=1.0)
+
+
 @pytest.mark.parametrize(
-    ("in_flight", "lengths", "reached"),
+    ("recipe", "lengths", "hyperparameters", "reached", "bound"),
     [
-        (4, lambda number: (16, 16), 1),  # all the longest: four phases of one step
-        (4, lambda number: (1, 2), 1),  # all short: what waits is trained on first
-        (4, lambda number: (16, 1) if number == 0 else (2, 2), 3),  # one straggler
-        (6, lambda number: (16, 1) if number < 3 else (2, 2), 4),  # and two more before it
+        (recipe_of(16, 4, 2, 4), lambda number: (16, 16), Hyperparameters(), 1, 3),  # four phases of one step
+        (recipe_of(16, 4, 2, 4), lambda number: (1, 2), Hyperparameters(), 1, 3),  # what waits is trained on first
+        (recipe_of(16, 4, 2, 4), stragglers(0, 1), Hyperparameters(), 3, 3),
+        (recipe_of(16, 4, 2, 6), stragglers(0, 3), Hyperparameters(), 4, 4),
+        (recipe_of(16, 4, 2, 4, 1), stragglers(8, 9), Hyperparameters(), 4, 4),  # which is begun ahead
+        (recipe_of(16, 4, 2, 6), stragglers(0, 3), DYNAMIC, 4, 4),
+        (recipe_of(16, 4, 2, 6), stragglers(0, 3), replace(DYNAMIC, when_short="stop"), 4, 4),
     ],
-)
+    ids=["longest", "short", "one", "three", "ahead", "dynamic", "stop"],
+)  # fmt: skip
 def test_the_bound_is_reached_by_planted_lengths(
-    in_flight: int, lengths: Lengths, reached: int
+    recipe: Recipe, lengths: Lengths, hyperparameters: Hyperparameters, reached: int, bound: int
 ) -> None:
-    run = Run(lengths, recipe_of(16, 4, 2, in_flight))
-    assert oldest(run, 8) == reached
-    bound = staleness_bound(run.recipe, Hyperparameters())
-    assert bound == in_flight // 2 - 1 + 2 >= reached
-    assert (bound == reached) == (reached > 1)
-
-
-def test_the_bound_with_ahead_is_reached_by_a_straggler_of_a_later_step() -> None:
-    """Ticket 8 is begun ahead; the others are done in one phase."""
-    run = Run(lambda number: (16, 1) if number == 8 else (2, 2), recipe_of(16, 4, 2, 4, 1))
-    assert oldest(run, 12) == staleness_bound(run.recipe, Hyperparameters()) == 4
-
-
-@pytest.mark.parametrize("when_short", ["train", "stop"])
-def test_the_bound_is_reached_with_dynamic_sampling(when_short: Any) -> None:
-    """Whatever a short step does: three stragglers of four phases, of six in flight, two a step."""
-    hyperparameters = Hyperparameters(dynamic_sampling=True, oversample=1.0, when_short=when_short)
-    run = Run(
-        lambda number: (16, 1) if number < 3 else (2, 2), recipe_of(16, 4, 2, 6), hyperparameters
-    )
-    assert oldest(run, 8) == staleness_bound(run.recipe, hyperparameters) == 4
+    assert oldest(Run(lengths, recipe, hyperparameters), 12) == reached
+    assert staleness_bound(recipe, hyperparameters) == bound
 
 
 @pytest.mark.parametrize(
@@ -316,27 +307,4 @@ def test_trained_lengths_are_planted_lengths() -> None:
         "had the shortest of all that were drawn been trained on"
     )
     missing = np.setdiff1d(np.arange(len(trained)), trained)
-    assert len(missing) < in_flight - wanted, "each of the first tickets is trained on, or waits"
-
-
-def test_the_buffer_of_a_step_is_the_same_whatever_finishes_first() -> None:
-    """A phase's entries may come in any order: the buffer keeps the numbers'."""
-
-    class Reversed(Run):
-        def begin(
-            self, entries: Sequence[Any], sampling: Sampling, *, beside_training: bool = False
-        ) -> Any:
-            return super().begin(entries[::-1], sampling)
-
-    made = [
-        kind(lambda number: (1 + number % 9, 3), recipe_of(9, 2, 2, 5)) for kind in (Run, Reversed)
-    ]
-    for _ in range(6):
-        assert made[0].step()[0] == made[1].step()[0]
-    assert [(one.number, one.stream) for one in made[0].buffer.entries] == [
-        (one.number, one.stream) for one in made[1].buffer.entries
-    ]
-    assert made[0].buffer.trained == made[1].buffer.trained and made[0].parts == made[1].parts
-    assert RolloutBatch.of(made[0].buffer.finished).refs == [
-        entry.ref for entry in made[0].buffer.finished
-    ]
+    assert len(missing) < in_flight - wanted, "each of the first prompts is trained on, or waits"

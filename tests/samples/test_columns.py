@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from megarl.types import (
     UserError,
 )
 from megarl.types.reward_result import RewardResult
-from tests.samples.responses import response, with_row
+from tests.samples.responses import refusal, response, with_row
 from tests.training.episodes import cut, episode
 
 PROMPT = Prompt("rows.jsonl:1", "1+2=", (1, 2, 3), "3")
@@ -148,8 +149,6 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
 
 @pytest.mark.parametrize("number", [5, 6, 7, 8, 9, 11])
 def test_a_file_of_another_format_is_refused_by_its_number(tmp_path: Path, number: int) -> None:
-    import pyarrow.parquet
-
     path = tmp_path / "f.parquet"
     read(path, group_of(episode(PROMPT, np.random.default_rng(0), 2)))
     ours = json.dumps({"format": number, "vocab_size": 99, "temperature": 1.0}).encode()
@@ -165,14 +164,10 @@ def test_a_file_of_another_format_is_refused_by_its_number(tmp_path: Path, numbe
 
 def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
     """By another program that writes our columns."""
-    import pyarrow
-    import pyarrow.parquet
-
     path, one = tmp_path / "f.parquet", cut(episode(PROMPT, np.random.default_rng(3), 3), [1])
     read(path, group_of(one))
-    table = pyarrow.parquet.read_table(path)
-    (row,) = table.to_pylist()
-    first, second = row["rows"]
+    whole = path.read_bytes()
+    first, second = pyarrow.parquet.read_table(path).to_pylist()[0]["rows"]
     facts = asdict(one.facts)  # type: ignore[arg-type]
     for column, value, says in (
         (
@@ -205,12 +200,10 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
         ),
         ("transcript", json.dumps([TRANSCRIPT[0] | {"calls": [{}]}]), "has a transcript with "),
     ):
-        pyarrow.parquet.write_table(
-            pyarrow.Table.from_pylist([row | {column: value}], schema=table.schema), path
-        )
-        with pytest.raises(UserError, match=says) as caught:
-            open_samples(path).groups(1)
-        assert caught.value.problem.startswith("sample 0 of step 1 ")
+        path.write_bytes(whole)
+        changed = {column: value}
+        problem = refusal(path, lambda rows, changed=changed: rows[0].update(changed), says)
+        assert problem.startswith("sample 0 of step 1 ")
 
 
 def test_a_data_row_is_what_the_processes_of_environments_get(tmp_path: Path) -> None:
