@@ -262,13 +262,18 @@ def prompt_of(row: dict[str, Any]) -> Prompt:
     )
 
 
-def partial_group_of(rows: Sequence[dict[str, Any]]) -> PartialGroup:
-    """The group with open samples that these rows are."""
+def group_of(rows: Sequence[dict[str, Any]]) -> SampleGroup | PartialGroup:
+    """The group that these rows are: a partial one where it has an open sample."""
     prompt = prompt_of(rows[0])
-    return PartialGroup(
-        prompt=prompt,
-        samples=tuple(sample_of(row, prompt) for row in rows),
-        reward_results=tuple(None if row["open"] else _reward_result(row) for row in rows),
+    samples = tuple(sample_of(row, prompt) for row in rows)
+    if any(sample.is_open for sample in samples):
+        reward_results = tuple(None if row["open"] else _reward_result(row) for row in rows)
+        return PartialGroup(prompt, samples, reward_results)
+    return SampleGroup(
+        prompt,
+        samples,
+        rewards_G=np.asarray([row["reward"] for row in rows], dtype=np.float32),
+        correct_G=np.asarray([row["correct"] for row in rows], dtype=np.bool_),
     )
 
 
@@ -276,17 +281,6 @@ def _reward_result(row: dict[str, Any]) -> RewardResult | Failure:
     if row["failure"] is not None:
         return Failure(row["failure"])
     return RewardResult(row["reward"], row["correct"], row["given_answer"])
-
-
-def group_of(rows: Sequence[dict[str, Any]]) -> SampleGroup:
-    """The complete group that these rows are."""
-    prompt = prompt_of(rows[0])
-    return SampleGroup(
-        prompt=prompt,
-        samples=tuple(sample_of(row, prompt) for row in rows),
-        rewards_G=np.asarray([row["reward"] for row in rows], dtype=np.float32),
-        correct_G=np.asarray([row["correct"] for row in rows], dtype=np.bool_),
-    )
 
 
 def sample_of(row: dict[str, Any], prompt: Prompt) -> Sample:

@@ -140,7 +140,7 @@ class SampleFile:
         """The same for any file of samples: also the groups with open samples."""
         rows = _read(self.path, step)
         by_group = groupby(rows, key=lambda row: row["group"])
-        return [_group(list(rows_of_group)) for _, rows_of_group in by_group]
+        return [columns.group_of(list(rows_of_group)) for _, rows_of_group in by_group]
 
     def buffered_groups(self) -> Iterator[SampleGroup | PartialGroup]:
         """The groups of a rollout buffer's file, one after another. Raises UserError for a damaged file."""
@@ -182,12 +182,6 @@ def _described(text: bytes) -> dict[str, Any]:
     if type(ours["vocab_size"]) is not int or type(ours["temperature"]) not in (int, float):
         raise ValueError("its vocab_size or its temperature is no number")
     return ours
-
-
-def _group(rows: list[dict[str, Any]]) -> SampleGroup | PartialGroup:
-    if any(row["open"] for row in rows):
-        return columns.partial_group_of(rows)
-    return columns.group_of(rows)
 
 
 def _read(path: Path, step: int) -> list[dict[str, Any]]:
