@@ -93,16 +93,6 @@ def test_without_a_template_a_string_stands_as_it_is(tmp_path: Path, plain_token
     assert "no chat template" in error.problem
 
 
-def test_parquet_and_jsonl_hold_the_same(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    from_parquet = load(str(tmp_path / "rows.parquet"), tokenizer)
-    from_jsonl = load(write(tmp_path, rows), tokenizer)
-    assert [(p.text, p.token_ids, p.answer) for p in from_parquet] == [
-        (p.text, p.token_ids, p.answer) for p in from_jsonl
-    ]
-
-
 @pytest.mark.parametrize(
     ("row", "problem", "hint"),
     [

@@ -318,7 +318,7 @@ def test_another_temperature_than_the_recipes_is_refused() -> None:
     """Its own is taken, also where the episode is of an evaluation at another; the refusal names field and key."""
     policy = PolicySampling(temperature=0.7, top_p=1.0)
 
-    def check(is_temperature: float, is_top_p: float, **asked: float | None) -> None:
+    def check(is_temperature: float, is_top_p: float, **asked: Any) -> None:
         sampling = Sampling(1, 9, temperature=is_temperature, top_p=is_top_p)
         policy.check(ChatRequest([user("hi")], **asked), sampling)
 
@@ -473,30 +473,6 @@ def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> 
     sample, episode, _ = played({"hi": "hello"}, agent)
     assert isinstance(episode._rows.error, RuntimeError) and episode.end == "agent"
     assert sample.facts and (sample.facts.turns, sample.facts.sampled_tokens) == (0, 0)
-
-
-def test_half_a_surrogate_pair_of_the_models_ends_nothing() -> None:
-    """Whether the agent gives the call back, or in another conversation, which is rendered."""
-    name = '<tool_call>{"name": "\\ud83d", "arguments": {}}</tool_call>'
-    argument = CALL.replace("4", '"\\ud83d"')
-
-    async def agent(ask: Ask) -> None:
-        for words in ("one", "two"):
-            first = await ask(user(words), tools=[DOUBLE])
-            (call,) = first.calls
-            json.dumps(first.message(), ensure_ascii=False).encode()
-            told = {"role": "tool", "tool_call_id": call.id, "content": "no"}
-            await ask(user(words), first.message(), told, tools=[DOUBLE])
-            await ask(user("again"), first.message(), told, tools=[DOUBLE])
-
-    sample, episode, _ = played({"one": name, "two": argument, "no": "ok"}, agent)
-    assert (
-        episode.end == "answered"
-        and sample.facts
-        and (sample.facts.calls, sample.facts.call_errors) == (2, 2)
-    )
-    rows = texts(sample)
-    assert len(rows) == 4 and '"name": "\\ud83d"' in rows[1] and '"number": "\\ud83d"' in rows[3]
 
 
 def test_requests_at_once_share_the_tokens_of_the_episode() -> None:

@@ -201,37 +201,23 @@ def test_messages_that_are_no_episode_are_refused(messages: Any, problem: str) -
     assert "\n" not in caught.value.problem + caught.value.hint
 
 
-def test_calls_without_tools_are_refused() -> None:
-    with pytest.raises(BadRow, match="the demonstration calls 'calc', and there are no tools"):
-        demonstrate(
-            TurnTokenizer(tokenizer_of(QWEN_2_5), stop_ids(QWEN_2_5)),
-            QUESTION,
-            [assistant("", call())],
-        )
-
-
-def test_a_template_that_refuses_is_named() -> None:
-    refusing = replace(HERMES, name="refusing", template="{{ raise_exception('no\nchats') }}")
-    with pytest.raises(BadRow, match="the chat template refuses the messages \\(no"):
-        demonstrate(turn_tokenizer_of(refusing), QUESTION, [assistant()])
-
-
-def test_words_that_the_template_leaves_out_are_refused() -> None:
-    with pytest.raises(BadRow, match="changes? the assistant's words 'I add'"):
-        demonstrate(
-            turn_tokenizer_of(MISTRAL),
-            QUESTION,
-            [assistant("I add", call()), result("three"), assistant()],
-        )
-
-
-def test_turns_without_the_reasoning_that_the_prompt_opens_are_refused() -> None:
-    with pytest.raises(BadRow, match="the chat template writes no '<think>' in a turn"):
-        demonstrate(
-            turn_tokenizer_of(DEEPSEEK_V3),
-            QUESTION,
-            [assistant("", call()), result("three"), assistant()],
-        )
+@pytest.mark.parametrize(
+    ("family", "content", "problem"),
+    [
+        (replace(QWEN_2_5, calls=None), "", "the demonstration calls 'calc', and there are no tools"),
+        (replace(HERMES, name="refusing", template="{{ raise_exception('no\nchats') }}"), "",
+         r"the chat template refuses the messages \(no"),
+        (MISTRAL, "I add", "changes? the assistant's words 'I add'"),
+        (DEEPSEEK_V3, "", "the chat template writes no '<think>' in a turn"),
+    ],
+    ids=["no tools", "refusing", "left out", "reasoning"],
+)  # fmt: skip
+def test_a_family_that_cannot_have_the_messages_is_named(
+    family: Family, content: str, problem: str
+) -> None:
+    messages = [assistant(content, call()), result("three"), assistant()]
+    with pytest.raises(BadRow, match=problem):
+        demonstrate(turn_tokenizer_of(family), QUESTION, messages)
 
 
 # --- the quickstart with tools -----------------------------------------------------------------------------------
@@ -246,40 +232,10 @@ def turn_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TurnTokenizer:
     return TurnTokenizer(tokenizer, [tokenizer.eos_token_id], [CALCULATOR])
 
 
-def shown(turn_tokenizer: TurnTokenizer, ids: list[int]) -> list[str]:
-    return turn_tokenizer.template.tokenizer.convert_ids_to_tokens(ids)
-
-
 def test_the_template_fits_the_turn_tokenizer_and_is_short(turn_tokenizer: TurnTokenizer) -> None:
     facts = check(turn_tokenizer, users=True, tools=True)
     assert facts.parallel and not facts.kept and not facts.notes
-    prompt = ["<bos>", "<tools>", "calculate", "<eos>", "<user>", *"47*86=", "<eos>", "<assistant>"]
-    assert shown(turn_tokenizer, turn_tokenizer.first("47*86=")) == prompt
-    stop = turn_tokenizer.template.tokenizer.eos_token_id
-    assert shown(turn_tokenizer, turn_tokenizer.tool_results([ToolResult("42")], after=stop)) == [
-        "<tool>", "4", "2", "<eos>", "<assistant>"
-    ]  # fmt: skip
-    assert shown(turn_tokenizer, turn_tokenizer.user("12", after=stop)) == [
-        "<user>",
-        "1",
-        "2",
-        "<eos>",
-        "<assistant>",
-    ]
-
-
-def test_a_call_of_the_calculator_is_a_few_tokens(turn_tokenizer: TurnTokenizer) -> None:
-    made = demonstrate(
-        turn_tokenizer,
-        "47*86=",
-        [assistant("", call("47*86", "calculate")), result("4042"), assistant("4042")],
-    )
-    turn = shown(turn_tokenizer, made.response_ids)[: made.sampled.index(False)]
-    assert (
-        "".join(turn)
-        == '<tool_call>{"name": "calculate", "arguments": {"expression": "47*86"}}</tool_call><eos>'
-    )
-    assert len(turn) == 14
+    assert len(turn_tokenizer.first("47*86=")) == 13
 
 
 def played(

@@ -21,7 +21,7 @@ from tests.episodes.chatml_families import (
     QWEN_CALLS,
 )
 from tests.episodes.families import TOOLS, Family, stop_ids, tokenizer_of
-from tests.episodes.other_families import GPT_OSS, LLAMA_3, LLAMA_3_1, MISTRAL, OTHER_FAMILIES
+from tests.episodes.other_families import GPT_OSS, LLAMA_3_1, MISTRAL, OTHER_FAMILIES
 
 FAMILIES = {family.name: family for family in (*CHATML_FAMILIES, *OTHER_FAMILIES)}
 REASONING, SPACE = "the reasoning of a turn", "white space around the words of a turn"
@@ -112,13 +112,6 @@ def test_a_template_for_one_call_a_turn_is_limited_to_one(family: Family, note: 
 def test_a_template_that_writes_the_tools_again_is_told() -> None:
     (note,) = facts_of(MISTRAL, users=True, tools=True).notes
     assert note == "the chat template writes the tools again before each message of a user"
-
-
-def test_a_template_that_leaves_calls_out_is_refused() -> None:
-    assert error_of(replace(LLAMA_3, calls="any"), tools=True) == (
-        "episode.tools: the chat template leaves tool calls out of the text without an error; "
-        "use a model that was trained to call tools, or an episode.environment that answers with reply"
-    )
 
 
 def test_a_template_without_the_models_stop_token_is_refused() -> None:

@@ -276,23 +276,16 @@ def test_a_model_that_repeats_itself_makes_no_call() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    ["3", "null", '"calc"', "[" * 100_000, "9" * 5_000, '{"name": 3}', '{"arguments": {}}', ""],
-)
+    [
+        "3", "null", '"calc"', "[" * 100_000, "9" * 5_000, '{"name": 3}', '{"arguments": {}}', "",
+        *(f'{{"name": "calc", "arguments": {arguments}}}' for arguments in ('"{}"', "[1]", "3", "null")),
+    ],
+)  # fmt: skip
 def test_json_that_is_no_call_is_told(body: str) -> None:
     first, last = format_of(QWEN_3).read(
         f"<tool_call>\n{body}\n</tool_call>\n{written(QWEN_3, ('calc', GOOD.arguments))}"
     ).calls  # fmt: skip
     assert isinstance(first, BadCall) and last == GOOD
-
-
-@pytest.mark.parametrize("arguments", ['"{}"', "[1]", "3", "null"])
-def test_arguments_that_are_no_object_are_told(arguments: str) -> None:
-    (bad,) = (
-        format_of(QWEN_3)
-        .read(f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>')
-        .calls
-    )
-    assert isinstance(bad, BadCall) and bad.name == "calc"
 
 
 @pytest.mark.parametrize("family", [QWEN_3, HERMES, LLAMA_3_1], ids=lambda family: family.name)
@@ -312,20 +305,6 @@ def test_half_a_surrogate_pair_in_a_call_is_told(family: Family) -> None:
         assert isinstance(bad, BadCall) and bad.name == name
         assert bad.reason.startswith(f"The call of {name} could not be made: {reason}")
         assert all(part is None or part.encode() for part in (bad.name, bad.reason, bad.arguments))
-
-
-def test_arguments_that_no_schema_is_compared_with_are_told() -> None:
-    """jsonschema raises for an infinity, and for a list that is deeper than Python's stack."""
-    nested = {"multipleOf": 0.1, "items": {"$ref": "#/properties/expression"}}
-    parameters = {"type": "object", "properties": {"expression": nested}}
-    schema = {"type": "function", "function": {**CALC["function"], "parameters": parameters}}
-    found = CallFormat.find(tokenizer_of(QWEN_3), stop_ids(QWEN_3), [schema])
-    for value in ("Infinity", "[" * 500 + "]" * 500):
-        call = (
-            f'<tool_call>\n{{"name": "calc", "arguments": {{"expression": {value}}}}}\n</tool_call>'
-        )
-        (bad,) = found.read(call).calls
-        assert isinstance(bad, BadCall) and "cannot be compared with the tool's types" in bad.reason
 
 
 def test_a_reason_is_short_whatever_the_model_wrote() -> None:
@@ -352,22 +331,9 @@ def test_a_template_without_readable_calls_is_refused(family: Family, problem: s
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("schemas", "problem"),
-    [
-        ([{"name": "calc"}], "{'name': 'calc'} is not the schema of a tool"),
-        ([{"function": {"name": 3}}], "{'function': {'name': 3}} is not the schema of a tool"),
-        ([CALC, CALC], "two tools have the same name"),
-        (
-            [{"type": "function", "function": {"name": "f", "parameters": {"type": "int"}}}],
-            "the parameters of f are not a",
-        ),
-    ],
-)
-def test_a_wrong_schema_is_told(schemas: list[Any], problem: str) -> None:
-    with pytest.raises(UserError, match="episode.tools: ") as caught:
-        CallFormat.find(tokenizer_of(QWEN_3), stop_ids(QWEN_3), schemas)
-    assert caught.value.problem.startswith(problem)
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="episode.tools: two tools have the same name"):
+        CallFormat.find(tokenizer_of(QWEN_3), stop_ids(QWEN_3), [CALC, CALC])
 
 
 @given(

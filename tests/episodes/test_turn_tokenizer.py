@@ -19,8 +19,6 @@ from tests.episodes.other_families import (
     GLM_4_5,
     GPT_OSS,
     KIMI_K2,
-    LLAMA_3,
-    LLAMA_3_1,
     MISTRAL,
     OTHER_FAMILIES,
 )
@@ -86,19 +84,6 @@ def expected_user(family: Family) -> str:
     ).removeprefix("<s>")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "family", [family for family in FAMILIES if family.two], ids=lambda family: family.name
-)
-def test_parallel_results_are_rendered_together(family: Family) -> None:
-    assert appended(family, 2) == family.two
-
-
-def test_results_one_by_one_would_be_another_conversation() -> None:
-    one, two = appended(QWEN_3, 1), appended(QWEN_3, 2)
-    assert one + one.replace("three", "four") != two
-    assert two.count("<|im_start|>user") == 1
-
-
 def test_calls_that_each_end_with_a_stop_token_are_not_repeated() -> None:
     """As in the first template of DeepSeek-V3."""
     ended = QWEN_3.template.replace("{{ '}\n</tool_call>' }}", "{{ '}\n</tool_call><|im_end|>' }}")
@@ -106,37 +91,6 @@ def test_calls_that_each_end_with_a_stop_token_are_not_repeated() -> None:
     assert appended(replace(QWEN_3, name="ended", template=ended), 2) == "<|im_end|>" + str(
         QWEN_3.two
     )
-
-
-@pytest.mark.parametrize("family", [LLAMA_3_1, GPT_OSS], ids=lambda family: family.name)
-def test_a_template_for_one_call_a_turn_takes_one_result(family: Family) -> None:
-    assert appended(family, 1) == family.one
-
-
-def test_a_template_that_refuses_parallel_calls_says_so() -> None:
-    with pytest.raises(UserError) as caught:
-        appended(LLAMA_3_1, 2)
-    assert str(caught.value) == (
-        "episode: the chat template refuses the results of 2 calls in one turn (only one call at once); "
-        "use a checkpoint with another chat template, or set episode.history to render"
-    )
-
-
-def test_a_template_without_tools_refuses_their_results() -> None:
-    with pytest.raises(
-        UserError,
-        match="episode.tools: the chat template leaves tool calls out of the text without",
-    ):
-        turn_tokenizer_of(LLAMA_3).tool_results(
-            [ToolResult("three")], after=stop_id(LLAMA_3, "<|eot_id|>")
-        )
-
-
-def test_a_template_without_the_models_stop_token_is_refused() -> None:
-    with pytest.raises(UserError) as caught:
-        turn_tokenizer_of(GPT_OSS).user("more?", after=stop_id(GPT_OSS, "<|return|>"))
-    problem = "writes none of the model's stop tokens (<|endoftext|>, <|return|>, <|call|>) between a turn and a user"
-    assert problem in caught.value.problem
 
 
 def test_whichever_stop_token_was_sampled_the_one_that_closes_a_turn_is_not_repeated() -> None:

@@ -77,14 +77,8 @@ def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
     assert short.turn_rewards_G is not None and short.turn_rewards_G.tolist() == [0.25, 0.0]
     assert short.total_rewards_G.tolist() == [1.25, 1.0] and short.rewards_G.tolist() == [1.0, 1.0]
     assert short.facts == (both.facts, None)
-
-
-def test_a_summary_of_plain_samples_has_nothing_of_episodes() -> None:
-    plain = response(PROMPT.token_ids, np.arange(4), version=4)
-    short = summary(group(plain, plain))
-    assert (short.turn_rewards_G, short.facts) == (None, (None, None))
-    assert short.rows == ((RowSummary(7, 4, 4, (SamplePart(4, 4),)),),) * 2
-    assert short.total_rewards_G is short.rewards_G
+    of_plain = summary(group(plain))
+    assert of_plain.turn_rewards_G is None and of_plain.total_rewards_G is of_plain.rewards_G
 
 
 def test_an_open_episode_is_as_long_as_its_longest_row() -> None:
