@@ -178,11 +178,10 @@ def _distinct_ids(
     ids: list[str] = []
     for place, call in enumerate(calls):
         id = call.id
-        if not id or id in ids:
-            name = call.name or template.tool_name
-            indices = count(number + place, len(calls))
-            made = (template.call_style.id_form.format(name=name, index=index) for index in indices)
-            id = next(id for id in made if id not in written and id not in ids)
+        name = call.name or template.tool_name
+        indices = count(number + place, len(calls))
+        while not id or id in ids or (id in written and id != call.id):
+            id = template.call_style.id_form.format(name=name, index=next(indices))
         ids.append(id)
     return ids
 

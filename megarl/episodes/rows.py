@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megarl.episodes.conversation import Conversation
 from megarl.episodes.paced import paced
 from megarl.episodes.tally import Tally
-from megarl.types import EpisodeEnd, EpisodeFacts, EpisodeProgress, Prompt, Row, Sample
+from megarl.types import EpisodeEnd, EpisodeProgress, Prompt, Row, Sample
 from megarl.types.reward_result import Failure, RewardResult
 from megarl.types.sampling import Sampling
 
@@ -77,7 +77,6 @@ class EpisodeRows:
     ) -> None:
         self.name = name
         self.prompt = prompt
-        self._prompt_list = list(prompt.token_ids)
         self.tally = Tally()
         self._sampler = sampler
         self.sampling = sampling  # of the turns; max_tokens: of a turn
@@ -118,7 +117,7 @@ class EpisodeRows:
 
     def _shared(self, prompt_ids: Sequence[int]) -> Sequence[int]:
         """The prompt of a conversation: that of the group itself where it has the same tokens."""
-        if self._prompt_list == list(prompt_ids):
+        if list(self.prompt.token_ids) == list(prompt_ids):
             return self.prompt.token_ids
         return array("i", prompt_ids)
 
@@ -296,27 +295,13 @@ class EpisodeRows:
         text = self.last.text if self.last else ""
         if self.last and self.last.is_open:
             tally.transcript.add_turn(text)
-        facts = EpisodeFacts(
-            turns=tally.turns,
-            calls=tally.calls,
-            call_errors=tally.call_errors,
-            tool_s=tally.tool_s,
-            end=end,
-            sampled_tokens=tally.sampled_tokens,
-            dropped_unawaited=tally.dropped_unawaited,
-            dropped_anew=tally.dropped_anew,
-            reusable_tokens=tally.reusable_tokens,
-            cached_tokens=tally.cached_tokens,
-            begun_anew=tally.begun_anew,
-            seed=self.sampling.group_seed,
-        )
         return Sample(
             self._rows(),
             text,
             finished=end in ENDS_BY_ITSELF,
             verifications=tally.verifications,
             prefills=tally.prefills,
-            facts=facts,
+            facts=tally.facts(end, self.sampling.group_seed),
             transcript=tally.transcript.transcript(),
         )
 

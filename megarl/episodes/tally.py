@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megarl.episodes.transcript import TranscriptWriter
+from megarl.types import EpisodeEnd, EpisodeFacts
 
 
 @dataclass
@@ -30,6 +31,12 @@ class Tally:
     def account(self) -> dict[str, Any]:
         """All but the transcript, which a sample has."""
         return {name: value for name, value in vars(self).items() if name != "transcript"}
+
+    def facts(self, end: EpisodeEnd, seed: int) -> EpisodeFacts:
+        """Of the episode, which has ended."""
+        names = {field.name for field in fields(EpisodeFacts)}
+        counts = {name: count for name, count in self.account.items() if name in names}
+        return EpisodeFacts(end=end, seed=seed, **counts)
 
     @property
     def kept_tokens(self) -> int:

@@ -150,37 +150,29 @@ def _repeats_tools(turn_tokenizer: TurnTokenizer) -> bool:
 
 def _kept(template: ChatTemplate, answers_call: bool) -> list[str]:
     """What the template drops from a turn once a user's message, or a tool's result, follows it."""
+    called: Message = {}
+    result: Message = {}
     if answers_call:
-        calls = [template.call_style.call(template.tool_name, {"value": "a"}, 0)]
-    else:
-        calls = []
+        call = template.call_style.call(template.tool_name, {"value": "a"}, 0)
+        called = {"tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": call["id"], "name": template.tool_name}
 
-    def turn(content: str, **keys: str) -> Message:
-        return {"role": "assistant", "content": content, **keys} | (
-            {"tool_calls": calls} if calls else {}
-        )
-
-    def texts(answer: Message) -> tuple[str, str]:
+    def texts(content: str, **keys: str) -> tuple[str, str]:
         """The conversation that ends with the turn, and with what follows the turn; empty where it is refused."""
-        if calls:
-            result = {"role": "tool", "tool_call_id": calls[0]["id"], "name": template.tool_name}
-        else:
-            result = {}
-        chat = [user("a"), answer]
+        chat = [user("a"), {"role": "assistant", "content": content, **keys, **called}]
         follows = {**user(_WORDS[0]), **result}
         return _text_or_nothing(template, chat), _text_or_nothing(template, [*chat, follows])
 
-    thoughts = [turn("words", **thought) for thought in _THOUGHTS] + [
-        turn(f"<think>\n{_REASONING}\n</think>\n\nwords")
-    ]
-    shown = [followed for last, followed in map(texts, thoughts) if _REASONING in last]
+    thoughts = [texts("words", **thought) for thought in _THOUGHTS]
+    thoughts.append(texts(f"<think>\n{_REASONING}\n</think>\n\nwords"))
+    shown = [followed for last, followed in thoughts if _REASONING in last]
     kept = []
     if not shown or _REASONING not in shown[0]:
         kept.append("the reasoning of a turn")
-    last, followed = texts(turn("words"))
+    _, followed = texts("words")
     if "words" not in followed:
         kept.append("the words beside a call")
-    elif "\n words \n" not in texts(turn("\n words \n"))[1]:
+    elif "\n words \n" not in texts("\n words \n")[1]:
         kept.append("white space around the words of a turn")
     kept += _changed_prompt(template, followed)
     return kept
