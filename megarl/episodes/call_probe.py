@@ -178,9 +178,7 @@ def _turn(template: ChatTemplate, stop_ids: Collection[int], calls: Sequence[Cal
         template.call_style.call(name, arguments, index)
         for index, (name, arguments) in enumerate(calls)
     ]
-    ids = template.turn_ids(
-        [user("a")], {"role": "assistant", "content": "", "tool_calls": written}
-    )
+    _, ids = template.turn([user("a")], {"role": "assistant", "content": "", "tool_calls": written})
     return template.decode(ids[: first_place(stop_ids, ids)])
 
 

@@ -120,13 +120,6 @@ class ChatTemplate:
             return re.compile(_longest_of(long))
         return None
 
-    def turn_ids(self, before: Sequence[Message], answer: Message) -> list[int]:
-        """The tokens of an assistant's message after those that it shares with the generation prompt.
-
-        Raises TemplateRefusal.
-        """
-        return self.turn(before, answer)[1]
-
     def turn(self, before: Sequence[Message], answer: Message) -> tuple[str, list[int]]:
         """(the end of the generation prompt that the message does not begin with, the message's tokens after the rest).
 

@@ -168,7 +168,7 @@ def row_error(row: dict[str, Any], step: int) -> str | None:
         return f"has the step number {row['step']}"
     if empty := [name for name, value in row.items() if value is None and name not in _OPTIONAL]:
         return f"has no {empty[0]}"
-    if not _is_object(row["row"]):
+    if not isinstance(_read_json(row["row"]), dict):
         return f"has the row {short(row['row'])}, which is not an object of JSON"
     if not row["rows"]:
         return "has no rows"
@@ -185,11 +185,12 @@ def row_error(row: dict[str, Any], step: int) -> str | None:
     return sample_error(sample_of(row, prompt_of(row)))
 
 
-def _is_object(text: str) -> bool:
+def _read_json(text: str) -> Any:
+    """The value; None where the text is not JSON."""
     try:
-        return isinstance(json.loads(text), dict)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
 
 
 def _are_facts(facts: dict[str, Any]) -> bool:
@@ -198,12 +199,9 @@ def _are_facts(facts: dict[str, Any]) -> bool:
 
 
 def _transcript_error(text: str) -> str | None:
-    try:
-        entries = json.loads(text)
-    except (ValueError, RecursionError):
-        return f"has the transcript {short(text)}, which is not JSON"
+    entries = _read_json(text)
     if not isinstance(entries, list):
-        return f"has the transcript {short(text)}"
+        return f"has the transcript {short(text)}, which is not a list in JSON"
     wrong = (entry for entry in entries if not _is_entry(entry))
     return next((f"has a transcript with {short(entry)}" for entry in wrong), None)
 

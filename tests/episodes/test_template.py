@@ -66,7 +66,7 @@ def test_a_turn_begins_where_the_tokens_of_the_generation_prompt_end() -> None:
     """DeepSeek's prompt ends in <think>, and its turn begins with another tag of the same first character."""
     template = ChatTemplate(tokenizer_of(DEEPSEEK_V3), TOOLS)
     call = template.call_style.call("calc", {"expression": "1+2"}, 0)
-    ids = template.turn_ids([user("a")], {"role": "assistant", "content": "", "tool_calls": [call]})
+    _, ids = template.turn([user("a")], {"role": "assistant", "content": "", "tool_calls": [call]})
     assert template.decode(ids) == str(DEEPSEEK_V3.calls).removeprefix("so</think>")
 
 

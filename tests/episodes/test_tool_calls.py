@@ -64,9 +64,7 @@ def written(family: Family, *calls: tuple[str, Mapping[str, Any]], content: str 
         for index, (name, arguments) in enumerate(calls)
     ]
     question: list[Mapping[str, Any]] = [{"role": "user", "content": "a"}]
-    ids = template.turn_ids(
-        question, {"role": "assistant", "content": content, "tool_calls": dicts}
-    )
+    _, ids = template.turn(question, {"role": "assistant", "content": content, "tool_calls": dicts})
     text = template.decode([token for token in ids if token not in stop_ids(family)])
     return text.rpartition("</think>")[2].lstrip()
 

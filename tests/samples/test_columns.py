@@ -191,7 +191,7 @@ def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
         ("rows", [first], r"has \d+ tokens to train on, and \d+ tokens that the engine sampled"),
         ("facts", facts | {"end": "bored"}, "has the facts .*bored"),
         ("facts", facts | {"turns": None}, "has the facts "),
-        ("transcript", "[", "has the transcript '.', which is not JSON"),
+        ("transcript", "[", "has the transcript '.', which is not a list in JSON"),
         ("transcript", '{"role": "user"}', "has the transcript "),
         (
             "transcript",
