@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +24,7 @@ _MODULES = [
     "megarl.environments.agents.agent_host",
     "megarl.environments.runtime.environment_host",
 ]
+_HEAVY = ["torch", "sglang", "ray", "pyarrow", "transformers", "httpx", "bm25s"]
 Start = Callable[[str], tuple[WorkerProcess, psutil.Process]]
 
 
@@ -55,6 +58,17 @@ def test_the_keeper_has_forked_before_any_library_was_imported(start: Start, mod
         any("numpy" in one.path for one in process.memory_maps()) for process in (keeper, worker)
     ]
     assert (libraries, keeper.num_threads()) == ([False, True], 1)
+
+
+@pytest.mark.parametrize("module", _MODULES[1:])
+def test_a_worker_imports_nothing_heavy(module: str) -> None:
+    heavy = _HEAVY if "runtime" in module else [*_HEAVY, "pydantic", "megarl.config"]
+    script = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+    )
+    assert done.stdout == "[]\n"
 
 
 def test_a_stopped_keeper_ends_its_worker(start: Start) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -197,25 +194,6 @@ def test_the_settings_are_the_recipes() -> None:
         "my_agent:run", {"x": 1}, 3, 7, recipe.run.timeout_s
     )
     assert agent_settings(recipe, workers=1).workers == 1
-
-
-def test_a_worker_imports_nothing_heavy() -> None:
-    heavy = [
-        "torch",
-        "sglang",
-        "ray",
-        "pyarrow",
-        "transformers",
-        "httpx",
-        "pydantic",
-        "megarl.config",
-    ]
-    script = f"import sys, megarl.environments.agents.agent_host; print([m for m in {heavy} if m in sys.modules])"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 async def _with(agents: Agents, handler: Scripted, do: str, **row: Any) -> RewardResult | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from typing import Any
 
 import httpx
@@ -14,6 +15,9 @@ from megarl.environments.endpoint.chat_endpoint import ChatEndpoint
 from tests.environments.endpoint.scripted import Scripted, say
 
 openai = pytest.importorskip("openai")
+ChatCompletionStreamState = pytest.importorskip(
+    "openai.lib.streaming.chat"
+).ChatCompletionStreamState
 
 TOOL: Any = {
     "type": "function",
@@ -43,14 +47,17 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
         client.close()
 
 
+def ask(client: Any, **fields: Any) -> Any:
+    """The model's answer, in OpenAI's form."""
+    return client.chat.completions.create(**{"model": "m", "messages": [HI], **fields})
+
+
 def test_a_conversation(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> None:
     """The answer, the calls and the usage; the message that is sent back reaches the handler as it was given."""
     first = say("I add.", ("add", '{"a": 1}'), ("add", "not JSON"))
     handler = Scripted(first, say("cut", length=True))
     client = connect(endpoint.open(handler))
-    done = client.chat.completions.create(
-        model="any", messages=[HI], tools=[TOOL], stop="x", max_tokens=1
-    )
+    done = ask(client, model="any", tools=[TOOL], stop="x", max_tokens=1)
     (choice,) = done.choices
     assert (done.model, choice.finish_reason, choice.message.content) == (
         "any",
@@ -69,9 +76,7 @@ def test_a_conversation(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> 
         {"role": "tool", "tool_call_id": call.id, "content": "3"}
         for call in choice.message.tool_calls
     ]
-    done = client.chat.completions.create(
-        model="any", messages=[HI, choice.message, *results], tools=[TOOL]
-    )
+    done = ask(client, messages=[HI, choice.message, *results], tools=[TOOL])
     assert (done.choices[0].finish_reason, done.choices[0].message.tool_calls) == ("length", None)
     assert [list(asked.tools) for asked in handler.requests] == [[TOOL], [TOOL]]
     assert [(asked.stop, asked.max_tokens) for asked in handler.requests] == [
@@ -90,49 +95,22 @@ def test_a_stream(endpoint: ChatEndpoint, connect: Callable[..., Any], usage: bo
     answer = say(LONG, ("add", '{"a": 1}'), ("add", f'{{"b": "{LONG}"}}'))
     client = connect(endpoint.open(Scripted(answer)))
     options: Any = {"stream_options": {"include_usage": True}} if usage else {}
-    request = {"model": "m", "messages": [HI], "tools": [TOOL], "stream": True, **options}
-    with client.chat.completions.with_streaming_response.create(**request) as response:
+    request = {"tools": [TOOL], "stream": True, **options}
+    with ask(client.with_streaming_response, **request) as response:
         lines = list(response.iter_lines())
     assert lines[-2] == "data: [DONE]" and max(map(len, lines)) < 1 << 16
-    chunks = list(client.chat.completions.create(**request))
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    assert "".join(delta.content or "" for delta in deltas) == LONG
-    calls: dict[int, list[str]] = {}
-    for call in (call for delta in deltas for call in delta.tool_calls or []):
-        made = calls.setdefault(call.index, [call.id, call.function.name, ""])
-        made[2] += call.function.arguments
-    assert calls == {
-        index: [call.id, call.name, call.arguments] for index, call in enumerate(answer.calls)
-    }
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "tool_calls"
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert [chunk.usage.total_tokens for chunk in chunks if chunk.usage] == (
-        [7 + len(LONG)] if usage else []
-    )
-
-
-def test_many_at_once(endpoint: ChatEndpoint) -> None:
-    """Of several episodes, whose requests reach their own handlers alone."""
-    handlers = [Scripted(say(f"episode {index}")) for index in range(3)]
-
-    async def ask() -> list[str]:
-        accesses = [endpoint.open(handler) for handler in handlers]
-        clients = [
-            openai.AsyncOpenAI(base_url=access.url, api_key=access.key) for access in accesses
-        ]
-        asked = [
-            client.chat.completions.create(model="m", messages=[HI])
-            for client in clients
-            for _ in range(8)
-        ]
-        found = await asyncio.gather(*asked)
-        for client, access in zip(clients, accesses, strict=True):
-            await client.close()
-            await endpoint.close(access.key)
-        return [done.choices[0].message.content for done in found]
-
-    assert asyncio.run(ask()) == [f"episode {index}" for index in range(3) for _ in range(8)]
-    assert [len(handler.requests) for handler in handlers] == [8, 8, 8]
+    chunks = list(ask(client, **request))
+    state = ChatCompletionStreamState()
+    for chunk in chunks:
+        state.handle_chunk(chunk)
+    done = state.get_final_completion()
+    (choice,) = done.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", LONG)
+    assert [
+        (call.id, call.function.name, call.function.arguments) for call in choice.message.tool_calls
+    ] == [astuple(call) for call in answer.calls]
+    assert {chunk.id for chunk in chunks} == {done.id}
+    assert (done.usage and done.usage.total_tokens) == (7 + len(LONG) if usage else None)
 
 
 def test_the_list_of_models(endpoint: ChatEndpoint, connect: Callable[..., Any]) -> None:
@@ -158,7 +136,7 @@ def test_a_refusal_is_not_asked_again(
     handler = Scripted(failure)
     client = connect(endpoint.open(handler), max_retries=3)
     with pytest.raises(getattr(openai, error)) as caught:
-        client.chat.completions.create(model="m", messages=[HI])
+        ask(client)
     assert (caught.value.status_code, caught.value.code, len(handler.requests)) == (status, code, 1)
     assert (str(failure) in caught.value.message) == (code != "internal_error")
 
@@ -167,7 +145,7 @@ def test_an_unsupported_field_is_named(endpoint: ChatEndpoint, connect: Callable
     handler = Scripted()
     client = connect(endpoint.open(handler))
     with pytest.raises(openai.BadRequestError, match="seed is not supported") as caught:
-        client.chat.completions.create(model="m", messages=[HI], seed=1)
+        ask(client, seed=1)
     assert caught.value.param == "seed" and not handler.requests
 
 
@@ -190,23 +168,17 @@ def test_refused_fields_are_counted(endpoint: ChatEndpoint, connect: Callable[..
     )
     client = connect(access)
     with pytest.raises(openai.BadRequestError, match=words) as caught:
-        client.chat.completions.create(model="m", messages=[HI], temperature=0.5)
+        ask(client, temperature=0.5)
     assert (caught.value.param, caught.value.code) == ("temperature", "unsupported")
     image: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    ways: list[dict[str, Any]] = [
-        {"messages": [HI, image]},
-        {"messages": [HI]},
-        {"messages": [HI], "seed": 1},
-    ]
-    for way in [
-        *ways,
-        *({"messages": [HI], "extra_body": {f"made_{number}": 1}} for number in range(40)),
-    ]:
+    ways: list[dict[str, Any]] = [{"messages": [HI, image]}, {}, {"seed": 1}]
+    ways += [{"extra_body": {f"made_{number}": 1}} for number in range(40)]
+    for way in ways:
         with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(model="m", **way)
+            ask(client, **way)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="m", input="Hi")
-    client.chat.completions.create(model="m", messages=[HI])
+    ask(client)
     counted = asyncio.run(endpoint.close(access.key))
     assert sum(counted.values()) == 44 and len(counted) == 33 and counted["others"] == 12
     assert {name: counted[name] for name in ("temperature", "messages", "seed")} == {
@@ -236,29 +208,8 @@ def test_a_lost_answer_is_given_again(endpoint: ChatEndpoint) -> None:
     access = endpoint.open(handler)
     http = httpx.Client(transport=transport)
     with openai.OpenAI(base_url=access.url, api_key=access.key, http_client=http) as client:
-        done = client.chat.completions.create(model="m", messages=[HI])
+        done = ask(client)
         assert (done.choices[0].message.content, len(handler.requests)) == ("once", 1)
         assert done.id.encode() in transport.lost
-        done = client.chat.completions.create(model="m", messages=[HI])
+        done = ask(client)
         assert (done.choices[0].message.content, len(handler.requests)) == ("twice", 2), "no retry"
-
-
-def test_a_client_that_gives_up_is_cancelled(endpoint: ChatEndpoint) -> None:
-    """The same request, sent again after that, is another one for the handler."""
-    handler = Scripted(say("never read"), say("read"), holds=True)
-    access = endpoint.open(handler)
-
-    async def work() -> str:
-        async with openai.AsyncOpenAI(base_url=access.url, api_key=access.key) as client:
-            asked = asyncio.ensure_future(client.chat.completions.create(model="m", messages=[HI]))
-            assert await asyncio.to_thread(handler.await_event) == "asked"
-            asked.cancel()
-            assert await asyncio.to_thread(handler.await_event) == "cancelled"
-            handler.release()
-            again = {"x-stainless-retry-count": "1"}
-            done = await client.chat.completions.create(
-                model="m", messages=[HI], extra_headers=again
-            )
-            return done.choices[0].message.content
-
-    assert asyncio.run(work()) == "read"

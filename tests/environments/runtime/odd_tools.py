@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -87,13 +86,6 @@ def misbehave(what: str) -> Any:
             print('[0, "none"]')
             os.write(1, b'[0, "none"]\n')
             return sys.stdin.read() + "printed"
-        case "spawn":
-            child = subprocess.Popen(
-                [sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True
-            )
-            Path(f"{rest}.partial").write_text(str(child.pid))
-            os.replace(f"{rest}.partial", rest)
-            time.sleep(1000)
         case "surrogate":
             return "\ud800" + rest
     return what

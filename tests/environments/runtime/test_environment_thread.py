@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.environments.runtime.environment_thread import EnvironmentThread
@@ -239,16 +233,6 @@ def test_the_largest_result_of_escaped_letters_arrives(play: Play) -> None:
     assert play(scenario, tools=("odd_tools:worth",), result_bytes=2**20) == "\x00" * 2**20
 
 
-@pytest.mark.slow
-def test_what_a_tool_started_ends_with_it(play: Play, tmp_path: Path) -> None:
-    found = called(
-        play, [("work", {"what": f"spawn {tmp_path / 'pid'}"})], tools=(WORK,), call_timeout_s=2.0
-    )
-    assert found == [("work took longer than 2 s.", "timeout")]
-    pid = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 @pytest.mark.parametrize("named", [None, "WANDB_API_KEY"])
 def test_secrets_of_the_run_are_not_passed_on(
     play: Play, monkeypatch: pytest.MonkeyPatch, named: str | None
@@ -355,57 +339,3 @@ def test_who_waits_at_the_end_is_cancelled(play: Play) -> None:
         assert all(isinstance(one, asyncio.CancelledError) for one in found)
 
     play(scenario, tools=(WORK, PATIENT), call_timeout_s=300.0)
-
-
-def test_it_runs_in_uvloop(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As engines do."""
-    uvloop = pytest.importorskip("uvloop")
-    monkeypatch.setattr(
-        asyncio, "run", lambda work: asyncio.Runner(loop_factory=uvloop.new_event_loop).run(work)
-    )
-    calls = [("work", {"what": what}) for what in ("x", "exit 3", "y")]
-    assert [text for text, _ in called(play, calls, tools=(WORK,))] == [
-        "x",
-        "work ended its process (exit code 3).",
-        "y",
-    ]
-
-
-@pytest.mark.slow
-def test_processes_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = (
-        "import asyncio\n"
-        "from megarl.environments.runtime.environment_thread import EnvironmentThread\n"
-        "from megarl.environments.runtime.environment_processes import EnvironmentSettings\n"
-        "async def main():\n"
-        f"    pool = EnvironmentThread(EnvironmentSettings(tools=({CALCULATE!r},)))\n"
-        "    print(*pool.pids(), flush=True)\n"
-        "    await asyncio.Event().wait()\n"
-        "asyncio.run(main())\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert parent.stdout
-    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
-    assert len(workers) == 2
-    parent.send_signal(signal.SIGKILL)
-    parent.communicate()
-    deadline = time.monotonic() + 20
-    while any(
-        worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_a_worker_imports_nothing_heavy() -> None:
-    heavy = ["torch", "sglang", "ray", "pyarrow", "transformers", "httpx", "bm25s"]
-    module = "megarl.environments.runtime.environment_host"
-    script = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
-    )
-    assert done.stdout.strip() == "[]"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,12 +79,6 @@ def test_an_environment_may_extend_another(write: Callable[[str], str]) -> None:
     assert {*found.tools} == {"move", "look", "jump"}
     assert found.tools["move"].schema["function"]["description"] == "Move by name."
     assert found.has == {"reset", "reward"}
-
-
-def test_the_seed_is_there_in_the_constructor(write: Callable[[str], str]) -> None:
-    body = "class Game(Environment):\n    def __init__(self): self.twice = 2 * self.seed\n"
-    body += "    def reply(self, text): ...\n"
-    assert vars(load_environment(f"{write(body)}:Game", {}).make(21))["twice"] == 42
 
 
 def test_each_tool_gets_the_arguments_that_it_takes(write: Callable[[str], str]) -> None:
@@ -181,16 +174,3 @@ def test_preparation_gets_the_arguments_and_raises_its_own_errors(
     )
     with pytest.raises(UserError, match="^episode.arguments: no here; make it"):
         load_tools([f"{write(body)}:find"], {"index": "here"})
-
-
-def test_the_base_has_defaults() -> None:
-    row: Mapping[str, Any] = {}
-    base = Environment()
-    assert (
-        base.reset(row)
-        is base.reply("")
-        is base.reward()
-        is base.close()
-        is Environment.prepare()
-        is None
-    )
