@@ -13,6 +13,11 @@ _FIRST_UID = 61184
 _NUM_UIDS = 4336  # systemd's range for users made on the fly
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SHARED_MEMORY_BYTES = 16 << 20
+# --as-pid-1: bwrap's own process 1 outlives bwrap for a moment, an orphan that not every container collects
+_ISOLATION = (
+    "--die-with-parent --new-session --clearenv --unshare-ipc --unshare-pid --unshare-net --unshare-uts "
+    "--unshare-cgroup-try --hostname sandbox --cap-drop ALL --as-pid-1"
+)
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
@@ -57,18 +62,14 @@ def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> lis
     """
     line = [
         shutil.which("bwrap") or "bwrap",
-        *("--die-with-parent", "--new-session", "--clearenv"),
-        *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
-        "--unshare-cgroup-try",
-        *("--hostname", "sandbox", "--info-fd", str(info), "--cap-drop", "ALL"),
-        # bwrap's own process 1 outlives bwrap for a moment, an orphan that not every container collects
-        "--as-pid-1",
+        *_ISOLATION.split(),
+        *f"--info-fd {info}".split(),
     ]
     if has_own_user():
         # gone once the launcher has used them
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
-        line += ["--unshare-user", "--disable-userns", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
+        line += f"--unshare-user --disable-userns --uid {_NOBODY} --gid {_NOBODY}".split()
     if seccomp is not None:
         line += ["--seccomp", str(seccomp)]
     for name, value in ENVIRONMENT.items():
@@ -77,11 +78,10 @@ def command(program: int, seccomp: int | None, info: int, tmp_bytes: int) -> lis
         *line,
         *_system_binds(),
         *_interpreter_binds(),
-        *("--proc", "/proc", "--dev", "/dev"),
-        *("--perms", "1777", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"),
-        *("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"),
-        *("--perms", "0444", "--file", str(program), "/tmp/main.py"),
-        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"),
+        *f"--proc /proc --dev /dev --perms 1777 --size {_SHARED_MEMORY_BYTES} --tmpfs /dev/shm".split(),
+        *f"--perms 1777 --size {tmp_bytes} --tmpfs /tmp".split(),
+        *f"--perms 0444 --file {program} /tmp/main.py".split(),
+        *["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"],
     ]
 
 

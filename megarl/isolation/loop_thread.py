@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -36,11 +35,6 @@ class LoopThread:
     def make(self, build: Callable[[], Result]) -> Result:
         """What a callable builds that belongs to the thread's loop."""
         return self.submit(_built(build)).result()
-
-    def call_soon(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call a function in the thread, after what it does now; nothing where the thread has ended."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
 
     def end(self, work: Coroutine[Any, Any, None]) -> None:
         """Do the last work, cancel all other, and end the thread; nothing where it has ended already."""

@@ -204,12 +204,8 @@ def describe_exit(code: int) -> str:
 
 def _environment(spec: bytes) -> dict[str, str]:
     """This process's, without the secrets of the run, but for those that an argument in the spec names (`key_env`)."""
-    kept = [name for name in _SECRETS_OF_RUN if as_line(name).strip() in spec]
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _SECRETS_OF_RUN or name in kept
-    }
+    hidden = [name for name in _SECRETS_OF_RUN if as_line(name).strip() not in spec]
+    return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 def _is_exiting(pid: int) -> bool:
