@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from megarl.isolation.function_loading import (
     PREPARE,
@@ -30,12 +30,11 @@ def load_agent(path: str, arguments: Mapping[str, Any], *, prepares: bool = True
 
     prepares: whether what it has as `prepare` is called.
     """
-    found = load_object(path, AGENT, "module:name", _EXAMPLE)
-    if not callable(found) or inspect.isclass(found):
-        raise UserError(AGENT, f"{path} is {kind_of(found)}, not an async def function", _FORM)
-    if not is_coroutine_function(found):
+    agent = load_object(path, AGENT, "module:name", _EXAMPLE)
+    if not callable(agent) or inspect.isclass(agent):
+        raise UserError(AGENT, f"{path} is {kind_of(agent)}, not an async def function", _FORM)
+    if not is_coroutine_function(agent):
         raise UserError(AGENT, f"{path} is not an async def function that returns a value", _FORM)
-    agent = cast(Agent, found)
     _check_call(agent, path, arguments)
     if prepares:
         prepare(getattr(agent, PREPARE, None), arguments, AGENT, path)

@@ -14,14 +14,8 @@ _CHUNK_CHARACTERS = 4096
 
 
 def error(message: str, code: str, param: str | None = None) -> dict[str, Any]:
-    return {
-        "error": {
-            "message": message,
-            "type": "invalid_request_error",
-            "param": param or None,
-            "code": code,
-        }
-    }
+    details = {"message": message, "type": "invalid_request_error", "param": param or None}
+    return {"error": {**details, "code": code}}
 
 
 def models(created: int) -> dict[str, Any]:
@@ -38,24 +32,13 @@ def whole(asked: Completion, answer: ChatAnswer, number: str, created: int) -> d
         "logprobs": None,
         "finish_reason": answer.finish,
     }
-    return {
-        "id": number,
-        "object": "chat.completion",
-        "created": created,
-        "model": asked.model,
-        "choices": [choice],
-        "usage": _usage(answer),
-    }
+    head = _head("chat.completion", asked, number, created)
+    return {**head, "choices": [choice], "usage": _usage(answer)}
 
 
 def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> Iterator[bytes]:
     """The same as server-sent events."""
-    head = {
-        "id": number,
-        "object": "chat.completion.chunk",
-        "created": created,
-        "model": asked.model,
-    }
+    head = _head("chat.completion.chunk", asked, number, created)
     usage = {"usage": None} if asked.include_usage else {}
     for delta in _deltas(answer):
         # the last delta is empty, and tells why the answer has ended
@@ -65,6 +48,10 @@ def events(asked: Completion, answer: ChatAnswer, number: str, created: int) -> 
     if asked.include_usage:
         yield _event({**head, "choices": [], "usage": _usage(answer)})
     yield b"data: [DONE]\n\n"
+
+
+def _head(kind: str, asked: Completion, number: str, created: int) -> dict[str, Any]:
+    return {"id": number, "object": kind, "created": created, "model": asked.model}
 
 
 def _deltas(answer: ChatAnswer) -> Iterator[dict[str, Any]]:

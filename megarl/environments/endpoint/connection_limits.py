@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections import OrderedDict
 from typing import Generic, TypeVar
 
 MOST_AUTHENTICATED = 2048  # connections of a listener that have shown the key of an open episode
@@ -28,17 +29,19 @@ class ConnectionLimits(Generic[Connection]):
 
     def __init__(self) -> None:
         # unauthenticated, after a request without a key; the oldest first
-        self._refused: dict[Connection, None] = {}
-        self._unauthenticated: dict[Connection, None] = {}  # the others of these; the oldest first
-        self._idle: dict[Connection, None] = {}  # the longest idle first
-        self._busy: dict[Connection, None] = {}
+        self._refused: OrderedDict[Connection, None] = OrderedDict()
+        self._unauthenticated: OrderedDict[Connection, None] = (
+            OrderedDict()
+        )  # the others of these; the oldest first
+        self._idle: OrderedDict[Connection, None] = OrderedDict()  # the longest idle first
+        self._busy: OrderedDict[Connection, None] = OrderedDict()
 
     def add(self, connection: Connection) -> Connection | None:
         """A new connection has come."""
         self._unauthenticated[connection] = None
         if sum(map(len, self._kinds())) <= most_authenticated() + most_unauthenticated():
             return None
-        return _take_first(self._refused or self._unauthenticated)
+        return (self._refused or self._unauthenticated).popitem(last=False)[0]
 
     def authenticate(self, connection: Connection) -> tuple[bool, Connection | None]:
         """A request with a key begins. Whether there is a place for it, and the idle connection that goes for it.
@@ -50,7 +53,7 @@ class ConnectionLimits(Generic[Connection]):
         if not is_authenticated and len(self._idle) + len(self._busy) >= most_authenticated():
             if not self._idle:
                 return False, None
-            closed = _take_first(self._idle)
+            closed = self._idle.popitem(last=False)[0]
         self.remove(connection)
         self._busy[connection] = None
         return True, closed
@@ -72,14 +75,8 @@ class ConnectionLimits(Generic[Connection]):
         for kind in self._kinds():
             kind.pop(connection, None)
 
-    def _kinds(self) -> tuple[dict[Connection, None], ...]:
+    def _kinds(self) -> tuple[OrderedDict[Connection, None], ...]:
         return self._refused, self._unauthenticated, self._idle, self._busy
-
-
-def _take_first(connections: dict[Connection, None]) -> Connection:
-    first = next(iter(connections))
-    del connections[first]
-    return first
 
 
 def most_unauthenticated() -> int:

@@ -195,13 +195,13 @@ class EnvironmentThread:
     async def call(self, episode: str, calls: Sequence[tuple[str, object]]) -> list[CallResult]:
         """The results of calls (name, arguments), which run together, in their order. Failed calls have results too."""
         opened = self._opened(episode)
-        known = [index for index, (name, _) in enumerate(calls) if name in self.offer.names]
-        results = await self._perform(opened, [("call", *calls[index]) for index in known])
-        found = dict(zip(known, results, strict=True))
-        tools = ", ".join(sorted(self.offer.names)) or "none"
+        names = self.offer.names
+        known = [("call", *call) for call in calls if call[0] in names]
+        results = iter(await self._perform(opened, known))
+        tools = ", ".join(sorted(names)) or "none"
         return [
-            call_result(name, found[index]) if index in found else unknown(name, tools)
-            for index, (name, _) in enumerate(calls)
+            call_result(name, next(results)) if name in names else unknown(name, tools)
+            for name, _ in calls
         ]
 
     @in_own_thread
@@ -220,14 +220,12 @@ class EnvironmentThread:
         """End an episode: the environment's reward, if it gives one, then its `close`. None after a failure."""
         try:
             opened = self._episodes[episode]
-            if opened.failure or "reward" not in self.offer.has:
+            if opened.failure or not self.has_reward:
                 return None
             (result,) = await self._perform(opened, [("reward",)])
             if isinstance(result, JobFailure):
                 raise self._failure(opened, sentence("reward", result))
-            if isinstance(result, RewardResult):
-                return result
-            return None
+            return result if isinstance(result, RewardResult) else None
         finally:
             await self._close(self._episodes.pop(episode))
 

@@ -21,7 +21,8 @@ def to_json(history: Sequence[Together]) -> str | None:
     Calls whose arguments did not fit, which the environment has not seen, are left out.
     """
     steps = [
-        [[_written(step), _result(result)] for step, result in _seen(done)] for done in history
+        [[step[:1] if step[0] == "open" else step, _result(result)] for step, result in _seen(done)]
+        for done in history
     ]
     try:
         return json.dumps(steps)
@@ -65,14 +66,10 @@ def timeless(result: JobResult) -> JobResult:
 def _seen(done: Together) -> list[tuple[Operation, JobResult]]:
     steps = (done[place] for place in sorted(done))
     return [
-        one for one in steps if not (isinstance(one[1], JobFailure) and one[1].kind == "arguments")
+        (operation, result)
+        for operation, result in steps
+        if not (isinstance(result, JobFailure) and result.kind == "arguments")
     ]
-
-
-def _written(operation: Operation) -> list[Any]:
-    if operation[0] == "open":
-        return ["open"]
-    return list(operation)
 
 
 def _read(operation: Sequence[Any], row: Mapping[str, Any], seed: int) -> Operation:
@@ -82,11 +79,9 @@ def _read(operation: Sequence[Any], row: Mapping[str, Any], seed: int) -> Operat
 
 
 def _result(result: JobResult) -> dict[str, Any] | None:
-    assert result is None or isinstance(result, CallResult | JobFailure), (
-        "a reward or a lost job is in no history"
-    )
     if result is None:
         return None
+    assert isinstance(result, CallResult | JobFailure), "a reward or a lost job is in no history"
     return asdict(result)
 
 

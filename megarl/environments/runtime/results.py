@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import isfinite
 from numbers import Real
 from typing import Any, Literal
 
@@ -44,11 +43,7 @@ def observation_of(result: Any, most_bytes: int) -> Observation:
         return Observation(cut(_text_of(result), most_bytes))
     if not isinstance(result.text, str):
         raise BadResult(f"returned an observation whose text is {short(result.text)}")
-    if not (
-        isinstance(result.reward, Real)
-        and isfinite(result.reward)
-        and abs(float(result.reward)) <= LARGEST_REWARD
-    ):
+    if not (isinstance(result.reward, Real) and abs(float(result.reward)) <= LARGEST_REWARD):
         raise BadResult(f"returned an observation whose reward is {short(result.reward)}")
     return Observation(cut(result.text, most_bytes), float(result.reward), bool(result.done))
 

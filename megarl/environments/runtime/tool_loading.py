@@ -17,8 +17,8 @@ ENVIRONMENT = "episode.environment"
 ARGUMENTS = "episode.arguments"
 _FORM = "module:name"
 _EXAMPLE = "write module:name, for example megarl.environments.{}"
-# name -> arguments of its call
-_RESERVED = {"reset": ({},), "reply": ("text",), "reward": (), "close": ()}
+# name -> its parameters
+_RESERVED = {"reset": ["row"], "reply": ["text"], "reward": [], "close": []}
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,15 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
         problem = f"{path} is {kind_of(found)}, not a subclass of megarl.environments.Environment"
         raise UserError(ENVIRONMENT, problem, "let it inherit from Environment")
     _check_call(found, path, arguments)
-    own = [
-        base
-        for base in reversed(found.__mro__)
-        if issubclass(base, Environment) and base is not Environment
-    ]
-    methods = {name: value for base in own for name, value in vars(base).items()}
-    has = frozenset(name for name in _RESERVED if name in methods)
+    # the base Environment, the first of them, is left out
+    _, *classes = (base for base in reversed(found.__mro__) if issubclass(base, Environment))
+    names = dict.fromkeys(name for base in classes for name in vars(base))
+    has = frozenset(_RESERVED & names.keys())
     for name in has:
         _check_reserved(getattr(found, name), name, path)
     tools = {
         name: _method_tool(found, name, path)
-        for name in methods
+        for name in names
         if not name.startswith("_")
         and name not in (*_RESERVED, PREPARE)
         and inspect.isroutine(getattr(found, name))
@@ -136,9 +133,6 @@ def _check_reserved(method: Callable[..., Any], name: str, path: str) -> None:
     try:
         inspect.signature(method).bind(None, *_RESERVED[name])
     except TypeError as error:
-        form = {"reset": "reset(self, row)", "reply": "reply(self, text)"}.get(
-            name, f"{name}(self)"
-        )
-        raise UserError(
-            ENVIRONMENT, f"{path}.{name} cannot be called ({error})", f"write it as {form}"
-        ) from None
+        problem = f"{path}.{name} cannot be called ({error})"
+        hint = f"write it as {name}({', '.join(['self', *_RESERVED[name]])})"
+        raise UserError(ENVIRONMENT, problem, hint) from None

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import PydanticJsonSchemaWarning
+from pydantic_core import ErrorDetails
 
 from megarl.printable import describe_error, short
 from megarl.types import UserError
@@ -91,7 +92,10 @@ def make_tool(
         if parameter.name in arguments:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY:
-            _check_default(parameter, path, where)
+            if parameter.default is parameter.empty:
+                problem = f"{path} needs {parameter.name!r}, which only has a keyword"
+                hint = f"write {parameter.name!r} into episode.arguments, or give it a default"
+                raise UserError(where, problem, hint)
             continue
         if parameter.name not in hints:
             problem = f"the argument {parameter.name!r} of {path} has no type"
@@ -154,12 +158,6 @@ def _parameters(
             problem = f"{path} takes {argument}, which a model cannot name"
             raise UserError(where, problem, "name its arguments, and no / before them")
     return parameters
-
-
-def _check_default(parameter: inspect.Parameter, path: str, where: str) -> None:
-    if parameter.default is parameter.empty:
-        hint = f"write {parameter.name!r} into episode.arguments, or give it a default"
-        raise UserError(where, f"{path} needs {parameter.name!r}, which only has a keyword", hint)
 
 
 def _field(parameter: inspect.Parameter, description: str | None) -> FieldInfo:
@@ -235,17 +233,16 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
 
 def _problems(error: ValidationError) -> str:
     """What is wrong with the arguments of a call, as a part of a sentence."""
-    problems = [
-        _problem(detail["type"], detail["loc"], detail["msg"], detail["input"])
-        for detail in error.errors()
-    ]
+    problems = [_problem(detail) for detail in error.errors()]
     more = len(problems) - _MOST_ERRORS
     return "; ".join(problems[:_MOST_ERRORS]) + (f" and {more} more" if more > 0 else "")
 
 
-def _problem(kind: str, place: Sequence[int | str], message: str, value: object) -> str:
+def _problem(detail: ErrorDetails) -> str:
     """What is wrong with one argument."""
-    name = ".".join(map(str, place))
+    kind = detail["type"]
+    name = ".".join(map(str, detail["loc"]))
+    message = detail["msg"]
     words = message[:1].lower() + message[1:]
     if kind == "missing":
         return f"the argument {name!r} is missing"
@@ -253,4 +250,4 @@ def _problem(kind: str, place: Sequence[int | str], message: str, value: object)
         return f"there is no argument {name!r}"
     if kind == "json_invalid":  # nested too deeply, or text that UTF-8 cannot hold
         return f"its arguments are {words}"
-    return f"the argument {name!r} is {short(value)}, and {words}"
+    return f"the argument {name!r} is {short(detail['input'])}, and {words}"
