@@ -248,26 +248,6 @@ def test_a_refused_request_is_asked_again(in_episode: Any) -> None:
     assert failed.status_code == 500 and contents([mended]) == ["mended"]
 
 
-def test_an_episode_has_so_many_requests_in_flight(
-    in_episode: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One more is answered 429, which clients try again."""
-    monkeypatch.setattr(registry, "MOST_IN_FLIGHT", 2)
-    handler = Scripted(holds=True)
-
-    async def work(client: httpx.AsyncClient, access: Access) -> list[httpx.Response]:
-        asked = [asyncio.ensure_future(apost(client, access)) for _ in range(2)]
-        for _ in range(2):
-            assert await asyncio.to_thread(handler.await_event) == "asked"
-        refused = await apost(client, access)
-        handler.release()
-        return [refused, *[await one for one in asked], await apost(client, access, 1, user="x")]
-
-    found = in_episode(handler, work)
-    assert [one.status_code for one in found] == [429, 200, 200, 200]
-    assert "x-should-retry" not in found[0].headers
-
-
 def test_the_end_answers_what_is_in_flight() -> None:
     handler, endpoint = Scripted(holds=True), ChatEndpoint()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import pytest
 
 from megarl.environments.runtime.environment_processes import EnvironmentSettings
 from megarl.environments.runtime.environment_thread import EnvironmentThread
+from megarl.environments.runtime.results import CallResult
 
 Result = TypeVar("Result")
 Play = Callable[..., Any]
@@ -31,6 +32,15 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         )
 
     return run
+
+
+def told(results: list[CallResult]) -> list[tuple[str, str | None]]:
+    return [(result.text, result.error) for result in results]
+
+
+def add(number: int) -> tuple[str, Mapping[str, Any]]:
+    """A call of `odd_tools:Counter`."""
+    return "add", {"number": number}
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,12 @@ from megarl.environments.runtime.environment_processes import JobFailure
 from megarl.environments.runtime.environment_thread import EnvironmentThread, ReplayFailure
 from megarl.environments.runtime.history import from_json, to_json
 from megarl.environments.runtime.results import CallResult
+from tests.environments.runtime.conftest import add
 
 Play = Callable[..., Any]
 COUNTER, UNREPEATABLE = "odd_tools:Counter", "odd_tools:Unrepeatable"
 ROW = {"told": True, "name": "one"}
 LATE = "lose took longer than 1 s."
-
-
-def add(number: int) -> tuple[str, Mapping[str, Any]]:
-    return "add", {"number": number}
 
 
 async def texts(pool: EnvironmentThread, episode: str, *calls: tuple[str, Any]) -> list[str]:
