@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import threading
 from pathlib import Path
 
 _NOBODY = 65534
@@ -42,15 +41,10 @@ def interpreter() -> str:
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def uid(number: int | None = None) -> int | None:
-    """The user that the launcher becomes, by a number, so that concurrent programs are counted apart; None: no other.
-
-    number: the thread's, unless it is given.
-    """
+def uid(number: int) -> int | None:
+    """The user that the launcher becomes, so that concurrent programs are counted apart; None: no other."""
     if not has_own_user():
         return None
-    if number is None:
-        number = threading.get_native_id()
     return _FIRST_UID + number % _NUM_UIDS
 
 

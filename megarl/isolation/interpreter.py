@@ -6,20 +6,17 @@ import asyncio
 import json
 import secrets
 import socket
-import subprocess
 import tempfile
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.isolation import bubblewrap
 from megarl.isolation.sandbox import (
     SandboxLimits,
     end_program,
     first_of_namespace,
     sandbox_errors,
-    start_isolated,
-    start_unsafe,
+    start,
 )
 
 _PROGRAM = Path(__file__).with_name("inside_interpreter.py").read_text(encoding="utf-8")
@@ -63,22 +60,16 @@ class SandboxInterpreter:
             self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._is_closed = False
         self._socket, theirs = socket.socketpair()
+        # Not by the thread's number: one thread starts many interpreters.
+        user_number = secrets.randbits(32)
+        folder = self._folder and self._folder.name
         with theirs:
-            process, first = self._started(theirs.fileno())
+            end = theirs.fileno()
+            process, info = start(_PROGRAM, limits, folder, user_number, end, end, _HASH_SEED)
+        first = first_of_namespace(process.pid, info, limits.wall_s)
         # also where nobody closes it
         self._end = weakref.finalize(self, end_program, process, first)
         self._end.atexit = False  # a copy of this process that ends must not end it
-
-    def _started(self, end: int) -> tuple[subprocess.Popen[bytes], int | None]:
-        """The process, and the first one of its namespace. end: a descriptor of the interpreter's end of the socket."""
-        if self._folder:
-            process = start_unsafe(_PROGRAM, self._limits, self._folder.name, end, end, _HASH_SEED)
-            return process, None
-        # Not by the thread's number: one thread starts many interpreters.
-        uid = bubblewrap.uid(secrets.randbits(32))
-        process, info = start_isolated(_PROGRAM, self._limits, uid, end, end, _HASH_SEED)
-        with info:
-            return process, first_of_namespace(process.pid, info.fileno(), self._limits.wall_s)
 
     async def run(self, code: str) -> CellOutcome:
         """Run a cell, one at a time. After an outcome that is not alive, or a cancellation, it is closed."""

@@ -15,12 +15,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -84,7 +86,7 @@ def find_problem() -> str:
     if shutil.which("bwrap") is None:
         return "bubblewrap (bwrap) is not installed"
     try:
-        outcome = _run_isolated("print('works')", "", SandboxLimits(wall_s=60.0))
+        outcome = _run("print('works')", "", SandboxLimits(wall_s=60.0), unsafe=False)
     except OSError as error:
         return f"bubblewrap does not work on this machine ({error})"
     if outcome.stdout == "works\n":
@@ -108,43 +110,65 @@ def run(
     unsafe: with limits and a process group only, in a folder of its own. It has this user's rights, and a daemon that
     it starts may remain. Raises UserError(where) with the hint where there is no isolation.
     """
-    limits = limits or SandboxLimits()
-    if unsafe:
-        return _run_unsafe(program, stdin, limits)
-    for error in sandbox_errors(where, hint=hint):
+    for error in sandbox_errors(where, unsafe=unsafe, hint=hint):
         raise error
-    return _run_isolated(program, stdin, limits)
+    return _run(program, stdin, limits or SandboxLimits(), unsafe=unsafe)
 
 
-def _run_isolated(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
-    with _sealed(stdin) as given:
-        process, info = start_isolated(program, limits, bubblewrap.uid(), given)
-    with info:
-        return _watch(process, limits, info.fileno())
+def _run(program: str, stdin: str, limits: SandboxLimits, *, unsafe: bool) -> Outcome:
+    with ExitStack() as held:
+        folder = None
+        if unsafe:
+            folder = held.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        given = held.enter_context(_sealed(stdin))
+        process, info = start(program, limits, folder, threading.get_native_id(), given)
+        return _watch(process, limits, info)
 
 
-def start_isolated(
+def start(
     program: str,
     limits: SandboxLimits,
-    uid: int | None,
+    folder: str | None,
+    user_number: int,
     stdin: int,
     output: int = subprocess.PIPE,
     hash_seed: int = -1,
-) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """bwrap's process, and the pipe to which it writes its child's process id (`first_of_namespace`).
+) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
+    """The process of a program, and the pipe to which bwrap writes its child's process id (`first_of_namespace`).
 
-    uid: as of `bubblewrap.uid`. output: for standard output and error; hash_seed: as of `_launch`.
+    folder: its own, in which it runs without isolation and without that pipe; None: it is isolated. user_number: as of
+    `bubblewrap.uid`. output: for standard output and error. hash_seed: of the hashes of texts, which order sets; -1:
+    another in every process.
     """
-    with _sealed(program) as source, _sealed(filter_program() or b"") as seccomp:
+    settings = {
+        **asdict(limits),
+        "uid": None,
+        "die_with_parent": folder is not None,
+        "hash_seed": hash_seed,
+    }
+    begin = partial(
+        subprocess.Popen[bytes],
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
+    if folder is not None:
+        path = Path(folder, "main.py")
+        path.write_text(program, encoding="utf-8", errors="replace")
+        environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
+        return begin(_launch(settings, str(path)), env=environment, cwd=folder), None
+    settings["uid"] = bubblewrap.uid(user_number)
+    refused_calls = filter_program()
+    with _sealed(program) as source, _sealed(refused_calls or b"") as seccomp:
         info_read, info_write = os.pipe()
-        tmp_bytes = limits.tmp_mb << 20
         line = bubblewrap.command(
-            source, seccomp if filter_program() else None, info_write, tmp_bytes
+            source, seccomp if refused_calls else None, info_write, limits.tmp_mb << 20
         )
-        line += _launch(limits, uid, "/tmp/main.py", die_with_parent=False, hash_seed=hash_seed)
+        line += _launch(settings, "/tmp/main.py")
         try:
             # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
-            process = _start(line, stdin, output, env={}, pass_fds=(source, seccomp, info_write))
+            process = begin(line, env={}, pass_fds=(source, seccomp, info_write))
         except BaseException:
             os.close(info_read)
             raise
@@ -153,59 +177,9 @@ def start_isolated(
     return process, os.fdopen(info_read, "rb")
 
 
-def _run_unsafe(program: str, stdin: str, limits: SandboxLimits) -> Outcome:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _sealed(stdin) as given:
-        return _watch(start_unsafe(program, limits, folder, given), limits, None)
-
-
-def start_unsafe(
-    program: str,
-    limits: SandboxLimits,
-    folder: str,
-    stdin: int,
-    output: int = subprocess.PIPE,
-    hash_seed: int = -1,
-) -> subprocess.Popen[bytes]:
-    """The process of a program that is not isolated, in a folder of its own. Arguments as of `start_isolated`."""
-    path = Path(folder, "main.py")
-    path.write_text(program, encoding="utf-8", errors="replace")
-    line = _launch(limits, None, str(path), die_with_parent=True, hash_seed=hash_seed)
-    return _start(
-        line, stdin, output, env=ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}, cwd=folder
-    )
-
-
-def _launch(
-    limits: SandboxLimits, uid: int | None, path: str, *, die_with_parent: bool, hash_seed: int = -1
-) -> list[str]:
-    """hash_seed: of the hashes of texts, which order sets; -1: another in every process."""
-    settings = {
-        **asdict(limits),
-        "uid": uid,
-        "die_with_parent": die_with_parent,
-        "hash_seed": hash_seed,
-    }
+def _launch(settings: dict[str, Any], path: str) -> list[str]:
+    """The command line of the launcher, which becomes the program at this path."""
     return [bubblewrap.interpreter(), "-I", "-S", "-c", _LAUNCHER, json.dumps(settings), path]
-
-
-def _start(
-    line: list[str],
-    stdin: int,
-    output: int,
-    env: dict[str, str],
-    pass_fds: tuple[int, ...] = (),
-    cwd: str | None = None,
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        line,
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
-        env=env,
-        pass_fds=pass_fds,
-        cwd=cwd,
-        start_new_session=True,
-    )
 
 
 @contextmanager
@@ -251,17 +225,17 @@ class _Bounded:
         return self.content.decode("utf-8", "replace")
 
 
-def _watch(process: subprocess.Popen[bytes], limits: SandboxLimits, info: int | None) -> Outcome:
-    """Read until the program ends, or kill it. info: the pipe to which bwrap writes its child's process id."""
+def _watch(
+    process: subprocess.Popen[bytes], limits: SandboxLimits, info: IO[bytes] | None
+) -> Outcome:
+    """Read until the program ends, or kill it. info: as of `start`."""
     assert process.stdout and process.stderr
     deadline = time.monotonic() + limits.wall_s
     with process.stdout, process.stderr:
         out = _Bounded(process.stdout, limits.stdout_bytes)
         error = _Bounded(process.stderr, limits.stderr_bytes)
         outer = os.pidfd_open(process.pid)
-        first = None
-        if info is not None:
-            first = first_of_namespace(process.pid, info, limits.wall_s)
+        first = first_of_namespace(process.pid, info, limits.wall_s)
         try:
             ended = _follow(outer, out, error, deadline)
         finally:
@@ -316,13 +290,18 @@ def _follow(outer: int, out: _Bounded, error: _Bounded, deadline: float) -> bool
     return False
 
 
-def first_of_namespace(parent: int, info: int, wall_s: float) -> int | None:
-    """A descriptor of process 1 in the sandbox, with which all others end; None: it has ended, or never began."""
+def first_of_namespace(parent: int, info: IO[bytes] | None, wall_s: float) -> int | None:
+    """A descriptor of process 1 in the sandbox, with which all others end.
+
+    None: it has ended, or never began, or there is no sandbox. info: as of `start`; it is closed.
+    """
+    if info is None:
+        return None
     written = b""
-    with selectors.DefaultSelector() as selector:
+    with info, selectors.DefaultSelector() as selector:
         selector.register(info, selectors.EVENT_READ)
         while b"}" not in written:
-            chunk = os.read(info, _CHUNK_BYTES) if selector.select(wall_s) else b""
+            chunk = os.read(info.fileno(), _CHUNK_BYTES) if selector.select(wall_s) else b""
             if not chunk:
                 return None
             written += chunk
