@@ -17,10 +17,9 @@ from megarl.types import UserError
 PREPARE = "prepare"
 
 
-def prepare(
-    function: Callable[..., object] | None, arguments: Mapping[str, Any], where: str, path: str
-) -> None:
-    """Call the `prepare` of what `path` names; None: it has none. Raises UserError, as `prepare` itself may."""
+def prepare(loaded: object, arguments: Mapping[str, Any], where: str, path: str) -> None:
+    """Call the `prepare` of what `path` names, if it has one. Raises UserError, as `prepare` itself may."""
+    function = getattr(loaded, PREPARE, None)
     if function is None:
         return
     try:

@@ -60,7 +60,10 @@ def _control(option: int, value: int) -> None:
 
 def _keep(worker: int) -> None:
     """Wait for the worker's end, or for SIGTERM; then end everything."""
-    _close_standard_streams()
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
     status = None
     while status is None:
         if signal.sigwait({signal.SIGTERM, signal.SIGCHLD}) == signal.SIGTERM:
@@ -70,13 +73,6 @@ def _keep(worker: int) -> None:
                 status = ended_with
     _kill_descendants()
     _end_as(status)
-
-
-def _close_standard_streams() -> None:
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)
-    os.close(null)
 
 
 def _reaped() -> Iterator[tuple[int, int]]:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from megarl.isolation.function_loading import (
-    PREPARE,
     is_coroutine_function,
     kind_of,
     load_object,
@@ -37,7 +36,7 @@ def load_agent(path: str, arguments: Mapping[str, Any], *, prepares: bool = True
         raise UserError(AGENT, f"{path} is not an async def function that returns a value", _FORM)
     _check_call(agent, path, arguments)
     if prepares:
-        prepare(getattr(agent, PREPARE, None), arguments, AGENT, path)
+        prepare(agent, arguments, AGENT, path)
     return partial(agent, **arguments)
 
 

@@ -101,16 +101,15 @@ class ChatEndpoint:
         episode = self._episodes.find(_key(request))
         if episode is None:
             unauthenticated(request)
-            return await send(
-                request, refusal(403, "No episode is open for this key.", "no_episode")
-            )
+            reply = refusal(403, "No episode is open for this key.", "no_episode")
+            return await send(request, reply)
         with authenticated(request) as has_place:
-            if not has_place:
-                return await send(
-                    request,
-                    refusal(429, "Too many connections have requests.", "too_many_requests"),
-                )
-            return await send(request, await reply_to(request, episode))
+            if has_place:
+                reply = await reply_to(request, episode)
+            else:
+                message = "Too many connections have requests."
+                reply = refusal(429, message, "too_many_requests")
+            return await send(request, reply)
 
 
 def _allow_open_files(count: int) -> None:

@@ -62,7 +62,7 @@ def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
         toolbox = load_environment(
             spec["environment"], spec["arguments"], prepares=spec["prepares"]
         )
-    host = EnvironmentHost(parent, toolbox, spec["call_timeout_s"], spec["result_bytes"])
+    host = EnvironmentHost(parent, toolbox, spec)
     host.start()
     limit_memory(spec["memory_mb"])
     host.run(_ready(toolbox))
@@ -78,13 +78,11 @@ def _ready(toolbox: Toolbox) -> list[Any]:
 class EnvironmentHost:
     """The instances of a process, and the two threads that run their functions."""
 
-    def __init__(
-        self, parent: ParentSocket, toolbox: Toolbox, timeout_s: float, result_bytes: int
-    ) -> None:
+    def __init__(self, parent: ParentSocket, toolbox: Toolbox, spec: dict[str, Any]) -> None:
         self._parent = parent
         self._toolbox = toolbox
-        self._timeout_s = timeout_s
-        self._result_bytes = result_bytes
+        self._timeout_s = spec["call_timeout_s"]
+        self._result_bytes = spec["result_bytes"]
         self._instances: dict[int, Environment] = {}
         self._plain: queue.SimpleQueue[JobMessage] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()
@@ -201,8 +199,6 @@ def _error(job: JobMessage, error: BaseException) -> list[Any]:
     if isinstance(error, MemoryError):
         free_spare_memory()
         return [number, "error", "memory", OUT_OF_MEMORY, True]
-    if isinstance(error, BadArguments):
-        return [number, "error", "arguments", str(error), False]
-    if isinstance(error, BadResult):
-        return [number, "error", "result", str(error), False]
+    if isinstance(error, BadArguments | BadResult):
+        return [number, "error", error.kind, str(error), False]
     return [number, "error", "raised", describe_error(error), False]

@@ -171,18 +171,20 @@ class EnvironmentThread:
         Returns how many operations that were, as `leave` counts them.
         Raises ReplayFailure where that is not possible; then the episode is not open.
         """
-        opened = self._added(episode, row, seed)
         if self._settings.environment is None:
+            self._added(episode, row, seed)
             return 0
+        if history is None or not self.is_replayable:
+            raise ReplayFailure(_NOT_REPLAYABLE)
         try:
-            if history is None or not self.is_replayable:
-                raise ReplayFailure(_NOT_REPLAYABLE)
-            try:
-                opened.history = from_json(history, row, seed)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ReplayFailure(f"its history cannot be read ({error})") from None
-            if not any(opened.history):
-                raise ReplayFailure("it has no history")
+            done = from_json(history, row, seed)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ReplayFailure(f"its history cannot be read ({error})") from None
+        if not any(done):
+            raise ReplayFailure("it has no history")
+        opened = self._added(episode, row, seed)
+        opened.history = done
+        try:
             self._place(opened)
             if not await self._replay(opened, alone=False):
                 await self._restore(opened)

@@ -19,6 +19,8 @@ TOOL_ERRORS: frozenset[str] = frozenset({"result", "timeout", "memory", "ended"}
 class BadResult(Exception):
     """A function has returned what is no result of it; the text says what, after the function's name."""
 
+    kind = "result"
+
 
 @dataclass(frozen=True)
 class CallResult:

@@ -65,7 +65,7 @@ def load_tools(
         tools[name] = make_tool(function, name, TOOLS, path, arguments=arguments, is_method=False)
         taken |= tools[name].bound.keys()
         if prepares:
-            prepare(getattr(function, PREPARE, None), tools[name].bound, TOOLS, path)
+            prepare(function, tools[name].bound, TOOLS, path)
     if not tools:
         raise UserError(TOOLS, "no tool is named", _EXAMPLE.format("calculator:calculate"))
     if unknown := sorted(arguments.keys() - taken):
@@ -101,7 +101,7 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
             ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)"
         )
     if prepares:
-        prepare(found.prepare, arguments, ENVIRONMENT, path)
+        prepare(found, arguments, ENVIRONMENT, path)
     is_async = frozenset(name for name in has if inspect.iscoroutinefunction(getattr(found, name)))
     return Toolbox(tools, found, dict(arguments), has, is_async)
 

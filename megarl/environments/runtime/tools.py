@@ -30,6 +30,8 @@ _MAPS = ("properties", "$defs", "patternProperties")  # of names to schemas
 class BadArguments(Exception):
     """The arguments of a call do not fit; its text is for the model."""
 
+    kind = "arguments"
+
 
 @dataclass(frozen=True)
 class Tool:
