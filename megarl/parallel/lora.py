@@ -176,17 +176,14 @@ class Adapter(torch.nn.Module):
         """The deltas of the tensors in the order of the layer's output, and 0 in rows without an adapter."""
         if len(deltas) == 1 and deltas[0].shape[-1] == self._num_rows:
             return deltas[0]
+        zeros = deltas[0].new_zeros(()).expand(*deltas[0].shape[:-1], self._num_rows)
         # also of tensors without rows here, for the backward pass
-        parts = [one[..., :0] for one in deltas]
+        parts = [delta[..., :0] for delta in deltas]
         end = 0
         for (row, start, number), index in self._places:
-            if row > end:
-                parts.append(deltas[0].new_zeros(*deltas[0].shape[:-1], row - end))
-            parts.append(deltas[index][..., start : start + number])
+            parts += [zeros[..., end:row], deltas[index][..., start : start + number]]
             end = row + number
-        if end < self._num_rows:
-            parts.append(deltas[0].new_zeros(*deltas[0].shape[:-1], self._num_rows - end))
-        return torch.cat(parts, -1)
+        return torch.cat([*parts, zeros[..., end:]], -1)
 
 
 class GroupedAdapter(torch.nn.ModuleList):

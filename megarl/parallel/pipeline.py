@@ -250,11 +250,8 @@ class KnownShapes(P2PCommunicator):
 
     def __init__(self, config: Any, lengths: Sequence[int]) -> None:
         super().__init__(groups.pp_group(), config)
-        if config.sequence_parallel:
-            split = config.tensor_model_parallel_size
-        else:
-            split = 1
-        shapes = [[length // split, 1, config.hidden_size] for length in lengths]
+        tp = config.tensor_model_parallel_size  # over which the sequence is split
+        shapes = [[length // tp, 1, config.hidden_size] for length in lengths]
         stage = self.pp_group.rank()
         last = self.pp_group.size() - 1
         chunks = config.virtual_pipeline_model_parallel_size or 1
@@ -270,11 +267,13 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape, Shape]:
+        from_prev = NOTHING
+        from_next = NOTHING
         if recv_prev:
             from_prev = next(self._from_prev)
-        else:
-            from_prev = NOTHING
-        return from_prev, next(self._from_next) if recv_next else NOTHING
+        if recv_next:
+            from_next = next(self._from_next)
+        return from_prev, from_next
 
 
 def receive_order(rows: int, chunks: int, group: int, leads: bool) -> list[int]:
