@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ class Command:
             if line.endswith("\n")
         ]
 
+    def steps(self) -> list[dict[str, Any]]:
+        """The records of training steps."""
+        return [record for record in self.records() if record["step"] > 0]
+
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         """Return when the record of that step is written; fails when the command ends first."""
         deadline = time.monotonic() + timeout_s
@@ -68,38 +73,46 @@ class Command:
         self.out, self.err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode
 
+    def ends_well(self, timeout_s: float) -> None:
+        """With exit code 0, and leaving nothing behind."""
+        assert self.finish(timeout_s) == 0, self.err
+        assert self.leftovers() == []
+
     def tree(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def look(self) -> list[Seen]:
         """The command and its processes; one that ends meanwhile is not among them."""
         seen = []
-        for one in [psutil.Process(self.process.pid), *self.tree()]:
-            try:
-                connections = one.net_connections(kind="inet")
+        for process in [psutil.Process(self.process.pid), *self.tree()]:
+            with suppress(psutil.NoSuchProcess):
                 listening = [
-                    (c.laddr.ip, c.laddr.port)
-                    for c in connections
-                    if c.status == psutil.CONN_LISTEN
+                    (connection.laddr.ip, connection.laddr.port)
+                    for connection in process.net_connections(kind="inet")
+                    if connection.status == psutil.CONN_LISTEN
                 ]
-                seen.append(Seen(one.pid, " ".join(one.cmdline()), one.environ(), listening))
-            except psutil.NoSuchProcess:
-                continue
+                line = " ".join(process.cmdline())
+                seen.append(Seen(process.pid, line, process.environ(), listening))
         return seen
 
     def leftovers(self) -> list[str]:
         """Processes, shared-memory files and session folders that outlived the command."""
         alive = []
-        for one in psutil.process_iter(["pid", "cmdline"]):
-            try:
-                if (
-                    one.environ().get("MEGARL_TEST") == self.marker
-                    and one.status() != psutil.STATUS_ZOMBIE
-                ):
-                    alive.append(f"process {one.info['cmdline']}")
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
+        for process in psutil.process_iter(["pid", "cmdline"]):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                is_ours = process.environ().get("MEGARL_TEST") == self.marker
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(f"process {process.info['cmdline']}")
         return alive + left_since(self.files_before)
+
+
+def convert(folder: Path, run: str, *arguments: str) -> None:
+    """`megarl convert` in a folder in which a run was."""
+    command = [sys.executable, "-m", "megarl.cli", "convert", run, *arguments]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    settings = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _take_interrupts() -> None:
@@ -152,5 +165,6 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
             tree = command.tree()
             os.killpg(command.process.pid, signal.SIGKILL)
             for one in tree:
-                one.kill() if one.is_running() else None
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
             command.process.communicate()

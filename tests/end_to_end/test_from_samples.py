@@ -48,8 +48,7 @@ def test_a_file_of_samples_trains_alike_in_every_layout(
     sampling = launch(
         *common, *engine, "run.name=sampling", "--out=two.parquet", "--steps=2", verb="rollout"
     )
-    assert sampling.finish(200) == 0, sampling.err
-    assert sampling.leftovers() == []
+    sampling.ends_well(200)
     file = open_samples(sampling.folder / "two.parquet")
     assert file.num_samples == (32, 32)
     samples = [sample for step in (1, 2) for group in file.groups(step) for sample in group.samples]
@@ -66,8 +65,7 @@ def test_a_file_of_samples_trains_alike_in_every_layout(
         # the critic's ranks hear of it
         keys += ("algorithm.name=ppo", "algorithm.kl_coefficient=0.1")
         training = launch(*keys, "--from-samples=two.parquet")
-        assert training.finish(200) == 0, training.err
-        assert training.leftovers() == []
+        training.ends_well(200)
         saved = (training.folder / "runs" / name / "recipe.yaml").read_text()
         assert "#     moe_router_dtype: fp32\n" in saved, "what the ranks ran with"
     sampled, (first, *others) = (

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.end_to_end.conftest import convert
 from tests.parallel.checkpoints import load, write_rewarding_adapters
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +32,10 @@ def test_a_run_with_adapters_is_merged_resumed_and_held_against_its_reference(
     """TP2 PP2 EP2 into an engine of TP2, as the quickstart is; the reward is one that a new model gets at times."""
     (tmp_path / "parity.py").write_text(PARITY)
     command = launch(*KEYS, "run.steps=2")
-    assert command.finish(400) == 0, command.err
-    assert command.leftovers() == []
+    command.ends_well(400)
     again = launch(*KEYS, "run.steps=3", "--resume")
     assert again.finish(400) == 0, again.err
-    steps = [record for record in again.records() if record["step"] > 0]
+    steps = again.steps()
     assert [record["step"] for record in steps] == [1, 2, 3]
     for record in steps:
         assert record["rollout/logprob_diff_mean"] < 1e-4, (
@@ -66,8 +63,7 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
     own = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, k_proj, v_proj, o_proj]")
     others = ("algorithm.name=ppo", "critic.shares_weights=true", "reward_model.adapters=judge")
     command = launch(*KEYS, *own, *others, "run.steps=2", "algorithm.kl_coefficient=0.0")
-    assert command.finish(400) == 0, command.err
-    assert command.leftovers() == []
+    command.ends_well(400)
     start, *steps = command.records()
     for record in steps:
         assert record["rollout/logprob_diff_mean"] < 1e-4, (
@@ -81,9 +77,9 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
     )
     assert [record["reshard/version"] for record in [start, *steps]] == [0, 1, 2]
     policy = command.folder / "runs" / "quickstart" / "checkpoints" / "step-000002"
-    folders = (policy, policy / "critic")
     of_policy, of_critic = (
-        sum(one.stat().st_size for one in folder.glob("*.distcp")) for folder in folders
+        sum(file.stat().st_size for file in folder.glob("*.distcp"))
+        for folder in (policy, policy / "critic")
     )
     assert 0 < of_critic < 1.5 * of_policy, "adapters, a head and their optimizer"
 
@@ -99,7 +95,7 @@ def test_the_quickstart_learns_with_adapters(launch: Callable) -> None:
     command = launch("lora.rank=8", "run.trackers=[]", *supervised, *by_reward)
     assert command.finish(900) == 0, command.err
     records = command.records()
-    steps = [record for record in records if record["step"] > 0]
+    steps = command.steps()
     assert len(steps) == 25
     assert max(record["rollout/logprob_diff_mean"] for record in steps) < 1e-5
     worst = sorted(record["rollout/logprob_diff_max"] for record in steps)
@@ -111,22 +107,10 @@ def test_the_quickstart_learns_with_adapters(launch: Callable) -> None:
     assert accuracy[-1] >= max(0.7, accuracy[1] + 0.05)
 
 
-def _convert(folder: Path, out: str, *flags: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl.cli", "convert", "runs/quickstart", out, *flags],
-        cwd=folder,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def _loads_by_itself(folder: Path) -> None:
     """The adapters alone, with the base by transformers, compute what the merged model does."""
-    _convert(folder, "hf")
-    _convert(folder, "adapters", "--adapter")
+    convert(folder, "runs/quickstart", "hf")
+    convert(folder, "runs/quickstart", "adapters", "--adapter")
     tokens = torch.arange(20, 40)[None]
     model, _ = load(folder / "models" / "tiny-qwen3-moe")
     before, expected = model(tokens).logits, load(folder / "hf")[0](tokens).logits

@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.end_to_end.conftest import convert
 from tests.parallel.checkpoints import load
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +26,7 @@ def test_ends_leave_no_trace(tmp_path: Path, points: int) -> None:
     """SIGKILL while everything starts, in rollouts, updates, saves and reshards, SIGUSR1 between two checkpoints:
     to the last bit the same end. By night also that of a run on two engines with slow rewards."""
     _soak(tmp_path, points, *["--spread"] * (points > 2))
-    _convert(tmp_path)
+    _check_converted(tmp_path)
     log = (tmp_path / "disturbed.log").read_text()
     assert "this run goes on after step" in log
 
@@ -32,9 +34,7 @@ def test_ends_leave_no_trace(tmp_path: Path, points: int) -> None:
 @pytest.mark.nightly
 def test_ends_of_a_run_that_samples_ahead_leave_no_trace(tmp_path: Path) -> None:
     """Engines sample while the ranks learn, and the end is the same with two of them, of which one shares a slot."""
-    _soak(tmp_path, 4, "--spread", "--ahead")
-    lines = (tmp_path / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
-    steps = [record for record in map(json.loads, lines) if record["step"] > 0]
+    steps = _soak(tmp_path, 4, "--spread", "--ahead")
     for record in steps:
         learning_s = record["time/critic_s"] + record.get("time/train_s", 0.0)
         assert record["rollout/waited_s"] < learning_s, (
@@ -49,9 +49,7 @@ def test_ends_of_a_run_that_samples_ahead_leave_no_trace(tmp_path: Path) -> None
 @pytest.mark.nightly
 def test_ends_of_a_run_with_episodes_leave_no_trace(tmp_path: Path) -> None:
     """Of several turns with an environment, which phases leave open, and another process goes on with."""
-    _soak(tmp_path, 3, "--episodes", "--spread")
-    lines = (tmp_path / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
-    steps = [record for record in map(json.loads, lines) if record["step"] > 0]
+    steps = _soak(tmp_path, 3, "--episodes", "--spread")
     assert max(record["stale/token_max"] for record in steps) >= 1
     assert all(
         record["episode/turns_mean"] > 1 and record["episode/begun_anew"] == 0 for record in steps
@@ -71,60 +69,33 @@ def test_ends_of_a_run_with_episodes_leave_no_trace(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_ends_of_a_run_with_adapters_leave_no_trace(tmp_path: Path) -> None:
     """Merged into bfloat16 weights, which each version rounds by chance: a resumed run rounds them as before."""
-    _soak(tmp_path, 6, "--lora", "--spread")
-    lines = (tmp_path / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
-    steps = [record for record in map(json.loads, lines) if record["step"] > 0]
+    steps = _soak(tmp_path, 6, "--lora", "--spread")
     assert all(record["train/grad_norm"] > 0 for record in steps[2:]), (
         "after the critic's warm-up the adapters learn"
     )
     assert all(record["reshard/kept_share"] != 1.0 for record in steps), "the sums are rounded"
 
 
-def _soak(folder: Path, points: int, *options: str) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "soak_resume.py"),
-        "--points",
-        str(points),
-        "--seed",
-        "1",
-    ]
-    done = subprocess.run(
-        [*command, *options, "--folder", str(folder), "--json"], capture_output=True, text=True
-    )
+def _soak(folder: Path, points: int, *options: str) -> list[dict[str, Any]]:
+    """End a run at so many points; the records of the steps of the undisturbed one."""
+    script = ROOT / "scripts" / "soak_resume.py"
+    command = [sys.executable, script, "--points", str(points), "--seed", "1", "--json"]
+    done = subprocess.run([*command, *options, "--folder", folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert len(report["ends"]) == points
-    (asked,) = [one for one in report["ends"] if not one.startswith("killed")]
-    assert re.fullmatch(r"asked after 2 steps, ended with a checkpoint of step \d+", asked), report[
-        "ends"
-    ]
+    (asked,) = [end for end in report["ends"] if not end.startswith("killed")]
+    is_saved = re.fullmatch(r"asked after 2 steps, ended with a checkpoint of step \d+", asked)
+    assert is_saved, report["ends"]
     assert report["differences"] == []
+    lines = (folder / "runs" / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["step"] > 0]
 
 
-def _convert(folder: Path) -> None:
+def _check_converted(folder: Path) -> None:
     """The run's last weights as a model that transformers loads whole, by training ranks in another layout."""
-    command = [
-        sys.executable,
-        "-m",
-        "megarl.cli",
-        "convert",
-        "runs/disturbed",
-        "hf",
-        "train.ep=1",
-        "placement.gpus=1",
-    ]
-    settings = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    }
-    done = subprocess.run(
-        [*command, "placement.train_gpus=1"],
-        cwd=folder,
-        env=settings,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    layout = ("train.ep=1", "placement.gpus=1", "placement.train_gpus=1")
+    convert(folder, "runs/disturbed", "hf", *layout)
     model, said = load(folder / "hf")
     assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
     begun, _ = load(folder / "models" / "tiny-qwen3-moe")
@@ -139,12 +110,7 @@ def _try_the_readme(folder: Path) -> None:
     )
     assert program.count('"OUT"') == 2
     command = [sys.executable, "-c", program.replace('"OUT"', '"hf"')]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )
+    settings = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=settings)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"123\+4=.{0,5}", done.stdout.strip("\n"), re.DOTALL), done.stdout

@@ -38,9 +38,8 @@ def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path
     )
     (tmp_path / "nothing.py").write_text("def score(response, answer, row):\n    return 0.0\n")
     command = launch(*KEYS)
-    assert command.finish(200) == 0, command.err
-    assert command.leftovers() == []
-    steps = [record for record in command.records() if record["step"]]
+    command.ends_well(200)
+    steps = command.steps()
     for record in steps:
         assert {
             "time/score_s",

@@ -41,7 +41,7 @@ def test_the_quickstart_learns(launch: Callable):
     assert accuracy[-1] >= max(0.7, accuracy[1] + 0.05)
     assert command.leftovers() == []
 
-    steps = [record for record in records if record["step"] > 0]
+    steps = command.steps()
     assert [record["step"] for record in steps] == list(range(1, len(steps) + 1))
     for record in steps:
         assert set(EVERY_STEP) <= record.keys()
@@ -143,7 +143,7 @@ def test_other_layouts_agree_too(
         and first["data/train/dropped"] == 1.0
         and first["data/eval/arith/prompts"] == 256.0
     )
-    steps = [record for record in command.records() if record["step"] > 0]
+    steps = command.steps()
     assert len(steps) == 3
     diffs = [
         record["rollout/logprob_diff_mean"]
