@@ -99,10 +99,10 @@ Transcript = tuple[TranscriptEntry, ...]
 
 def episode_dict(facts: EpisodeFacts, transcript: Sequence[TranscriptEntry]) -> dict[str, Any]:
     """An episode as reward functions and samples.jsonl have it: a JSON value."""
-    own = {
+    return {
+        "turns": list(transcript),
         "calls": facts.calls,
         "call_errors": facts.call_errors,
         "end": facts.end,
         "tool_s": facts.tool_s,
     }
-    return {"turns": list(transcript), **own}

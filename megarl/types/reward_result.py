@@ -43,21 +43,16 @@ class Failure:
 
 def reward_result_of(result: Any) -> RewardResult | Failure:
     """A function's return value as a verdict; a failure if it is not a number that a float32 holds."""
-    if isinstance(result, RewardResult):
-        value = result.reward
-    else:
-        value = result
+    value = result.reward if isinstance(result, RewardResult) else result
+    if not isinstance(value, Real):
+        return Failure(f"returned {short(result)}")
     try:
-        if not (
-            isinstance(value, Real) and isfinite(value) and abs(float(value)) <= LARGEST_REWARD
-        ):
-            return Failure(f"returned {short(result)}")
-        if not isinstance(result, RewardResult):
-            return RewardResult(float(value), float(value) >= 1.0)
-        if result.answer is None:
-            answer = None
-        else:
-            answer = str(result.answer)[:_LONGEST_ANSWER]
-        return RewardResult(float(value), bool(result.correct), answer)
+        reward = float(value)
     except OverflowError:  # an integer beyond all floats
         return Failure(f"returned a {type(value).__name__} that is no finite number")
+    if not (isfinite(reward) and abs(reward) <= LARGEST_REWARD):
+        return Failure(f"returned {short(result)}")
+    if not isinstance(result, RewardResult):
+        return RewardResult(reward, reward >= 1.0)
+    answer = None if result.answer is None else str(result.answer)[:_LONGEST_ANSWER]
+    return RewardResult(reward, bool(result.correct), answer)

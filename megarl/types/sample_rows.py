@@ -7,6 +7,7 @@ sample together have one reward, one advantage, and the loss weight of one sampl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,11 +104,11 @@ def merged_parts(parts_of_rows: Sequence[tuple[SamplePart, ...]]) -> tuple[Sampl
     """The parts of several rows together, one for each version, by ascending versions."""
     if len(parts_of_rows) == 1:
         return parts_of_rows[0]
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for parts in parts_of_rows:
         for part in parts:
-            counts[part.version] = counts.get(part.version, 0) + part.num_tokens
-    return tuple(SamplePart(version, counts[version]) for version in sorted(counts))
+            counts[part.version] += part.num_tokens
+    return tuple(SamplePart(version, num_tokens) for version, num_tokens in sorted(counts.items()))
 
 
 def num_stale(parts: Sequence[SamplePart], version: int) -> int:

@@ -44,12 +44,10 @@ class Sampling:
     def new_tokens(self, response_tokens: int) -> int:
         """The most new tokens of a response that has so many already."""
         left = self.max_tokens - response_tokens
-        if self.phase_tokens is None:
-            return left
-        return min(self.phase_tokens, left)
+        return left if self.phase_tokens is None else min(self.phase_tokens, left)
 
 
 def sample_seed(stream: Sequence[int], index: int) -> int:
     """The 63-bit seed of sample `index` of a prompt. stream: identifies the prompt (run seed, step, prompt...)."""
-    name = ",".join(str(number) for number in (*stream, index))
+    name = ",".join(map(str, (*stream, index)))
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

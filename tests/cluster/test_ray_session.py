@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,6 +26,8 @@ from tests.leftovers import left_since, shared_files
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+TARGET = "test_ray_session:Target"
+PYTHONPATH = f"{ROOT}:{ROOT / 'tests' / 'cluster'}"
 BOUND_S = 5.0  # of a silence; the machine may be busy
 
 
@@ -94,25 +97,29 @@ class Target:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests' / 'cluster'}")
+        patch.setenv("PYTHONPATH", PYTHONPATH)
         with Cluster(2) as session:
             yield session
 
 
+def started(cluster: Cluster, name: str) -> tuple[list[Worker], list[int]]:
+    """Two workers with a target each, and their process ids."""
+    made = [cluster.worker(f"{name} {rank}", rank) for rank in range(2)]
+    calls = {worker.start(TARGET, rank): worker.name for rank, worker in enumerate(made)}
+    return made, cluster.gather(calls)
+
+
+def ask(cluster: Cluster, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
+    return cluster.gather({worker.call(method, *args): worker.name for worker in workers})
+
+
 @pytest.fixture(scope="module")
 def workers(cluster: Cluster) -> list[Worker]:
-    found = [cluster.worker(f"rank {rank}", rank) for rank in range(2)]
-    cluster.gather(
-        {
-            worker.start("test_ray_session:Target", rank): worker.name
-            for rank, worker in enumerate(found)
-        }
-    )
-    return found
+    return started(cluster, "rank")[0]
 
 
 def test_results_come_back_in_order(cluster: Cluster, workers: list[Worker]):
-    assert cluster.gather({worker.call("add", 10): worker.name for worker in workers}) == [10, 11]
+    assert ask(cluster, workers, "add", 10) == [10, 11]
 
 
 def test_calls_are_heard_of_as_they_return(cluster: Cluster, workers: list[Worker]):
@@ -151,7 +158,7 @@ def test_background_work_goes_on_while_others_are_waited_for(
     """The call that is waited for ends when the background work has taken its third result."""
     counting = Counting(cluster, workers[1], tmp_path / "last")
     cluster.begin_background(counting)
-    assert cluster.gather({workers[0].call("wait_for", tmp_path / "last"): "rank 0"}) == [0]
+    assert ask(cluster, workers[:1], "wait_for", tmp_path / "last") == [0]
     assert counting.taken == [1, 2, 3]
     cluster.end_background(counting)
 
@@ -175,7 +182,7 @@ def test_a_failure_in_the_background_ends_what_is_waited_for(
 def test_half_a_pair_stays_in_the_object_store(cluster: Cluster, workers: list[Worker]):
     light, heavy = workers[1].call_many(2, "pair")
     assert cluster.gather({light: "rank 1"}) == [1]
-    assert cluster.gather({workers[0].call("size", heavy): "rank 0"}) == [1000]
+    assert ask(cluster, workers[:1], "size", heavy) == [1000]
     (light,) = workers[1].call_many(1, "pair")
     assert cluster.gather({light: "rank 1"}) == [1], "not the pair"
 
@@ -197,7 +204,7 @@ def test_what_could_not_be_computed_fails_the_calls_with_it(
 ):
     doubled = workers[1].compute("test_ray_session:doubled", "a", None)
     with pytest.raises(WorkerFailed, match=r"^rank 0: TypeError: unsupported operand"):
-        cluster.gather({workers[0].call("join", Joining("", at_arrival(doubled), [])): "rank 0"})
+        ask(cluster, workers[:1], "join", Joining("", at_arrival(doubled), []))
 
 
 def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: list[Worker]):
@@ -205,14 +212,14 @@ def test_those_who_are_alive_can_end_what_they_began(cluster: Cluster, workers: 
     dead.kill()
     with pytest.raises(WorkerFailed, match="dead: its process died"):
         while True:  # until Ray has noticed it
-            cluster.gather({workers[0].call("add", 10): "rank 0"})
+            ask(cluster, workers[:1], "add", 10)
     assert cluster.gather({workers[0].call("add", 10): "rank 0"}, among=workers) == [10]
     cluster._workers.remove(dead)
 
 
 def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: list[Worker]):
     stuck = cluster.worker("stuck", 0)
-    cluster.gather({stuck.start("test_ray_session:Target", 2): "stuck"})
+    cluster.gather({stuck.start(TARGET, 2): "stuck"})
     calls = {
         workers[0].call("add", 10): "sound",
         workers[1].call("error"): "faulty",
@@ -230,7 +237,7 @@ def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: li
 def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: list[Worker]):
     (node,) = ray_nodes(cluster.host)
     assert node.gpus == 2
-    started = answers({node.worker.start("test_ray_session:Target", 5): "node"}, 120.0)
+    started = answers({node.worker.start(TARGET, 5): "node"}, 120.0)
     assert isinstance(started["node"], int), started
     assert answers({node.worker.call("add", 1): "node"}, BOUND_S) == {"node": 6}
     node.worker.kill()
@@ -238,7 +245,7 @@ def test_every_node_gets_a_worker_that_takes_no_gpu(cluster: Cluster, workers: l
 
 def test_a_user_error_arrives_as_itself(cluster: Cluster, workers: list[Worker]):
     with pytest.raises(UserError) as caught:
-        cluster.gather({workers[0].call("error"): "rank 0"})
+        ask(cluster, workers[:1], "error")
     assert (caught.value.where, caught.value.hint) == ("reward.function", "return a finite number")
 
 
@@ -254,31 +261,20 @@ def test_a_library_that_cannot_be_loaded_is_the_installations_fault(cluster: Clu
 
 
 def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: Cluster):
-    pair = [cluster.worker(f"stuck {rank}", rank) for rank in range(2)]
-    cluster.gather(
-        {
-            worker.start("test_ray_session:Target", rank): worker.name
-            for rank, worker in enumerate(pair)
-        }
-    )
+    pair, _ = started(cluster, "stuck")
     with pytest.raises(WorkerFailed, match=r"^stuck 1: ValueError: the cause$") as caught:
-        cluster.gather({worker.call("hang_or_raise", 1): worker.name for worker in pair})
+        ask(cluster, pair, "hang_or_raise", 1)
     assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
 
 
 @pytest.fixture
 def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Worker], int]]:
     """Two workers more, whose silence is noticed soon, and the process id of the second."""
-    pair = [cluster.worker(f"peer {rank}", rank) for rank in range(2)]
-    calls = {
-        worker.start("test_ray_session:Target", rank): worker.name
-        for rank, worker in enumerate(pair)
-    }
-    _, pid = cluster.gather(calls)
+    pair, (_, pid) = started(cluster, "peer")
     monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
     monkeypatch.setattr(cluster, "_pulses", Pulses(BOUND_S))
     # pulses came meanwhile
-    cluster.gather({worker.call("work", BOUND_S / 2): worker.name for worker in pair})
+    ask(cluster, pair, "work", BOUND_S / 2)
     yield pair, pid
     os.kill(pid, signal.SIGKILL)
     for worker in pair:
@@ -296,7 +292,7 @@ def test_a_stopped_process_is_named_whoever_is_waited_for(
         WorkerFailed,
         match=rf"^peer 1 \(pid {pid}\) has not answered for \d+ s: a signal stopped it$",
     ):
-        cluster.gather({first.call("hang"): first.name})
+        ask(cluster, [first], "hang")
     assert time.monotonic() - began < 5 * BOUND_S
     assert not cluster.settle({first.call("hang"): first.name}), "it would never end"
 
@@ -317,16 +313,13 @@ def test_a_stopped_process_is_named_before_the_peers_who_gave_up_on_it(
 
 def test_a_call_may_take_longer_than_a_silence(cluster: Cluster, stuck: tuple[list[Worker], int]):
     pair, _ = stuck
-    assert cluster.gather({worker.call("work", 2 * BOUND_S): worker.name for worker in pair}) == [
-        0,
-        1,
-    ]
+    assert ask(cluster, pair, "work", 2 * BOUND_S) == [0, 1]
 
 
 def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker]):
     """Ray would keep it on the node where it was raised."""
     with pytest.raises(WorkerFailed, match="the end") as caught:
-        cluster.gather({workers[0].call("raise_much"): "rank 0"})
+        ask(cluster, workers[:1], "raise_much")
     assert (
         "ValueError: the beginning" in caught.value.evidence and len(caught.value.evidence) < 50_000
     )
@@ -347,6 +340,13 @@ def test_calls_settle_when_each_has_ended_well_or_not(cluster: Cluster, workers:
     calls = {workers[0].call("error"): "rank 0", workers[1].call("add", 1): "rank 1"}
     assert cluster.settle(calls)
     assert cluster.gather({ref: name for ref, name in calls.items() if name == "rank 1"}) == [2]
+
+
+def _program(program: str, argument: str, marker: Path) -> subprocess.CompletedProcess[str]:
+    """A session in another process. marker: by which what it leaves behind is known."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "MEGARL_TEST": str(marker)}
+    command = [sys.executable, "-c", program, argument]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 _DIES = """
@@ -382,26 +382,15 @@ with Cluster(2) as cluster:
 def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
     how: str, last_line: str, tmp_path: Path
 ):
-    before = set(psutil.pids())
     files_before = shared_files()
-    path = f"{ROOT}:{ROOT / 'tests' / 'cluster'}"
-    environment = {**os.environ, "PYTHONPATH": path, "MEGARL_TEST": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", _DIES, how],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    done = _program(_DIES, how, tmp_path)
     # which tells of deaths too
     said = [line for line in done.stdout.splitlines() if "raylet" not in line]
     assert said[-2:] == (["False", last_line] if last_line else [])
     assert (done.returncode == 0) == (how == "kill"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how != "kill"), done.stderr
     assert left_since(files_before) == []
-    ours = [p for p in psutil.process_iter(["environ"]) if p.pid not in before]
-    left = [p for p in ours if (p.info["environ"] or {}).get("MEGARL_TEST") == str(tmp_path)]
-    assert not left, [p.cmdline() for p in left]
+    assert _left(tmp_path) == []
 
 
 _ONE_SESSION = """
@@ -420,17 +409,6 @@ except WorkerFailed as failure:
     print(failure)
     raise SystemExit(1)
 """
-
-
-def _one_session(victim: str, marker: Path) -> subprocess.CompletedProcess[str]:
-    """A session in which a process with that name is killed."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'cluster'}",
-        "MEGARL_TEST": str(marker),
-    }
-    command = [sys.executable, "-c", _ONE_SESSION, victim]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def _folder(done: subprocess.CompletedProcess[str]) -> Path:
@@ -456,11 +434,11 @@ def _left(marker: Path) -> list[str]:
 def test_the_death_of_a_server_of_rays_is_named_and_the_folder_of_a_killed_session_goes_with_the_next(
     tmp_path: Path, servers: list[str]
 ):
-    killed = _folder(_one_session("python", tmp_path / "0"))
+    killed = _folder(_program(_ONE_SESSION, "python", tmp_path / "0"))
     assert killed.is_dir() and killed.stat().st_mode & 0o777 == 0o700
     assert (killed / "ray").is_dir(), "Ray opens its folder to everyone: it must lie inside"
     for server in servers:
-        done = _one_session(server, tmp_path / server)
+        done = _program(_ONE_SESSION, server, tmp_path / server)
         assert re.fullmatch(
             rf"Ray's {server} \(pid \d+\) was killed by SIGKILL", done.stdout.splitlines()[-1]
         ), done
@@ -514,9 +492,9 @@ def test_the_caller_cannot_switch_authentication_off():
         "RAY_AUTH_MODE": "disabled",
         "RAY_AUTH_TOKEN": "known",
         "RAY_AUTH_TOKEN_PATH": "/dev/null",
+        # of a cluster of others, which a run of its own does not join
+        "RAY_ADDRESS": "10.0.0.1:6379",
     }
-    # of a cluster of others, which a run of its own does not join
-    weak["RAY_ADDRESS"] = "10.0.0.1:6379"
     done = subprocess.run(
         [sys.executable, "-c", script], env=weak, capture_output=True, text=True, check=True
     )

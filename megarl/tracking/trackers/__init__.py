@@ -171,5 +171,5 @@ def _cell(value: Any) -> Any:
 
 def _reason(error: BaseException) -> str:
     """The type and the first line of an error as one line, without secrets."""
-    lines = str(error).strip().splitlines() or [""]
-    return one_line(redacted(f"{type(error).__name__}: {lines[0]}".removesuffix(": ")))
+    line = str(error).strip().partition("\n")[0]
+    return one_line(redacted(f"{type(error).__name__}: {line}".removesuffix(": ")))

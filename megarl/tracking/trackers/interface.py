@@ -75,18 +75,11 @@ def code_commit() -> str:
     # a repository further up, around an installed package, is not megarl's
     if not (folder / ".git").exists():
         return ""
-    command = [
-        "git",
-        "-C",
-        str(folder),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True)
+        described = subprocess.check_output(
+            command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=_GIT_S
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return described.strip()
