@@ -6,7 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import fmean
 
 from megarl.cluster.actor import Ref, Worker
@@ -18,6 +19,18 @@ from megarl.types import PhaseBalance
 from megarl.types.sampling import Sampling
 
 _TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail
+
+
+@dataclass(eq=False)
+class _Engine:
+    """An engine in a phase. tokens: by attention group; idle_since_s: once all of its samples have finished."""
+
+    index: int
+    worker: Worker
+    idle_since_s: float
+    tokens: list[int]
+    work: EngineWork = EngineWork()
+    num_unfinished: int = 0  # samples
 
 
 class SamplingPhase:
@@ -42,7 +55,6 @@ class SamplingPhase:
         history: of the rounds before, which gets this one.
         """
         self._cluster = cluster
-        self._workers = workers
         self._balancer = balancer
         self._history = history
         self._entries = entries
@@ -54,14 +66,13 @@ class SamplingPhase:
         # of each group that was sent: summary, group, engine
         self._calls: dict[int, tuple[Ref, Ref, str]] = {}
         self._unscored: dict[Ref, str] = {}  # the summaries that have not come yet
-        self._reports: dict[Ref, int] = {}  # the open calls, with their engines
-        self._unfinished = [0] * len(workers)  # samples of each engine
-        self._tokens = [[0] * groups for _ in workers]
-        self._work = [EngineWork() for _ in workers]
+        self._reports: dict[Ref, _Engine] = {}  # the open calls, with their engines
         self._ends_s: list[float] = []  # of each sample, by the controller's clock
         self._began_s = time.monotonic()
-        # of each engine, once all of its samples have finished
-        self._idle_since_s = [self._began_s] * len(workers)
+        self._engines = [
+            _Engine(index, worker, self._began_s, [0] * groups)
+            for index, worker in enumerate(workers)
+        ]
 
     def begin(self) -> None:
         """Send what engines have room for. From here on the round goes on whenever the cluster waits for any call."""
@@ -92,7 +103,7 @@ class SamplingPhase:
         """The open calls with their engines' names: for what engines finish next, and for summaries, after rewards."""
         return {
             **self._unscored,
-            **{ref: self._workers[engine].name for ref, engine in self._reports.items()},
+            **{ref: engine.worker.name for ref, engine in self._reports.items()},
         }
 
     def take(self, ended: Sequence[Ref]) -> None:
@@ -112,49 +123,46 @@ class SamplingPhase:
     def _send(self) -> None:
         """Send the groups that engines have room for."""
         while self._waiting:
-            index = self._waiting[0]
-            entry = self._entries[index]
-            samples = self._asked[index].num_open
-            engine = self._balancer.assign(self._asked[index].context_tokens, samples)
-            if engine is None:
+            number = self._waiting[0]
+            entry = self._entries[number]
+            asked = self._asked[number]
+            index = self._balancer.assign(asked.context_tokens, asked.num_open)
+            if index is None:
                 return
             self._waiting.popleft()
-            worker = self._workers[engine]
+            engine = self._engines[index]
             sampling = replace(self._sampling, stream=entry.stream)
-            summary, group = worker.call_many(2, "sample", entry.prompt, sampling, entry.ref)
-            self._calls[index] = (summary, group, worker.name)
-            self._unscored[summary] = worker.name
-            self._unfinished[engine] += samples
+            summary, group = engine.worker.call_many(2, "sample", entry.prompt, sampling, entry.ref)
+            self._calls[number] = (summary, group, engine.worker.name)
+            self._unscored[summary] = engine.worker.name
+            engine.num_unfinished += asked.num_open
             self._listen(engine)
 
-    def _listen(self, engine: int) -> None:
+    def _listen(self, engine: _Engine) -> None:
         """Ask the engine for what it finishes next, if it is not asked already."""
-        if self._unfinished[engine] and engine not in self._reports.values():
-            self._reports[self._workers[engine].call("take_completed")] = engine
+        if engine.num_unfinished and engine not in self._reports.values():
+            self._reports[engine.worker.call("take_completed")] = engine
 
-    def _take(self, engine: int, sample: CompletedSample, now_s: float) -> None:
-        self._balancer.finish(engine, sample.prompt_tokens, sample.response_tokens)
-        self._unfinished[engine] -= 1
-        self._tokens[engine][sample.group] += sample.prompt_tokens + sample.response_tokens
-        self._work[engine] = self._work[engine].with_sample(
-            sample.prompt_tokens, sample.response_tokens
-        )
+    def _take(self, engine: _Engine, sample: CompletedSample, now_s: float) -> None:
+        self._balancer.finish(engine.index, sample.prompt_tokens, sample.response_tokens)
+        engine.num_unfinished -= 1
+        engine.tokens[sample.group] += sample.prompt_tokens + sample.response_tokens
+        engine.work = engine.work.with_sample(sample.prompt_tokens, sample.response_tokens)
+        engine.idle_since_s = now_s
         self._ends_s.append(now_s)
-        self._idle_since_s[engine] = now_s
 
     def _balance(self) -> PhaseBalance:
         """Once a round: the history gets its work."""
         end_s = self._ends_s[-1]
         tail_s = end_s - self._ends_s[math.ceil(_TAIL_FROM * len(self._ends_s)) - 1]
-        idle_s = fmean(end_s - since_s for since_s in self._idle_since_s)
+        idle_s = fmean(end_s - engine.idle_since_s for engine in self._engines)
         fit = self._history.fitted()
+        expected_s = 0.0
         if fit:
-            expected_s = max(seconds_of(fit, work) for work in self._work)
-        else:
-            expected_s = 0.0
-        for work, since_s in zip(self._work, self._idle_since_s, strict=True):
-            self._history.add(work, since_s - self._began_s)
-        tokens = tuple(tokens for groups in self._tokens for tokens in groups)
+            expected_s = max(seconds_of(fit, engine.work) for engine in self._engines)
+        for engine in self._engines:
+            self._history.add(engine.work, engine.idle_since_s - self._began_s)
+        tokens = tuple(chain.from_iterable(engine.tokens for engine in self._engines))
         return PhaseBalance(tokens, tail_s, idle_s, self.sampled_s, fit, expected_s)
 
 
