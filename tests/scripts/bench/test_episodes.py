@@ -23,6 +23,7 @@ def test_a_lag_is_what_a_task_is_woken_too_late() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_a_run_plays_every_turn_and_every_hung_call_ends() -> None:
     small = "--episodes 4 8 --turns 3 --conversations 2 --repeats 2 --group 8"
     found = figures("episodes", f"{small} --hung-share 0.125 --call-timeout-s 0.5")

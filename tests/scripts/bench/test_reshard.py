@@ -87,7 +87,8 @@ def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [pytest.param("tp", marks=pytest.mark.nightly), "ep"])
+@pytest.mark.nightly  # a bench; tests/resharding exchanges in real processes by day
+@pytest.mark.parametrize("target", ["tp", "ep"])
 def test_one_run_reports_bytes_time_and_memory_of_every_method(target: str) -> None:
     found = figures("reshard", f"--target {target} --layers 2 --hidden 128 --repeats 2")
     assert set(found) == {"target", "model_bytes", "minimum_wire_bytes_per_rank", "methods"}
