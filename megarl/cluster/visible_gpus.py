@@ -26,23 +26,19 @@ def device_errors() -> list[UserError]:
     """Errors of this machine and of this process's environment; none where MEGARL_DEVICE asks for the CPU."""
     asked = os.environ.get(DEVICE_VARIABLE, "")
     if asked not in ("", "cpu", "cuda"):
-        return [
-            UserError(
-                DEVICE_VARIABLE, f"{asked!r} is no device", "set it to cpu or cuda, or leave it out"
-            )
-        ]
+        hint = "set it to cpu or cuda, or leave it out"
+        return [UserError(DEVICE_VARIABLE, f"{asked!r} is no device", hint)]
     if DEVICE == "cuda":
         return _allocator_errors()
     if asked == "cpu":
         return []
-    count = num_listed_gpus()
-    if count == 0:
-        problem = f"cuda, but nvidia-smi lists no GPU on {socket.gethostname()}"
-        hint = "mend the driver (docs/install.md), or leave it out"
-        if asked:
-            return [UserError(DEVICE_VARIABLE, problem, hint)]
+    if count := num_listed_gpus():
+        return [_unseen(count)]
+    if not asked:
         return []
-    return [_unseen(count)]
+    problem = f"cuda, but nvidia-smi lists no GPU on {socket.gethostname()}"
+    hint = "mend the driver (docs/install.md), or leave it out"
+    return [UserError(DEVICE_VARIABLE, problem, hint)]
 
 
 def _allocator_errors() -> list[UserError]:
@@ -80,6 +76,6 @@ def num_listed_gpus() -> int:
         )
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    if listed.returncode == 0:
-        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    return 0
+    if listed.returncode != 0:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

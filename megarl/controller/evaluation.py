@@ -20,32 +20,29 @@ def evaluate(run: Run, record: Record) -> None:
     Raises UserError(reward.function), or (episode) where that rewards, where every reward of a set failed.
     """
     with record.phase("eval"):
-        answered = {
-            name: run.fleet.engines.sample(
-                prompts, eval_sampling(run.recipe, name, record.step, number)
-            ).summaries
-            for number, (name, prompts) in enumerate(run.inputs.eval_sets.items())
-        }
+        answered = {}
+        for number, (name, prompts) in enumerate(run.inputs.eval_sets.items()):
+            sampling = eval_sampling(run.recipe, name, record.step, number)
+            answered[name] = run.fleet.engines.sample(prompts, sampling).summaries
     for name, groups in answered.items():
         record.failed(groups)
         if not any(len(group.rewards_G) for group in groups):
-            problem = (
-                f"every verdict of data.eval.{name} failed, the first: {groups[0].failures[0]}"
-            )
+            first = groups[0].failures[0]
             reward = run.recipe.reward
-            raise UserError(
-                "reward.function" if reward.function or reward.by_source else "episode",
-                problem,
-                REWARD_HINT,
-            )
+            where = "reward.function" if reward.function or reward.by_source else "episode"
+            problem = f"every verdict of data.eval.{name} failed, the first: {first}"
+            raise UserError(where, problem, REWARD_HINT)
     record.add(eval_metrics(answered))
 
 
 def eval_sampling(recipe: Recipe, name: str, step: int, number: int) -> Sampling:
     """How the answers to evaluation set `name`, the set at index `number`, are sampled."""
-    own = recipe.evaluation.of(name)
-    longest = own.max_response_tokens or recipe.rollout.max_response_tokens
-    stream = (recipe.run.seed, step, _STREAMS + number)
+    keys = recipe.evaluation.of(name)
     return Sampling(
-        own.samples, longest, own.temperature, own.top_p, stream=stream, may_lose_all=True
+        keys.samples,
+        keys.max_response_tokens or recipe.rollout.max_response_tokens,
+        keys.temperature,
+        keys.top_p,
+        stream=(recipe.run.seed, step, _STREAMS + number),
+        may_lose_all=True,
     )

@@ -14,22 +14,20 @@ def learning_rate(train: TrainConfig, step: int, last_step: int) -> float:
     """Linear warm-up over the first steps, counted from 1; from there towards lr_end x lr, behind the last one."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
-    done = min(1.0, (step - train.warmup_steps - 1) / max(1, last_step - train.warmup_steps))
     if train.lr_schedule == "constant":
         return train.lr
-    if train.lr_schedule == "linear":
-        left = 1.0 - done
-    else:
+    done = min(1.0, (step - train.warmup_steps - 1) / max(1, last_step - train.warmup_steps))
+    left = 1.0 - done
+    if train.lr_schedule == "cosine":
         left = (1.0 + math.cos(math.pi * done)) / 2
     return train.lr * (train.lr_end + (1.0 - train.lr_end) * left)
 
 
 def policy_lr(recipe: Recipe, fleet: TrainingFleet) -> Callable[[int], float | None]:
     """The recipe's learning rate of the policy by step; None in the first steps, in which only the critic learns."""
-    hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
+    before = 0
     if fleet.critic:
+        hyperparameters = hyperparameters_of(recipe.algorithm.name, recipe.algorithm)
         before = hyperparameters.critic_warmup_steps
-    else:
-        before = 0
     last = recipe.run.steps - before
     return lambda step: learning_rate(recipe.train, step - before, last) if step > before else None

@@ -91,7 +91,7 @@ def phased_steps(
     """The steps of a run from its first on; steps: of the whole run.
 
     None: a run without end, for its steady state: the first step begins with `in_flight` prompts.
-    The order of events is that of `controller.samples.collect` and `controller.phases.StepRollout`.
+    The order of events is that of `controller.samples.collect` and `controller.step_rollout.StepRollout`.
     """
     if steps:
         initial_buffer = RolloutBuffer[None]()
