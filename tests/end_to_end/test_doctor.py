@@ -31,6 +31,21 @@ _LIMIT_S = 300.0
 _POLL_S = 0.2
 
 
+def inherited(*prefixes: str) -> dict[str, str]:
+    """The environment without variables that begin so."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+def megarl(
+    folder: Path, environment: dict[str, str], *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megarl.cli", *arguments]
+    own = environment | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S
+    )
+
+
 @dataclass
 class Nodes:
     """Two nodes of two simulated GPUs each; the second has a package more, and a variable of NCCL's."""
@@ -67,23 +82,12 @@ class Nodes:
     def doctor(
         self, *arguments: str, token: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megarl.cli", "doctor", *arguments]
-        own = self.environment() | {
-            "RAY_ADDRESS": self.address,
-            "RAY_AUTH_TOKEN_PATH": str(token or self.token),
-        }
-        return subprocess.run(
-            command, cwd=self.folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S
-        )
+        joins = {"RAY_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(token or self.token)}
+        return megarl(self.folder, self.environment() | joins, "doctor", *arguments)
 
     def environment(self) -> dict[str, str]:
         """Of a node, and of the command on one."""
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("RAY_", "MEGARL_"))
-        }
-        return inherited | {
+        return inherited("RAY_", "MEGARL_") | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
             "PYTHONPATH": str(ROOT),
             "RAY_AUTH_TOKEN_PATH": str(self.token),
@@ -120,11 +124,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
             yield made
         finally:
             for process in made.processes:
-                tree = (
-                    psutil.Process(process.pid).children(recursive=True)
-                    if process.poll() is None
-                    else []
-                )
+                tree = []
+                if process.poll() is None:
+                    tree = psutil.Process(process.pid).children(recursive=True)
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(60)
@@ -142,20 +144,13 @@ def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path
     first: the rates against `nccl-tests` and the data sheet; `megarl plan --hardware` with the file against the
     first run's step.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def megarl(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megarl.cli", *arguments]
-        return subprocess.run(
-            command, cwd=inputs, env=environment, capture_output=True, text=True, timeout=_LIMIT_S
-        )
-
+    own = inherited("RAY_") | {"OMP_NUM_THREADS": "1"}
     file = tmp_path / "mine.yaml"
-    done = megarl("doctor", "--measure", "--out", str(file))
+    done = megarl(inputs, own, "doctor", "--measure", "--out", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"measured: {file}, for megarl plan RECIPE --hardware {file}" in done.stdout.splitlines()
-    plan = megarl("plan", str(ROOT / "recipes/quickstart.yaml"), "--hardware", str(file), "--json")
+    recipe = str(ROOT / "recipes/quickstart.yaml")
+    plan = megarl(inputs, own, "plan", recipe, "--hardware", str(file), "--json")
     # whether the quickstart fits on a GPU like that is not the question
     assert plan.returncode in (0, 2), plan.stderr
     found, card = json.loads(plan.stdout), load_hardware(file)
@@ -172,8 +167,7 @@ def test_products_reach_a_good_part_of_the_peak_and_no_more(tmp_path: Path) -> N
     training/flops.py PEAKS, device.py gpu_name: the peaks are from data sheets, written from memory. To check
     first: NVIDIA's pages; measured products against the peak; `speed/train_mfu` of a known run.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    for rate in measured_rates(tmp_path, environment)["rates"]:
+    for rate in measured_rates(tmp_path, inherited("RAY_"))["rates"]:
         peak = peak_flops(rate["device_name"])
         assert peak, f"megarl/training/flops.py has no peak of {rate['device_name']}"
         assert 0.4 < rate["matmul_flops"] / peak <= 1, rate["device_name"]
@@ -198,20 +192,8 @@ def test_several_machines_measure_the_links_between_them(tmp_path: Path) -> None
 
 def measured_rates(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
     """What `megarl doctor --measure` says; its findings are not the question."""
-    command = [
-        sys.executable,
-        "-m",
-        "megarl.cli",
-        "doctor",
-        "--measure",
-        "--json",
-        "--out",
-        str(folder / "mine.yaml"),
-    ]
-    own = environment | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, cwd=folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S
-    )
+    options = ("--measure", "--json", "--out", str(folder / "mine.yaml"))
+    done = megarl(folder, environment, "doctor", *options)
     assert done.returncode in (0, 2), done.stdout + done.stderr
     return json.loads(done.stdout)
 
