@@ -267,12 +267,16 @@ def test_an_exception_names_the_worker_and_its_cause_while_others_hang(cluster: 
     assert "in hang_or_raise" in caught.value.evidence, "the worker's own traceback"
 
 
+def notice_silence_soon(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
+    monkeypatch.setattr(cluster, "_pulses", Pulses(BOUND_S))
+
+
 @pytest.fixture
 def stuck(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Worker], int]]:
     """Two workers more, whose silence is noticed soon, and the process id of the second."""
     pair, (_, pid) = started(cluster, "peer")
-    monkeypatch.setattr(cluster, "_timeout_s", BOUND_S)
-    monkeypatch.setattr(cluster, "_pulses", Pulses(BOUND_S))
+    notice_silence_soon(cluster, monkeypatch)
     # pulses came meanwhile
     ask(cluster, pair, "work", BOUND_S / 2)
     yield pair, pid
@@ -311,9 +315,11 @@ def test_a_stopped_process_is_named_before_the_peers_who_gave_up_on_it(
     assert "Timed out waiting 20000ms" in caught.value.evidence
 
 
-def test_a_call_may_take_longer_than_a_silence(cluster: Cluster, stuck: tuple[list[Worker], int]):
-    pair, _ = stuck
-    assert ask(cluster, pair, "work", 2 * BOUND_S) == [0, 1]
+def test_a_call_may_take_longer_than_a_silence(
+    cluster: Cluster, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
+):
+    notice_silence_soon(cluster, monkeypatch)
+    assert ask(cluster, workers, "work", 2 * BOUND_S) == [0, 1]
 
 
 def test_a_large_error_is_cut_and_heard(cluster: Cluster, workers: list[Worker]):
