@@ -22,7 +22,7 @@ _TAIL_FROM = 0.9  # of a round's samples: from then on it is the tail
 
 
 @dataclass(eq=False)
-class _Engine:
+class _EngineInPhase:
     """An engine in a phase. tokens: by attention group; idle_since_s: once all of its samples have finished."""
 
     index: int
@@ -66,11 +66,11 @@ class SamplingPhase:
         # of each group that was sent: summary, group, engine
         self._calls: dict[int, tuple[Ref, Ref, str]] = {}
         self._unscored: dict[Ref, str] = {}  # the summaries that have not come yet
-        self._reports: dict[Ref, _Engine] = {}  # the open calls, with their engines
+        self._reports: dict[Ref, _EngineInPhase] = {}  # the open calls, with their engines
         self._ends_s: list[float] = []  # of each sample, by the controller's clock
         self._began_s = time.monotonic()
         self._engines = [
-            _Engine(index, worker, self._began_s, [0] * groups)
+            _EngineInPhase(index, worker, self._began_s, [0] * groups)
             for index, worker in enumerate(workers)
         ]
 
@@ -138,12 +138,12 @@ class SamplingPhase:
             engine.num_unfinished += asked.num_open
             self._listen(engine)
 
-    def _listen(self, engine: _Engine) -> None:
+    def _listen(self, engine: _EngineInPhase) -> None:
         """Ask the engine for what it finishes next, if it is not asked already."""
         if engine.num_unfinished and engine not in self._reports.values():
             self._reports[engine.worker.call("take_completed")] = engine
 
-    def _take(self, engine: _Engine, sample: CompletedSample, now_s: float) -> None:
+    def _take(self, engine: _EngineInPhase, sample: CompletedSample, now_s: float) -> None:
         self._balancer.finish(engine.index, sample.prompt_tokens, sample.response_tokens)
         engine.num_unfinished -= 1
         engine.tokens[sample.group] += sample.prompt_tokens + sample.response_tokens
