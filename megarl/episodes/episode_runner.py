@@ -91,20 +91,19 @@ class EpisodeRunner:
             config.max_tokens,
         )
         await rows.begin(longest_row(begun) if begun else len(prompt.token_ids))
-        rows.tally = Tally(
-            **opened.account, transcript=TranscriptWriter(begun.transcript if begun else ())
-        )
+        transcript = TranscriptWriter(begun.transcript if begun else ())
+        rows.tally = Tally(**opened.account, transcript=transcript)
         phase_s = config.phase_tool_s if sampling.phase_tokens else None
         tools = ToolTime(rows.tally, phase_s, config.timeout_s, opened.seconds)
         state: EpisodeState | None = None  # while the environment has not begun
         end: EpisodeEnd | None = None  # where the phase leaves the episode open
-        failure: EnvironmentFailure | None = None
+        failure: Failure | None = None
         try:
             state = await self._state(rows, tools, begun, opened)
             end = await self._take_turns(state)
         except EnvironmentFailure as error:
             end = "environment"
-            failure = error
+            failure = Failure(str(error))
         except EpisodeOverdue:
             end = "timeout"
         except PhaseOver:
@@ -114,21 +113,19 @@ class EpisodeRunner:
         phases = opened.phases + 1
         if end is None and phases < phases_of(config.max_tokens, sampling.phase_tokens):
             history = await self._environment.leave(rows.name, tools.operations)
-            return EpisodeResult(
-                left_open(rows, tools, state, phases, history, renders=self._renders), None
-            )
+            sample = left_open(rows, tools, state, phases, history, renders=self._renders)
+            return EpisodeResult(sample, None)
         if state is None and failure is None:
             await self._environment.leave(rows.name, 0)
-            reset_failure = self._reset_failure(phases, has_timed_out=end == "timeout")
-            return EpisodeResult(rows.sample("environment"), reset_failure)
+            failure = self._reset_failure(phases, has_timed_out=end == "timeout")
+            return EpisodeResult(rows.sample("environment"), failure)
         reward_result = None
         try:
             reward_result = await tools.unlimited(self._environment.finish(rows.name))
         except EnvironmentFailure as error:
             end = "environment"
-            failure = error
-        sample = rows.sample(end or "timeout")
-        return EpisodeResult(sample, Failure(str(failure)) if failure else reward_result)
+            failure = Failure(str(error))
+        return EpisodeResult(rows.sample(end or "timeout"), failure or reward_result)
 
     def _reset_failure(self, phases: int, *, has_timed_out: bool) -> Failure:
         """Why an episode whose environment never began has no reward."""
