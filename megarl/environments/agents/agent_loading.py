@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from megarl.isolation.function_loading import (
     is_coroutine_function,
@@ -29,11 +29,12 @@ def load_agent(path: str, arguments: Mapping[str, Any], *, prepares: bool = True
 
     prepares: whether what it has as `prepare` is called.
     """
-    agent = load_object(path, AGENT, "module:name", _EXAMPLE)
-    if not callable(agent) or inspect.isclass(agent):
-        raise UserError(AGENT, f"{path} is {kind_of(agent)}, not an async def function", _FORM)
-    if not is_coroutine_function(agent):
+    loaded = load_object(path, AGENT, "module:name", _EXAMPLE)
+    if not callable(loaded) or inspect.isclass(loaded):
+        raise UserError(AGENT, f"{path} is {kind_of(loaded)}, not an async def function", _FORM)
+    if not is_coroutine_function(loaded):
         raise UserError(AGENT, f"{path} is not an async def function that returns a value", _FORM)
+    agent = cast(Agent, loaded)
     _check_call(agent, path, arguments)
     if prepares:
         prepare(agent, arguments, AGENT, path)
