@@ -144,19 +144,19 @@ def nll_loss(logp_T: torch.Tensor, targets: Targets) -> LossResult:
     return -(torch.where(mask_T, logp_T, 0.0) * targets.loss_weight_T).sum(), {TOKENS: mask_T.sum()}
 
 
-def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, scale: float) -> LossResult:
+def outcome_loss(logp_T: torch.Tensor, targets: Targets, *, beta: float) -> LossResult:
     """Weighted sum of the cross-entropy between outcomes and sigmoid(reward) (PRIME, arXiv 2502.01456).
 
-    A sequence's reward is scale x log(policy / reference), summed over its masked tokens, each of which adds its
+    A sequence's reward is beta x log(policy / reference), summed over its masked tokens, each of which adds its
     sequence's cross-entropy by its weight.
     """
     mask_T = targets.loss_mask_T
     assert targets.reference_logp_T is not None
     ratio_T = torch.where(mask_T, logp_T - targets.reference_logp_T, 0.0)
-    reward_T = scale * segment_sum(ratio_T, mask_T, targets.sequence_T)
+    reward_T = beta * segment_sum(ratio_T, mask_T, targets.sequence_T)
     loss_T = binary_cross_entropy_with_logits(reward_T, targets.outcome_T, reduction="none")
     stats = over_tokens(mask_T, {RIGHT: (reward_T.detach() > 0) == (targets.outcome_T > 0.5)})
-    stats[REWARD] = parts(scale * ratio_T.detach().sum(), mask_T.sum())
+    stats[REWARD] = parts(beta * ratio_T.detach().sum(), mask_T.sum())
     return (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum(), stats
 
 

@@ -26,6 +26,7 @@ RENAMED = {  # keys of earlier versions, which are refused with the new name
     "algorithm.mismatch": "algorithm.rollout_correction",
     "algorithm.mismatch_low": "algorithm.rollout_correction_low",
     "algorithm.mismatch_high": "algorithm.rollout_correction_high",
+    "algorithm.process_scale": "algorithm.prime_beta",
 }
 
 _HINTS = {  # pydantic's error types whose own words are for programmers

@@ -54,7 +54,7 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
     if not (row.critic or hyperparameters.pays_kl or (has_turns and row.credits_turns)):
         found["gamma"] = f"no token has a reward of its own with {name}"
     if row.critic != "process_rewards":
-        found["process_scale"] = f"{name} has no process rewards"
+        found["prime_beta"] = f"{name} has no process rewards"
     if not hyperparameters.kl_coefficient:
         found |= dict.fromkeys(("kl_estimator", "kl_place"), "algorithm.kl_coefficient is 0")
     if not hyperparameters.dynamic_sampling:

@@ -80,10 +80,10 @@ class AuxiliaryRank(TrainingRank):
             reference = self.token_outputs(micro_batches)
         if values is None or reference is None:
             return ShareValues(None)
-        scale = self._hyperparameters.process_scale
+        beta = self._hyperparameters.prime_beta
         pairs = zip(values, reference, strict=True)
         return ShareValues(
-            [scale * (own_T - reference_T) for own_T, reference_T in pairs], reference
+            [beta * (own_T - reference_T) for own_T, reference_T in pairs], reference
         )
 
     def train(self, call: TrainCall[list[ShareValues]]) -> list[Statistics]:
@@ -133,7 +133,7 @@ class AuxiliaryRank(TrainingRank):
         def loss(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> LossResult:
             if has_scores:
                 return value_loss(output_T, row.targets, value_clip=hyperparameters.value_clip)
-            return outcome_loss(output_T, row.targets, scale=hyperparameters.process_scale)
+            return outcome_loss(output_T, row.targets, beta=hyperparameters.prime_beta)
 
         rows = self._rows(micro_batches, None, old.reference_logp, returns, old_values)
         statistics, _ = self._update(rows, loss, norms, lr)

@@ -192,9 +192,8 @@ class Hyperparameters:
     dual_clip: float | None = bounded(None, gt=1, le=1e9)
     aggregation: Aggregation = "token_mean"
     entropy_coefficient: float = bounded(0.0, ge=0, le=1e6)  # weight of the entropy bonus
-    positive_nll: float = bounded(
-        0.0, ge=0, le=1e6
-    )  # weight of -log p of correct samples, a mean over their tokens
+    # weight of -log p of correct samples, a mean over their tokens
+    positive_nll: float = bounded(0.0, ge=0, le=1e6)
 
     # KL to the reference: in the loss, or subtracted from each token's reward for the policy before the step.
     kl_coefficient: float = bounded(0.0, ge=0, le=1e6)
@@ -207,8 +206,8 @@ class Hyperparameters:
     gae_lambda: float = bounded(0.95, ge=0, le=1)  # of the policy's advantages, with a critic
     # above 0, the policy's lambda is 1 - 1 / (lambda_alpha x length of the response)
     lambda_alpha: float = bounded(0.0, ge=0, le=1e6)
-    # a token's process reward is process_scale x its log-ratio
-    process_scale: float = bounded(0.05, ge=1e-9, le=1e9)
+    # a token's process reward is prime_beta x its log-ratio (PRIME's beta, arXiv 2502.01456)
+    prime_beta: float = bounded(0.05, ge=1e-9, le=1e9)
 
     # Critic.
     # lambda of the critic's returns; None: gae_lambda

@@ -252,7 +252,7 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
     }
     row = row_with(torch.tensor(mask), weight_T, **read)
     logp_T = exact(logp, requires_grad=True)
-    loss, stats = outcome_loss(logp_T, row, scale=0.5)
+    loss, stats = outcome_loss(logp_T, row, beta=0.5)
     loss.backward()
     slow_T = exact(logp, requires_grad=True)
     slow, right = torch.zeros((), dtype=torch.float64), 0

@@ -161,7 +161,7 @@ def world(
     changes = {
         "reference": ReferenceConfig(use=True, path=str(models[1])),
         "algorithm": AlgorithmConfig(
-            name=algorithm, process_scale=0.5 if algorithm == "prime" else None
+            name=algorithm, prime_beta=0.5 if algorithm == "prime" else None
         ),
     }
     made = recipe(models[0], layout, replay=replay).model_copy(update=changes)

@@ -224,8 +224,8 @@ def test_evaluation_sets_are_cut_to_their_limit_and_the_seed_decides_the_order(r
         ("algorithm.gamma=0.9", "algorithm.gamma: is set, and no token has a reward of its own with grpo"),
         ("algorithm.name=prime algorithm.value_clip=0.1", "algorithm.value_clip: is set, and prime has no critic"),
         (
-            "algorithm.name=vapo algorithm.process_scale=0.1 algorithm.critic_warmup_steps=1",
-            "algorithm.process_scale: is set, and vapo has no process rewards",
+            "algorithm.name=vapo algorithm.prime_beta=0.1 algorithm.critic_warmup_steps=1",
+            "algorithm.prime_beta: is set, and vapo has no process rewards",
         ),
         (
             "algorithm.critic_warmup_steps=1",

@@ -279,7 +279,7 @@ def losses(
             logp_T, logp_T.detach() ** 2, packed.old_logp_T, packed.targets
         )
         if row.critic == "process_rewards":
-            auxiliary += float(outcome_loss(logp_T.detach(), packed.targets, scale=0.05)[0])
+            auxiliary += float(outcome_loss(logp_T.detach(), packed.targets, beta=0.05)[0])
         if row.critic == "values":
             auxiliary += float(value_loss(logp_T.detach(), packed.targets, value_clip=0.2)[0])
         loss.backward()
