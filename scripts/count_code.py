@@ -1,5 +1,7 @@
 """Count how dense the code is: expressions a line, ternaries and tuple assignments per 1,000 lines, the largest room.
 
+Also how many modules and classes a prompt passes until it is a gradient, as docs/architecture.md names them.
+
     python scripts/count_code.py             # megarl/
     python scripts/count_code.py tests       # or any other folders
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import tokenize
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +122,16 @@ def report(folder: Path) -> list[str]:
     ]
 
 
+def way_of_a_prompt(page: str) -> str:
+    """The modules and classes in the section of docs/architecture.md that follows a prompt."""
+    section = page.partition("## A prompt becomes a gradient")[2].partition("\n## ")[0]
+    modules = set(re.findall(r"`([\w/]+/\w+\.py)`", section))
+    classes = set(re.findall(r"`((?:[A-Z][a-z]+)+)`", section))
+    return (
+        f"from a prompt to its gradient            {len(modules)} modules, {len(classes)} classes"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -128,6 +141,7 @@ def main() -> None:
     )
     for folder in parser.parse_args().folders:
         print("\n".join(report(folder.resolve())))
+    print(way_of_a_prompt((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.count_code import Counts, count, report
+from scripts.count_code import Counts, count, report, way_of_a_prompt
 
 SOURCE = '''"""A docstring
 of two lines."""
@@ -49,3 +49,13 @@ def test_the_largest_room_is_a_package_or_a_module(tmp_path: Path) -> None:
     (tmp_path / "room" / "large.py").write_text("a = [1, 2, 3]\n")
     (tmp_path / "small.py").write_text("a = 1\n")
     assert report(tmp_path)[-1].split("  ")[-1].strip() == "room, 71% of the expressions"
+
+
+def test_modules_and_classes_of_the_prompts_section_are_counted_once() -> None:
+    page = """## A prompt becomes a gradient
+`data/prompts.py` makes a `Prompt`; `data/prompts.py`, again, and `rollout/sglang/engine.py`: a `SampleGroup`.
+
+## A turn is answered
+`episodes/rows.py` and an `Episode`.
+"""
+    assert way_of_a_prompt(page).split("  ")[-1].strip() == "2 modules, 2 classes"
