@@ -32,9 +32,15 @@ _WHAT = {
     "between_bytes_per_s": "messages between nodes",
 }
 _ASSUMED = {  # without a measurement and without a file of the card
-    "compute_share": 0.6, "prefill_share": 0.45, "hbm_share": 0.7, "nvlink_share": 0.8, "nic_share": 0.9,
-    "nvlink_latency_s": 15e-6, "nic_latency_s": 40e-6, "disk_bytes_per_s": 1e9,
-}  # fmt: skip
+    "compute_share": 0.6,
+    "prefill_share": 0.45,
+    "hbm_share": 0.7,
+    "nvlink_share": 0.8,
+    "nic_share": 0.9,
+    "nvlink_latency_s": 15e-6,
+    "nic_latency_s": 40e-6,
+    "disk_bytes_per_s": 1e9,
+}
 
 _LEAST_S = 1e-9  # the lower bound of latencies in the file
 _Line = tuple[float | int | str, str]  # a key's value, where it comes from

@@ -22,12 +22,25 @@ _MOST_ROWS = 8  # so many nodes at most are rows, with words in every cell
 _MOST_COLUMNS = 64  # of more nodes, so many stand side by side
 _STAGE_COLOURS = "turbo"
 _PART_COLOURS = (  # of memory_parts.PARTS
-    "#4059ad", "#6b9ac4", "#97d8c4", "#eff2f1", "#c9cebd", "#f4b942", "#f2804a", "#a4036f", "#8d99ae",
-)  # fmt: skip
+    "#4059ad",
+    "#6b9ac4",
+    "#97d8c4",
+    "#eff2f1",
+    "#c9cebd",
+    "#f4b942",
+    "#f2804a",
+    "#a4036f",
+    "#8d99ae",
+)
 _PHASE_COLOURS = {
-    "rollout": "#f2804a", "score": "#c9cebd", "critic": "#97d8c4", "train": "#4059ad", "ahead": "#f4b942",
-    "reshard": "#a4036f", "save": "#8d99ae",
-}  # fmt: skip
+    "rollout": "#f2804a",
+    "score": "#c9cebd",
+    "critic": "#97d8c4",
+    "train": "#4059ad",
+    "ahead": "#f4b942",
+    "reshard": "#a4036f",
+    "save": "#8d99ae",
+}
 _OTHERS = "#e8e8e8"
 _IDLE = "#ffffff"
 _FRAME = "#111111"

@@ -152,14 +152,30 @@ def _memory(plan: RunPlan) -> RenderableType:
 
 def _batch(plan: RunPlan) -> RenderableType:
     samples = plan.samples
-    table = empty_table("what a step trains on", "model", "updates", "DP\nranks", "sequen-\nces", "tokens",
-                   "micro-\nbatches", "if all were\nlongest", "bubble", "balance")  # fmt: skip
+    table = empty_table(
+        "what a step trains on",
+        "model",
+        "updates",
+        "DP\nranks",
+        "sequen-\nces",
+        "tokens",
+        "micro-\nbatches",
+        "if all were\nlongest",
+        "bubble",
+        "balance",
+    )
     for model, share in plan.shares.items():
         table.add_row(
-            model.replace("_", " "), str(share.updates), str(share.dp), amount(share.sequences), amount(share.tokens),
-            amount(share.micro_batches), f"{amount(share.tokens_full)} in {amount(share.micro_batches_full)}",
-            f"{share.bubble:.0%}", f"{share.balance:.0%}",
-        )  # fmt: skip
+            model.replace("_", " "),
+            str(share.updates),
+            str(share.dp),
+            amount(share.sequences),
+            amount(share.tokens),
+            amount(share.micro_batches),
+            f"{amount(share.tokens_full)} in {amount(share.micro_batches_full)}",
+            f"{share.bubble:.0%}",
+            f"{share.balance:.0%}",
+        )
     words = f"{samples.prompts:,} prompts make {samples.num_trained:,} samples"
     if samples.drawn_prompts != samples.prompts:
         words += f", {samples.drawn_prompts:,} prompts drawn"

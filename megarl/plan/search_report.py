@@ -51,18 +51,31 @@ def _rows(result: SearchResult) -> list[tuple[str, RunPlan]]:
 
 def _seconds(result: SearchResult) -> RenderableType:
     found = empty_table(
-        "the best layouts", "needs", "", "s a step", "of the recipe's", "rollout", "train", "GB of a GPU", "of a host",
+        "the best layouts",
+        "needs",
+        "",
+        "s a step",
+        "of the recipe's",
+        "rollout",
+        "train",
+        "GB of a GPU",
+        "of a host",
         "sequences at once",
-    )  # fmt: skip
+    )
     for number, (words, plan) in enumerate(_rows(result)):
         memory = plan.memory
         found.add_row(
-            words if plan.fits else f"{words}: does not fit", str(number), amount(plan.step.total_s),
-            f"{plan.step.total_s / result.own.step.total_s:.0%}", amount(plan.rollout.total_s),
-            amount(plan.step.train_s), amount(memory.peak_bytes / 1e9),
-            amount(memory.host_bytes / 1e9), f"{memory.kv.concurrency_mean:,} of {memory.kv.wanted:,}",
+            words if plan.fits else f"{words}: does not fit",
+            str(number),
+            amount(plan.step.total_s),
+            f"{plan.step.total_s / result.own.step.total_s:.0%}",
+            amount(plan.rollout.total_s),
+            amount(plan.step.train_s),
+            amount(memory.peak_bytes / 1e9),
+            amount(memory.host_bytes / 1e9),
+            f"{memory.kv.concurrency_mean:,} of {memory.kv.wanted:,}",
             style="" if plan.fits else "bold red",
-        )  # fmt: skip
+        )
     return found
 
 

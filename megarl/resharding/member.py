@@ -31,8 +31,16 @@ from megarl.resharding.verify import Verifier
 PLANNER = 1
 # The settings of a session that must be equal on all members.
 _COMMON_SETTINGS = (
-    "shape", "train", "lora", "engine", "transformer_engine", "dtype", "round_bytes", "gpus_per_node", "verify"
-)  # fmt: skip
+    "shape",
+    "train",
+    "lora",
+    "engine",
+    "transformer_engine",
+    "dtype",
+    "round_bytes",
+    "gpus_per_node",
+    "verify",
+)
 # The fields of Stats that are added over members, and over payloads, which are moved one after the other.
 _ADDED_OVER_MEMBERS = ("wire_bytes", "inter_node_bytes", "local_bytes")
 _ADDED_OVER_PAYLOADS = (*_ADDED_OVER_MEMBERS, "plan_s", "seconds")

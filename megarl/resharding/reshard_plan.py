@@ -70,10 +70,17 @@ class Copy(NamedTuple):
         row = box[1][0] - outer[1][0]
         col = box[2][0] - outer[2][0]
         return Copy(
-            self.name, box, self.dtype,
-            self.source, self.source_param, (source[0] + item, source[1] + row, source[2] + col), self.forwarded,
-            self.target, self.target_param, (target[0] + item, target[1] + row, target[2] + col),
-        )  # fmt: skip
+            self.name,
+            box,
+            self.dtype,
+            self.source,
+            self.source_param,
+            (source[0] + item, source[1] + row, source[2] + col),
+            self.forwarded,
+            self.target,
+            self.target_param,
+            (target[0] + item, target[1] + row, target[2] + col),
+        )
 
 
 Stream = list[Copy]
@@ -202,9 +209,17 @@ def _copy(flow: Flow, transfer: Transfer) -> Copy:
     wanted = flow.wanted
     box = flow.box
     return Copy(
-        wanted.name, box, flow.dtype, transfer.source, held.param, held.cell(box), transfer.forwarded,
-        transfer.target, wanted.param, wanted.cell(box),
-    )  # fmt: skip
+        wanted.name,
+        box,
+        flow.dtype,
+        transfer.source,
+        held.param,
+        held.cell(box),
+        transfer.forwarded,
+        transfer.target,
+        wanted.param,
+        wanted.cell(box),
+    )
 
 
 def _digest(member: int, send_stages: Sequence[SendStage]) -> int:

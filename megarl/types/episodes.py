@@ -9,8 +9,16 @@ from typing import Any, Literal, TypedDict
 # Why an episode ended: the model answered, or the environment said so; a limit of turns, of tokens, or of a turn's
 # tokens; too many broken calls; time, or phases; or a failure of the environment, or of the agent.
 EpisodeEnd = Literal[
-    "answered", "done", "max_turns", "max_tokens", "cut", "bad_calls", "timeout", "environment", "agent"
-]  # fmt: skip
+    "answered",
+    "done",
+    "max_turns",
+    "max_tokens",
+    "cut",
+    "bad_calls",
+    "timeout",
+    "environment",
+    "agent",
+]
 TRUNCATED: frozenset[EpisodeEnd] = frozenset({"max_tokens", "cut"})  # ends at a limit of tokens
 
 # Why a token that the model sampled is in no row: the turn did not reach its agent, or the episode began anew.

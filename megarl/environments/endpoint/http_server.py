@@ -27,9 +27,14 @@ def make_server(answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse
     Its requests are cancelled with their connections, and it logs nothing.
     """
     return _Server(
-        answer, handler_cancellation=True, access_log=None, logger=_silent, auto_decompress=False,
-        keepalive_timeout=IDLE_S, lingering_time=_LINGERING_S,
-    )  # fmt: skip
+        answer,
+        handler_cancellation=True,
+        access_log=None,
+        logger=_silent,
+        auto_decompress=False,
+        keepalive_timeout=IDLE_S,
+        lingering_time=_LINGERING_S,
+    )
 
 
 @contextmanager
