@@ -260,12 +260,13 @@ def _finish(job: Export, files: list[File], unfinished: Path, folder: Path) -> N
     if len(files) > 1:
         names: dict[str, str] = {}
         total = 0
-        for file in unfinished.glob("*.safetensors"):
+        for index in range(len(files)):
+            file = unfinished / file_name(index, len(files))  # another node may have written it
             header = _header(file)
             names |= dict.fromkeys(header, file.name)
             total += max(tensor["data_offsets"][1] for tensor in header.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-        (unfinished / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        weights = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+        (unfinished / INDEX).write_text(json.dumps(weights, indent=2), encoding="utf-8")
     for file in sorted(Path(job.source).iterdir()):
         if file.is_file() and file.suffix in COPIED and not file.name.endswith(".index.json"):
             shutil.copyfile(file, unfinished / file.name)

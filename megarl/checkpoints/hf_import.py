@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -58,15 +58,20 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
                 problem = f"num_nextn_predict_layers is {shape.num_mtp_layers}, the files have no such layer"
                 hint = "write num_nextn_predict_layers 0, or use a complete checkpoint"
                 return [UserError(str(Path(path) / "config.json"), problem, hint)]
-            for name, wanted in hf_tensors(shape).items():
-                try:
-                    if name != SCORE or SCORE in slices:
-                        quantised.check(slices, name, wanted)
-                except UserError as error:
-                    by_hint[error.hint].append(error)
+            for error in _tensor_errors(slices, shape):
+                by_hint[error.hint].append(error)
     except UserError as error:
         return [error]
     return [_first_of(errors) for errors in by_hint.values()]
+
+
+def _tensor_errors(slices: Slices, shape: ModelShape) -> Iterator[UserError]:
+    for name, wanted in hf_tensors(shape).items():
+        try:
+            if name != SCORE or SCORE in slices:
+                quantised.check(slices, name, wanted)
+        except UserError as error:
+            yield error
 
 
 def _first_of(errors: Sequence[UserError]) -> UserError:

@@ -84,7 +84,8 @@ def _assumed_turns(recipe: Recipe) -> Iterator[str]:
     yield f"episode: {turns.mean:g} turns in the mean, with {turns.observed_tokens:,.0f} observation tokens (assumed)"
     if load:
         each = f"each up to {load.call_s:g} s of a core ({load.limit})"
-        yield f"episode: {load.calls:,.0f} calls a step (assumed), {each}: up to {load.core_s:,.0f} s of cores"
+        core_s = load.calls * load.call_s
+        yield f"episode: {load.calls:,.0f} calls a step (assumed), {each}: up to {core_s:,.0f} s of cores"
 
 
 def _axes(layout: TrainLayout) -> str:

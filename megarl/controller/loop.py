@@ -60,7 +60,7 @@ def train(recipe: Recipe, inputs: Inputs, log: RunLog, start: Snapshot | None = 
             except Exception:
                 with suppress(Exception):
                     # a failure does not cost the checkpoint that was being written
-                    run.saver.rescue(number)
+                    run.saver.rescue()
                 raise
         run.fleet.shutdown()
 

@@ -250,7 +250,7 @@ def _critic_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
             f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
         )
         return [UserError("algorithm.name", problem, hint)]
-    if _with_defaults(then.critic["shape"]) != now["shape"]:
+    if _with_defaults(then.critic.get("shape") or {}) != now["shape"]:
         problem = f"{found.folder} was written with a critic of another architecture"
         return [UserError("critic.path", problem, f"{_SAME_MODEL}, or another run.name")]
     before = then.critic.get("shares_weights", False)

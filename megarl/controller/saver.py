@@ -38,11 +38,15 @@ class _RunState:
 
 @dataclass(frozen=True)
 class _OpenCheckpoint:
-    """A checkpoint that is being written; digests: of the files that the fleet has completed already."""
+    """A checkpoint that is being written; digests: of the files that the fleet has completed already.
+
+    is_recorded: whether the record of its step is written, since its last file was begun.
+    """
 
     folder: Path
     progress: Progress
     digests: dict[str, Digest] = field(default_factory=dict)
+    is_recorded: bool = False
 
 
 class Saver:
@@ -125,9 +129,10 @@ class Saver:
 
     def settle(self, step: int) -> None:
         """After the step's record is written: complete the checkpoint, an asynchronous checkpoint a step later."""
-        is_young = (
-            self._begun is not None and self._begun.progress.step == step < self._recipe.run.steps
-        )
+        if self._begun is None:
+            return
+        self._begun = replace(self._begun, is_recorded=True)
+        is_young = self._begun.progress.step == step < self._recipe.run.steps
         if not (self._recipe.checkpoint.asynchronous and is_young):
             self._complete()
 
@@ -145,12 +150,9 @@ class Saver:
         self._complete()
         raise EndedEarly(self._last.progress.step)
 
-    def rescue(self, step: int) -> None:
-        """After a failure in this step: complete the checkpoint of an earlier one, if the training ranks still can.
-
-        A step that failed has no record, so that its checkpoint is worth nothing.
-        """
-        if self._begun is not None and self._begun.progress.step < step:
+    def rescue(self) -> None:
+        """After a failure: complete the checkpoint of a step that has its record, if the training ranks still can."""
+        if self._begun is not None and self._begun.is_recorded:
             self._complete()
 
     def _complete(self) -> None:

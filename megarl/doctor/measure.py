@@ -139,8 +139,10 @@ def hardware_text(
     lines = [f"# Measured by megarl doctor --measure on {num_nodes} node(s){card}."]
     for key, (value, source) in _lines(rates, nodes, base).items():
         if isinstance(value, float):
-            value = float(f"{value:.6e}")
-        lines.append(f"{key}: {json.dumps(value)}   # {source}")  # JSON's values are YAML's, too
+            written = f"{value:.6e}"  # with a dot, without which YAML 1.1 reads text
+        else:
+            written = json.dumps(value)  # JSON's values are YAML's, too
+        lines.append(f"{key}: {written}   # {source}")
     return "\n".join([*lines, ""])
 
 

@@ -197,15 +197,18 @@ def _written(call: ToolCall | BadCall, template: ChatTemplate, id: str) -> dict[
 
 def _for_template(messages: Sequence[Mapping[str, Any]], template: ChatTemplate) -> list[Message]:
     """With calls in the template's own style, and the name of its tool in each result."""
-    names: dict[str, str] = {}
+    names: dict[str, list[str]] = {}  # of each id: an agent's own calls may have equal ones
     shown: list[Message] = []
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            names |= {call["id"]: call["function"]["name"] for call in calls}
+            names |= {call["id"]: [] for call in calls}
+            for call in calls:
+                names[call["id"]].append(call["function"]["name"])
             message["tool_calls"] = [_styled(call, template) for call in calls]
         if message["role"] == "tool":
-            message.setdefault("name", names.get(message["tool_call_id"], template.tool_name))
+            of_id = names.get(message["tool_call_id"], [template.tool_name])
+            message.setdefault("name", of_id.pop(0) if len(of_id) > 1 else of_id[0])
         shown.append(message)
     return shown
 

@@ -90,6 +90,8 @@ class TurnTokenizer:
             raise UserError(
                 WHERE, problem, "give eos_token_id in its config.json or generation_config.json"
             )
+        # of each kind of message that follows a turn: whether the stop token is its first
+        self._opens: dict[Kind, bool] = {}
 
     def first(self, prompt: Any) -> list[int]:
         """The tokens of a prompt (a text or chat messages), up to and with the generation prompt.
@@ -229,7 +231,9 @@ class TurnTokenizer:
             raise ValueError(
                 f"token {after} ends no turn: the stop tokens are {sorted(self.stop_ids)}"
             )
-        if after == following.stop or not self._ends_without_stop(kind):
+        if kind not in self._opens:
+            self._opens[kind] = self._ends_without_stop(kind)
+        if after == following.stop or not self._opens[kind]:
             return following.ids
         return [following.stop, *following.ids]
 

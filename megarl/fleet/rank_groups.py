@@ -10,8 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
-import numpy as np
-
 from megarl import device
 from megarl.algos import ALGORITHMS, AUXILIARY_MODELS, hyperparameters_of
 from megarl.algos.statistics import Statistics
@@ -398,11 +396,12 @@ class RewardModelRanks(RankGroup):
             share = refs[layout.coords(rank).dp :: layout.dp]
             call = ScoreCall([at_arrival(ref) for ref in share])
             calls[worker.call("score", call)] = worker.name
-        scores = [np.zeros(0, np.float32)] * len(refs)
+        scores: dict[int, FloatArray] = {}
         for rank, of_share in enumerate(self._cluster.gather(calls)):
             if of_share is not None:  # only the last stage has them
-                scores[layout.coords(rank).dp :: layout.dp] = of_share
-        return scores
+                numbers = range(layout.coords(rank).dp, len(refs), layout.dp)
+                scores |= zip(numbers, of_share, strict=True)
+        return [scores[number] for number in range(len(refs))]
 
 
 def _merged(parts: Iterable[dict[Key, Value]]) -> dict[Key, Value]:

@@ -25,7 +25,7 @@ def heads(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
 def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Put `weights` (by the weight map's names) in the places of the chunks' frozen ones, whose memory is freed.
 
-    Returns the names of those that were replaced.
+    Returns the names of those that were replaced. Raises ValueError for a weight that is missing or of another extent.
     """
     own = {id(head) for head in heads(chunks)}
     frozen: dict[str, torch.Tensor] = {
@@ -35,6 +35,12 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
     }
     frozen |= {name: bias for name, bias in named_buffers(chunks) if name.endswith(ROUTER_BIAS)}
     for name, weight in frozen.items():
-        assert weights[name].shape == weight.shape, f"{name} is of another layout"
-        weight.data = weights[name]
+        shared = weights.get(name)
+        if shared is None:
+            raise ValueError(f"the other model has no weight {name}")
+        if shared.shape != weight.shape or shared.dtype != weight.dtype:
+            has = f"{list(shared.shape)} {shared.dtype}"
+            wanted = f"{list(weight.shape)} {weight.dtype}"
+            raise ValueError(f"{name} is {wanted}, and {has} in the other model")
+        weight.data = shared
     return frozenset(frozen)

@@ -285,12 +285,13 @@ class RunLog:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._refuse_if_gone()
         with writing(self.folder, "metrics.jsonl"):
-            print(json.dumps(finite), file=self._records_file, flush=True)
+            self._records_file.write(json.dumps(finite) + "\n")
+            self._records_file.flush()
         samples = pick_samples(record.groups, self._recipe.run.sample_log_count, record.advantages)
         with writing(self.folder, "samples.jsonl"):
             for sample in samples:
                 line = json_line({"step": record.step, **sample})
-                print(line, file=self._samples_file)
+                self._samples_file.write(line + "\n")
             self._samples_file.flush()
         if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
             self._trackers.table(record.step, samples)

@@ -52,7 +52,7 @@ class Answers:
         return self._completed.pop(engine)
 
     async def sample(
-        self, prompt: Prompt, sampling: object, engine: str
+        self, prompt: Prompt, sampling: object, begun: object, engine: str
     ) -> tuple[GroupSummary, SampleGroup]:
         """Responses of the lengths that were drawn for the prompt.
 

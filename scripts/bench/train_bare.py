@@ -22,7 +22,9 @@ from megarl.parallel import groups, model
 from megarl.parallel.optimizer import build_optimizer
 from megarl.parallel.packing import PackedRow
 from megarl.parallel.routing import Routing
+from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.train_layout import TrainLayout
+from megarl.resharding.megatron_map import split_params
 
 
 class Bare:
@@ -55,6 +57,8 @@ class Bare:
             position_embedding_type="rope",
             rotary_base=facts.rope_theta,  # type: ignore[arg-type]
         ).to(DEVICE)
+        split = split_params(shape, layout, rank, model.TRANSFORMER_ENGINE)
+        set_tp_attributes([gpt], split, config.sequence_parallel)
         self._chunks = model.wrap(config, [gpt], recipe.train)  # type: ignore[list-item]
         for name, weight in model.params([gpt]).items():
             weight.copy_(weights[name])

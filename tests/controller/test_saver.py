@@ -426,10 +426,10 @@ def test_a_failure_does_not_cost_what_was_begun_before(runs: Runs) -> None:
     """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
     one = runs.saver()
     one.begin(4, EMPTY)
-    one.rescue(4)
+    one.rescue()
     assert runs.calls == ["save .step-000004"], "step 4 itself failed"
     one.settle(4)
-    one.rescue(5)
+    one.rescue()
     assert runs.calls[-1] == "finish"
     assert runs.find().step == 4
 

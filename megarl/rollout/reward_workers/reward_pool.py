@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from megarl.isolation.child import too_long
@@ -45,7 +44,9 @@ class Pool(WorkerPool[RewardProcess]):
                 response=response,
                 episode=episode,
             )
-            for response, episode in zip_longest(responses, episodes)
+            for response, episode in zip(
+                responses, episodes or [None] * len(responses), strict=True
+            )
         ]
         self._waiting += requests
         self._feed()

@@ -216,9 +216,10 @@ def _condition(assertion: Cut, values: list[Any]) -> bool | str:
     if assertion.literal is not None:
         with suppress(LookupError):  # of a type without literals
             return decode(values[0]) == assertion.literal[0]
-    # an encoded value is JSON, so that text of the program is always a literal
+    # all values are one literal, whatever text of the program is in them and however deep they are
+    encoded = f"__import__('json').loads({json.dumps(values)!r})"
     names = ", ".join(f"_{index}" for index in range(len(values)))
-    return f"bool((lambda {names}: {assertion.condition})(*map(_value, {values!r})))"
+    return f"bool((lambda {names}: {assertion.condition})(*map(_value, {encoded})))"
 
 
 def _encoded(report: TestReport) -> Any:
