@@ -65,11 +65,13 @@ class RowSize:
 
         inputs: of the two norms, 2 s h b; norm_outputs: the same.
         """
-        found = {"inputs": 2 * self.boundary_bytes, "norm_outputs": 2 * self.boundary_bytes}
-        found |= self._latent_attention() if self.shape.mla else self._attention()
+        bytes_by_part = {"inputs": 2 * self.boundary_bytes, "norm_outputs": 2 * self.boundary_bytes}
+        bytes_by_part |= self._latent_attention() if self.shape.mla else self._attention()
         if dense:
-            return found | {"mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)}
-        return found | self._experts()
+            return bytes_by_part | {
+                "mlp": self._gated(self.tokens, self.shape.ffn_size / self.layout.tp)
+            }
+        return bytes_by_part | self._experts()
 
     def _attention(self) -> dict[str, float]:
         """q, k, v before a norm of each head (if there is one) and behind it: t (heads + 2 kv heads) d b / TP each.

@@ -121,14 +121,14 @@ def samples_bytes(
     of_expert = 1 if shape.num_experts <= 256 else 2
     chosen = shape.num_sparse_layers * shape.experts_per_token * of_expert
     of_sample = samples.mean_tokens * (8 + 4 + 1 + chosen * (recipe.train.replay != "off"))
-    found = [0.0] * -(-recipe.placement.gpus // size)
+    node_bytes = [0.0] * -(-recipe.placement.gpus // size)
     for first_slot in range(engine.first, engine.end, engine.tp):
-        found[first_slot // size] += samples.num_drawn * of_sample / engine.count
+        node_bytes[first_slot // size] += samples.num_drawn * of_sample / engine.count
     coords = map(layout.coords, range(layout.world_size))
     ranks = {(at.rank // size, at.dp, at.pp == 0) for at in coords}
     for node, _, is_first in ranks:
-        found[node] += (1 + is_first) * samples.num_trained * of_sample / layout.dp
-    return [math.ceil(num_bytes) for num_bytes in found]
+        node_bytes[node] += (1 + is_first) * samples.num_trained * of_sample / layout.dp
+    return [math.ceil(num_bytes) for num_bytes in node_bytes]
 
 
 @cache
@@ -213,14 +213,14 @@ def advice(recipe: Recipe, layout: TrainLayout, engines: int, samples: Samples) 
     uneven = {ranks: (per_prompt, updates * layout.dp)}
     if samples.drawn_prompts == samples.prompts:  # all samples of a prompt are one engine's
         uneven[f"rollout.engine.count = {engines}"] = 1, engines
-    found = []
+    sentences = []
     for of, (each, parts) in uneven.items():
         if prompts * each % parts:
             step = parts // math.gcd(parts, each)
             below = prompts // step * step
-            wanted = nearest(prompts, [value for value in (below, below + step) if value])
+            dividing = nearest(prompts, [value for value in (below, below + step) if value])
             count = f"{prompts} x {each}" if each > 1 else prompts
-            found.append(
-                f"rollout.prompts_per_step: {count} over {of} leaves a rest; {wanted} would divide"
+            sentences.append(
+                f"rollout.prompts_per_step: {count} over {of} leaves a rest; {dividing} would divide"
             )
-    return found
+    return sentences

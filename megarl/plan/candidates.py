@@ -66,27 +66,29 @@ def engine_overlays(recipe: Recipe, hardware: Hardware) -> Iterator[Overlay]:
 
 def with_fraction(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
     """An engine layout with each share of memory, the smallest first; the recipe's own may be SGLang's default."""
-    own = recipe.rollout.engine.sglang.get("mem_fraction_static")
-    if own is None:
+    recipe_fraction = recipe.rollout.engine.sglang.get("mem_fraction_static")
+    if recipe_fraction is None:
         yield overlay
-    for fraction in sorted({*FRACTIONS, *([own] if own is not None else [])}):
+    for fraction in sorted(
+        {*FRACTIONS, *([recipe_fraction] if recipe_fraction is not None else [])}
+    ):
         engine = {**overlay["rollout"]["engine"], "sglang": {"mem_fraction_static": fraction}}
         yield {**overlay, "rollout": {"engine": engine}}
 
 
 def train_overlays(recipe: Recipe) -> Iterator[Overlay]:
     """Every valid parallel layout of as many training GPUs as the recipe's. What it computes is in `train_variants`."""
-    own = train_layout(recipe)
+    recipe_layout = train_layout(recipe)
     shape = resolve(recipe).policy.shape
     experts = [ep for ep in divisors(shape.num_experts or 1) if ep <= MOST_EXPERT_RANKS]
-    for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(own.cp)):
+    for tp, cp in product(divisors(recipe.placement.gpus_per_node), divisors(recipe_layout.cp)):
         for pp, vpp, ep in product(
-            divisors(own.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts
+            divisors(recipe_layout.world_size // (tp * cp)), range(1, MOST_CHUNKS + 1), experts
         ):
             if pp == 1 < vpp:
                 stages = None
             else:
-                stages = _stage_layers(own, shape, pp, vpp)
+                stages = _stage_layers(recipe_layout, shape, pp, vpp)
             if stages is None:
                 continue
             overlay = {
@@ -131,21 +133,21 @@ def train_variants(recipe: Recipe, overlay: Overlay) -> Iterator[Overlay]:
 
 def changes(overlay: Overlay, tree: Mapping[str, Any]) -> Overlay:
     """The keys of an overlay that change a recipe; tree: the recipe in json's own types."""
-    found: Overlay = {}
+    changed: Overlay = {}
     for key, value in overlay.items():
         if isinstance(value, dict):
             inside = changes(value, tree.get(key) or {})
-            found |= {key: inside} if inside else {}
+            changed |= {key: inside} if inside else {}
         elif tree.get(key) != value:
-            found[key] = value
-    return found
+            changed[key] = value
+    return changed
 
 
 def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -> Iterator[Overlay]:
     """One overlay, or none if no ep is valid; fp8 with the correction of the samples' other probabilities."""
     tp = sizes["tp"]
-    wanted = [ep for ep in divisors(tp) if (shape.num_experts or 1) % ep == 0]
-    for ep in [tp] if sizes["experts"] == "deepep" else reversed(wanted):
+    ep_sizes = [ep for ep in divisors(tp) if (shape.num_experts or 1) % ep == 0]
+    for ep in [tp] if sizes["experts"] == "deepep" else reversed(ep_sizes):
         overlay: Overlay = {"rollout": {"engine": {**sizes, "ep": ep}}}
         if sizes["fp8"] and recipe.algorithm.rollout_correction in (None, "off"):
             overlay["algorithm"] = {"rollout_correction": "tis"}
@@ -154,27 +156,29 @@ def _with_largest_ep(recipe: Recipe, shape: ModelShape, sizes: dict[str, Any]) -
             return
 
 
-def _stage_layers(own: TrainLayout, shape: ModelShape, pp: int, vpp: int) -> tuple[int, ...] | None:
+def _stage_layers(
+    recipe_layout: TrainLayout, shape: ModelShape, pp: int, vpp: int
+) -> tuple[int, ...] | None:
     """layers_per_stage of pp x vpp stages: the recipe's own, or even, or the last ones shorter; None: too uneven.
 
     The last stages have the output layer besides.
     """
     stages = pp * vpp
     layers = shape.num_layers
-    if (pp, vpp) == (own.pp, own.vpp):
-        return own.stage_layers
+    if (pp, vpp) == (recipe_layout.pp, recipe_layout.vpp):
+        return recipe_layout.stage_layers
     if stages > layers:
         return None
     most = -(-layers // stages)
     shorter = most * stages - layers
     if shorter:
-        found = (most,) * (stages - shorter) + (most - 1,) * shorter
+        stage_layers = (most,) * (stages - shorter) + (most - 1,) * shorter
     else:
-        found = ()
-    layout = TrainLayout(stages, 1, pp, 1, vpp=vpp, stage_layers=found)
+        stage_layers = ()
+    layout = TrainLayout(stages, 1, pp, 1, vpp=vpp, stage_layers=stage_layers)
     fullest = max(
         sum(len(layout.layers(rank, layers, chunk)) for chunk in range(vpp)) for rank in range(pp)
     )
-    if min(found, default=1) and fullest * pp <= MOST_UNEVEN * layers:
-        return found
+    if min(stage_layers, default=1) and fullest * pp <= MOST_UNEVEN * layers:
+        return stage_layers
     return None

@@ -84,8 +84,8 @@ class EngineSpeed:
         if mla:
             of_layer = shape.num_heads * (mla.nope_dim + mla.v_dim) * mla.kv_lora_rank
             unread += shape.num_layers * of_layer * (1 if layout.fp8 else item_bytes(self.dtype))
-        own = self.weight_bytes - (self._draft_bytes if layout.draft else 0.0)
-        return max(0.0, own - self.expert_bytes - unread / layout.attention_tp)
+        target_bytes = self.weight_bytes - (self._draft_bytes if layout.draft else 0.0)
+        return max(0.0, target_bytes - self.expert_bytes - unread / layout.attention_tp)
 
     def step_s(self, running: int, context: float) -> float:
         """Seconds of one token for each of `running` sequences of `context` tokens in the mean."""
@@ -138,10 +138,10 @@ class EngineSpeed:
     def _draft_bytes(self) -> int:
         """Bytes of the draft model's own weights on a GPU."""
         layouts = (replace(self.layout, draft=draft) for draft in (1, 0))
-        both, without = (
+        with_draft, without = (
             max(weight_bytes(self._draft_shape, layout, self.dtype)) for layout in layouts
         )
-        return both - without
+        return with_draft - without
 
     @property
     def _draft_shape(self) -> ModelShape:

@@ -78,18 +78,18 @@ class Kv:
 def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
     """The recipe's own server arguments, or SGLang's defaults for the card."""
     engine = recipe.rollout.engine
-    given = given_sizes(recipe)
+    arguments = given_sizes(recipe)
     deepep = engine.experts == "deepep"
     card = hardware.memory_bytes / MIB
     _, chunk, small, large = next(row for row in CARDS if card < row[0])
-    chunk = given.get("chunked_prefill_size") or chunk
-    graphs = given.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
-    if given.get("disable_cuda_graph") or given.get("disable_decode_cuda_graph"):
+    chunk = arguments.get("chunked_prefill_size") or chunk
+    graphs = arguments.get("cuda_graph_max_bs_decode") or (small if engine.tp < 4 else large)
+    if arguments.get("disable_cuda_graph") or arguments.get("disable_decode_cuda_graph"):
         graphs = 0
     prefill = 0
-    if _has_prefill_graphs(given):
+    if _has_prefill_graphs(arguments):
         prefill = PREFILL_GRAPHS_MIB + PREFILL_GRAPHS_DEEPEP_MIB * deepep
-    fraction = given.get("mem_fraction_static")
+    fraction = arguments.get("mem_fraction_static")
     if fraction is None:
         of_graph = GRAPH_MIB
         if engine.dp > 1:
@@ -100,22 +100,25 @@ def settings_of(recipe: Recipe, hardware: Hardware) -> Settings:
             reserved = max(reserved, LEAST_RESERVED_MIB)
         reserved += DEEPEP_MIB * deepep
         fraction = round((card - reserved) / card, 3)
-    cached = str(given.get("kv_cache_dtype", "auto"))
+    cached = str(arguments.get("kv_cache_dtype", "auto"))
     if cached.startswith("fp8"):
         item = 1
     elif recipe.model.dtype == "bfloat16" or cached == "bfloat16":
         item = 2
     else:
         item = 4
-    return Settings(fraction, chunk, graphs, given.get("max_total_tokens"), item, prefill)
+    return Settings(fraction, chunk, graphs, arguments.get("max_total_tokens"), item, prefill)
 
 
-def _has_prefill_graphs(given: Mapping[str, Any]) -> bool:
+def _has_prefill_graphs(arguments: Mapping[str, Any]) -> bool:
     """Whether a recipe's server arguments turn on the graphs of prompts, which megarl turns off (arguments.py)."""
-    backend = given.get("cuda_graph_backend_prefill")
+    backend = arguments.get("cuda_graph_backend_prefill")
     if backend is not None:
         return backend != "disabled"
-    return not given.get("disable_cuda_graph") and given.get("disable_prefill_cuda_graph") is False
+    return (
+        not arguments.get("disable_cuda_graph")
+        and arguments.get("disable_prefill_cuda_graph") is False
+    )
 
 
 def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[int]:
@@ -129,16 +132,16 @@ def weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> list[in
 
 @cache
 def _weight_bytes(shape: ModelShape, engine: EngineLayout, dtype: str) -> tuple[int, ...]:
-    found = [0] * engine.tp
+    rank_bytes = [0] * engine.tp
     for part in sglang_map.parts(shape, engine):
         num_bytes = sum(shard.area * item_bytes(shard.dtype or dtype) for shard in part.shards)
         for member in part.members:
-            found[member] += num_bytes
+            rank_bytes[member] += num_bytes
     derived = 0
     if shape.mla:
         of_heads = shape.num_heads // engine.attention_tp * (shape.mla.nope_dim + shape.mla.v_dim)
         derived = layers_of(shape, engine) * of_heads * shape.mla.kv_lora_rank * item_bytes(dtype)
-    return tuple(num_bytes + derived for num_bytes in found)
+    return tuple(num_bytes + derived for num_bytes in rank_bytes)
 
 
 def layers_of(shape: ModelShape, engine: EngineLayout) -> int:
@@ -177,11 +180,11 @@ def cache_tokens(settings: Settings, free_bytes: float, weights: int, of_token: 
 def kv_of(recipe: Recipe, tokens: int, of_token: int, running_tokens: int) -> Kv:
     """tokens: of one GPU. DP attention's groups each have a cache of their own requests."""
     engine = recipe.rollout.engine
-    wanted = step_sequences(recipe)
-    most = min(wanted, limit_of(recipe, wanted))
+    sequences = step_sequences(recipe)
+    most = min(sequences, limit_of(recipe, sequences))
     lengths = (recipe.longest_sequence, running_tokens)
     at_longest, at_mean = (min(most, max(0, tokens) // length * engine.dp) for length in lengths)
-    return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, wanted)
+    return Kv(of_token, max(0, tokens) * engine.dp, at_longest, at_mean, running_tokens, sequences)
 
 
 def running_bytes(

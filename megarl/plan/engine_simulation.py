@@ -216,17 +216,17 @@ class SimulatedEngine:
 
     def finish(self) -> list[tuple[int, SimulatedRequest]]:
         """Take what has finished, with its group; then retract in groups whose cache is full."""
-        found: list[tuple[int, SimulatedRequest]] = []
+        finished: list[tuple[int, SimulatedRequest]] = []
         while self._ends and self._ends[0][0] <= self.step + 1e-6:
             _, number, index, sequence = heapq.heappop(self._ends)
             if number == sequence.number:
                 self._remove(index, sequence)
                 request = sequence.request
                 self.tokens[index] += request.prompt_tokens + request.added_tokens
-                found.append((index, request))
+                finished.append((index, request))
         for index in np.flatnonzero(self._full_at <= self.step):
             self._retract(int(index))
-        return found
+        return finished
 
     def admit(self) -> None:
         """Start what may start. All groups wait for the one that reads most, and share the work of the experts."""

@@ -88,13 +88,15 @@ class Estimate:
     def fits(self, phases: Collection[str] | None = None) -> bool:
         """Whether these phases, or all of them and the host, fit with `SPARE` left."""
         memory = self.memory
-        wanted = {*memory.device, HOST} if phases is None else {*phases}
+        phase_names = {*memory.device, HOST} if phases is None else {*phases}
         taken = {phase: parts.total_bytes for phase, parts in memory.device.items()}
         most = dict.fromkeys(taken, memory.capacity_bytes) | {HOST: memory.host_capacity_bytes}
         taken[HOST] = memory.host_bytes
-        if not wanted.isdisjoint(lacking(self.recipe, memory)):
+        if not phase_names.isdisjoint(lacking(self.recipe, memory)):
             return False
-        return all(taken[phase] <= (1 - SPARE) * most[phase] for phase in wanted & taken.keys())
+        return all(
+            taken[phase] <= (1 - SPARE) * most[phase] for phase in phase_names & taken.keys()
+        )
 
 
 @dataclass

@@ -110,12 +110,12 @@ def with_errors(
     for phase, tried in by_phase.items():
         helping = [change for change in tried if change.counted and phase not in change.lacking]
         by_phase[phase] = helping or tried
-    wanted = {change.words: change for tried in by_phase.values() for change in tried}
-    to_build = [change for change in wanted.values() if not change.counted]
+    tried_by_words = {change.words: change for tried in by_phase.values() for change in tried}
+    to_build = [change for change in tried_by_words.values() if not change.counted]
     if to_build:
         built = sizes_of([change.roles.models for change in to_build], whole=False)
-        for change, found in zip(to_build, built, strict=True):
-            change.counted = count(change.recipe, found)
+        for change, built_sizes in zip(to_build, built, strict=True):
+            change.counted = count(change.recipe, built_sizes)
     errors = [_error(recipe, hardware, plan, *pair) for pair in by_phase.items()]
     return replace(plan, errors=errors)
 
@@ -326,7 +326,7 @@ def _best_groups(
     recipe: Recipe, shape: ModelShape, memory: MemoryPlan, try_engines: TryEngines
 ) -> tuple[int, float] | None:
     """(dp, seconds of a step) of the next larger numbers of groups; None: none of them is faster than now."""
-    found: dict[int, float] = {}
+    seconds_by_dp: dict[int, float] = {}
     engine = recipe.rollout.engine
     for dp in [dp for dp in divisors(engine.tp) if dp > engine.dp][:_NUM_TRIED]:
         changed = _updated(recipe, ["rollout", "engine", "dp"], dp)
@@ -339,8 +339,8 @@ def _best_groups(
             and room.kv.concurrency_longest
             and room.kv.concurrency_mean > memory.kv.concurrency_mean
         ):
-            found[dp] = step.total_s
-    best = min(found, key=lambda dp: found[dp], default=None)
-    if best is None or found[best] > _WORTH_IT * try_engines(recipe)[1].total_s:
+            seconds_by_dp[dp] = step.total_s
+    best = min(seconds_by_dp, key=lambda dp: seconds_by_dp[dp], default=None)
+    if best is None or seconds_by_dp[best] > _WORTH_IT * try_engines(recipe)[1].total_s:
         return None
-    return best, found[best]
+    return best, seconds_by_dp[best]

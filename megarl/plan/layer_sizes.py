@@ -48,7 +48,7 @@ class LayerSizes:
         stages = layout.pp * layout.vpp
         # An output layer tied to it, and multi-token prediction, have an embedding of their own on another rank alone.
         is_in_last = stages == 1 and (shape.tied or shape.num_mtp_layers)
-        found = _sum(
+        chunk_size = _sum(
             [
                 _times(self.embedding, number == 0 and not is_in_last),
                 _times(self.dense_layer, num_dense),
@@ -56,19 +56,19 @@ class LayerSizes:
             ]
         )
         if number < stages - 1:
-            return found
-        return _sum([found, self._sparse(self.last, shape.num_mtp_layers, shape, layout)])
+            return chunk_size
+        return _sum([chunk_size, self._sparse(self.last, shape.num_mtp_layers, shape, layout)])
 
     def _sparse(
         self, part: ChunkSize, layers: int, shape: ModelShape, layout: TrainLayout
     ) -> ChunkSize:
         """A part with so many layers of experts, with as many experts as a rank of the layout holds of each."""
-        one = self.sparse_layer.expert
-        if not one or not layers:
+        expert_size = self.sparse_layer.expert
+        if not expert_size or not layers:
             return part
-        experts = layers * (one * shape.num_experts // (layout.ep * layout.etp))
+        experts = layers * (expert_size * shape.num_experts // (layout.ep * layout.etp))
         if not part.expert:  # frozen
-            return replace(part, frozen=part.frozen - layers * one + experts)
+            return replace(part, frozen=part.frozen - layers * expert_size + experts)
         if layout.ep == 1:  # Megatron counts experts of a single EP rank among the dense parameters
             return replace(part, dense=part.dense + experts, expert=0)
         return replace(part, expert=experts)
@@ -78,12 +78,12 @@ def layer_sizes(
     models: Mapping[RoleName, Role], tps: Iterable[int]
 ) -> dict[tuple[RoleName, int], LayerSizes]:
     """Of every role for every tensor-parallel size, all built in one subprocess."""
-    wanted: list[tuple[RoleName, int]] = [(name, tp) for tp in tps for name in models]
+    keys: list[tuple[RoleName, int]] = [(name, tp) for tp in tps for name in models]
     in_parts: list[dict[RoleName, Role]] = [
-        {name: _in_parts(models[name], tp)} for name, tp in wanted
+        {name: _in_parts(models[name], tp)} for name, tp in keys
     ]
     built = sizes_of(in_parts, whole=False)
-    return {key: _parts_of(found[key[0]]) for key, found in zip(wanted, built, strict=True)}
+    return {key: _parts_of(sizes[key[0]]) for key, sizes in zip(keys, built, strict=True)}
 
 
 def composed(

@@ -86,18 +86,23 @@ def search(
     if side == "engine" and not sampled:
         problem = f"{side}, but {recipe.algorithm.name} learns from the data's answers and samples nothing"
         raise UserError("--search", problem, "give it train")
-    own = make_plan(recipe, hardware, response_share)
-    estimator = Estimator(own.recipe, hardware, step_samples(own.recipe, response_share), own.sizes)
+    recipe_plan = make_plan(recipe, hardware, response_share)
+    estimator = Estimator(
+        recipe_plan.recipe,
+        hardware,
+        step_samples(recipe_plan.recipe, response_share),
+        recipe_plan.sizes,
+    )
     engines: list[Overlay] = []
     trains: list[Overlay] = []
     if side != "train" and sampled:
-        engines = list(engine_overlays(own.recipe, hardware))
+        engines = list(engine_overlays(recipe_plan.recipe, hardware))
     if side != "engine":
-        trains = list(train_overlays(own.recipe))
+        trains = list(train_overlays(recipe_plan.recipe))
     engine_phases = train_phases = None
     if side == "both":
         engine_phases = ENGINE_PHASES
-        train_phases = frozenset({*own.memory.device, HOST}) - ENGINE_PHASES
+        train_phases = frozenset({*recipe_plan.memory.device, HOST}) - ENGINE_PHASES
     best_engines = _best_engines(estimator, engines, engine_phases)
     best_trains = _best_trains(estimator, trains, train_phases)
     estimates = [
@@ -105,11 +110,13 @@ def search(
         for engine in ({}, *best_engines)
         for train in ({}, *best_trains)
     ]
-    found = _planned(own, _not_beaten([estimate for estimate in estimates if estimate.fits()]))
-    if not found:
+    layouts = _planned(
+        recipe_plan, _not_beaten([estimate for estimate in estimates if estimate.fits()])
+    )
+    if not layouts:
         hint = "use more GPUs" if side == "both" else "search both sides, or use more GPUs"
         raise UserError("--search", f"{side}, but no layout was found that fits", hint)
-    return SearchResult(side, own, tuple(found), (len(engines), len(trains)))
+    return SearchResult(side, recipe_plan, tuple(layouts), (len(engines), len(trains)))
 
 
 def _best_engines(
@@ -144,9 +151,9 @@ def _kinds(estimates: Iterable[Estimate]) -> list[list[Estimate]]:
 def _with_shares(estimator: Estimator, layout: Overlay) -> Iterator[Estimate]:
     """With each share of memory, until all sequences have room in the cache: more would only fill the GPU."""
     for overlay in with_fraction(estimator.recipe, layout):
-        found = estimator.estimate(overlay)
-        yield found
-        if found.memory.kv.concurrency_mean >= found.memory.kv.wanted:
+        estimate = estimator.estimate(overlay)
+        yield estimate
+        if estimate.memory.kv.concurrency_mean >= estimate.memory.kv.wanted:
             return
 
 
@@ -223,22 +230,23 @@ def _not_beaten(estimates: Sequence[Estimate]) -> list[Estimate]:
     return kept
 
 
-def _planned(own: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
+def _planned(recipe_plan: RunPlan, estimates: Sequence[Estimate]) -> list[Found]:
     """With their plans, the fastest first. Models in new layouts are built, all in one subprocess."""
-    sizes = [resized(own.sizes, estimate.roles.models) for estimate in estimates]
+    sizes = [resized(recipe_plan.sizes, estimate.roles.models) for estimate in estimates]
     to_build = [
         estimate.roles.models
         for estimate, known in zip(estimates, sizes, strict=True)
         if known is None
     ]
     built = iter(sizes_of(to_build, whole=False) if to_build else [])
-    found = []
-    tree = own.recipe.model_dump(mode="json")
+    layouts = []
+    tree = recipe_plan.recipe.model_dump(mode="json")
     for estimate, known in zip(estimates, sizes, strict=True):
         # no layout changes a whole model's totals
         exact = known or {
-            name: replace(size, **own.sizes[name].totals) for name, size in next(built).items()
+            name: replace(size, **recipe_plan.sizes[name].totals)
+            for name, size in next(built).items()
         }
-        plan = make_plan(estimate.recipe, own.hardware, own.response_share, exact)
-        found.append(Found(changes(estimate.overlay, tree), plan))
-    return sorted(found, key=lambda row: row.plan.step.total_s)
+        plan = make_plan(estimate.recipe, recipe_plan.hardware, recipe_plan.response_share, exact)
+        layouts.append(Found(changes(estimate.overlay, tree), plan))
+    return sorted(layouts, key=lambda row: row.plan.step.total_s)

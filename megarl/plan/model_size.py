@@ -149,11 +149,11 @@ def _size(role: Role, answer: dict[str, Any]) -> ModelSize:
 
 def _built(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answers of `megarl.parallel.meta`. Raises UserError where Megatron cannot build a model."""
-    found = _asked(requests)
-    for answer in found:
+    answers = _asked(requests)
+    for answer in answers:
         if "error" in answer:
             raise UserError(*answer["error"])
-    return found
+    return answers
 
 
 def _asked(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

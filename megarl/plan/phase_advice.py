@@ -47,12 +47,12 @@ def phase_advice(recipe: Recipe, try_phases: TryPhases, *, may_be_ahead: bool) -
     now = try_phases(recipe)
     if now is None:
         return []
-    found = list(_other_phases(now, try_phases))
+    trials = list(_other_phases(now, try_phases))
     if may_be_ahead:
-        found += _other_ahead([now, *found], try_phases)
-    fastest_s = min((one.step_s for one in found), default=now.step_s)
-    near = [one for one in found if one.step_s <= _ABOUT_AS_FAST * fastest_s]
-    best = min(near, key=lambda one: (one.rollout.bound, one.step_s), default=now)
+        trials += _other_ahead([now, *trials], try_phases)
+    fastest_s = min((trial.step_s for trial in trials), default=now.step_s)
+    near = [trial for trial in trials if trial.step_s <= _ABOUT_AS_FAST * fastest_s]
+    best = min(near, key=lambda trial: (trial.rollout.bound, trial.step_s), default=now)
     gain = now.step_s / best.step_s
     if gain >= _WORTH_IT:
         return [_sentence(recipe, best, gain)]
@@ -90,34 +90,38 @@ def _other_phases(now: TriedPhases, try_phases: TryPhases) -> Iterator[TriedPhas
     """
     recipe = now.recipe
     longest = recipe.rollout.max_response_tokens
-    wanted = recipe.rollout.prompts_per_step
+    prompts = recipe.rollout.prompts_per_step
     first, *others = _PHASES
-    found: dict[int, TriedPhases] = {}
-    for in_flight in (int(times * wanted) for times in _IN_FLIGHT):
-        one = try_phases(_with(recipe, phase_tokens=longest // first, prompts_in_flight=in_flight))
-        if one is None:
+    trials_by_prompts: dict[int, TriedPhases] = {}
+    for in_flight in (int(times * prompts) for times in _IN_FLIGHT):
+        trial = try_phases(
+            _with(recipe, phase_tokens=longest // first, prompts_in_flight=in_flight)
+        )
+        if trial is None:
             break
-        found[in_flight] = one
-        if one.rollout.time.running < one.rollout.open_sequences:
+        trials_by_prompts[in_flight] = trial
+        if trial.rollout.time.running < trial.rollout.open_sequences:
             break
-    yield from found.values()
+    yield from trials_by_prompts.values()
     if recipe.rollout.phase_tokens and (whole := try_phases(_with(recipe, **_WHOLE))):
         yield whole
-    in_flight = min(found, key=lambda count: found[count].step_s, default=0)
-    if not found or found[in_flight].step_s > now.step_s:
+    in_flight = min(trials_by_prompts, key=lambda count: trials_by_prompts[count].step_s, default=0)
+    if not trials_by_prompts or trials_by_prompts[in_flight].step_s > now.step_s:
         return
     for phases in others:
-        one = try_phases(_with(recipe, phase_tokens=longest // phases, prompts_in_flight=in_flight))
-        if one is None:
+        trial = try_phases(
+            _with(recipe, phase_tokens=longest // phases, prompts_in_flight=in_flight)
+        )
+        if trial is None:
             return
-        yield one
-        if one.step_s < found[in_flight].step_s:
+        yield trial
+        if trial.step_s < trials_by_prompts[in_flight].step_s:
             return
 
 
-def _other_ahead(found: Sequence[TriedPhases], try_phases: TryPhases) -> list[TriedPhases]:
+def _other_ahead(trials: Sequence[TriedPhases], try_phases: TryPhases) -> list[TriedPhases]:
     """The fastest of these, and whole responses, with the other value of `rollout.ahead`."""
-    fastest = min(found, key=lambda one: one.step_s).recipe
+    fastest = min(trials, key=lambda trial: trial.step_s).recipe
     whole = _with(fastest, **_WHOLE)
     recipes = [fastest] if fastest == whole else [fastest, whole]
     tried = [try_phases(_with(other, ahead=1 - other.rollout.ahead)) for other in recipes]

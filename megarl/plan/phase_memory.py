@@ -191,15 +191,15 @@ class _SlotMemory:
         policy = self.policy
         adapters = adapter_slot_bytes(policy.shape, engine, policy.lora, self.recipe.model.dtype)
         end = max(policy.layout.world_size, engine.end)  # of the slots that exchange weights
-        found = []
+        all_slots = []
         for slot in range(self.recipe.placement.gpus):
             engine_rank = None
             if member := engine.member(slot):
                 number, rank = member
                 releases = number not in unshared_engines
                 engine_rank = _EngineRank(self.engine_weights[rank], adapters[rank], releases)
-            found.append(_Slot(tuple(ranks[slot]), engine_rank, slot in shared, slot < end))
-        return found
+            all_slots.append(_Slot(tuple(ranks[slot]), engine_rank, slot in shared, slot < end))
+        return all_slots
 
     def parts(self, phase: str) -> list[Parts]:
         """Every slot's parts in a phase; `save` is of the role that needs more for it."""
@@ -245,8 +245,8 @@ class _SlotMemory:
             return weights
         held = weights + Parts(kv_cache_bytes=max(0, self.tokens) * self.token_bytes)
         if phase == "rollout":
-            wanted = step_sequences(self.recipe)
-            most = min(wanted, (self.settings.graph_sequences or wanted) * self.engine.dp)
+            sequences = step_sequences(self.recipe)
+            most = min(sequences, (self.settings.graph_sequences or sequences) * self.engine.dp)
             running, logits = running_bytes(self.policy.shape, self.engine, self.settings, most)
             return held + Parts(
                 activations_bytes=math.ceil(running), logits_bytes=math.ceil(logits)
@@ -264,12 +264,12 @@ class _SlotMemory:
         """Bytes of a slot in every phase: contexts, communicators, the engine's CUDA graphs and DeepEP's buffers."""
         layouts = [rank.size.layout for rank in slot.ranks]
         groups = sum(map(communicators, layouts)) + slot.exchanges
-        found = CONTEXT_BYTES * len(layouts)
+        num_bytes = CONTEXT_BYTES * len(layouts)
         if slot.engine:
             groups += (self.engine.tp > 1) + (self.engine.dp > 1)
-            found += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
-            found += slot.engine.adapter_bytes
-        return found + groups * self.hardware.communicator_bytes
+            num_bytes += CONTEXT_BYTES + kept_bytes(self.settings, self.engine)
+            num_bytes += slot.engine.adapter_bytes
+        return num_bytes + groups * self.hardware.communicator_bytes
 
     def _reshard_bytes(self) -> int:
         """Buffers of two rounds, one packed while the other is sent, and the scratch memory of quantising."""
@@ -298,20 +298,20 @@ class _SlotMemory:
 
     def _slot_host(self, slot: _Slot) -> Counter[str]:
         checkpoint = self.recipe.checkpoint
-        found = Counter(processes=PROCESS_BYTES * (len(slot.ranks) + bool(slot.engine)))
+        bytes_by_purpose = Counter(processes=PROCESS_BYTES * (len(slot.ranks) + bool(slot.engine)))
         # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
         most = begun = 0
         for rank in slot.ranks:
-            found.update(rank.host(slot.is_shared, self.recipe))
+            bytes_by_purpose.update(rank.host(slot.is_shared, self.recipe))
             if rank.size.trains and checkpoint.every:
                 gathering, waiting = rank.staging()
                 most = max(most, begun + gathering, begun + waiting)
                 begun += waiting if checkpoint.asynchronous else 0
         if most:
-            found["checkpoint"] = most
+            bytes_by_purpose["checkpoint"] = most
         if slot.engine and slot.engine.adapter_bytes and slot.engine.releases:
-            found["engine_weights"] = slot.engine.weights_bytes
-        return found
+            bytes_by_purpose["engine_weights"] = slot.engine.weights_bytes
+        return bytes_by_purpose
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,23 +379,25 @@ class _StageRank:
 
     def host(self, is_shared: bool, recipe: Recipe) -> dict[str, int]:
         """Bytes of the rank's host by purpose."""
-        found: dict[str, int] = {}
+        bytes_by_purpose: dict[str, int] = {}
         size = self.size
         weights = math.ceil(PINNED_SHARE * self.parts.weights_bytes)
         if size.trains and size.recipe.train.optimizer_offload:
             steps = (PINNED_SHARE * GRADIENT_BYTES + MASTER_BYTES + MOMENTS_BYTES) * self._share
             # Megatron first makes a master copy over whole weights.
             building = MASTER_BYTES * (size.trained(self.stage) + self._share)
-            found["optimizer"] = max(math.ceil(steps), building)
+            bytes_by_purpose["optimizer"] = max(math.ceil(steps), building)
         elif size.trains and is_shared:
-            found["offloaded_optimizer"] = math.ceil(PINNED_SHARE * self.parts.optimizer_bytes)
+            bytes_by_purpose["offloaded_optimizer"] = math.ceil(
+                PINNED_SHARE * self.parts.optimizer_bytes
+            )
         if size.name == "policy" and reference_copy(recipe):
-            found["reference"] = weights
+            bytes_by_purpose["reference"] = weights
         if size.name == "policy" and trains_merged(recipe):
-            found["frozen_weights"] = weights
+            bytes_by_purpose["frozen_weights"] = weights
         if size.name != "policy" and is_shared:
-            found["offloaded_weights"] = weights
-        return found
+            bytes_by_purpose["offloaded_weights"] = weights
+        return bytes_by_purpose
 
     def staging(self) -> tuple[int, int]:
         """Bytes of the rank's host while its checkpoint is gathered, and afterwards until it is written.

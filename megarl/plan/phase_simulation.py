@@ -164,7 +164,9 @@ class _Run(Generic[Result]):
         )
         prompt_indices = tuple(entry.number for entry in chosen)
         ages = {
-            prompt_index: [version - one for one in self.sampled_by.pop(prompt_index)]
+            prompt_index: [
+                version - sampled_version for sampled_version in self.sampled_by.pop(prompt_index)
+            ]
             for prompt_index in prompt_indices
         }
         return prompt_indices, _tokens_by_age(ages, self.lengths_of, self.sizes)
@@ -194,10 +196,10 @@ def _tokens_by_age(
     ages: dict[int, list[int]], lengths_of: LengthsOf, sizes: PhaseSizes
 ) -> IntArray:
     """Trained tokens by versions of age; ages: of each phase of each drawn prompt."""
-    found = np.zeros(1 + max(max(of_phases) for of_phases in ages.values()), np.int64)
+    tokens_by_age = np.zeros(1 + max(max(of_phases) for of_phases in ages.values()), np.int64)
     for prompt_index, of_phases in ages.items():
         for phase, age in enumerate(of_phases):
-            found[age] += np.clip(
+            tokens_by_age[age] += np.clip(
                 lengths_of(prompt_index) - phase * sizes.phase_tokens, 0, sizes.phase_tokens
             ).sum()
-    return found
+    return tokens_by_age

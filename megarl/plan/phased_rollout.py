@@ -176,9 +176,9 @@ def phased_rollout(
     in_flight = hyperparameters_of(recipe.algorithm.name, recipe.algorithm).num_drawn(
         rollout.in_flight
     )
-    wanted = -(-prompts // part.divisor)
+    part_prompts = -(-prompts // part.divisor)
     in_flight = -(-in_flight // (engines * part.divisor))
-    sizes = PhaseSizes(wanted, in_flight, per_prompt, phase_tokens, rollout.ahead)
+    sizes = PhaseSizes(part_prompts, in_flight, per_prompt, phase_tokens, rollout.ahead)
     requests = whole_requests(samples, engines, limits.groups)
     lengths = np.array([request.response_tokens for request in requests], np.int64)
     of_part = replace(part.limits(limits), longest=phase_tokens)
@@ -187,7 +187,7 @@ def phased_rollout(
         of_parts, of_part, samples.prompt_tokens, per_prompt, engines, beside or engines
     )
     # Steps until the first of all ages is trained on.
-    before = num_phases(recipe) - 1 + -(-in_flight // wanted) - 1 + rollout.ahead
+    before = num_phases(recipe) - 1 + -(-in_flight // part_prompts) - 1 + rollout.ahead
     steps = phased_steps(sizes, _lengths_of(lengths, part, per_prompt), engine.run)
     return _figures(recipe, speed, samples, list(islice(steps, before, 2 * before + 1)), part)
 

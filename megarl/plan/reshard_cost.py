@@ -72,19 +72,19 @@ def plan_reshard(roles: Roles, hardware: Hardware) -> ReshardPlan:
     members = roles.num_members
     node = roles.recipe.placement.gpus_per_node
     dtype = roles.recipe.model.dtype
-    found = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
+    traffic = count_traffic(sources, targets, members, gpus_per_node=node, dtype=dtype)
     gathered = gathered_bytes(sources, targets, members, dtype)
-    wanting = found.dest > 0
+    wanting = traffic.dest > 0
     return ReshardPlan(
-        dest_bytes=Spread.of(found.dest[wanting]),
-        local_bytes=Spread.of(found.local[wanting]),
-        nvlink_bytes=Spread.of(found.node_in[wanting]),
-        fabric_in_bytes=Spread.of(found.fabric_in[wanting]),
-        fabric_out_bytes=Spread.of(found.fabric_out),
+        dest_bytes=Spread.of(traffic.dest[wanting]),
+        local_bytes=Spread.of(traffic.local[wanting]),
+        nvlink_bytes=Spread.of(traffic.node_in[wanting]),
+        fabric_in_bytes=Spread.of(traffic.fabric_in[wanting]),
+        fabric_out_bytes=Spread.of(traffic.fabric_out),
         gather_everything_bytes=Spread.of(gathered),
-        rounds=_num_rounds(sources, targets, found, roles),
-        bound_s=bound_s(found, node, hardware),
-        expected_s=expected_s(found, hardware),
+        rounds=_num_rounds(sources, targets, traffic, roles),
+        bound_s=bound_s(traffic, node, hardware),
+        expected_s=expected_s(traffic, hardware),
         gather_bound_s=gather_bound_s(float(gathered.max()), members, node, hardware),
     )
 
@@ -97,42 +97,42 @@ def gathered_bytes(
     In the model's type: quantising comes behind a gather. The distinct boxes of all parts are the model, for parts
     overlap only where they are replicas.
     """
-    wanted = {shard.name for part in targets for shard in part.shards}
+    target_names = {shard.name for part in targets for shard in part.shards}
     boxes: dict[tuple[str, object], int] = {}
     held = np.zeros(members, np.int64)
     for part in sources:
-        own: dict[tuple[str, object], int] = {}
+        part_boxes: dict[tuple[str, object], int] = {}
         for shard in part.shards:
-            if shard.name in wanted and not shard.name.endswith(fp8.SCALE_SUFFIX):
-                own[shard.name, shard.box] = shard.area * item_bytes(shard.dtype or dtype)
-        boxes |= own
-        held[list(part.members)] += sum(own.values())
+            if shard.name in target_names and not shard.name.endswith(fp8.SCALE_SUFFIX):
+                part_boxes[shard.name, shard.box] = shard.area * item_bytes(shard.dtype or dtype)
+        boxes |= part_boxes
+        held[list(part.members)] += sum(part_boxes.values())
     return sum(boxes.values()) - held
 
 
-def bound_s(found: Traffic, gpus_per_node: int, hardware: Hardware) -> float:
+def bound_s(traffic: Traffic, gpus_per_node: int, hardware: Hardware) -> float:
     """A lower bound of any plan: the bytes that must move, over links at their nominal speed.
 
     The distinct bytes that a node lacks come in over all its network cards; what a GPU's own slot does not hold comes
     in over its network card and its NVLink together.
     """
     cards = gpus_per_node * hardware.nic_bytes_per_s
-    of_nodes = float(found.minimum_fabric.max()) / cards
-    of_gpus = float(found.minimum_wire.max()) / (
+    of_nodes = float(traffic.minimum_fabric.max()) / cards
+    of_gpus = float(traffic.minimum_wire.max()) / (
         hardware.nic_bytes_per_s + hardware.nvlink_bytes_per_s
     )
     return max(of_nodes, of_gpus)
 
 
-def expected_s(found: Traffic, hardware: Hardware) -> float:
+def expected_s(traffic: Traffic, hardware: Hardware) -> float:
     """The planned bytes of the busiest GPU, over links at the share that large messages reach.
 
     What one send stage brings to a node is forwarded inside it in the next: the shorter of the two ways is hidden but
     for one send stage (docs/resharding.md). Everything is written once more, out of buffers into parameters.
     """
-    fabric = max(found.fabric_in.max(), found.fabric_out.max()) / hardware.nic_reached_per_s
-    inside = max(found.node_in.max(), found.node_out.max()) / hardware.nvlink_reached_per_s
-    copied = 2 * found.dest.max() / hardware.hbm_reached_per_s
+    fabric = max(traffic.fabric_in.max(), traffic.fabric_out.max()) / hardware.nic_reached_per_s
+    inside = max(traffic.node_in.max(), traffic.node_out.max()) / hardware.nvlink_reached_per_s
+    copied = 2 * traffic.dest.max() / hardware.hbm_reached_per_s
     return float(max(fabric, inside) + min(fabric, inside) / SEND_STAGES + copied)
 
 
@@ -151,10 +151,10 @@ def gather_bound_s(num_bytes: float, members: int, gpus_per_node: int, hardware:
 
 
 def _num_rounds(
-    sources: Sequence[Part], targets: Sequence[Part], found: Traffic, roles: Roles
+    sources: Sequence[Part], targets: Sequence[Part], traffic: Traffic, roles: Roles
 ) -> int:
     """All members go on with the largest number that anyone needs of each send stage (`Streams.rounds_needed`)."""
-    busiest = np.argsort(-(found.wire_in + found.wire_out), kind="stable")[: _WATCHED // 2]
+    busiest = np.argsort(-(traffic.wire_in + traffic.wire_out), kind="stable")[: _WATCHED // 2]
     recipe = roles.recipe
     members = roles.num_members
     watched = {*busiest.tolist(), *range(0, members, max(1, members * 2 // _WATCHED))}

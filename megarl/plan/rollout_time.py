@@ -87,7 +87,7 @@ class RolloutTime:
     def waited_s(self, learning_s: float) -> float:
         """Mean seconds of a step in which ranks that learn for so long wait for what is sampled meanwhile."""
         if self.beside_s:
-            return fmean(max(0.0, one - learning_s) for one in self.beside_s)
+            return fmean(max(0.0, sampling_s - learning_s) for sampling_s in self.beside_s)
         return 0.0
 
 

@@ -73,10 +73,10 @@ class RunPlan:
 
     def same_placement(self) -> list[list[RoleName]]:
         """The roles in groups of equal slots and equal layouts."""
-        found: dict[tuple[int, TrainLayout], list[RoleName]] = {}
+        roles_by_placement: dict[tuple[int, TrainLayout], list[RoleName]] = {}
         for role, size in self.sizes.items():
-            found.setdefault((size.first_slot, size.layout), []).append(role)
-        return list(found.values())
+            roles_by_placement.setdefault((size.first_slot, size.layout), []).append(role)
+        return list(roles_by_placement.values())
 
     @property
     def engines_wait_s(self) -> float:
@@ -185,8 +185,8 @@ class _Tries:
         room = self.memory(changed, self.sizes)
         if lacking(changed, room):
             return None
-        found = phased_of(resolve(changed), self.hardware, room, self.samples)
-        return TriedPhases(changed, found, self.others.with_rollout(found.time).total_s)
+        rollout = phased_of(resolve(changed), self.hardware, room, self.samples)
+        return TriedPhases(changed, rollout, self.others.with_rollout(rollout.time).total_s)
 
     def engines(self, changed: Recipe) -> tuple[MemoryPlan, StepTime]:
         room = self.memory(changed, self.sizes)
@@ -216,7 +216,7 @@ def slot_map(
     recipe: Recipe, sizes: Mapping[RoleName, ModelSize], engine: EngineLayout
 ) -> tuple[Slot, ...]:
     """Every slot in order."""
-    found = []
+    slots = []
     for slot in range(recipe.placement.gpus):
         ranks: dict[RoleName, RankCoords] = {
             role: size.layout.coords(slot - size.first_slot)
@@ -224,8 +224,8 @@ def slot_map(
             if slot in size.slots
         }
         node, gpu = divmod(slot, recipe.placement.gpus_per_node)
-        found.append(Slot(slot, node, gpu, ranks, *(engine.member(slot) or (None, None))))
-    return tuple(found)
+        slots.append(Slot(slot, node, gpu, ranks, *(engine.member(slot) or (None, None))))
+    return tuple(slots)
 
 
 def is_phased(recipe: Recipe) -> bool:

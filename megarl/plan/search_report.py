@@ -50,7 +50,7 @@ def _rows(result: SearchResult) -> list[tuple[str, RunPlan]]:
 
 
 def _seconds(result: SearchResult) -> RenderableType:
-    found = empty_table(
+    table = empty_table(
         "the best layouts",
         "needs",
         "",
@@ -64,7 +64,7 @@ def _seconds(result: SearchResult) -> RenderableType:
     )
     for number, (words, plan) in enumerate(_rows(result)):
         memory = plan.memory
-        found.add_row(
+        table.add_row(
             words if plan.fits else f"{words}: does not fit",
             str(number),
             amount(plan.step.total_s),
@@ -76,26 +76,26 @@ def _seconds(result: SearchResult) -> RenderableType:
             f"{memory.kv.concurrency_mean:,} of {memory.kv.wanted:,}",
             style="" if plan.fits else "bold red",
         )
-    return found
+    return table
 
 
 def _layouts(result: SearchResult) -> RenderableType:
-    found = empty_table("", "", "engines", "training ranks")
+    table = empty_table("", "", "engines", "training ranks")
     for number, (_, plan) in enumerate(_rows(result)):
-        found.add_row(str(number), _engine_words(plan), _train_words(plan))
-    return found
+        table.add_row(str(number), _engine_words(plan), _train_words(plan))
+    return table
 
 
 def _remarks(result: SearchResult) -> list[str]:
-    own = result.own
-    capacity = own.memory.capacity_bytes / 1e9
-    host = own.memory.host_capacity_bytes / 1e9
+    plan = result.own
+    capacity = plan.memory.capacity_bytes / 1e9
+    host = plan.memory.host_capacity_bytes / 1e9
     engines_tried, trains_tried = result.tried
     counts = {"engine layouts": engines_tried, "training layouts": trains_tried}
     tried = [f"{count} {what}" for what, count in counts.items() if count]
     not_tried = [words for side, words in _NOT_TRIED.items() if result.side in (side, "both")]
     return [
-        f"{own.hardware.name} has {amount(capacity)} GB, a host {amount(host)} GB; each row leaves 5 % of both free",
+        f"{plan.hardware.name} has {amount(capacity)} GB, a host {amount(host)} GB; each row leaves 5 % of both free",
         f"{' and '.join(tried)} without a fault were tried, and not {'; '.join(not_tried)}",
         "seconds are estimates that no run on GPUs has been held against: docs/plan.md says what they leave out",
     ]
@@ -125,10 +125,10 @@ def _train_words(plan: RunPlan) -> str:
 
 def search_json(result: SearchResult) -> dict[str, Any]:
     """Values of json's own types alone; docs/plan.md lists the keys."""
-    own = _row_json(result.own)
+    recipe_row = _row_json(result.own)
     rows = [_row_json(row.plan) | {"overlay": row.overlay} for row in result.found]
     tried = dict(zip(("engines_tried", "trains_tried"), result.tried, strict=True))
-    return {"side": result.side, **tried, "own": own, "found": rows}
+    return {"side": result.side, **tried, "own": recipe_row, "found": rows}
 
 
 def _row_json(plan: RunPlan) -> dict[str, Any]:

@@ -152,11 +152,11 @@ class ComputingModel:
         layout = self.layers.layout
         of_experts = self.expert_grads_bytes
         # there as gradients, back as weights
-        both = 1 + self.trained_bytes / max(1.0, self.grads_bytes)
+        round_trip = 1 + self.trained_bytes / max(1.0, self.grads_bytes)
         replicas = layout.dp * layout.cp
         of_others = (self.grads_bytes - of_experts) * (1 - 1 / replicas)
         volume = of_experts * (1 - 1 / layout.edp) + of_others
-        return both * volume / self.layers.link_per_s(layout.world_size)
+        return round_trip * volume / self.layers.link_per_s(layout.world_size)
 
     @property
     def optimizer_s(self) -> float:

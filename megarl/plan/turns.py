@@ -86,9 +86,9 @@ def tool_load(recipe: Recipe, turns: Turns, num_drawn: int) -> ToolLoad | None:
     if episode is None or episode.agent:
         return None
     limits = {"episode.call_timeout_s": episode.call_timeout_s}
-    own = episode.arguments.get("timeout_s")
-    if isinstance(own, int | float) and own > 0:
-        limits["episode.arguments.timeout_s"] = float(own)
+    timeout_s = episode.arguments.get("timeout_s")
+    if isinstance(timeout_s, int | float) and timeout_s > 0:
+        limits["episode.arguments.timeout_s"] = float(timeout_s)
     limit = min(limits, key=limits.__getitem__)
     return ToolLoad((turns.mean - 1) * num_drawn, limits[limit], limit)
 
