@@ -140,8 +140,8 @@ def _measured(
     """Measure and write the hardware file; adds the findings about the rates to `findings`."""
     from megarl.doctor.measure import base_of, hardware_text, measure
 
-    rates, found = measure(nodes, say)
-    findings += found
+    rates, rate_findings = measure(nodes, say)
+    findings += rate_findings
     if rates:
         card = _hardware(recipe) if recipe else None
         if card is None or not card.is_card(rates[0].device_name):
@@ -175,8 +175,8 @@ class Node:
 
     def look(self, address: str, wanted: Wanted) -> NodeFacts:
         """Gather the facts; takes some ten seconds where there are GPUs, mostly for imports."""
-        found = nvidia.gpu_facts()
-        gpu_nics, nic_errors = machine.gpu_nics([gpu.pci for gpu in found.gpus], address)
+        gpu_facts = nvidia.gpu_facts()
+        gpu_nics, nic_errors = machine.gpu_nics([gpu.pci for gpu in gpu_facts.gpus], address)
         shm_total, shm_free = machine.disk_bytes(Path("/dev/shm"))
         folders = []
         for path, purpose in wanted.written:
@@ -186,7 +186,7 @@ class Node:
             machine.folder(Path(path), purpose, is_written=False) for path, purpose in wanted.read
         ]
         return NodeFacts(
-            **vars(found),
+            **vars(gpu_facts),
             host=socket.gethostname(),
             address=address,
             kernel=platform.release(),
@@ -201,7 +201,7 @@ class Node:
             nic_errors=nic_errors,
             torch=packages.torch_facts(),
             versions=packages.versions(),
-            import_errors=packages.import_errors() if found.gpus else {},
+            import_errors=packages.import_errors() if gpu_facts.gpus else {},
             foreign_cudnn=packages.foreign_cudnn(os.environ, Path(sysconfig.get_path("purelib"))),
             pins=packages.sglang_pins(),
             source=machine.source_digest(Path(megarl.__file__).parent),
@@ -238,8 +238,10 @@ def survey_cluster(wanted: Wanted, say: Say) -> tuple[list[NodeFacts], list[Find
                 for node in up
             }
             with _probe(wanted) as shared_name:
-                own = replace(wanted, shared_name=shared_name)
-                calls = {node.worker.call("look", node.address, own): node.address for node in up}
+                with_probe = replace(wanted, shared_name=shared_name)
+                calls = {
+                    node.worker.call("look", node.address, with_probe): node.address for node in up
+                }
                 seen = answers(calls, _LOOK_S)
     except UserError as error:
         return survey_here(wanted), of_errors([error])

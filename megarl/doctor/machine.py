@@ -60,8 +60,8 @@ def host_bytes(cgroup: Path = _CGROUP) -> int:
 def disk_bytes(path: Path) -> tuple[int, int]:
     """(total bytes, bytes free for this user) of the file system of a path; (0, 0) where the path does not exist."""
     with suppress(OSError):
-        found = os.statvfs(path)
-        return found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+        filesystem = os.statvfs(path)
+        return filesystem.f_frsize * filesystem.f_blocks, filesystem.f_frsize * filesystem.f_bavail
     return 0, 0
 
 
@@ -206,17 +206,17 @@ def _least(*values: int) -> int:
 
 def _cgroup_number(name: str, root: Path = _CGROUP) -> int:
     """The tightest limit of this process's control groups and their parents; UNLIMITED where none has one."""
-    own = root
+    cgroup = root
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = root / next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
-    found = UNLIMITED
-    for group in (own, *own.parents):
+        cgroup = root / next(line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
+    tightest = UNLIMITED
+    for group in (cgroup, *cgroup.parents):
         if not group.is_relative_to(root):
             break
         with suppress(OSError, ValueError):
-            found = _least(found, int((group / name).read_text()))
-    return found
+            tightest = _least(tightest, int((group / name).read_text()))
+    return tightest
 
 
 def _file_system(path: Path) -> str:

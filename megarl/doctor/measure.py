@@ -101,7 +101,7 @@ def _run(num_ranks: int, per_node: int, joins: bool, say: Say) -> list[RankRates
 
 def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Finding]:
     """Findings for ranks that are much slower than the median. addresses: by node."""
-    found = []
+    findings = []
     for name, what in _WHAT.items():
         values = [getattr(measured, name) for measured in rates]
         if None in values or len(values) < 3:  # two values do not tell which is slow
@@ -114,8 +114,8 @@ def laggards(rates: Sequence[RankRates], addresses: Sequence[str]) -> list[Findi
                 hint = "look at its clocks and links, or leave the node out: all ranks wait for it"
                 where = f"GPU {rank % per_node}"
                 address = tuple(addresses[measured.node : measured.node + 1])
-                found.append(Finding("warning", where, problem, hint, address))
-    return found
+                findings.append(Finding("warning", where, problem, hint, address))
+    return findings
 
 
 def base_of(device_name: str, folder: Path = FOLDER) -> Hardware | None:

@@ -49,7 +49,7 @@ def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
     )
     has_open_driver = "Open Kernel Module" in text_of(proc / "driver/nvidia/version")
     try:
-        found, driver = _asked_gpus()
+        gpu_list, driver = _asked_gpus()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return GpuFacts(_words(error), has_peermem=has_peermem, has_open_driver=has_open_driver)
     head = matrix = ""
@@ -57,7 +57,13 @@ def gpu_facts(proc: Path = Path("/proc")) -> GpuFacts:
         head = _ask()
         matrix = _ask("topo", "-m")
     return GpuFacts(
-        "", driver, driver_cuda(head), tuple(found), topology(matrix), has_peermem, has_open_driver
+        "",
+        driver,
+        driver_cuda(head),
+        tuple(gpu_list),
+        topology(matrix),
+        has_peermem,
+        has_open_driver,
     )
 
 
@@ -120,8 +126,8 @@ def _gpu(value: dict[str, str]) -> Gpu:
 
 def pci_address(text: str) -> str:
     """The address as in /sys/bus/pci/devices: "00000000:18:00.0" with a domain of four digits, in lower case."""
-    domain, _, rest = text.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    domain, _, bus_address = text.lower().partition(":")
+    return f"{domain[-4:]}:{bus_address}"
 
 
 def driver_cuda(text: str) -> str:

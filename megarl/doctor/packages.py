@@ -52,11 +52,11 @@ print("\\n" + json.dumps(facts))
 
 def versions() -> dict[str, str]:
     """The versions of the installed distributions."""
-    found = {}
+    versions_by_name = {}
     for name in DISTRIBUTIONS:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions_by_name[name] = metadata.version(name)
+    return versions_by_name
 
 
 def sglang_pins() -> dict[str, str]:
@@ -68,17 +68,17 @@ def sglang_pins() -> dict[str, str]:
 
 def pins(demands: list[str]) -> dict[str, str]:
     """Name -> version of the relevant `name==version` requirements of a distribution."""
-    found = {}
+    versions_by_name = {}
     for text in demands:
         try:
             demand = Requirement(text)
         except InvalidRequirement:
             continue
         name = canonicalize_name(demand.name)
-        exact = [it.version for it in demand.specifier if it.operator == "=="]
+        exact = [specifier.version for specifier in demand.specifier if specifier.operator == "=="]
         if name in _PINNED_BY_SGLANG and exact and not demand.marker:
-            found[name] = exact[0]
-    return found
+            versions_by_name[name] = exact[0]
+    return versions_by_name
 
 
 def foreign_cudnn(environment: Mapping[str, str], packages: Path, toolkit: Path = _TOOLKIT) -> str:

@@ -27,14 +27,14 @@ _DEVICE_SHARE = 0.97
 
 def cluster_findings(nodes: Sequence[NodeFacts]) -> list[Finding]:
     """The findings about nodes of one cluster; for a single node only those about its clock, Ray's GPUs and folders."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for node in nodes:
-        found += of_node(node, _clock(node), _ray_gpus(node), _shared(node, nodes[0]))
+        findings += of_node(node, _clock(node), _ray_gpus(node), _shared(node, nodes[0]))
     if len(nodes) > 1:
-        found += _differences(nodes)
+        findings += _differences(nodes)
         for node in nodes:
-            found += of_node(node, _no_fabric(node))
-    return found
+            findings += of_node(node, _no_fabric(node))
+    return findings
 
 
 def recipe_findings(
@@ -42,10 +42,10 @@ def recipe_findings(
 ) -> list[Finding]:
     """What nodes lack for a recipe. hardware: placement.hardware; checkpoint_bytes: of one checkpoint, 0 if unknown."""
     problems = [*_places(recipe, nodes), *_checkpoints(recipe, nodes, checkpoint_bytes)]
-    found = [Finding(*problem) for problem in problems]
+    findings = [Finding(*problem) for problem in problems]
     for node in nodes:
-        found += of_node(node, _card(node, hardware), _fp8(recipe, node))
-    return found
+        findings += of_node(node, _card(node, hardware), _fp8(recipe, node))
+    return findings
 
 
 def _clock(node: NodeFacts) -> Problems:
@@ -116,7 +116,7 @@ def _differences(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
         values = {node.address: value(node) for node in nodes}
         (usual, count), *others = Counter(values.values()).most_common()
         for other, _ in others:
-            who = tuple(address for address, found in values.items() if found == other)
+            who = tuple(address for address, node_value in values.items() if node_value == other)
             problem = f"{other}, where {count} node{'s have' if count > 1 else ' has'} {usual}"
             yield Finding(severity, where, problem, hint, who)
 
@@ -163,13 +163,13 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Problems:
             )
         return
     each = placement.gpus_per_node
-    wanted = -(-placement.gpus // each)
+    num_nodes = -(-placement.gpus // each)
     fit = [node for node in nodes if node.ray_gpus == each]
-    if nodes[0].ray_gpus is not None and len(fit) < wanted:
+    if nodes[0].ray_gpus is not None and len(fit) < num_nodes:
         yield (
             "error",
             "placement.gpus",
-            f"{placement.gpus} GPUs are {wanted} nodes of {each}, Ray has {len(fit)} with as many GPUs",
+            f"{placement.gpus} GPUs are {num_nodes} nodes of {each}, Ray has {len(fit)} with as many GPUs",
             "start Ray on more nodes, or correct placement.gpus_per_node",
         )
 
