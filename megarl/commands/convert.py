@@ -27,8 +27,8 @@ def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: S
     """
     error = output_error(out, "", kind="folder")
     errors = [error] if error else []
-    found = Snapshots(run / FOLDER, say).newest(step)
-    if found is None:
+    snapshot = Snapshots(run / FOLDER, say).newest(step)
+    if snapshot is None:
         if step is None:
             problem = "there is no whole checkpoint"
             hint = "name another run"
@@ -37,10 +37,10 @@ def find_snapshot(recipe: Recipe, run: Path, out: Path, step: int | None, say: S
             hint = "leave --step out for the newest"
         errors.append(UserError(str(run / FOLDER), problem, hint))
     else:
-        errors += model_errors(found, recipe)
-    if found is None or errors:
+        errors += model_errors(snapshot, recipe)
+    if snapshot is None or errors:
         raise UserErrors(errors)
-    return found
+    return snapshot
 
 
 def check_adapter(recipe: Recipe, *, fp8: bool) -> None:

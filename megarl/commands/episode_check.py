@@ -245,19 +245,19 @@ class _Trial:
         """Play an episode twice more: as before, and with the end of its process in the middle."""
         again = await play(self.thread, row.values, seed, script)
         changed = difference(first, again)
-        how = "a second run with the same seed gives other results"
+        problem = "a second run with the same seed gives other results"
         has_promised = self._where == ENVIRONMENT and self.thread.offer.is_replayable
         if not changed and has_promised:
             ended = await play(
                 self.thread, row.values, seed, script, restart_before=first.num_turns // 2
             )
             changed = difference(first, ended)
-            how = "a replay after the end of its process gives other results"
+            problem = "a replay after the end of its process gives other results"
         if changed:
             name, words = changed
-            show(f"  {how}: {words}")
+            show(f"  {problem}: {words}")
             if has_promised:
-                self._add(name, "repeated", f"{row.place}: {how}: {words}", _SEED)
+                self._add(name, "repeated", f"{row.place}: {problem}: {words}", _SEED)
         else:
             also = ", also after the end of its process" if has_promised else ""
             show(f"  the same results in another run{also}")
@@ -274,11 +274,11 @@ class _Trial:
             answers = [step for step in record.steps if step.name != "reset"]
             place = f"{hostile.name}, {hostile.case}"
             if record.failure:
-                told = record.failure
+                outcome = record.failure
                 self._add(hostile.name, "failure", f"{place}: {record.failure}", _FAILED)
             else:
-                told = self._read(answers[0].result) if answers else "no answer"
-            show(f"  {place}: {told}")
+                outcome = self._read(answers[0].result) if answers else "no answer"
+            show(f"  {place}: {outcome}")
             if not all(self._judge(step, place) for step in answers):
                 left_out.add(hostile.name)
         for name in sorted(left_out):

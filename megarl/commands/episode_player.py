@@ -51,7 +51,12 @@ class PlayedEpisode:
         tool_s = sum(step.result.seconds for step in self.steps if step.result)
         end = "environment" if self.failure else self.end
         facts = EpisodeFacts(
-            self.num_turns, len(calls), sum(one.error is not None for one in calls), tool_s, end, 0
+            self.num_turns,
+            len(calls),
+            sum(result.error is not None for result in calls),
+            tool_s,
+            end,
+            0,
         )
         return episode_dict(facts, self.transcript.transcript())
 
@@ -106,8 +111,8 @@ async def _answers(thread: EnvironmentThread, name: str, turn: ScriptedTurn) -> 
     if turn.calls:
         results = await thread.call(name, turn.calls)
         return [
-            PlayedStep(call[0], as_json(call[1]), result, told, is_call=True)
-            for call, result, told in zip(
+            PlayedStep(call[0], as_json(call[1]), result, recorded_answer, is_call=True)
+            for call, result, recorded_answer in zip(
                 turn.calls, results, recorded[: len(results)], strict=True
             )
         ]
@@ -139,11 +144,11 @@ def difference(first: PlayedEpisode, second: PlayedEpisode) -> tuple[str, str] |
 
     The seconds that they took are not compared.
     """
-    for one, other in zip(first.steps, second.steps, strict=False):
-        if _timeless(one.result) != _timeless(other.result):
+    for step, other in zip(first.steps, second.steps, strict=False):
+        if _timeless(step.result) != _timeless(other.result):
             return (
-                one.name,
-                f"{one.name} gave {_words(one.result)} first, then {_words(other.result)}",
+                step.name,
+                f"{step.name} gave {_words(step.result)} first, then {_words(other.result)}",
             )
     if first.failure != second.failure:
         failure = second.failure or first.failure

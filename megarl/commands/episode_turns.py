@@ -53,7 +53,7 @@ class HostileTurn:
 
 def read_turns(messages: Any) -> list[ScriptedTurn]:
     """The turns of messages in OpenAI's form, with what follows each. Raises BadRow."""
-    if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
+    if not isinstance(messages, list) or not all(isinstance(entry, dict) for entry in messages):
         raise BadRow(f"the messages are {short(messages, 60)}", _MESSAGES)
     turns: list[ScriptedTurn] = []
     for message in messages:
@@ -130,7 +130,7 @@ def example(schema: Schema, types: Mapping[str, Schema], depth: int = 0) -> Any:
         case "array":
             items = [*schema.get("prefixItems", ())]
             items += [schema.get("items", {})] * (max(1, schema.get("minItems", 1)) - len(items))
-            return [example(one, types, depth + 1) for one in items]
+            return [example(item, types, depth + 1) for item in items]
         case "string":
             return _TEXT * max(len(_TEXT), schema.get("minLength", 0))
         case "integer" | "number" as kind:
@@ -182,7 +182,9 @@ def _hostile_arguments(schema: Schema, valid: Any) -> Iterator[tuple[str, object
 
 def _each(valid: Mapping[str, Any], kind: type, value: object) -> dict[str, object]:
     """The arguments of a type, all with one value."""
-    return dict.fromkeys((name for name, one in valid.items() if type(one) is kind), value)
+    return dict.fromkeys(
+        (name for name, argument in valid.items() if type(argument) is kind), value
+    )
 
 
 def _nested(depth: int) -> object:
@@ -192,12 +194,12 @@ def _nested(depth: int) -> object:
     return value
 
 
-def _call(given: Any) -> Call:
+def _call(call: Any) -> Call:
     try:
-        name = given["function"]["name"]
-        arguments = given["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise BadRow(f"a call is {short(given, 60)}", _CALL) from None
+        raise BadRow(f"a call is {short(call, 60)}", _CALL) from None
     return str(name), arguments

@@ -142,17 +142,17 @@ def first_difference(
     sample: of the file. rewards: those of the environment, in the file and now; None where they are not compared.
     """
     facts = sample.facts
-    found = now.sample.facts
+    facts_now = now.sample.facts
     number = recorded.num_given
-    assert facts and found
+    assert facts and facts_now
     if recorded.difference:
         return recorded.difference
-    end = f"the end `{found.end}`"
+    end = f"the end `{facts_now.end}`"
     if isinstance(now.reward_result, Failure):
         end += f" ({now.reward_result.words})"
     if number < len(recorded.turns):
         return _differs(f"before turn {number + 1}", "another turn", end)
-    if found.end != facts.end:
+    if facts_now.end != facts.end:
         return _differs(f"after turn {number}", f"the end `{facts.end}`", end)
     for place, (before, after) in enumerate(
         zip(recorded.turns, recorded_turns(now.sample), strict=True), 1

@@ -96,9 +96,9 @@ def _check_rows(config: RewardConfig, data: Path, answer_column: str, num_rows: 
         slowest_s = workers.slowest_s
     show(_report(trials))
     _show_slowest(slowest_s, config)
-    own = _mean(trials[_OWN])
+    own_mean = _mean(trials[_OWN])
     other = _mean(trials[_OTHER])
-    if own is not None and other is not None and own <= other:
+    if own_mean is not None and other is not None and own_mean <= other:
         show(
             "a row's own answer is worth no more than another's: does the function read it as a response?"
         )
