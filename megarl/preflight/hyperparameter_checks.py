@@ -42,35 +42,37 @@ def _unread(name: str, hyperparameters: Hyperparameters, *, has_turns: bool) -> 
     has_turns: samples are episodes, whose turns may have rewards.
     """
     row = ALGORITHMS[name]
-    found = {}
+    reasons_by_key = {}
     if row.surrogate is None:
         others = [field.name for field in fields(Hyperparameters) if field.name != "aggregation"]
         return dict.fromkeys(others, f"{name} learns from the data's answers")
-    found |= {key: f"{name} {why}" for key, why in row.unread.items()}
+    reasons_by_key |= {key: f"{name} {why}" for key, why in row.unread.items()}
     if row.critic != "values":
-        found |= dict.fromkeys(_OF_VALUES, f"{name} has no critic")
+        reasons_by_key |= dict.fromkeys(_OF_VALUES, f"{name} has no critic")
     if not row.critic:
-        found["critic_warmup_steps"] = f"{name} has no critic or implicit reward model"
+        reasons_by_key["critic_warmup_steps"] = f"{name} has no critic or implicit reward model"
     if not (row.critic or hyperparameters.pays_kl or (has_turns and row.credits_turns)):
-        found["gamma"] = f"no token has a reward of its own with {name}"
+        reasons_by_key["gamma"] = f"no token has a reward of its own with {name}"
     if row.critic != "process_rewards":
-        found["prime_beta"] = f"{name} has no process rewards"
+        reasons_by_key["prime_beta"] = f"{name} has no process rewards"
     if not hyperparameters.kl_coefficient:
-        found |= dict.fromkeys(("kl_estimator", "kl_place"), "algorithm.kl_coefficient is 0")
+        reasons_by_key |= dict.fromkeys(
+            ("kl_estimator", "kl_place"), "algorithm.kl_coefficient is 0"
+        )
     if not hyperparameters.dynamic_sampling:
-        found |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
+        reasons_by_key |= dict.fromkeys(_OF_SAMPLING, "algorithm.dynamic_sampling is off")
     if hyperparameters.lambda_alpha:
-        found["gae_lambda"] = (
+        reasons_by_key["gae_lambda"] = (
             "algorithm.lambda_alpha decides for the policy (0: not), critic_lambda for the critic"
         )
     if hyperparameters.rollout_correction == "off":
-        found |= dict.fromkeys(
+        reasons_by_key |= dict.fromkeys(
             ("rollout_correction_low", "rollout_correction_high"),
             "algorithm.rollout_correction is off",
         )
     if hyperparameters.rollout_correction == "tis":
-        found["rollout_correction_low"] = "tis has an upper bound alone"
-    return found
+        reasons_by_key["rollout_correction_low"] = "tis has an upper bound alone"
+    return reasons_by_key
 
 
 def _bounds_errors(hyperparameters: Hyperparameters) -> ErrorIterator:
@@ -182,8 +184,8 @@ def eval_errors(recipe: Recipe) -> ErrorIterator:
                 ),
             )
     for name in names:
-        own = recipe.evaluation.of(name)
-        if own.samples > 1 and own.temperature == 0:
+        evaluation = recipe.evaluation.of(name)
+        if evaluation.samples > 1 and evaluation.temperature == 0:
             of_set = recipe.evaluation.sets.get(name)
             if of_set and of_set.samples:
                 where = f"evaluation.sets.{name}.samples"
@@ -191,6 +193,6 @@ def eval_errors(recipe: Recipe) -> ErrorIterator:
                 where = "evaluation.samples"
             yield UserError(
                 where,
-                f"{own.samples} greedy answers to a prompt of {name} are the same {own.samples} times",
+                f"{evaluation.samples} greedy answers to a prompt of {name} are the same {evaluation.samples} times",
                 "set a temperature, or samples to 1",
             )

@@ -153,8 +153,8 @@ def reshard_errors(roles: Roles) -> Errors:
     )
     if factors:
         maps.append(factors)
-    found = [error for each in maps for error in _round_errors(roles, *each)]
-    return found[:1]  # one key, whatever is too large for it
+    errors = [error for each in maps for error in _round_errors(roles, *each)]
+    return errors[:1]  # one key, whatever is too large for it
 
 
 def _round_errors(roles: Roles, sources: Sequence[Part], targets: Sequence[Part]) -> ErrorIterator:

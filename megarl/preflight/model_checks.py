@@ -76,9 +76,9 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> ErrorIterator:
     except UserError as error:
         yield error
         return
-    own = tokenizer.eos_token_id
+    eos_id = tokenizer.eos_token_id
     teaches = recipe.warm_start.steps or learns_from_answers(recipe.algorithm.name)
-    if teaches and own is None:
+    if teaches and eos_id is None:
         yield UserError(
             "model.path",
             "the tokenizer has no end-of-sequence token to teach",
@@ -87,8 +87,8 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> ErrorIterator:
         return
     where = f"{recipe.model.path}/generation_config.json"
     if not ends:
-        if own is not None:
-            example = f"{own}, the tokenizer's"
+        if eos_id is not None:
+            example = f"{eos_id}, the tokenizer's"
         else:
             example = "the number of the token that ends a response"
         yield UserError(
@@ -96,12 +96,12 @@ def eos_errors(recipe: Recipe, tokenizer: Any) -> ErrorIterator:
             "neither it nor config.json has an eos_token_id: no response would end before its longest",
             f"write eos_token_id there: {example}",
         )
-    elif teaches and own not in ends:
+    elif teaches and eos_id not in ends:
         known = ", ".join(map(str, sorted(ends)))
         yield UserError(
             where,
-            f"answers are taught to end with the tokenizer's token {own}, and engines end responses at {known}",
-            f"add {own} to its eos_token_id",
+            f"answers are taught to end with the tokenizer's token {eos_id}, and engines end responses at {known}",
+            f"add {eos_id} to its eos_token_id",
         )
 
 

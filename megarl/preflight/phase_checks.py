@@ -101,7 +101,7 @@ def _size_errors(recipe: Recipe) -> ErrorIterator:
     where = "rollout.prompts_in_flight"
     phase = rollout.phase_tokens
     longest = recipe.longest_sample
-    wanted = rollout.prompts_per_step
+    prompts = rollout.prompts_per_step
     if phase is not None and phase >= longest:
         if recipe.episode:
             what = f"episode has more than {longest} tokens (episode.max_tokens)"
@@ -112,13 +112,13 @@ def _size_errors(recipe: Recipe) -> ErrorIterator:
             f"{phase}, and no {what}",
             "set it to less, or leave it out",
         )
-    if rollout.in_flight < wanted:
+    if rollout.in_flight < prompts:
         yield UserError(
             where,
-            f"{rollout.in_flight}, and a step trains on {wanted} (rollout.prompts_per_step)",
-            f"set it to at least {wanted}; with phases {2 * wanted} is usual",
+            f"{rollout.in_flight}, and a step trains on {prompts} (rollout.prompts_per_step)",
+            f"set it to at least {prompts}; with phases {2 * prompts} is usual",
         )
-    elif rollout.in_flight > wanted and phase is None:
+    elif rollout.in_flight > prompts and phase is None:
         yield UserError(
             where,
             f"{rollout.in_flight}, and without rollout.phase_tokens a step begins what it trains on",

@@ -99,8 +99,8 @@ def _only(reward: RewardConfig, source: str) -> RewardConfig:
     """The recipe's branch with the function of one source only, and one worker."""
     if source == DEFAULT:
         return reward.model_copy(update={"by_source": {}, "workers": 1})
-    own = {source: reward.by_source[source]}
-    return reward.model_copy(update={"function": None, "by_source": own, "workers": 1})
+    by_source = {source: reward.by_source[source]}
+    return reward.model_copy(update={"function": None, "by_source": by_source, "workers": 1})
 
 
 @listed
