@@ -73,8 +73,8 @@ class ModelConfig(Branch):
 
 # A recipe that leaves a hyperparameter out has the row's own.
 _OVERRIDES: Any = {
-    one.name: (get_type_hints(Hyperparameters)[one.name] | None, Field(None, **one.metadata))
-    for one in dataclasses.fields(Hyperparameters)
+    field.name: (get_type_hints(Hyperparameters)[field.name] | None, Field(None, **field.metadata))
+    for field in dataclasses.fields(Hyperparameters)
 }
 _AlgorithmKeys: Any = create_model(
     "AlgorithmKeys", __base__=Branch, name=(Text, "grpo"), **_OVERRIDES
@@ -176,8 +176,8 @@ class EvaluationConfig(Branch):
 
     def of(self, name: str) -> EvaluationConfig:
         """The keys for the set of this name."""
-        own = self.sets.get(name, EvaluationSetConfig()).model_dump(exclude_none=True)
-        return self.model_copy(update=own)
+        set_keys = self.sets.get(name, EvaluationSetConfig()).model_dump(exclude_none=True)
+        return self.model_copy(update=set_keys)
 
 
 class CheckpointConfig(Branch):

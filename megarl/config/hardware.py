@@ -63,9 +63,9 @@ class Hardware(Branch):
 
     def is_card(self, device_name: str) -> bool:
         """Whether a driver's name of a GPU is this model, compared by whole words: H20 is not H200."""
-        own = _words(self.name)
+        model_words = _words(self.name)
         words = _words(device_name)
-        return any(words[at : at + len(own)] == own for at in range(len(words)))
+        return any(words[at : at + len(model_words)] == model_words for at in range(len(words)))
 
 
 def _words(name: str) -> list[str]:

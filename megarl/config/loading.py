@@ -70,67 +70,67 @@ def overlay_yaml(overlay: Mapping[str, Any]) -> str:
 
 def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Like `load_recipe`, for another kind of file."""
-    found = _read_yaml(Path(path), kind)
-    tree = found.value
+    document = _read_yaml(Path(path), kind)
+    tree = document.value
     for override in overrides:
         if "=" not in override and Path(override).suffix in _YAML:
-            _lay_over(Path(override), kind, tree, found)
+            _lay_over(Path(override), kind, tree, document)
         else:
-            _apply(override, kind, tree, found)
+            _apply(override, kind, tree, document)
     try:
         loaded = kind.model_validate(tree)
     except ValidationError as error:
-        raise UserErrors(found.errors + _explain(error, found, str(path), kind)) from None
-    if found.errors:
-        raise UserErrors(found.errors)
+        raise UserErrors(document.errors + _explain(error, document, str(path), kind)) from None
+    if document.errors:
+        raise UserErrors(document.errors)
     return loaded
 
 
-def _apply(override: str, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
+def _apply(override: str, kind: type[Branch], tree: dict[str, Any], document: Parsed) -> None:
     """Write one `a.b=c` into the tree."""
     where = f"override {override if len(override) <= _LONGEST_SHOWN else override[:_LONGEST_SHOWN] + '...'}"
     name, equals, text = override.partition("=")
     keys = tuple(name.split("."))
     if not equals or not all(keys) or len(keys) > _MOST_KEYS:
-        found.errors.append(
+        document.errors.append(
             UserError(where, "not of the form a.b=c", "write for example train.lr=1e-4")
         )
         return
     try:
         parsed = parse(text, lambda line: where, lambda path: _is_free(path, kind), keys)
     except UserErrors as error:
-        found.errors += error.errors
+        document.errors += error.errors
         return
     branch = tree
     for depth, key in enumerate(keys[:-1]):
         if not isinstance(branch.get(key), dict):
             branch[key] = {}
-            found.origins[dotted(keys[: depth + 1])] = where
+            document.origins[dotted(keys[: depth + 1])] = where
         branch = branch[key]
-    found.origins[name] = where
+    document.origins[name] = where
     if parsed.value is None and _is_named(keys, kind):
-        _take_out(keys, branch, kind, found)
+        _take_out(keys, branch, kind, document)
     else:
         branch[keys[-1]] = parsed.value
-    _note(parsed, found)
+    _note(parsed, document)
 
 
-def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], found: Parsed) -> None:
+def _lay_over(path: Path, kind: type[Branch], tree: dict[str, Any], document: Parsed) -> None:
     """Write an overlay's keys into the tree."""
     try:
         overlay = _read_yaml(path, kind)
     except UserErrors as error:
-        found.errors += error.errors
+        document.errors += error.errors
         return
-    _note(overlay, found)
-    _merge(overlay.value, tree, kind, found)
+    _note(overlay, document)
+    _merge(overlay.value, tree, kind, document)
 
 
-def _note(parsed: Parsed, found: Parsed) -> None:
-    """Add to `found` where the parsed keys are written, and their errors."""
-    found.origins |= parsed.origins
-    found.errors += parsed.errors
-    found.keys_at_fault |= parsed.keys_at_fault
+def _note(parsed: Parsed, document: Parsed) -> None:
+    """Add to `document` where the parsed keys are written, and their errors."""
+    document.origins |= parsed.origins
+    document.errors += parsed.errors
+    document.keys_at_fault |= parsed.keys_at_fault
 
 
 def _read_yaml(path: Path, kind: type[Branch]) -> Parsed:
@@ -147,16 +147,16 @@ def _merge(
     overlay: Mapping[Any, Any],
     tree: dict[Any, Any],
     kind: type[Branch],
-    found: Parsed,
+    document: Parsed,
     section: Keys = (),
 ) -> None:
     """Write an overlay's keys over those of a section of the tree, in place. section: the keys that lead to it."""
     for key, value in overlay.items():
         keys = (*section, key)
         if value is None and _is_named(keys, kind):
-            _take_out(keys, tree, kind, found)
+            _take_out(keys, tree, kind, document)
         elif isinstance(value, dict) and isinstance(tree.get(key), dict):
-            _merge(value, tree[key], kind, found, keys)
+            _merge(value, tree[key], kind, document, keys)
         else:
             tree[key] = value
 
@@ -166,7 +166,7 @@ def _is_named(keys: Keys, kind: type[Branch]) -> bool:
     return any(get_origin(_annotation(at, kind)) is Mapping for at in (keys, keys[:-1]))
 
 
-def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Parsed) -> None:
+def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], document: Parsed) -> None:
     """Remove the entry, or all entries, of a named mapping; a name that is not there is an error."""
     key = keys[-1]
     path = dotted(keys)
@@ -175,9 +175,9 @@ def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Par
     elif key in branch:
         del branch[key]
     else:
-        found.errors.append(
+        document.errors.append(
             UserError(
-                _where(path, found.origins, path),
+                _where(path, document.origins, path),
                 f"{path} is null, which takes it out, and there is no such entry",
                 did_you_mean(near(key, branch), "leave the line out"),
             )
@@ -185,7 +185,7 @@ def _take_out(keys: Keys, branch: dict[Any, Any], kind: type[Branch], found: Par
 
 
 def _explain(
-    error: ValidationError, found: Parsed, file: str, root: type[Branch]
+    error: ValidationError, document: Parsed, file: str, root: type[Branch]
 ) -> list[UserError]:
     """Pydantic's errors in the user's words; a missing key that was only misspelt is not told twice."""
     errors: list[UserError] = []
@@ -194,15 +194,15 @@ def _explain(
     for item in error.errors(include_url=False):
         keys = tuple(part for part in item["loc"] if part != "[key]")
         path = dotted(keys)
-        where = _where(path, found.origins, file)
-        if path in found.keys_at_fault:
+        where = _where(path, document.origins, file)
+        if path in document.keys_at_fault:
             continue
         if item["type"] == "extra_forbidden" and path in RENAMED:
             errors.append(
                 UserError(where, f"unknown key {path}", f"it is called {RENAMED[path]} now")
             )
         elif item["type"] == "extra_forbidden":
-            guesses = _nearest(keys, found.value, not where.startswith(f"{file}:"), root)
+            guesses = _nearest(keys, document.value, not where.startswith(f"{file}:"), root)
             misspelt.update(guesses)
             there = ", ".join(_annotation(keys[:-1], root).model_fields)
             hint = did_you_mean(guesses, f"the keys there are {there}")

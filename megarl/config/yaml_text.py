@@ -127,12 +127,12 @@ def parse(
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        found = Parsed()
+        parsed = Parsed()
         if node is not None:
             _check_size(node, where)
-            _walk(node, prefix, where, is_free, found)
-            found.value = loader.construct_document(node)
-        return found
+            _walk(node, prefix, where, is_free, parsed)
+            parsed.value = loader.construct_document(node)
+        return parsed
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         problem = f"not valid YAML (the character U+{int(error.character):04X} is not allowed)"
@@ -178,7 +178,7 @@ def _walk(
     keys: Keys,
     where: Callable[[int], str],
     is_free: Callable[[Keys], bool],
-    found: Parsed,
+    parsed: Parsed,
 ) -> None:
     """Note every key below `node` with its place, and the errors of its values; keys: those that lead to the node.
 
@@ -188,13 +188,13 @@ def _walk(
     if isinstance(node, yaml.ScalarNode):
         error = _scalar_error(node, place, is_free(keys))
         if error:
-            found.errors.append(error)
-            found.keys_at_fault.add(dotted(keys))
+            parsed.errors.append(error)
+            parsed.keys_at_fault.add(dotted(keys))
     elif node.tag not in _COLLECTIONS:
         raise _tag_error(node, place)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _walk(item, keys, where, is_free, found)
+            _walk(item, keys, where, is_free, parsed)
     elif isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -205,12 +205,12 @@ def _walk(
             inner = (*keys, key.value)
             name = dotted(inner)
             if name in seen:
-                found.errors.append(
+                parsed.errors.append(
                     UserError(line, f"{name} is written twice", "keep one of the two")
                 )
             seen.add(name)
-            found.origins[name] = line
-            _walk(value, inner, where, is_free, found)
+            parsed.origins[name] = line
+            _walk(value, inner, where, is_free, parsed)
 
 
 def _tag_error(node: yaml.Node, place: str) -> UserErrors:
