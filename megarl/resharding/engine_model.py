@@ -183,8 +183,8 @@ def derived_errors(model: torch.nn.Module) -> list[str]:
     return [
         f"{name} differs from its kv_b_proj.weight"
         for name, module in model.named_modules()
-        for name, found, wanted in _derived(name, module)
-        if found.dtype != wanted.dtype or not torch.equal(found, wanted)
+        for name, actual, expected in _derived(name, module)
+        if actual.dtype != expected.dtype or not torch.equal(actual, expected)
     ]
 
 

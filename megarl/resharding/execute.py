@@ -65,20 +65,20 @@ def messages(copies: Sequence[Copy]) -> list[list[Piece]]:
 
     Depends on the sizes alone, so that sender and receiver agree without communication.
     """
-    found: list[list[Piece]] = []
+    message_pieces: list[list[Piece]] = []
     small: list[Piece] = []
     for copy in copies:
         num_items = copy.size[0]
         num_bytes = copy.num_bytes
         if num_bytes >= DIRECT_BYTES * num_items:
-            found += [[Piece(copy, item, 1)] for item in range(num_items)]
+            message_pieces += [[Piece(copy, item, 1)] for item in range(num_items)]
         elif num_bytes >= DIRECT_BYTES:
-            found.append([Piece(copy, 0, num_items)])
+            message_pieces.append([Piece(copy, 0, num_items)])
         else:
             small.append(Piece(copy, 0, num_items))
     if small:  # the widest elements first, so that each piece is aligned to its element size
-        found.append(sorted(small, key=lambda piece: -item_bytes(piece.copy.dtype)))
-    return found
+        message_pieces.append(sorted(small, key=lambda piece: -item_bytes(piece.copy.dtype)))
+    return message_pieces
 
 
 class SendBuffer(NamedTuple):
@@ -101,13 +101,13 @@ class SendBuffer(NamedTuple):
     def stage(self, buffer: torch.Tensor) -> Iterator[tuple[Piece, Sequence[Any], torch.Tensor]]:
         """Each piece with its tensors and its [items, rows, cols] place in the message."""
         start = 0
-        for piece, found in self.pieces:
+        for piece, elements in self.pieces:
             place = (
                 buffer[start : start + piece.num_bytes]
                 .view(getattr(torch, piece.copy.dtype))
                 .view(piece.size)
             )
-            yield piece, found, place
+            yield piece, elements, place
             start += piece.num_bytes
 
 
@@ -164,15 +164,15 @@ class Executor:
             )
             for index, step in enumerate(plan.rounds)
         ]
-        made = [(copy, out_of) for copy, _, out_of in self._local]
-        made += [
+        outgoing = [(copy, out_of) for copy, _, out_of in self._local]
+        outgoing += [
             (piece.copy, out_of)
             for s in self._steps
             for send_buffer in s.sends
             for piece, out_of in send_buffer.pieces
         ]
         self._scratch_bytes = max(
-            (_scratch_bytes(copy, out_of) for copy, out_of in made), default=0
+            (_scratch_bytes(copy, out_of) for copy, out_of in outgoing), default=0
         )
 
     def fits(self, sources: Params, targets: Params) -> bool:
@@ -270,7 +270,7 @@ def fill(copy: Copy, into: Sequence[torch.Tensor], elements: Source) -> None:
 
 def _computed(source: Source) -> list[Computed]:
     """The boxes of a source that is computed; none of another."""
-    return [one for one in source if isinstance(one, MergedBox | ScaledBox)]
+    return [box for box in source if isinstance(box, MergedBox | ScaledBox)]
 
 
 def _scratch_bytes(copy: Copy, source: Source) -> int:
@@ -300,16 +300,19 @@ def _send_buffer(peer: int, pieces: Sequence[tuple[Piece, Source]]) -> SendBuffe
     (piece, elements), *others = pieces
     if _computed(elements):
         return SendBuffer(peer, num_bytes, None, tuple(pieces))
-    found = cast(Sequence[torch.Tensor], elements)
+    tensors = cast(Sequence[torch.Tensor], elements)
     in_one_run = (
-        not others and len(found) == 1 and found[0].is_contiguous() and found[0].shape == piece.size
+        not others
+        and len(tensors) == 1
+        and tensors[0].is_contiguous()
+        and tensors[0].shape == piece.size
     )
     if (
         in_one_run
-        and found[0].dtype == getattr(torch, piece.copy.dtype)
-        and not _converter(piece.copy, found)
+        and tensors[0].dtype == getattr(torch, piece.copy.dtype)
+        and not _converter(piece.copy, tensors)
     ):
-        return SendBuffer(peer, num_bytes, found[0].flatten().view(torch.uint8), ())
+        return SendBuffer(peer, num_bytes, tensors[0].flatten().view(torch.uint8), ())
     return SendBuffer(peer, num_bytes, None, tuple(pieces))
 
 
@@ -324,8 +327,8 @@ def _post(group: Any, step: MemberRound, out: torch.Tensor, into: torch.Tensor) 
             if send_buffer.direct is None:
                 unpack.append((send_buffer, buffer))
         for send_buffer, buffer in _places(step.sends, out):
-            for piece, found, place in send_buffer.stage(buffer):
-                fill(piece.copy, [place], found)
+            for piece, elements, place in send_buffer.stage(buffer):
+                fill(piece.copy, [place], elements)
             works.append(group.send([buffer], send_buffer.peer, 0))
     return OnTheWay(works, unpack)
 
@@ -351,8 +354,8 @@ def _finish(pending: OnTheWay | None, timeout_s: float, ask: PeerCheck) -> None:
         return
     wait(pending.works, timeout_s, ask)
     for send_buffer, buffer in pending.unpack:
-        for _, found, place in send_buffer.stage(buffer):
-            torch._foreach_copy_(found, [place] if len(found) == 1 else list(place.split(1)))  # pyright: ignore
+        for _, elements, place in send_buffer.stage(buffer):
+            torch._foreach_copy_(elements, [place] if len(elements) == 1 else list(place.split(1)))  # pyright: ignore
 
 
 def _addresses(params: Params) -> dict[str, int]:

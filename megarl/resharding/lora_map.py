@@ -28,8 +28,8 @@ Held = dict[tuple[str, str], list[Shard]]
 
 def targets_of(shape: ModelShape) -> tuple[str, ...]:
     """The linear layers that the model's decoder has, of TARGETS."""
-    found = {leaf_of(name) for name in tensors(shape) if _is_decoder_linear(name, shape)}
-    return tuple(target for target in TARGETS if target in found)
+    leaves = {leaf_of(name) for name in tensors(shape) if _is_decoder_linear(name, shape)}
+    return tuple(target for target in TARGETS if target in leaves)
 
 
 def adapted_weights(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int, int]]:
@@ -49,16 +49,16 @@ def shards(
     transformer_engine: bool = False,
 ) -> list[Shard]:
     """The factors of training rank `rank` as shards of their logical tensors, A [rank, cols] and B [rows, rank]."""
-    found = []
+    factor_shards = []
     for (param, name), held in _held(shape, layout, rank, size, transformer_engine).items():
         width = (0, size.rank_of(STACK in name))
         (rows, cols, items, at) = _extent(held)
         a, b = (factor_param(param, name, factor) for factor in "AB")
-        found.append(Shard(factor_name(name, "A"), width, cols, a, at, items))
-        found += (
+        factor_shards.append(Shard(factor_name(name, "A"), width, cols, a, at, items))
+        factor_shards += (
             [Shard(factor_name(name, "B"), rows, width, b, at, items)] if rows[1] > rows[0] else []
         )
-    return found
+    return factor_shards
 
 
 def pairs(
@@ -69,50 +69,55 @@ def pairs(
     transformer_engine: bool = False,
 ) -> list[LoraPair]:
     """The pairs of factors of training rank `rank`, one for each tensor of the checkpoint in each linear layer."""
-    found = []
+    lora_pairs = []
     sizes = tensors(shape)
     for (param, name), held in _held(shape, layout, rank, size, transformer_engine).items():
         rows, cols, items, at = _extent(held)
         places = tuple(
-            (one.at[1], one.rows[0] - rows[0], one.rows[1] - one.rows[0])
-            for one in held
-            if one.area
+            (shard.at[1], shard.rows[0] - rows[0], shard.rows[1] - shard.rows[0])
+            for shard in held
+            if shard.area
         )
         for number, item in enumerate(range(*items)):
             if STACK in param:
-                own = param.format(at[0] + number)
+                item_param = param.format(at[0] + number)
             else:
-                own = param
+                item_param = param
             if STACK in name:
                 of_item = name.format(item)
             else:
                 of_item = name
-            found.append(LoraPair(of_item, own, STACK in name, sizes[name][1:], rows, cols, places))
-    return found
+            lora_pairs.append(
+                LoraPair(of_item, item_param, STACK in name, sizes[name][1:], rows, cols, places)
+            )
+    return lora_pairs
 
 
 def _held(
     shape: ModelShape, layout: TrainLayout, rank: int, size: LoraSize, transformer_engine: bool
 ) -> Held:
     """The shards of weights with adapters, those of fused layers in the order of TARGETS on every rank."""
-    found: Held = {}
+    shards_by_weight: Held = {}
     fused: dict[str, Shard] = {}
     for shard in megatron_map.shards(shape, layout, rank, transformer_engine):
         is_linear = _is_decoder_linear(shard.name, shape)
         if is_linear and shard.param.endswith("linear_qkv.weight"):
             fused.setdefault(shard.param, shard)
         if is_linear and size.includes(shard.name, STACK in shard.name):
-            found.setdefault((shard.param, shard.name), []).append(shard)
+            shards_by_weight.setdefault((shard.param, shard.name), []).append(shard)
     for shard in fused.values():
-        found |= {(shard.param, empty.name): [empty] for empty in _absent(shard, size, found)}
-    order = {param: index for index, (param, _) in reversed([*enumerate(found)])}
+        shards_by_weight |= {
+            (shard.param, empty.name): [empty] for empty in _absent(shard, size, shards_by_weight)
+        }
+    order = {param: index for index, (param, _) in reversed([*enumerate(shards_by_weight)])}
     in_order = sorted(
-        found.items(), key=lambda held: (order[held[0][0]], TARGETS.index(leaf_of(held[0][1])))
+        shards_by_weight.items(),
+        key=lambda held: (order[held[0][0]], TARGETS.index(leaf_of(held[0][1]))),
     )
     return dict(in_order)
 
 
-def _absent(held: Shard, size: LoraSize, found: Held) -> Iterator[Shard]:
+def _absent(held: Shard, size: LoraSize, shards_by_weight: Held) -> Iterator[Shard]:
     """The queries, keys or values of which a fused layer holds no row, as where it is cut inside a group of heads.
 
     Their A is there all the same, because the tensor-parallel ranks gather what it makes of their tokens. held: any
@@ -120,7 +125,7 @@ def _absent(held: Shard, size: LoraSize, found: Held) -> Iterator[Shard]:
     """
     for leaf in _QKV:
         name = held.name.replace(f"{leaf_of(held.name)}.", f"{leaf}.")
-        if size.includes(name, is_expert=False) and (held.param, name) not in found:
+        if size.includes(name, is_expert=False) and (held.param, name) not in shards_by_weight:
             yield held._replace(name=name, rows=(0, 0), at=(0, 0, 0))
 
 
@@ -132,7 +137,7 @@ def _extent(
     The rows are contiguous even where a fused layer interleaves them with others.
     """
     first = held[0]
-    rows = min(one.rows[0] for one in held), max(one.rows[1] for one in held)
+    rows = min(shard.rows[0] for shard in held), max(shard.rows[1] for shard in held)
     return rows, first.cols, first.items, (first.at[0], 0, 0)
 
 

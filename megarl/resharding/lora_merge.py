@@ -190,9 +190,11 @@ class Merge:
 
     def all_boxes(self, params: Params) -> list[MergedBox]:
         """A box for each part of the rank's weights with adapters, whole."""
-        shards = [one for of_name in self.weights.values() for one in of_name]
-        found = [self.boxes(one.name, params, one.param, one.at, one.size) for one in shards]
-        return [box for boxes in found for box in boxes or ()]
+        shards = [shard for of_name in self.weights.values() for shard in of_name]
+        box_lists = [
+            self.boxes(shard.name, params, shard.param, shard.at, shard.size) for shard in shards
+        ]
+        return [box for boxes in box_lists for box in boxes or ()]
 
     def begin(self, version: int | None) -> None:
         """Read this version from now on, also by the boxes that there are, and count anew what its rounding keeps."""
@@ -215,33 +217,35 @@ class Merge:
         A fused layer may have several shards of a weight, of which the box lies in one.
         """
         held = [
-            one for one in self.weights.get(name, ()) if one.param == param and _contains(one, at)
+            part
+            for part in self.weights.get(name, ())
+            if part.param == param and _contains(part, at)
         ]
         if not held:
             return None
         (shard,) = held
-        first_row = min(one.rows[0] for one in self.weights[name] if one.param == param)
+        first_row = min(part.rows[0] for part in self.weights[name] if part.param == param)
         above = shard.rows[0] - first_row  # rows of B before the shard's
         is_expert = STACK in name
-        found = []
+        merged_boxes = []
         for number in range(at[0], at[0] + size[0]):
             key = zlib.crc32(name.format(shard.items[0] + number - shard.at[0]).encode())
             if STACK in param:
-                own = param.format(number)
+                item_param = param.format(number)
             else:
-                own = param
+                item_param = param
             scale = self.size.scale_of(is_expert)
-            (weight,) = views(params, own, (0, *shard.at[1:]), (1, *shard.size[1:]))
-            a, b = (self.factors[factor_param(own, name, factor)] for factor in "AB")
+            (weight,) = views(params, item_param, (0, *shard.at[1:]), (1, *shard.size[1:]))
+            a, b = (self.factors[factor_param(item_param, name, factor)] for factor in "AB")
             start = at[1] - shard.at[1], at[2] - shard.at[2]
             of_shard = b[above : above + shard.size[1]]
             place = shard.rows[0], shard.cols[0]
-            found.append(
+            merged_boxes.append(
                 MergedBox(
                     weight, a, of_shard, scale, start, (1, *size[1:]), place, key, self.exchange
                 )
             )
-        return found
+        return merged_boxes
 
 
 def _contains(shard: Shard, at: Cell) -> bool:

@@ -45,5 +45,5 @@ class Scaling:
             return None
         scale = self.size.scale_of(STACK in name)
         items = range(at[0], at[0] + size[0])
-        found = [views(params, param, (item, *at[1:]), (1, *size[1:])) for item in items]
-        return [ScaledBox(elements, scale) for (elements,) in found]
+        item_views = [views(params, param, (item, *at[1:]), (1, *size[1:])) for item in items]
+        return [ScaledBox(elements, scale) for (elements,) in item_views]

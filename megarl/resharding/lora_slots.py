@@ -56,12 +56,14 @@ def modules(shape: ModelShape, size: LoraSize) -> tuple[str, ...]:
     """
     adapted = lora_map.adapted_weights(shape, size)
     engine = EngineLayout(count=1, tp=1, ep=1)
-    found = {
-        _module(one.param) for one in sglang_map.shards(shape, engine, 0) if one.name in adapted
+    module_names = {
+        _module(shard.param)
+        for shard in sglang_map.shards(shape, engine, 0)
+        if shard.name in adapted
     }
-    if shape.num_experts and found & {*MLP}:
-        found |= {*MLP}
-    return tuple(sorted(found))
+    if shape.num_experts and module_names & {*MLP}:
+        module_names |= {*MLP}
+    return tuple(sorted(module_names))
 
 
 def unknown_modules(shape: ModelShape, size: LoraSize) -> tuple[str, ...]:
@@ -77,22 +79,25 @@ def source_parts(
     for rank in range(layout.world_size):
         for shard in lora_map.shards(shape, layout, rank, size, transformer_engine):
             holders.setdefault(shard, []).append(rank)
-    found: dict[tuple[int, ...], list[Shard]] = {}
+    shards_by_members: dict[tuple[int, ...], list[Shard]] = {}
     for shard, members in holders.items():
-        found.setdefault(tuple(members), []).append(shard)
-    return [Part(tuple(shards), members) for members, shards in found.items()]
+        shards_by_members.setdefault(tuple(members), []).append(shard)
+    return [Part(tuple(shards), members) for members, shards in shards_by_members.items()]
 
 
 def target_parts(shape: ModelShape, engine: EngineLayout, size: LoraSize) -> list[Part]:
     """The slots of all engines as shards of the logical factors, A [rank, cols] and B [rows, rank]."""
     adapted = lora_map.adapted_weights(shape, size)
-    found = []
+    slot_parts = []
     for part in sglang_map.parts(shape, engine):
         held = [
-            one for shard in part.shards if shard.name in adapted for one in _of_weight(shard, size)
+            slot
+            for shard in part.shards
+            if shard.name in adapted
+            for slot in _of_weight(shard, size)
         ]
-        found += [Part(tuple(held), part.members)] if held else []
-    return found
+        slot_parts += [Part(tuple(held), part.members)] if held else []
+    return slot_parts
 
 
 def slot_sizes(
@@ -116,13 +121,13 @@ def slot_sizes_of_ranks(
 def _slot_sizes(weights: Sequence[Shard], shape: ModelShape, size: LoraSize) -> dict[str, Size]:
     """weights: the shards of a rank."""
     adapted = lora_map.adapted_weights(shape, size)
-    wanted = {shard.param for shard in weights if shard.name in adapted}
-    table = param_table([shard for shard in weights if shard.param in wanted])
-    found: dict[str, Size] = {}
+    adapted_params = {shard.param for shard in weights if shard.name in adapted}
+    table = param_table([shard for shard in weights if shard.param in adapted_params])
+    sizes_by_param: dict[str, Size] = {}
     for param, (items, rows, cols) in table.items():
-        found[slot_param(param, "A")] = items, len(_tensors(param)) * slot_rank(size), cols
-        found[slot_param(param, "B")] = items, rows, slot_rank(size)
-    return found
+        sizes_by_param[slot_param(param, "A")] = items, len(_tensors(param)) * slot_rank(size), cols
+        sizes_by_param[slot_param(param, "B")] = items, rows, slot_rank(size)
+    return sizes_by_param
 
 
 def _of_weight(shard: Shard, size: LoraSize) -> Iterator[Shard]:

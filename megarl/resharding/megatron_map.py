@@ -46,16 +46,16 @@ def parts(shape: ModelShape, layout: TrainLayout, transformer_engine: bool = Fal
         at = layout.coords(rank)
         dense.setdefault((at.pp, at.tp), []).append(rank)
         expert.setdefault((at.pp, at.ep, at.etp), []).append(rank)
-    found = [
+    all_parts = [
         Part(tuple(_dense(shape, layout, names, stage, tp_rank)), tuple(ranks))
         for (stage, tp_rank), ranks in dense.items()
     ]
     if shape.num_experts:
-        found += [
+        all_parts += [
             Part(tuple(_experts(shape, layout, names, stage, ep_rank, etp_rank)), tuple(ranks))
             for (stage, ep_rank, etp_rank), ranks in expert.items()
         ]
-    return found
+    return all_parts
 
 
 def shards(
@@ -64,10 +64,10 @@ def shards(
     """All shards of training rank `rank`; the shard of vocabulary rows that are all padding is empty."""
     at = layout.coords(rank)
     names = Names(transformer_engine)
-    found = list(_dense(shape, layout, names, at.pp, at.tp))
+    rank_shards = list(_dense(shape, layout, names, at.pp, at.tp))
     if shape.num_experts:
-        found += _experts(shape, layout, names, at.pp, at.ep, at.etp)
-    return found
+        rank_shards += _experts(shape, layout, names, at.pp, at.ep, at.etp)
+    return rank_shards
 
 
 def split_params(
@@ -90,10 +90,10 @@ def split_params(
     return frozenset(split | _boxes(experts).keys())
 
 
-def _boxes(found: Iterable[Shard]) -> dict[str, list[tuple[str, Box]]]:
+def _boxes(rank_shards: Iterable[Shard]) -> dict[str, list[tuple[str, Box]]]:
     """By parameter, the boxes of the logical tensors that it holds."""
     boxes: dict[str, list[tuple[str, Box]]] = {}
-    for shard in found:
+    for shard in rank_shards:
         for param, _ in cells(shard):
             boxes.setdefault(param, []).append((shard.name, shard.box))
     return boxes
@@ -238,14 +238,14 @@ def _fused_rows(shape: ModelShape, ranks: int, rank: int) -> Iterator[tuple[str,
     """A rank's rows of the fused projection: ("q", "k" or "v"; rows of that tensor; row of the parameter)."""
     kv_rows = shape.head_dim
     q_rows = shape.num_heads // shape.num_kv_heads * shape.head_dim
-    mine = share(shape.num_kv_heads * (q_rows + 2 * kv_rows), ranks, rank)
+    rank_rows = share(shape.num_kv_heads * (q_rows + 2 * kv_rows), ranks, rank)
     start = 0
     for group in range(shape.num_kv_heads):
         for letter, size in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
-            row, end = intersect((start, start + size), mine)
+            row, end = intersect((start, start + size), rank_rows)
             if row < end:
                 first = group * size + row - start
-                yield letter, (first, first + end - row), row - mine[0]
+                yield letter, (first, first + end - row), row - rank_rows[0]
             start += size
 
 
@@ -311,10 +311,10 @@ def _dense_mlp(
 
 
 def _gated(mlp: Place, hidden: int, width: int, ranks: int, rank: int) -> Shards:
-    mine = share(width, ranks, rank)
-    yield mlp.weight("gate_proj", "linear_fc1", mine, (0, hidden))
-    yield mlp.weight("up_proj", "linear_fc1", mine, (0, hidden), width // ranks)
-    yield mlp.weight("down_proj", "linear_fc2", (0, hidden), mine)
+    ffn_range = share(width, ranks, rank)
+    yield mlp.weight("gate_proj", "linear_fc1", ffn_range, (0, hidden))
+    yield mlp.weight("up_proj", "linear_fc1", ffn_range, (0, hidden), width // ranks)
+    yield mlp.weight("down_proj", "linear_fc2", (0, hidden), ffn_range)
 
 
 def _mtp(shape: ModelShape, layout: TrainLayout, index: int, tp_rank: int) -> Shards:
@@ -332,7 +332,7 @@ def _experts(
 ) -> Shards:
     items = share(shape.num_experts, layout.ep, ep_rank)
     hidden = (0, shape.hidden_size)
-    mine = share(shape.moe_ffn_size, layout.etp, etp_rank)
+    ffn_range = share(shape.moe_ffn_size, layout.etp, etp_rank)
     width = shape.moe_ffn_size // layout.etp
     for place in _places(shape, layout, stage):
         if shape.is_dense(place.layer):
@@ -341,6 +341,8 @@ def _experts(
             f"{place.param}mlp.experts.{names.expert(linear)}"
             for linear in ("linear_fc1", "linear_fc2")
         )
-        yield Shard(expert_stack(place.layer, "gate_proj"), mine, hidden, fc1, items=items)
-        yield Shard(expert_stack(place.layer, "up_proj"), mine, hidden, fc1, (0, width, 0), items)
-        yield Shard(expert_stack(place.layer, "down_proj"), hidden, mine, fc2, items=items)
+        yield Shard(expert_stack(place.layer, "gate_proj"), ffn_range, hidden, fc1, items=items)
+        yield Shard(
+            expert_stack(place.layer, "up_proj"), ffn_range, hidden, fc1, (0, width, 0), items
+        )
+        yield Shard(expert_stack(place.layer, "down_proj"), hidden, ffn_range, fc2, items=items)

@@ -242,8 +242,8 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
     for member, vote in enumerate(votes):
         for name, value in vote["inputs"].items():
             if value != first_inputs[name]:
-                both = f"{first_inputs[name]} for member 0 and {value} for member {member}"
-                raise RuntimeError(f"reshard: {name} is {both}")
+                values = f"{first_inputs[name]} for member 0 and {value} for member {member}"
+                raise RuntimeError(f"reshard: {name} is {values}")
     if sum(int(vote["digest"]) for vote in votes) % 2**DIGEST_BITS:
         raise RuntimeError("reshard: the members' plans do not match: sends differ from receives")
     rounds_by_stage = zip(*(vote["rounds"] for vote in votes), strict=True)

@@ -103,12 +103,12 @@ def map_params(handles: SourceHandles) -> dict[str, torch.Tensor]:
     Raises RuntimeError when the other process has ended.
     """
     storages = [_map_storage(handle) for handle in handles.storages]
-    found = {}
+    params_by_name = {}
     for name, view in handles.params.items():
         storage = storages[view.storage]
         empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
-        found[name] = empty.set_(storage, view.offset, view.shape, view.stride)
-    return found
+        params_by_name[name] = empty.set_(storage, view.offset, view.shape, view.stride)
+    return params_by_name
 
 
 def _map_storage(handle: CpuStorage | CudaStorage) -> torch.UntypedStorage:

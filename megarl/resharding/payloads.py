@@ -73,9 +73,9 @@ class Weights:
         _check_sources(self.sources)
         if self.transform and s.engine.fp8:
             raise LayoutError("adapters are not merged into the weights of fp8 engines")
-        wanted = held(self.target_parts, s.member)
-        verify_params(wanted, targets)
-        _check_dtypes(wanted, targets, s.dtype)
+        target_shards = held(self.target_parts, s.member)
+        verify_params(target_shards, targets)
+        _check_dtypes(target_shards, targets, s.dtype)
 
     def begin(self, version: int) -> None:
         if self.transform:
@@ -183,8 +183,8 @@ def _check_sources(sources: Params) -> None:
             raise LayoutError(f"{name}: training weights in {param.dtype} have no map")
 
 
-def _check_dtypes(wanted: Sequence[Shard], targets: Params, dtype: str) -> None:
-    for shard in wanted:
+def _check_dtypes(target_shards: Sequence[Shard], targets: Params, dtype: str) -> None:
+    for shard in target_shards:
         brings = shard.dtype or dtype
         for name, _ in cells(shard):
             if targets[name].dtype != getattr(torch, brings):

@@ -299,9 +299,9 @@ def cut(stream: Stream, num_rounds: int) -> Iterator[tuple[int, Copy]]:
             index = (done + (item * num_rows + in_item * line) * row_bytes) * num_rounds // total
             # of the round's share, from the start of `copy`
             end = -(-(index + 1) * total // num_rounds) - done
-            items, rest = divmod(end, num_rows * row_bytes)
+            items, rest_bytes = divmod(end, num_rows * row_bytes)
             stop = min(
-                num_granules, items * per_item + min(per_item, -(-rest // (line * row_bytes)))
+                num_granules, items * per_item + min(per_item, -(-rest_bytes // (line * row_bytes)))
             )
             if stop - granule == num_granules:
                 yield index, copy

@@ -186,27 +186,27 @@ class RouteChooser:
                     send_stage = done * num_send_stages // total
                     held[shard.name].setdefault(shard.box, []).append((number, shard, send_stage))
                     done += area
-        found = {}
+        replicas_by_name = {}
         for name, boxes in held.items():
             replica_sets = []
             for box, holders in boxes.items():
                 numbers, shards, send_stages = zip(*holders, strict=True)
                 replica_sets.append(ReplicaSet(box, numbers, shards, send_stages[0]))
             pattern = self.patterns.setdefault(tuple(boxes), len(self.patterns))
-            found[name] = TensorReplicas(tuple(replica_sets), pattern)
-        return found
+            replicas_by_name[name] = TensorReplicas(tuple(replica_sets), pattern)
+        return replicas_by_name
 
     def flows(self, member: int | None = None) -> Iterator[tuple[Flow, Iterator[Transfer]]]:
         """Every flow with its transfers, in the same order on all members; exhaust the transfers of each.
 
         member: restricts this to flows of the member's pairs, and to transfers that may involve it. Raises LayoutError.
         """
-        mine = {
+        source_numbers = {
             number
             for number, part in enumerate(self.sources)
             if member is None or member in part.members
         }
-        sent = {shard.name for number in mine for shard in self.sources[number].shards}
+        sent = {shard.name for number in source_numbers for shard in self.sources[number].shards}
         if member is None:
             node = None
         else:
@@ -219,7 +219,7 @@ class RouteChooser:
                 for held, box in self._cut(
                     wanted, part.members[0] if member is None else member, wants
                 ):
-                    if wants or not mine.isdisjoint(held.parts):
+                    if wants or not source_numbers.isdisjoint(held.parts):
                         dtype = wanted.dtype or self.dtype
                         flow = Flow(
                             box, dtype, box_area(box) * item_bytes(dtype), held, wanted, number
@@ -248,17 +248,17 @@ class RouteChooser:
             boxes = [held.box for held in tensor.replica_sets]
             if common := overlap(boxes):
                 problem = "source boxes overlap without being replicas"
-                both = " and ".join(map(describe_box, common))
-                raise LayoutError(f"{wanted.name}: {problem}: {both}")
+                overlapping = " and ".join(map(describe_box, common))
+                raise LayoutError(f"{wanted.name}: {problem}: {overlapping}")
             meeting = [(index, intersect_boxes(box, wanted.box)) for index, box in enumerate(boxes)]
             self.cuts[key] = [(index, box) for index, box in meeting if box]
-        found = self.cuts[key]
-        held_area = sum(box_area(box) for _, box in found)
+        intersections = self.cuts[key]
+        held_area = sum(box_area(box) for _, box in intersections)
         if complete and held_area != wanted.area:
             box = describe_box(wanted.box)
             part = f"of which the sources hold {held_area} of {wanted.area} elements"
             raise LayoutError(f"{wanted.name}: member {member} wants {box}, {part}")
-        return [(tensor.replica_sets[index], box) for index, box in found]
+        return [(tensor.replica_sets[index], box) for index, box in intersections]
 
 
 def describe_box(box: Box) -> str:

@@ -55,13 +55,13 @@ def parts(shape: ModelShape, engine: EngineLayout) -> list[Part]:
 
     Raises LayoutError where an fp8 tile would be split.
     """
-    found: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
+    shards_by_members: dict[tuple[int, ...], list[Shard]] = defaultdict(list)
     lists: dict[Holder, list[Shard]] = {}
     for holder, shard in _placed(shape, engine):
         if holder not in lists:
-            lists[holder] = found[_slots(engine, holder)]
+            lists[holder] = shards_by_members[_slots(engine, holder)]
         lists[holder].append(shard)
-    return [Part(tuple(shards), members) for members, shards in found.items()]
+    return [Part(tuple(shards), members) for members, shards in shards_by_members.items()]
 
 
 def shards(shape: ModelShape, engine: EngineLayout, tp_rank: int) -> list[Shard]:
@@ -268,10 +268,12 @@ def _mlp(prefix: str, engine: EngineLayout, hidden_size: int, width: int, ranks:
     gate_up = prefix + "gate_up_proj.weight"
     for rank in range(ranks):
         to = (Holder(ranks, rank), engine.fp8)
-        mine = share(width, ranks, rank)
-        yield from _weight(*to, prefix + "gate_proj.weight", mine, hidden, gate_up)
-        yield from _weight(*to, prefix + "up_proj.weight", mine, hidden, gate_up, width // ranks)
-        yield from _weight(*to, prefix + "down_proj.weight", hidden, mine)
+        ffn_range = share(width, ranks, rank)
+        yield from _weight(*to, prefix + "gate_proj.weight", ffn_range, hidden, gate_up)
+        yield from _weight(
+            *to, prefix + "up_proj.weight", ffn_range, hidden, gate_up, width // ranks
+        )
+        yield from _weight(*to, prefix + "down_proj.weight", hidden, ffn_range)
 
 
 def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
@@ -287,14 +289,14 @@ def _experts(shape: ModelShape, engine: EngineLayout, prefix: str) -> Placed:
     for rank in range(engine.tp):
         expert_rank, width_rank = divmod(rank, engine.moe_tp)
         items = share(shape.num_experts, engine.ep, expert_rank)
-        mine = share(ffn, engine.moe_tp, width_rank)
+        ffn_range = share(ffn, engine.moe_tp, width_rank)
         to = (Holder(engine.tp, rank), engine.fp8)
         after_gate = ffn // engine.moe_tp
         w13 = param + "w13_weight"
         w2 = param + "w2_weight"
-        yield from _weight(*to, stack + "gate_proj.weight", mine, hidden, w13, items=items)
-        yield from _weight(*to, stack + "up_proj.weight", mine, hidden, w13, after_gate, items)
-        yield from _weight(*to, stack + "down_proj.weight", hidden, mine, w2, items=items)
+        yield from _weight(*to, stack + "gate_proj.weight", ffn_range, hidden, w13, items=items)
+        yield from _weight(*to, stack + "up_proj.weight", ffn_range, hidden, w13, after_gate, items)
+        yield from _weight(*to, stack + "down_proj.weight", hidden, ffn_range, w2, items=items)
     if shape.num_shared_experts:
         width = shape.num_shared_experts * ffn
         prefix = prefix + "shared_experts."

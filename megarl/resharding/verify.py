@@ -59,20 +59,20 @@ class Verifier:
 
     def _flows(self, sent: bool) -> dict[int, list[Copy]]:
         """By peer, all whole copies that this member sent (or received), in the same order at both ends."""
-        found: dict[int, list[Copy]] = {}
+        copies_by_peer: dict[int, list[Copy]] = {}
         for send_stage in self.streams.send_stages:
             for (source, target), copies in sorted(send_stage.items()):
                 if (source if sent else target) == self.streams.member:
-                    found.setdefault(target if sent else source, []).extend(copies)
-        return found
+                    copies_by_peer.setdefault(target if sent else source, []).extend(copies)
+        return copies_by_peer
 
     def _compare_local(self) -> Iterator[str]:
         for copy in self.streams.local:
             for strip in _strips(copy, min(STRIP_BYTES, self.round_bytes)):
-                wanted = self._bytes(strip, "source")
-                found = self._bytes(strip, "target")
-                if not torch.equal(wanted, found):
-                    yield self._describe(strip, _difference(strip, wanted, found))
+                source_content = self._bytes(strip, "source")
+                target_content = self._bytes(strip, "target")
+                if not torch.equal(source_content, target_content):
+                    yield self._describe(strip, _difference(strip, source_content, target_content))
 
     def _compare_sums(self) -> list[str]:
         sent = self._flows(sent=True)
@@ -133,9 +133,11 @@ class Verifier:
                 works += [self.group.send([content], peer, 0) for peer, content in ours.items()]
             wait(works, self.timeout_s, self.ask)
             for peer, strip in into.items():
-                found = self._bytes(strip, "target")
-                if not torch.equal(theirs[peer], found):
-                    wrong.append(self._describe(strip, _difference(strip, theirs[peer], found)))
+                target_content = self._bytes(strip, "target")
+                if not torch.equal(theirs[peer], target_content):
+                    wrong.append(
+                        self._describe(strip, _difference(strip, theirs[peer], target_content))
+                    )
         return wrong
 
     def _bytes(self, copy: Copy, side: Literal["source", "target"]) -> torch.Tensor:
@@ -145,9 +147,9 @@ class Verifier:
         if side == "source":
             fill(copy, [staged], source_views(piece, self.sources, self.targets, self.transform))
         else:
-            found = target_views(piece, self.targets)
+            views = target_views(piece, self.targets)
             for place, part in zip(
-                [staged] if len(found) == 1 else staged.split(1), found, strict=True
+                [staged] if len(views) == 1 else staged.split(1), views, strict=True
             ):
                 place.copy_(part)
         return staged.flatten().view(torch.uint8)
@@ -191,7 +193,7 @@ def _strips(copy: Copy, max_bytes: int) -> Iterator[Copy]:
 def _next_strips(strips: Mapping[int, Iterator[Copy]]) -> Iterator[dict[int, Copy]]:
     """The next strip of every peer that has any left, until all are exhausted."""
     while True:
-        upcoming = {peer: next(rest, None) for peer, rest in strips.items()}
+        upcoming = {peer: next(peer_strips, None) for peer, peer_strips in strips.items()}
         present = {peer: strip for peer, strip in upcoming.items() if strip is not None}
         if not present:
             return
@@ -206,9 +208,9 @@ def _weights(number: int) -> torch.Tensor:
     return mixed | 1
 
 
-def _difference(copy: Copy, wanted: torch.Tensor, found: torch.Tensor) -> Box:
+def _difference(copy: Copy, source_content: torch.Tensor, target_content: torch.Tensor) -> Box:
     """The smallest box of the logical tensor that contains all differences between two contents of a copy."""
-    elements = (wanted != found).view(*copy.size, -1).any(dim=-1)
+    elements = (source_content != target_content).view(*copy.size, -1).any(dim=-1)
     box = []
     for (start, _), indices in zip(copy.box, elements.nonzero().unbind(dim=1), strict=True):
         box.append((start + int(indices.min()), start + int(indices.max()) + 1))
