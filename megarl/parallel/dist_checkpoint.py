@@ -179,9 +179,19 @@ def _state(
 def _step(optimizer: ChainedOptimizer) -> int:
     """How many steps were taken, which a rank without trained weights does not count; collective."""
     inner = [chained.optimizer for chained in stepping(optimizer)]
-    counts = [state["step"] for one in inner for state in one.state.values() if "step" in state]
+    counts = [
+        state["step"]
+        for inner_optimizer in inner
+        for state in inner_optimizer.state.values()
+        if "step" in state
+    ]
     # a fused optimizer's
-    counts += [group["step"] for one in inner for group in one.param_groups if "step" in group]
+    counts += [
+        group["step"]
+        for inner_optimizer in inner
+        for group in inner_optimizer.param_groups
+        if "step" in group
+    ]
     most = torch.tensor(max(map(int, counts), default=0), device=DEVICE)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return int(most)
@@ -313,15 +323,17 @@ def _write_in_threads() -> None:
     def write(
         transforms: list[Any], _: bool, rank: int, buckets: Sequence[Any], results: Any
     ) -> None:
-        found: dict[int, Any] = {}
+        results_by_bucket: dict[int, Any] = {}
         for index, bucket in enumerate(buckets):
             outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
             writer.write_preloaded_data(
                 transforms, index, bucket, outcome, _NoCount(), use_fsync=True
             )
-            _, found[index] = outcome.get()
-        failed = next((result for result in found.values() if isinstance(result, Exception)), None)
-        results.put(failed or found)
+            _, results_by_bucket[index] = outcome.get()
+        failed = next(
+            (result for result in results_by_bucket.values() if isinstance(result, Exception)), None
+        )
+        results.put(failed or results_by_bucket)
 
     writer.write_preloaded_data_multiproc = staticmethod(write)
     filesystem_async._get_write_results_queue = queue.SimpleQueue

@@ -65,12 +65,12 @@ def open_communicators() -> int:
 def _open_ring(group: Any) -> None:
     """Send a message from each stage to the next, in the order of Megatron's stages."""
     ranks = dist.get_process_group_ranks(pp_group())
-    own = ranks.index(dist.get_rank())
-    after = ranks[(own + 1) % len(ranks)]
-    before = ranks[own - 1]
+    stage = ranks.index(dist.get_rank())
+    after = ranks[(stage + 1) % len(ranks)]
+    before = ranks[stage - 1]
     sent, received = (torch.zeros(1, device=device.DEVICE) for _ in range(2))
     calls = [partial(dist.isend, sent, after, group), partial(dist.irecv, received, before, group)]
-    for work in [call() for call in (calls if own % 2 == 0 else reversed(calls))]:
+    for work in [call() for call in (calls if stage % 2 == 0 else reversed(calls))]:
         assert work is not None
         work.wait()
 
@@ -153,18 +153,20 @@ def reduce_stats(stats: Sequence[Mapping[Statistic, torch.Tensor]]) -> Statistic
     """Statistics of micro-batches over this rank and its data-parallel peers, each by its own reduction."""
     reduced: Statistics = {}
     for op, is_max in ((dist.ReduceOp.SUM, False), (dist.ReduceOp.MAX, True)):
-        own = [statistic for statistic in stats[0] if statistic.reduction.is_max == is_max]
-        if not own:
+        statistics = [statistic for statistic in stats[0] if statistic.reduction.is_max == is_max]
+        if not statistics:
             continue
         rows = [
-            [batch[statistic].detach().double().reshape(-1) for statistic in own] for batch in stats
+            [batch[statistic].detach().double().reshape(-1) for statistic in statistics]
+            for batch in stats
         ]
         table = torch.stack([torch.cat(row) for row in rows])
         totals = table.amax(0) if is_max else table.sum(0)
         dist.all_reduce(totals, op=op, group=dp_group())
         values = totals.split([len(value) for value in rows[0]])
         reduced |= {
-            statistic: tuple(value.tolist()) for statistic, value in zip(own, values, strict=True)
+            statistic: tuple(value.tolist())
+            for statistic, value in zip(statistics, values, strict=True)
         }
     return reduced
 

@@ -81,9 +81,9 @@ def _buckets(
             by_size.setdefault(size, []).append((done, chunk, start, last - start))
             done += chunk
     buckets = [_bucket(blocks) for blocks in by_size.values()]
-    found = torch.cat([bucket.queries[bucket.is_real] for bucket in buckets])
+    queries = torch.cat([bucket.queries[bucket.is_real] for bucket in buckets])
     shares = [zigzag(np.array(bounds), cp, cp_rank) for cp_rank in range(cp)]
-    return buckets, torch.argsort(found), torch.from_numpy(np.argsort(np.concatenate(shares)))
+    return buckets, torch.argsort(queries), torch.from_numpy(np.argsort(np.concatenate(shares)))
 
 
 def _bucket(blocks: Sequence[tuple[int, int, int, int]]) -> _Bucket:

@@ -85,12 +85,12 @@ class _HiddenLogprobs(torch.autograd.Function):
         else:
             weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         logp_grad_T, entropy_grad_T = (
-            None if one is None else one / ctx.temperature for one in gradients
+            None if gradient is None else gradient / ctx.temperature for gradient in gradients
         )
         if logp_grad_T is None:
             logp_grad_T = torch.zeros_like(log_sum_T)
         columns = (hidden_TH, labels_T, log_sum_T, entropy_T, peak_T, logp_grad_T, hidden_grad_TH)
-        parts = zip(*(one.split(ctx.chunk_tokens) for one in columns), strict=True)
+        parts = zip(*(column.split(ctx.chunk_tokens) for column in columns), strict=True)
         for index, (hidden, labels, log_sum, entropy, peak, logp_grad, hidden_grad) in enumerate(
             parts
         ):

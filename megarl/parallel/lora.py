@@ -132,9 +132,9 @@ class Adapter(torch.nn.Module):
             (place, index) for index, pair in enumerate(pairs) for place in pair.places
         )
         for pair in pairs:
-            made = FactorPair(pair, self._rank, weight.dtype, seed)
-            self._mark(made, getattr(weight, "allreduce", True))
-            self.add_module(pair.leaf, made)
+            factor_pair = FactorPair(pair, self._rank, weight.dtype, seed)
+            self._mark(factor_pair, getattr(weight, "allreduce", True))
+            self.add_module(pair.leaf, factor_pair)
 
     @property
     def pairs(self) -> list[FactorPair]:
@@ -167,8 +167,8 @@ class Adapter(torch.nn.Module):
             narrow = reduce_scatter_to_sequence_parallel_region(narrow, group=groups.tp_group())
         narrow = narrow * self._scale
         deltas = [
-            F.linear(one, pair.B)
-            for one, pair in zip(narrow.split(self._rank, -1), pairs, strict=True)
+            F.linear(part, pair.B)
+            for part, pair in zip(narrow.split(self._rank, -1), pairs, strict=True)
         ]
         return self._assembled(deltas)
 
@@ -226,14 +226,14 @@ def attach(
             known = ", ".join(kind.__name__ for kind in CUTS)
             problem = f"{path} is a {type(linear).__name__}, and adapters are for {known}"
             raise UserError("lora", problem, _HINT)
-        made = [
+        layer_adapters = [
             Adapter(getattr(linear, weight), held, size, cut, seed)
             for weight, held in of_weights.items()
         ]
         if "weight" in of_weights:
-            of_layer = made[0]
+            of_layer = layer_adapters[0]
         else:
-            of_layer = GroupedAdapter(made)
+            of_layer = GroupedAdapter(layer_adapters)
         linear.add_module(CHILD, of_layer)
         linear.register_forward_hook(_adding(of_layer, adapters))
     return adapters
@@ -242,14 +242,17 @@ def attach(
 def sum_over_etp(chunks: Sequence[torch.nn.Module]) -> None:
     """Sum the gradients of factors that the ranks of one expert hold alike; after those over data-parallel ranks."""
     marked: Any = [
-        one for chunk in chunks for one in chunk.parameters() if getattr(one, "sum_over_etp", False)
+        param
+        for chunk in chunks
+        for param in chunk.parameters()
+        if getattr(param, "sum_over_etp", False)
     ]
     if not marked:
         return
-    flat = torch.cat([one.main_grad.flatten() for one in marked])
+    flat = torch.cat([param.main_grad.flatten() for param in marked])
     dist.all_reduce(flat, group=groups.etp_group())
-    for one, summed in zip(marked, flat.split([one.numel() for one in marked]), strict=True):
-        one.main_grad.copy_(summed.view_as(one))
+    for param, summed in zip(marked, flat.split([param.numel() for param in marked]), strict=True):
+        param.main_grad.copy_(summed.view_as(param))
 
 
 def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
@@ -257,13 +260,13 @@ def _adding(adapter: torch.nn.Module, adapters: Adapters) -> Any:
         if not adapters.is_on or (adapters.are_in_weights and not torch.is_grad_enabled()):
             return output
         (hidden, *others) = inputs
-        (own, bias) = output
+        (base_output, bias) = output
         if adapters.are_in_weights:
             hidden = hidden.detach()  # its gradient comes by the weights
         if hasattr(linear, "layer_norm_weight"):
             hidden = F.rms_norm(hidden, hidden.shape[-1:], linear.layer_norm_weight, linear.eps)
         delta = adapter(hidden, *others)
-        return own + (delta - delta.detach() if adapters.are_in_weights else delta), bias
+        return base_output + (delta - delta.detach() if adapters.are_in_weights else delta), bias
 
     return add
 

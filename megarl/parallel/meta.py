@@ -56,7 +56,7 @@ def stages(
 
     Stages with the same kinds of layers are built once.
     """
-    found: list[list[ChunkSize]] = []
+    sizes_by_stage: list[list[ChunkSize]] = []
     known: dict[Any, list[ChunkSize]] = {}
     for stage in range(layout.pp):
         layers = [layout.layers(stage, shape.num_layers, chunk) for chunk in range(layout.vpp)]
@@ -70,8 +70,8 @@ def stages(
             known[kind] = [
                 size_of(chunk, shape) for chunk in _chunks(facts, shape, layout, rank, recipe)
             ]
-        found.append(known[kind])
-    return found
+        sizes_by_stage.append(known[kind])
+    return sizes_by_stage
 
 
 def size_of(chunk: model.Chunk, shape: ModelShape) -> ChunkSize:

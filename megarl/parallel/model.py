@@ -232,11 +232,11 @@ class Chunk(GPTModel):
     ) -> torch.Tensor:
         if not (mtp_in_postprocess and self.runs_mtp):
             return hidden_states
-        wanted = inspect.signature(self.mtp.forward).parameters
+        accepted = inspect.signature(self.mtp.forward).parameters
         return self.mtp(
             hidden_states=hidden_states,
             embedding=self.embedding,
-            **{name: value for name, value in inputs.items() if name in wanted},
+            **{name: value for name, value in inputs.items() if name in accepted},
         )
 
     def output_weight(self) -> torch.Tensor:

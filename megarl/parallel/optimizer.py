@@ -104,7 +104,7 @@ def transformer_engine_error(train: TrainConfig, offloaded: bool) -> UserError |
 def stepping(optimizer: ChainedOptimizer) -> list[Any]:
     """Megatron's DistributedOptimizers of the dense weights and of the experts, without its stubs."""
     chained: list[Any] = optimizer.chained_optimizers
-    return [one for one in chained if not one.is_stub_optimizer]
+    return [distributed for distributed in chained if not distributed.is_stub_optimizer]
 
 
 def offloads(train: TrainConfig) -> bool:

@@ -51,10 +51,10 @@ _RANGES = {
 
 def field_errors(where: str, value: Any, closest: Any) -> Iterator[UserError]:
     """The error of a value that does not fit the field's type or range, if any; hint: the field's type."""
-    wanted = _RANGES.get(where)
+    value_range = _RANGES.get(where)
     if not _fits(value, closest):
-        if wanted:
-            text = wanted.text
+        if value_range:
+            text = value_range.text
         else:
             text = " or ".join(_alternatives(closest))
         if text:
@@ -62,8 +62,8 @@ def field_errors(where: str, value: Any, closest: Any) -> Iterator[UserError]:
         else:
             hint = "remove it: no recipe can write such a value"
         yield UserError(where, f"{value!r:.80} is no value that Megatron's field takes", hint)
-    elif wanted and value is not None and not wanted.holds(value):
-        yield UserError(where, f"{value!r:.80} is out of range", f"set it to {wanted.text}")
+    elif value_range and value is not None and not value_range.holds(value):
+        yield UserError(where, f"{value!r:.80} is out of range", f"set it to {value_range.text}")
 
 
 def state_dtype(key: str, name: str) -> torch.dtype:

@@ -79,14 +79,14 @@ def effective_options(
     names: fields of the model to list in addition to those that the recipe sets. Leaves out the option that megarl
     itself sets for an optimizer on the host: in a recipe it would ask for TransformerEngine's optimizer.
     """
-    found = {
+    options_by_branch = {
         "megatron": _values(config, sorted({*names, *train.megatron})),
         "ddp": _values(buffers, OF_BUFFERS),
         "optimizer": _values(optimizer, OF_OPTIMIZER),
     }
     if optimizer.optimizer_cpu_offload and PRECISION_AWARE not in train.optimizer:
-        del found["optimizer"][PRECISION_AWARE]
-    return found
+        del options_by_branch["optimizer"][PRECISION_AWARE]
+    return options_by_branch
 
 
 def _values(config: Any, names: Iterable[str]) -> dict[str, Any]:

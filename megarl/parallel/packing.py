@@ -197,7 +197,7 @@ def _experts(
     sequences: Sequence[TrainSequence], starts: Sequence[int], num_tokens: int
 ) -> np.ndarray | None:
     """The engine's choices, where every sequence brings them; its last token was never an input of the engine's."""
-    known = [one.experts_TMK for one in sequences if one.experts_TMK is not None]
+    known = [sequence.experts_TMK for sequence in sequences if sequence.experts_TMK is not None]
     if not known or len(known) < len(sequences):
         return None
     experts_TMK = np.full((num_tokens, *known[0].shape[1:]), -1, np.int64)

@@ -102,9 +102,11 @@ class RankModel:
     def options(self) -> dict[str, dict[str, Any]]:
         """Megatron's options that this rank runs with, as a recipe writes them under `train`."""
         names = model.default_field_names(self.shape)
-        own = optimizer.optimizer_config(self._train, self._dtype, optimizer.offloads(self._train))
+        optimizer_config = optimizer.optimizer_config(
+            self._train, self._dtype, optimizer.offloads(self._train)
+        )
         return effective_options(
-            self._train, self.chunks[0].config, self.chunks[0].ddp_config, own, names
+            self._train, self.chunks[0].config, self.chunks[0].ddp_config, optimizer_config, names
         )
 
     def params(self) -> dict[str, torch.Tensor]:
@@ -160,12 +162,12 @@ class RankModel:
             if not optimizer.offloads(self._train):
                 optimizer.move_optimizer(self.optimizer, self.chunks, "cpu")
         if not self._is_published:
-            own = {
-                name: one
-                for name, one in (self.params() | self.factors()).items()
+            unshared = {
+                name: tensor
+                for name, tensor in (self.params() | self.factors()).items()
                 if name not in self._shared
             }
-            self._offloaded = host_offload.offload_params(own)
+            self._offloaded = host_offload.offload_params(unshared)
         device.empty_cache()  # after all of it has moved: the engine resumes in the free memory
 
     def onload(self) -> None:

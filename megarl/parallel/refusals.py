@@ -27,12 +27,12 @@ def megatron_errors(role: Role, device: str) -> list[UserError]:
         return errors
     dtype = DTYPES[role.recipe.model.dtype]
     offloaded = train.optimizer_offload and device == "cuda"
-    made: list[Callable[[], object]] = [
+    factories: list[Callable[[], object]] = [
         lambda: transformer_config(role.model.required_facts, shape, layout, dtype, train),
         lambda: buffers_config(train),
         lambda: optimizer_config(train, dtype, offloaded),
     ]
-    for make in made:
+    for make in factories:
         try:
             make()
         except UserError as error:

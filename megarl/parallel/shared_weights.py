@@ -27,11 +27,11 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
 
     Returns the names of those that were replaced. Raises ValueError for a weight that is missing or of another extent.
     """
-    own = {id(head) for head in heads(chunks)}
+    head_ids = {id(head) for head in heads(chunks)}
     frozen: dict[str, torch.Tensor] = {
         name: param
         for name, param in named_parameters(chunks)
-        if id(param) not in own and not is_factor(name)
+        if id(param) not in head_ids and not is_factor(name)
     }
     frozen |= {name: bias for name, bias in named_buffers(chunks) if name.endswith(ROUTER_BIAS)}
     for name, weight in frozen.items():
@@ -40,7 +40,7 @@ def bind(chunks: Sequence[torch.nn.Module], weights: Mapping[str, torch.Tensor])
             raise ValueError(f"the other model has no weight {name}")
         if shared.shape != weight.shape or shared.dtype != weight.dtype:
             has = f"{list(shared.shape)} {shared.dtype}"
-            wanted = f"{list(weight.shape)} {weight.dtype}"
-            raise ValueError(f"{name} is {wanted}, and {has} in the other model")
+            extent = f"{list(weight.shape)} {weight.dtype}"
+            raise ValueError(f"{name} is {extent}, and {has} in the other model")
         weight.data = shared
     return frozenset(frozen)

@@ -74,15 +74,17 @@ def _stand_in(known: Any) -> _Sealed:
     return _Sealed(
         known.__name__,
         (),
-        {"__new__": lambda _, *given: known.__new__(known, *given), "_make": known},
+        {"__new__": lambda _, *arguments: known.__new__(known, *arguments), "_make": known},
     )
 
 
 def _by_name() -> dict[tuple[str, str], Any]:
     """(module, name) as a pickle has them -> what it gets for them."""
-    named = {(one.__module__, one.__name__): _stand_in(one) for one in _UNPICKLED}
+    named = {(known.__module__, known.__name__): _stand_in(known) for known in _UNPICKLED}
     return named | {
-        ("torch", name): one for name, one in vars(torch).items() if isinstance(one, torch.dtype)
+        ("torch", name): dtype
+        for name, dtype in vars(torch).items()
+        if isinstance(dtype, torch.dtype)
     }
 
 
