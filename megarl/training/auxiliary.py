@@ -127,7 +127,7 @@ class AuxiliaryRank(TrainingRank):
         returns = None
         old_values = old.values if has_scores else None
         if old_values is not None:
-            flat = [one for batch in micro_batches for one in batch]
+            flat = [sequence for batch in micro_batches for sequence in batch]
             returns = critic_returns(flat, old_values, rewards, hyperparameters)
 
         def loss(row: PackedRow, output_T: torch.Tensor, *_: torch.Tensor) -> LossResult:

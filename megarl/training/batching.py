@@ -194,8 +194,8 @@ def _stratified(whole: Sequence[MicroBatch], updates: int) -> list[list[MicroBat
         neighbours = sorted(by_tokens[first : first + updates])
         for part, place in zip(parts, neighbours, strict=True):
             part.append(whole[place])
-    for part, rest in zip(parts, whole[num_assigned:], strict=False):
-        part.append(rest)
+    for part, sample in zip(parts, whole[num_assigned:], strict=False):
+        part.append(sample)
     return parts
 
 
@@ -218,7 +218,9 @@ class _Load:
     @staticmethod
     def of(pieces: Iterable[MicroBatch], work: Callable[[int], float], align: int) -> _Load:
         ordered = tuple(
-            sorted(pieces, key=lambda one: (-sum([ref.length for ref in one]), key_of(one[0])))
+            sorted(
+                pieces, key=lambda piece: (-sum([ref.length for ref in piece]), key_of(piece[0]))
+            )
         )
         lengths = [[ref.length for ref in piece] for piece in ordered]
         tokens = [sum(_padded(length, align) for length in piece) for piece in lengths]
@@ -236,10 +238,10 @@ def _loads(
     assigned = _least_first(whole.tokens, whole.work, np.zeros(ranks), int(whole.tokens.sum()))
     assert assigned is not None, "there is room for everything"
     of_ranks = [
-        [piece for place in own for piece in _pieces(whole.pieces[place], align, budget)]
-        for own in assigned
+        [piece for place in places for piece in _pieces(whole.pieces[place], align, budget)]
+        for places in assigned
     ]
-    return [_Load.of(own, work, align) for own in of_ranks]
+    return [_Load.of(pieces, work, align) for pieces in of_ranks]
 
 
 def _pieces(rows: MicroBatch, align: int, budget: int) -> list[MicroBatch]:
@@ -266,11 +268,11 @@ def _fastest(
     multiple: int,
     budget: int,
     bubble_micro_batches: float,
-    own: float,
+    base: float,
 ) -> _Hands:
     """Micro-batches of every rank: of a few numbers of them the one with the shortest step, of equals the fewest.
 
-    loads: as of `_loads`. own: the work that a micro-batch is without any sample.
+    loads: as of `_loads`. base: the work that a micro-batch is without any sample.
     """
     sharing = ranks // len(loads)  # ranks that a load is for
     tight = [_best_fit(load.tokens, budget) for load in loads]
@@ -286,10 +288,10 @@ def _fastest(
         slowest = float(np.max([heaviest for _, heaviest in assigned], axis=0).sum())
         # the others pass quickly
         in_use = sum(any(hand[place] for hand in hands) for place in range(places))
-        return slowest + places * own + bubble_micro_batches * (slowest / in_use + own), hands
+        return slowest + places * base + bubble_micro_batches * (slowest / in_use + base), hands
 
     _, hands = min(
-        (tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda one: one[0]
+        (tried(fewest + more * multiple) for more in range(_MORE + 1)), key=lambda trial: trial[0]
     )
     return hands
 
@@ -363,7 +365,7 @@ def _assign(bins: list[_Bin], load: _Load, dp: int) -> tuple[_Hands, npt.NDArray
     So ranks that exchange tokens with each other's experts wait least. Of each such set the heaviest goes to the rank
     that has had the least. Also the work of the heaviest of each set.
     """
-    weight = np.array([load.work[one].sum() for one in bins])
+    weight = np.array([load.work[places].sum() for places in bins])
     order = np.lexsort((np.arange(len(bins)), -weight))
     hands: list[list[MicroBatch]] = [[] for _ in range(dp)]
     totals = np.zeros(dp)
@@ -384,7 +386,8 @@ def own_samples(
 
     def own(group_id: int, group: SampleGroup) -> SampleGroup:
         samples = [
-            one if (group_id, at) in named else nothing for at, one in enumerate(group.samples)
+            sample if (group_id, at) in named else nothing
+            for at, sample in enumerate(group.samples)
         ]
         return replace(group, samples=tuple(samples), given_answers=())
 

@@ -74,7 +74,8 @@ def with_token_advantages(
     else:
         advantages = sample_advantages(refs, sequences)
     with_advantages = [
-        replace(one, advantage_T=own_T) for one, own_T in zip(sequences, advantages, strict=True)
+        replace(sequence, advantage_T=own_T)
+        for sequence, own_T in zip(sequences, advantages, strict=True)
     ]
     if hyperparameters.whiten:
         return whitened(with_advantages, sum_over_all)
@@ -89,7 +90,9 @@ def _on_sequences(token_values: TokenValues, refs: Sequence[SampleRef]) -> PerTo
 def sample_advantages(refs: Sequence[SampleRef], sequences: Sequence[TrainSequence]) -> PerToken:
     """Each token's advantage: that of its sample."""
     pairs = zip(_sample_advantages(refs), sequences, strict=True)
-    return [np.where(one.sampled_T, advantage, np.float32(0.0)) for advantage, one in pairs]
+    return [
+        np.where(sequence.sampled_T, advantage, np.float32(0.0)) for advantage, sequence in pairs
+    ]
 
 
 def gae_advantages(
@@ -110,7 +113,7 @@ def gae_advantages(
     """
     if not sequences:
         return [], []
-    ends_with = last_rewards or [one.reward for one in sequences]
+    ends_with = last_rewards or [sequence.reward for sequence in sequences]
     chains = _chains(sequences)
     order = [place for chain in chains for place in chain]
     masks = [sequences[place].sampled_T for place in order]
@@ -130,7 +133,8 @@ def gae_advantages(
     value_T = _on_responses([values[place] for place in order], masks)
     lam_T = torch.from_numpy(np.repeat(lams, of_samples))
     advantages, returns = (
-        [np.zeros(len(one.token_ids_T), np.float32) for one in sequences] for _ in range(2)
+        [np.zeros(len(sequence.token_ids_T), np.float32) for sequence in sequences]
+        for _ in range(2)
     )
     flat_results = gae(
         *map(torch.from_numpy, (reward_T, value_T, is_last_T)), gamma=gamma, lam=lam_T
@@ -160,11 +164,13 @@ def with_turn_rewards(
     sequences: Sequence[TrainSequence], penalties: Sequence[FloatArray] | None
 ) -> Sequence[FloatArray] | None:
     """Each token's own reward: its KL penalty, and a turn's reward at the turn's last token; None: there is none."""
-    of_turns = [one.token_rewards_T for one in sequences]
+    of_turns = [sequence.token_rewards_T for sequence in sequences]
     if all(one_T is None for one_T in of_turns):
         return penalties
-    given = penalties or [np.zeros(len(one.token_ids_T), np.float32) for one in sequences]
-    pairs = zip(given, of_turns, strict=True)
+    token_penalties = penalties or [
+        np.zeros(len(sequence.token_ids_T), np.float32) for sequence in sequences
+    ]
+    pairs = zip(token_penalties, of_turns, strict=True)
     return [one_T if turns_T is None else one_T + turns_T for one_T, turns_T in pairs]
 
 
@@ -191,7 +197,9 @@ def leave_one_out_process_rewards(
     A sample without others has none, as its outcome has no advantage then. (PRIME, arXiv 2502.01456.)
     """
     chains = _chains(sequences)
-    trained = [one_T[own.sampled_T] for one_T, own in zip(process, sequences, strict=True)]
+    trained = [
+        one_T[sequence.sampled_T] for one_T, sequence in zip(process, sequences, strict=True)
+    ]
     means = np.array(
         [np.concatenate([trained[place] for place in chain]).mean() for chain in chains]
     )
@@ -205,8 +213,8 @@ def leave_one_out_process_rewards(
     numbers = sample_numbers(sequences)
     rows = zip(process, sequences, of_samples[numbers], counts[numbers] > 1, strict=True)
     return [
-        np.where(own.sampled_T & is_compared, one_T - baseline, 0.0).astype(np.float32)
-        for one_T, own, baseline, is_compared in rows
+        np.where(sequence.sampled_T & is_compared, one_T - baseline, 0.0).astype(np.float32)
+        for one_T, sequence, baseline, is_compared in rows
     ]
 
 
@@ -215,8 +223,10 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> 
 
     All of them have advantages. (As is usual with PPO, e.g. arXiv 2006.05990, section 3.5.)
     """
-    advantages = [one.advantage_T for one in sequences if one.advantage_T is not None]
-    masks = [one.loss_mask_T for one in sequences]
+    advantages = [
+        sequence.advantage_T for sequence in sequences if sequence.advantage_T is not None
+    ]
+    masks = [sequence.loss_mask_T for sequence in sequences]
     learnt_T = torch.from_numpy(_on_responses(advantages, masks)).double()
     count, total = sum_over_all(torch.tensor([len(learnt_T), learnt_T.sum()], dtype=torch.float64))
     mean = float(total / count)
@@ -227,8 +237,8 @@ def whitened(sequences: Sequence[TrainSequence], sum_over_all: ReduceOverDp) -> 
         for own_T, mask_T in zip(advantages, masks, strict=True)
     ]
     return [
-        replace(one, advantage_T=own_T)
-        for one, own_T in zip(sequences, whitened_arrays, strict=True)
+        replace(sequence, advantage_T=own_T)
+        for sequence, own_T in zip(sequences, whitened_arrays, strict=True)
     ]
 
 

@@ -56,12 +56,12 @@ def speed(
 ) -> Metrics:
     """What training on sequences of these lengths in so many seconds comes to; MFU where the GPU's peak is known."""
     flops = sum(map(train_work(shape), lengths))
-    found = {
+    metrics = {
         "speed/train_tokens_per_s": sum(lengths) / seconds,
         "speed/train_tflops_per_gpu": flops / seconds / gpus / 1e12,
     }
     peak = peak_flops(device_name)
-    return found | ({"speed/train_mfu": mfu(flops, seconds, gpus, peak)} if peak else {})
+    return metrics | ({"speed/train_mfu": mfu(flops, seconds, gpus, peak)} if peak else {})
 
 
 def forward_flops(shape: ModelShape, length: int) -> float:

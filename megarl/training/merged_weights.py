@@ -45,8 +45,8 @@ class MergedWeights:
         adapted = {
             name
             for shards in self._merge.weights.values()
-            for one in shards
-            for name, _ in cells(one)
+            for shard in shards
+            for name, _ in cells(shard)
         }
         self._params = {name: param for name, param in params.items() if name in adapted}
         self._frozen = host_offload.host_buffers_like(self._params)

@@ -131,7 +131,7 @@ class PolicyRank(TrainingRank):
             weights = hyperparameters.aggregation, update.nll_weight(hyperparameters.positive_nll)
             micro_batches = train_sequences(update.micro_batches[0], groups_by_id, *weights)
             if replay == "r3":
-                choices = [self._engine_choices(self._pack(one)) for one in micro_batches]
+                choices = [self._engine_choices(self._pack(batch)) for batch in micro_batches]
             else:
                 choices = None
             share = UpdateShare(
@@ -163,18 +163,20 @@ class PolicyRank(TrainingRank):
                     noted = [Choices(is_recording=True) for _ in share.micro_batches]
                 old[index] = self.token_outputs(share.micro_batches, noted, share.temperature)
                 if replay == "r2":
-                    choices[index] = [on_host(one) for one in noted or ()]
+                    choices[index] = [on_host(batch_choices) for batch_choices in noted or ()]
         reference: list[list[FloatArray] | None] = [None for _ in shares]
         if self._has_reference and ALGORITHMS[algorithm].learns_from == "rewards":
             with self._as_reference():
                 reference = [
-                    self.token_outputs(one.micro_batches, temperature=one.temperature)
-                    for one in shares
+                    self.token_outputs(
+                        update_share.micro_batches, temperature=update_share.temperature
+                    )
+                    for update_share in shares
                 ]
         penalties = None
         if hyperparameters.pays_kl and self._model.is_last_stage:
             flat_old, flat_reference = (
-                [logp for one in of for logp in one or ()] for of in (old, reference)
+                [logp for arrays in of for logp in arrays or ()] for of in (old, reference)
             )
             penalties = credit.kl_penalties(flat_old, flat_reference, hyperparameters)
         return Logprobs(old, reference, choices, penalties)
@@ -201,20 +203,22 @@ class PolicyRank(TrainingRank):
 
         The last stage knows the old log-probabilities, and every stage divides its gradients. Collective.
         """
-        made = [share.micro_batches for share in shares]
+        batches_by_share = [share.micro_batches for share in shares]
         counts_U3 = torch.zeros(len(shares), 3, dtype=torch.int64)
         if self._model.is_last_stage:
-            made = [
+            batches_by_share = [
                 kept_tokens.without_dropped(
                     share.micro_batches, share.old_logp or [], hyperparameters
                 )
                 for share in shares
             ]
-            counts_U3 = torch.from_numpy(np.stack([kept_tokens.counts_of(one) for one in made]))
+            counts_U3 = torch.from_numpy(
+                np.stack([kept_tokens.counts_of(batches) for batches in batches_by_share])
+            )
         counts_U3 = groups.over_pp(groups.over_dp(counts_U3))
         kept = []
         for update, share, micro_batches, counts in zip(
-            updates, shares, made, counts_U3.tolist(), strict=True
+            updates, shares, batches_by_share, counts_U3.tolist(), strict=True
         ):
             of_kept = kept_tokens.divided_by_kept(
                 update, counts, hyperparameters, self._recipe.longest_sample
@@ -236,7 +240,7 @@ class PolicyRank(TrainingRank):
             ALGORITHMS[algorithm],
             self._hyperparameters(algorithm),
             refs_of(updates),
-            [one for share in shares for batch in share.micro_batches for one in batch],
+            [sequence for share in shares for batch in share.micro_batches for sequence in batch],
             token_values,
             kl_penalties,
             sum_over_all=groups.over_dp,
@@ -245,7 +249,8 @@ class PolicyRank(TrainingRank):
         batches = regrouped(flat, [batch for share in shares for batch in share.micro_batches])
         of_shares = regrouped(batches, [share.micro_batches for share in shares])
         return [
-            replace(share, micro_batches=own) for share, own in zip(shares, of_shares, strict=True)
+            replace(share, micro_batches=micro_batches)
+            for share, micro_batches in zip(shares, of_shares, strict=True)
         ]
 
     def _engine_choices(self, row: PackedRow) -> Choices:
@@ -332,7 +337,9 @@ class PolicyRank(TrainingRank):
             MTP_LOSS: norms.loss_tokens,
         }
         stats: Statistics = {
-            one: (totals[one.name] / unit,) for one, unit in units.items() if totals[one.name]
+            statistic: (totals[statistic.name] / unit,)
+            for statistic, unit in units.items()
+            if totals[statistic.name]
         }
         if totals["replayed_choices"]:
             stats[DIFFERING_SHARE] = totals["differing_choices"], totals["replayed_choices"]

@@ -150,9 +150,9 @@ class TrainingRank:
         loss: Callable[..., LossResult],
         norms: Norms,
         lr: float,
-        **how: Any,
+        **options: Any,
     ) -> tuple[Statistics, Mapping[str, torch.Tensor]]:
-        """One optimizer update. loss: of a packed row and the pipeline's outputs for it; how: as of `Pipeline.run`.
+        """One optimizer update. loss: of a packed row and the pipeline's outputs for it; options: as of `Pipeline.run`.
 
         Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
         ranks; and the routers' sums on this rank. Raises FloatingPointError when the gradient is not finite.
@@ -163,7 +163,7 @@ class TrainingRank:
             return loss_sum, {LOSS: loss_sum.detach() / norms.denominator, **stats}
 
         self._model.zero_grad()
-        done = self._model.pipeline.run(rows, on_outputs, norms=norms, **how)
+        done = self._model.pipeline.run(rows, on_outputs, norms=norms, **options)
         grad_norm = self._model.step(lr)
         statistics: Statistics = {}
         if self._model.is_last_stage:
@@ -175,8 +175,8 @@ class TrainingRank:
     ) -> list[PackedRow]:
         """The packed rows; arrays: as of `pack`, but for the sequences of all micro-batches."""
         of_batches = [
-            [None] * len(micro_batches) if one is None else regrouped(one, micro_batches)
-            for one in arrays
+            [None] * len(micro_batches) if flat is None else regrouped(flat, micro_batches)
+            for flat in arrays
         ]
         return [self._pack(*of_batch) for of_batch in zip(micro_batches, *of_batches, strict=True)]
 

@@ -42,13 +42,13 @@ class RewardModelRank(TrainingRank):
             self._token_ids(group, sample.text) for group in call.groups for sample in group.samples
         ]
         scores = np.zeros(len(token_ids), np.float32)
-        batches = self._micro_batches([len(one) for one in token_ids])
+        batches = self._micro_batches([len(ids) for ids in token_ids])
         rows = self._rows([[_sequence(token_ids[index]) for index in batch] for batch in batches])
         done = self._model.pipeline.run(rows, _last_scores)
         if not self._model.is_last_stage:
             return None
-        for batch, found in zip(batches, done.results, strict=True):
-            scores[batch] = found
+        for batch, batch_scores in zip(batches, done.results, strict=True):
+            scores[batch] = batch_scores
         if not call.groups:
             return []
         cuts = np.cumsum([len(group.samples) for group in call.groups])[:-1]
