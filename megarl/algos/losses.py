@@ -72,7 +72,7 @@ def policy_loss(
     logp_T = torch.where(mask_T, logp_T, 0.0)
     old_logp_T = torch.where(sampled_T, old_logp_T, 0.0)
     log_ratio_T = bounded(torch.where(mask_T, logp_T - old_logp_T, 0.0))
-    loss_T, own = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
+    loss_T, surrogate_stats = surrogate(logp_T, log_ratio_T, targets, hyperparameters)
     if hyperparameters.rollout_correction == "off":
         stats = {}
     else:
@@ -89,7 +89,7 @@ def policy_loss(
         is_fresh_T = sampled_T & ~targets.is_stale_T  # elsewhere the policies differ, too
         diff_T = bounded(old_logp_T - targets.engine_logp_T).abs()
         stats |= over_tokens(is_fresh_T, {DIFF: diff_T, DIFF_MAX: diff_T})
-        stats |= over_tokens(mask_T, {OLD_KL: k3(log_ratio_T), **own})
+        stats |= over_tokens(mask_T, {OLD_KL: k3(log_ratio_T), **surrogate_stats})
         stats[TOKENS] = mask_T.sum()
     loss = (torch.where(mask_T, loss_T, 0.0) * targets.loss_weight_T).sum()
     if hyperparameters.positive_nll:
