@@ -87,7 +87,7 @@ class EngineLayout:
 
     def errors(self, shape: ModelShape, gpus: int) -> list[UserError]:
         """Errors of sizes that the engines do not divide, in the model, on the GPUs and, with fp8, in tiles."""
-        found = []
+        errors = []
         if self.end > gpus:
             problem = (
                 f"{self.count} engines of {self.tp} ranks end at GPU {self.end}, there are {gpus}"
@@ -97,28 +97,28 @@ class EngineLayout:
                 hint = f"set it to {fits}"
             else:
                 hint = f"set rollout.engine.tp to at most {gpus - self.first}"
-            found.append(UserError("rollout.engine.count", problem, hint))
+            errors.append(UserError("rollout.engine.count", problem, hint))
         for key, size in (("ep", self.ep), ("dp", self.dp)):
             if self.tp % size:
                 hint = f"set rollout.engine.{key} to {nearest(size, divisors(self.tp))}"
                 problem = f"{size} does not divide rollout.engine.tp ({self.tp})"
-                found.append(UserError(f"rollout.engine.{key}", problem, hint))
-        found += self._dp_errors() + self._draft_errors(shape)
+                errors.append(UserError(f"rollout.engine.{key}", problem, hint))
+        errors += self._dp_errors() + self._draft_errors(shape)
         if self.dp > 1 and not shape.num_experts:
             problem = f"{self.dp}: SGLang has DP attention for models with experts alone"
-            found.append(UserError("rollout.engine.dp", problem, "set rollout.engine.dp to 1"))
+            errors.append(UserError("rollout.engine.dp", problem, "set rollout.engine.dp to 1"))
         if shape.num_experts % self.ep:
             valid = [ep for ep in divisors(self.tp) if shape.num_experts % ep == 0]
             hint = f"set rollout.engine.ep to {nearest(self.ep, valid)}"
             problem = f"{self.ep} does not divide the experts ({shape.num_experts})"
-            found.append(UserError("rollout.engine.ep", problem, hint))
+            errors.append(UserError("rollout.engine.ep", problem, hint))
         if self.tp % self.ep or self.tp % self.dp:
-            return found
-        return found + self._model_errors(shape)
+            return errors
+        return errors + self._model_errors(shape)
 
     def _dp_errors(self) -> list[UserError]:
         """Errors of what SGLang has for DP attention alone, and of DeepEP."""
-        found = []
+        errors = []
         keys = (
             ("dense", "whole", "cut", self.whole_dense),
             ("head", "group", "engine", self.group_head),
@@ -127,12 +127,12 @@ class EngineLayout:
             if is_set and self.dp == 1:
                 problem = f"{value} needs DP attention, and rollout.engine.dp is 1"
                 hint = f"set rollout.engine.{key} to {other}, or dp to 2 or more"
-                found.append(UserError(f"rollout.engine.{key}", problem, hint))
+                errors.append(UserError(f"rollout.engine.{key}", problem, hint))
         if self.deepep and (self.ep != self.tp or not self.whole_dense):
             problem = "deepep needs DP attention, whole dense layers, and experts that are not split inside"
             hint = f"set rollout.engine.ep to {self.tp}, dp to 2 or more and dense to whole, or experts to gather"
-            found.append(UserError("rollout.engine.experts", problem, hint))
-        return found
+            errors.append(UserError("rollout.engine.experts", problem, hint))
+        return errors
 
     def _draft_errors(self, shape: ModelShape) -> list[UserError]:
         """A model that SGLang cannot draft for: it needs one multi-token prediction (MTP) layer, with experts."""
@@ -174,33 +174,33 @@ class EngineLayout:
         """Descriptions of the model's sizes that the ranks do not divide."""
         ranks = self.attention_tp
         kv_heads = shape.num_kv_heads
-        found = []
+        problems = []
         if shape.num_heads % ranks:
-            found.append(f"{ranks} does not divide the attention heads ({shape.num_heads})")
+            problems.append(f"{ranks} does not divide the attention heads ({shape.num_heads})")
         if not shape.mla and kv_heads % ranks and ranks % kv_heads:
-            found.append(
+            problems.append(
                 f"{ranks} neither divides nor is a multiple of the key/value heads ({kv_heads})"
             )
         for width, parts, what in self._widths(shape):
             if width % parts:
-                found.append(f"{parts} does not divide the width of {what} ({width})")
+                problems.append(f"{parts} does not divide the width of {what} ({width})")
         # as models/deepseek_v2.py and models/qwen3_moe.py count
         of_an_expert = self.tp if shape.mla else self.moe_tp
         if shape.num_experts and of_an_expert > shape.num_experts:
-            found.append(
+            problems.append(
                 f"{of_an_expert} ranks are more than the experts ({shape.num_experts}), which SGLang refuses"
             )
-        return found
+        return problems
 
     def _widths(self, shape: ModelShape) -> list[tuple[int, int, str]]:
         """(intermediate width, ranks that split it, name) of each kind of MLP."""
         shared = shape.num_shared_experts * shape.moe_ffn_size
-        found = [
+        widths = [
             (shape.ffn_size if shape.num_dense_layers else 0, self.dense_ranks, "a dense layer"),
             (shape.moe_ffn_size if shape.num_experts else 0, self.moe_tp, "an expert"),
             (shared, self.shared_ranks, "the shared experts"),
         ]
-        return [row for row in found if row[0]]
+        return [row for row in widths if row[0]]
 
     def _tile_problems(self, shape: ModelShape) -> list[str]:
         """Descriptions of shards whose boundary is inside a 128 x 128 tile, whose scale would belong to two ranks."""
@@ -234,29 +234,29 @@ class EngineLayout:
 
     def cpu_errors(self, shape: ModelShape) -> list[UserError]:
         """Errors on CPU: sizes that SGLang would pad (update_config.py), which no checkpoint has weights for."""
-        found = []
+        errors = []
         if shape.mla:
             kv_heads = shape.num_heads
         else:
             kv_heads = shape.num_kv_heads
         if self.fp8:
             problem = "SGLang's kernels for fp8 weights need a GPU"
-            found.append(
+            errors.append(
                 UserError("rollout.engine.fp8", problem, "set rollout.engine.fp8 to false")
             )
         if self.deepep:
-            found.append(
+            errors.append(
                 UserError("rollout.engine.experts", "DeepEP needs GPUs", "set it to gather")
             )
         if self.draft:
             problem = (
                 f"{self.draft}, but on CPU SGLang verifies drafts greedily whatever the temperature"
             )
-            found.append(UserError("rollout.engine.draft", problem, "set it to 0"))
+            errors.append(UserError("rollout.engine.draft", problem, "set it to 0"))
         if kv_heads % self.tp:
             problem = f"{self.tp} does not divide the key/value heads ({kv_heads}), which an engine on CPU needs"
             hint = f"set rollout.engine.tp to {nearest(self.tp, divisors(kv_heads))}"
-            found.append(UserError("rollout.engine.tp", problem, hint))
+            errors.append(UserError("rollout.engine.tp", problem, hint))
         widths = {
             width: what for width, _, what in self._widths(shape) if what != "the shared experts"
         }
@@ -265,5 +265,5 @@ class EngineLayout:
                 valid = [d for d in divisors(width) if width % (d * CPU_FFN_MULTIPLE) == 0]
                 problem = f"the width {width} of {what} over {self.tp} is not a multiple of 32, as it must be on CPU"
                 hint = f"set rollout.engine.tp to {nearest(self.tp, valid)}, or use a model with wider layers"
-                found.append(UserError("rollout.engine.tp", problem, hint))
-        return found
+                errors.append(UserError("rollout.engine.tp", problem, hint))
+        return errors

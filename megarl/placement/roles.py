@@ -266,29 +266,35 @@ def _only_loading(recipe: Recipe) -> Recipe:
 
 def _critic(recipe: Recipe) -> Role:
     critic = recipe.critic
-    given = critic.model_dump(
+    train_keys = critic.model_dump(
         include={"lr", "warmup_steps", "lr_schedule", "lr_end"}, exclude_none=True
     )
-    own = _auxiliary_recipe(recipe, critic.path or recipe.model.path, critic.ranks, given)
+    critic_recipe = _auxiliary_recipe(
+        recipe, critic.path or recipe.model.path, critic.ranks, train_keys
+    )
     if critic.shares_weights and recipe.lora:
-        own = own.model_copy(update={"lora": recipe.lora.model_copy(update={"path": None})})
+        critic_recipe = critic_recipe.model_copy(
+            update={"lora": recipe.lora.model_copy(update={"path": None})}
+        )
     has_scores = AUXILIARY_MODELS[ALGORITHMS[recipe.algorithm.name].critic].has_scores
-    return _role("critic", own, critic.ranks.first_gpu, has_scores=has_scores)
+    return _role("critic", critic_recipe, critic.ranks.first_gpu, has_scores=has_scores)
 
 
 def _reward_model(recipe: Recipe) -> Role:
-    given = recipe.reward_model
-    own = _auxiliary_recipe(recipe, given.path or recipe.model.path, given.ranks, {})
-    if given.adapters and recipe.lora:
-        keys = adapter_keys(given.adapters)
-        lora = recipe.lora.model_copy(update={**keys, "path": given.adapters})
-        own = own.model_copy(update={"lora": lora})
-    return _role("reward_model", own, given.ranks.first_gpu, has_scores=True)
+    reward_model = recipe.reward_model
+    reward_recipe = _auxiliary_recipe(
+        recipe, reward_model.path or recipe.model.path, reward_model.ranks, {}
+    )
+    if reward_model.adapters and recipe.lora:
+        keys = adapter_keys(reward_model.adapters)
+        lora = recipe.lora.model_copy(update={**keys, "path": reward_model.adapters})
+        reward_recipe = reward_recipe.model_copy(update={"lora": lora})
+    return _role("reward_model", reward_recipe, reward_model.ranks.first_gpu, has_scores=True)
 
 
-def _role(name: RoleName, own: Recipe, first_slot: int, *, has_scores: bool) -> Role:
-    model = read_model(own.model.path, has_scores=has_scores)
-    return Role(name, own, train_layout(own), first_slot, has_scores, model)
+def _role(name: RoleName, recipe: Recipe, first_slot: int, *, has_scores: bool) -> Role:
+    model = read_model(recipe.model.path, has_scores=has_scores)
+    return Role(name, recipe, train_layout(recipe), first_slot, has_scores, model)
 
 
 def _auxiliary_recipe(

@@ -14,10 +14,10 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def nearest(wanted: int, valid: list[int]) -> str:
-    """The nearest valid values below and above `wanted`, as text for an error message."""
-    below = [v for v in valid if v <= wanted][-1:]
-    above = [v for v in valid if v > wanted][:1]
+def nearest(value: int, valid: list[int]) -> str:
+    """The nearest valid values below and above `value`, as text for an error message."""
+    below = [v for v in valid if v <= value][-1:]
+    above = [v for v in valid if v > value][:1]
     return " or ".join(str(v) for v in below + above) or "no value fits"
 
 
@@ -108,7 +108,7 @@ class TrainLayout:
 
     def errors(self, shape: ModelShape) -> list[UserError]:
         """Errors of sizes that this layout does not divide, in the model and in the world."""
-        found = self._tp_errors(shape) + self._stage_errors(shape)
+        errors = self._tp_errors(shape) + self._stage_errors(shape)
         dense = self.tp * self.cp * self.pp
         if self.world_size % dense:
             if self.cp == 1:
@@ -118,8 +118,8 @@ class TrainLayout:
             hint = f"set it to a multiple of {dense}, or lower {' or '.join(f'train.{axis}' for axis in axes)}"
             product = " x ".join(f"train.{axis}" for axis in axes)
             problem = f"{self.world_size} GPUs are not a multiple of {product} = {dense}"
-            found.append(UserError("placement.gpus", problem, hint))
-        return found + (
+            errors.append(UserError("placement.gpus", problem, hint))
+        return errors + (
             self._expert_errors(shape) if shape.num_experts else self._no_expert_errors()
         )
 
@@ -146,19 +146,21 @@ class TrainLayout:
             sizes["the shared experts' width"] = shape.num_shared_experts * shape.moe_ffn_size
         if shape.num_experts and self.ep == 1:
             sizes["the experts' width"] = shape.moe_ffn_size
-        found = [
+        problems = [
             f"does not divide {what} ({size})" for what, size in sizes.items() if size % self.tp
         ]
         kv_heads = shape.num_kv_heads
         if shape.mla or kv_heads % self.tp == 0:
-            return found
+            return problems
         # cut inside a group of heads (attention.py)
         fused = (shape.num_heads + 2 * kv_heads) * shape.head_dim
         if self.tp % kv_heads:
-            found.append(f"neither divides nor is a multiple of the key/value heads ({kv_heads})")
+            problems.append(
+                f"neither divides nor is a multiple of the key/value heads ({kv_heads})"
+            )
         elif shape.num_heads % self.tp == 0 and fused % self.tp:
-            found.append(f"does not divide the rows of the fused query, key and value ({fused})")
-        return found
+            problems.append(f"does not divide the rows of the fused query, key and value ({fused})")
+        return problems
 
     def _stage_errors(self, shape: ModelShape) -> list[UserError]:
         if self.vpp > 1 and self.pp == 1:
@@ -193,18 +195,18 @@ class TrainLayout:
         return [UserError("train.pp", problem, hint if valid else f"{hint} and train.vpp to 1")]
 
     def _expert_errors(self, shape: ModelShape) -> list[UserError]:
-        found = []
+        errors = []
         problem = self._ep_problem(shape)
         if problem:
-            found.append(UserError("train.ep", problem, self._ep_hint(shape)))
+            errors.append(UserError("train.ep", problem, self._ep_hint(shape)))
         if self.ep == 1 and self.etp != self.tp:
             problem = f"{self.etp} with train.ep 1: Megatron sums the experts' gradients as if it were train.tp"
-            found.append(UserError("train.etp", problem, f"set train.etp to {self.tp}"))
+            errors.append(UserError("train.etp", problem, f"set train.etp to {self.tp}"))
         elif self.ep > 1 and shape.moe_ffn_size % self.etp:
             problem = f"{self.etp} does not divide the experts' width ({shape.moe_ffn_size})"
             hint = f"set train.etp to {nearest(self.etp, divisors(shape.moe_ffn_size))}"
-            found.append(UserError("train.etp", problem, hint))
-        return found
+            errors.append(UserError("train.etp", problem, hint))
+        return errors
 
     def _ep_hint(self, shape: ModelShape) -> str:
         sizes = divisors(shape.num_experts)
