@@ -75,10 +75,10 @@ def _experts(config: ConfigFile) -> dict[str, int]:
 
 
 def _grouped_query(config: ConfigFile, common: Mapping[str, int]) -> dict[str, Any]:
-    width, rest = divmod(common["hidden_size"], common["num_heads"])
+    width, remainder = divmod(common["hidden_size"], common["num_heads"])
     return {
         "num_kv_heads": config.integer("num_key_value_heads", default=common["num_heads"]),
-        "head_dim": config.integer("head_dim", default=None if rest else width),
+        "head_dim": config.integer("head_dim", default=None if remainder else width),
     }
 
 

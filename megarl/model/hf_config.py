@@ -154,8 +154,8 @@ def _shape(config: ConfigFile, family: Family) -> ModelShape:
     _refuse_variants(config)
     quantisation(config)
     common = {field: config.integer(key) for field, key in _COMMON_INTEGERS.items()}
-    own: dict[str, Any] = {**common, **family.fields(config, common), **family.constants}
-    shape = ModelShape(**own, tied=config.truth("tie_word_embeddings"))
+    fields: dict[str, Any] = {**common, **family.fields(config, common), **family.constants}
+    shape = ModelShape(**fields, tied=config.truth("tie_word_embeddings"))
     groups = top_groups = 1
     if family.has_grouped_router:
         groups = config.optional_integer("n_group") or 1
@@ -256,7 +256,7 @@ def end_token_ids(path: str | Path) -> frozenset[int]:
     if other.exists():
         configs.append(ConfigFile(other, read_json(other)))
     vocab_size = _shape(config, family).vocab_size
-    found: set[int] = set()
+    end_ids: set[int] = set()
     for each in configs:
         value = each.content.get("eos_token_id")
         if value is None:
@@ -265,5 +265,5 @@ def end_token_ids(path: str | Path) -> frozenset[int]:
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
             problem = f"eos_token_id is {value!r:.60}, and the vocabulary has {vocab_size} tokens"
             raise each.error(problem, "write the number of the token that ends a response")
-        found.update(ids)
-    return frozenset(found)
+        end_ids.update(ids)
+    return frozenset(end_ids)

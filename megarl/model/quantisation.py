@@ -84,21 +84,21 @@ def _names(pattern: str, module: str) -> bool:
 
 def quantisation(config: ConfigFile) -> Quantisation | None:
     """The format of a `config.json`; None: not quantised. Raises UserError for a format that megarl does not read."""
-    found = config.part(*QUANTISATION_KEYS)
-    if not found.content:
+    section = config.part(*QUANTISATION_KEYS)
+    if not section.content:
         return None
-    method = found.content.get("quant_method")
+    method = section.content.get("quant_method")
     if method == "fp8":
-        _check(KEY, found, _FP8_VALUES)
-        excluded = _excluded(found, "modules_to_not_convert")
-        return Quantisation("fp8", found.content.get("scale_fmt") == "ue8m0", excluded)
+        _check(KEY, section, _FP8_VALUES)
+        excluded = _excluded(section, "modules_to_not_convert")
+        return Quantisation("fp8", section.content.get("scale_fmt") == "ue8m0", excluded)
     if method == "compressed-tensors":
-        _check(KEY, found, _INT4_VALUES)
-        groups = found.part("config_groups")
+        _check(KEY, section, _INT4_VALUES)
+        groups = section.part("config_groups")
         for name in groups.content:
             weights = groups.part(name).part("weights")
             _check(f"{KEY}.config_groups.{name}.weights", weights, _INT4_WEIGHTS)
-        return Quantisation("int4", excluded=_excluded(found, "ignore"))
+        return Quantisation("int4", excluded=_excluded(section, "ignore"))
     raise _error(config, f"{KEY}.quant_method", method)
 
 

@@ -20,41 +20,41 @@ Named = Iterator[tuple[str, Size]]
 
 def tensors(shape: ModelShape) -> dict[str, Size]:
     """Every logical tensor: name -> (items, rows, columns); a layer's experts of one kind are one stack."""
-    found = {
+    sizes_by_name = {
         EMBEDDING: (1, shape.vocab_size, shape.hidden_size),
         FINAL_NORM: _vector(shape.hidden_size),
     }
     if shape.num_labels:
-        found[SCORE] = (1, shape.num_labels, shape.hidden_size)
+        sizes_by_name[SCORE] = (1, shape.num_labels, shape.hidden_size)
     elif not shape.tied:
-        found[LM_HEAD] = (1, shape.vocab_size, shape.hidden_size)
+        sizes_by_name[LM_HEAD] = (1, shape.vocab_size, shape.hidden_size)
     for layer in range(shape.num_layers + shape.num_mtp_layers):
-        found |= dict(_layer(shape, layer))
+        sizes_by_name |= dict(_layer(shape, layer))
     for index in range(shape.num_mtp_layers):
-        found |= dict(_mtp(shape, mtp_prefix(shape, index)))
-    return found
+        sizes_by_name |= dict(_mtp(shape, mtp_prefix(shape, index)))
+    return sizes_by_name
 
 
 def aliases(shape: ModelShape) -> dict[str, str]:
     """Tensors that a checkpoint has twice: name of the copy -> name of the original."""
-    found = {}
+    originals_by_copy = {}
     for index in range(shape.num_mtp_layers):
         prefix = mtp_prefix(shape, index)
-        found[prefix + "embed_tokens.weight"] = EMBEDDING
-        found[prefix + "shared_head.head.weight"] = EMBEDDING if shape.tied else LM_HEAD
-    return found
+        originals_by_copy[prefix + "embed_tokens.weight"] = EMBEDDING
+        originals_by_copy[prefix + "shared_head.head.weight"] = EMBEDDING if shape.tied else LM_HEAD
+    return originals_by_copy
 
 
 def hf_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name -> shape in the checkpoint's files, where items of stacks are separate and vectors have one dimension."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes_by_name: dict[str, tuple[int, ...]] = {}
     for name, (items, rows, cols) in tensors(shape).items():
         if is_vector(name):
             file_shape = (rows,)
         else:
             file_shape = (rows, cols)
-        found |= {name.format(item): file_shape for item in range(items)}
-    return found
+        shapes_by_name |= {name.format(item): file_shape for item in range(items)}
+    return shapes_by_name
 
 
 def is_vector(name: str) -> bool:

@@ -57,11 +57,11 @@ def load_tokenizer(path: str) -> Any:
             "model.path", f"{path} is not a folder", "give the folder of a HF checkpoint"
         )
     try:
-        found = load_auto_tokenizer(path)
-        if not found("a")["input_ids"]:
+        tokenizer = load_auto_tokenizer(path)
+        if not tokenizer("a")["input_ids"]:
             # transformers makes an empty tokenizer from config.json alone
             raise ValueError("no tokenizer files")
-        return found
+        return tokenizer
     except Exception as error:  # a broken file raises whatever its parser raises
         problem = f"{path} has no usable tokenizer ({first_line(error)})"
         raise UserError("model.path", problem, "add its tokenizer files") from error
