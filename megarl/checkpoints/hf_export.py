@@ -178,9 +178,9 @@ def _write_wave(
     size = job.layout.world_size
     of_wave = files[first : first + size]
     targets = [Part(file, (rank,)) for rank, file in enumerate(of_wave)]
-    wanted = {shard.name for file in of_wave for shard in file}
+    wave_names = {shard.name for file in of_wave for shard in file}
     sources = [
-        Part(tuple(shard for shard in part.shards if shard.name in wanted), part.members)
+        Part(tuple(shard for shard in part.shards if shard.name in wave_names), part.members)
         for part in megatron_map.parts(job.shape, job.layout, job.transformer_engine)
     ]
     streams = plan_streams(
@@ -189,13 +189,13 @@ def _write_wave(
     vote = {"rounds": streams.rounds_needed(job.round_bytes), "digest": str(streams.digest)}
     rounds = agreement.reach(stage, vote, _most_rounds)["rounds"]
     if job.rank < len(of_wave):
-        mine = of_wave[job.rank]
+        rank_file = of_wave[job.rank]
     else:
-        mine = ()
-    tensors_of_file = _allocate(mine, job.dtype)
+        rank_file = ()
+    tensors_of_file = _allocate(rank_file, job.dtype)
     executor = Executor(streams.assign(rounds), params, tensors_of_file, merge)
     executor.run(group, job.timeout_s, partial(agreement.ask, "written"))
-    if mine:
+    if rank_file:
         if job.fp8:
             _quantise(tensors_of_file)
         name = file_name(first + job.rank, len(files))
@@ -214,17 +214,17 @@ def _most_rounds(votes: Any) -> dict[str, Any]:
 
 def _allocate(file: File, dtype: str) -> dict[str, torch.Tensor]:
     """Name -> uninitialised tensor, in the shape that it has in the file."""
-    found = {}
+    tensors_by_name = {}
     for shard in file:
         if is_vector(shard.name):
             size = shard.size[1:2]
         else:
             size = shard.size[1:]
         for name, _ in cells(shard):
-            found[name] = torch.empty(
+            tensors_by_name[name] = torch.empty(
                 size, dtype=getattr(torch, shard.dtype or dtype), device=DEVICE
             )
-    return found
+    return tensors_by_name
 
 
 def _quantise(tensors_of_file: dict[str, torch.Tensor]) -> None:

@@ -27,15 +27,15 @@ def fingerprint(path: str | Path) -> str:
 
     The beginning, the middle and the end of each file are read once in a process. Raises as `tensor_files`.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted({*tensor_files(path).values()}):
         size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
+        digest.update(f"{file.name} {size}".encode())
         with file.open("rb") as content:
             for start in (0, size // 2, max(0, size - _SAMPLED_BYTES)):
                 content.seek(start)
-                found.update(content.read(_SAMPLED_BYTES))
-    return found.hexdigest()[:32]
+                digest.update(content.read(_SAMPLED_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def without_head(path: str | Path) -> bool:
@@ -66,10 +66,10 @@ def check_hf(path: str | Path, shape: ModelShape) -> list[UserError]:
 
 
 def _tensor_errors(slices: Slices, shape: ModelShape) -> Iterator[UserError]:
-    for name, wanted in hf_tensors(shape).items():
+    for name, file_shape in hf_tensors(shape).items():
         try:
             if name != SCORE or SCORE in slices:
-                quantised.check(slices, name, wanted)
+                quantised.check(slices, name, file_shape)
         except UserError as error:
             yield error
 

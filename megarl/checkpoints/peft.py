@@ -133,15 +133,20 @@ def check(path: str, shape: ModelShape, size: LoraSize) -> list[UserError]:
 
 def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list[UserError]:
     """Factors that are missing or too many, by their layers, or have another extent than the recipe's."""
-    wanted = {_PREFIX + name: extent for name, extent in sizes.items()}
+    extents_by_name = {_PREFIX + name: extent for name, extent in sizes.items()}
     errors = []
     for names, verb in (
-        (wanted.keys() - slices.files.keys(), "lacks"),
-        (slices.files.keys() - wanted.keys(), "has"),
+        (extents_by_name.keys() - slices.files.keys(), "lacks"),
+        (slices.files.keys() - extents_by_name.keys(), "has"),
     ):
         if names:
             layers = ", ".join(
-                sorted({leaf_of(weight_of(one) if ".lora_" in one else one) for one in names})
+                sorted(
+                    {
+                        leaf_of(weight_of(factor) if ".lora_" in factor else factor)
+                        for factor in names
+                    }
+                )
             )
             problem = (
                 f"{slices.path} {verb} weights of {layers} ({min(names)}, {len(names)} in all)"
@@ -149,10 +154,12 @@ def _tensor_errors(slices: Slices, sizes: Mapping[str, tuple[int, int]]) -> list
             errors.append(
                 UserError("lora.path", problem, "set lora.targets and lora.experts as it has them")
             )
-    for name in sorted(wanted.keys() & slices.files.keys()):
-        found = tuple(slices.get(name).get_shape())
-        if found != wanted[name]:
-            problem = f"{name} of {slices.path} is {list(found)}, not {list(wanted[name])}"
+    for name in sorted(extents_by_name.keys() & slices.files.keys()):
+        file_extent = tuple(slices.get(name).get_shape())
+        if file_extent != extents_by_name[name]:
+            problem = (
+                f"{name} of {slices.path} is {list(file_extent)}, not {list(extents_by_name[name])}"
+            )
             hint = "set lora.experts as it has it, or name adapters of this model"
             return [*errors, UserError("lora.path", problem, hint)]
     return errors
@@ -176,9 +183,12 @@ def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[U
                 "lora.path", problem, "let PEFT convert them to adapters of the unchanged base"
             )
         )
-    for key, own, name in (("r", size.rank, "lora.rank"), ("lora_alpha", size.alpha, "lora.alpha")):
-        if config.get(key) != own:
-            problem = f"{own:g}, and {file} has {key} {config.get(key)}"
+    for key, recipe_value, name in (
+        ("r", size.rank, "lora.rank"),
+        ("lora_alpha", size.alpha, "lora.alpha"),
+    ):
+        if config.get(key) != recipe_value:
+            problem = f"{recipe_value:g}, and {file} has {key} {config.get(key)}"
             errors.append(
                 UserError(name, problem, f"set it to {config.get(key)}, or leave lora.path out")
             )
@@ -187,12 +197,15 @@ def _config_errors(file: Path, size: LoraSize, heads: Collection[str]) -> list[U
 
 def _sizes(shape: ModelShape, size: LoraSize) -> dict[str, tuple[int, int]]:
     """Every factor of the whole model with its extent."""
-    found = {}
+    extents_by_name = {}
     for stack, (items, rows, cols) in lora_map.adapted_weights(shape, size).items():
         rank = size.rank_of(STACK in stack)
         for name in map(stack.format, range(items)):
-            found |= {factor_name(name, "A"): (rank, cols), factor_name(name, "B"): (rows, rank)}
-    return found
+            extents_by_name |= {
+                factor_name(name, "A"): (rank, cols),
+                factor_name(name, "B"): (rows, rank),
+            }
+    return extents_by_name
 
 
 def load(path: str, shards: Sequence[Shard], factors: Mapping[str, torch.Tensor]) -> None:

@@ -164,12 +164,12 @@ def _group_scales(slices: Slices, name: str) -> Any:
 
 def _scales(slices: Slices, name: str, shape: Sequence[int], what: str) -> Any:
     """The slice object of the scales. Raises UserError: not there, another type or shape."""
-    found = slices.get(name)
+    scales = slices.get(name)
     _has_type(slices, name, _SCALES)
-    if found.get_shape() != list(shape):
-        problem = f"{name} is {found.get_shape()}; {what} it would be {list(shape)}"
+    if scales.get_shape() != list(shape):
+        problem = f"{name} is {scales.get_shape()}; {what} it would be {list(shape)}"
         raise UserError(str(slices.files[name]), problem, HINT)
-    return found
+    return scales
 
 
 def fp8_checkpoint(recipe: Recipe, model: HfModel) -> str | None:
@@ -213,14 +213,14 @@ def file_bytes(shape: ModelShape, facts: HfFacts) -> int:
     total = 0
     for name, (items, rows, cols) in tensors(shape).items():
         if quantisation and is_projection(name) and quantisation.covers(name.format(0)):
-            one = _quantised_bytes(rows, cols, quantisation)
+            item_bytes = _quantised_bytes(rows, cols, quantisation)
         else:
             if name.endswith("e_score_correction_bias"):
                 dtype = "float32"
             else:
                 dtype = facts.dtype
-            one = rows * cols * getattr(torch, dtype).itemsize
-        total += repeated[name] * items * one
+            item_bytes = rows * cols * getattr(torch, dtype).itemsize
+        total += repeated[name] * items * item_bytes
     return total
 
 

@@ -91,12 +91,12 @@ class Snapshots:
         """
         (partial / RUN).write_text(json.dumps(run), encoding="utf-8")
         names = [name for name in _files(partial) if name not in known]
-        found = {**known, **digests(partial, names)}
+        digests_by_name = {**known, **digests(partial, names)}
         final = self.folder / partial.name[1:].partition(PARTIAL)[0]
-        named = {name: asdict(found[name]) for name in sorted(found)}
+        named = {name: asdict(digests_by_name[name]) for name in sorted(digests_by_name)}
         manifest = {"format": _FORMAT, "step": _named_step(final), "files": named}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        files = {partial / name for name in (*found, MANIFEST)}
+        files = {partial / name for name in (*digests_by_name, MANIFEST)}
         for path in files | {file.parent for file in files}:
             _sync(path)
         if os.path.lexists(final):  # keep it under a hidden name until the new one is in its place
@@ -215,7 +215,7 @@ def _check_files(folder: Path) -> None:
     """Raises _Damaged where the files of a checkpoint are not those of its manifest, byte by byte; OSError."""
     try:
         manifest = _json(folder / MANIFEST)
-        wanted = {name: Digest(**fields) for name, fields in manifest["files"].items()}
+        expected_by_name = {name: Digest(**fields) for name, fields in manifest["files"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _Damaged(f"{MANIFEST} cannot be read ({type(error).__name__})") from error
     if manifest.get("format") != _FORMAT:
@@ -223,15 +223,15 @@ def _check_files(folder: Path) -> None:
             f"{MANIFEST} has format {manifest.get('format')}, this version reads {_FORMAT}"
         )
     present = set(_files(folder))
-    if RUN not in wanted or present != set(wanted):
-        odd = sorted(present ^ set(wanted)) or [RUN]
+    if RUN not in expected_by_name or present != set(expected_by_name):
+        odd = sorted(present ^ set(expected_by_name)) or [RUN]
         raise _Damaged(f"its files are not those of {MANIFEST}: {', '.join(odd[:3])}")
-    for name, expected in wanted.items():
+    for name, expected in expected_by_name.items():
         size = (folder / name).stat().st_size
         if size != expected.num_bytes:
             raise _Damaged(f"{name} has {size} bytes, {expected.num_bytes} were written")
-    for name, found in digests(folder, wanted).items():
-        if found != wanted[name]:
+    for name, file_digest in digests(folder, expected_by_name).items():
+        if file_digest != expected_by_name[name]:
             raise _Damaged(f"{name} has other bytes than were written")
 
 
