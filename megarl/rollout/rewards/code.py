@@ -130,15 +130,17 @@ def _passed(runner: _Runner, program: str, suite: Suite, *, stop: bool) -> list[
     reports = iter(runner.reports(program, suite.setup, sent, stop=stop))
     results: list[bool | str] = []
     for check in suite.checks:
-        own = list(islice(reports, len(check.sent)))
-        results.append(len(own) == len(check.sent) and check.passes(own))
+        check_reports = list(islice(reports, len(check.sent)))
+        results.append(len(check_reports) == len(check.sent) and check.passes(check_reports))
     if stop and False in results:
         return [result is True for result in results]
     conditions = [{"expression": result} for result in results if isinstance(result, str)]
     left_s = runner.limits.wall_s - (time.monotonic() - began)
-    rest = replace(runner, limits=replace(runner.limits, wall_s=left_s))
+    condition_runner = replace(runner, limits=replace(runner.limits, wall_s=left_s))
     answers = iter(
-        rest.reports("", suite.setup, conditions, stop=False) if conditions and left_s > 0 else ()
+        condition_runner.reports("", suite.setup, conditions, stop=False)
+        if conditions and left_s > 0
+        else ()
     )
     return [
         result if isinstance(result, bool) else next(answers, {}).get("value") == "true"

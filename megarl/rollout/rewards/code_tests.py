@@ -81,13 +81,13 @@ def _function_name(tests: Sequence[Mapping[str, Any]]) -> str | None:
 # --- stdin and stdout --------------------------------------------------------------------------------------------
 
 
-def _stdin(given: Any, expected: Any) -> Check:
+def _stdin(stdin: Any, expected: Any) -> Check:
     expected_text = _text(expected)
 
     def passes(reports: Sequence[TestReport]) -> bool:
         return reports[0]["status"] == 0 and same_output(reports[0]["stdout"], expected_text)
 
-    return Check(({"stdin": _text(given)},), passes)
+    return Check(({"stdin": _text(stdin)},), passes)
 
 
 def _text(lines: Any) -> str:
@@ -184,7 +184,10 @@ def _asserts(texts: Sequence[str]) -> Suite:
         cuts = cut(text, imports)
         if cuts is None:
             checks.append(
-                Check(({"inside": text},), lambda own: own[0]["status"] == 0 and own[0]["passed"])
+                Check(
+                    ({"inside": text},),
+                    lambda reports: reports[0]["status"] == 0 and reports[0]["passed"],
+                )
             )
         elif cuts:
             checks.append(_assertions(cuts))

@@ -38,13 +38,15 @@ def score(
     if function is None:
         return reward
     # a group that took no part in the match is None
-    given = match.groupdict().get("answer", response) or ""
+    inner_response = match.groupdict().get("answer", response) or ""
     inner = _inner(function)
     more = {EPISODE: episode} if takes_episode(inner) else {}
-    reward_result = reward_result_of(inner(given.strip(), answer, row, **more, **(arguments or {})))
+    reward_result = reward_result_of(
+        inner(inner_response.strip(), answer, row, **more, **(arguments or {}))
+    )
     if not isinstance(reward_result, RewardResult):
         raise ValueError(f"{function} {reward_result.words}")
-    inner_answer = given.strip() if reward_result.answer is None else reward_result.answer
+    inner_answer = inner_response.strip() if reward_result.answer is None else reward_result.answer
     return RewardResult(reward + reward_result.reward, reward_result.correct, inner_answer)
 
 

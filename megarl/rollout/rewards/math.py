@@ -48,18 +48,20 @@ def score(
     wrong without being computed, unless the answer has the same kind. One that is not recognised ends its worker; with
     `reward.on_failure: penalise` it counts as wrong too.
     """
-    given = final_answer(response)
+    prediction = final_answer(response)
     right = RewardResult(correct, True, _bare(answer))
-    if given and _bare(given) == _bare(answer):
+    if prediction and _bare(prediction) == _bare(answer):
         return right
     if (
-        not given
-        or is_hostile(given, answer)
-        or (_UNDONE.search(given) and not _UNDONE.search(answer))
+        not prediction
+        or is_hostile(prediction, answer)
+        or (_UNDONE.search(prediction) and not _UNDONE.search(answer))
     ):
-        return RewardResult(wrong, False, _bare(given) if given.startswith("\\boxed") else "")
+        return RewardResult(
+            wrong, False, _bare(prediction) if prediction.startswith("\\boxed") else ""
+        )
     gold = _gold(answer)
-    parsed = parse(given, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
+    parsed = parse(prediction, _TARGETS, parsing_timeout=None)  # type: ignore[arg-type]
     if gold and parsed and verify(gold, parsed, timeout_seconds=None):
         return right
     return RewardResult(wrong, False, str(parsed[-1]) if parsed else "")

@@ -34,9 +34,9 @@ def score(
 ) -> RewardResult:
     """`correct` if the response chooses the answer's letter, one of the options, else `wrong`."""
     letter = answer.strip().strip("()[].*").upper()
-    given = chosen(response, options)
-    is_right = bool(letter) and given == letter
-    return RewardResult(correct if is_right else wrong, is_right, given or "")
+    chosen_letter = chosen(response, options)
+    is_right = bool(letter) and chosen_letter == letter
+    return RewardResult(correct if is_right else wrong, is_right, chosen_letter or "")
 
 
 def chosen(response: str, options: str) -> str | None:

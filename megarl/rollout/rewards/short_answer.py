@@ -30,20 +30,20 @@ def score(
     References are the texts in the row's column `answers`, or `answer` alone where the row has none. Letter case,
     punctuation, articles and white space do not count.
     """
-    given = _plain(_last(response))
+    prediction = _plain(_last(response))
     references = row.get(answers) or [answer]
     if isinstance(references, str):
         references = [references]
-    is_correct = bool(given) and given in map(_plain, references)
-    return RewardResult(correct if is_correct else wrong, is_correct, given)
+    is_correct = bool(prediction) and prediction in map(_plain, references)
+    return RewardResult(correct if is_correct else wrong, is_correct, prediction)
 
 
 def _last(response: str) -> str:
     """The text of the last answer; "" where there is none, or one that is not closed or long."""
     _, opening, rest = response.rpartition(_OPEN)
-    given, closing, _ = rest.partition(_CLOSE)
-    if opening and closing and len(given) <= _LONGEST:
-        return given
+    text, closing, _ = rest.partition(_CLOSE)
+    if opening and closing and len(text) <= _LONGEST:
+        return text
     return ""
 
 

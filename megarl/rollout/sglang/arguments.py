@@ -212,8 +212,10 @@ def server_arguments(
         arguments["node_rank"] = settings.span.node
         arguments["dist_init_addr"] = f"{host}:{port}"
     if layout.fp8 or (settings.quantised and not settings.load_weights):
-        own = {KEY: FP8_CONFIG} if layout.fp8 else {}
-        arguments["json_model_override_args"] = json.dumps(dict.fromkeys(QUANTISATION_KEYS) | own)
+        quantisation = {KEY: FP8_CONFIG} if layout.fp8 else {}
+        arguments["json_model_override_args"] = json.dumps(
+            dict.fromkeys(QUANTISATION_KEYS) | quantisation
+        )
     if device == "cpu":
         arguments |= sglang_patches.server_arguments(layout.tp, room)
     else:

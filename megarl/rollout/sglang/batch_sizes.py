@@ -38,23 +38,23 @@ def most_sequences(recipe: Recipe) -> int:
     return math.ceil(most / engine.dp) * engine.dp
 
 
-def limit_of(recipe: Recipe, wanted: int) -> int:
-    """Sequences that an engine may run at once: the recipe's own limit, or megarl's where so many are wanted."""
-    given = recipe.rollout.engine.sglang.get("max_running_requests")
-    return given or running_limit(engine_layout(recipe), wanted)
+def limit_of(recipe: Recipe, concurrency: int) -> int:
+    """Sequences that an engine may run at once: the recipe's own limit, or megarl's at this concurrency."""
+    recipe_limit = recipe.rollout.engine.sglang.get("max_running_requests")
+    return recipe_limit or running_limit(engine_layout(recipe), concurrency)
 
 
 def given_sizes(recipe: Recipe) -> dict[str, Any]:
     """The recipe's own server arguments over those of `group_arguments`."""
-    given = recipe.rollout.engine.sglang
-    return group_arguments(engine_layout(recipe), most_sequences(recipe), given) | given
+    arguments = recipe.rollout.engine.sglang
+    return group_arguments(engine_layout(recipe), most_sequences(recipe), arguments) | arguments
 
 
-def running_limit(layout: EngineLayout, wanted: int) -> int:
+def running_limit(layout: EngineLayout, concurrency: int) -> int:
     """Sequences that an engine may run at once, of those that it is given."""
     if layout.deepep:
-        return min(wanted, _deepep_sequences(layout) * layout.tp)
-    return wanted
+        return min(concurrency, _deepep_sequences(layout) * layout.tp)
+    return concurrency
 
 
 def _deepep_sequences(layout: EngineLayout) -> int:
@@ -63,7 +63,7 @@ def _deepep_sequences(layout: EngineLayout) -> int:
 
 
 def group_arguments(
-    layout: EngineLayout, concurrency: int, given: Mapping[str, Any]
+    layout: EngineLayout, concurrency: int, arguments: Mapping[str, Any]
 ) -> dict[str, int]:
     """Sizes for several attention groups: SGLang divides its chunk of prompts by them, and makes graphs for each.
 
@@ -72,7 +72,7 @@ def group_arguments(
     gathered each GPU holds all of a chunk's, once for every expert that they chose. A graph is for a multiple of the
     group's ranks, and of 8, as in SGLang's list.
     """
-    has_fraction = "mem_fraction_static" in given
+    has_fraction = "mem_fraction_static" in arguments
     if layout.dp == 1 or not (has_fraction or layout.deepep):
         return {}
     ranks = max(1, layout.attention_tp)  # sizes that do not divide are reported elsewhere

@@ -179,9 +179,9 @@ class SglangEngine(sglang_engine.Engine):
         self, *, init_tokenizer_manager_func: Callable[..., Any], **kwargs: Any
     ) -> Any:
         def keep(*args: Any) -> Any:
-            made = init_tokenizer_manager_func(*args)
-            self._tokenizer = made[0]  # SGLang drops it when a scheduler fails
-            return made
+            managers = init_tokenizer_manager_func(*args)
+            self._tokenizer = managers[0]  # SGLang drops it when a scheduler fails
+            return managers
 
         ports = private_ports(self.entry)
         return super()._launch_subprocesses(
