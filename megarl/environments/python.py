@@ -113,8 +113,8 @@ def _told_cell(outcome: CellOutcome, timeout_s: float) -> str:
         parts.append(f"Only the first {_OUTPUT_BYTES} of {outcome.num_bytes} bytes are shown.")
     if not outcome.is_alive:
         if outcome.timed_out:
-            how = f"The code took longer than {timeout_s:g} s and was ended."
+            reason = f"The code took longer than {timeout_s:g} s and was ended."
         else:
-            how = "Python has ended."
-        parts.append(f"{how} The next call begins anew: what earlier ones defined is lost.")
+            reason = "Python has ended."
+        parts.append(f"{reason} The next call begins anew: what earlier ones defined is lost.")
     return "\n".join(part for part in parts if part) or "The code printed nothing."

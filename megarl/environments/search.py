@@ -70,15 +70,19 @@ def _index(corpus: str) -> tuple[Any, Any]:
     The first process makes them, in a folder beside the corpus; the others wait for it.
     """
     folder = Path(f"{corpus}.bm25")
-    made = os.stat(corpus)
-    stamp = {"bytes": made.st_size, "modified_ns": made.st_mtime_ns, "bm25s": bm25s.__version__}
+    corpus_stat = os.stat(corpus)
+    stamp = {
+        "bytes": corpus_stat.st_size,
+        "modified_ns": corpus_stat.st_mtime_ns,
+        "bm25s": bm25s.__version__,
+    }
     with open(f"{corpus}.bm25.lock", "a") as lock:  # truncates nothing, where it is a link
         fcntl.flock(lock, fcntl.LOCK_EX)
-        told = folder / "made_from.json"
-        if not told.is_file() or json.loads(told.read_text()) != stamp:
+        stamp_path = folder / "made_from.json"
+        if not stamp_path.is_file() or json.loads(stamp_path.read_text()) != stamp:
             shutil.rmtree(folder, ignore_errors=True)
             _make(corpus, folder)
-            told.write_text(json.dumps(stamp))
+            stamp_path.write_text(json.dumps(stamp))
     return bm25s.BM25.load(folder, mmap=True), np.load(folder / "offsets.npy", mmap_mode="r")
 
 

@@ -79,15 +79,15 @@ class _AgentHost:
     def serve(self) -> None:
         self.write(as_line(["ready"]))
         while (message := self._parent.read()) is not None:
-            number, kind, *rest = message
+            number, kind, *fields = message
             if kind == "run":
-                self._begin(number, *rest)
+                self._begin(number, *fields)
                 continue
             run = self._runs.get(number)
             if kind == "cancel":
                 self.write(as_line([number, "cancelling"]))
             if run is not None:
-                run.take(kind, rest)
+                run.take(kind, fields)
 
     def write(self, line: bytes) -> None:
         with self._lock:
@@ -145,7 +145,7 @@ class _RunThread:
             self._loop.close()
             raise
 
-    def take(self, kind: str, rest: Sequence[Any]) -> None:
+    def take(self, kind: str, fields: Sequence[Any]) -> None:
         """A message of the parent, in the main thread."""
         match kind:
             case "cancel":
@@ -153,11 +153,11 @@ class _RunThread:
                 with suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._cancel)
             case "answer":
-                self._chat.settle(rest[0], rest[1])
+                self._chat.settle(fields[0], fields[1])
             case "refused":
-                self._chat.settle(rest[0], ValueError(rest[1]))
+                self._chat.settle(fields[0], ValueError(fields[1]))
             case "over":
-                self._chat.settle(rest[0], EpisodeOver(rest[1]))
+                self._chat.settle(fields[0], EpisodeOver(fields[1]))
 
     def _send(self, kind: str, request: int, payload: bytes) -> None:
         """Write a message about a request, unless the run has ended."""

@@ -117,10 +117,10 @@ def _allow_open_files(count: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft < wanted:
+    new_soft = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft < new_soft:
         with suppress(OSError, ValueError):  # a sandbox may forbid it: then there are fewer places
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new_soft, hard))
 
 
 def _key(request: web.BaseRequest) -> str:

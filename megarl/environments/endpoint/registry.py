@@ -170,11 +170,11 @@ class OpenEpisodes:
 
     def find(self, key: str) -> OpenEpisode | None:
         """The time that it takes tells nothing of the keys: all are compared, each in constant time."""
-        wanted = _digest(key)
+        key_digest = _digest(key)
         open_episode = None
         with self._lock:
             for digest, episode in self._by_digest.items():
-                if hmac.compare_digest(digest, wanted):
+                if hmac.compare_digest(digest, key_digest):
                     open_episode = episode
         return open_episode
 

@@ -165,16 +165,16 @@ def _only(*values: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _without_nulls(given: Any) -> Any:
+def _without_nulls(json_value: Any) -> Any:
     """An object's fields but for those that are null, which count as left out."""
-    if not isinstance(given, dict):
-        return given
-    return {name: value for name, value in given.items() if value is not None}
+    if not isinstance(json_value, dict):
+        return json_value
+    return {name: value for name, value in json_value.items() if value is not None}
 
 
-def _known(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+def _known(json_object: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The same, where all are known. Pydantic would list all unknown ones, which takes long where they are many."""
-    fields = _without_nulls(given)
+    fields = _without_nulls(json_object)
     unknown = next((name for name in fields if name not in known), None)
     if unknown is not None:
         problem = _NO_SEED if unknown == "seed" else _UNSUPPORTED
@@ -182,29 +182,29 @@ def _known(given: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     return fields
 
 
-def _message(given: Any) -> Any:
+def _message(message: Any) -> Any:
     """A message without what clients only carry along."""
-    if not isinstance(given, dict):
-        return given
-    fields = {name: value for name, value in given.items() if value or name not in _MAY_BE_EMPTY}
+    if not isinstance(message, dict):
+        return message
+    fields = {name: value for name, value in message.items() if value or name not in _MAY_BE_EMPTY}
     return {"content": "", **_known(fields, _OF_MESSAGES)}
 
 
-def _options(given: Any) -> Any:
-    return _known(given, _StreamOptions.__annotations__) if isinstance(given, dict) else given
+def _options(options: Any) -> Any:
+    return _known(options, _StreamOptions.__annotations__) if isinstance(options, dict) else options
 
 
-def _function(given: Any) -> Any:
+def _function(json_value: Any) -> Any:
     """A tool or a call. What clients add to it has no effect: `strict` would ask for a grammar."""
-    if not isinstance(given, dict) or given.get("type") != "function":
+    if not isinstance(json_value, dict) or json_value.get("type") != "function":
         raise _refusal("must be function", "type")
-    return _without_nulls(given)
+    return _without_nulls(json_value)
 
 
-def _part(given: Any) -> Any:
-    kind = given.get("type") if isinstance(given, dict) else None
+def _part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
-        return _without_nulls(given)
+        return _without_nulls(part)
     if isinstance(kind, str):
         what = f"of the type {kind[:_SHOWN_CHARACTERS]}"
     else:
@@ -350,5 +350,5 @@ class _RequestFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return _known(given, cls.model_fields)
+    def _check_names(cls, body: dict[str, Any]) -> dict[str, Any]:
+        return _known(body, cls.model_fields)

@@ -153,21 +153,21 @@ class EnvironmentHost:
 
     def _perform(self, job: JobMessage) -> Any:
         """The return value of a job's function: of one that is `async def`, its coroutine."""
-        _, operation, instance, *rest = job
+        _, operation, instance, *fields = job
         match operation:
             case "call":
-                tool = self._toolbox.tools[rest[0]]
-                values = tool.values(rest[1])
+                tool = self._toolbox.tools[fields[0]]
+                values = tool.values(fields[1])
                 if self._toolbox.environment is None:
                     return tool.function(**values)
                 return getattr(self._instances[instance], tool.name)(**values)
             case "open":
-                row, seed = rest
+                row, seed = fields
                 self._instances[instance] = self._toolbox.make(seed)
                 return self._instances[instance].reset(row)
             case "close":
                 return self._instances.pop(instance).close()
-        return getattr(self._instances[instance], operation)(*rest)
+        return getattr(self._instances[instance], operation)(*fields)
 
     def _answer(self, job: JobMessage, result: Any) -> list[Any]:
         """The message about a job whose function has returned. Raises BadResult."""

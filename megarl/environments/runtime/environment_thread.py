@@ -338,8 +338,8 @@ class EnvironmentThread:
     async def _do(
         self, episode: _Episode, operation: Operation, *, alone: bool = False
     ) -> JobResult:
-        kind, *rest = operation
-        message = [kind, episode.instance, *rest]
+        kind, *fields = operation
+        message = [kind, episode.instance, *fields]
         is_plain = function_of(operation) not in self.offer.is_async
         try:
             return await self._workers.do(
@@ -348,7 +348,7 @@ class EnvironmentThread:
         except (TypeError, ValueError, RecursionError) as error:
             if kind == "call":
                 return JobFailure(
-                    "arguments", f"{rest[0]} was not called: its arguments are no JSON ({error})."
+                    "arguments", f"{fields[0]} was not called: its arguments are no JSON ({error})."
                 )
             raise self._failure(
                 episode, f"the row cannot be sent to its process ({error})"

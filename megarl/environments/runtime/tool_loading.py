@@ -37,10 +37,10 @@ class Toolbox:
     def make(self, seed: int) -> Environment:
         """A new instance of the environment."""
         assert self.environment
-        made = self.environment.__new__(self.environment)
-        made.seed = seed
-        made.__init__(**(self.arguments or {}))
-        return made
+        instance = self.environment.__new__(self.environment)
+        instance.seed = seed
+        instance.__init__(**(self.arguments or {}))
+        return instance
 
 
 def load_tools(
@@ -77,23 +77,25 @@ def load_tools(
 
 def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool = True) -> Toolbox:
     """The class at `path`, its public methods as tools; prepares: as of `load_tools`. Raises UserError."""
-    found = load_object(path, ENVIRONMENT, _FORM, _EXAMPLE.format("guess:Guess"))
-    if not (inspect.isclass(found) and issubclass(found, Environment)):
-        problem = f"{path} is {kind_of(found)}, not a subclass of megarl.environments.Environment"
+    environment_class = load_object(path, ENVIRONMENT, _FORM, _EXAMPLE.format("guess:Guess"))
+    if not (inspect.isclass(environment_class) and issubclass(environment_class, Environment)):
+        problem = f"{path} is {kind_of(environment_class)}, not a subclass of megarl.environments.Environment"
         raise UserError(ENVIRONMENT, problem, "let it inherit from Environment")
-    _check_call(found, path, arguments)
+    _check_call(environment_class, path, arguments)
     # the base Environment, the first of them, is left out
-    _, *classes = (base for base in reversed(found.__mro__) if issubclass(base, Environment))
+    _, *classes = (
+        base for base in reversed(environment_class.__mro__) if issubclass(base, Environment)
+    )
     names = dict.fromkeys(name for base in classes for name in vars(base))
     has = frozenset(_RESERVED & names.keys())
     for name in has:
-        _check_reserved(getattr(found, name), name, path)
+        _check_reserved(getattr(environment_class, name), name, path)
     tools = {
-        name: _method_tool(found, name, path)
+        name: _method_tool(environment_class, name, path)
         for name in names
         if not name.startswith("_")
         and name not in (*_RESERVED, PREPARE)
-        and inspect.isroutine(getattr(found, name))
+        and inspect.isroutine(getattr(environment_class, name))
     }
     if not tools and "reply" not in has:
         problem = f"{path} has neither a tool nor `reply`"
@@ -101,9 +103,11 @@ def load_environment(path: str, arguments: Mapping[str, Any], *, prepares: bool 
             ENVIRONMENT, problem, "define a public method with a docstring, or reply(text)"
         )
     if prepares:
-        prepare(found, arguments, ENVIRONMENT, path)
-    is_async = frozenset(name for name in has if inspect.iscoroutinefunction(getattr(found, name)))
-    return Toolbox(tools, found, dict(arguments), has, is_async)
+        prepare(environment_class, arguments, ENVIRONMENT, path)
+    is_async = frozenset(
+        name for name in has if inspect.iscoroutinefunction(getattr(environment_class, name))
+    )
+    return Toolbox(tools, environment_class, dict(arguments), has, is_async)
 
 
 def _method_tool(environment: type[Environment], name: str, path: str) -> Tool:

@@ -59,12 +59,12 @@ class Tool:
             raise BadArguments(f"{self.name} was not called: {problems}.") from None
         except (TypeError, ValueError, RecursionError) as error:
             raise BadArguments(f"{self.name} was not called: {describe_error(error)}.") from None
-        given = {
+        values_by_name = {
             name: getattr(checked, field)
             for name, field in self.fields.items()
             if field in checked.model_fields_set
         }
-        return {**self.bound, **given}
+        return {**self.bound, **values_by_name}
 
 
 def make_tool(
