@@ -69,13 +69,13 @@ def limit(kind: int, value: int, grace: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
+    program_limits = json.loads(sys.argv[1])
     if os.getpid() == 1:
         become_init()
-    set_limits(given)
+    set_limits(program_limits)
     isolation = ["-I"]
     # -I would ignore it with all other variables; there are no others of Python
-    if given["hash_seed"] >= 0:
-        os.environ["PYTHONHASHSEED"] = str(given["hash_seed"])
+    if program_limits["hash_seed"] >= 0:
+        os.environ["PYTHONHASHSEED"] = str(program_limits["hash_seed"])
         isolation = ["-P", "-s"]
     os.execv(sys.executable, [sys.executable, *isolation, "-B", "-X", "utf8", sys.argv[2]])

@@ -100,7 +100,7 @@ def _kill_descendants() -> None:
 
 def _children() -> list[int]:
     """The process ids of the children of this process, ended ones that were not waited for among them."""
-    own = str(os.getpid())
+    own_pid = str(os.getpid())
     children = []
     for name in os.listdir("/proc"):
         if not name.isdecimal():
@@ -109,7 +109,7 @@ def _children() -> list[int]:
             suppress(OSError),
             open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file,
         ):
-            if file.read().rpartition(")")[2].split()[1] == own:
+            if file.read().rpartition(")")[2].split()[1] == own_pid:
                 children.append(int(name))
     return children
 

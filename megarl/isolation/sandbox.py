@@ -120,8 +120,8 @@ def _run(program: str, stdin: str, limits: SandboxLimits, *, unsafe: bool) -> Ou
         folder = None
         if unsafe:
             folder = held.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        given = held.enter_context(_sealed(stdin))
-        process, info = start(program, limits, folder, threading.get_native_id(), given)
+        stdin_fd = held.enter_context(_sealed(stdin))
+        process, info = start(program, limits, folder, threading.get_native_id(), stdin_fd)
         return _watch(process, limits, info)
 
 
