@@ -240,10 +240,10 @@ class AgentEpisode:
     async def _turn(self, thread: _Thread, messages: Messages, request: ChatRequest) -> ChatAnswer:
         conversation = thread.conversation
         prompt_tokens = len(thread.conversation.ids)
-        found: list[_Read] = []
+        readings: list[_Read] = []
 
         async def read(turn: SampledTurn) -> None:
-            found.append(await asyncio.to_thread(_read, thread, turn.ids, request.stop))
+            readings.append(await asyncio.to_thread(_read, thread, turn.ids, request.stop))
 
         heard = [message["content"] for message in thread.heard]
         turn = await self._rows.turn(
@@ -253,7 +253,7 @@ class AgentEpisode:
             requested_tokens=request.max_tokens,
             stop=request.stop,
         )
-        message, num_calls, num_bad = found[0]
+        message, num_calls, num_bad = readings[0]
         tally = self._rows.tally
         tally.calls = tally.calls + num_calls
         tally.call_errors = tally.call_errors + num_bad
@@ -303,6 +303,7 @@ def _read(thread: _Thread, ids: Sequence[int], stop: Sequence[str]) -> _Read:
 def _last_heard(messages: Messages) -> Messages:
     """The messages after the last of the assistant, but for the system's."""
     last = max(
-        (place for place, one in enumerate(messages) if one["role"] == "assistant"), default=-1
+        (place for place, message in enumerate(messages) if message["role"] == "assistant"),
+        default=-1,
     )
     return [message for message in messages[last + 1 :] if message["role"] != "system"]

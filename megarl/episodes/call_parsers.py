@@ -59,8 +59,8 @@ class CallParser:
         self._tokenizer = tokenizer
         functions = [schema["function"] for schema in schemas]
         self._tools = [
-            Tool.model_validate({"function": {key: one.get(key) for key in _READ}})
-            for one in functions
+            Tool.model_validate({"function": {key: function.get(key) for key in _READ}})
+            for function in functions
         ]
 
     def read(self, text: str) -> ParsedCalls:
@@ -69,7 +69,9 @@ class CallParser:
         parser = FunctionCallParser(self._tools, self.name, self._tokenizer)
         try:
             tries = parser.has_tool_call(text)
-            rest, calls = parser.parse_non_stream(text)
+            normal_text, calls = parser.parse_non_stream(text)
         except Exception:  # a reader raises whatever the JSON of a broken call leads it to
             return ParsedCalls(text, (), True)
-        return ParsedCalls(rest, tuple((call.name, call.parameters) for call in calls), tries)
+        return ParsedCalls(
+            normal_text, tuple((call.name, call.parameters) for call in calls), tries
+        )

@@ -152,8 +152,8 @@ def reasoning_tags(template: ChatTemplate) -> ReasoningTags:
         prompt_after_tools = template.text([user("a"), called, result], prompt=True)
     except TemplateRefusal:
         return tags
-    if found := re.search(rf"({_TAG}|\[\w+\])\s*{thought}\s*({_TAG}|\[/\w+\])", text):
-        tags = ReasoningTags(found[1], found[2])
+    if match := re.search(rf"({_TAG}|\[\w+\])\s*{thought}\s*({_TAG}|\[/\w+\])", text):
+        tags = ReasoningTags(match[1], match[2])
 
     def is_opened(prompt: str) -> bool:
         return prompt.rfind(tags.opening) > prompt.rfind(tags.closing)
@@ -230,13 +230,13 @@ def _around_ids(template: ChatTemplate, text: str) -> tuple[str | None, str | No
 
 
 def _tag(pattern: str, text: str) -> str | None:
-    found = re.search(pattern, text)
-    return found[1] if found else None
+    match = re.search(pattern, text)
+    return match[1] if match else None
 
 
-def _common_start(one: str, other: str) -> str:
-    return os.path.commonprefix([one, other])
+def _common_start(text: str, other: str) -> str:
+    return os.path.commonprefix([text, other])
 
 
-def _common_end(one: str, other: str) -> str:
-    return os.path.commonprefix([one[::-1], other[::-1]])[::-1]
+def _common_end(text: str, other: str) -> str:
+    return os.path.commonprefix([text[::-1], other[::-1]])[::-1]

@@ -72,7 +72,7 @@ def _checked(messages: Any) -> Sequence[Message]:
     if (
         not isinstance(messages, list)
         or not messages
-        or not all(isinstance(one, dict) for one in messages)
+        or not all(isinstance(message, dict) for message in messages)
     ):
         raise BadRow(f"the demonstration is {short(messages, 60)}", _FORM)
     chat = [{"content": "", **message} for message in chat_messages(messages)]
@@ -97,7 +97,7 @@ def _demonstrated(
     response_ids = []
     sampled = []
     chat = list(before)
-    rest = deque(messages)
+    remaining = deque(messages)
     numbers = count()
     turn = []
 
@@ -105,27 +105,28 @@ def _demonstrated(
         response_ids.extend(ids)
         sampled.extend([is_sampled] * len(ids))
 
-    while rest:
-        calls, answer = _turn(turn_tokenizer, _next(rest, "assistant"), numbers)
+    while remaining:
+        calls, answer = _turn(turn_tokenizer, _next(remaining, "assistant"), numbers)
         turn = _whole_turn(turn_tokenizer, chat, answer, calls)
         append(turn, is_sampled=True)
         chat.append(answer)
-        if rest and calls:
-            texts = [_result(call, _next(rest, "tool")) for call in calls]
+        if remaining and calls:
+            texts = [_result(call, _next(remaining, "tool")) for call in calls]
             append(_results(turn_tokenizer, calls, texts, turn), is_sampled=False)
             chat += results_of(answer, texts)
-        elif rest:
-            chat.append(_next(rest, "user"))
+        elif remaining:
+            chat.append(_next(remaining, "user"))
             append(turn_tokenizer.user(chat[-1]["content"], after=turn[-1]), is_sampled=False)
     return Demonstration(prompt_ids, response_ids, sampled, turn_tokenizer.turn_text(turn))
 
 
-def _next(rest: deque[Message], role: str) -> Message:
-    message = rest.popleft()
+def _next(messages: deque[Message], role: str) -> Message:
+    message = messages.popleft()
     if message.get("role") != role:
-        found = short(message.get("role"), 60)
+        message_role = short(message.get("role"), 60)
         raise BadRow(
-            f"a message of the demonstration has role {found} where {role!r} must follow", _ORDER
+            f"a message of the demonstration has role {message_role} where {role!r} must follow",
+            _ORDER,
         )
     return message
 
@@ -134,10 +135,10 @@ def _turn(
     turn_tokenizer: TurnTokenizer, message: Message, numbers: Iterator[int]
 ) -> tuple[list[_Call], Message]:
     """The calls of an assistant's message, and the message in the template's style. numbers: of the calls so far."""
-    given = message.get("tool_calls") or []
-    if not isinstance(given, list):
-        raise BadRow(f"the calls of a message are {short(given, 60)}", _CALL)
-    calls = [_call(turn_tokenizer, call, next(numbers)) for call in given]
+    data_calls = message.get("tool_calls") or []
+    if not isinstance(data_calls, list):
+        raise BadRow(f"the calls of a message are {short(data_calls, 60)}", _CALL)
+    calls = [_call(turn_tokenizer, call, next(numbers)) for call in data_calls]
     if calls:
         shown = {"tool_calls": [call.shown for call in calls]}
     else:
@@ -145,14 +146,14 @@ def _turn(
     return calls, {key: value for key, value in message.items() if key != "tool_calls"} | shown
 
 
-def _call(turn_tokenizer: TurnTokenizer, given: Any, number: int) -> _Call:
+def _call(turn_tokenizer: TurnTokenizer, data_call: Any, number: int) -> _Call:
     try:
-        name = given["function"]["name"]
-        arguments = given["function"]["arguments"]
+        name = data_call["function"]["name"]
+        arguments = data_call["function"]["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise BadRow(f"a call of the demonstration is {short(given, 60)}", _CALL) from None
+        raise BadRow(f"a call of the demonstration is {short(data_call, 60)}", _CALL) from None
     if not isinstance(arguments, dict):
         raise BadRow(
             f"the arguments of a call of {short(name, 60)} are {short(arguments, 60)}", _CALL
@@ -165,7 +166,7 @@ def _call(turn_tokenizer: TurnTokenizer, given: Any, number: int) -> _Call:
             known = "there are no tools"
         raise BadRow(f"the demonstration calls {short(name, 60)}, and {known}", _TOOLS)
     return _Call(
-        name, given.get("id"), turn_tokenizer.template.call_style.call(name, arguments, number)
+        name, data_call.get("id"), turn_tokenizer.template.call_style.call(name, arguments, number)
     )
 
 

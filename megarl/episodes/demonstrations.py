@@ -37,17 +37,17 @@ def demonstrations(
 def demonstrated_episode(prompt: Prompt, turn_tokenizer: TurnTokenizer, name: str) -> SampleGroup:
     """The episode in the row's column `name` as a group of one sample. Raises UserError(data.messages)."""
     try:
-        found = demonstrate(
+        episode = demonstrate(
             turn_tokenizer,
             prompt.messages,
             column(prompt.row, name, "set data.messages to one of {columns}"),
         )
     except BadRow as bad:
         raise UserError("data.messages", f"{prompt.id}: {bad.problem}", bad.hint) from bad
-    prompt_ids: Sequence[int] = found.prompt_ids
+    prompt_ids: Sequence[int] = episode.prompt_ids
     if prompt_ids == list(prompt.token_ids):
         prompt_ids = prompt.token_ids
-    return _demonstrated(prompt, prompt_ids, found.response_ids, found.sampled, found.text)
+    return _demonstrated(prompt, prompt_ids, episode.response_ids, episode.sampled, episode.text)
 
 
 def demonstration(prompt: Prompt, tokenizer: Any) -> SampleGroup:

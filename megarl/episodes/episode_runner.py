@@ -263,9 +263,9 @@ class EpisodeRunner:
         """The results of a turn's calls, in their order; a call that cannot be made is answered with the reason."""
         tally = state.tally
         good = [call for call in read.calls if isinstance(call, ToolCall)]
-        made, is_overdue = await self._made(state, good)
+        call_results, is_overdue = await self._made(state, good)
         message = self._message(state, read, ids)
-        results_of_good = iter(made)
+        results_of_good = iter(call_results)
         results = [
             next(results_of_good)
             if isinstance(call, ToolCall)
@@ -291,11 +291,13 @@ class EpisodeRunner:
             state.messages += [message, *results_of(message, shown)]
             state.said = None
         else:
-            told = [
+            tool_results = [
                 ToolResult(text, call.name, call.id)
                 for text, call in zip(shown, read.calls, strict=True)
             ]
-            state.said = await self._said(self._turn_tokenizer.tool_results, told, after=ids[-1])
+            state.said = await self._said(
+                self._turn_tokenizer.tool_results, tool_results, after=ids[-1]
+            )
         return None
 
     async def _made(
@@ -319,11 +321,11 @@ class EpisodeRunner:
         )
 
     async def _said(
-        self, turn_tokenizer: Callable[..., list[int]], *words: Any, **how: Any
+        self, turn_tokenizer: Callable[..., list[int]], *words: Any, **options: Any
     ) -> list[int]:
         """The tokens of what is said to the model. Raises EnvironmentFailure where the template refuses the words."""
         try:
-            return await asyncio.to_thread(turn_tokenizer, *words, **how)
+            return await asyncio.to_thread(turn_tokenizer, *words, **options)
         except (UserError, TemplateRefusal, BadMessages) as error:
             raise EnvironmentFailure(f"the chat template refuses the message ({error})") from error
 

@@ -43,9 +43,9 @@ def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any
         role = None
     if not isinstance(role, str) or role not in _ROLES:
         raise BadMessages(f"message {number} has no role out of {', '.join(sorted(_ROLES))}")
-    given = {key: message[key] for key in _KEYS if message.get(key) not in (None, [])}
-    content = given.pop("content", "")
-    calls = given.pop("tool_calls", [])
+    fields = {key: message[key] for key in _KEYS if message.get(key) not in (None, [])}
+    content = fields.pop("content", "")
+    calls = fields.pop("tool_calls", [])
     if isinstance(content, list):
         content = "".join(_part(number, part) for part in content)
     content = _text(content, f"the content of message {number}")
@@ -55,10 +55,10 @@ def _checked(number: int, message: Any, template: ChatTemplate) -> dict[str, Any
         raise BadMessages(f"the tool_calls of message {number} are no list")
     if calls and role != "assistant":
         raise BadMessages(f"message {number} has tool_calls, and is not the assistant's")
-    if role == "tool" and "tool_call_id" not in given:
+    if role == "tool" and "tool_call_id" not in fields:
         raise BadMessages(f"message {number} is a tool's and has no tool_call_id")
     checked_message: dict[str, Any] = {
-        key: _text(value, f"the {key} of message {number}") for key, value in given.items()
+        key: _text(value, f"the {key} of message {number}") for key, value in fields.items()
     }
     checked_message["content"] = content
     if calls:

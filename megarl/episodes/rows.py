@@ -184,12 +184,12 @@ class EpisodeRows:
         it raises the turn is dropped. requested_tokens: the most that the agent asks for; None: no request. stop: as of
         `Sampling`. Raises what the sampler raises; the first of that is `error`.
         """
-        given = begun.ids if begun else []
+        begun_ids = begun.ids if begun else []
         any_turn = self.sampling.max_tokens
         if requested_tokens is not None:
             any_turn = min(requested_tokens, any_turn)
         most = min(any_turn, self.turn_tokens(conversation, begun))
-        left = most - len(given)
+        left = most - len(begun_ids)
         limits = self._turn_sampling(conversation, left, stop)
         known = conversation.known_rows
         reusable = known if self._phase_sampled else 0  # the cache has nothing of the phases before
@@ -200,7 +200,7 @@ class EpisodeRows:
         try:
             sample = await asyncio.shield(asked_for)
             new_ids = sample.only_row.response_ids_T.tolist()
-            ids = [*given, *new_ids]
+            ids = [*begun_ids, *new_ids]
             is_open = not sample.finished and len(new_ids) == limits.max_tokens < left
             cut_by: EpisodeEnd | None = None
             if not sample.finished and not is_open:
@@ -287,7 +287,9 @@ class EpisodeRows:
 
     @property
     def _longest(self) -> int:
-        return max((one.response_length for one in self._conversations), default=0)
+        return max(
+            (conversation.response_length for conversation in self._conversations), default=0
+        )
 
     def sample(self, end: EpisodeEnd) -> Sample:
         """The episode, which has ended."""
@@ -321,7 +323,9 @@ class EpisodeRows:
 
     def _asked(self) -> list[Conversation]:
         """The conversations that have turns; the first or an empty one where none has."""
-        asked = [one for one in self._conversations if one.has_turns] or self._conversations[:1]
+        asked = [
+            conversation for conversation in self._conversations if conversation.has_turns
+        ] or self._conversations[:1]
         return asked or [Conversation(self.prompt.token_ids)]
 
     def _rows(self) -> tuple[Row, ...]:

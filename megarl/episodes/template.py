@@ -104,7 +104,7 @@ class ChatTemplate:
         """
         text = as_utf8(text)
         if self._special:
-            return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+            return self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
         return text
 
     @cached_property
@@ -178,7 +178,7 @@ def _longest_of(texts: Collection[str]) -> str:
         rests.setdefault(rest[0], set()).add(rest)
     if not rests:
         return re.escape(start)
-    ways = "|".join(_longest_of(rest) for _, rest in sorted(rests.items()))
+    ways = "|".join(_longest_of(group) for _, group in sorted(rests.items()))
     may_end_here = "?" if start in texts else ""
     return f"{re.escape(start)}(?:{ways}){may_end_here}"
 
@@ -199,9 +199,9 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+def num_shared(ids: Sequence[int], other: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, other, strict=False)))
 
 
 def solid(text: str) -> str:

@@ -71,11 +71,11 @@ def check(turn_tokenizer: TurnTokenizer, *, users: bool, tools: bool) -> Templat
         except UserError as error:
             notes.append(f"a turn can have one call only: {error.problem}")
     kept: list[str] = []
-    for wanted, what, answers in (
+    for occurs, what, answers in (
         (users, "a user's message", False),
         (tools, "a tool's result", True),
     ):
-        if wanted:
+        if occurs:
             kept += [f"{part} after {what}" for part in _kept(turn_tokenizer.template, answers)]
     return TemplateFacts(parallel, tuple(kept), tuple(notes))
 

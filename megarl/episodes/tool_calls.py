@@ -96,7 +96,7 @@ class CallFormat:
     @classmethod
     def of(
         cls,
-        found: FoundFormat,
+        found_format: FoundFormat,
         tokenizer: Any,
         schemas: Sequence[Mapping[str, Any]],
         *,
@@ -113,11 +113,21 @@ class CallFormat:
         if len(validators) < len(schemas):
             raise UserError(TOOLS, "two tools have the same name", "rename one of them")
         tags = reasoning_tags(ChatTemplate(tokenizer, tuple(schemas)))
-        why = f"calls are read as SGLang's {found.name}, which gives back what the chat template writes"
-        if found.others:
-            why += f" (as {', '.join(found.others)} would; it is the first in SGLang's table)"
-        reader = CallParser(found.name, tools, tokenizer)
-        return cls(found.name, found.parallel, why, found.marks, tags, reader, validators)
+        why = f"calls are read as SGLang's {found_format.name}, which gives back what the chat template writes"
+        if found_format.others:
+            why += (
+                f" (as {', '.join(found_format.others)} would; it is the first in SGLang's table)"
+            )
+        reader = CallParser(found_format.name, tools, tokenizer)
+        return cls(
+            found_format.name,
+            found_format.parallel,
+            why,
+            found_format.marks,
+            tags,
+            reader,
+            validators,
+        )
 
     def read(self, text: str, *, after_tools: bool = False) -> Turn:
         """Read a turn: its text decoded with special tokens kept, without the stop token that ended it.
@@ -158,7 +168,7 @@ class CallFormat:
         """The places of the opening tags; none where the format has no such tag."""
         opening = self.marks.opening
         if opening:
-            return [found.start() for found in re.finditer(re.escape(opening), text)]
+            return [match.start() for match in re.finditer(re.escape(opening), text)]
         return []
 
     def _words(self, text: str, starts: Sequence[int]) -> str:
@@ -292,12 +302,12 @@ def _too_many(number: int, most: int = MOST_CALLS) -> BadCall:
 
 def _count(tag: str | None, value: Any) -> int:
     """How often the texts inside a JSON value have a tag."""
-    found = 0
+    num_tags = 0
     open_values = [value]
     while tag and open_values:
         part = open_values.pop()
         if isinstance(part, str):
-            found += part.count(tag)
+            num_tags += part.count(tag)
         elif isinstance(part, dict | list):
             open_values += part.values() if isinstance(part, dict) else part
-    return found
+    return num_tags

@@ -36,12 +36,12 @@ def _is_size(value: Any) -> bool:
 
 _BOUNDS: Mapping[str, _Rule] = {  # keywords without schemas in them, and which values they may have
     "type": lambda value: all(
-        one in _KINDS for one in (value if isinstance(value, list) else [value])
+        kind in _KINDS for kind in (value if isinstance(value, list) else [value])
     ),
     "enum": lambda value: isinstance(value, list),
     "const": lambda value: True,
     "required": lambda value: (
-        isinstance(value, list) and all(isinstance(one, str) for one in value)
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
     ),
     "multipleOf": lambda value: _is_number(value) and value > 0,
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
@@ -130,10 +130,10 @@ class _BoundedSchemas:
 
     def of_arguments(self) -> dict[str, Any]:
         """The whole. Raises _BadSchema, also where it refers to a schema that has no keywords (true or false)."""
-        found = self.of(self._root)
-        if not isinstance(found, dict):
-            raise _BadSchema(f"it is {found}")
-        return found
+        schema = self.of(self._root)
+        if not isinstance(schema, dict):
+            raise _BadSchema(f"it is {schema}")
+        return schema
 
     def of(self, schema: Any, followed: tuple[str, ...] = ()) -> Any:
         """followed: the references that led here, which are not followed again. Raises _BadSchema."""
@@ -161,9 +161,9 @@ class _BoundedSchemas:
         if key in _WITH_ONE:
             return self.of(value, followed)
         if key in _WITH_SEVERAL and isinstance(value, list):
-            return [self.of(one, followed) for one in value]
+            return [self.of(schema, followed) for schema in value]
         if key == "properties" and isinstance(value, dict):
-            return {name: self.of(one, followed) for name, one in value.items()}
+            return {name: self.of(schema, followed) for name, schema in value.items()}
         if key not in _BOUNDS or not _BOUNDS[key](value):
             raise _BadSchema(f"{short(value)} is no value of {key!r}")
         return value
@@ -197,9 +197,9 @@ def _target(schema: Mapping[str, Any], reference: str) -> Any:
     start, *names = unquote(reference).split("/")
     if start != "#":
         raise ValueError(f"{reference} is no pointer into the schema")
-    found: Any = schema
+    target: Any = schema
     for name in names:
-        found = found[
-            int(name) if isinstance(found, list) else name.replace("~1", "/").replace("~0", "~")
+        target = target[
+            int(name) if isinstance(target, list) else name.replace("~1", "/").replace("~0", "~")
         ]
-    return found
+    return target

@@ -39,11 +39,11 @@ class TranscriptWriter:
         self,
         calls: Sequence[ToolCall | BadCall],
         results: Sequence[CallResult],
-        told: Sequence[str],
+        texts: Sequence[str],
     ) -> None:
-        """The last turn's calls. results: of all of them; told: what the model reads of each."""
+        """The last turn's calls. results: of all of them; texts: what the model reads of each."""
         entries = self._entries[-1]["calls"]
-        for call, result, text in zip(calls, results, told, strict=True):
+        for call, result, text in zip(calls, results, texts, strict=True):
             entry: TranscriptCall = {
                 "name": call.name,
                 "arguments": None,

@@ -243,10 +243,10 @@ class TurnTokenizer:
         if kind == "tool":
             chat = self._called([ToolResult("")], MARKER, "argument", False, {})[:2]
         try:
-            rest = self.template.text(chat).partition(MARKER)[2]
+            ending = self.template.text(chat).partition(MARKER)[2]
         except TemplateRefusal:  # it wants an answer to a call, or a user's message at the end
             return False
-        return self.stop_ids.isdisjoint(self.template.ids(rest))
+        return self.stop_ids.isdisjoint(self.template.ids(ending))
 
 
 def _unused(marker: str, *texts: str) -> str:
