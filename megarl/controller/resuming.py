@@ -105,31 +105,32 @@ def find(recipe: Recipe, prompts: PromptStream, say: Callable[[str], None]) -> S
 
     Raises UserErrors where its model, data or samples are not the recipe's.
     """
-    found = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
-    if found is None:
+    snapshot = Snapshots(Path(recipe.run.dir) / recipe.run.name / FOLDER, say).newest()
+    if snapshot is None:
         return None
-    then = progress_of(found)
-    errors = model_errors(found, recipe)
+    then = progress_of(snapshot)
+    errors = model_errors(snapshot, recipe)
     if then.data != prompts.fingerprint:
-        problem = (
-            f"its rows, or the weights of its files, have changed since {found.folder} was written"
-        )
+        problem = f"its rows, or the weights of its files, have changed since {snapshot.folder} was written"
         hint = (
             "use the files, weights and data.overlong that the run began with, or another run.name"
         )
         errors.append(UserError("data.train", problem, hint))
     if then.seed != recipe.run.seed:
-        problem = f"{recipe.run.seed} shuffles the data differently from {then.seed}, the seed of {found.folder}"
+        problem = f"{recipe.run.seed} shuffles the data differently from {then.seed}, the seed of {snapshot.folder}"
         hint = f"set it to {then.seed}, or choose another run.name"
         errors.append(UserError("run.seed", problem, hint))
     if recipe.train.mtp_loss and not then.trains_mtp:
-        problem = f"{recipe.train.mtp_loss}, but in {found.folder} those layers were frozen and have no optimizer state"
+        problem = (
+            f"{recipe.train.mtp_loss}, but in {snapshot.folder} those layers were frozen"
+            " and have no optimizer state"
+        )
         hint = "set it to 0, or choose another run.name"
         errors.append(UserError("train.mtp_loss", problem, hint))
-    errors += _critic_errors(found, then, recipe) + _buffer_errors(found, then, recipe)
+    errors += _critic_errors(snapshot, then, recipe) + _buffer_errors(snapshot, then, recipe)
     if errors:
         raise UserErrors(errors)
-    return found
+    return snapshot
 
 
 def progress_of(snapshot: Snapshot) -> Progress:
@@ -165,15 +166,15 @@ def _unfit(snapshot: Snapshot, problem: str) -> UserErrors:
     return UserErrors([UserError(str(snapshot.folder), problem, hint)])
 
 
-def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
+def _buffer_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     """The errors of a buffer in a file format of another version, or whose groups cannot go on under the recipe."""
-    buffer = _stored(found, BufferState, then.buffer)
+    buffer = _stored(snapshot, BufferState, then.buffer)
     if not buffer.streams:
         return []
     errors = []
-    if buffer_file(found.folder).exists():
+    if buffer_file(snapshot.folder).exists():
         try:
-            open_samples(buffer_file(found.folder))
+            open_samples(buffer_file(snapshot.folder))
         except UserError as error:
             hint = "resume with the version that wrote it, or choose another run.name"
             errors.append(UserError(error.where, error.problem, hint))
@@ -189,7 +190,9 @@ def _buffer_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[User
         if _meaning(key, before) == _meaning(key, now[key]):
             continue
         written = _written(before)
-        problem = f"{_written(now[key])}, and {found.folder} has {waiting}, of a run with {written}"
+        problem = (
+            f"{_written(now[key])}, and {snapshot.folder} has {waiting}, of a run with {written}"
+        )
         errors.append(UserError(key, problem, f"set it to {written}, or choose another run.name"))
     return errors
 
@@ -240,22 +243,22 @@ def critic_of(roles: Roles) -> dict[str, Any] | None:
     return {"shape": asdict(critic.shape), "shares_weights": critic.shares_weights}
 
 
-def _critic_errors(found: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
+def _critic_errors(snapshot: Snapshot, then: Progress, recipe: Recipe) -> list[UserError]:
     now = critic_of(resolve(recipe))
     if now is None:
         return []
     hint = "choose another run.name"
     if then.critic is None:
         problem = (
-            f"{recipe.algorithm.name} has a critic, and {found.folder} was written without one"
+            f"{recipe.algorithm.name} has a critic, and {snapshot.folder} was written without one"
         )
         return [UserError("algorithm.name", problem, hint)]
     if _with_defaults(then.critic.get("shape") or {}) != now["shape"]:
-        problem = f"{found.folder} was written with a critic of another architecture"
+        problem = f"{snapshot.folder} was written with a critic of another architecture"
         return [UserError("critic.path", problem, f"{_SAME_MODEL}, or another run.name")]
     before = then.critic.get("shares_weights", False)
     if before != now["shares_weights"]:
-        problem = f"{found.folder} was written with {_written(before)}"
+        problem = f"{snapshot.folder} was written with {_written(before)}"
         return [UserError("critic.shares_weights", problem, f"set it as it was, or {hint}")]
     return []
 

@@ -208,25 +208,25 @@ def collect(limits: Limits, buffer: GroupBuffer, admit: Admit, advance: Advance)
     many prompts were drawn as max_rounds allows and no group is open, the step trains on the groups that there are, or
     the run stops, as the recipe says. Raises UserError(algorithm.max_rounds) in the latter case, and without any group.
     """
-    found = Collected(before=buffer, buffer=buffer)
+    collected = Collected(before=buffer, buffer=buffer)
     if limits.ahead:
         is_wanted = limits.is_short(buffer)
     else:
         is_wanted = limits.begins_with_phase(buffer)
     while is_wanted:
-        if count := limits.num_admitted(buffer, found.rounds, found.drawn):
-            buffer = admit(buffer, count, found.rounds + limits.ahead)
+        if count := limits.num_admitted(buffer, collected.rounds, collected.drawn):
+            buffer = admit(buffer, count, collected.rounds + limits.ahead)
         after, balance = advance(buffer)
-        found = found.advanced(limits, buffer, after, balance)
-        buffer = found.buffer
+        collected = collected.advanced(limits, buffer, after, balance)
+        buffer = collected.buffer
         is_wanted = limits.is_short(buffer) and bool(
-            buffer.open or limits.num_admitted(buffer, found.rounds, found.drawn)
+            buffer.open or limits.num_admitted(buffer, collected.rounds, collected.drawn)
         )
     chosen = buffer.ready(limits.wanted)
     if limits.is_short(buffer) and (limits.hyperparameters.when_short == "stop" or not chosen):
-        raise _too_few(len(chosen), found, limits)
-    rest = buffer.without_trained(chosen).after_step(limits.buffer_sizes, limits.steps_left)
-    return replace(found, buffer=rest, chosen=RolloutBatch.of(chosen))
+        raise _too_few(len(chosen), collected, limits)
+    next_buffer = buffer.without_trained(chosen).after_step(limits.buffer_sizes, limits.steps_left)
+    return replace(collected, buffer=next_buffer, chosen=RolloutBatch.of(chosen))
 
 
 def _is_kept(entry: Entry[Ref]) -> bool:
@@ -260,8 +260,10 @@ def staleness(groups: Sequence[GroupSummary], version: int, bound: int) -> Metri
     }
 
 
-def _too_few(num_chosen: int, found: Collected, limits: Limits) -> UserError:
-    drawn_in = f"{found.drawn} prompts in {found.rounds} rounds, and the groups of the buffer,"
+def _too_few(num_chosen: int, collected: Collected, limits: Limits) -> UserError:
+    drawn_in = (
+        f"{collected.drawn} prompts in {collected.rounds} rounds, and the groups of the buffer,"
+    )
     problem = (
         f"{drawn_in} gave {num_chosen} groups with right and wrong answers, not {limits.wanted}"
     )
