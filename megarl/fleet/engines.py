@@ -39,9 +39,11 @@ class Engines:
         self._further_nodes: list[Worker] = []
         self._started: dict[Ref, str] = {}
         # SGLang's ranks release memory together: an engine with one shared GPU releases memory on all of its GPUs.
-        own = layout.engines_without(shared)
-        self._sharing = [worker for index, worker in enumerate(self.workers) if index not in own]
-        self._with_own_gpus = [self.workers[index] for index in own]
+        unshared = layout.engines_without(shared)
+        self._sharing = [
+            worker for index, worker in enumerate(self.workers) if index not in unshared
+        ]
+        self._with_own_gpus = [self.workers[index] for index in unshared]
         self._history = EngineHistory()
         self._dealers: dict[
             int, RequestBalancer
@@ -74,8 +76,10 @@ class Engines:
             name = f"{worker.name}, node {node}"
             at = slot + node * recipe.placement.gpus_per_node
             part = self._cluster.worker(name, at)
-            own = replace(span, node=node, endpoint=span.endpoint.without_secret)
-            self._started[part.start("megarl.rollout.worker:EnginePart", recipe, index, own)] = name
+            node_span = replace(span, node=node, endpoint=span.endpoint.without_secret)
+            self._started[
+                part.start("megarl.rollout.worker:EnginePart", recipe, index, node_span)
+            ] = name
             part.watch("fail")
             self._further_nodes.append(part)
 

@@ -169,7 +169,7 @@ class RankGroup:
         """Have each rank compute something of its share's tokens; readers: the plan of the ranks that train on it."""
         num_readers = len(readers[0].micro_batches)
         keys = [frozenset(map(key_of, refs_of(_share(readers, dp)))) for dp in range(num_readers)]
-        wanted = self._cluster.put(keys)
+        keys_ref = self._cluster.put(keys)
         results = PerTokenResults(self._shares(updates, refs), [], [])
         calls = {}
         for rank, worker in enumerate(self.workers):
@@ -181,7 +181,7 @@ class RankGroup:
             )
             # Ranks that hold the same return their own state alone: each reference costs the controller time.
             if is_reporting_rank(self._layout, rank):
-                call = replace(call, readers=at_arrival(wanted))
+                call = replace(call, readers=at_arrival(keys_ref))
                 *token_values, state = worker.call_many(num_readers + 1, method, call)
                 results.token_values.append(token_values)
                 calls |= dict.fromkeys(token_values, worker.name)
