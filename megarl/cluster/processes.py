@@ -70,16 +70,16 @@ def adopt_orphans() -> None:
 
 def descendants(spare: Collection[int] = ()) -> list[psutil.Process]:
     """Every descendant of this process, except the process ids in `spare` and their descendants."""
-    found: list[psutil.Process] = []
+    processes: list[psutil.Process] = []
     waiting = psutil.Process(os.getpid()).children()
     while waiting:
         process = waiting.pop()
         if process.pid in spare:
             continue
-        found.append(process)
+        processes.append(process)
         with suppress(psutil.NoSuchProcess):
             waiting += process.children()
-    return found
+    return processes
 
 
 def is_stopped(pid: int) -> bool:
@@ -145,9 +145,9 @@ class RayServers:
         """timeout_s: how long a server may be stopped by a signal."""
         self._timeout_s = timeout_s
         self._looked_at = time.monotonic()
-        found = _servers(raylet_socket)
-        self._stopped_s = dict.fromkeys(found, 0.0)
-        self._descriptors = {os.pidfd_open(process.pid): process for process in found}
+        servers = _servers(raylet_socket)
+        self._stopped_s = dict.fromkeys(servers, 0.0)
+        self._descriptors = {os.pidfd_open(process.pid): process for process in servers}
         self._poll = select.poll()
         for descriptor in self._descriptors:
             self._poll.register(descriptor, select.POLLIN)
@@ -173,14 +173,14 @@ class RayServers:
 
 def _servers(raylet_socket: str) -> list[psutil.Process]:
     session = Path(raylet_socket).parents[1].name
-    wanted = {
+    arguments_by_name = {
         "raylet": f"--raylet_socket_name={raylet_socket}",
         "gcs_server": f"--session-name={session}",
     }
     return [
         process
         for process in psutil.process_iter(["name", "cmdline"])
-        if wanted.get(process.info["name"]) in (process.info["cmdline"] or ())
+        if arguments_by_name.get(process.info["name"]) in (process.info["cmdline"] or ())
     ]
 
 

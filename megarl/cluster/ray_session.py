@@ -186,10 +186,10 @@ class Cluster:
         }
         placements = self.gather(calls)
         for worker, placed in zip(workers, placements, strict=True):
-            wanted = self._node_of(worker)
-            if placed.address != wanted:
+            address = self._node_of(worker)
+            if placed.address != address:
                 raise RuntimeError(
-                    f"{worker.name} of GPU slot {worker.slot} is on {placed.address}, not on {wanted}"
+                    f"{worker.name} of GPU slot {worker.slot} is on {placed.address}, not on {address}"
                 )
         return placements
 
@@ -375,8 +375,8 @@ class Cluster:
 
 def _raylet_socket() -> str:
     """The path of the socket of this process's raylet."""
-    own = ray.get_runtime_context().get_node_id()
-    return next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == own)
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(node["RayletSocketName"] for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 def _severity(failed: tuple[str, Exception]) -> int:

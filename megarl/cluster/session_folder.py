@@ -44,7 +44,7 @@ def remove_dead(prefix: str, parent: str) -> int:
 
     A folder without our lock file, of another user, or behind a symbolic link stays.
     """
-    found = 0
+    num_removed = 0
     for path in Path(parent).glob(f"{prefix}*"):
         if not re.fullmatch(re.escape(prefix) + _SUFFIX, path.name) or not _is_private(path):
             continue
@@ -52,8 +52,8 @@ def remove_dead(prefix: str, parent: str) -> int:
         if lock >= 0:
             shutil.rmtree(path, ignore_errors=True)
             os.close(lock)
-            found += 1
-    return found
+            num_removed += 1
+    return num_removed
 
 
 def _is_private(path: Path) -> bool:

@@ -62,14 +62,14 @@ class _Place:
         return -1 not in (self.socket, other.socket) and self.socket != other.socket
 
 
-def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, wanted: str = "") -> dict[str, str]:
+def nearest_nics(gpus: Sequence[str], root: Path = SYSFS, hca_filter: str = "") -> dict[str, str]:
     """The RDMA card of each GPU of a node, among the cards whose link is up; {} without such a card.
 
-    gpus: PCI addresses ("0000:18:00.0"). wanted: a filter in the syntax of NCCL_IB_HCA. No card serves more GPUs than
+    gpus: PCI addresses ("0000:18:00.0"). hca_filter: in the syntax of NCCL_IB_HCA. No card serves more GPUs than
     gpus / cards, rounded up. Pairing the nearest first is optimal: all devices below a bridge are equally near to any
     device elsewhere.
     """
-    cards = {name: _card(name, root) for name in _cards(root, wanted)}
+    cards = {name: _card(name, root) for name in _cards(root, hca_filter)}
     places = {gpu: _gpu(gpu, root) for gpu in gpus}
     pairs = list(product(gpus, cards))
     # stable: ties as they come
@@ -139,26 +139,26 @@ def placement_errors(placements: Sequence[DevicePlacement]) -> list[UserError]:
     return errors
 
 
-def _cards(root: Path, wanted: str) -> list[str]:
+def _cards(root: Path, hca_filter: str) -> list[str]:
     """Names of the RDMA cards with an active port, sorted by number (mlx5_2 before mlx5_10)."""
     names = set()
     for state in root.glob("class/infiniband/*/ports/*/state"):
         name = state.parents[2].name
-        if "ACTIVE" in state.read_text() and _is_wanted(name, wanted):
+        if "ACTIVE" in state.read_text() and _is_wanted(name, hca_filter):
             names.add(name)
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def _is_wanted(name: str, wanted: str) -> bool:
+def _is_wanted(name: str, hca_filter: str) -> bool:
     """NCCL_IB_HCA: comma-separated prefixes of names; "^" excludes what matches, "=" takes the names as exact."""
-    names = [card.partition(":")[0] for card in wanted.lstrip("^=").split(",") if card]
+    names = [card.partition(":")[0] for card in hca_filter.lstrip("^=").split(",") if card]
     if not names:
         return True
-    if wanted.startswith(("=", "^=")):
+    if hca_filter.startswith(("=", "^=")):
         is_named = name in names
     else:
         is_named = name.startswith(tuple(names))
-    return is_named != wanted.startswith("^")
+    return is_named != hca_filter.startswith("^")
 
 
 def _card(name: str, root: Path) -> _Place:
