@@ -114,10 +114,10 @@ class RunLog:
     ) -> None:
         """resume: write on in the folder of this name, after the records up to `step`; -1: set its records aside."""
         self._recipe = recipe
-        own = Console()
-        if not own.is_terminal:
-            own = Console(width=_PLAIN_WIDTH)
-        self._console = console or own
+        default_console = Console()
+        if not default_console.is_terminal:
+            default_console = Console(width=_PLAIN_WIDTH)
+        self._console = console or default_console
         parent = Path(recipe.run.dir)
         name = recipe.run.name
         with writing(parent, f"the run's folder {name}"):
@@ -391,8 +391,8 @@ def _state(error: BaseException | None) -> State:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, rest_s = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours}:{minutes:02d}:{rest:02d}"
-    return f"{minutes}:{rest:02d}"
+        return f"{hours}:{minutes:02d}:{rest_s:02d}"
+    return f"{minutes}:{rest_s:02d}"

@@ -147,8 +147,8 @@ class Writer:
             return
         if where:
             self._say(f"{self._name}: {redacted(where)}")
-        while found := self._calls.get():
-            what, call = found
+        while named_call := self._calls.get():
+            what, call = named_call
             try:
                 call()
             except Exception as error:

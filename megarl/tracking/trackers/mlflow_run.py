@@ -56,16 +56,16 @@ class MlflowRun(Tracker):
             number = experiment.experiment_id
         else:
             number = client.create_experiment(name)
-        found = client.create_run(number, run_name=self._run.name).info.run_id
+        run_id = client.create_run(number, run_name=self._run.name).info.run_id
         params = [self._param(_name(key), value) for key, value in _flat(self._run.recipe)]
         for first in range(0, len(params), _MOST_PARAMS):
-            client.log_batch(found, params=params[first : first + _MOST_PARAMS])
-        return found
+            client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+        return run_id
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time_ns() // 10**6
         self._client.log_batch(
-            self._id, [self._metric(_name(key), it, now, step) for key, it in metrics.items()]
+            self._id, [self._metric(_name(key), value, now, step) for key, value in metrics.items()]
         )
 
     def table(self, step: int, rows: Sequence[SampleRow]) -> None:
