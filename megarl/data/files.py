@@ -123,17 +123,17 @@ def answered_rows(
 
     hint: as of `column`.
     """
-    found = []
+    rows = []
     bad = RowErrors(where)
     for place, row in islice(read_rows(path, where, bad), most):
         try:
-            found.append((place, answer_of(column(row, answer_column, hint), answer_column), row))
+            rows.append((place, answer_of(column(row, answer_column, hint), answer_column), row))
         except BadRow as error:
             bad.add(place, error)
     errors = bad.errors()
-    if errors or not found:
+    if errors or not rows:
         raise UserErrors(errors or [no_rows_error(path, where)])
-    return found
+    return rows
 
 
 def no_rows_error(path: str, where: str) -> UserError:

@@ -54,14 +54,14 @@ class DataRead:
     @property
     def metrics(self) -> Metrics:
         """For the record of step 0: the numbers of prompts kept and dropped, of training and of each evaluation set."""
-        found: Metrics = {}
+        metrics: Metrics = {}
         sets = {"train": list(self.train.values())} | {
             f"eval/{name}": [file] for name, file in self.eval_sets.items()
         }
         for name, files in sets.items():
-            found[f"data/{name}/prompts"] = float(sum(len(file.prompts) for file in files))
-            found[f"data/{name}/dropped"] = float(sum(file.num_dropped for file in files))
-        return found
+            metrics[f"data/{name}/prompts"] = float(sum(len(file.prompts) for file in files))
+            metrics[f"data/{name}/dropped"] = float(sum(file.num_dropped for file in files))
+        return metrics
 
     def stream(self, recipe: Recipe) -> PromptStream:
         """Prompts of the training files that were read (at least one): drawn by weight, or evenly from all rows."""
@@ -117,9 +117,9 @@ def read_data(
 
 def _source(data: DataConfig, where: str, file: DataFileConfig) -> PromptSource:
     """The file with its own columns, or with the columns of all files."""
-    given = {"prompt": file.prompt, "answer": file.answer}
+    columns_by_key = {"prompt": file.prompt, "answer": file.answer}
     hints = {}
-    for key, name in given.items():
+    for key, name in columns_by_key.items():
         hints[key] = f"set data.{key} to one of {{columns}}"
         if name:
             hints[key] = f"set {key} of {where} to one of {{columns}}"

@@ -58,8 +58,8 @@ def tokenise(
     kept: list[str] = []
     ids = array("i")
     ends = array("q")
-    rest = iter(texts)
-    while batch := list(islice(rest, _BATCH)):
+    texts_left = iter(texts)
+    while batch := list(islice(texts_left, _BATCH)):
         encoded = tokenizer(batch, add_special_tokens=special, return_attention_mask=False)
         for text_ids in encoded["input_ids"]:
             ids.extend(text_ids)
@@ -83,12 +83,12 @@ def cached_tokens(
     if cache is None or not getattr(tokenizer, "is_fast", False):
         return make()
     key = _digest(tokenizer, kind, sources)
-    if found := cache.read(key, len(sources)):
-        return found
-    made = make()
-    if made and (len(made.texts) >= _WORTH_KEEPING or len(made.ids) >= _WORTH_KEEPING_TOKENS):
-        cache.write(key, made)
-    return made
+    if cached := cache.read(key, len(sources)):
+        return cached
+    tokens = make()
+    if tokens and (len(tokens.texts) >= _WORTH_KEEPING or len(tokens.ids) >= _WORTH_KEEPING_TOKENS):
+        cache.write(key, tokens)
+    return tokens
 
 
 def _digest(tokenizer: Any, kind: str, sources: Sequence[Any]) -> str:
@@ -134,10 +134,10 @@ class TokenCache:
     @classmethod
     def of_user(cls, *, writes: bool = True) -> TokenCache | None:
         """The cache in $XDG_CACHE_HOME/megarl, or ~/.cache/megarl; None where the user has no home."""
-        given = os.environ.get("XDG_CACHE_HOME", "")
+        cache_home = os.environ.get("XDG_CACHE_HOME", "")
         try:
-            if os.path.isabs(given):
-                root = Path(given)
+            if os.path.isabs(cache_home):
+                root = Path(cache_home)
             else:
                 root = Path.home() / ".cache"
         except RuntimeError:
@@ -198,8 +198,10 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _refuse_foreign(descriptor: int) -> None:
-    found = os.fstat(descriptor)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & (
+        stat.S_IWGRP | stat.S_IWOTH
+    ):
         raise PermissionError("it is not this user's alone")
 
 
@@ -243,6 +245,6 @@ def _remove_unused(folder: int) -> None:
     for name in os.listdir(folder):
         with suppress(OSError):
             if name.endswith((".parquet", ".partial")):
-                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                if time.time() - found.st_mtime > _UNUSED_S:
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if time.time() - status.st_mtime > _UNUSED_S:
                     os.unlink(name, dir_fd=folder)
