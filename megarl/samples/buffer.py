@@ -57,9 +57,9 @@ class Entry(Generic[Ref]):
     ref: Ref | None = None
 
 
-def _grown(surplus: int, wanted: int) -> int:
+def _grown(surplus: int, groups_per_step: int) -> int:
     """The surplus of the step after one with this surplus."""
-    return surplus + max(1, (surplus + wanted // 16) // 4)
+    return surplus + max(1, (surplus + groups_per_step // 16) // 4)
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,9 @@ class RolloutBuffer(Generic[Ref]):
         """The complete groups."""
         return tuple(entry for entry in self.entries if isinstance(entry.summary, GroupSummary))
 
-    def ready(self, wanted: int) -> tuple[Entry[Ref], ...]:
-        """The complete groups of the lowest numbers, `wanted` of them or as many as there are."""
-        return self.finished[:wanted]
+    def ready(self, count: int) -> tuple[Entry[Ref], ...]:
+        """The complete groups of the lowest numbers, `count` of them or as many as there are."""
+        return self.finished[:count]
 
     def admitted(
         self, prompts: Sequence[Prompt], stream: tuple[int, ...], samples: int
@@ -173,10 +173,10 @@ class RolloutBuffer(Generic[Ref]):
         )
         return replace(self, surplus=surplus)
 
-    def after_loading(self, version: int, wanted: int) -> RolloutBuffer[Ref]:
-        """With the bound of its complete groups, where steps train on `wanted` groups, the next one with this version.
+    def after_loading(self, version: int, groups_per_step: int) -> RolloutBuffer[Ref]:
+        """With the bound of its complete groups, where steps train on so many groups, the next one with this version.
 
-        A complete group waits in steps that train on `wanted` others of lower numbers, which the buffer has, too.
+        A complete group waits in steps that train on so many others of lower numbers, which the buffer has, too.
         """
         versions = [
             part.version
@@ -188,7 +188,7 @@ class RolloutBuffer(Generic[Ref]):
         if not versions:
             return self
         return replace(
-            self, loaded_bound=version - min(versions) + (len(self.entries) - 1) // wanted
+            self, loaded_bound=version - min(versions) + (len(self.entries) - 1) // groups_per_step
         )
 
     def check(self) -> None:
@@ -199,9 +199,9 @@ class RolloutBuffer(Generic[Ref]):
         every = self.trained | self.dropped | _bits(self.entries)
         is_once = trained + dropped + len(numbers) == self.next_number
         if every != (1 << self.next_number) - 1 or not is_once or numbers != sorted(numbers):
-            told = f"{trained} trained on, {dropped} dropped, {len(numbers)} in the buffer"
+            counts = f"{trained} trained on, {dropped} dropped, {len(numbers)} in the buffer"
             raise RuntimeError(
-                f"the {self.next_number} prompts that were drawn are not each of {told} exactly once"
+                f"the {self.next_number} prompts that were drawn are not each of {counts} exactly once"
             )
 
 
@@ -237,6 +237,6 @@ def staleness_bound(recipe: Recipe, hyperparameters: Hyperparameters) -> int:
     is the same.
     """
     phases = num_phases(recipe)
-    wanted = recipe.rollout.prompts_per_step
-    waits = -(-hyperparameters.num_drawn(recipe.rollout.in_flight) // wanted) - 1
+    groups_per_step = recipe.rollout.prompts_per_step
+    waits = -(-hyperparameters.num_drawn(recipe.rollout.in_flight) // groups_per_step) - 1
     return (waits + max(0, phases - 2) if waits else 0) + recipe.rollout.ahead
