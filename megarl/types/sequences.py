@@ -58,7 +58,10 @@ class TrainSequence:
 def sample_numbers(sequences: Sequence[TrainSequence]) -> IntArray:
     """The number of each sequence's sample, from 0: the rows of an episode are one sample."""
     numbers: dict[object, int] = {}
-    keys = [place if one.key is None else one.key[:2] for place, one in enumerate(sequences)]
+    keys = [
+        place if sequence.key is None else sequence.key[:2]
+        for place, sequence in enumerate(sequences)
+    ]
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
