@@ -5,6 +5,6 @@ from pathlib import Path
 
 from megarl.config.loading import load_recipe
 
-path, *keys = [one for one in sys.argv[1:] if not one.startswith("-")]
+path, *keys = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
 run = load_recipe(path, keys).run
 print(Path(run.dir).absolute() / run.name / "checkpoints")

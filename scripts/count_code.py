@@ -98,11 +98,13 @@ def assigns_several(node: ast.AST) -> bool:
 
 def count_folder(folder: Path) -> dict[str, Counts]:
     """The counts of a folder's Python files by its rooms: its packages and its own modules."""
-    found: dict[str, Counts] = {}
+    counts_by_room: dict[str, Counts] = {}
     for path in sorted(folder.rglob("*.py")):
         room = path.relative_to(folder).parts[0]
-        found[room] = found.get(room, NOTHING) + count(path.read_text(encoding="utf-8"))
-    return found
+        counts_by_room[room] = counts_by_room.get(room, NOTHING) + count(
+            path.read_text(encoding="utf-8")
+        )
+    return counts_by_room
 
 
 def report(folder: Path) -> list[str]:

@@ -134,11 +134,11 @@ def own_imports(path: Path, *, lazy: bool = True) -> set[str]:
 
 def room_imports() -> dict[str, set[str]]:
     """Room -> the other rooms that its modules import."""
-    found: dict[str, set[str]] = {room: set() for floor in FLOORS for room in floor}
+    imports_by_room: dict[str, set[str]] = {room: set() for floor in FLOORS for room in floor}
     for module, path in own_modules().items():
         if room := room_of(module):
-            found[room] |= {room_of(name) for name in own_imports(path)} - {room, ""}
-    return found
+            imports_by_room[room] |= {room_of(name) for name in own_imports(path)} - {room, ""}
+    return imports_by_room
 
 
 def shown(graph: Mapping[str, set[str]]) -> list[Edge]:
@@ -192,7 +192,7 @@ def place(floors: list[list[Node]], pieces: Sequence[Edge]) -> dict[Node, float]
     for sweep in range(SWEEPS):
         is_down, is_last = sweep % 2 == 0, sweep >= SWEEPS - 2
         for nodes in floors if is_down else reversed(floors):
-            wanted = {}
+            wanted_centres = {}
             for node in nodes:
                 near = (
                     above[node] + below[node]
@@ -201,16 +201,16 @@ def place(floors: list[list[Node]], pieces: Sequence[Edge]) -> dict[Node, float]
                     if is_down
                     else below[node]
                 )
-                wanted[node] = (
+                wanted_centres[node] = (
                     sum(centre[other] for other in near) / len(near) if near else centre[node]
                 )
             if not is_last:
-                nodes.sort(key=lambda node: wanted[node])
-            centre |= _apart(nodes, wanted)
+                nodes.sort(key=lambda node: wanted_centres[node])
+            centre |= _apart(nodes, wanted_centres)
     return centre
 
 
-def _apart(nodes: Sequence[Node], wanted: Mapping[Node, float]) -> dict[Node, float]:
+def _apart(nodes: Sequence[Node], wanted_centres: Mapping[Node, float]) -> dict[Node, float]:
     """Centres in this order, a gap between all boxes, with the least sum of squared distances from the wanted ones.
 
     Isotonic regression by pooling neighbours that violate the order (Ayer et al., 1955), on centres less offsets.
@@ -221,7 +221,7 @@ def _apart(nodes: Sequence[Node], wanted: Mapping[Node, float]) -> dict[Node, fl
         offsets.append(offset)
     pools: list[tuple[float, int]] = []  # mean, number of nodes
     for node, offset in zip(nodes, offsets, strict=True):
-        mean, count = wanted[node] - offset, 1
+        mean, count = wanted_centres[node] - offset, 1
         while pools and pools[-1][0] > mean:
             other, others = pools.pop()
             mean, count = (mean * count + other * others) / (count + others), count + others

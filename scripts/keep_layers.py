@@ -50,14 +50,14 @@ def keep_layers(model: Path, out: Path, num_layers: int) -> None:
 
 def shortened(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """A config.json of the first layers, without multi-token prediction."""
-    found: dict[str, Any] = {**config, "num_hidden_layers": num_layers}
-    if "num_nextn_predict_layers" in found:
-        found["num_nextn_predict_layers"] = 0
-    if found.get("layer_types"):
-        found["layer_types"] = found["layer_types"][:num_layers]
-    if "max_window_layers" in found:
-        found["max_window_layers"] = min(num_layers, found["max_window_layers"])
-    return found
+    short_config: dict[str, Any] = {**config, "num_hidden_layers": num_layers}
+    if "num_nextn_predict_layers" in short_config:
+        short_config["num_nextn_predict_layers"] = 0
+    if short_config.get("layer_types"):
+        short_config["layer_types"] = short_config["layer_types"][:num_layers]
+    if "max_window_layers" in short_config:
+        short_config["max_window_layers"] = min(num_layers, short_config["max_window_layers"])
+    return short_config
 
 
 def _copy_weights(files: Mapping[str, Path], out: Path, num_layers: int) -> None:

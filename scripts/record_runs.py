@@ -124,15 +124,15 @@ def _weights(folder: Path, runs: Path) -> dict[str, str]:
 
 def plans() -> dict[str, Any]:
     """Of every recipe that says which hardware it is for."""
-    found = {}
+    plans_by_recipe = {}
     for recipe in sorted((ROOT / "recipes").glob("*_*.yaml")):
         command = [sys.executable, "-m", "megarl.cli", "plan", str(recipe), "--json"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        found[recipe.name] = {
+        plans_by_recipe[recipe.name] = {
             "exit_code": done.returncode,
             "plan": json.loads(done.stdout or "null"),
         }
-    return found
+    return plans_by_recipe
 
 
 def differences(now: Any, before: Any, where: str) -> Iterator[str]:
@@ -156,26 +156,24 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="*", default=[*RUNS, "plans"], help="some of the runs, or the plans"
     )
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    room, found = Path(tempfile.mkdtemp(prefix="record-")), 0
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    room, num_differences = Path(tempfile.mkdtemp(prefix="record-")), 0
     try:
         prepare(room)
-        for name in given.only:
+        for name in args.only:
             now = plans() if name == "plans" else run(room, name)
-            (given.out / f"{name}.json").write_text(
-                json.dumps(now, indent=1, sort_keys=True) + "\n"
-            )
+            (args.out / f"{name}.json").write_text(json.dumps(now, indent=1, sort_keys=True) + "\n")
             before = (
-                json.loads((given.against / f"{name}.json").read_text()) if given.against else now
+                json.loads((args.against / f"{name}.json").read_text()) if args.against else now
             )
             lines = [*differences(json.loads(json.dumps(now)), before, name)]
-            reward_result = f"{len(lines)} differences" if given.against else "recorded"
+            reward_result = f"{len(lines)} differences" if args.against else "recorded"
             print("\n".join([*lines[:20], f"{name}: {reward_result}"]), flush=True)
-            found += len(lines)
+            num_differences += len(lines)
     finally:
         shutil.rmtree(room)
-    return 1 if found else 0
+    return 1 if num_differences else 0
 
 
 if __name__ == "__main__":

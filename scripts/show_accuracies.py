@@ -22,8 +22,10 @@ _LABEL_WIDTH = 32
 
 def last_records(folder: Path, name: str, since: float) -> Path | None:
     """metrics.jsonl of the last of the runs `name`, `name-2`...; None where none has written there since then."""
-    own = re.compile(re.escape(name) + r"(-\d+)?")
-    files = [file for file in folder.glob("*/metrics.jsonl") if own.fullmatch(file.parent.name)]
+    run_pattern = re.compile(re.escape(name) + r"(-\d+)?")
+    files = [
+        file for file in folder.glob("*/metrics.jsonl") if run_pattern.fullmatch(file.parent.name)
+    ]
     times = {file: file.stat().st_mtime for file in files}
     last = max(files, key=times.__getitem__, default=None)
     return last if last and times[last] >= since else None
@@ -31,12 +33,12 @@ def last_records(folder: Path, name: str, since: float) -> Path | None:
 
 def line(label: str, records: Sequence[Mapping[str, Any]]) -> str:
     """The accuracies of all records that have one, each after the moment that it is of."""
-    found = [
-        f"{_moment(one):>12} {one['eval/accuracy']:6.1%}"
-        for one in records
-        if "eval/accuracy" in one
+    cells = [
+        f"{_moment(record):>12} {record['eval/accuracy']:6.1%}"
+        for record in records
+        if "eval/accuracy" in record
     ]
-    return f"{label:{_LABEL_WIDTH}}{''.join(found)}"
+    return f"{label:{_LABEL_WIDTH}}{''.join(cells)}"
 
 
 def _moment(record: Mapping[str, Any]) -> str:

@@ -164,10 +164,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     """What the death of a node does: the command and all of its processes, at once. Their session's files go too."""
     tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     sessions = set()
-    for one in tree:
+    for member in tree:
         try:
-            sessions.add(one.environ().get("TMPDIR", ""))
-            one.send_signal(signal.SIGKILL)
+            sessions.add(member.environ().get("TMPDIR", ""))
+            member.send_signal(signal.SIGKILL)
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(tree, timeout=30)
@@ -185,10 +185,10 @@ def finish(folder: Path, name: str, *more: str) -> None:
 
 def points(count: int, seed: int) -> Iterator[tuple[int, float]]:
     """(record that is waited for, seconds after it); records are counted over the whole run, 0: the start of it."""
-    made = random.Random(seed)
+    rng = random.Random(seed)
     for index in range(count):
         after = round((index + 1) / (count + 1) * (STEPS + WARM_STEPS)) if index else 0
-        yield after, made.uniform(2.0, 6.0) if after == 0 else made.uniform(0.0, 0.8)
+        yield after, rng.uniform(2.0, 6.0) if after == 0 else rng.uniform(0.0, 0.8)
 
 
 def disturb(folder: Path, name: str, after: int, delay_s: float) -> str:
@@ -220,9 +220,9 @@ def ask(folder: Path, name: str) -> str:
     Two steps after a checkpoint another was due; the step that is asked in has none of its own.
     """
     log = folder / f"{name}.log"
-    said = log.stat().st_size
+    log_size = log.stat().st_size
     process, began = start(folder, name), time.monotonic()
-    while len(re.findall(rb"^step \d+/", log.read_bytes()[said:], re.MULTILINE)) < EVERY:
+    while len(re.findall(rb"^step \d+/", log.read_bytes()[log_size:], re.MULTILINE)) < EVERY:
         is_late = time.monotonic() - began > _LIMIT_S
         if is_late and process.poll() is None:
             kill(process)
@@ -241,14 +241,14 @@ def ask(folder: Path, name: str) -> str:
 
 
 def differences(
-    folder: Path, one: str, other: str, others: tuple[str, ...] = (), *, episodes: bool
+    folder: Path, run_name: str, other: str, others: tuple[str, ...] = (), *, episodes: bool
 ) -> list[str]:
     """What is not the same in two runs that ended; others: beginnings of metrics that may differ.
 
     Seconds of tools, which the samples of episodes have, may differ, and the file of the buffer with them.
     """
-    found = []
-    for mine, theirs in zip(records(folder, one), records(folder, other), strict=True):
+    unequal = []
+    for record, theirs in zip(records(folder, run_name), records(folder, other), strict=True):
         is_time = (
             "time/",
             "idle/",
@@ -260,13 +260,15 @@ def differences(
             *others,
         )
         names = [
-            name for name in mine | theirs if not name.startswith(is_time) and name not in _SECONDS
+            name
+            for name in record | theirs
+            if not name.startswith(is_time) and name not in _SECONDS
         ]
-        wrong = [name for name in names if mine.get(name) != theirs.get(name)]
-        found += [
-            f"step {mine['step']}: {name} {mine.get(name)} {theirs.get(name)}" for name in wrong
+        wrong = [name for name in names if record.get(name) != theirs.get(name)]
+        unequal += [
+            f"step {record['step']}: {name} {record.get(name)} {theirs.get(name)}" for name in wrong
         ]
-    runs = [folder / "runs" / name for name in (one, other)]
+    runs = [folder / "runs" / name for name in (run_name, other)]
     if (
         len(
             {
@@ -276,16 +278,16 @@ def differences(
         )
         > 1
     ):
-        found.append("samples.jsonl")
+        unequal.append("samples.jsonl")
     ends = [
         json.loads((run / "checkpoints" / f"step-{STEPS:06d}" / "manifest.json").read_text())
         for run in runs
     ]
     # .metadata names the folder that it was written to
-    mine, theirs = (end["files"] for end in ends)
+    files, theirs = (end["files"] for end in ends)
     apart = {".metadata", BUFFER_FILE} if episodes else {".metadata"}
-    names = [name for name in sorted(mine | theirs) if Path(name).name not in apart]
-    return found + [name for name in names if mine.get(name) != theirs.get(name)]
+    names = [name for name in sorted(files | theirs) if Path(name).name not in apart]
+    return unequal + [name for name in names if files.get(name) != theirs.get(name)]
 
 
 def main() -> int:
@@ -318,7 +320,7 @@ def main() -> int:
     if episodes:
         overrides, spread = (
             overrides + EPISODES,
-            [one for one in spread if not one.startswith("reward.")],
+            [override for override in spread if not override.startswith("reward.")],
         )
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = arguments.folder or Path(temporary)
@@ -337,23 +339,23 @@ def main() -> int:
             if not arguments.json:
                 print(ends[-1], flush=True)
         finish(folder, "disturbed")
-        found = differences(folder, "undisturbed", "disturbed", episodes=episodes)
-        found += (
+        unequal = differences(folder, "undisturbed", "disturbed", episodes=episodes)
+        unequal += (
             []
             if num_open
             else ["no run was resumed from a checkpoint with responses that have not ended"]
         )
         if arguments.spread:
             finish(folder, "spread", *spread)
-            found += differences(folder, "undisturbed", "spread", OF_ENGINES, episodes=episodes)
+            unequal += differences(folder, "undisturbed", "spread", OF_ENGINES, episodes=episodes)
     if arguments.json:
-        print(json.dumps({"ends": ends, "differences": found}))
+        print(json.dumps({"ends": ends, "differences": unequal}))
     else:
         print(
-            "\n".join(found)
+            "\n".join(unequal)
             or f"identical after {len(ends)} ends: weights, optimizer, metrics, samples"
         )
-    return 1 if found else 0
+    return 1 if unequal else 0
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class Batch:
 
     def micro_batches(self) -> list[tuple[Tokens, Targets]]:
         """Samples in order, as many as MICRO_BATCH tokens hold."""
-        found, start = [], 0
+        micro_batches, start = [], 0
         while start < len(self.lengths):
             end, size = start + 1, self.lengths[start]
             while end < len(self.lengths) and size + self.lengths[end] <= MICRO_BATCH:
@@ -83,9 +83,9 @@ class Batch:
                 engine_logp_T=part.old_logp, sequence_T=numbers, is_stale_T=~torch.ones(size, dtype=torch.bool),
                 **nothing,
             )  # fmt: skip
-            found.append((part, targets))
+            micro_batches.append((part, targets))
             start = end
-        return found
+        return micro_batches
 
 
 def drawn(count: int, longest: int, seed: int) -> Batch:
@@ -117,7 +117,7 @@ def packed_loss(
     name: str, rules: Hyperparameters, micro_batches: Sequence[tuple[Tokens, Targets]]
 ) -> Pieces:
     """The same of megarl's losses, micro-batch by micro-batch."""
-    found = []
+    gradients = []
     for tokens, targets in micro_batches:
         logp_T = tokens.logp.detach().requires_grad_()
         if name == "kl":
@@ -128,8 +128,8 @@ def packed_loss(
             loss, _ = policy_loss(surrogate, logp_T, tokens.logp, tokens.old_logp, targets, rules)
         loss.backward()
         assert logp_T.grad is not None
-        found.append(logp_T.grad)
-    return found
+        gradients.append(logp_T.grad)
+    return gradients
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def cases(batch: Batch) -> dict[str, Case]:
     is_last_T = torch.zeros(len(tokens.mask), dtype=torch.bool)
     is_last_T[torch.tensor(lengths).cumsum(0) - 1] = True
     advantages, rewards, values = (
-        [one.numpy() for one in own.split(lengths)]
-        for own in (tokens.advantage, tokens.reward, tokens.value)
+        [piece.numpy() for piece in packed.split(lengths)]
+        for packed in (tokens.advantage, tokens.reward, tokens.value)
     )
     ids_T, mask_T, zeros_T = (
         np.zeros(most, np.int64),
@@ -160,8 +160,8 @@ def cases(batch: Batch) -> dict[str, Case]:
         for n, one_T in zip(lengths, advantages, strict=True)
     ]
     rewarded = [
-        replace(one, reward=float(reward_T[-1]))
-        for one, reward_T in zip(advantaged, rewards, strict=True)
+        replace(sequence, reward=float(reward_T[-1]))
+        for sequence, reward_T in zip(advantaged, rewards, strict=True)
     ]
 
     def packed_gae() -> Pieces:
@@ -169,23 +169,25 @@ def cases(batch: Batch) -> dict[str, Case]:
 
     def ragged_gae() -> Pieces:
         return [
-            torch.from_numpy(one)
-            for one in credit.gae_advantages(rewarded, values, gamma=GAMMA, lam=LAMBDA)[0]
+            torch.from_numpy(advantage_T)
+            for advantage_T in credit.gae_advantages(rewarded, values, gamma=GAMMA, lam=LAMBDA)[0]
         ]
 
     def whitened() -> Pieces:
         return [
-            torch.from_numpy(np.asarray(one.advantage_T))
-            for one in credit.whitened(advantaged, lambda sums: sums)
+            torch.from_numpy(np.asarray(sequence.advantage_T))
+            for sequence in credit.whitened(advantaged, lambda sums: sums)
         ]
 
-    found = {
-        "gae": Case(packed_gae, lambda samples: [plain_gae(one) for one in samples], padded_gae),
+    cases_by_name = {
+        "gae": Case(
+            packed_gae, lambda samples: [plain_gae(sample) for sample in samples], padded_gae
+        ),
         "gae (loop of floats)": Case(
-            packed_gae, lambda samples: [floats_gae(one) for one in samples]
+            packed_gae, lambda samples: [floats_gae(sample) for sample in samples]
         ),
         "gae (ragged arrays)": Case(
-            ragged_gae, lambda samples: [plain_gae(one) for one in samples]
+            ragged_gae, lambda samples: [plain_gae(sample) for sample in samples]
         ),
         "whitening": Case(whitened, plain_whitened, padded_whitened),
     }
@@ -194,22 +196,22 @@ def cases(batch: Batch) -> dict[str, Case]:
         rules = (
             Hyperparameters(clip_low=0.02, clip_high=0.03) if name == "gspo" else Hyperparameters()
         )
-        found[f"loss: {name}"] = Case(
+        cases_by_name[f"loss: {name}"] = Case(
             partial(packed_loss, name, rules, micro_batches),
             lambda samples, name=name, rules=rules: [
-                plain_loss(name, one, rules) for one in samples
+                plain_loss(name, sample, rules) for sample in samples
             ],
             partial(plain_loss, name, rules=rules),
             padded_rows=8,
         )
-    return found
+    return cases_by_name
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     """Of this process alone, so that what else the machine does is not measured."""
     started = time.process_time()
-    found = work()
-    return found, time.process_time() - started
+    result = work()
+    return result, time.process_time() - started
 
 
 def difference(ours: torch.Tensor, other: torch.Tensor) -> float:
@@ -227,43 +229,50 @@ def evenly(batch: Batch, count: int) -> list[int]:
 def measure(batch: Batch, case: Case, loop_samples: int, padded_samples: int) -> dict[str, float]:
     """A row's figures; loops and padded batches are timed on some samples and scaled, by tokens and by samples."""
     runs = [timed(case.ours) for _ in range(4)]
-    own = torch.cat(runs[0][0]).split(batch.lengths)
-    found = {"tokens": sum(batch.lengths), "ours_s": sorted(seconds for _, seconds in runs[1:])[1]}
+    ours = torch.cat(runs[0][0]).split(batch.lengths)
+    figures = {
+        "tokens": sum(batch.lengths),
+        "ours_s": sorted(seconds for _, seconds in runs[1:])[1],
+    }
     # What is whitened depends on all samples.
     count = len(batch.lengths) if case.loop is plain_whitened else loop_samples
     indices = evenly(batch, count)
     loop, seconds = timed(partial(case.loop, batch.samples(indices)))
-    worst = max(difference(own[index], one) for index, one in zip(indices, loop, strict=True))
-    found["loop_s"] = seconds * sum(batch.lengths) / sum(batch.lengths[index] for index in indices)
-    found["ratio"] = found["loop_s"] / found["ours_s"]
+    worst = max(difference(ours[index], piece) for index, piece in zip(indices, loop, strict=True))
+    figures["loop_s"] = (
+        seconds * sum(batch.lengths) / sum(batch.lengths[index] for index in indices)
+    )
+    figures["ratio"] = figures["loop_s"] / figures["ours_s"]
     if case.padded:
         indices = evenly(batch, padded_samples)
         rows, total = case.padded_rows or len(indices), 0.0
         for start in range(0, len(indices), rows):
             some = indices[start : start + rows]
             parts = batch.samples(some)
-            widths = {name: [getattr(one, name) for one in parts] for name in vars(batch.tokens)}
+            widths = {
+                name: [getattr(sample, name) for sample in parts] for name in vars(batch.tokens)
+            }
             many = Tokens(
                 **{name: _padded(columns, batch.longest) for name, columns in widths.items()}
             )
-            made, seconds = timed(partial(case.padded, many))
+            padded, seconds = timed(partial(case.padded, many))
             total += seconds
             if case.padded is not padded_whitened:
                 pairs = (
-                    (own[index], made[row, : batch.lengths[index]])
+                    (ours[index], padded[row, : batch.lengths[index]])
                     for row, index in enumerate(some)
                 )
                 worst = max(worst, *(difference(*pair) for pair in pairs))
-        found["padded_s"] = total * len(batch.lengths) / len(indices)
-        found["padded_ratio"] = found["padded_s"] / found["ours_s"]
-    return found | {"difference": worst}
+        figures["padded_s"] = total * len(batch.lengths) / len(indices)
+        figures["padded_ratio"] = figures["padded_s"] / figures["ours_s"]
+    return figures | {"difference": worst}
 
 
 def _padded(columns: Pieces, longest: int) -> torch.Tensor:
     """[B, longest], filled with 0."""
     row = columns[0].new_zeros(len(columns), longest)
-    for index, one in enumerate(columns):
-        row[index, : len(one)] = one
+    for index, column in enumerate(columns):
+        row[index, : len(column)] = column
     return row
 
 
@@ -302,14 +311,14 @@ def main() -> None:
         parser.error(f"--samples {args.samples} is not a multiple of {PER_GROUP}")
     torch.set_num_threads(args.threads)
     batch = drawn(args.samples, args.longest, args.seed)
-    found = {
+    rows_by_name = {
         f"advantage: {name}": measure_groups(batch, name) for name in ("grpo", "dr_grpo", "rloo")
     }
     for name, case in cases(batch).items():
-        found[name] = measure(batch, case, args.loop_samples, args.padded_samples)
+        rows_by_name[name] = measure(batch, case, args.loop_samples, args.padded_samples)
     wrong = [
         f"{name}: {row['difference']:.1e}"
-        for name, row in found.items()
+        for name, row in rows_by_name.items()
         if not row["difference"] < TOLERANCE
     ]
     if wrong:
@@ -317,7 +326,7 @@ def main() -> None:
             f"megarl's numbers are not the loops', relative to the largest: {', '.join(wrong)}"
         )
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(rows_by_name))
         return
     print(
         f"{args.samples} samples, {args.threads} threads, processor seconds. Loops are timed on {args.loop_samples}"
@@ -327,7 +336,7 @@ def main() -> None:
     )
     columns = ("tokens", "ours_s", "loop_s", "ratio", "padded_s", "padded_ratio", "difference")
     print(" " * 20, *(f"{column:>12}" for column in columns))
-    for name, row in found.items():
+    for name, row in rows_by_name.items():
         print(
             f"{name:20}",
             *(f"{row[column]:12.4g}" if column in row else " " * 12 for column in columns),

@@ -30,63 +30,63 @@ class Tokens:
         return {name: change(values) for name, values in vars(self).items()}
 
 
-def plain_gae(one: Tokens) -> torch.Tensor:
+def plain_gae(sample: Tokens) -> torch.Tensor:
     """One sample, as trainers write it."""
-    last, following, found = torch.tensor(0.0), torch.tensor(0.0), []
-    for t in reversed(range(len(one.reward))):
-        delta = one.reward[t] + GAMMA * following - one.value[t]
+    last, following, advantages = torch.tensor(0.0), torch.tensor(0.0), []
+    for t in reversed(range(len(sample.reward))):
+        delta = sample.reward[t] + GAMMA * following - sample.value[t]
         last = delta + GAMMA * LAMBDA * last
-        following = one.value[t]
-        found.append(last)
-    return torch.stack(found[::-1])
+        following = sample.value[t]
+        advantages.append(last)
+    return torch.stack(advantages[::-1])
 
 
-def floats_gae(one: Tokens) -> torch.Tensor:
+def floats_gae(sample: Tokens) -> torch.Tensor:
     """The same in Python's own numbers."""
-    last, following, found = 0.0, 0.0, []
+    last, following, advantages = 0.0, 0.0, []
     for reward, value in zip(
-        reversed(one.reward.tolist()), reversed(one.value.tolist()), strict=True
+        reversed(sample.reward.tolist()), reversed(sample.value.tolist()), strict=True
     ):
         last = reward + GAMMA * following - value + GAMMA * LAMBDA * last
         following = value
-        found.append(last)
-    return torch.tensor(found[::-1])
+        advantages.append(last)
+    return torch.tensor(advantages[::-1])
 
 
 def padded_gae(many: Tokens) -> torch.Tensor:
     """All samples at once, token by token of the longest (as verl's); padding hands on what is behind it."""
     last = following = torch.zeros(len(many.reward))
-    found = []
+    advantages = []
     for t in reversed(range(many.reward.shape[1])):
         delta = many.reward[:, t] + GAMMA * following - many.value[:, t]
         advantage, mask = delta + GAMMA * LAMBDA * last, many.mask[:, t].float()
         following = many.value[:, t] * mask + (1 - mask) * following
         last = advantage * mask + (1 - mask) * last
-        found.append(last)
-    return torch.stack(found[::-1], dim=1)
+        advantages.append(last)
+    return torch.stack(advantages[::-1], dim=1)
 
 
-def plain_loss(name: str, one: Tokens, rules: Hyperparameters) -> torch.Tensor:
+def plain_loss(name: str, tokens: Tokens, rules: Hyperparameters) -> torch.Tensor:
     """Gradient by the logprobs of one sample's or a padded batch's loss sum, with the usual statistics."""
-    logp = one.logp.detach().requires_grad_()
+    logp = tokens.logp.detach().requires_grad_()
     if name == "kl":
-        difference = one.reference_logp - logp
-        (one.mask * (difference.exp() - 1 - difference)).sum().backward()
+        difference = tokens.reference_logp - logp
+        (tokens.mask * (difference.exp() - 1 - difference)).sum().backward()
         assert logp.grad is not None
         return logp.grad
-    log_ratio = logp - one.old_logp
+    log_ratio = logp - tokens.old_logp
     if name == "gspo":
-        mean = (log_ratio * one.mask).sum(-1, keepdim=True) / one.mask.sum(-1, keepdim=True)
+        mean = (log_ratio * tokens.mask).sum(-1, keepdim=True) / tokens.mask.sum(-1, keepdim=True)
         log_ratio = mean.expand_as(logp)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - rules.clip_low, 1 + rules.clip_high)
     if name == "cispo":
-        loss = -clipped.detach() * one.advantage * logp
+        loss = -clipped.detach() * tokens.advantage * logp
     else:
-        loss = torch.maximum(-ratio * one.advantage, -clipped * one.advantage)
-    (loss * one.mask).sum().backward()
+        loss = torch.maximum(-ratio * tokens.advantage, -clipped * tokens.advantage)
+    (loss * tokens.mask).sum().backward()
     with torch.no_grad():
-        _ = ((ratio != clipped) * one.mask).sum(), ((one.old_logp - logp) * one.mask).sum()
+        _ = ((ratio != clipped) * tokens.mask).sum(), ((tokens.old_logp - logp) * tokens.mask).sum()
     assert logp.grad is not None
     return logp.grad
 
@@ -96,25 +96,27 @@ def plain_group(name: str, rewards: Sequence[torch.Tensor], groups: Sequence[int
     by_group: dict[int, list[torch.Tensor]] = {}
     for group, reward in zip(groups, rewards, strict=True):
         by_group.setdefault(group, []).append(reward)
-    means = {group: torch.mean(torch.stack(found)) for group, found in by_group.items()}
-    spreads = {group: torch.std(torch.stack(found)) for group, found in by_group.items()}
-    found = []
+    means = {group: torch.mean(torch.stack(scores)) for group, scores in by_group.items()}
+    spreads = {group: torch.std(torch.stack(scores)) for group, scores in by_group.items()}
+    advantages = []
     for group, reward in zip(groups, rewards, strict=True):
         count = len(by_group[group])
         if name == "grpo":
-            found.append((reward - means[group]) / (spreads[group] + 1e-6))
+            advantages.append((reward - means[group]) / (spreads[group] + 1e-6))
         elif name == "dr_grpo":
-            found.append(reward - means[group])
+            advantages.append(reward - means[group])
         else:
-            found.append(reward * count / (count - 1) - means[group] * count / (count - 1))
-    return found
+            advantages.append(reward * count / (count - 1) - means[group] * count / (count - 1))
+    return advantages
 
 
 def plain_whitened(samples: Sequence[Tokens]) -> Pieces:
-    count = sum(one.mask.sum() for one in samples)
-    mean = sum(one.advantage.sum() for one in samples) / count
-    variance = torch.stack([((one.advantage - mean) ** 2).sum() for one in samples]).sum() / count
-    return [(one.advantage - mean) * torch.rsqrt(variance + 1e-8) for one in samples]
+    count = sum(sample.mask.sum() for sample in samples)
+    mean = sum(sample.advantage.sum() for sample in samples) / count
+    variance = (
+        torch.stack([((sample.advantage - mean) ** 2).sum() for sample in samples]).sum() / count
+    )
+    return [(sample.advantage - mean) * torch.rsqrt(variance + 1e-8) for sample in samples]
 
 
 def padded_whitened(many: Tokens) -> torch.Tensor:

@@ -193,18 +193,18 @@ def compare(machine: Machine, prompt_sigma: float, seed: int) -> dict[str, dict[
     methods["known, same order"] = lambda: known(machine, prompts, longest_first=False)
     methods["known, longest first"] = lambda: known(machine, prompts, longest_first=True)
     least = least_s([sample for samples in prompts for sample in samples], machine)
-    found = {name: method() for name, method in methods.items()}
-    same_order = found["known, same order"].total_s
+    outcomes_by_name = {name: method() for name, method in methods.items()}
+    same_order = outcomes_by_name["known, same order"].total_s
     return {
         name: {
-            "seconds": one.total_s,
-            "of_bound": one.total_s / least,
-            "of_same_order": one.total_s / same_order,
-            "tail_s": one.tail_s,
-            "imbalance": one.imbalance,
-            "retracted": one.retracted,
+            "seconds": result.total_s,
+            "of_bound": result.total_s / least,
+            "of_same_order": result.total_s / same_order,
+            "tail_s": result.tail_s,
+            "imbalance": result.imbalance,
+            "retracted": result.retracted,
         }
-        for name, one in found.items()
+        for name, result in outcomes_by_name.items()
     }
 
 
@@ -235,16 +235,16 @@ def main() -> None:
     if args.real:
         from scripts.bench.balancing_real import compare_real
 
-        found = {"two CPU engines": mean_of(compare_real(DEALERS, args.seeds))}
+        rows_by_case = {"two CPU engines": mean_of(compare_real(DEALERS, args.seeds))}
     else:
-        found = {
+        rows_by_case = {
             name: mean_of([compare(*CASES[name], seed) for seed in range(args.seeds)])
             for name in args.cases
         }
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(rows_by_case))
         return
-    for name, rows in found.items():
+    for name, rows in rows_by_case.items():
         print(f"\n{name}")
         print(" " * 22, *(f"{figure:>13}" for figure in next(iter(rows.values()))))
         for method, row in rows.items():

@@ -78,11 +78,11 @@ def _compare(
         (sample for prompt in prompts for sample in prompt),
         key=lambda sample: -sample.response_tokens,
     )
-    found = {name: _figures(engines, kind, prompts) for name, kind in kinds.items()}
-    found["known, longest first"] = _figures(
+    figures_by_name = {name: _figures(engines, kind, prompts) for name, kind in kinds.items()}
+    figures_by_name["known, longest first"] = _figures(
         engines, kinds["megarl"], [[sample] for sample in ordered]
     )
-    return found
+    return figures_by_name
 
 
 def planted_prompt(prompt_tokens: int, lengths: Iterable[int]) -> list[SimulatedRequest]:

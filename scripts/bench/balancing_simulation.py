@@ -86,12 +86,14 @@ def least_s(samples: Sequence[SimulatedRequest], machine: Machine) -> float:
     The longest sample alone in its engine; and all engines, groups and slots evenly full until the end, in as many
     steps as slots and cache allow.
     """
-    longest = max(samples, key=lambda one: one.response_tokens)
+    longest = max(samples, key=lambda sample: sample.response_tokens)
     groups = machine.engines * machine.groups
-    tokens = sum(one.response_tokens for one in samples)
-    held = sum(_held(one) for one in samples)
+    tokens = sum(sample.response_tokens for sample in samples)
+    held = sum(_held(sample) for sample in samples)
     steps = max(tokens / machine.slots, held / machine.cache) / groups
-    prefill = sum(one.prompt_tokens for one in samples) * machine.prompt_token_s / machine.engines
+    prefill = (
+        sum(sample.prompt_tokens for sample in samples) * machine.prompt_token_s / machine.engines
+    )
     full = (
         machine.step_of_none_s * steps
         + (machine.sequence_s * tokens + machine.token_s * held) / groups

@@ -58,10 +58,12 @@ def differencing(weights: Sequence[int], count: int, equal_size: bool) -> list[l
         sets += [(0, [])] * (count - len(sets))
         heapq.heappush(heap, (sets[-1][0] - sets[0][0], number, sets))
     while len(heap) > 1:
-        _, number, one = heapq.heappop(heap)
+        _, number, split = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
-        pairs = zip(one, reversed(other), strict=True)
-        merged = sorted(((a + b, x + y) for (a, x), (b, y) in pairs), key=lambda one: -one[0])
+        pairs = zip(split, reversed(other), strict=True)
+        merged = sorted(
+            ((a + b, x + y) for (a, x), (b, y) in pairs), key=lambda weighed: -weighed[0]
+        )
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
     return [members for _, members in heap[0][2]]
 
@@ -88,9 +90,10 @@ def verl(
     count = max(-(-sum(lengths[index] for index in rank) // budget) for rank in ranks)
     plan = []
     for rank in ranks:
-        own = [weights[index] for index in rank]
+        rank_weights = [weights[index] for index in rank]
         batches = [
-            [rank[place] for place in batch] for batch in differencing(own, count, equal_size=False)
+            [rank[place] for place in batch]
+            for batch in differencing(rank_weights, count, equal_size=False)
         ]
         batches.sort(key=lambda batch: -sum(weights[index] for index in batch))
         plan.append(batches[::2][::-1] + batches[1::2])
@@ -131,7 +134,7 @@ def _halves(batch: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     """Longest first, each to the half with fewer tokens."""
     halves: list[list[int]] = [[], []]
     tokens = [0, 0]
-    for index in sorted(batch, key=lambda one: -lengths[one]):
+    for index in sorted(batch, key=lambda sample: -lengths[sample]):
         half = int(tokens[1] < tokens[0])
         halves[half].append(index)
         tokens[half] += lengths[index]
@@ -196,13 +199,15 @@ def compare(
         "verl_tokens": lambda: verl_tokens(lengths, dp, budget),
         "slime": lambda: slime(lengths, dp, budget),
     }
-    found = {}
+    figures_by_method = {}
     for method, plan in methods.items():
         started = time.perf_counter()
-        made = plan()
+        new_plan = plan()
         seconds = time.perf_counter() - started
-        found[method] = measure(method, made, lengths, work, budget, tp) | {"plan_s": seconds}
-    return found
+        figures_by_method[method] = measure(method, new_plan, lengths, work, budget, tp) | {
+            "plan_s": seconds
+        }
+    return figures_by_method
 
 
 def main() -> None:
@@ -235,7 +240,7 @@ def main() -> None:
         parser.error(f"--budget {args.budget} is less than the longest sample, {LIMIT}")
     if any(args.samples % dp for dp in args.dp):
         parser.error(f"--samples {args.samples} is not a multiple of every --dp {args.dp}")
-    found = {
+    figures_by_distribution = {
         name: {
             str(dp): compare(name, args.samples, dp, args.budget, args.tp, args.seed)
             for dp in args.dp
@@ -243,9 +248,9 @@ def main() -> None:
         for name in DISTRIBUTIONS
     }
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(figures_by_distribution))
         return
-    for name, by_dp in found.items():
+    for name, by_dp in figures_by_distribution.items():
         for dp, rows in by_dp.items():
             print(f"\n{name}, {args.samples} samples, dp {dp}")
             print(" " * 12, *(f"{figure:>19}" for figure in rows["megarl"]))

@@ -98,15 +98,15 @@ def train(out: Path, start: Path, name: str, layout: str, steps: int) -> list[tu
             f"critic.ranks.gpus={gpus}",
         ]
         gpus *= 2
-    found = curve(out / run)
-    if not found or found[-1][0] != steps:
+    accuracies = curve(out / run)
+    if not accuracies or accuracies[-1][0] != steps:
         megarl(
             "train", ROOT / "recipes/quickstart.yaml", "--resume", f"run.dir={out}", f"run.name={run}",
             f"run.steps={steps}", f"model.path={start}", f"algorithm.name={algorithm}", f"placement.gpus={gpus}",
             *COMMON, *axes, *keys,
         )  # fmt: skip
-        found = curve(out / run)
-    return found
+        accuracies = curve(out / run)
+    return accuracies
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:

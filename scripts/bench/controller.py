@@ -113,30 +113,30 @@ class Step:
         )  # fmt: skip
 
     def _ranks(self, kind: type[Any], recipe: Recipe, workers: Sequence[Worker]) -> Any:
-        found = object.__new__(kind)
-        found.__dict__.update(
+        ranks = object.__new__(kind)
+        ranks.__dict__.update(
             _cluster=self.cluster, _recipe=recipe, _shape=QWEN3_30B, _layout=self.layout, workers=workers,
             _sharing=workers,
         )  # fmt: skip
-        return found
+        return ranks
 
     def counted(self, work: Callable[[], Any]) -> tuple[Any, Figures]:
         """What it returns; its seconds and counts."""
         self.count.update(dict.fromkeys(COUNTS, 0.0))
         start = Clock.now()
-        found = work()
+        result = work()
         tell(figures := start.since("step") | self.count)
-        return found, figures
+        return result, figures
 
     def fan_out(self, send: Callable[[], dict[Ref, str]]) -> Figures:
         """One call to every rank, the two halves apart."""
         self.count.update(dict.fromkeys(COUNTS, 0.0))
         start = Clock.now()
         calls = send()
-        tell(found := start.since("dispatch"))
+        tell(figures := start.since("dispatch"))
         start = Clock.now()
         self.trainers._statistics(calls)
-        return found | start.since("collect") | self.count
+        return figures | start.since("collect") | self.count
 
 
 def _groups(share: Sequence[Update]) -> list[int]:
@@ -207,21 +207,23 @@ def node_bytes(
     """Bytes of samples that come to all nodes' object stores together, wherever the engines put them."""
     total = 0
     for first in range(0, layout.world_size, GPUS_PER_NODE):
-        own = [
+        node_coords = [
             layout.coords(rank)
             for rank in range(first, min(first + GPUS_PER_NODE, layout.world_size))
         ]
-        fetching = {at.dp for at in own if way != "dealt" or (at.tp, at.cp, at.pp) == (0, 0, 0)}
-        total += sum(own_bytes(updates, dp) for dp in {at.dp for at in own} - fetching)
-        wanted = {group for dp in fetching for group in _groups(_share(updates, dp))}
-        wanted = range(len(group_bytes)) if way == "everything" else wanted
-        total += sum(group_bytes[group] for group in wanted)
+        fetching = {
+            at.dp for at in node_coords if way != "dealt" or (at.tp, at.cp, at.pp) == (0, 0, 0)
+        }
+        total += sum(own_bytes(updates, dp) for dp in {at.dp for at in node_coords} - fetching)
+        groups = {group for dp in fetching for group in _groups(_share(updates, dp))}
+        groups = range(len(group_bytes)) if way == "everything" else groups
+        total += sum(group_bytes[group] for group in groups)
     return total
 
 
 def own_bytes(updates: Sequence[Update], dp: int) -> int:
     """Of the samples that a share names."""
-    refs = [ref for one in updates for batch in one.micro_batches[dp] for ref in batch]
+    refs = [ref for update in updates for batch in update.micro_batches[dp] for ref in batch]
     return sum(TOKEN_BYTES * ref.response_length for ref in refs)
 
 
@@ -244,15 +246,19 @@ def measure(
     step: Step, prompts: Sequence[Prompt], updates: int, with_all: bool
 ) -> dict[str, Figures]:
     """The figures of each part of a step, and of each way to send the updates."""
-    found: dict[str, Figures] = {}
+    figures_by_part: dict[str, Figures] = {}
     sampling = Sampling(SAMPLES, LONGEST, stream=(1, 1))
-    rollout, found["sample"] = step.counted(lambda: step.engines.sample(prompts, sampling))
-    found["sample"]["result_bytes"] = float(sum(size_of(one) for one in rollout.summaries))
+    rollout, figures_by_part["sample"] = step.counted(
+        lambda: step.engines.sample(prompts, sampling)
+    )
+    figures_by_part["sample"]["result_bytes"] = float(
+        sum(size_of(summary) for summary in rollout.summaries)
+    )
     samples = samples_of(rollout.summaries, "grpo")
-    plan, found["plan"] = step.counted(lambda: step.trainers.plan_of("grpo", samples))
+    plan, figures_by_part["plan"] = step.counted(lambda: step.trainers.plan_of("grpo", samples))
     assert len(plan) == updates
-    found |= rest(step, samples, rollout, plan)
-    return found | ways(step, plan, rollout, with_all)
+    figures_by_part |= rest(step, samples, rollout, plan)
+    return figures_by_part | ways(step, plan, rollout, with_all)
 
 
 def ways(
@@ -262,18 +268,20 @@ def ways(
 
     everything: only weighed, unless `with_all`.
     """
-    group_bytes = [TOKEN_BYTES * int(one.response_lengths_G.sum()) for one in rollout.summaries]
-    found = {}
+    group_bytes = [
+        TOKEN_BYTES * int(summary.response_lengths_G.sum()) for summary in rollout.summaries
+    ]
+    figures_by_way = {}
     for name, way in WAYS.items():
         step.weighs = True
         step.counted(lambda way=way: way(step, plan, rollout.refs))
         step.weighs, weighed = False, dict(step.count)
         is_timed = with_all or name != "everything"
         timed = step.fan_out(lambda way=way: way(step, plan, rollout.refs)) if is_timed else {}
-        found[name] = timed | weighed
-        found[name]["node_bytes"] = float(node_bytes(name, step.layout, plan, group_bytes))
-        tell({name: found[name]})
-    return found
+        figures_by_way[name] = timed | weighed
+        figures_by_way[name]["node_bytes"] = float(node_bytes(name, step.layout, plan, group_bytes))
+        tell({name: figures_by_way[name]})
+    return figures_by_way
 
 
 def rest(
@@ -313,9 +321,9 @@ def rest(
     return {name: step.counted(work)[1] for name, work in parts.items()}
 
 
-def show(found: Mapping[str, Mapping[str, Figures]]) -> None:
+def show(rows_by_ranks: Mapping[str, Mapping[str, Figures]]) -> None:
     """A table for each number of ranks; sizes in MB, seconds of the wall and of the driver's own process."""
-    for ranks, rows in found.items():
+    for ranks, rows in rows_by_ranks.items():
         print(f"\n{ranks} ranks\n{'':16}", *(f"{name:>15}" for name in COLUMNS))
         for name, row in rows.items():
             seconds = {
@@ -356,19 +364,19 @@ def main() -> None:
         ],
     )  # fmt: skip
     prompts, lengths = prompts_of(args.groups, args.seed)
-    found = {}
+    rows_by_ranks = {}
     with Cluster(args.hosts) as cluster:
         hosts = [cluster.worker(f"process {index}", index) for index in range(args.hosts)]
         target = "scripts.bench.controller_answers:Answers"
         cluster.gather({host.start(target, lengths): host.name for host in hosts})
         for ranks in args.ranks:
-            found[str(ranks)] = measure(
+            rows_by_ranks[str(ranks)] = measure(
                 Step(cluster, hosts, ranks, recipe), prompts, args.updates, args.everything
             )
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(rows_by_ranks))
     else:
-        show(found)
+        show(rows_by_ranks)
 
 
 if __name__ == "__main__":

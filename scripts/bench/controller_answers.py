@@ -93,8 +93,10 @@ class Answers:
 
     def train_own(self, updates: Sequence[Update], dp: int, *groups: SampleGroup) -> list[Metrics]:
         """`train` by a rank that is given everything and picks what is its own."""
-        mine = [replace(update, micro_batches=(update.micro_batches[dp],)) for update in updates]
-        return _metrics(mine, dict(enumerate(groups)))
+        rank_updates = [
+            replace(update, micro_batches=(update.micro_batches[dp],)) for update in updates
+        ]
+        return _metrics(rank_updates, dict(enumerate(groups)))
 
     def values(self, call: TokenValuesCall) -> TokenValuesResult[None]:
         """Token values without contents for each reader, and no state."""

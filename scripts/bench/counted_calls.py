@@ -57,7 +57,7 @@ class Counted(Worker):
         values = [value for value in flat if not isinstance(value, Ref | Unsent)]
         count["calls"] += 1
         count["references"] += len(flat) - len(values)
-        sizes = [size_of(one) for one in values] if self._tally.weighs else []
+        sizes = [size_of(value) for value in values] if self._tally.weighs else []
         count["pickled_bytes"] += sum(sizes)
         count["stored_bytes"] += sum(size for size in sizes if size > INLINE_BYTES)
         return self._tally.weighs

@@ -176,11 +176,11 @@ class Bench:
         lag, began_cpu_s, began_s = Lag(), time.process_time(), time.perf_counter()
         played = asyncio.run(_together(episodes, prompt, count, lag))
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        facts = [one.sample.facts for one in played if one.sample.facts]
-        total = sum(one.turns for one in facts)
+        facts = [episode.sample.facts for episode in played if episode.sample.facts]
+        total = sum(fact.turns for fact in facts)
         ends = {
             f"ends_{end}": float(number)
-            for end, number in Counter(one.end for one in facts).items()
+            for end, number in Counter(fact.end for fact in facts).items()
         }
         return {
             "turns": float(total),
@@ -188,7 +188,7 @@ class Bench:
             "turn_ms": 1e3 * wall_s / total,
             "turn_cpu_ms": 1e3 * cpu_s / total,
             "lag_p99_ms": lag.p99_ms(),
-            "call_errors": float(sum(one.call_errors for one in facts)),
+            "call_errors": float(sum(fact.call_errors for fact in facts)),
             **ends,
         }
 
@@ -262,12 +262,12 @@ def _schema() -> Mapping[str, Any]:
 
 def _median_ms(work: Callable[[], object], repeats: int) -> float:
     work()  # what is computed once
-    found = []
+    times_ms = []
     for _ in range(repeats):
         began_s = time.perf_counter()
         work()
-        found.append(1e3 * (time.perf_counter() - began_s))
-    return median(found)
+        times_ms.append(1e3 * (time.perf_counter() - began_s))
+    return median(times_ms)
 
 
 def hung_calls(
@@ -283,16 +283,16 @@ def hung_calls(
     bench = Bench(SLOW, workers, call_timeout_s)
     try:
         bench.play(workers, 2)  # the processes' first calls
-        none, some = (bench.play(count, turns, hung=one) for one in ((), hung))
+        none, some = (bench.play(count, turns, hung=places) for places in ((), hung))
     finally:
         bench.close()
     some["hung"], some["ratio"] = float(number), some["wall_s"] / none["wall_s"]
     return {"no call hangs": none, f"{number} of {calls} calls hang": some}
 
 
-def show(found: Mapping[str, Mapping[str, Figures]]) -> None:
+def show(rows_by_part: Mapping[str, Mapping[str, Figures]]) -> None:
     """A table for each part."""
-    for part, rows in found.items():
+    for part, rows in rows_by_part.items():
         columns = list(dict.fromkeys(name for row in rows.values() for name in row))
         print(f"\n{part}\n{'':28}", *(f"{name:>13}" for name in columns))
         for name, row in rows.items():
@@ -328,7 +328,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)  # of the processes that load the tools
-    found: dict[str, dict[str, Figures]] = {
+    rows_by_part: dict[str, dict[str, Figures]] = {
         "tokenising": {
             f"{turns} turns": tokenising_against_rendering(turns, args.repeats)
             for turns in args.conversations
@@ -337,16 +337,16 @@ def main() -> None:
     bench = Bench(CALCULATOR, args.workers)
     try:
         bench.play(args.workers, 2)  # the processes' first calls
-        found["turns"] = {
+        rows_by_part["turns"] = {
             f"{count} episodes": bench.play(count, args.turns, turn_s=args.turn_s)
             for count in args.episodes
         }
     finally:
         bench.close()
-    found["hung"] = hung_calls(
+    rows_by_part["hung"] = hung_calls(
         args.group, args.turns, args.hung_share, args.call_timeout_s, args.workers
     )
-    print(json.dumps(found)) if args.json else show(found)
+    print(json.dumps(rows_by_part)) if args.json else show(rows_by_part)
 
 
 if __name__ == "__main__":

@@ -78,12 +78,12 @@ def compare(
             name: stack.enter_context(world(recipe, sequences)) for name, recipe in recipes.items()
         }
         seconds = take_turns(worlds, steps)
-        found: dict[str, Row] = {}
+        rows_by_name: dict[str, Row] = {}
         for name, pipes in worlds.items():  # one after the other: each has the machine for itself
-            found[name] = (
+            rows_by_name[name] = (
                 speed(sequences, seconds[names[0]], seconds[name]) | memory(pipes) | exchange(pipes)
             )
-    return found
+    return rows_by_name
 
 
 def take_turns(worlds: Mapping[str, Pipes], steps: int) -> dict[str, list[float]]:
@@ -101,17 +101,19 @@ def take_turns(worlds: Mapping[str, Pipes], steps: int) -> dict[str, list[float]
 
 
 def speed(
-    sequences: Sequence[TrainSequence], of_full: Sequence[float], own: Sequence[float]
+    sequences: Sequence[TrainSequence], of_full: Sequence[float], seconds: Sequence[float]
 ) -> Row:
     """ratio: tokens per second over those of the first contender, the median of the updates that ran in turn."""
-    tokens = sum(len(one.token_ids_T) for one in sequences)
-    ratio = statistics.median(full / mine for full, mine in zip(of_full, own, strict=True))
-    return {"tokens_per_s": tokens / statistics.median(own), "ratio": ratio}
+    tokens = sum(len(sequence.token_ids_T) for sequence in sequences)
+    ratio = statistics.median(
+        full / contender for full, contender in zip(of_full, seconds, strict=True)
+    )
+    return {"tokens_per_s": tokens / statistics.median(seconds), "ratio": ratio}
 
 
 def memory(pipes: Pipes) -> Row:
     """Peaks are of the rank with the largest one, what is held is the sum over the ranks."""
-    fullest = max(ask(pipes, "memory"), key=lambda one: one["peak_bytes"])
+    fullest = max(ask(pipes, "memory"), key=lambda rank: rank["peak_bytes"])
     held, merge_s = ask(pipes, "held"), max(ask(pipes, "merge"))
     return (
         fullest | {key: sum(rank[key] for rank in held) for key in held[0]} | {"merge_s": merge_s}
@@ -128,32 +130,32 @@ def exchange(pipes: Pipes) -> Row:
     before = ask(pipes, "sockets")
     later = ask(pipes, "exchange")
     received = wire.traffic(before, ask(pipes, "sockets")).received
-    stats = [one for rank in later for one in rank]
+    stats = [cost for rank in later for cost in rank]
     return {
-        "first_wire_bytes": sum(one.wire_bytes for rank in first for one in rank),
-        "wire_bytes": sum(one.wire_bytes for one in stats),
+        "first_wire_bytes": sum(cost.wire_bytes for rank in first for cost in rank),
+        "wire_bytes": sum(cost.wire_bytes for cost in stats),
         "socket_bytes": sum(map(sum, received)),
-        "local_bytes": sum(one.local_bytes for one in stats),
-        "exchange_s": max(one.seconds for one in stats),
+        "local_bytes": sum(cost.local_bytes for cost in stats),
+        "exchange_s": max(cost.seconds for cost in stats),
     }
 
 
 def make_recipes(full: Recipe, rank: int) -> dict[str, Recipe]:
     """full: the recipe that trains all weights."""
-    found = {"full": full}
+    recipes_by_name = {"full": full}
     for sync in ("merged", "adapters"):
         lora = {"rank": rank, "experts": rank, "sync": sync}
-        found[sync] = Recipe.model_validate(full.model_dump() | {"lora": lora})
-    return found
+        recipes_by_name[sync] = Recipe.model_validate(full.model_dump() | {"lora": lora})
+    return recipes_by_name
 
 
-def table(found: Mapping[str, Row]) -> str:
+def table(rows_by_name: Mapping[str, Row]) -> str:
     """A line for each figure, a column for each contender."""
-    lines = [" ".join(["figure".ljust(18), *(name.rjust(14) for name in found)])]
-    for key in next(iter(found.values())):
+    lines = [" ".join(["figure".ljust(18), *(name.rjust(14) for name in rows_by_name)])]
+    for key in next(iter(rows_by_name.values())):
         values = [
             f"{row[key]:,.0f}" if key.endswith("_bytes") else f"{row[key]:,.4g}"
-            for row in found.values()
+            for row in rows_by_name.values()
         ]
         lines.append(" ".join([key.ljust(18), *(value.rjust(14) for value in values)]))
     return "\n".join(lines)
@@ -176,8 +178,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.layers, args.hidden, args.vocab)
         recipes = make_recipes(make_recipe(folder, args), args.rank)
-        found = compare(recipes, make_sequences(args.samples, args.longest, args.vocab), args.steps)
-    print(json.dumps(found) if args.json else table(found))
+        rows_by_name = compare(
+            recipes, make_sequences(args.samples, args.longest, args.vocab), args.steps
+        )
+    print(json.dumps(rows_by_name) if args.json else table(rows_by_name))
 
 
 if __name__ == "__main__":

@@ -40,22 +40,24 @@ class Rank:
 
         self._imports_bytes = device.held_bytes()
         self._trainer = PolicyRank(rank, resolve(recipe).policy, meet)
-        lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
+        lengths = [
+            (len(sequence.token_ids_T), int(sequence.loss_mask_T.sum())) for sequence in sequences
+        ]
         refs = [
             SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)
         ]
         layout, budget = self._trainer.layout, recipe.train.tokens_per_micro_batch
         work = flops.train_work(self._trainer.shape)
-        how = {
+        options = {
             "updates": 1,
             "dp": layout.dp,
             "token_budget": budget,
             "aggregation": "token_mean",
             "work": work,
         }
-        (update,) = plan_updates(refs, **how)
-        mine = update.micro_batches[layout.coords(rank).dp]
-        batches = [[sequences[ref.group] for ref in batch] for batch in mine]
+        (update,) = plan_updates(refs, **options)
+        rank_batches = update.micro_batches[layout.coords(rank).dp]
+        batches = [[sequences[ref.group] for ref in batch] for batch in rank_batches]
         self._part = UpdateShare(
             batches, Norms(update.denominator, update.tokens, update.loss_tokens)
         )
@@ -110,20 +112,26 @@ class Rank:
         params, factors = self._trainer.params(), self._trainer.factors()
         model, merged = self._trainer._model, self._trainer._merged
         buffers = [
-            one
+            buffer
             for chunk in model.chunks
-            for one in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
-        optimizers = [one.optimizer for one in stepping(model.optimizer)]
+        optimizers = [wrapper.optimizer for wrapper in stepping(model.optimizer)]
         shards = [
-            shard for one in optimizers for group in one.param_groups for shard in group["params"]
+            shard
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for shard in group["params"]
         ]
-        own = {
+        pointers = {
             tensor.untyped_storage().data_ptr() for tensor in (*params.values(), *factors.values())
         }
-        masters = [shard for shard in shards if shard.untyped_storage().data_ptr() not in own]
+        masters = [shard for shard in shards if shard.untyped_storage().data_ptr() not in pointers]
         states = [
-            value for one in optimizers for state in one.state.values() for value in state.values()
+            value
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
         ]
         moments = [value for value in states if torch.is_tensor(value) and value.dim()]
         return {
@@ -148,8 +156,8 @@ class Rank:
         for payload in steps:
             self._targets.setdefault(payload, self._made_targets(payload))
         return [
-            self._exchanges.of(one).run(self._version, self._version, self._targets[one])
-            for one in steps
+            self._exchanges.of(step).run(self._version, self._version, self._targets[step])
+            for step in steps
         ]
 
     def _made_targets(self, payload: PayloadName) -> dict[str, torch.Tensor]:

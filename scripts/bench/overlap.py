@@ -116,7 +116,9 @@ def phase_of(
 
 def with_rewards_s(ends: Ends, final: Final, reward_s: float) -> float:
     """When a phase ends: after the last sample, and after the verdict on the last response that has ended."""
-    judged = [end_s for end_s, one in ends if (one.prompt_tokens, one.response_tokens) in final]
+    judged = [
+        end_s for end_s, sample in ends if (sample.prompt_tokens, sample.response_tokens) in final
+    ]
     return max(ends[-1][0], max(judged, default=0.0) + reward_s)
 
 
@@ -170,7 +172,9 @@ def calibrated(engines: Sequence[Engine]) -> list[float]:
 
     shorts = [equal_s(count, PROMPT_TOKENS, short) for count in CALIBRATED]
     longs = [equal_s(count, PROMPT_TOKENS, short + CALIBRATED_STEPS) for count in CALIBRATED]
-    steps = [(long - one) / CALIBRATED_STEPS for long, one in zip(longs, shorts, strict=True)]
+    steps = [
+        (long - short_s) / CALIBRATED_STEPS for long, short_s in zip(longs, shorts, strict=True)
+    ]
     most = CALIBRATED[-1]
     return [
         *steps,
@@ -223,12 +227,14 @@ def compared(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             for name, run in runs.items():
                 seen[name].append(next(run))
     fit = fitted(calibrations[args.before :])
-    found = {name: figures(steps[args.before :], planted.train_s) for name, steps in seen.items()}
+    measured = {
+        name: figures(steps[args.before :], planted.train_s) for name, steps in seen.items()
+    }
     predicted = {
         name: figures(steps[args.before :], planted.train_s)
         for name, steps in predicted_steps(arms, fit, lengths_of, planted, count).items()
     }
-    return {"fit": asdict(fit)} | with_ratios(found, predicted)
+    return {"fit": asdict(fit)} | with_ratios(measured, predicted)
 
 
 def steps_of(
@@ -249,17 +255,17 @@ def predicted_steps(
 
 
 def with_ratios(
-    found: Mapping[str, dict[str, float]], predicted: Mapping[str, dict[str, float]]
+    measured: Mapping[str, dict[str, float]], predicted: Mapping[str, dict[str, float]]
 ) -> dict[str, dict[str, float]]:
     """Each arm with its prediction, and times fewer seconds a step than the arm `sync`."""
     return {
-        name: own
+        name: row
         | {
             "predicted_s": predicted[name]["seconds"],
-            "ratio": found["sync"]["seconds"] / own["seconds"],
+            "ratio": measured["sync"]["seconds"] / row["seconds"],
             "predicted_ratio": predicted["sync"]["seconds"] / predicted[name]["seconds"],
         }
-        for name, own in found.items()
+        for name, row in measured.items()
     }
 
 
@@ -275,18 +281,18 @@ def table() -> dict[str, dict[str, float]]:
 
     Of an engine with 256 samples in a step, and room for all; reading is free.
     """
-    found: dict[str, dict[str, float]] = {}
+    gains_by_case: dict[str, dict[str, float]] = {}
     for sigma, share in ((0.7, 0.4), (1.0, 0.25)):
         for samples in (16, 4):
             lengths_of = planted_lengths(1024, share, sigma, seed=0, samples=samples)
             seconds = partial(table_s, lengths_of, samples)
             whole = seconds(1, 1)
-            found[f"sigma {sigma:g}, mean {share:g}, {samples} samples"] = {
+            gains_by_case[f"sigma {sigma:g}, mean {share:g}, {samples} samples"] = {
                 f"{times:g}x, {phases}": whole / seconds(times, phases)
                 for times in (1.5, 2, 3, 4)
                 for phases in (2, 4, 8)
             }
-    return found
+    return gains_by_case
 
 
 def table_s(lengths_of: LengthsOf, samples: int, times: float, phases: int) -> float:
@@ -341,11 +347,11 @@ def main() -> None:
         "--table", action="store_true", help="simulated gains of other sizes; starts no engine"
     )
     args = parser.parse_args()
-    found = table() if args.table else compared(args)
+    rows_by_name = table() if args.table else compared(args)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(rows_by_name))
         return
-    for name, row in found.items():
+    for name, row in rows_by_name.items():
         print(name, *(f"{figure} {value:.4g}" for figure, value in row.items()), sep="  ")
 
 

@@ -47,7 +47,7 @@ def measure(name: str) -> dict[str, float]:
     plan = streams.assign(streams.rounds_needed(ROUND_BYTES))
     planned = time.perf_counter()
     plan_bytes = peak_bytes() - before_bytes
-    found = count_traffic(sources, targets, **topology)
+    traffic = count_traffic(sources, targets, **topology)
     accounted = time.perf_counter()
     return {
         "maps_s": mapped - started,
@@ -56,13 +56,13 @@ def measure(name: str) -> dict[str, float]:
         "account_s": accounted - planned,
         "rounds": len(plan.rounds),
         "copies": sum(len(step.sends) + len(step.receives) for step in plan.rounds),
-        "wire_over_minimum": int(found.wire_in.sum()) / int(found.minimum_wire.sum()),
-        "fabric_over_minimum": int(found.fabric_in.sum()) / int(found.minimum_fabric.sum()),
-        "dest_bytes_mean": float(found.dest.mean()),
-        "fabric_in_bytes_mean": float(found.fabric_in.mean()),
-        "fabric_in_bytes_max": int(found.fabric_in.max()),
-        "fabric_out_bytes_max": int(found.fabric_out.max()),
-        "node_in_bytes_max": int(found.node_in.max()),
+        "wire_over_minimum": int(traffic.wire_in.sum()) / int(traffic.minimum_wire.sum()),
+        "fabric_over_minimum": int(traffic.fabric_in.sum()) / int(traffic.minimum_fabric.sum()),
+        "dest_bytes_mean": float(traffic.dest.mean()),
+        "fabric_in_bytes_mean": float(traffic.fabric_in.mean()),
+        "fabric_in_bytes_max": int(traffic.fabric_in.max()),
+        "fabric_out_bytes_max": int(traffic.fabric_out.max()),
+        "node_in_bytes_max": int(traffic.node_in.max()),
     }
 
 

@@ -81,14 +81,16 @@ def make_recipe(path: str, args: argparse.Namespace) -> Recipe:
 def make_sequences(count: int, longest: int, vocab_size: int) -> list[TrainSequence]:
     """Random tokens of log-normal lengths; the latter three quarters of each are learnt from."""
     rng = np.random.default_rng(0)
-    found = []
+    sequences = []
     for drawn in rng.lognormal(np.log(longest / 4), 0.6, count):
         length = int(np.clip(drawn, 8, longest))
         mask_T = np.arange(length) >= length // 4
         weight_T = mask_T.astype(np.float32)
         tokens_T = rng.integers(0, vocab_size, length)
-        found.append(TrainSequence(tokens_T, mask_T, weight_T, 0 * weight_T, advantage_T=weight_T))
-    return found
+        sequences.append(
+            TrainSequence(tokens_T, mask_T, weight_T, 0 * weight_T, advantage_T=weight_T)
+        )
+    return sequences
 
 
 def cross_entropy(
@@ -112,20 +114,22 @@ def work(
     trainer = PolicyRank(rank, resolve(recipe).policy, meet)
     layout, shape = trainer.layout, trainer.shape
     bare = Bare(recipe, shape, layout, rank, trainer.params())
-    lengths = [(len(one.token_ids_T), int(one.loss_mask_T.sum())) for one in sequences]
+    lengths = [
+        (len(sequence.token_ids_T), int(sequence.loss_mask_T.sum())) for sequence in sequences
+    ]
     refs = [SampleRef(index, 0, tokens, learnt) for index, (tokens, learnt) in enumerate(lengths)]
     budget, per_token = recipe.train.tokens_per_micro_batch, flops.train_work(shape)
     (update,) = plan_updates(
         refs, updates=1, dp=layout.dp, token_budget=budget, aggregation="token_mean", work=per_token
     )
-    mine = update.micro_batches[layout.coords(rank).dp]
-    batches = [[sequences[ref.group] for ref in batch] for batch in mine]
+    rank_batches = update.micro_batches[layout.coords(rank).dp]
+    batches = [[sequences[ref.group] for ref in batch] for batch in rank_batches]
     rows = [pack(batch, split=trainer._model.split, device=device.DEVICE) for batch in batches]
     part = UpdateShare(batches, Norms(update.denominator, update.tokens, update.loss_tokens))
 
     def ours() -> tuple[float, float]:
-        found = trainer.train_step(part, LR, cross_entropy)
-        return found.get(LOSS, (0.0,))[0], found[GRAD_NORM][0]
+        metrics = trainer.train_step(part, LR, cross_entropy)
+        return metrics.get(LOSS, (0.0,))[0], metrics[GRAD_NORM][0]
 
     contenders: dict[str, Callable[[], tuple[float, float]]] = {
         "megarl": ours,
@@ -134,14 +138,16 @@ def work(
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for step in range(steps + WARM_UP):
         order = list(contenders) if step % 2 else list(contenders)[::-1]
-        told = {}
+        results_by_name = {}
         for name in order:
             dist.barrier()
             started = time.perf_counter()
-            told[name] = contenders[name]()
+            results_by_name[name] = contenders[name]()
             dist.barrier()
             seconds[name].append(time.perf_counter() - started)
-        np.testing.assert_allclose(told["megarl"], told["bare"], rtol=TOLERANCE)
+        np.testing.assert_allclose(
+            results_by_name["megarl"], results_by_name["bare"], rtol=TOLERANCE
+        )
     total = sum(per_token(tokens) for tokens, _ in lengths)
     kept = {name: times[WARM_UP:] for name, times in seconds.items()}
     return {"seconds": kept, "tokens": update.tokens, "flops": total, "micro_batches": len(rows)}
@@ -166,14 +172,15 @@ def run_world(world_size: int, *args: Any) -> dict[str, Any]:
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        found: dict[int, dict[str, Any]] = {}
-        while len(found) < world_size:
+        figures_by_rank: dict[int, dict[str, Any]] = {}
+        while len(figures_by_rank) < world_size:
             for pipe in wait(
-                [one for rank, one in enumerate(pipes) if rank not in found], TIMEOUT_S
+                [pending for rank, pending in enumerate(pipes) if rank not in figures_by_rank],
+                TIMEOUT_S,
             ):
                 rank = pipes.index(pipe)  # type: ignore[arg-type]
-                found[rank] = pipes[rank].recv()
-        return found[0]
+                figures_by_rank[rank] = pipes[rank].recv()
+        return figures_by_rank[0]
     except EOFError as error:
         raise RuntimeError("a rank ended without figures: see above") from error
     finally:
@@ -182,22 +189,22 @@ def run_world(world_size: int, *args: Any) -> dict[str, Any]:
             process.join()
 
 
-def figures(found: dict[str, Any], gpus: int) -> dict[str, Any]:
+def figures(result: dict[str, Any], gpus: int) -> dict[str, Any]:
     """What is told of a run; seconds are of whole steps."""
-    ours, bare = found["seconds"]["megarl"], found["seconds"]["bare"]
+    ours, bare = result["seconds"]["megarl"], result["seconds"]["bare"]
     row = {
         "ratio": statistics.median(b / a for a, b in zip(ours, bare, strict=True)),
-        "megarl_tokens_per_s": found["tokens"] / statistics.median(ours),
-        "bare_tokens_per_s": found["tokens"] / statistics.median(bare),
-        "tokens": found["tokens"],
-        "micro_batches": found["micro_batches"],
-        "flops": found["flops"],
-        "tflops_per_gpu": found["flops"] / statistics.median(ours) / gpus / 1e12,
+        "megarl_tokens_per_s": result["tokens"] / statistics.median(ours),
+        "bare_tokens_per_s": result["tokens"] / statistics.median(bare),
+        "tokens": result["tokens"],
+        "micro_batches": result["micro_batches"],
+        "flops": result["flops"],
+        "tflops_per_gpu": result["flops"] / statistics.median(ours) / gpus / 1e12,
         "mfu": None,
     }
     peak = flops.peak_flops(torch.cuda.get_device_name()) if device.DEVICE == "cuda" else None
     if peak:
-        row["mfu"] = flops.mfu(found["flops"], statistics.median(ours), gpus, peak)
+        row["mfu"] = flops.mfu(result["flops"], statistics.median(ours), gpus, peak)
     return row
 
 

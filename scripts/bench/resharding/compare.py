@@ -40,9 +40,9 @@ class World:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for one in self._processes:
-            one.kill()
-            one.join()
+        for child in self._processes:
+            child.kill()
+            child.join()
 
     def call(self, command: str, *arguments: Any) -> list[Any]:
         """Run one command on all ranks at once; what each answered."""
@@ -51,19 +51,21 @@ class World:
         return self._answers()
 
     def _answers(self) -> list[Any]:
-        found: dict[int, Any] = {}
-        while len(found) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
+        answers_by_rank: dict[int, Any] = {}
+        while len(answers_by_rank) < len(self._pipes):
+            waiting = {
+                pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers_by_rank
+            }
             ready = wait(list(waiting), timeout=process.TIMEOUT_S)
             if not ready:
                 raise TimeoutError(
                     f"ranks {sorted(waiting.values())} did not answer in {process.TIMEOUT_S} s"
                 )
             for pipe in ready:
-                good, found[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
+                good, answers_by_rank[waiting[pipe]] = pipe.recv()  # type: ignore[index, union-attr]
                 if not good:
-                    raise RuntimeError(f"rank {waiting[pipe]}:\n{found[waiting[pipe]]}")  # type: ignore[index]
-        return [found[rank] for rank in range(len(self._pipes))]
+                    raise RuntimeError(f"rank {waiting[pipe]}:\n{answers_by_rank[waiting[pipe]]}")  # type: ignore[index]
+        return [answers_by_rank[rank] for rank in range(len(self._pipes))]
 
 
 class Figures(NamedTuple):

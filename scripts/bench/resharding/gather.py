@@ -89,14 +89,14 @@ class Gather:
         """Choose the buckets, and what is loaded from each."""
         engine = self._case.engine.member(self._rank)
         assert engine is not None
-        wanted: dict[str, list[Shard]] = defaultdict(list)
+        targets_by_name: dict[str, list[Shard]] = defaultdict(list)
         for shard in sglang_map.shards(self._case.shape, self._case.engine, engine[1]):
-            wanted[shard.name].append(shard)
+            targets_by_name[shard.name].append(shard)
         self._buckets: list[tuple[Bucket, list[Slice]]] = []
         for holder in axis_ranks(self._case.train, self._rank, "pp"):
             held = self._held_in_stage(holder)
             for bucket in self._stage_buckets(holder, held):
-                self._buckets.append((bucket, self._slices(bucket, held, wanted)))
+                self._buckets.append((bucket, self._slices(bucket, held, targets_by_name)))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -114,11 +114,11 @@ class Gather:
         self._load(last, gathering, buffers[last % 2])
 
     def _broadcast(self, bucket: Bucket, rows: torch.Tensor) -> dist.Work:
-        mine = rows[bucket.members.index(bucket.holder)]
+        holder_row = rows[bucket.members.index(bucket.holder)]
         if bucket.holder == self._rank:
             held = [self._sources[param].view(size) for param, size in bucket.sizes.items()]
-            torch._foreach_copy_(list(bucket.params(mine).values()), held)  # pyright: ignore[reportPrivateImportUsage]
-        return dist.broadcast(mine, bucket.holder, self._groups["pp"], async_op=True)  # type: ignore[return-value]
+            torch._foreach_copy_(list(bucket.params(holder_row).values()), held)  # pyright: ignore[reportPrivateImportUsage]
+        return dist.broadcast(holder_row, bucket.holder, self._groups["pp"], async_op=True)  # type: ignore[return-value]
 
     def _all_gather(self, bucket: Bucket, rows: torch.Tensor) -> list[dist.Work]:
         if not bucket.axis:
@@ -142,17 +142,19 @@ class Gather:
         if not slices:
             return
         params = [bucket.params(row) for row in bucket.rows(buffer)]
-        out_of = [views(params[one.row], one.param, one.at, one.size)[0] for one in slices]
-        torch._foreach_copy_([one.into[0] for one in slices], out_of)  # pyright: ignore[reportPrivateImportUsage]
+        out_of = [
+            views(params[piece.row], piece.param, piece.at, piece.size)[0] for piece in slices
+        ]
+        torch._foreach_copy_([piece.into[0] for piece in slices], out_of)  # pyright: ignore[reportPrivateImportUsage]
 
     def _held_in_stage(self, holder: int) -> dict[int, dict[str, list[Shard]]]:
         """Rank -> parameter -> shards, of the ranks whose shards of this stage come here."""
-        train, found = self._case.train, {}
+        train, shards_by_rank = self._case.train, {}
         for rank in {*axis_ranks(train, holder, "tp"), *axis_ranks(train, holder, "ep")}:
-            found[rank] = by_param = defaultdict(list)
+            shards_by_rank[rank] = by_param = defaultdict(list)
             for shard in one_by_one(megatron_map.shards(self._case.shape, train, rank, True)):
                 by_param[shard.param].append(shard)
-        return found
+        return shards_by_rank
 
     def _stage_buckets(
         self, holder: int, held: Mapping[int, Mapping[str, list[Shard]]]
@@ -178,15 +180,15 @@ class Gather:
         self,
         bucket: Bucket,
         held: Mapping[int, Mapping[str, list[Shard]]],
-        wanted: Mapping[str, list[Shard]],
+        targets_by_name: Mapping[str, list[Shard]],
     ) -> list[Slice]:
-        found = []
+        slices = []
         for row, member in enumerate(bucket.members):
             for source in (shard for param in bucket.sizes for shard in held[member][param]):
-                for target in wanted[source.name]:
+                for target in targets_by_name[source.name]:
                     box = intersect_boxes(source.box, target.box)
                     if box:
                         size, into = box_size(box), target.cell(box)
                         place = views(self._targets, target.param, into, size)
-                        found.append(Slice(row, source.param, source.cell(box), size, place))
-        return found
+                        slices.append(Slice(row, source.param, source.cell(box), size, place))
+        return slices

@@ -20,15 +20,15 @@ def axis_ranks(layout: TrainLayout, rank: int, axis: str) -> tuple[int, ...]:
     at, everyone = layout.coords(rank), map(layout.coords, range(layout.world_size))
     fixed = FIXED_AXES[axis]
     return tuple(
-        one.rank
-        for one in everyone
-        if all(getattr(one, other) == getattr(at, other) for other in fixed)
+        coords.rank
+        for coords in everyone
+        if all(getattr(coords, other) == getattr(at, other) for other in fixed)
     )
 
 
 def axis_group(layout: TrainLayout, axis: str) -> dist.ProcessGroup:
     """A gloo group of the ranks along an axis; every rank of the world must call this."""
     lists = sorted({axis_ranks(layout, rank, axis) for rank in range(layout.world_size)})
-    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], backend="gloo")
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists], backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -46,9 +46,9 @@ def module(layout: TrainLayout, rank: int, params: Params, num_layers: int) -> t
         owner.register_parameter(leaf, _parameter(name, tensor))
     layers = layout.layers(layout.coords(rank).pp, num_layers)
     for name, child in root.named_modules():
-        found = LAYER.match(name)
-        if found:
-            child.layer_number = layers[int(found.group(1))] + 1  # type: ignore[assignment]
+        match = LAYER.match(name)
+        if match:
+            child.layer_number = layers[int(match.group(1))] + 1  # type: ignore[assignment]
     root.pg_collection = SimpleNamespace(  # type: ignore[assignment]
         tp=axis_group(layout, "tp"),
         ep=axis_group(layout, "ep"),

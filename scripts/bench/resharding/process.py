@@ -101,8 +101,8 @@ class Process:
 
     def is_exact(self, name: str) -> bool:
         """Whether every bit of every target is as wanted."""
-        one = self.contenders[name]
-        return is_exact(one.targets, one.wanted)
+        contender = self.contenders[name]
+        return is_exact(contender.targets, contender.wanted)
 
     def sockets(self) -> list[wire.Socket]:
         return wire.own_sockets()

@@ -37,19 +37,21 @@ class Socket(NamedTuple):
 
 def own_sockets() -> list[Socket]:
     """Every connected TCP socket of this process."""
-    found = []
+    sockets = []
     for number in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.stat(int(number)).st_mode):
                 continue
-            with socket.socket(fileno=os.dup(int(number))) as one:
-                if one.family == socket.AF_INET and one.type == socket.SOCK_STREAM:
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     received = struct.unpack_from("=Q", info, BYTES_RECEIVED)[0]
-                    found.append(Socket(one.getsockname(), one.getpeername(), received))
+                    sockets.append(
+                        Socket(connection.getsockname(), connection.getpeername(), received)
+                    )
         except OSError:  # closed meanwhile, or listening
             continue
-    return found
+    return sockets
 
 
 class Traffic(NamedTuple):
@@ -61,13 +63,21 @@ class Traffic(NamedTuple):
 
 def traffic(before: Sequence[Sequence[Socket]], after: Sequence[Sequence[Socket]]) -> Traffic:
     """What each rank received between two looks at the sockets of all ranks."""
-    owner = {(one.local, one.peer): rank for rank, found in enumerate(after) for one in found}
-    already = {(one.local, one.peer): one.received for found in before for one in found}
+    owner = {
+        (connection.local, connection.peer): rank
+        for rank, sockets in enumerate(after)
+        for connection in sockets
+    }
+    already = {
+        (connection.local, connection.peer): connection.received
+        for sockets in before
+        for connection in sockets
+    }
     received, control = [[0] * len(after) for _ in after], 0
-    for rank, found in enumerate(after):
-        for one in found:
-            num_bytes = one.received - already.get((one.local, one.peer), 0)
-            sender = owner.get((one.peer, one.local))
+    for rank, sockets in enumerate(after):
+        for connection in sockets:
+            num_bytes = connection.received - already.get((connection.local, connection.peer), 0)
+            sender = owner.get((connection.peer, connection.local))
             if sender is None:
                 control += num_bytes
             else:
