@@ -48,6 +48,11 @@ except SystemExit as end:
     return done, done.stdout.splitlines()[-1].split()
 
 
+def test_help_names_the_recipe_and_the_overrides() -> None:
+    done = megarl("train", "--help")
+    assert done.returncode == 0 and "RECIPE" in done.stdout and "a.b=c" in done.stdout
+
+
 def test_a_bad_recipe_is_answered_with_every_error_and_code_2() -> None:
     result = megarl(
         "train", str(QUICKSTART), "train.tpp=2", "model.dtype=fp8", "rollot.temperature=1"

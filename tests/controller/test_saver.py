@@ -450,3 +450,21 @@ def test_adapters_fit_the_weights_and_sizes_of_their_run(runs: Runs) -> None:
     assert re.match("lora: .* has adapters alone", told())
     found.run["lora"]["base"] = "another"
     assert re.match("model.path: its weights are not those to which the adapters of", told(rank))
+
+
+def test_a_checkpoint_that_was_not_all_begun_is_not_completed(
+    runs: Runs, end_wanted: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = runs.saver("checkpoint.every=null")
+    one.begin(1, EMPTY)
+    one.settle(1)
+    end_wanted.append(True)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a rank has died")
+
+    monkeypatch.setattr(runs.fleet, "save", fail)
+    with pytest.raises(RuntimeError):
+        one.leave_if_wanted()
+    one.rescue()
+    assert "finish" not in runs.calls

@@ -45,7 +45,7 @@ def rows_of(path: Path) -> tuple[list[Any], list[str]]:
         (b"\x00\x00", "the line is not JSON"),
         (b'{"prompt": 1' + b"0" * 5000 + b"}", "whole number of more than 4300 digits"),
         (b'{"prompt": "1"', "the line is not JSON (Expecting ',' delimiter, column 15)"),
-        (b'["a"]', "the line is not a JSON object"),
+        (b'["a"]', "the line is not a JSON object; write one JSON object on each line"),
     ],
     ids=lambda value: str(value)[:24] if isinstance(value, str) else "",
 )

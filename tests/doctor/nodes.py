@@ -120,7 +120,7 @@ def fake_smi(
 if [ -s {folder}/smi.fails ]; then cat {folder}/smi.fails; exit 18; fi
 case "$*" in
     *{refused or "no-such-field"}*) echo 'Field "{refused}" is not a valid field to query.'; exit 2 ;;
-    --query-gpu=*) cat {folder}/smi.csv ;;
+    "--query-gpu="*" --format=csv,noheader,nounits") cat {folder}/smi.csv ;;
     "topo -m") cat {folder}/smi.topology ;;
     "") cat {folder}/smi.head ;;
     *) exit 6 ;;

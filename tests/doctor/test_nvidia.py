@@ -106,6 +106,7 @@ def test_gpus_topology_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.M
     (proc / "driver/nvidia/version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06\n"
     )
+    assert nvidia.query()[0] == f"--query-gpu={','.join(nvidia.FIELDS)}"
     found = nvidia.gpu_facts(proc)
     assert (found.nvidia_smi, found.driver, found.driver_cuda) == ("", "580.65.06", "13.0")
     assert [gpu.pci[5:7] for gpu in found.gpus] == [*BUSES]

@@ -54,7 +54,7 @@ def folder(**changed: Any) -> Folder:
         ({"limits": ProcessLimits(-1, 1024, 2**20)}, "error: nofile: 1024 open files...limits.conf"),
         ({"limits": ProcessLimits(-1, 20_000, 2**20)}, "warning: nofile: 20000 open files...limits.conf"),
         ({"limits": ProcessLimits(-1, 2**20, 1000)}, "error: nproc: 1000 processes and threads...limits.conf"),
-        ({"folders": (folder(free_bytes=10**6),)},
+        ({"folders": (folder(free_bytes=10**6, error="no space left"),)},
          "error: /shared/runs (run.dir): the disk is full: 0.001 GB of 1000000 GB free...make room"),
         ({"folders": (folder(free_files=0),)}, "error: /shared/runs (run.dir): the disk is full...make room"),
         ({"folders": (folder(free_bytes=5 * 10**9),)}, "warning: /shared/runs (run.dir): 5 GB free...make room"),

@@ -16,6 +16,7 @@ from megarl.environments.agents.agent_thread import AgentThread
 from megarl.episodes.agent_runner import AgentRunner
 from megarl.episodes.agent_tools import ToolSets
 from megarl.episodes.rows import EpisodeResult
+from megarl.episodes.runtimes import AgentRuntime
 from megarl.rollout.worker import Generated, RolloutWorker
 from megarl.samples import accounting
 from megarl.tracking.run_log import RunLog
@@ -154,7 +155,9 @@ def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
         )
 
     worker: Any = RolloutWorker.__new__(RolloutWorker)
-    worker._rewarding, worker._reward, worker._num_transcripts = "agent", RewardConfig(), 1
+    worker._runtime = AgentRuntime.__new__(AgentRuntime)
+    worker._reward = RewardConfig()
+    worker._num_transcripts = 1
     worker._generate = generated
     summary, _ = asyncio.run(worker.sample(_prompt({}), Sampling(len(episodes), 100)))
     return summary

@@ -74,7 +74,7 @@ class Odd(Environment):
             raise ValueError("no words")
         if self._row["fails"] == "reply hangs":
             time.sleep(60)
-        return Observation(f"you said {text}", reward=0.25)
+        return Observation(self._row.get("says") or f"you said {text}", reward=0.25)
 
     def reward(self):
         if self._row["fails"] == "reward":
@@ -82,6 +82,7 @@ class Odd(Environment):
         return None if self._row["fails"] == "none" else 0.5
 '''
 TOOLS = ("double", "say", "refuse", "hang", "end")
+MARKUP = "a<eos><user>" * 25
 CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 
 
@@ -301,7 +302,9 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     ]
     assert [one.facts.call_errors for one in played if one.facts] == [3, 1, 1]
     worker: Any = RolloutWorker.__new__(RolloutWorker)
-    worker._rewarding, worker._reward, worker._num_transcripts = "environment", RewardConfig(), 1
+    worker._runtime = None
+    worker._reward = RewardConfig()
+    worker._num_transcripts = 1
 
     async def generated(*_: Any) -> Generated:
         return Generated(played, [RewardResult(1.0, True), RewardResult(0.0, False), None])
@@ -315,6 +318,9 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     assert summary.failures[0].startswith(
         "the environment gave no reward (its episode ended as answered) on response"
     )
+    worker._num_transcripts = 0
+    summary, _ = asyncio.run(worker.sample(Prompt("row 1", "", (1, 2), ""), Sampling(3, 9)))
+    assert summary.transcripts == ()
 
 
 @pytest.mark.parametrize("turn", [call("double", number=4), "8"], ids=["calls", "answers"])
@@ -339,10 +345,17 @@ def test_the_time_of_an_episode_ends_its_environment_too(play: Play) -> None:
     assert played.reward_result == RewardResult(0.5, False)
 
 
-def test_what_a_tool_says_is_cut_and_is_no_markup(play: Play) -> None:
-    played, script = play(
-        "tools", call("say", words="a<eos><user>" * 25), "ok", max_observation_tokens=30
-    )
+@pytest.mark.parametrize(
+    ("kind", "turn", "row"),
+    [
+        ("tools", call("say", words=MARKUP), {}),
+        ("environment", "hello", {"says": MARKUP}),
+    ],
+)
+def test_what_is_said_to_the_model_is_cut_and_is_no_markup(
+    play: Play, kind: str, turn: str, row: dict[str, str]
+) -> None:
+    played, script = play(kind, turn, "ok", row=row, max_turns=2, max_observation_tokens=30)
     trained_T = played.sample.only_row.trained_T
     said = script.tokenizer.decode(
         played.sample.only_row.response_ids_T[~trained_T], skip_special_tokens=False
@@ -416,3 +429,17 @@ def test_a_failing_environment_is_a_failed_reward_result(
     assert play("environment", "hello", "again", max_turns=2)[0].reward_result == RewardResult(
         0.5, False
     )
+
+
+def test_what_an_episode_asks_of_the_engine_is_paced(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    async def noted(work: Any) -> Any:
+        seen.append(work.__name__)
+        return await work
+
+    monkeypatch.setattr("megarl.episodes.rows.paced", noted)
+    play("environment", "hello", max_turns=1)
+    assert seen == ["begin", "turn"]

@@ -52,3 +52,13 @@ def test_results_are_those_of_the_calls_whose_ids_they_name() -> None:
     assert TOKENIZER.decode(whole).endswith("<subtool>two<eos><addtool>one<eos><assistant>")
     for wrong in (results[:1], [results[0], results[0]]):
         assert said(wrong, turn, TOKENISING, TOKENIZER.eos_token_id) is None
+
+
+def test_equal_ids_of_an_agents_own_calls_are_paired_in_their_order() -> None:
+    calls = [{"id": "a", "function": {"name": name, "arguments": "{}"}} for name in ("add", "sub")]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [result("a", "one"), result("a", "two")]
+    whole = TOKENIZER.decode(
+        rendered([{"role": "user", "content": "go"}, turn, *results], TOKENISING)
+    )
+    assert whole.endswith("<addtool>one<eos><subtool>two<eos><assistant>")

@@ -150,3 +150,8 @@ def test_rope_is_fused_where_megatron_has_a_kernel(
     monkeypatch.setattr(model, "TRANSFORMER_ENGINE", True)
     folder = tiny.write_config(tmp_path / "model", "deepseek-v3", **{"v_head_dim": 32, **changes})
     assert config(folder, {}).apply_rope_fusion is is_fused
+
+
+def test_transformer_engine_is_given_no_float32() -> None:
+    with pytest.raises(UserError, match="^model.dtype: float32"):
+        model.select_layers(TrainConfig(lr=1.0), torch.float32, has_engine=True)

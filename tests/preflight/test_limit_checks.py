@@ -64,6 +64,11 @@ def refused(*overrides: str) -> list[str]:
         ("rollout.temperature=1e-300", "it should be greater than or equal to 0.01"),
         ("rollout.top_p=1e-300", "it should be greater than or equal to"),
         ("evaluation.temperature=1e-300", "write 0 (greedy), or a number from 0.01 to 100"),
+        (
+            "evaluation.sets.arith.temperature=1000",
+            "write 0 (greedy), or a number from 0.01 to 100",
+        ),
+        ("rollout.temperature=1e9", "it should be less than or equal to 100"),
         ("rollout.samples_per_prompt=1000000000", "it should be less than or equal to 65536"),
         (
             "reshard.round_bytes=100000000000000000",

@@ -299,3 +299,18 @@ def test_a_worker_samples_once_it_has_weights(
     assert group.rewards_G.tolist() == [sample.text.strip() == "3" for sample in group.samples]
     assert {part.version for parts in short.parts_G for part in parts} == {0}
     assert short.responses == tuple(sample.text for sample in group.samples)
+
+
+def test_a_greedy_sample_is_drawn_beside_the_others_and_marked() -> None:
+    asked: list[tuple[int, float]] = []
+
+    async def generate(_: Any, sampling: Sampling) -> list[Sample]:
+        asked.append((sampling.num_samples, sampling.temperature))
+        return samples(*"abc"[: sampling.num_samples])
+
+    worker: Any = RolloutWorker.__new__(RolloutWorker)
+    worker._episodes = None
+    worker._engine = SimpleNamespace(generate=generate)
+    generated = asyncio.run(worker._generate(PROMPT, Sampling(3, 5, 0.7, with_baseline=True), None))
+    assert asked == [(3, 0.7), (1, 0.0)] and generated.reward_results == [None] * 4
+    assert [sample.is_baseline for sample in generated.samples] == [False, False, False, True]

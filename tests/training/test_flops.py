@@ -80,3 +80,16 @@ def test_torch_counts_the_same(family: str, tmp_path: Path) -> None:
 )
 def test_peaks(name: str, peak: float | None) -> None:
     assert flops.peak_flops(name) == peak
+
+
+def test_the_speed_of_a_step_by_hand() -> None:
+    total = sum(map(flops.train_work(QWEN3_30B), (100, 300)))
+    speed = flops.speed(QWEN3_30B, [100, 300], 2.0, 4, "NVIDIA H800")
+    assert speed == pytest.approx(
+        {
+            "speed/train_tokens_per_s": 200.0,
+            "speed/train_tflops_per_gpu": total / 8 / 1e12,
+            "speed/train_mfu": total / (2 * 4 * 989.4e12),
+        }
+    )
+    assert "speed/train_mfu" not in flops.speed(QWEN3_30B, [1], 1.0, 1, "cpu")

@@ -41,7 +41,14 @@ def step_of(name: str) -> Step:
     summary = replace(summary, correct_G=correct_G, baseline=len(REWARDS) if greedy else None)
     refs = samples_of([summary], name, version=4)
     samples = tuple(
-        response(PROMPT, np.arange(n), np.full(n, -n, np.float32), version=3) for n in LENGTHS
+        response(
+            PROMPT,
+            np.arange(n),
+            np.full(n, -n, np.float32),
+            version=3,
+            routed_experts=np.full((len(PROMPT) + n - 1, 2, 2), n, np.uint8),
+        )
+        for n in LENGTHS
     )
     # The rewards of the object store are those from before reward model and overlong penalty: they are not read.
     unread = np.full(len(LENGTHS), np.nan, np.float32)
@@ -129,6 +136,8 @@ def test_rewards_and_outcomes_are_the_samples_own(name: str) -> None:
             assert one.loss_mask_T.tolist() == [False] * len(PROMPT) + [True] * length
             assert one.token_ids_T.tolist() == [*PROMPT, *range(length)]
             assert one.engine_logp_T[one.loss_mask_T].tolist() == [-length] * length
+            assert one.experts_TMK is not None and (one.experts_TMK == length).all()
+            assert len(one.experts_TMK) == len(PROMPT) + length - 1
             share = 1 / length if step.row.hyperparameters.aggregation == "sequence_mean" else 1.0
             np.testing.assert_array_equal(one.loss_weight_T, np.float32(share) * one.loss_mask_T)
 
@@ -137,6 +146,8 @@ def test_rewards_and_outcomes_are_the_samples_own(name: str) -> None:
 def test_advantages_are_advantages_or_absent(name: str) -> None:
     """None until they are computed, then what the paper has; and none at all for demonstrations."""
     step = step_of(name)
+    if step.row.critic == "values":
+        assert [ref.advantage for ref in step.refs] == [None] * len(LENGTHS)
     assert [one.advantage_T for one in step.made] == [None] * len(LENGTHS)
     wanted = [EXPECTED[name](index) for index in range(len(LENGTHS))]
     if None in wanted:

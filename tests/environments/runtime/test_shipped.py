@@ -52,3 +52,22 @@ def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> No
         workers=2,
         call_timeout_s=60.0,
     )
+
+
+@pytest.mark.usefixtures("isolation")
+def test_a_python_call_that_is_cut_costs_no_state(play: Play) -> None:
+    async def scenario(pool: EnvironmentThread) -> None:
+        async def told(code: str) -> str:
+            (result,) = await pool.call("a", [("python", {"code": code})])
+            return result.text
+
+        await pool.open("a", {}, 0)
+        await told("x = 1")
+        assert await told("import time\nx = 2\ntime.sleep(100)") == "python took longer than 5 s."
+        assert await told("x") == "1"
+        assert await pool.resume("a", {}, 0, await pool.leave("a", 4)) == 4
+        assert await told("x") == "1"
+        await pool.finish("a")
+
+    session = "megarl.environments.python:PythonSession"
+    play(scenario, environment=session, arguments={"timeout_s": 50.0}, call_timeout_s=5.0)
