@@ -33,18 +33,18 @@ def wrong_slots(model: torch.nn.Module, server: Any, request: Mapping[str, Any])
     shape, engine = model_shape(request["folder"]), EngineLayout(**request["engine"])
     size = LoraSize(**{**request["lora"], "targets": tuple(request["lora"]["targets"])})
     _load(model, server, shape, size, engine, request["rank"])
-    found = engine_model.adapter_slots(model)
+    slots = engine_model.adapter_slots(model)
     pair: Any = Pair(shape, None, engine, "bfloat16", lora=size, payload="factors")  # type: ignore[arg-type]
-    wanted = pair.made_targets(request["rank"])
-    fill(wanted, pair.target_shards(request["rank"]), 1, DTYPE)
-    wrong = [f"{name}: no such slot" for name in wanted if name not in found]
+    expected = pair.made_targets(request["rank"])
+    fill(expected, pair.target_shards(request["rank"]), 1, DTYPE)
+    wrong = [f"{name}: no such slot" for name in expected if name not in slots]
     wrong += [
-        f"{name}: {list(found[name].shape)}"
-        for name in wanted
-        if name in found and _differs(name, found, wanted)
+        f"{name}: {list(slots[name].shape)}"
+        for name in expected
+        if name in slots and _differs(name, slots, expected)
     ]
     return wrong + [
-        f"{name}: not empty" for name in found if name not in wanted and found[name].any()
+        f"{name}: not empty" for name in slots if name not in expected and slots[name].any()
     ]
 
 
@@ -94,9 +94,9 @@ def _tensors(shape: ModelShape, size: LoraSize) -> Iterator[tuple[str, torch.Ten
     adapted, layers = lora_map.adapted_weights(shape, size), {*lora_slots.modules(shape, size)}
     targets = lora_map.targets_of(shape)
     beside = tuple(
-        one
-        for one in targets
-        if layers & {*lora_slots.modules(shape, replace(size, targets=(one,)))}
+        target
+        for target in targets
+        if layers & {*lora_slots.modules(shape, replace(size, targets=(target,)))}
     )
     for name, (items, rows, cols) in lora_map.adapted_weights(
         shape, replace(size, targets=beside)

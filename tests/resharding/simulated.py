@@ -88,9 +88,9 @@ class World:
 
     def check(self) -> None:
         """Every target element has its own value."""
-        for member, (got, wanted) in enumerate(zip(self.targets, self.expected, strict=True)):
-            for name in wanted:
-                assert (got[name] == wanted[name]).all(), f"{name} of member {member}"
+        for member, (got, expected) in enumerate(zip(self.targets, self.expected, strict=True)):
+            for name in expected:
+                assert (got[name] == expected[name]).all(), f"{name} of member {member}"
 
 
 def shards_of(parts: Sequence[Part], member: int) -> list[Shard]:
@@ -101,8 +101,8 @@ def gather(params: Memory, param: str, at: Cell, size: Size) -> IntArray:
     (item, row, col), (items, rows, cols) = at, size
     plane = slice(row, row + rows), slice(col, col + cols)
     if STACK in param:
-        own = [params[param.format(number)] for number in range(item, item + items)]
-        return np.concatenate([array[(slice(0, 1), *plane)] for array in own])
+        arrays = [params[param.format(number)] for number in range(item, item + items)]
+        return np.concatenate([array[(slice(0, 1), *plane)] for array in arrays])
     return params[param][(slice(item, item + items), *plane)].copy()
 
 
@@ -110,9 +110,9 @@ def scatter(params: Memory, param: str, at: Cell, block: IntArray) -> None:
     (item, row, col), (items, rows, cols) = at, block.shape
     plane = slice(row, row + rows), slice(col, col + cols)
     for number in range(items):
-        own = STACK in param
+        by_item = STACK in param
         array, index = (
-            (params[param.format(item + number)], 0) if own else (params[param], item + number)
+            (params[param.format(item + number)], 0) if by_item else (params[param], item + number)
         )
         array[(index, *plane)] = block[number]
 
@@ -130,9 +130,9 @@ def all_streams(
 
 def all_plans(streams: Sequence[Streams], round_bytes: int) -> list[MemberPlan]:
     """As the members do it: with the largest number of rounds of anyone."""
-    needed = [one.rounds_needed(round_bytes) for one in streams]
+    needed = [of_member.rounds_needed(round_bytes) for of_member in streams]
     num_rounds = [max(numbers) for numbers in zip(*needed, strict=True)]
-    return [one.assign(num_rounds) for one in streams]
+    return [of_member.assign(num_rounds) for of_member in streams]
 
 
 def round_bytes_of(step: Round) -> int:

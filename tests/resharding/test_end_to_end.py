@@ -140,7 +140,7 @@ class World:
 
     def wait(self, key: str) -> list[str]:
         """What every rank has written under a key of its own; raises what has ended the world instead."""
-        found = []
+        values = []
         for rank in range(TRAIN.world_size):
             while not self.store.check([f"{key}/{rank}"]):
                 self._thread.join(timeout=0.02)
@@ -150,8 +150,8 @@ class World:
                         if self._failures
                         else RuntimeError("the training ranks have ended")
                     )
-            found.append(self.store.get(f"{key}/{rank}").decode())
-        return found
+            values.append(self.store.get(f"{key}/{rank}").decode())
+        return values
 
     def tell(self, **order: Any) -> str:
         """Give all ranks an order; the key of their answers."""
@@ -196,11 +196,11 @@ class Served:
         try:
             asyncio.run(self.engine.reshard(message, version))
         finally:
-            found = self.world.wait(answers)
+            results = self.world.wait(answers)
         of_run = self.world.host, self.sessions.engines[0][0].run_id
         stats = collect_stats(*of_run, attempt, TRAIN.world_size, ["weights"])
         assert stats.wire_bytes > 0
-        return found
+        return results
 
     def diff(self, reference: Reference) -> float:
         """The largest |engine - transformers| over all sampled tokens of all prompts."""
@@ -244,9 +244,9 @@ def one_fork_server() -> Iterator[None]:
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    made = World(request.param, tmp_path_factory.mktemp("end-to-end"))
-    yield made
-    made.end()
+    train_world = World(request.param, tmp_path_factory.mktemp("end-to-end"))
+    yield train_world
+    train_world.end()
 
 
 @pytest.fixture(scope="module")
@@ -257,9 +257,9 @@ def reference(world: World) -> Reference:
 
 @pytest.fixture(scope="module", params=ENGINES)
 def served(world: World, request: pytest.FixtureRequest) -> Iterator[Served]:
-    made = Served(world, request.param)
-    yield made
-    made.engine.shutdown()
+    serving = Served(world, request.param)
+    yield serving
+    serving.engine.shutdown()
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

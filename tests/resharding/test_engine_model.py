@@ -128,15 +128,15 @@ class CachedAttention(torch.nn.Module):
 def test_the_scales_of_the_kv_cache_are_written_in_place_and_verified() -> None:
     model = Model(CachedAttention())
     names = ["self_attn.k_scale", "self_attn.v_scale"]
-    found = engine_model.constants(model)
-    assert list(found) == names and not found.keys() & engine_model.params(model).keys()
+    constants = engine_model.constants(model)
+    assert list(constants) == names and not constants.keys() & engine_model.params(model).keys()
     assert engine_model.constant_errors(model) == [f"{name} is -1, not 1" for name in names]
     engine_model.write_constants(model)
     assert engine_model.constant_errors(model) == []
-    assert all(param is engine_model.constants(model)[name] for name, param in found.items()), (
+    assert all(param is engine_model.constants(model)[name] for name, param in constants.items()), (
         "graphs keep the tensors"
     )
-    found["self_attn.v_scale"].fill_(float("nan"))
+    constants["self_attn.v_scale"].fill_(float("nan"))
     assert engine_model.constant_errors(model) == ["self_attn.v_scale is nan, not 1"]
 
 

@@ -135,10 +135,10 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
                         [("session", torch.frombuffer(bytearray(message), dtype=torch.uint8))],
                     )
                 version = arguments[0]["version"]
-                wanted = make_params(shards, pair.torch_dtype)
+                expected = make_params(shards, pair.torch_dtype)
                 pipe.send(
                     wrong_params(
-                        dict(model.named_parameters()), wanted, shards, version, pair.torch_dtype
+                        dict(model.named_parameters()), expected, shards, version, pair.torch_dtype
                     )
                 )
         except Exception as error:
@@ -241,11 +241,11 @@ class World:
 
 @contextmanager
 def world(pair: Pair, engine_dtype: str = "") -> Iterator[World]:
-    made = World(pair, engine_dtype)
+    members = World(pair, engine_dtype)
     try:
-        yield made
+        yield members
     finally:
-        made.end()
+        members.end()
 
 
 PAIRS = {
@@ -268,27 +268,27 @@ PAIRS = {
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
 def test_published_weights_arrive(pair: Pair) -> None:
-    with world(pair) as made:
+    with world(pair) as members:
         for version in (1, 1, 2):
-            made.fill(version)
-            wrong, stats = made.reshard(version)
+            members.fill(version)
+            wrong, stats = members.reshard(version)
             assert not wrong and stats.wire_bytes > 0
 
 
 def test_a_training_rank_that_was_restarted_is_mapped_anew() -> None:
-    with world(Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 1))) as made:
-        made.fill(1)
-        assert not made.reshard(1)[0]
-        made.restart_trainer(1)
-        made.fill(2)
-        assert not made.reshard(2)[0]
+    with world(Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 1))) as members:
+        members.fill(1)
+        assert not members.reshard(1)[0]
+        members.restart_trainer(1)
+        members.fill(2)
+        assert not members.reshard(2)[0]
 
 
 def test_a_stale_target_is_seen() -> None:
     """The check itself can fail: the trainers move on and the engine does not."""
-    with world(Pair(MOE, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1))) as made:
-        made.fill(1)
-        assert len(made.reshard(2)[0]) > 10
+    with world(Pair(MOE, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1))) as members:
+        members.fill(1)
+        assert len(members.reshard(2)[0]) > 10
 
 
 @pytest.mark.parametrize(
@@ -302,70 +302,70 @@ def test_a_stale_target_is_seen() -> None:
 def test_derived_tensors_are_part_of_the_exchange(draft: int, forgetful: str, wrong: str) -> None:
     """An engine whose post_load_weights leaves w_kc as it was is refused, when verification is on."""
     engine = EngineLayout(1, 1, 1, draft=draft)
-    with world(Pair(MLA, TrainLayout(1, 1, 1, 1), engine, verify="full")) as made:
-        made.fill(1)
-        assert not made.reshard(1)[0]
-        made.engines[0].ask(("flag", forgetful, "forgets"))
-        made.fill(2)
+    with world(Pair(MLA, TrainLayout(1, 1, 1, 1), engine, verify="full")) as members:
+        members.fill(1)
+        assert not members.reshard(1)[0]
+        members.engines[0].ask(("flag", forgetful, "forgets"))
+        members.fill(2)
         with pytest.raises(RuntimeError, match=f"{wrong} differs from its kv_b_proj.weight"):
-            made.reshard(2)
+            members.reshard(2)
 
 
 def test_an_update_that_ends_before_the_draft_models_turn_writes_nothing() -> None:
     """SGLang's loop over the models ends at a failure; the next attempt writes both, with nothing of the one before."""
     pair = Pair(MLA, TrainLayout(2, 1, 2, 1), EngineLayout(1, 2, 2, draft=1), verify="checksum")
-    with world(pair) as made:
-        made.fill(1)
-        assert not made.reshard(1)[0]
-        for child in made.engines.values():
-            made.attempt += 1
-            half = made.sessions.engine_message(
-                0, version=1, attempt=made.attempt, first=False, steps=WEIGHTS
+    with world(pair) as members:
+        members.fill(1)
+        assert not members.reshard(1)[0]
+        for child in members.engines.values():
+            members.attempt += 1
+            half = members.sessions.engine_message(
+                0, version=1, attempt=members.attempt, first=False, steps=WEIGHTS
             )
             assert child.ask(("load", half, 1)) == [], "all is still what it was"
-        made.fill(2)
-        assert not made.reshard(2)[0]
+        members.fill(2)
+        assert not members.reshard(2)[0]
 
 
 def test_a_buffer_of_the_draft_model_alone_is_refused() -> None:
     pair = Pair(MLA, TrainLayout(1, 1, 1, 1), EngineLayout(1, 1, 1, draft=1))
-    with world(pair) as made:
-        made.engines[0].ask(("buffer", "draft.model.decoder"))
+    with world(pair) as members:
+        members.engines[0].ask(("buffer", "draft.model.decoder"))
         with pytest.raises(
             RuntimeError, match=r"draft.model.decoder.table: a buffer of the draft model alone"
         ):
-            made.reshard(1)[0]
+            members.reshard(1)[0]
 
 
 @pytest.mark.parametrize("error", ["another type", "an unknown layout"])
 def test_a_member_that_cannot_take_part_ends_all_with_its_words(error: str) -> None:
     """Member 1, the other training rank, must hear why the engine on member 0 cannot, and soon."""
     pair = Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))
-    with world(pair, "bfloat16" if error == "another type" else "") as made:
+    with world(pair, "bfloat16" if error == "another type" else "") as members:
         words = r"model\S* is torch.bfloat16, the exchange brings float32"
         if error == "an unknown layout":
-            made.engines[0].ask(("flag", "model.layers.1.mlp.experts", "use_triton_kernels"))
+            members.engines[0].ask(("flag", "model.layers.1.mlp.experts", "use_triton_kernels"))
             words = r"model.layers.1.mlp.experts: this MoE backend of SGLang \(use_triton_kernels\)"
         started = time.perf_counter()
         with pytest.raises(RuntimeError, match="reshard: member 0 cannot take part: " + words):
-            made.reshard(1)
+            members.reshard(1)
         with pytest.raises(RuntimeError, match=words):
-            made.engines[0].answer()
+            members.engines[0].answer()
         assert time.perf_counter() - started < TIMEOUT_S / 4
 
 
 def test_nobody_joins_a_group_before_all_are_prepared() -> None:
     """NCCL's start waits without a bound for a member that ran out of memory on its way there; gloo's for its bound."""
-    with world(Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))) as made:
-        made.engines[0].ask(("starve",))
+    with world(Pair(MOE, TrainLayout(2, 1, 2, 1), EngineLayout(1, 1, 1))) as members:
+        members.engines[0].ask(("starve",))
         started = time.perf_counter()
         with pytest.raises(
             RuntimeError,
             match=r"^reshard: member 0 failed in the exchange: no room for its tables$",
         ):
-            made.reshard(1)
+            members.reshard(1)
         with pytest.raises(MemoryError, match="no room for its tables"):
-            made.engines[0].answer()
+            members.engines[0].answer()
         assert time.perf_counter() - started < TIMEOUT_S / 4
 
 
@@ -379,13 +379,15 @@ def test_a_session_is_json() -> None:
         transformer_engine=False, dtype="bfloat16", round_bytes=1 << 20, timeout_s=1.0, gpus_per_node=4, verify="full",
         lora=LoraSize(8, 2, 16.0, ("q_proj",)),
     )  # fmt: skip
-    made = sessions(common, handles)
-    assert set(made.trainers) == {0, 1, 2, 3} and [set(one) for one in made.engines] == [{0, 1}]
-    assert made.engines[0][1].source is None and made.engines[0][1].num_members == 6
+    all_sessions = sessions(common, handles)
+    assert set(all_sessions.trainers) == {0, 1, 2, 3} and [
+        set(engine) for engine in all_sessions.engines
+    ] == [{0, 1}]
+    assert all_sessions.engines[0][1].source is None and all_sessions.engines[0][1].num_members == 6
     for session in (
-        made.trainers[3],
-        made.engines[0][1],
-        replace(made.trainers[0], source=handles[0]),
+        all_sessions.trainers[3],
+        all_sessions.engines[0][1],
+        replace(all_sessions.trainers[0], source=handles[0]),
     ):
         assert Session.from_json(json.loads(json.dumps(session.to_json()))) == session
     with pytest.raises(UserError, match="engines begin at GPU 5, the training ranks end at 4"):

@@ -103,10 +103,10 @@ class Divisions(TorchDispatchMode):
 
 def test_nothing_is_divided_by_a_number() -> None:
     """CUDA would multiply by the number's rounded inverse, and a scale's last bit would not be the CPU's."""
-    with Divisions() as found:
+    with Divisions() as divisions:
         quantise(torch.ones(1, 200, 200))
-    assert found.divisors
-    assert all(torch.is_tensor(one) and one.dim() for one in found.divisors)
+    assert divisions.divisors
+    assert all(torch.is_tensor(divisor) and divisor.dim() for divisor in divisions.divisors)
     largest = torch.rand(1000, generator=torch.Generator().manual_seed(0))
     assert not torch.equal(largest / LARGEST, largest * torch.tensor(1 / LARGEST)), "the two differ"
 

@@ -39,8 +39,8 @@ SIZE = LoraSize(3, 2, 6.0, ())
 
 def layouts(shape: ModelShape) -> list[TrainLayout]:
     """The layouts that fit a family."""
-    found = [TrainLayout(1, 1, 1, 1), *(layout for layout in LAYOUTS if not layout.errors(shape))]
-    return found if len(found) > 1 else [*found, TrainLayout(2, 2, 1, 1)]
+    fitting = [TrainLayout(1, 1, 1, 1), *(layout for layout in LAYOUTS if not layout.errors(shape))]
+    return fitting if len(fitting) > 1 else [*fitting, TrainLayout(2, 2, 1, 1)]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -76,10 +76,10 @@ def test_ranks_without_a_row_of_any_target_have_its_a() -> None:
 
 def test_a_layer_that_is_no_target_has_no_factor() -> None:
     layout = TrainLayout(1, 1, 1, 1)
-    found = lora_map.pairs(
+    pairs = lora_map.pairs(
         QWEN3_MOE, layout, 0, replace(SIZE, targets=("q_proj", "down_proj"), expert_rank=0)
     )
-    assert {pair.leaf for pair in found} == {"q_proj"}
+    assert {pair.leaf for pair in pairs} == {"q_proj"}
     mlp = ("gate_proj", "up_proj", "down_proj")
     assert lora_map.targets_of(QWEN3_MOE) == ("q_proj", "k_proj", "v_proj", "o_proj", *mlp)
     assert not {"q_proj", "k_proj"} & {*lora_map.targets_of(DEEPSEEK)}
@@ -93,7 +93,7 @@ def of_rank(shards: list[Shard], whole: Tensors) -> Tensors:
 def whole_tensors(shape: ModelShape) -> tuple[Tensors, Tensors]:
     """(weights and factors, merged weights), of the linear layers alone."""
     generator = torch.Generator().manual_seed(3)
-    found, merged = {}, {}
+    unmerged, merged = {}, {}
     for stack, (items, rows, cols) in tensors(shape).items():
         if leaf_of(stack) not in lora_map.TARGETS or lora_map._layer(stack) >= shape.num_layers:
             continue
@@ -104,10 +104,12 @@ def whole_tensors(shape: ModelShape) -> tuple[Tensors, Tensors]:
                 factor_name(name, "A"): (rank, cols),
                 factor_name(name, "B"): (rows, rank),
             }
-            found |= {each: torch.randn(size, generator=generator) for each, size in sizes.items()}
-            weight, a, b = (found[each] for each in sizes)
+            unmerged |= {
+                each: torch.randn(size, generator=generator) for each, size in sizes.items()
+            }
+            weight, a, b = (unmerged[each] for each in sizes)
             merged[name] = weight + scale * b @ a
-    return found, merged
+    return unmerged, merged
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -117,9 +119,9 @@ def test_a_rank_merges_its_part_of_the_weights(name: str) -> None:
     for layout in layouts(shape)[1:]:
         for rank in range(layout.world_size):
             weights = [
-                one
-                for one in megatron_map.shards(shape, layout, rank)
-                if one.name.format(0) in merged
+                weight
+                for weight in megatron_map.shards(shape, layout, rank)
+                if weight.name.format(0) in merged
             ]
             factors = lora_map.shards(shape, layout, rank, SIZE)
             params, merge = (
@@ -130,12 +132,12 @@ def test_a_rank_merges_its_part_of_the_weights(name: str) -> None:
                 boxes = merge.boxes(shard.name, params, shard.param, shard.at, shard.size)
                 assert boxes is not None
                 for item, box in zip(range(*shard.items), boxes, strict=True):
-                    found = torch.empty(box.shape)
-                    box.write(found)
+                    written = torch.empty(box.shape)
+                    box.write(written)
                     expected = merged[shard.name.format(item)][
                         slice(*shard.rows), slice(*shard.cols)
                     ]
-                    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(written[0], expected, rtol=1e-5, atol=1e-5)
 
 
 WIDE = replace(LLAMA, num_layers=1, hidden_size=TILE_COLS + 40)
@@ -147,7 +149,9 @@ def test_an_element_does_not_depend_on_the_box(data: st.DataObject) -> None:
     """To the last bit: what is verified, strip by strip, is what was sent in other boxes."""
     generator, name = torch.Generator().manual_seed(3), "model.layers.0.self_attn.q_proj.weight"
     weights = [
-        one for one in megatron_map.shards(WIDE, TrainLayout(1, 1, 1, 1), 0) if one.name == name
+        weight
+        for weight in megatron_map.shards(WIDE, TrainLayout(1, 1, 1, 1), 0)
+        if weight.name == name
     ]
     size = replace(SIZE, targets=("q_proj",))
     factors = lora_map.shards(WIDE, TrainLayout(1, 1, 1, 1), 0, size)

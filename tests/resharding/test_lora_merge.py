@@ -25,14 +25,14 @@ def merged(
     merge: Merge, shards: list[Shard], params: Tensors
 ) -> dict[tuple[str, Range, Range], torch.Tensor]:
     """The merged elements of each of a rank's weights, by name, rows and columns; of experts, of each item."""
-    found = {}
+    parts = {}
     for shard in shards:
         boxes = merge.boxes(shard.name, params, shard.param, shard.at, shard.size)
         for item, box in zip(range(*shard.items), boxes or [], strict=True):
             part = torch.empty(box.shape, dtype=torch.bfloat16)
             box.write(part)
-            found[shard.name.format(item), shard.rows, shard.cols] = part[0]
-    return found
+            parts[shard.name.format(item), shard.rows, shard.cols] = part[0]
+    return parts
 
 
 Case = tuple[list[Shard], Tensors, Tensors]
@@ -43,7 +43,9 @@ def case() -> Case:
     """(shards of the weights, weights as models have them, factors)."""
     generator = torch.Generator().manual_seed(3)
     weights = [
-        one for one in megatron_map.shards(WIDE, ONE_RANK, 0) if one.name.endswith("q_proj.weight")
+        weight
+        for weight in megatron_map.shards(WIDE, ONE_RANK, 0)
+        if weight.name.endswith("q_proj.weight")
     ]
     params = {
         name: 0.02 * torch.randn(size[1:], generator=generator)
@@ -53,7 +55,7 @@ def case() -> Case:
     for name, size in param_table(lora_map.shards(WIDE, ONE_RANK, 0, SIZE)).items():
         uniform = 2 * torch.rand(size[1:], generator=generator) - 1
         factors[name] = uniform / WIDE.hidden_size**0.5 if name.endswith("A") else uniform
-    return weights, {name: one.bfloat16() for name, one in params.items()}, factors
+    return weights, {name: param.bfloat16() for name, param in params.items()}, factors
 
 
 def merge_of(case: Case, rms: float, rounding: str) -> tuple[Merge, Tensors]:
@@ -61,7 +63,8 @@ def merge_of(case: Case, rms: float, rounding: str) -> tuple[Merge, Tensors]:
     weights, _, factors = case
     size = replace(SIZE, rounding=rounding)
     held = {
-        name: one if name.endswith("A") else 3**0.5 * rms * one for name, one in factors.items()
+        name: factor if name.endswith("A") else 3**0.5 * rms * factor
+        for name, factor in factors.items()
     }
     merge = Merge.of(size, weights, lora_map.shards(WIDE, ONE_RANK, 0, size), held)
     merge.begin(3)
@@ -82,10 +85,10 @@ def test_the_kept_share_says_what_arrives(case: Case, rms: float, nearest: float
 def test_without_a_delta_there_is_no_share_and_no_change(case: Case) -> None:
     weights, params, _ = case
     merge, _ = merge_of(case, 0.0, "stochastic")
-    found = merged(merge, weights, params)
+    parts = merged(merge, weights, params)
     assert merge.kept_share() is None
-    for (name, rows, _), part in found.items():
-        (shard,) = [one for one in weights if one.name == name and one.rows == rows]
+    for (name, rows, _), part in parts.items():
+        (shard,) = [weight for weight in weights if weight.name == name and weight.rows == rows]
         start = shard.at[1]
         assert torch.equal(part, params[shard.param][start : start + shard.size[1]]), (
             "numbers of the type stay"
@@ -96,7 +99,9 @@ def test_an_element_is_one_of_its_neighbours_and_their_mean(case: Case) -> None:
     weights, params, _ = case
     merge, held = merge_of(case, 1e-3, "stochastic")
     shard = weights[0]
-    a, b = (next(one for name, one in held.items() if name.endswith(factor)) for factor in "AB")
+    a, b = (
+        next(matrix for name, matrix in held.items() if name.endswith(factor)) for factor in "AB"
+    )
     exact = (
         params[shard.param][: shard.size[1]].float()
         + SIZE.alpha / SIZE.rank * b[: shard.size[1]] @ a
@@ -131,12 +136,12 @@ def test_boxes_that_are_kept_read_the_version_of_the_exchange(case: Case) -> Non
         box.write(part)
         return part
 
-    (kept,), found = boxes(), []
+    (kept,), values = boxes(), []
     for version in (1, (1 << 40) + 2):
         merge.begin(version)
-        found.append(read(kept))
-        assert torch.equal(found[-1], read(boxes()[0]))
-    assert not torch.equal(*found)
+        values.append(read(kept))
+        assert torch.equal(values[-1], read(boxes()[0]))
+    assert not torch.equal(*values)
 
 
 @pytest.mark.parametrize("layout", [TrainLayout(4, 4, 1, 1), TrainLayout(4, 2, 1, 2, expert_tp=2)])
@@ -144,27 +149,31 @@ def test_layouts_round_alike(layout: TrainLayout) -> None:
     """But where float32 sums differ in their last bit."""
     shape, size = QWEN3_MOE, LoraSize(3, 2, 6.0, (), "stochastic")
     whole = {
-        name: one.bfloat16() if ".lora_" not in name else one
-        for name, one in whole_tensors(shape)[0].items()
+        name: tensor.bfloat16() if ".lora_" not in name else tensor
+        for name, tensor in whole_tensors(shape)[0].items()
     }
     expected = all_merged(shape, ONE_RANK, size, whole)
-    found = all_merged(shape, layout, size, whole)
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
+    rounded = all_merged(shape, layout, size, whole)
+    assert rounded.keys() == expected.keys()
+    for name, values in rounded.items():
         assert (values == expected[name]).float().mean() > 0.99, name
 
 
 def all_merged(shape: ModelShape, layout: TrainLayout, size: LoraSize, whole: Tensors) -> Tensors:
     """The whole merged tensors that all ranks make together."""
-    found: Tensors = {}
+    tensors: Tensors = {}
     for rank in range(layout.world_size):
         weights = [
-            one for one in megatron_map.shards(shape, layout, rank) if one.name.format(0) in whole
+            weight
+            for weight in megatron_map.shards(shape, layout, rank)
+            if weight.name.format(0) in whole
         ]
         factors = lora_map.shards(shape, layout, rank, size)
-        params = {name: one.bfloat16() for name, one in of_rank(weights, whole).items()}
+        params = {name: param.bfloat16() for name, param in of_rank(weights, whole).items()}
         merge = Merge.of(size, weights, factors, of_rank(factors, whole))
         merge.begin(7)
         for (name, rows, cols), part in merged(merge, weights, params).items():
-            found.setdefault(name, torch.zeros_like(whole[name]))[slice(*rows), slice(*cols)] = part
-    return found
+            tensors.setdefault(name, torch.zeros_like(whole[name]))[slice(*rows), slice(*cols)] = (
+                part
+            )
+    return tensors

@@ -131,9 +131,9 @@ PAIRS = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    made = Pool(16)
-    yield made
-    made.end()
+    processes = Pool(16)
+    yield processes
+    processes.end()
 
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_every_bit_arrives(pool: Pool, number: int, pair: Pair) -> None:
     opened = pool.open(replace(pair, verify=MODES[number % len(MODES)]))
     opened.fill(1)
     stats = opened.run(1)
-    wanted = [shard for slot in opened.slots for shard in pair.target_shards(slot)]
-    wanted_bytes = sum(shard.area * item_bytes(shard.dtype or pair.dtype) for shard in wanted)
+    targets = [shard for slot in opened.slots for shard in pair.target_shards(slot)]
+    wanted_bytes = sum(shard.area * item_bytes(shard.dtype or pair.dtype) for shard in targets)
     # each byte once, those of forwards included
     assert stats.wire_bytes + stats.local_bytes == wanted_bytes
     assert stats.extra_bytes < 3 * pair.round_bytes
@@ -167,7 +167,7 @@ def test_what_is_rounded_by_chance_is_what_is_verified(pool: Pool) -> None:
     )
     for version in (1, 2, 3):
         opened.fill(version)
-        assert [one for one in opened.try_run(version) if isinstance(one, Exception)] == []
+        assert [answer for answer in opened.try_run(version) if isinstance(answer, Exception)] == []
 
 
 @pytest.mark.slow
@@ -191,9 +191,9 @@ def test_the_attempt_after_a_failure_repairs_all(pool: Pool, sends: int, kill: b
         pool.slots[1].answer()
         opened.fill(2)
     else:
-        told = "member 1 failed in the exchange: the cable is broken"
+        message = "member 1 failed in the exchange: the cable is broken"
         assert "the cable is broken" in str(answers[1]) and all(
-            told in str(answers[slot]) for slot in (0, 2, 3)
+            message in str(answers[slot]) for slot in (0, 2, 3)
         )
     opened.run(2)
     opened.fill(3)
@@ -223,11 +223,11 @@ def test_large_pieces_go_alone_and_small_ones_together() -> None:
         copy("c", ((0, 1), (0, 3), (0, 1)), "float8_e4m3fn"),
         copy("d", ((0, 1), (0, 3), (0, 1)), "float32"),
     ]
-    found = [
-        [(piece.copy.name, piece.first, piece.number) for piece in one]
-        for one in messages([*small, large, flat])
+    contents = [
+        [(piece.copy.name, piece.first, piece.number) for piece in message]
+        for message in messages([*small, large, flat])
     ]
-    assert found == [
+    assert contents == [
         [("a", 0, 1)],
         [("a", 1, 1)],
         [("a", 2, 1)],

@@ -42,27 +42,27 @@ def built(
     shape: ModelShape, whole: Tensors, layout: TrainLayout, rank: int, fused_norms: bool
 ) -> Tensors:
     """The parameters of one rank as Megatron's modules make them; fused_norms: TransformerEngine's names."""
-    at, wanted = layout.coords(rank), {}
+    at, params = layout.coords(rank), {}
     for chunk in range(layout.vpp):
         prefix = f"vpp{chunk}." if layout.vpp > 1 else ""
         virtual = chunk * layout.pp + at.pp
         first, last = virtual == 0, virtual == layout.pp * layout.vpp - 1
-        made: Tensors = {}
+        chunk_params: Tensors = {}
         if first or (last and shape.num_mtp_layers):
-            made["embedding.word_embeddings.weight"] = vocabulary(
+            chunk_params["embedding.word_embeddings.weight"] = vocabulary(
                 whole["model.embed_tokens.weight"], layout, at
             )
         here = stage_layers(shape, layout, virtual)
         for local, layer in enumerate(here):
-            made |= decoder_layer(
+            chunk_params |= decoder_layer(
                 shape, whole, layout, at, layer, f"decoder.layers.{local}.", fused_norms
             )
         if shape.num_layers - 1 in here if shape.num_mtp_layers else last:
-            made["decoder.final_layernorm.weight"] = whole["model.norm.weight"]
+            chunk_params["decoder.final_layernorm.weight"] = whole["model.norm.weight"]
         if last:
-            made |= last_stage(shape, whole, layout, at, fused_norms, is_first=first)
-        wanted |= {prefix + name: tensor for name, tensor in made.items()}
-    return {name: stack(tensor) for name, tensor in wanted.items()}
+            chunk_params |= last_stage(shape, whole, layout, at, fused_norms, is_first=first)
+        params |= {prefix + name: tensor for name, tensor in chunk_params.items()}
+    return {name: stack(tensor) for name, tensor in params.items()}
 
 
 def stage_layers(shape: ModelShape, layout: TrainLayout, virtual: int) -> list[int]:
@@ -80,15 +80,15 @@ def last_stage(
     fused_norms: bool,
     is_first: bool,
 ) -> Tensors:
-    made: Tensors = {}
+    params: Tensors = {}
     if not shape.tied:
-        made["output_layer.weight"] = vocabulary(whole["lm_head.weight"], layout, at)
+        params["output_layer.weight"] = vocabulary(whole["lm_head.weight"], layout, at)
     elif not is_first:
-        made["output_layer.weight"] = vocabulary(whole["model.embed_tokens.weight"], layout, at)
+        params["output_layer.weight"] = vocabulary(whole["model.embed_tokens.weight"], layout, at)
     for index in range(shape.num_mtp_layers):
         layer = shape.num_layers + index
         name, param = f"model.layers.{layer}.", f"mtp.layers.{index}."
-        made |= decoder_layer(
+        params |= decoder_layer(
             shape, whole, layout, at, layer, param + "transformer_layer.", fused_norms
         )
         for ours, theirs in (
@@ -96,9 +96,9 @@ def last_stage(
             ("hnorm", "hnorm"),
             ("final_layernorm", "shared_head.norm"),
         ):
-            made[f"{param}{ours}.weight"] = whole[f"{name}{theirs}.weight"]
-        made[param + "eh_proj.weight"] = whole[name + "eh_proj.weight"].chunk(layout.tp)[at.tp]
-    return made
+            params[f"{param}{ours}.weight"] = whole[f"{name}{theirs}.weight"]
+        params[param + "eh_proj.weight"] = whole[name + "eh_proj.weight"].chunk(layout.tp)[at.tp]
+    return params
 
 
 def vocabulary(tensor: torch.Tensor, layout: TrainLayout, at: RankCoords) -> torch.Tensor:
@@ -123,26 +123,26 @@ def decoder_layer(
         if name.startswith(prefix)
     }
     attention = latent_attention if shape.mla else grouped_attention
-    made = {
+    params = {
         f"self_attention.{n}": t
         for n, t in attention(shape, ours, layout.tp, at.tp, fused_norms).items()
     }
     fused_input = fused_norms and not shape.mla
-    made[
+    params[
         "self_attention.linear_qkv.layer_norm_weight" if fused_input else "input_layernorm.weight"
     ] = ours["input_layernorm.weight"]
     dense = layer < shape.num_dense_layers
     norm = (
         "mlp.linear_fc1.layer_norm_weight" if fused_norms and dense else "pre_mlp_layernorm.weight"
     )
-    made[norm] = ours["post_attention_layernorm.weight"]
+    params[norm] = ours["post_attention_layernorm.weight"]
     if dense:
-        made |= gated(
+        params |= gated(
             ours, "mlp.", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight", layout.tp, at.tp
         )
     else:
-        made |= experts(shape, ours, layout, at, fused_norms)
-    return {param + name: tensor for name, tensor in made.items()}
+        params |= experts(shape, ours, layout, at, fused_norms)
+    return {param + name: tensor for name, tensor in params.items()}
 
 
 def grouped_attention(
@@ -154,36 +154,38 @@ def grouped_attention(
             rank
         ]
 
-    made = {"linear_qkv.weight": fused("weight")}
+    params = {"linear_qkv.weight": fused("weight")}
     if shape.qkv_bias:
-        made["linear_qkv.bias"] = fused("bias")
+        params["linear_qkv.bias"] = fused("bias")
     if shape.qk_norm:
-        made |= {f"{x}_layernorm.weight": ours[f"self_attn.{x}_norm.weight"] for x in "qk"}
-    return made | {"linear_proj.weight": ours["self_attn.o_proj.weight"].chunk(ranks, dim=1)[rank]}
+        params |= {f"{x}_layernorm.weight": ours[f"self_attn.{x}_norm.weight"] for x in "qk"}
+    return params | {
+        "linear_proj.weight": ours["self_attn.o_proj.weight"].chunk(ranks, dim=1)[rank]
+    }
 
 
 def latent_attention(
     shape: ModelShape, ours: Tensors, ranks: int, rank: int, fused_norms: bool
 ) -> Tensors:
     assert shape.mla is not None
-    mine = {
+    attention = {
         name.removeprefix("self_attn."): tensor
         for name, tensor in ours.items()
         if name.startswith("self_attn.")
     }
     up_norm = "linear_{}_up_proj.layer_norm_weight" if fused_norms else "{}_layernorm.weight"
-    made = {
-        "linear_kv_down_proj.weight": mine["kv_a_proj_with_mqa.weight"],
-        up_norm.format("kv"): mine["kv_a_layernorm.weight"],
-        "linear_kv_up_proj.weight": mine["kv_b_proj.weight"].chunk(ranks)[rank],
-        "linear_proj.weight": mine["o_proj.weight"].chunk(ranks, dim=1)[rank],
+    params = {
+        "linear_kv_down_proj.weight": attention["kv_a_proj_with_mqa.weight"],
+        up_norm.format("kv"): attention["kv_a_layernorm.weight"],
+        "linear_kv_up_proj.weight": attention["kv_b_proj.weight"].chunk(ranks)[rank],
+        "linear_proj.weight": attention["o_proj.weight"].chunk(ranks, dim=1)[rank],
     }
     if shape.mla.q_lora_rank is None:
-        return made | {"linear_q_proj.weight": mine["q_proj.weight"].chunk(ranks)[rank]}
-    return made | {
-        "linear_q_down_proj.weight": mine["q_a_proj.weight"],
-        up_norm.format("q"): mine["q_a_layernorm.weight"],
-        "linear_q_up_proj.weight": mine["q_b_proj.weight"].chunk(ranks)[rank],
+        return params | {"linear_q_proj.weight": attention["q_proj.weight"].chunk(ranks)[rank]}
+    return params | {
+        "linear_q_down_proj.weight": attention["q_a_proj.weight"],
+        up_norm.format("q"): attention["q_a_layernorm.weight"],
+        "linear_q_up_proj.weight": attention["q_b_proj.weight"].chunk(ranks)[rank],
     }
 
 
@@ -198,21 +200,21 @@ def gated(ours: Tensors, prefix: str, fc1: str, fc2: str, ranks: int, rank: int)
 def experts(
     shape: ModelShape, ours: Tensors, layout: TrainLayout, at: RankCoords, fused_norms: bool
 ) -> Tensors:
-    made = {"mlp.router.weight": ours["mlp.gate.weight"]}
+    params = {"mlp.router.weight": ours["mlp.gate.weight"]}
     if shape.router_bias:
-        made["mlp.router.expert_bias"] = ours["mlp.gate.e_score_correction_bias"]
+        params["mlp.router.expert_bias"] = ours["mlp.gate.e_score_correction_bias"]
     if shape.num_shared_experts:
         param = "mlp.shared_experts."
-        made |= gated(
+        params |= gated(
             ours, param, f"{param}linear_fc1.weight", f"{param}linear_fc2.weight", layout.tp, at.tp
         )
     per_rank = shape.num_experts // layout.ep
     for local in range(per_rank):
         fc1, fc2 = expert_param("fc1", local, fused_norms), expert_param("fc2", local, fused_norms)
-        made |= gated(
+        params |= gated(
             ours, f"mlp.experts.{at.ep * per_rank + local}.", fc1, fc2, layout.etp, at.etp
         )
-    return made
+    return params
 
 
 def expert_param(fc: str, local: int, grouped: bool) -> str:
@@ -251,12 +253,12 @@ def test_the_map_is_what_megatron_builds(pair: str, transformer_engine: bool) ->
     shape, layout = PAIRS[pair]
     whole = checkpoint(shape)
     for rank in range(layout.world_size):
-        wanted = built(shape, whole, layout, rank, transformer_engine)
-        padded = {name: len(tensor) for name, tensor in wanted.items() if is_vocabulary(name)}
+        expected = built(shape, whole, layout, rank, transformer_engine)
+        padded = {name: len(tensor) for name, tensor in expected.items() if is_vocabulary(name)}
         params = fill(megatron_map.shards(shape, layout, rank, transformer_engine), whole, padded)
-        assert params.keys() == wanted.keys()
-        for name in wanted:
-            assert torch.equal(params[name].flatten(), wanted[name].flatten()), name
+        assert params.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(params[name].flatten(), expected[name].flatten()), name
 
 
 def is_vocabulary(name: str) -> bool:
@@ -317,11 +319,11 @@ def test_every_element_is_held_once_by_each_set_of_replicas(
 
 def held_by(pair: tuple[ModelShape, TrainLayout], rank: int) -> dict[str, list[tuple[str, Box]]]:
     """By parameter, what it holds."""
-    found: dict[str, list[tuple[str, Box]]] = {}
+    boxes_by_param: dict[str, list[tuple[str, Box]]] = {}
     for shard in megatron_map.shards(*pair, rank, transformer_engine=True):
         for param, _ in cells(shard):
-            found.setdefault(param, []).append((shard.name, shard.box))
-    return found
+            boxes_by_param.setdefault(param, []).append((shard.name, shard.box))
+    return boxes_by_param
 
 
 @given(models_and_layouts(), st.data())
@@ -331,14 +333,14 @@ def test_a_weight_is_split_where_another_tp_rank_holds_another_part(
     """And every routed expert, which EP deals over the TP group."""
     layout = pair[1]
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    at, mine = layout.coords(rank), held_by(pair, rank)
+    at, held = layout.coords(rank), held_by(pair, rank)
     everyone = map(layout.coords, range(layout.world_size))
     peers = [
-        held_by(pair, one.rank)
-        for one in everyone
-        if (one.cp, one.dp, one.pp) == (at.cp, at.dp, at.pp)
+        held_by(pair, coords.rank)
+        for coords in everyone
+        if (coords.cp, coords.dp, coords.pp) == (at.cp, at.dp, at.pp)
     ]
     assert len(peers) == layout.tp
-    split = {param for param in mine if any(peer.get(param) != mine[param] for peer in peers)}
-    experts = {param for param in mine if ".mlp.experts." in param}
+    split = {param for param in held if any(peer.get(param) != held[param] for peer in peers)}
+    experts = {param for param in held if ".mlp.experts." in param}
     assert megatron_map.split_params(*pair, rank, transformer_engine=True) == split | experts

@@ -183,9 +183,9 @@ class Models:
             Request(adapted[model], engine, rank, lora=size)
             for model, engine, size, rank in slots()
         ]
-        found = build(requests)
-        self.built = dict(zip(cases(), found, strict=False))
-        self.fp8_cache, *cut = found[len(cases()) :]
+        builds = build(requests)
+        self.built = dict(zip(cases(), builds, strict=False))
+        self.fp8_cache, *cut = builds[len(cases()) :]
         self.cut = dict(zip(CUT_TILES, cut, strict=False))
         self.slots = cut[len(CUT_TILES) :]
 
@@ -227,12 +227,14 @@ def test_latent_attention_derives_its_tensors_in_bfloat16(models: Models, case: 
     """As `derived_errors` expects them: also from fp8 tiles."""
     mla, heads = models.shapes[case.model].mla, 128 // case.engine.attention_tp
     assert mla is not None
-    wanted = {
+    expected = {
         "w_kc": [[heads, mla.nope_dim, mla.kv_lora_rank], "bfloat16"],
         "w_vc": [[heads, mla.kv_lora_rank, mla.v_dim], "bfloat16"],
     }
-    of_draft = {f"draft.{name}": kind for name, kind in wanted.items()} if case.engine.draft else {}
-    assert models.built[case].derived == wanted | of_draft
+    of_draft = (
+        {f"draft.{name}": kind for name, kind in expected.items()} if case.engine.draft else {}
+    )
+    assert models.built[case].derived == expected | of_draft
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.engine.draft], ids=str)

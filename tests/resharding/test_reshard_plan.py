@@ -109,8 +109,8 @@ def of_random_boxes(draw: st.DrawFn) -> Sides:
                 if side == 0 and draw(st.booleans()):
                     again = shard._replace(param=param + "again")
                     parts.append(Part((again,), (draw(st.integers(0, num_members - 1)),)))
-    wanted = draw(st.lists(st.sampled_from(sides[1]), unique=True))
-    return sides[0], wanted, num_members
+    targets = draw(st.lists(st.sampled_from(sides[1]), unique=True))
+    return sides[0], targets, num_members
 
 
 @st.composite
@@ -131,8 +131,8 @@ def check(sides: Sides, gpus_per_node: int, slack: int) -> None:
     """Everything that must hold for any exchange. slack: bytes of a round beyond the fewest possible."""
     sources, targets, num_members = sides
     streams = all_streams(sources, targets, num_members, gpus_per_node)
-    assert sum(one.digest for one in streams) % 2**128 == 0
-    least = max(least_round_bytes(one) for one in streams)
+    assert sum(of_member.digest for of_member in streams) % 2**128 == 0
+    least = max(least_round_bytes(of_member) for of_member in streams)
     assert least_of_all(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16") == (
         least if least > 1 else 0
     )
@@ -186,18 +186,18 @@ def check_account(sides: Sides, plans: Sequence[MemberPlan], gpus_per_node: int)
             wire = "local" if copy.source == copy.target else "node" if same_node else "fabric"
             moved[wire][0][copy.source] += copy.num_bytes
             moved[wire][1][copy.target] += copy.num_bytes
-    found = count_traffic(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16")
+    traffic = count_traffic(*sides, gpus_per_node=gpus_per_node, dtype="bfloat16")
     members = range(sides[2])
     for wire, tables in (
-        ("local", (found.local, found.local)),
-        ("node", (found.node_out, found.node_in)),
-        ("fabric", (found.fabric_out, found.fabric_in)),
+        ("local", (traffic.local, traffic.local)),
+        ("node", (traffic.node_out, traffic.node_in)),
+        ("fabric", (traffic.fabric_out, traffic.fabric_in)),
     ):
         for counted, table in zip(moved[wire], tables, strict=True):
             assert [counted[member] for member in members] == table.tolist(), wire
-    assert found.dest.tolist() == (found.local + found.wire_in).tolist()
-    assert found.wire_in.tolist() == found.minimum_wire.tolist()
-    assert into_nodes(found, gpus_per_node) == found.minimum_fabric.tolist()
+    assert traffic.dest.tolist() == (traffic.local + traffic.wire_in).tolist()
+    assert traffic.wire_in.tolist() == traffic.minimum_wire.tolist()
+    assert into_nodes(traffic, gpus_per_node) == traffic.minimum_fabric.tolist()
 
 
 @settings(max_examples=25)
@@ -227,7 +227,7 @@ def test_a_change_on_one_side_shows_in_the_digest() -> None:
     """A member with another map, or the same copies in another order, does not agree with the others."""
     sources, targets, num_members = PIPELINE
     streams = all_streams(*PIPELINE, 4)
-    assert sum(one.digest for one in streams) % 2**128 == 0
+    assert sum(of_member.digest for of_member in streams) % 2**128 == 0
     for changed in (
         [
             part._replace(shards=tuple(s._replace(param=s.param + "x") for s in part.shards))
@@ -237,7 +237,7 @@ def test_a_change_on_one_side_shows_in_the_digest() -> None:
     ):
         other = plan_streams(sources, changed, 1, num_members, gpus_per_node=4, dtype="bfloat16")
         assert other.digest != streams[1].digest
-        assert sum(one.digest for one in (streams[0], other, *streams[2:])) % 2**128
+        assert sum(of_member.digest for of_member in (streams[0], other, *streams[2:])) % 2**128
 
 
 def test_every_round_carries_every_stage() -> None:
@@ -269,9 +269,9 @@ def test_send_stages_carry_every_stage_too() -> None:
 
 
 def test_float8_is_cut_between_tiles_only() -> None:
-    wanted = Shard("t", (0, 300), (0, 4), "w", items=(0, 3), dtype="float8_e4m3fn")
-    sources = [Part((wanted._replace(param="t{}", dtype=""),), (0,))]
-    streams = all_streams(sources, [Part((wanted,), (1,))], 2, 2)[0]
+    target = Shard("t", (0, 300), (0, 4), "w", items=(0, 3), dtype="float8_e4m3fn")
+    sources = [Part((target._replace(param="t{}", dtype=""),), (0,))]
+    streams = all_streams(sources, [Part((target,), (1,))], 2, 2)[0]
     (stream,) = streams.send_stages[0].values()
     pieces = [copy for _, copy in cut(stream, 7)]
     assert len(pieces) > 3
@@ -280,7 +280,7 @@ def test_float8_is_cut_between_tiles_only() -> None:
         for copy in pieces
         for row, end in [copy.box[1]]
     )
-    assert sum(box_area(copy.box) for copy in pieces) == wanted.area
+    assert sum(box_area(copy.box) for copy in pieces) == target.area
     # 450 bytes a round, and up to a row of tiles (512) more
     assert streams.rounds_needed(2 * 128 * 4) == (8,)
     with pytest.raises(UserError, match=r"raise it to at least 1024$"):

@@ -47,24 +47,24 @@ def test_the_own_node_comes_second() -> None:
 
 
 def test_replicas_of_a_node_share_the_sending() -> None:
-    found = Counter(source for source, _, _ in routes((0, 1), (2, 3), 4))
-    assert found == {0: 8, 1: 8}
+    sends_by_source = Counter(source for source, _, _ in routes((0, 1), (2, 3), 4))
+    assert sends_by_source == {0: 8, 1: 8}
 
 
 def test_one_wanter_takes_from_all_replicas_in_turn() -> None:
-    found = Counter(source for source, _, _ in routes((0, 1, 2, 3), (8,), 4))
-    assert max(found.values()) <= 3  # 8 tensors over 4 replicas
-    assert len(found) == 4
+    sends_by_source = Counter(source for source, _, _ in routes((0, 1, 2, 3), (8,), 4))
+    assert max(sends_by_source.values()) <= 3  # 8 tensors over 4 replicas
+    assert len(sends_by_source) == 4
 
 
 def test_a_slice_enters_a_node_once_and_is_forwarded_there() -> None:
     """Nodes of 4: 8, 9 and 10 want what 0 has. Each tensor enters once, by each of the three about equally often."""
-    found = routes((0,), (8, 9, 10), 4)
-    entries = [target for source, target, forwarded in found if not forwarded]
-    assert all(source == 0 for source, _, forwarded in found if not forwarded)
+    hops = routes((0,), (8, 9, 10), 4)
+    entries = [target for source, target, forwarded in hops if not forwarded]
+    assert all(source == 0 for source, _, forwarded in hops if not forwarded)
     assert sorted(Counter(entries).values()) == [2, 3, 3]
     for tensor, entry in enumerate(entries):
-        (_, *forwards) = found[3 * tensor : 3 * tensor + 3]
+        (_, *forwards) = hops[3 * tensor : 3 * tensor + 3]
         assert sorted(forwards) == [
             (entry, member, True) for member in (8, 9, 10) if member != entry
         ]
@@ -72,27 +72,27 @@ def test_a_slice_enters_a_node_once_and_is_forwarded_there() -> None:
 
 def test_nodes_keep_their_sender_while_the_load_is_even() -> None:
     """Four nodes take from two replicas: each node from one of them alone, so that there are few streams."""
-    found = {(source, target) for source, target, _ in routes((0, 1), (8, 16, 24, 28), 4)}
-    assert len(found) == 4
-    assert Counter(source for source, _ in found) == {0: 2, 1: 2}
+    pairs = {(source, target) for source, target, _ in routes((0, 1), (8, 16, 24, 28), 4)}
+    assert len(pairs) == 4
+    assert Counter(source for source, _ in pairs) == {0: 2, 1: 2}
 
 
 def test_pairs_begin_with_different_replicas() -> None:
     """Eight target parts that want a row each: were every pair to begin with member 0, it would send them all."""
-    wanted = [Part((TENSORS[0]._replace(rows=(i, i + 1)),), (8 + i,)) for i in range(8)]
-    found = Counter(
-        transfer.source for transfer in transfers([Part(TENSORS[:1], (0, 1, 2, 3))], wanted, 16, 4)
+    targets = [Part((TENSORS[0]._replace(rows=(i, i + 1)),), (8 + i,)) for i in range(8)]
+    sends_by_source = Counter(
+        transfer.source for transfer in transfers([Part(TENSORS[:1], (0, 1, 2, 3))], targets, 16, 4)
     )
-    assert found == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert sends_by_source == {0: 2, 1: 2, 2: 2, 3: 2}
 
 
 def test_equal_boxes_of_several_parts_are_replicas() -> None:
     """Tied embeddings: the last stage holds, under another name, what the first one does."""
     first, last = Shard("e", (0, 10), (0, 4), "embedding"), Shard("e", (0, 10), (0, 4), "output")
-    found = transfers(
+    planned = transfers(
         [Part((first,), (0,)), Part((last,), (5,))], [Part((first,), (1, 5, 6))], 8, 4
     )
-    assert [(transfer.source, transfer.target, transfer.shard.param) for transfer in found] == [
+    assert [(transfer.source, transfer.target, transfer.shard.param) for transfer in planned] == [
         (5, 5, "output"),
         (0, 1, "embedding"),
         (5, 6, "output"),
@@ -104,8 +104,8 @@ def test_members_of_a_large_world_share_the_sending() -> None:
     shape = ModelShape(8, 64, 8, 4, 8, 1024, 16, 2, 64)
     sources = megatron_map.parts(shape, TrainLayout(64, 2, 4, 4))
     targets = sglang_map.parts(shape, EngineLayout(8, 8, 4))
-    found = count_traffic(sources, targets, 64, gpus_per_node=8, dtype="bfloat16")
-    for table in (found.fabric_out, found.fabric_in):
+    traffic = count_traffic(sources, targets, 64, gpus_per_node=8, dtype="bfloat16")
+    for table in (traffic.fabric_out, traffic.fabric_in):
         assert table.max() <= 1.25 * table.mean()
 
 

@@ -63,20 +63,20 @@ def stack(tensor: torch.Tensor) -> torch.Tensor:
 def built(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) -> Tensors:
     """The parameters of one TP rank as SGLang's model files make them from a checkpoint."""
     attention_rank = rank % engine.attention_tp
-    wanted = {"model.norm.weight": whole["model.norm.weight"]}
+    params = {"model.norm.weight": whole["model.norm.weight"]}
     embedding = whole["model.embed_tokens.weight"]
-    wanted["model.embed_tokens.weight"] = vocabulary(embedding, engine.attention_tp, attention_rank)
+    params["model.embed_tokens.weight"] = vocabulary(embedding, engine.attention_tp, attention_rank)
     if not shape.tied:
-        wanted["lm_head.weight"] = vocabulary(
+        params["lm_head.weight"] = vocabulary(
             whole["lm_head.weight"], engine.head_ranks, rank % engine.head_ranks
         )
     for layer in range(shape.num_layers):
-        wanted |= decoder_layer(
+        params |= decoder_layer(
             shape, whole, engine, rank, f"model.layers.{layer}.", is_dense=shape.is_dense(layer)
         )
     if engine.draft:
-        wanted |= draft_model(shape, whole, engine, rank)
-    return {name: stack(tensor) for name, tensor in wanted.items()}
+        params |= draft_model(shape, whole, engine, rank)
+    return {name: stack(tensor) for name, tensor in params.items()}
 
 
 def decoder_layer(
@@ -88,16 +88,16 @@ def decoder_layer(
     *,
     is_dense: bool,
 ) -> Tensors:
-    wanted = {
+    params = {
         n: whole[n] for n in (f"{prefix}{x}_layernorm.weight" for x in ("input", "post_attention"))
     }
     build = latent_attention if shape.mla else attention
-    wanted |= build(
+    params |= build(
         shape, whole, engine.attention_tp, rank % engine.attention_tp, prefix + "self_attn."
     )
     if is_dense:
-        return wanted | mlp(whole, engine.dense_ranks, rank % engine.dense_ranks, prefix + "mlp.")
-    return wanted | experts(shape, whole, engine, rank, prefix + "mlp.")
+        return params | mlp(whole, engine.dense_ranks, rank % engine.dense_ranks, prefix + "mlp.")
+    return params | experts(shape, whole, engine, rank, prefix + "mlp.")
 
 
 def draft_model(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: int) -> Tensors:
@@ -110,8 +110,8 @@ def draft_model(shape: ModelShape, whole: Tensors, engine: EngineLayout, rank: i
     }
     layer = {f"draft.model.decoder.{name}": tensor for name, tensor in ours.items()}
     around = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-    wanted = {f"draft.model.{name}.weight": ours[f"{name}.weight"] for name in around}
-    return wanted | decoder_layer(
+    params = {f"draft.model.{name}.weight": ours[f"{name}.weight"] for name in around}
+    return params | decoder_layer(
         shape, layer, engine, rank, "draft.model.decoder.", is_dense=False
     )
 
@@ -133,11 +133,11 @@ def attention(shape: ModelShape, whole: Tensors, ranks: int, rank: int, prefix: 
         query = whole[f"{prefix}q_proj.{end}"].chunk(ranks)[rank]
         return torch.cat([query, key[heads].flatten(0, 1), value[heads].flatten(0, 1)])
 
-    wanted = {prefix + "qkv_proj.weight": fused("weight")}
+    params = {prefix + "qkv_proj.weight": fused("weight")}
     if shape.qkv_bias:
-        wanted[prefix + "qkv_proj.bias"] = fused("bias")
-    wanted[prefix + "o_proj.weight"] = whole[prefix + "o_proj.weight"].chunk(ranks, dim=1)[rank]
-    return wanted | {
+        params[prefix + "qkv_proj.bias"] = fused("bias")
+    params[prefix + "o_proj.weight"] = whole[prefix + "o_proj.weight"].chunk(ranks, dim=1)[rank]
+    return params | {
         name: tensor for name, tensor in whole.items() if name.startswith(prefix) and "norm" in name
     }
 
@@ -151,17 +151,17 @@ def latent_attention(
         for name, tensor in whole.items()
         if name.startswith(prefix)
     }
-    wanted = {name: tensor for name, tensor in ours.items() if "norm" in name}
-    wanted["kv_b_proj.weight"] = ours["kv_b_proj.weight"].chunk(ranks)[rank]
-    wanted["o_proj.weight"] = ours["o_proj.weight"].chunk(ranks, dim=1)[rank]
+    params = {name: tensor for name, tensor in ours.items() if "norm" in name}
+    params["kv_b_proj.weight"] = ours["kv_b_proj.weight"].chunk(ranks)[rank]
+    params["o_proj.weight"] = ours["o_proj.weight"].chunk(ranks, dim=1)[rank]
     if shape.mla.q_lora_rank is None:
-        wanted["q_proj.weight"] = ours["q_proj.weight"].chunk(ranks)[rank]
-        wanted["kv_a_proj_with_mqa.weight"] = ours["kv_a_proj_with_mqa.weight"]
+        params["q_proj.weight"] = ours["q_proj.weight"].chunk(ranks)[rank]
+        params["kv_a_proj_with_mqa.weight"] = ours["kv_a_proj_with_mqa.weight"]
     else:
-        both = [ours["q_a_proj.weight"], ours["kv_a_proj_with_mqa.weight"]]
-        wanted["fused_qkv_a_proj_with_mqa.weight"] = torch.cat(both)
-        wanted["q_b_proj.weight"] = ours["q_b_proj.weight"].chunk(ranks)[rank]
-    return {prefix + name: tensor for name, tensor in wanted.items()}
+        down_projections = [ours["q_a_proj.weight"], ours["kv_a_proj_with_mqa.weight"]]
+        params["fused_qkv_a_proj_with_mqa.weight"] = torch.cat(down_projections)
+        params["q_b_proj.weight"] = ours["q_b_proj.weight"].chunk(ranks)[rank]
+    return {prefix + name: tensor for name, tensor in params.items()}
 
 
 def mlp(whole: Tensors, ranks: int, rank: int, prefix: str) -> Tensors:
@@ -182,12 +182,12 @@ def experts(
         list(mlp(whole, engine.moe_tp, part, f"{prefix}experts.{expert}.").values())
         for expert in local
     ]
-    wanted = {
+    params = {
         prefix + "experts.w13_weight": torch.stack([gate_up for gate_up, _ in each]),
         prefix + "experts.w2_weight": torch.stack([down for _, down in each]),
     } | {name: tensor for name, tensor in whole.items() if name.startswith(prefix + "gate.")}
     ranks = engine.shared_ranks
-    return wanted | (
+    return params | (
         mlp(whole, ranks, rank % ranks, prefix + "shared_experts.")
         if shape.num_shared_experts
         else {}
@@ -234,16 +234,16 @@ def test_the_map_is_what_sglang_builds(pair: str) -> None:
     assert engine.errors(shape, engine.tp) == []
     whole = checkpoint(shape)
     for rank in range(engine.tp):
-        wanted = built(shape, whole, engine, rank)
+        expected = built(shape, whole, engine, rank)
         padded = {
             name: len(tensor)
-            for name, tensor in wanted.items()
+            for name, tensor in expected.items()
             if "embed" in name or "lm_head" in name
         }
         params = fill(sglang_map.shards(shape, engine, rank), whole, padded)
-        assert params.keys() == wanted.keys()
-        for name in wanted:
-            assert torch.equal(params[name].flatten(), wanted[name].flatten()), name
+        assert params.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(params[name].flatten(), expected[name].flatten()), name
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -11,7 +11,7 @@ WHOLE = Shard("t", (0, 10), (0, 4), "t")  # 80 bytes of bfloat16
 
 def test_the_minimum_does_not_count_what_two_parts_of_a_node_want_twice() -> None:
     """A plan may bring a box once for each part that wants it; what had to come in is one box."""
-    wanted = [Part((WHOLE._replace(param=f"p{member}"),), (member,)) for member in (2, 3, 5)]
-    found = count_traffic([Part((WHOLE,), (0,))], wanted, 6, gpus_per_node=2, dtype="bfloat16")
-    assert found.minimum_fabric.tolist() == [0, 80, 80]
-    assert into_nodes(found, 2) == [0, 160, 80]
+    targets = [Part((WHOLE._replace(param=f"p{member}"),), (member,)) for member in (2, 3, 5)]
+    traffic = count_traffic([Part((WHOLE,), (0,))], targets, 6, gpus_per_node=2, dtype="bfloat16")
+    assert traffic.minimum_fabric.tolist() == [0, 80, 80]
+    assert into_nodes(traffic, 2) == [0, 160, 80]

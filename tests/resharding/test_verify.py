@@ -24,9 +24,9 @@ W13, DOWN = "model.layers.1.mlp.experts.w13_weight", "model.layers.3.mlp.experts
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    made = Pool(4)
-    yield made
-    made.end()
+    processes = Pool(4)
+    yield processes
+    processes.end()
 
 
 @pytest.fixture(params=["checksum", "full"])
@@ -36,10 +36,10 @@ def opened(pool: Pool, request: pytest.FixtureRequest) -> Opened:
 
 
 def start(pool: Pool, pair: Pair) -> Opened:
-    made = pool.open(pair)
-    made.fill(1)
-    made.run(1)
-    return made
+    opened_pair = pool.open(pair)
+    opened_pair.fill(1)
+    opened_pair.run(1)
+    return opened_pair
 
 
 def errors(opened: Opened, slot: int, how: Callable[[Slot], None]) -> str:

@@ -103,14 +103,16 @@ def make_params(shards: Sequence[Shard], dtype: torch.dtype) -> Params:
     vocabulary = {name for shard, name in filled if shard.name in VOCAB_TENSORS}
     single = {name for shard, name in filled if STACK not in shard.name or STACK in shard.param}
     params: Params = {}
-    for wanted in sorted(set(dtypes.values()), key=str):
-        sizes = {name: size for name, size in param_table(shards).items() if dtypes[name] == wanted}
+    for stored_dtype in sorted(set(dtypes.values()), key=str):
+        sizes = {
+            name: size for name, size in param_table(shards).items() if dtypes[name] == stored_dtype
+        }
         sizes = {
             name: (items, rows + 5 * (name in vocabulary), cols)
             for name, (items, rows, cols) in sizes.items()
         }
         lengths = [items * rows * cols for items, rows, cols in sizes.values()]
-        flat = torch.full((sum(lengths),), PADDING, dtype=wanted)
+        flat = torch.full((sum(lengths),), PADDING, dtype=stored_dtype)
         for part, (name, size) in zip(flat.split(lengths), sizes.items(), strict=True):
             params[name] = part.view(size[1:] if name in single else size)
     return params
@@ -122,9 +124,9 @@ def fill(
     """Write the version's content into every shard; dtype: the model's; adapters: as of `wanted_content`."""
     for shard in shards:
         content = wanted_content(shard, version, dtype, *adapters)
-        found = views(params, shard.param, shard.at, shard.size)
+        places = views(params, shard.param, shard.at, shard.size)
         for place, part in zip(
-            found, [content] if len(found) == 1 else content.split(1), strict=True
+            places, [content] if len(places) == 1 else content.split(1), strict=True
         ):
             place.copy_(part)
 
@@ -159,10 +161,10 @@ class Process:
     def answer(self) -> Any:
         if not self.pipe.poll(TIMEOUT_S):
             raise TimeoutError(f"child {self.process.pid} does not answer")
-        found = self.pipe.recv()
-        if isinstance(found, Exception):
-            raise found
-        return found
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def ask(self, message: Any) -> Any:
         self.send(message)
@@ -228,7 +230,9 @@ class Pair:
     def adapted(self) -> frozenset[str]:
         """The weights with adapters."""
         factors = [
-            one.name for slot in range(self.train.world_size) for one in self.factor_shards(slot)
+            shard.name
+            for slot in range(self.train.world_size)
+            for shard in self.factor_shards(slot)
         ]
         return frozenset(name.replace(".lora_A.", ".") for name in factors if ".lora_A." in name)
 
@@ -250,8 +254,8 @@ class Pair:
         assert self.lora
         sizes = lora_slots.slot_sizes(self.shape, self.engine, at[1], self.lora)
         stacks = {shard.param for shard in self.target_shards(slot) if STACK in shard.name}
-        found = {name: torch.zeros(size, dtype=self.torch_dtype) for name, size in sizes.items()}
-        return {name: tensor if name in stacks else tensor[0] for name, tensor in found.items()}
+        targets = {name: torch.zeros(size, dtype=self.torch_dtype) for name, size in sizes.items()}
+        return {name: tensor if name in stacks else tensor[0] for name, tensor in targets.items()}
 
 
 class FailingGroup:
@@ -292,10 +296,10 @@ class Slot:
         return self.wrong(version)
 
     def wrong(self, version: int) -> list[str]:
-        wanted = self.pair.made_targets(self.session.member)
+        expected = self.pair.made_targets(self.session.member)
         adapters = () if self.pair.sends_frozen_weights else (self.pair.lora, self.adapted)
         return wrong_params(
-            self.targets, wanted, self.target_shards, version, self.pair.torch_dtype, *adapters
+            self.targets, expected, self.target_shards, version, self.pair.torch_dtype, *adapters
         )
 
     def verify(self) -> None:
@@ -345,8 +349,8 @@ class Pool:
 
     def open(self, pair: Pair, timeout_s: float = TIMEOUT_S) -> Opened:
         """Give the pair to the first slots."""
-        found = pair.train.errors(pair.shape) + pair.engine.errors(pair.shape, pair.num_members)
-        assert not found, "\n".join(map(str, found))
+        errors = pair.train.errors(pair.shape) + pair.engine.errors(pair.shape, pair.num_members)
+        assert not errors, "\n".join(map(str, errors))
         self.num_pairs += 1
         return Opened(self, pair, f"pair{self.num_pairs}", timeout_s)
 
