@@ -59,9 +59,13 @@ def test_auxiliary_ranks_read_their_own_values_in_the_policys_keys(folder: Path)
         made(folder, algorithm={"name": "vapo"}, critic={"lr": 0.5, "ranks": ranks})
     ).critic
     assert critic and critic.layout == TrainLayout(4, 4, 1, 1)
-    own = critic.recipe
-    assert (own.train.lr, own.train.mtp_loss, own.train.replay) == (0.5, 0.0, "off")
-    assert own.model.path == str(folder) and own.reference.path is None
+    critic_recipe = critic.recipe
+    assert (critic_recipe.train.lr, critic_recipe.train.mtp_loss, critic_recipe.train.replay) == (
+        0.5,
+        0.0,
+        "off",
+    )
+    assert critic_recipe.model.path == str(folder) and critic_recipe.reference.path is None
     nodes = made(
         folder, algorithm={"name": "ppo"}, placement={"network": "nodes", "gpus_per_node": 4}
     )
@@ -75,8 +79,8 @@ def test_engines_with_attention_groups_hold_dense_layers_whole(folder: Path) -> 
     """Unless the recipe says otherwise; shared experts where fp8 tiles would be cut, or DeepEP brings the tokens."""
 
     def flags(**keys: Any) -> list[bool]:
-        found = engine_layout(made(folder, rollout={"engine": {"tp": 4, "ep": 4, **keys}}))
-        return [found.whole_dense, found.whole_shared, found.group_head, found.deepep]
+        layout = engine_layout(made(folder, rollout={"engine": {"tp": 4, "ep": 4, **keys}}))
+        return [layout.whole_dense, layout.whole_shared, layout.group_head, layout.deepep]
 
     assert flags() == [False] * 4
     assert flags(dp=2) == [True, False, True, False]
