@@ -99,15 +99,15 @@ def transformers_logprobs(path: Path, vocab_size: int) -> list[np.ndarray]:
     from transformers import AutoModelForCausalLM
 
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    found = []
-    for one in ragged(6, vocab_size, seed=3):
-        tokens_T = torch.from_numpy(one.token_ids_T)
+    logprobs = []
+    for sequence in ragged(6, vocab_size, seed=3):
+        tokens_T = torch.from_numpy(sequence.token_ids_T)
         with torch.no_grad():
             logp_TV = hf(tokens_T[None]).logits[0].log_softmax(-1)
-        found.append(
+        logprobs.append(
             np.concatenate([[0.0], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0].numpy()])
         )
-    return found
+    return logprobs
 
 
 @pytest.mark.slow
@@ -126,10 +126,12 @@ def test_routers_and_positions_of_kimi_k2(tmp_path: Path) -> None:
         routed_scaling_factor=2.827,
         rope_parameters=rope,
     )
-    (mine,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), trainer_logprobs)
+    (logprobs,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), trainer_logprobs)
     expected = transformers_logprobs(path, model_shape(path).vocab_size)
-    assert mine is not None
-    np.testing.assert_allclose(np.concatenate(mine), np.concatenate(expected), atol=within(1e-4))
+    assert logprobs is not None
+    np.testing.assert_allclose(
+        np.concatenate(logprobs), np.concatenate(expected), atol=within(1e-4)
+    )
 
 
 @pytest.mark.slow
@@ -142,9 +144,9 @@ def test_logprobs_equal_those_of_transformers(tmp_path: Path, family: str) -> No
     for layout in (TrainLayout(1, 1, 1, 1), TrainLayout(4, 2, 2, ep)):
         need_gpus(layout.world_size)
         results = run_world(recipe(path, layout), trainer_logprobs)
-        for rank, mine in enumerate(results):
-            assert (mine is None) == (layout.coords(rank).pp < layout.pp - 1)
-            if mine is not None:
+        for rank, logprobs in enumerate(results):
+            assert (logprobs is None) == (layout.coords(rank).pp < layout.pp - 1)
+            if logprobs is not None:
                 np.testing.assert_allclose(
-                    np.concatenate(mine), np.concatenate(expected), atol=within(1e-4)
+                    np.concatenate(logprobs), np.concatenate(expected), atol=within(1e-4)
                 )

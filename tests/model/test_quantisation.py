@@ -35,13 +35,13 @@ INT4: dict[str, Any] = {  # Kimi-K2-Thinking's
 
 
 def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    made = copy.deepcopy(config)
+    new_config = copy.deepcopy(config)
     *parents, last = path.split("/")
-    branch = made
+    branch = new_config
     for key in parents:
         branch = branch[key]
     branch[last] = value
-    return made
+    return new_config
 
 
 @pytest.mark.parametrize(
