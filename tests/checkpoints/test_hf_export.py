@@ -48,16 +48,16 @@ def export(job: Export, damage: dict[int, str] | None = None) -> list[str]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    made: dict[str, Path] = {}
+    folders_by_key: dict[str, Path] = {}
 
     def get(family: str, **changes: Any) -> Path:
         key = f"{family}-{changes}"
-        if key not in made:
+        if key not in folders_by_key:
             folder = tmp_path_factory.mktemp("source")
-            made[key] = checkpoints.write(folder, family, num_hidden_layers=2, **changes)
+            folders_by_key[key] = checkpoints.write(folder, family, num_hidden_layers=2, **changes)
             (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
             (folder / "pytorch_model.bin.index.json").write_text("{}", encoding="utf-8")
-        return made[key]
+        return folders_by_key[key]
 
     return get
 
@@ -106,28 +106,30 @@ def test_it_is_the_checkpoint_that_the_weights_came_from(
     """
     family, changes, layout, options = CASES[case]
     original, folder = source(family, **changes), tmp_path / "out"
-    made = job(original, folder, layout, round_bytes=65_536, **options)
-    assert export(made) == ["done"] * layout.world_size
-    wanted = {
-        name: tensor if "correction_bias" in name else tensor.to(getattr(torch, made.dtype))
+    export_job = job(original, folder, layout, round_bytes=65_536, **options)
+    assert export(export_job) == ["done"] * layout.world_size
+    expected = {
+        name: tensor if "correction_bias" in name else tensor.to(getattr(torch, export_job.dtype))
         for name, tensor in read(original).items()
     }
-    found = read(folder)
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+    written = read(folder)
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name], tensor), name
     files = sorted(folder.glob("*.safetensors"))
-    assert hf_import.check_hf(folder, made.shape) == []
+    assert hf_import.check_hf(folder, export_job.shape) == []
     if "file_bytes" not in options:
         assert [file.name for file in files] == ["model.safetensors"]
     else:
         assert len(files) > layout.world_size, "more than one wave"
         index = json.loads((folder / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == wanted.keys()
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+        assert index["weight_map"].keys() == expected.keys()
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     config = json.loads((folder / "config.json").read_text())
-    assert config == json.loads((original / "config.json").read_text()) | {"dtype": made.dtype}
+    assert config == json.loads((original / "config.json").read_text()) | {
+        "dtype": export_job.dtype
+    }
     assert (folder / "tokenizer.json").exists()
     assert not folder.with_name("out.unfinished").exists()
 
@@ -145,20 +147,20 @@ def test_in_fp8_and_back(source: Callable[..., Path], tmp_path: Path) -> None:
         export(job(original, tiles, TrainLayout(4, 2, 2, 2), fp8=True, file_bytes=600_000))
         == ["done"] * 4
     )
-    found, expected = read(tiles), {}
+    written, expected = read(tiles), {}
     for name, tensor in read(original).items():
         expected[name] = tensor
         if tensors.is_projection(name):
             expected[name] = fp8.quantise(tensor[None])[0]
             expected[name + "_scale_inv"] = fp8.tile_scales(tensor[None])[0]
-    assert found.keys() == expected.keys()
+    assert written.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert written[name].dtype == tensor.dtype, name
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
     index = json.loads((tiles / "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == found.keys()
+    assert index["weight_map"].keys() == written.keys()
     shape, facts = model_shape(tiles), hf_facts(tiles)
-    sizes_together = sum(tensor.nbytes for tensor in found.values())
+    sizes_together = sum(tensor.nbytes for tensor in written.values())
     assert index["metadata"]["total_size"] == sizes_together == file_bytes(shape, facts)
     assert hf_import.check_hf(tiles, shape) == []
     assert facts.quantisation and facts.quantisation.kind == "fp8"
@@ -168,9 +170,9 @@ def test_in_fp8_and_back(source: Callable[..., Path], tmp_path: Path) -> None:
     again, config = read(plain), json.loads((plain / "config.json").read_text())
     assert "quantization_config" not in config and again.keys() == read(original).keys()
     for name in filter(tensors.is_projection, again):
-        scales = found[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        scales = written[name + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
         rows, cols = again[name].shape
-        assert torch.equal(again[name], found[name].float() * scales[:rows, :cols]), name
+        assert torch.equal(again[name], written[name].float() * scales[:rows, :cols]), name
 
 
 @pytest.mark.slow
@@ -178,14 +180,14 @@ def test_a_rank_that_cannot_is_heard_by_all_and_nothing_gets_the_name(
     source: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "out"
-    made = job(source("qwen3-moe"), folder, TrainLayout(2, 1, 2, 1))
+    export_job = job(source("qwen3-moe"), folder, TrainLayout(2, 1, 2, 1))
     missing = "decoder.final_layernorm.weight"
-    answers = export(made, damage={1: missing})
+    answers = export(export_job, damage={1: missing})
     assert f"{missing}: the model has no such parameter" in answers[1]
     assert "member 1 cannot export" in answers[0]
     assert missing in answers[0]
     assert not folder.exists()
-    assert export(made) == ["done"] * 2, "the next one clears away what was left"
+    assert export(export_job) == ["done"] * 2, "the next one clears away what was left"
 
 
 @pytest.mark.slow

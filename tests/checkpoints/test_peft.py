@@ -80,9 +80,9 @@ def test_peft_computes_what_the_merged_weights_do(
     base, expected = (checkpoints.load(folder)[0](tokens).logits for folder in folders)
     model: Any = checkpoints.load(path)[0]
     model.load_adapter(str(tmp_path / "adapters"))
-    found = model(tokens).logits
+    logits = model(tokens).logits
     assert (expected - base).abs().max() > 0.1
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def told(path: Path, folder: Path, size: LoraSize = SIZE) -> list[str]:
 @pytest.mark.slow
 def test_what_was_written_fits(paths: dict[str, Path], folder: Path) -> None:
     assert told(paths["qwen3-moe"], folder) == []
-    assert sorted(one.name for one in folder.iterdir()) == [
+    assert sorted(path.name for path in folder.iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
@@ -130,9 +130,9 @@ def test_what_was_written_fits(paths: dict[str, Path], folder: Path) -> None:
 def test_another_size_is_named_by_its_key(
     paths: dict[str, Path], folder: Path, size: LoraSize, says: list[str]
 ) -> None:
-    found = told(paths["qwen3-moe"], folder, size)
-    for one, say in zip(found, says, strict=True):
-        assert one.startswith(say.format(folder)), found
+    errors = told(paths["qwen3-moe"], folder, size)
+    for error, say in zip(errors, says, strict=True):
+        assert error.startswith(say.format(folder)), errors
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_a_missing_factor_and_other_kinds_of_adapters_are_named(
     factors = load_file(folder / "adapter_model.safetensors")
     missing = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.weight"
     save_file(
-        {name: one for name, one in factors.items() if name != missing},
+        {name: factor for name, factor in factors.items() if name != missing},
         folder / "adapter_model.safetensors",
     )
     (line,) = told(paths["qwen3-moe"], folder, wider)
@@ -216,7 +216,7 @@ def test_what_transformers_stacks_it_loses(paths: dict[str, Path], tmp_path: Pat
     factors = factors_of(path, SIZE)
     peft.write(factors, SIZE, str(path), tmp_path / "adapters")
     lost = {name for name in factors if peft.lost_in_transformers([name, *EXPERTS]) is not None}
-    kept = {name: one for name, one in factors.items() if name not in lost}
+    kept = {name: factor for name, factor in factors.items() if name not in lost}
     assert {name.split(".")[4] for name in lost} == {
         "shared_experts",
         "gate_proj",

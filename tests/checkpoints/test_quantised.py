@@ -50,15 +50,15 @@ UP = "model.layers.1.mlp.experts.2.up_proj.weight"
 def weights(shape: ModelShape = SHAPE) -> Tensors:
     """Weights in bfloat16; magnitudes differ by rows and columns, so that a scale of another tile shows."""
     generator = torch.Generator().manual_seed(4)
-    found = {}
+    tensors = {}
     for name, size in hf_tensors(shape).items():
         grown = torch.randn(size, generator=generator)
         for dim, length in enumerate(size):
             grown *= torch.linspace(0.1, 3.0, length).reshape(
                 [-1 if dim == axis else 1 for axis in range(len(size))]
             )
-        found[name] = grown.bfloat16()
-    return found
+        tensors[name] = grown.bfloat16()
+    return tensors
 
 
 def in_tiles(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,11 +90,11 @@ def tiles_of(matrix: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tens
 
 def cast(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """DeepSeek's fp8_cast_bf16.py: weight.float() x scale of each tile, then rounded."""
-    found = torch.empty(codes.shape, dtype=dtype)
+    weight = torch.empty(codes.shape, dtype=dtype)
     for (top, left), tile in tiles_of(codes):
         product = tile.float() * scales[top // 128, left // 128].float()
-        found[top : top + 128, left : left + 128] = product.to(dtype)
-    return found
+        weight[top : top + 128, left : left + 128] = product.to(dtype)
+    return weight
 
 
 def in_int4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -133,8 +133,8 @@ def publish(
             files[name], files[name + "_scale_inv"] = in_tiles(plain[name], kind)
             read[name] = cast(files[name], files[name + "_scale_inv"], dtype)
         elif ".experts." in name:
-            found, read[name] = in_int4(files.pop(name))
-            files |= {name + suffix: tensor for suffix, tensor in found.items()}
+            parts, read[name] = in_int4(files.pop(name))
+            files |= {name + suffix: tensor for suffix, tensor in parts.items()}
     return files, read
 
 
@@ -158,17 +158,17 @@ def published(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Path, Tensors, Tensors]]:
     """Of a format: the folder, its tensors, and the same cast by hand to bfloat16."""
-    made: dict[str, tuple[Path, Tensors, Tensors]] = {}
+    by_kind: dict[str, tuple[Path, Tensors, Tensors]] = {}
 
     def get(kind: str) -> tuple[Path, Tensors, Tensors]:
-        if kind not in made:
+        if kind not in by_kind:
             files, read = publish(weights(), kind)
-            made[kind] = (
+            by_kind[kind] = (
                 write(tmp_path_factory.mktemp("published"), files, num_files=3),
                 files,
                 read,
             )
-        return made[kind]
+        return by_kind[kind]
 
     return get
 
@@ -176,12 +176,12 @@ def published(
 def params_of(shards: list[Shard], dtype: torch.dtype) -> Tensors:
     """Uninitialised parameters as the map says; those of vocabulary tensors without padding."""
     dtypes = {shard.param: shard.dtype for shard in shards if shard.dtype}
-    made = {}
+    params = {}
     for name, size in param_table(shards).items():
-        made[name] = torch.zeros(
+        params[name] = torch.zeros(
             size[1:] if size[0] == 1 else size, dtype=getattr(torch, dtypes.get(name, ""), dtype)
         )
-    return made
+    return params
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -204,10 +204,10 @@ def test_every_layout_gets_the_publishers_own_cast(
     plain = write(tmp_path / "bf16", read)
     for rank in range(LAYOUTS[layout].world_size):
         shards = megatron_map.shards(SHAPE, LAYOUTS[layout], rank)
-        found, expected = params_of(shards, torch.bfloat16), params_of(shards, torch.bfloat16)
-        load_hf(folder, shards, found)
+        params, expected = params_of(shards, torch.bfloat16), params_of(shards, torch.bfloat16)
+        load_hf(folder, shards, params)
         load_hf(plain, shards, expected)
-        different = [name for name in found if not torch.equal(found[name], expected[name])]
+        different = [name for name in params if not torch.equal(params[name], expected[name])]
         assert different == []
 
 
@@ -222,8 +222,8 @@ def matrices(
     for kind in FORMATS:
         name = f"m.experts.{kind}.up_proj.weight"
         for dtype in (torch.bfloat16, torch.float32):
-            made, casts = publish({name: matrix}, kind, dtype)
-            files |= made
+            stored, casts = publish({name: matrix}, kind, dtype)
+            files |= stored
             read[kind, dtype] = casts[name]
     folder = write(tmp_path_factory.mktemp("matrices"), files)
     return Slices(folder, ExitStack()), read
@@ -260,18 +260,18 @@ def test_any_box_is_the_box_of_the_whole(
 def test_int4_is_what_compressed_tensors_reads() -> None:
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
-    found, read = in_int4(weight)
-    values = helpers.unpack_from_int32(found["_packed"], 4, torch.Size(weight.shape))
-    assert torch.equal(helpers.pack_to_int32(values, 4), found["_packed"])
-    assert torch.equal(values.bfloat16() * found["_scale"].repeat_interleave(32, 1), read)
+    parts, read = in_int4(weight)
+    values = helpers.unpack_from_int32(parts["_packed"], 4, torch.Size(weight.shape))
+    assert torch.equal(helpers.pack_to_int32(values, 4), parts["_packed"])
+    assert torch.equal(values.bfloat16() * parts["_scale"].repeat_interleave(32, 1), read)
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------
 
 
 def change(files: Tensors, **changed: torch.Tensor | None) -> Tensors:
-    made = {UP + suffix: tensor for suffix, tensor in changed.items()}
-    return {name: tensor for name, tensor in (files | made).items() if tensor is not None}
+    changes = {UP + suffix: tensor for suffix, tensor in changed.items()}
+    return {name: tensor for name, tensor in (files | changes).items() if tensor is not None}
 
 
 ERRORS: dict[str, tuple[str, Mapping[str, torch.Tensor | None], str]] = {
@@ -298,18 +298,18 @@ ERRORS: dict[str, tuple[str, Mapping[str, torch.Tensor | None], str]] = {
 def test_errors_are_told_once_and_by_name(
     published: Callable[[str], tuple[Path, Tensors, Tensors]], tmp_path: Path, case: str
 ) -> None:
-    kind, changed, told = ERRORS[case]
+    kind, changed, words = ERRORS[case]
     folder = write(tmp_path, change(published(kind)[1], **changed))
     (error,) = check_hf(folder, SHAPE)
-    assert told in str(error)
-    if "config.json" not in told:
+    assert words in str(error)
+    if "config.json" not in words:
         rows, cols = hf_tensors(SHAPE)[UP]
         shard = Shard(UP, (0, rows), (0, cols), "p")
         # torch can convert it, and only the check says that its scales are not known
         if case != "another fp8":
             with pytest.raises(UserError) as caught:
                 load_hf(folder, [shard], {"p": torch.empty(rows, cols)})
-            assert told in str(caught.value)
+            assert words in str(caught.value)
 
 
 # --- published bytes ---------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ def write(snapshots: Snapshots, step: int, keep: int = 3) -> Path:
     """A checkpoint of three files, one of whose digests its rank has taken."""
     partial = snapshots.begin(step)
     (partial / "deep").mkdir()
-    made = random.Random(step)
+    rng = random.Random(step)
     for name in ("rank-0.pt", "rank-1.pt", "deep/shard.distcp"):
-        (partial / name).write_bytes(made.randbytes(1000))
+        (partial / name).write_bytes(rng.randbytes(1000))
     known = {"rank-0.pt": digest(partial / "rank-0.pt")}
     return snapshots.commit(partial, {"step": step, "taken": 7 * step}, known, keep)
 
@@ -41,9 +41,9 @@ def test_the_newest_is_found_with_what_was_stored(snapshots: Snapshots, said: li
     assert snapshots.newest() is None
     for step in (2, 9, 10):
         write(snapshots, step)
-    found = snapshots.newest()
-    assert found is not None
-    assert (found.step, found.run, found.folder.name) == (
+    newest = snapshots.newest()
+    assert newest is not None
+    assert (newest.step, newest.run, newest.folder.name) == (
         10,
         {"step": 10, "taken": 70},
         "step-000010",
@@ -54,7 +54,10 @@ def test_the_newest_is_found_with_what_was_stored(snapshots: Snapshots, said: li
 def test_the_last_ones_are_kept(snapshots: Snapshots) -> None:
     for step in (1, 2, 3, 4):
         write(snapshots, step, keep=2)
-    assert sorted(one.name for one in snapshots.folder.iterdir()) == ["step-000003", "step-000004"]
+    assert sorted(path.name for path in snapshots.folder.iterdir()) == [
+        "step-000003",
+        "step-000004",
+    ]
 
 
 def test_later_ones_that_were_passed_over_give_way(snapshots: Snapshots, said: list[str]) -> None:
@@ -62,25 +65,27 @@ def test_later_ones_that_were_passed_over_give_way(snapshots: Snapshots, said: l
     write(snapshots, 20)
     for step in (30, 40):
         truncate(write(snapshots, step))
-    found = snapshots.newest()
-    assert found is not None and found.step == 20 and len(said) == 2
+    newest = snapshots.newest()
+    assert newest is not None and newest.step == 20 and len(said) == 2
     written = write(snapshots, 25, keep=1)
-    assert [one.name for one in snapshots.folder.iterdir()] == [written.name] == ["step-000025"]
+    assert [path.name for path in snapshots.folder.iterdir()] == [written.name] == ["step-000025"]
 
 
 def test_a_step_that_is_done_again_replaces_the_old(snapshots: Snapshots) -> None:
     write(snapshots, 5)
     again = write(snapshots, 5)
-    found = snapshots.newest()
-    assert found is not None and found.folder == again
+    newest = snapshots.newest()
+    assert newest is not None and newest.folder == again
 
 
 def test_a_half_written_one_is_removed_and_told(snapshots: Snapshots, said: list[str]) -> None:
     write(snapshots, 1)
     left = snapshots.begin(2)
     (left / "rank-0.pt").write_bytes(b"half")
-    found = snapshots.newest()
-    assert found is not None and found.step == 1, "a folder under its hidden name is no checkpoint"
+    newest = snapshots.newest()
+    assert newest is not None and newest.step == 1, (
+        "a folder under its hidden name is no checkpoint"
+    )
     snapshots.begin(3)
     assert not left.exists()
     assert len(said) == 1 and "never completed" in said[0]
@@ -176,8 +181,8 @@ def test_any_damage_is_seen_and_the_one_before_used(
 ) -> None:
     write(snapshots, 1)
     damage(write(snapshots, 2))
-    found = snapshots.newest()
-    assert found is not None and found.step == 1
+    newest = snapshots.newest()
+    assert newest is not None and newest.step == 1
     assert len(said) == 1 and "step-000002 is damaged and skipped: " in said[0]
 
 
@@ -193,8 +198,8 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
         return digest(file)
 
     monkeypatch.setattr("megarl.checkpoints.snapshots.digest", read)
-    found = snapshots.newest()
-    assert found is not None and found.step == 1
+    newest = snapshots.newest()
+    assert newest is not None and newest.step == 1
     assert "cannot be read ([Errno 5] Input/output error)" in said[0]
 
 
@@ -207,8 +212,8 @@ def test_what_lies_in_the_place_of_a_checkpoint_gives_way_to_it(
         replace(write(snapshots, step))
     again = write(snapshots, 2, keep=1)
     assert [path.name for path in snapshots.folder.iterdir()] == [again.name]
-    found = snapshots.newest()
-    assert found is not None and found.folder == again and not said
+    newest = snapshots.newest()
+    assert newest is not None and newest.folder == again and not said
 
 
 @pytest.mark.parametrize("name", [".step-000001.partial-abcd1234", "step-000001"])
@@ -247,8 +252,8 @@ def test_a_checkpoint_that_was_moved_behind_a_link_is_used(
     folder = write(snapshots, 2)
     folder.rename(tmp_path / "moved")
     folder.symlink_to(tmp_path / "moved")
-    found = snapshots.newest()
-    assert found is not None and (found.step, found.folder) == (2, folder)
+    newest = snapshots.newest()
+    assert newest is not None and (newest.step, newest.folder) == (2, folder)
 
 
 @pytest.mark.parametrize("name", ["step-000007", "step-" + 30 * "9"])
@@ -263,8 +268,8 @@ def test_a_renamed_checkpoint_is_of_the_step_that_its_manifest_names(
         del manifest["step"]
         (renamed / MANIFEST).write_text(json.dumps(manifest))
     renamed = renamed.rename(snapshots.folder / name)
-    found = snapshots.newest()
-    assert found is not None and (found.step, found.folder) == (6, renamed)
+    newest = snapshots.newest()
+    assert newest is not None and (newest.step, newest.folder) == (6, renamed)
     assert said == [f"checkpoint {renamed} is of step 6, as its {MANIFEST} says"]
     assert snapshots.newest(7) is None
     sixth = snapshots.newest(6)
@@ -274,8 +279,8 @@ def test_a_renamed_checkpoint_is_of_the_step_that_its_manifest_names(
 def test_a_newer_name_does_not_make_a_checkpoint_newer(snapshots: Snapshots) -> None:
     second, sixth = write(snapshots, 2), write(snapshots, 6)
     second.rename(snapshots.folder / "step-000099")
-    found = snapshots.newest()
-    assert found is not None and found.folder == sixth
+    newest = snapshots.newest()
+    assert newest is not None and newest.folder == sixth
     write(snapshots, 8, keep=2)
     assert sorted(path.name for path in snapshots.folder.iterdir()) == [
         "step-000006",
@@ -291,5 +296,5 @@ def test_other_digits_are_no_name_of_a_checkpoint(snapshots: Snapshots) -> None:
 @pytest.mark.parametrize("step", ["6", 6.0, True, -6, None, [6]])
 def test_a_step_that_is_none_is_passed_over(snapshots: Snapshots, step: object) -> None:
     change_the_manifest(write(snapshots, 6), step=step)
-    found = snapshots.newest()
-    assert found is not None and found.step == 6
+    newest = snapshots.newest()
+    assert newest is not None and newest.step == 6
