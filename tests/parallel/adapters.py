@@ -63,9 +63,9 @@ def train(trainer: Any, prepare: Callable[[Any], None] = set_b) -> dict[str, Any
     """Logprobs, then steps on uneven micro-batches from B != 0; what is frozen before and after."""
     prepare(trainer)
     before = frozen_digest(trainer)
-    found = uneven_steps(trainer, STEPS)
+    results = uneven_steps(trainer, STEPS)
     assert frozen_digest(trainer) == before, "the frozen weights have changed"
-    return found
+    return results
 
 
 def frozen_digest(trainer: Any) -> str:
@@ -74,7 +74,7 @@ def frozen_digest(trainer: Any) -> str:
 
 
 def digest(params: dict[str, torch.Tensor]) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, param in sorted(params.items()):
-        found.update(name.encode() + param.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return found.hexdigest()
+        hasher.update(name.encode() + param.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return hasher.hexdigest()

@@ -63,28 +63,28 @@ class Learning(Generic[Held]):
 def recorded(trainer: Any) -> Iterator[Learning[list[Rectangle]]]:
     """This rank's part of every step that the trainer (or the critic) takes inside; called on all ranks together."""
     rank_model = trainer._model
-    found = Learning(
+    learning = Learning(
         rank_model._train.grad_clip, rank_model._train.weight_decay, rectangles(trainer)
     )
     take_step = rank_model.step
 
     def record(lr: float) -> float:
-        found.gradients.append(rectangles(trainer, _whole_gradients(trainer)))
-        found.rates.append(lr)
-        found.norms.append(take_step(lr))
-        return found.norms[-1]
+        learning.gradients.append(rectangles(trainer, _whole_gradients(trainer)))
+        learning.rates.append(lr)
+        learning.norms.append(take_step(lr))
+        return learning.norms[-1]
 
     with patch.object(rank_model, "step", record):
-        yield found
-    found.after = rectangles(trainer)
+        yield learning
+    learning.after = rectangles(trainer)
 
 
 def uneven_part(trainer: Any, num_micro_batches: int = 4, **more: Any) -> Any:
     """This rank's uneven micro-batches of the same random sequences in every layout, as its part of an update."""
     sequences = ragged(14, VOCAB_SIZE, seed=3)
     at = trainer.layout.coords(trainer.rank)
-    mine = assign(sequences, at.dp, trainer.layout.dp, num_micro_batches)
-    return world_part(mine, sequences, DENOMINATOR, **more)
+    micro_batches = assign(sequences, at.dp, trainer.layout.dp, num_micro_batches)
+    return world_part(micro_batches, sequences, DENOMINATOR, **more)
 
 
 def steps(trainer: Any, part: Any, count: int) -> list[dict[str, float]]:
@@ -103,12 +103,16 @@ def uneven_steps(trainer: Any, count: int) -> dict[str, Any]:
 
 def check_same_end(ranks: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
     """Assert that two worlds of one layout have the same metrics, weights and moments, to the last bit."""
-    for mine, other in zip(ranks, expected, strict=True):
-        assert mine["metrics"] == other["metrics"]
-        for one, two in zip(mine["learning"].after, other["learning"].after, strict=True):
-            assert one[:3] == two[:3] and np.array_equal(one[3], two[3]), one[0]
-        moments = zip(mine["moments"], other["moments"], strict=True)
-        assert all(np.array_equal(one, two) for one, two in moments)
+    for rank, other in zip(ranks, expected, strict=True):
+        assert rank["metrics"] == other["metrics"]
+        for rectangle, other_rectangle in zip(
+            rank["learning"].after, other["learning"].after, strict=True
+        ):
+            assert rectangle[:3] == other_rectangle[:3] and np.array_equal(
+                rectangle[3], other_rectangle[3]
+            ), rectangle[0]
+        moments = zip(rank["moments"], other["moments"], strict=True)
+        assert all(np.array_equal(moment, other_moment) for moment, other_moment in moments)
 
 
 def _whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
@@ -118,15 +122,17 @@ def _whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
-                own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+                share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, share, group=group)
         by_place |= {
-            one.data_ptr(): one.main_grad for one in chunk.parameters() if hasattr(one, "main_grad")
+            param.data_ptr(): param.main_grad
+            for param in chunk.parameters()
+            if hasattr(param, "main_grad")
         }
     return {
-        name: by_place[one.data_ptr()]
-        for name, one in trained(trainer).items()
-        if one.data_ptr() in by_place
+        name: by_place[param.data_ptr()]
+        for name, param in trained(trainer).items()
+        if param.data_ptr() in by_place
     }
 
 
@@ -150,14 +156,14 @@ def check_learning(
     earlier: Sequence[Learning[list[Rectangle]]] = (),
 ) -> None:
     """Assert that two worlds learnt the same; earlier: the steps of a world that both of them resumed."""
-    mine, expected = whole(ranks), whole(reference)
-    check_gradients(mine.gradients, expected.gradients)
-    check_weights(resumed(whole(earlier), mine) if earlier else mine)
-    assert mine.after and expected.after and mine.after.keys() == expected.after.keys()
+    learning, expected = whole(ranks), whole(reference)
+    check_gradients(learning.gradients, expected.gradients)
+    check_weights(resumed(whole(earlier), learning) if earlier else learning)
+    assert learning.after and expected.after and learning.after.keys() == expected.after.keys()
     # moved by other rules (router biases), or frozen
-    for tensor in mine.after.keys() - mine.gradients[0].keys():
+    for tensor in learning.after.keys() - learning.gradients[0].keys():
         np.testing.assert_allclose(
-            mine.after[tensor], expected.after[tensor], rtol=1e-6, atol=1e-7, err_msg=tensor
+            learning.after[tensor], expected.after[tensor], rtol=1e-6, atol=1e-7, err_msg=tensor
         )
 
 
@@ -222,8 +228,10 @@ def check_weights(learning: Learning[Tensors]) -> None:
         name: torch.tensor(learning.before[name], requires_grad=True)
         for name in learning.gradients[0]
     }
-    norms = [one for name, one in moved.items() if "norm" in name or name.endswith(".bias")]
-    others = [one for name, one in moved.items() if not ("norm" in name or name.endswith(".bias"))]
+    norms = [param for name, param in moved.items() if "norm" in name or name.endswith(".bias")]
+    others = [
+        param for name, param in moved.items() if not ("norm" in name or name.endswith(".bias"))
+    ]
     groups = [
         {"params": norms, "weight_decay": 0.0},
         {"params": others, "weight_decay": learning.weight_decay},
@@ -234,8 +242,8 @@ def check_weights(learning: Learning[Tensors]) -> None:
             weight.grad = torch.tensor(gradients[name])
         for group in optimizer.param_groups:
             group["lr"] = lr
-        found = float(torch.nn.utils.clip_grad_norm_(moved.values(), learning.grad_clip))
-        assert found == pytest.approx(norm, rel=1e-5), (
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(moved.values(), learning.grad_clip))
+        assert grad_norm == pytest.approx(norm, rel=1e-5), (
             "the gradient norm is not that of the gradient"
         )
         optimizer.step()

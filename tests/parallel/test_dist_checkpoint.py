@@ -50,8 +50,13 @@ def moments(trainer: Any) -> list[np.ndarray]:
     from megarl.parallel.optimizer import stepping
 
     inner = [chained.optimizer for chained in stepping(trainer._model.optimizer)]
-    params = [param for one in inner for group in one.param_groups for param in group["params"]]
-    states = {**{key: value for one in inner for key, value in one.state.items()}}
+    params = [
+        param
+        for optimizer in inner
+        for group in optimizer.param_groups
+        for param in group["params"]
+    ]
+    states = {**{key: value for optimizer in inner for key, value in optimizer.state.items()}}
     return [
         states[param][name].cpu().numpy().copy()
         for param in params
@@ -106,15 +111,17 @@ def check_two_steps(
 ) -> None:
     """Those after `saved`, which were taken in two other layouts, are those of its own ranks."""
     for index, ranks in enumerate((first, second)):
-        expected = next(one["metrics"][index] for one in saved if "loss" in one["metrics"][0])
-        for mine in (one["metrics"][0] for one in ranks if "loss" in one["metrics"][0]):
-            assert mine == pytest.approx(expected, rel=within(1e-4))
-    earlier, one, two = (
+        expected = next(rank["metrics"][index] for rank in saved if "loss" in rank["metrics"][0])
+        for metrics in (rank["metrics"][0] for rank in ranks if "loss" in rank["metrics"][0]):
+            assert metrics == pytest.approx(expected, rel=within(1e-4))
+    earlier, after_first, after_second = (
         whole([rank["learning"] for rank in ranks]) for ranks in (saved, first, second)
     )
-    mine = resumed(whole([rank["earlier"] for rank in saved]), resumed(one, two))
-    check_gradients(mine.gradients[-2:], earlier.gradients)
-    check_weights(mine)
+    learning = resumed(
+        whole([rank["earlier"] for rank in saved]), resumed(after_first, after_second)
+    )
+    check_gradients(learning.gradients[-2:], earlier.gradients)
+    check_weights(learning)
 
 
 def save_and_load(trainer: Any, folder: Path) -> bool:
@@ -128,7 +135,7 @@ def save_and_load(trainer: Any, folder: Path) -> bool:
     steps(trainer, uneven_part(trainer), 1)
     trainer._model.load(folder)
     after = [*moments(trainer), *(param.cpu().numpy() for param in trained(trainer).values())]
-    return all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+    return all(np.array_equal(array, other) for array, other in zip(before, after, strict=True))
 
 
 def save_random_states(trainer: Any, folder: Path) -> list[float]:
@@ -164,10 +171,10 @@ def test_the_same_layout_goes_on_to_the_last_bit(saved: tuple[Path, Any], path: 
 def test_another_layout_goes_on_within_rounding(saved: tuple[Path, Any], path: Path) -> None:
     folder, expected = saved
     ranks = run_world(recipe(path, TO, **SETTINGS), load_and_go_on, folder)
-    for mine, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
-        assert mine == pytest.approx(other, rel=within(1e-5))
-    mine, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
-    check_learning(mine, other, earlier=[rank["earlier"] for rank in expected])
+    for metrics, other in zip(ranks[-1]["metrics"], expected[-1]["metrics"], strict=True):
+        assert metrics == pytest.approx(other, rel=within(1e-5))
+    learning, other = ([rank["learning"] for rank in world] for world in (ranks, expected))
+    check_learning(learning, other, earlier=[rank["earlier"] for rank in expected])
 
 
 def test_experts_that_are_whole_on_each_rank_and_then_split_go_on_within_rounding(
@@ -184,7 +191,7 @@ def test_the_weights_alone_become_a_hugging_face_checkpoint(
     saved: tuple[Path, Any], path: Path, tmp_path: Path
 ) -> None:
     folder, ranks = saved
-    expected = assemble([one["earlier"].after for one in ranks])
+    expected = assemble([rank["earlier"].after for rank in ranks])
     run_world(recipe(path, EP1, **SETTINGS), convert, folder, tmp_path / "hf")
     written = load_file(tmp_path / "hf" / "model.safetensors")
     begun = load_file(path / "model.safetensors")
@@ -194,8 +201,8 @@ def test_the_weights_alone_become_a_hugging_face_checkpoint(
         assert not np.array_equal(begun[name].numpy().reshape(values.shape), values), (
             f"{name} was not trained"
         )
-    _, said = load(tmp_path / "hf")
-    assert not said["missing_keys"] and not said["mismatched_keys"]
+    _, info = load(tmp_path / "hf")
+    assert not info["missing_keys"] and not info["mismatched_keys"]
 
 
 @pytest.mark.parametrize(
@@ -216,15 +223,15 @@ def test_ranks_that_hold_the_same_share_the_writing(
 def test_what_megatron_gathered_for_the_save_alone_is_not_copied_again() -> None:
     weights, gathered = torch.arange(6.0), torch.arange(4.0)
     live = {weights.untyped_storage().data_ptr()}
-    (_, mine), (_, other) = dist_checkpoint._copied([(0, weights[2:]), (1, gathered)], live)
-    assert torch.equal(mine, weights[2:]) and mine.data_ptr() != weights[2:].data_ptr()
+    (_, copied), (_, other) = dist_checkpoint._copied([(0, weights[2:]), (1, gathered)], live)
+    assert torch.equal(copied, weights[2:]) and copied.data_ptr() != weights[2:].data_ptr()
     assert other is gathered
 
 
 def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
-    made = recipe(path, TrainLayout(2, 2, 1, 2))
-    assert run_world(made, save_random_states, tmp_path) == run_world(
-        made, load_random_states, tmp_path
+    run_recipe = recipe(path, TrainLayout(2, 2, 1, 2))
+    assert run_world(run_recipe, save_random_states, tmp_path) == run_world(
+        run_recipe, load_random_states, tmp_path
     )
 
 
@@ -232,7 +239,7 @@ def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
     """What is said of a checkpoint on a disk that becomes full at its beginning, in its middle and at its end."""
     steps(trainer, uneven_part(trainer), 1)
     folder = disk / "checkpoints" / ".step-000001.partial-abcd"
-    said, needed = {}, 0
+    outcomes, needed = {}, 0
     for name in ("enough", "nothing", "half", "all but the index"):
         folder.mkdir(parents=True)
         room = {"nothing": 0, "half": needed // 2, "all but the index": needed - 8192}.get(name)
@@ -242,20 +249,25 @@ def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
         try:
             trainer.save(folder)
             trainer.finish_save()
-            said[name] = "saved"
+            outcomes[name] = "saved"
         except UserError as error:
-            said[name] = str(error)
+            outcomes[name] = str(error)
         needed = needed or free - shutil.disk_usage(disk).free
         (disk / "filler").unlink()
         shutil.rmtree(folder)
-    return said
+    return outcomes
 
 
 def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends(
     path: Path, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", "32m") as disk:
-        (said,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), save_with_room, disk)
+        (outcomes,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), save_with_room, disk)
     hint = "make room there, or name a folder on another disk"
-    told = f"run.dir: no space left in {disk}/checkpoints while writing a checkpoint; {hint}"
-    assert said == {"enough": "saved", "nothing": told, "half": told, "all but the index": told}
+    message = f"run.dir: no space left in {disk}/checkpoints while writing a checkpoint; {hint}"
+    assert outcomes == {
+        "enough": "saved",
+        "nothing": message,
+        "half": message,
+        "all but the index": message,
+    }

@@ -35,13 +35,13 @@ def test_what_rounding_decides_is_no_difference() -> None:
     gradient[3:5] = 1e-6
     other = (gradient * (1 + 1e-6 * rng.normal(size=gradient.shape))).astype(np.float32)
     other[3:5] *= -1
-    mine, expected = learnt(gradient), learnt(other)
-    assert mine.after and expected.after
-    assert np.abs(mine.after["w"] - expected.after["w"]).max() > 3 * LR
-    check_gradients(mine.gradients, expected.gradients)
-    check_weights(mine)
+    learning, expected = learnt(gradient), learnt(other)
+    assert learning.after and expected.after
+    assert np.abs(learning.after["w"] - expected.after["w"]).max() > 3 * LR
+    check_gradients(learning.gradients, expected.gradients)
+    check_weights(learning)
     check_weights(expected)
-    check_moved(mine, expected)
+    check_moved(learning, expected)
 
 
 def test_a_weight_that_moves_otherwise_along_the_same_gradients_is_found() -> None:

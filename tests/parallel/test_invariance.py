@@ -64,11 +64,13 @@ def samples(count: int) -> tuple[dict[int, SampleGroup], list[SampleRef]]:
             1 if index == 3 else int(rng.integers(2, 20)),
         )
         nothing = np.zeros(length, np.float32)
-        one = Prompt(str(index), "", tuple(prompt.tolist()), "")
-        sample = response(one.token_ids, rng.integers(0, VOCAB_SIZE, length), nothing)
-        groups[index] = SampleGroup(one, (sample,), nothing[:1], nothing[:1].astype(np.bool_))
-        how = {"advantage": float(rng.normal()), "is_correct": index % 3 == 1}
-        refs.append(SampleRef(index, 0, len(prompt) + length, length, **how))
+        group_prompt = Prompt(str(index), "", tuple(prompt.tolist()), "")
+        sample = response(group_prompt.token_ids, rng.integers(0, VOCAB_SIZE, length), nothing)
+        groups[index] = SampleGroup(
+            group_prompt, (sample,), nothing[:1], nothing[:1].astype(np.bool_)
+        )
+        facts = {"advantage": float(rng.normal()), "is_correct": index % 3 == 1}
+        refs.append(SampleRef(index, 0, len(prompt) + length, length, **facts))
     return groups, refs
 
 
@@ -95,9 +97,13 @@ def update_of(
         refs, updates=1, dp=layout.dp, token_budget=BUDGET, aggregation=rules.aggregation, work=float,
         align=layout.tokens_align, multiple=layout.batch_multiple,
     )  # fmt: skip
-    mine: tuple[MicroBatch, ...] = plan.micro_batches[layout.coords(trainer.rank).dp]
-    flat, old_logp, own = [ref for batch in mine for ref in batch], None, dict(groups)
-    outputs = trainer.token_outputs(train_sequences(mine, groups, rules.aggregation))
+    micro_batches: tuple[MicroBatch, ...] = plan.micro_batches[layout.coords(trainer.rank).dp]
+    flat, old_logp, rank_groups = (
+        [ref for batch in micro_batches for ref in batch],
+        None,
+        dict(groups),
+    )
+    outputs = trainer.token_outputs(train_sequences(micro_batches, groups, rules.aggregation))
     if outputs is not None:
         old_logp = []
         for ref, logp_T in zip(flat, outputs, strict=True):
@@ -105,9 +111,11 @@ def update_of(
             old_logp.append(old_T)
             (sample,) = groups[ref.group].samples
             sample = with_row(sample, engine_logp_T=engine_T[-ref.response_length :])
-            own[ref.group] = replace(groups[ref.group], samples=(sample,))
-    given = Logprobs([old_logp], [None], [None], None)
-    call = TrainCall("gspo", [replace(plan, micro_batches=(mine,))], own, LR, given)
+            rank_groups[ref.group] = replace(groups[ref.group], samples=(sample,))
+    logprobs = Logprobs([old_logp], [None], [None], None)
+    call = TrainCall(
+        "gspo", [replace(plan, micro_batches=(micro_batches,))], rank_groups, LR, logprobs
+    )
     with patch.object(trainer, "_hyperparameters", lambda _: rules):
         (stats,) = trainer.train(call)
     return numbers(stats) | {"samples": len(flat)}
@@ -142,13 +150,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(path: Path) -> dict[str, Any]:
-    (found,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), train)
-    for metrics in found["metrics"][::2]:
+    (result,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), train)
+    for metrics in result["metrics"][::2]:
         assert 0 < metrics["clipped"] < 1, "both sides of the clip are to be seen"
-    for metrics in found["metrics"][2::2]:
+    for metrics in result["metrics"][2::2]:
         assert 0 < metrics["rollout_correction_masked"] < 1, "and of the mismatch's bound"
-    check_denominators(found["metrics"][::2])
-    return found
+    check_denominators(result["metrics"][::2])
+    return result
 
 
 def check_denominators(metrics: Sequence[dict[str, float]]) -> None:
@@ -160,7 +168,13 @@ def check_denominators(metrics: Sequence[dict[str, float]]) -> None:
     by_token = sum(
         sum(t % 3 != 1 for t in range(ref.response_length)) for ref in refs if ref.group != 5
     )
-    assert [one["tokens"] for one in metrics] == [tokens, of_near, of_near, by_token, by_token]
+    assert [update["tokens"] for update in metrics] == [
+        tokens,
+        of_near,
+        of_near,
+        by_token,
+        by_token,
+    ]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -171,13 +185,15 @@ def test_a_sequences_objective_equals_one_ranks(
     ranks = run_world(recipe(path, layout), train)
     counts = [[metrics.pop("samples") for metrics in rank["metrics"]] for rank in ranks]
     if layout.dp > 1:
-        of_ranks = {tuple(one[1::2]) for one in counts}
+        of_ranks = {tuple(of_rank[1::2]) for of_rank in counts}
         assert of_ranks == {(0,) * len(CASES), (1,) * len(CASES)}, (
             "a rank has nothing to learn from"
         )
     for rank in ranks:
-        for mine, one in zip(rank["metrics"], one_rank["metrics"], strict=True):
-            assert mine == pytest.approx({stat: one[stat] for stat in mine}, rel=1e-4, abs=1e-5)
+        for rank_metrics, expected in zip(rank["metrics"], one_rank["metrics"], strict=True):
+            assert rank_metrics == pytest.approx(
+                {stat: expected[stat] for stat in rank_metrics}, rel=1e-4, abs=1e-5
+            )
         for stat, value in {
             "loss": 0.0,
             "grad_norm": 0.0,

@@ -49,10 +49,10 @@ def test_packed_attention(lengths: list[int], heads: tuple[int, int]) -> None:
         torch.randn(sum(lengths), count, 8, dtype=torch.float64, requires_grad=True)
         for count in (heads[0], heads[1], heads[1])
     ]
-    mine, expected = attend(inputs, lengths), slow_attention(inputs, lengths)
-    torch.testing.assert_close(mine, expected)
+    output, expected = attend(inputs, lengths), slow_attention(inputs, lengths)
+    torch.testing.assert_close(output, expected)
     weights = torch.randn_like(expected)
-    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (mine, expected)]
+    gradients = [torch.autograd.grad((out * weights).sum(), inputs) for out in (output, expected)]
     torch.testing.assert_close(*gradients)
 
 

@@ -35,12 +35,17 @@ TEMPERATURES = (1.0, 0.7, 1.3)
 
 def inputs(dtype: str) -> tuple[torch.Tensor, ...]:
     """hidden [T, H], weight [V, H], labels, and what the loss weighs each token's logp and entropy with."""
-    made = torch.Generator().manual_seed(0)
-    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=made) * 2
-    weight = torch.randn(PADDED, HIDDEN, generator=made) * 2
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator) * 2
+    weight = torch.randn(PADDED, HIDDEN, generator=generator) * 2
     labels = torch.tensor([0, 9, 3, 3, 7, 1, 2, 9])
     kind = getattr(torch, dtype)
-    return hidden.to(kind), weight.to(kind), labels, *torch.randn(2, NUM_TOKENS, generator=made)
+    return (
+        hidden.to(kind),
+        weight.to(kind),
+        labels,
+        *torch.randn(2, NUM_TOKENS, generator=generator),
+    )
 
 
 def every_case(rank: int, meet: Address) -> list[tuple[np.ndarray, ...]]:
@@ -52,27 +57,29 @@ def every_case(rank: int, meet: Address) -> list[tuple[np.ndarray, ...]]:
         "gloo", store=device.join_store(meet, TIMEOUT_S), rank=rank, world_size=4
     )
     groups: dict[int, Any] = {size: dist.new_subgroups(size)[0] for size in (1, 2, 4)}
-    found = []
+    outcomes = []
     for (size, vocab, dtype, chunk_bytes), kept, temperature in product(
         CASES, KEPT_BYTES, TEMPERATURES
     ):
         hidden, weight, labels, *weights = inputs(dtype)
-        mine = hidden.chunk(size)[rank % size].clone().requires_grad_()
+        rank_hidden = hidden.chunk(size)[rank % size].clone().requires_grad_()
         rows = weight.chunk(size)[rank % size].clone().requires_grad_()
         limits = {"vocab_size": vocab, "chunk_bytes": chunk_bytes, "kept_bytes": kept}
         results = hidden_logprobs(
-            mine, rows, labels, group=groups[size], temperature=temperature, **limits
+            rank_hidden, rows, labels, group=groups[size], temperature=temperature, **limits
         )
-        loss = sum((one * by).sum() for one, by in zip(results, weights, strict=True))
+        loss = sum((result * by).sum() for result, by in zip(results, weights, strict=True))
         assert isinstance(loss, torch.Tensor)
-        gradients = torch.autograd.grad(loss, (mine, rows))
-        found.append(tuple(one.detach().double().numpy() for one in (*results, *gradients)))
-    return found
+        gradients = torch.autograd.grad(loss, (rank_hidden, rows))
+        outcomes.append(
+            tuple(tensor.detach().double().numpy() for tensor in (*results, *gradients))
+        )
+    return outcomes
 
 
 def plain(vocab: int, dtype: str, temperature: float) -> tuple[torch.Tensor, ...]:
     hidden, weight, labels, *weights = inputs(dtype)
-    hidden, weight = (one.double().requires_grad_() for one in (hidden, weight))
+    hidden, weight = (tensor.double().requires_grad_() for tensor in (hidden, weight))
     full_TV = (hidden @ weight[:vocab].T / temperature).log_softmax(-1)
     logp_T, entropy_T = (
         full_TV.gather(-1, labels[:, None])[:, 0],

@@ -62,19 +62,19 @@ def one_rank(paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
 def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, Any]) -> None:
     """As in test_parity.py; and the factors: at the beginning to the last bit, and after the steps."""
     test_parity.check(ranks, layout, expected)
-    mine, one = whole([rank["learning"] for rank in ranks]), whole([expected["learning"]])
-    for name, values in one.before.items():
-        np.testing.assert_array_equal(mine.before[name], values, err_msg=name)
-    check_moved(mine, one)
+    learning, reference = whole([rank["learning"] for rank in ranks]), whole([expected["learning"]])
+    for name, values in reference.before.items():
+        np.testing.assert_array_equal(learning.before[name], values, err_msg=name)
+    check_moved(learning, reference)
 
 
 def run(
     path: Path, layout: TrainLayout, lora: dict[str, Any] | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    made = lora_recipe(
+    run_recipe = lora_recipe(
         path, layout, lora, grad_clip=1.0, weight_decay=0.1, **LOSSES, megatron=options
     )
-    return run_world(made, adapters.train)
+    return run_world(run_recipe, adapters.train)
 
 
 @pytest.mark.parametrize(("family", "layout"), CASES)
@@ -97,10 +97,10 @@ def test_gradients_that_are_summed_while_others_are_computed(
 ) -> None:
     """In many buckets, as on a GPU with TransformerEngine. The sum over the ranks of one expert comes after them."""
     ddp = {"overlap_grad_reduce": True, "bucket_size": 5_000}
-    made = lora_recipe(
+    run_recipe = lora_recipe(
         paths[family], OF_EXPERTS, grad_clip=1.0, weight_decay=0.1, **LOSSES, ddp=ddp
     )
-    check(run_world(made, adapters.train), OF_EXPERTS, one_rank[family])
+    check(run_world(run_recipe, adapters.train), OF_EXPERTS, one_rank[family])
 
 
 @pytest.mark.nightly
@@ -113,14 +113,14 @@ def test_dense_families(tmp_path: Path, family: str, layout: TrainLayout) -> Non
     recipes = [
         lora_recipe(path, each, grad_clip=1.0, weight_decay=0.1) for each in (ONE_RANK, layout)
     ]
-    (expected,), ranks = (run_world(made, adapters.train) for made in recipes)
+    (expected,), ranks = (run_world(run_recipe, adapters.train) for run_recipe in recipes)
     check(ranks, layout, expected)
 
 
 def train_and_export(trainer: Any, out: Path) -> dict[str, Any]:
-    found = adapters.train(trainer)
+    results = adapters.train(trainer)
     trainer.export(out)
-    return found
+    return results
 
 
 @pytest.mark.nightly
@@ -131,8 +131,8 @@ def test_multi_token_prediction_layers_stay_as_they_are(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "pad_token_id": None}
     path = write(tmp_path, "deepseek-v3", mtp_layers=1, **changes)
     (expected,) = run(path, ONE_RANK)
-    made = lora_recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **LOSSES)
-    check(run_world(made, train_and_export, out), layout, expected)
+    run_recipe = lora_recipe(path, layout, grad_clip=1.0, weight_decay=0.1, **LOSSES)
+    check(run_world(run_recipe, train_and_export, out), layout, expected)
     before, after = load_file(path / "model.safetensors"), load_file(out / "model.safetensors")
     moved = {name for name, values in before.items() if not np.array_equal(after[name], values)}
     layers = {f"model.layers.{layer}." for layer in range(4)}
@@ -187,13 +187,13 @@ def test_an_unknown_linear_layer_is_refused_by_name(param: str, says: str) -> No
 def logprobs(trainer: Any) -> list[list[np.ndarray]]:
     """As it begins; with B != 0; with the adapters off."""
     sequences = [ragged(6, VOCAB_SIZE, seed=3)]
-    found = [trainer.token_outputs(sequences)]
+    outputs = [trainer.token_outputs(sequences)]
     if trainer._model.adapters:
         adapters.set_b(trainer)
-        found.append(trainer.token_outputs(sequences))
+        outputs.append(trainer.token_outputs(sequences))
         with trainer._as_reference():
-            found.append(trainer.token_outputs(sequences))
-    return found
+            outputs.append(trainer.token_outputs(sequences))
+    return outputs
 
 
 def test_without_adapters_and_with_b_0_it_is_the_frozen_model(paths: Any) -> None:
@@ -215,13 +215,13 @@ def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, tmp_path:
     result = run_world(
         lora_recipe(path, ONE_RANK, grad_clip=1.0, weight_decay=0.1), adapters.train
     )[0]
-    mine = whole([result["learning"]])
-    of_a = {values.tobytes() for name, values in mine.before.items() if ".lora_A." in name}
-    assert len(of_a) == len(mine.before) / 2, "each A is drawn by its name"
+    learning = whole([result["learning"]])
+    of_a = {values.tobytes() for name, values in learning.before.items() if ".lora_A." in name}
+    assert len(of_a) == len(learning.before) / 2, "each A is drawn by its name"
     base = load_file(path / "model.safetensors")
     factors = {
         name: torch.nn.Parameter(torch.from_numpy(values.copy()))
-        for name, values in mine.before.items()
+        for name, values in learning.before.items()
     }
     optimizer = torch.optim.AdamW(
         factors.values(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1
@@ -232,7 +232,9 @@ def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, tmp_path:
     for metrics in result["metrics"]:
         deltas = {name: delta(name, factors) for name in base if a_name(name) in factors}
         assert len(deltas) == len(factors) / 2
-        merged = base | {name: base[name] + one.detach().numpy() for name, one in deltas.items()}
+        merged = base | {
+            name: base[name] + added.detach().numpy() for name, added in deltas.items()
+        }
         save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
         loss, of_weights = hf_gradient(tmp_path)
         optimizer.zero_grad()
@@ -240,7 +242,11 @@ def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, tmp_path:
             list(deltas.values()), [torch.from_numpy(of_weights[name]) for name in deltas]
         )
         gradients.append(
-            {name: one.grad.numpy().copy() for name, one in factors.items() if one.grad is not None}
+            {
+                name: factor.grad.numpy().copy()
+                for name, factor in factors.items()
+                if factor.grad is not None
+            }
         )
         norm = torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
         optimizer.step()
@@ -248,8 +254,8 @@ def test_one_rank_equals_transformers_with_factors_by_hand(paths: Any, tmp_path:
         assert {name: metrics[name] for name in expected} == pytest.approx(
             expected, rel=within(1e-4)
         )
-    check_gradients(mine.gradients, gradients)
-    check_weights(mine)
+    check_gradients(learning.gradients, gradients)
+    check_weights(learning)
     assert len(result["metrics"]) == STEPS
 
 
@@ -272,7 +278,9 @@ def hf_gradient(folder: Path) -> tuple[float, Tensors]:
     from tests.parallel.test_reference import gradient_of, hf_loss, hf_model
 
     model = hf_model(folder / "merged")
-    rows = [pack([one], split=Split(), device="cpu") for one in ragged(14, VOCAB_SIZE, seed=3)]
+    rows = [
+        pack([sequence], split=Split(), device="cpu") for sequence in ragged(14, VOCAB_SIZE, seed=3)
+    ]
     logits = model(pad_sequence([row.token_ids_L for row in rows], batch_first=True)).logits
     loss = (
         torch.stack([hf_loss(logits[index], row) for index, row in enumerate(rows)]).sum()

@@ -55,7 +55,7 @@ def load_weights(trainer: Any, folder: Path) -> list[Any]:
     before = {name: param.clone() for name, param in trainer.params().items()}
     trainer.load_weights(folder)
     assert all(torch.equal(param, before[name]) for name, param in trainer.params().items())
-    assert all(one.any() for one in trained(trainer).values())
+    assert all(param.any() for param in trained(trainer).values())
     return rectangles(trainer)
 
 
@@ -69,8 +69,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def saved(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
     folder, out = tmp_path_factory.mktemp("checkpoint"), tmp_path_factory.mktemp("out") / "hf"
-    made = lora_recipe(path, FROM, weight_decay=0.1)
-    return folder, out, run_world(made, save_and_go_on, folder, out)
+    run_recipe = lora_recipe(path, FROM, weight_decay=0.1)
+    return folder, out, run_world(run_recipe, save_and_go_on, folder, out)
 
 
 def test_the_same_layout_goes_on_to_the_last_bit(saved: Any, path: Path) -> None:
@@ -99,17 +99,17 @@ def test_ranks_without_adapters_and_runs_without_them_outside_experts_are_saved(
 ) -> None:
     """The first stage has no layer, and the last no adapter among the weights that are whole in each expert's rank."""
     layout = TrainLayout(4, 1, 2, 2, stage_layers=(0, 4))
-    made = lora_recipe(path, layout, LORA | {"targets": ["gate_proj", "up_proj"]})
-    assert all(run_world(made, save_and_load, tmp_path))
+    run_recipe = lora_recipe(path, layout, LORA | {"targets": ["gate_proj", "up_proj"]})
+    assert all(run_world(run_recipe, save_and_load, tmp_path))
 
 
 def test_a_run_begins_with_the_adapters_of_another(saved: Any, path: Path, tmp_path: Path) -> None:
     """They are read from a checkpoint without ranks, written in PEFT's format, and loaded in another layout."""
     folder, _, expected = saved
-    factors, adapters = assemble([one["factors"] for one in expected]), tmp_path / "adapters"
+    factors, adapters = assemble([rank["factors"] for rank in expected]), tmp_path / "adapters"
     read, size = read_factors(folder), LoraSize(LORA["rank"], LORA["experts"], LORA["alpha"], ())
     assert read.keys() == factors.keys()
-    assert all(np.array_equal(one, factors[name]) for name, one in read.items())
+    assert all(np.array_equal(factor, factors[name]) for name, factor in read.items())
     peft.write(read, size, str(path), adapters)
     assert peft.check(str(adapters), model_shape(path), size) == []
     layout = TrainLayout(4, 1, 2, 2)
@@ -121,7 +121,7 @@ def test_a_run_begins_with_the_adapters_of_another(saved: Any, path: Path, tmp_p
 def test_the_export_is_the_merged_model(saved: Any, path: Path) -> None:
     """W + (alpha / rank) B A, and every other tensor as it was."""
     folder, out, expected = saved
-    factors = assemble([one["factors"] for one in expected])
+    factors = assemble([rank["factors"] for rank in expected])
     base, merged = load_file(path / "model.safetensors"), load_file(out / "model.safetensors")
     assert base.keys() == merged.keys()
     for name, before in base.items():
@@ -129,8 +129,8 @@ def test_the_export_is_the_merged_model(saved: Any, path: Path) -> None:
         if a is None or b is None:
             np.testing.assert_array_equal(merged[name], before, err_msg=name)
             continue
-        wanted = before + np.float32(LORA["alpha"] / len(a)) * (b @ a)
-        np.testing.assert_allclose(merged[name], wanted, rtol=1e-6, atol=1e-6, err_msg=name)
+        merged_weight = before + np.float32(LORA["alpha"] / len(a)) * (b @ a)
+        np.testing.assert_allclose(merged[name], merged_weight, rtol=1e-6, atol=1e-6, err_msg=name)
         assert not np.allclose(merged[name], before, atol=1e-3), name
     assert not load(out)[1]["missing_keys"]
     one_rank = run_world(lora_recipe(path, TrainLayout(1, 1, 1, 1)), load_weights, folder)

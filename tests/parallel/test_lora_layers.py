@@ -80,12 +80,12 @@ def chunk_of(sizes: dict[str, tuple[int, ...]]) -> torch.nn.Module:
 @pytest.fixture(scope="module")
 def linears() -> dict[str, tuple[int, ...]]:
     """The map's linear layers of the decoder, with the extent of each."""
-    found: dict[str, tuple[int, ...]] = {}
+    extents: dict[str, tuple[int, ...]] = {}
     for shard in megatron_map.shards(SHAPE, ONE_RANK, 0, transformer_engine=True):
         if lora_map.leaf_of(shard.name) in lora_map.TARGETS:
             ends = tuple(at + size for at, size in zip(shard.at, shard.size, strict=True))
-            found[shard.param] = tuple(map(max, ends, found.get(shard.param, ends)))
-    return found
+            extents[shard.param] = tuple(map(max, ends, extents.get(shard.param, ends)))
+    return extents
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_factors_have_the_names_and_the_order_of_the_map(adapted: torch.nn.Modul
     held = model.factors([adapted])
     named = set()
     for shard in lora_map.shards(SHAPE, ONE_RANK, 0, SIZE, transformer_engine=True):
-        (view,) = {one.shape for one in views(held, shard.param, shard.at, shard.size)}
+        (view,) = {tensor.shape for tensor in views(held, shard.param, shard.at, shard.size)}
         assert view[-2:] == torch.Size(shard.size[1:])
         named |= {shard.param.format(number) for number in range(*shard.items)}
     assert named == held.keys()
@@ -120,11 +120,11 @@ def test_factors_have_the_names_and_the_order_of_the_map(adapted: torch.nn.Modul
 def merged(linear: Any, weight: str, tensor: str) -> torch.Tensor:
     """Rows of a layer's weight that are a tensor of the checkpoint with its delta."""
     pairs = {pair.held.name: pair for pair in linear.modules() if isinstance(pair, lora.FactorPair)}
-    pair, found = pairs[tensor], getattr(linear, weight).clone()
+    pair, summed = pairs[tensor], getattr(linear, weight).clone()
     delta = SIZE.scale_of(pair.held.is_expert) * pair.B @ pair.A
     for row, start, number in pair.held.places:
-        found[row : row + number] += delta[start : start + number]
-    return found
+        summed[row : row + number] += delta[start : start + number]
+    return summed
 
 
 def test_the_norm_inside_a_layer_comes_before_its_adapter(adapted: Any) -> None:
@@ -149,9 +149,9 @@ def test_each_expert_of_a_layer_has_its_own_adapter(adapted: Any) -> None:
         )
         for number, part in enumerate(hidden.split(splits))
     ]
-    found, _ = linear(hidden, splits)
-    torch.testing.assert_close(found, torch.cat(expected))
-    found.sum().backward()
+    output, _ = linear(hidden, splits)
+    torch.testing.assert_close(output, torch.cat(expected))
+    output.sum().backward()
     factors = {
         name: param
         for name, param in linear.named_parameters()
@@ -166,19 +166,19 @@ def test_the_parallel_modes_are_those_of_megatrons_classes() -> None:
     """By its source: the classes themselves need TransformerEngine."""
     tree = ast.parse(Path(transformer_engine.__file__).read_text(encoding="utf-8"))
     modes = {}
-    for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        given = [
+    for class_node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        keywords = [
             keyword
-            for node in ast.walk(made)
+            for node in ast.walk(class_node)
             if isinstance(node, ast.Call)
             for keyword in node.keywords
         ]
-        found = {
-            one.value.value
-            for one in given
-            if one.arg == "parallel_mode" and isinstance(one.value, ast.Constant)
+        values = {
+            keyword.value.value
+            for keyword in keywords
+            if keyword.arg == "parallel_mode" and isinstance(keyword.value, ast.Constant)
         }
-        modes |= {made.name: found}
+        modes |= {class_node.name: values}
     # duplicated: as its caller says
     expected = {"columns": {"column"}, "rows": {"row"}, "nothing": set()}
     assert {name: modes[name] for name in lora.TE_CUTS} == {

@@ -72,21 +72,37 @@ def config(path: Path, options: dict[str, Any]) -> Any:
 
 
 def test_config_follows_checkpoint_and_layout(checkpoint_path: Path) -> None:
-    made = config(checkpoint_path, {})
-    assert (made.num_layers, made.hidden_size, made.num_query_groups, made.kv_channels) == (
+    megatron_config = config(checkpoint_path, {})
+    assert (
+        megatron_config.num_layers,
+        megatron_config.hidden_size,
+        megatron_config.num_query_groups,
+        megatron_config.kv_channels,
+    ) == (
         4,
         64,
         2,
         32,
     )
-    assert (made.num_moe_experts, made.moe_router_topk, made.moe_ffn_hidden_size) == (8, 2, 32)
-    assert (made.layernorm_epsilon, made.moe_router_pre_softmax, made.sequence_parallel) == (
+    assert (
+        megatron_config.num_moe_experts,
+        megatron_config.moe_router_topk,
+        megatron_config.moe_ffn_hidden_size,
+    ) == (8, 2, 32)
+    assert (
+        megatron_config.layernorm_epsilon,
+        megatron_config.moe_router_pre_softmax,
+        megatron_config.sequence_parallel,
+    ) == (
         1e-5,
         False,
         True,
     )
-    assert (made.expert_model_parallel_size, made.expert_tensor_parallel_size) == (2, 1)
-    assert made.params_dtype is made.pipeline_dtype is torch.bfloat16
+    assert (
+        megatron_config.expert_model_parallel_size,
+        megatron_config.expert_tensor_parallel_size,
+    ) == (2, 1)
+    assert megatron_config.params_dtype is megatron_config.pipeline_dtype is torch.bfloat16
 
 
 def test_unnormalised_routing_takes_the_softmax_first(edited: Any) -> None:

@@ -64,28 +64,30 @@ def on_rank(rank: int, meet: Address, made: Any, work: Any, folder: Path) -> Any
 def steps_in_turn(trainer: Any, count: int) -> list[dict[str, float]]:
     """With a turn of the others after each."""
     part = uneven_part(trainer, num_micro_batches=2)
-    found = []
+    metrics = []
     for _ in range(count):
-        found += steps(trainer, part, 1)
+        metrics += steps(trainer, part, 1)
         trainer.offload()
         trainer.onload()
-    return found
+    return metrics
 
 
 def state(trainer: Any) -> dict[tuple[int, int, str], np.ndarray]:
     """This rank's masters and moments, by Megatron's order."""
-    found = {}
+    arrays = {}
     for index, chained in enumerate(trainer._model.optimizer.chained_optimizers):
         for place, param in enumerate(chained.model_param_group_index_map):
             tensors = chained._get_main_param_and_optimizer_states(param)
-            found |= {(index, place, name): tensors[name].detach().numpy().copy() for name in STATE}
-    return found
+            arrays |= {
+                (index, place, name): tensors[name].detach().numpy().copy() for name in STATE
+            }
+    return arrays
 
 
 def hybrids() -> int:
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    return sum(isinstance(one, HybridDeviceOptimizer) for one in gc.get_objects())
+    return sum(isinstance(instance, HybridDeviceOptimizer) for instance in gc.get_objects())
 
 
 def keep_track(gathered: list[weakref.ref[torch.Tensor]]) -> None:
@@ -95,12 +97,15 @@ def keep_track(gathered: list[weakref.ref[torch.Tensor]]) -> None:
     plain: Any = DistributedOptimizer.get_parameter_state_dp_zero
 
     def tracking(self: Any, **options: Any) -> Any:
-        found = plain(self, **options)
+        state_dict = plain(self, **options)
         kinds = [
-            one for value in found.values() if isinstance(value, dict) for one in value.values()
+            kind
+            for value in state_dict.values()
+            if isinstance(value, dict)
+            for kind in value.values()
         ]
         gathered.extend(weakref.ref(kind[name]) for kind in kinds for name in STATE)
-        return found
+        return state_dict
 
     DistributedOptimizer.get_parameter_state_dp_zero = tracking  # type: ignore[method-assign]
 
@@ -109,20 +114,22 @@ def train_and_save(trainer: Any, folder: Path) -> dict[str, Any]:
     gathered: list[weakref.ref[torch.Tensor]] = []
     keep_track(gathered)
     optimizers = trainer._model.optimizer.chained_optimizers
-    groups = [group for one in optimizers for group in one.shard_fp32_from_float16_groups]
-    found: dict[str, Any] = {
-        "beside": sum(one is not None for group in groups for one in group), "hybrids": hybrids(),
+    groups = [
+        group for optimizer in optimizers for group in optimizer.shard_fp32_from_float16_groups
+    ]
+    facts: dict[str, Any] = {
+        "beside": sum(master is not None for group in groups for master in group), "hybrids": hybrids(),
         "before": steps_in_turn(trainer, 3), "saved": state(trainer),
     }  # fmt: skip
     pending = trainer._model.save(folder)
-    found |= {"gathered": len(gathered), "alive": sum(one() is not None for one in gathered)}
-    found |= {
+    facts |= {"gathered": len(gathered), "alive": sum(ref() is not None for ref in gathered)}
+    facts |= {
         "after": steps_in_turn(trainer, 2),
         "ended": state(trainer),
         "weights": rectangles(trainer),
     }
     pending.finish()
-    return found
+    return facts
 
 
 def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
@@ -130,13 +137,15 @@ def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
     loaded = state(trainer)
     optimizers = trainer._model.optimizer.chained_optimizers
     tensors = [
-        one
+        value
         for chained in optimizers
         for held in chained.optimizer.state.values()
-        for one in held.values()
+        for value in held.values()
     ]
     parts = sum(
-        one.untyped_storage().nbytes() > one.nbytes for one in tensors if torch.is_tensor(one)
+        tensor.untyped_storage().nbytes() > tensor.nbytes
+        for tensor in tensors
+        if torch.is_tensor(tensor)
     )
     return {
         "loaded": loaded,
@@ -147,8 +156,10 @@ def load_and_go_on(trainer: Any, folder: Path) -> dict[str, Any]:
 
 
 def run(path: Path, offloads: bool, work: Any, folder: Path) -> list[dict[str, Any]]:
-    made = recipe(path, LAYOUT, dtype="bfloat16", optimizer_offload=offloads, weight_decay=0.1)
-    return run_ranks(LAYOUT.world_size, on_rank, made, work, folder)
+    run_recipe = recipe(
+        path, LAYOUT, dtype="bfloat16", optimizer_offload=offloads, weight_decay=0.1
+    )
+    return run_ranks(LAYOUT.world_size, on_rank, run_recipe, work, folder)
 
 
 @pytest.fixture(scope="module")
@@ -173,16 +184,16 @@ def runs(
 
 
 def test_the_steps_are_those_of_an_optimizer_beside_the_weights(runs: Any) -> None:
-    for mine, other in zip(runs[True][1], runs[False][1], strict=True):
+    for rank, other in zip(runs[True][1], runs[False][1], strict=True):
         for name in ("before", "after"):
-            for metrics, expected in zip(mine[name], other[name], strict=True):
+            for metrics, expected in zip(rank[name], other[name], strict=True):
                 assert metrics == pytest.approx(expected, rel=1e-6)
-        for key, values in mine["ended"].items():
+        for key, values in rank["ended"].items():
             np.testing.assert_allclose(values, other["ended"][key], rtol=1e-5, atol=1e-6)
-        for one, two in zip(mine["weights"], other["weights"], strict=True):
-            assert one[:3] == two[:3]
+        for rectangle, other_rectangle in zip(rank["weights"], other["weights"], strict=True):
+            assert rectangle[:3] == other_rectangle[:3]
             # a master on the verge may be rounded the other way
-            assert np.mean(one[3] != two[3]) < 1e-3, one[0]
+            assert np.mean(rectangle[3] != other_rectangle[3]) < 1e-3, rectangle[0]
 
 
 def test_it_has_no_masters_beside_the_weights_and_keeps_one_of_itself(runs: Any) -> None:
@@ -202,14 +213,14 @@ def test_a_checkpoint_goes_on_wherever_the_optimizer_is(
     path: Path, runs: Any, source: bool, target: bool
 ) -> None:
     folder, expected = runs[source]
-    for mine, other in zip(run(path, target, load_and_go_on, folder), expected, strict=True):
-        assert not mine["parts"]  # of the other ranks' state
+    for rank, other in zip(run(path, target, load_and_go_on, folder), expected, strict=True):
+        assert not rank["parts"]  # of the other ranks' state
         for key, values in other["saved"].items():
-            np.testing.assert_array_equal(mine["loaded"][key], values)
-        for metrics, others in zip(mine["after"], other["after"], strict=True):
+            np.testing.assert_array_equal(rank["loaded"][key], values)
+        for metrics, others in zip(rank["after"], other["after"], strict=True):
             assert metrics == pytest.approx(others, rel=1e-6)
         for key, values in other["ended"].items():
-            np.testing.assert_allclose(mine["ended"][key], values, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(rank["ended"][key], values, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_in_float32_have_no_copies_to_step_on() -> None:

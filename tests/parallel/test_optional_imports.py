@@ -54,12 +54,14 @@ def write_engine(folder: Path, files: dict[str, str]) -> Path:
 @pytest.fixture
 def finder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[TransformerEngineFinder]:
     """The finder of a process with a GPU, which looks for packages in tmp_path too."""
-    made = TransformerEngineFinder("cuda")
+    gpu_finder = TransformerEngineFinder("cuda")
     monkeypatch.setattr(
-        sys, "meta_path", [made, *(it for it in sys.meta_path if type(it) is not type(made))]
+        sys,
+        "meta_path",
+        [gpu_finder, *(entry for entry in sys.meta_path if type(entry) is not type(gpu_finder))],
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield made
+    yield gpu_finder
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
         del sys.modules[name]
 
@@ -148,12 +150,14 @@ except UserError as fault:
 def test_megatron_is_imported_beside_an_engine_whose_libraries_do_not_load(tmp_path: Path) -> None:
     """In a process that takes itself for one with a GPU: a run with train.local_layers goes on, another has a line."""
     package = write_engine(tmp_path, {"__init__.py": BROKEN})
-    own = {
+    environment = {
         **os.environ,
         "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    done = subprocess.run([sys.executable, "-c", ON_A_GPU], env=own, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
         f"train.local_layers: TransformerEngine cannot be used ({SYMBOL}); install what req"

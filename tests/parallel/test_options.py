@@ -49,13 +49,15 @@ def test_a_wrong_option_is_named(branch: str, key: str, words: str) -> None:
 def test_all_that_are_listed_are_megatrons_and_take_their_defaults() -> None:
     buffers, adam = DistributedDataParallelConfig(), OptimizerConfig()
     ddp = {name: getattr(buffers, name) for name in OF_BUFFERS}
-    own = {
+    optimizer_options = {
         name: str(getattr(adam, name)).removeprefix("torch.")
         for name in OF_OPTIMIZER
         if "dtype" in name
     }
-    own |= {name: getattr(adam, name) for name in OF_OPTIMIZER if name not in own}
-    assert errors(ddp=ddp, optimizer=own) == []
+    optimizer_options |= {
+        name: getattr(adam, name) for name in OF_OPTIMIZER if name not in optimizer_options
+    }
+    assert errors(ddp=ddp, optimizer=optimizer_options) == []
 
 
 def test_values_of_yaml_that_megatrons_fields_take() -> None:
@@ -104,10 +106,10 @@ def test_a_wrong_value_is_named(branch: str, key: str, value: Any, hint: str) ->
 
 def test_every_wrong_value_at_once() -> None:
     adam = {"exp_avg_dtype": "bf61", "adam_beta1": 5, "nonsense": 1}
-    found = errors(
+    messages = errors(
         optimizer=adam, ddp={"bucket_size": "foo"}, megatron={"recompute_granularity": "ful"}
     )
-    assert len(found) == 5
+    assert len(messages) == 5
 
 
 @pytest.mark.parametrize("offloaded", [False, True])
@@ -117,11 +119,12 @@ def test_a_precision_aware_optimizer_is_accepted_where_transformer_engine_is_not
     """A login node without GPUs checks a recipe of the cluster; an optimizer on the host does without it anyway."""
     monkeypatch.setattr(optimizer, "HAVE_TE", False)
     options = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}
-    made = optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, offloaded)
+    config = optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, offloaded)
     assert (
-        made.use_precision_aware_optimizer and made.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        config.use_precision_aware_optimizer
+        and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     )
-    assert (made.exp_avg_dtype, made.params_dtype) == (torch.bfloat16, torch.bfloat16)
+    assert (config.exp_avg_dtype, config.params_dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,41 +143,46 @@ def test_a_rank_without_transformer_engine_names_the_key(monkeypatch: pytest.Mon
 def test_what_an_optimizer_on_the_host_needs_is_no_option_in_force(options: dict[str, Any]) -> None:
     train = TrainConfig(lr=1.0, optimizer=options)
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    found = effective_options(
+    in_force = effective_options(
         train, config, buffers_config(train), optimizer_config(train, torch.bfloat16, True), ()
     )
-    assert found["optimizer"].get("use_precision_aware_optimizer") == options.get(
+    assert in_force["optimizer"].get("use_precision_aware_optimizer") == options.get(
         "use_precision_aware_optimizer"
     )
 
 
 def test_options_in_force_are_those_of_a_recipe() -> None:
     """Ranks that are given what is told of them run with the same."""
-    given = TrainConfig(lr=1.0, megatron={"moe_router_dtype": "fp64"}, optimizer={"adam_eps": 1e-9})
+    train_config = TrainConfig(
+        lr=1.0, megatron={"moe_router_dtype": "fp64"}, optimizer={"adam_eps": 1e-9}
+    )
 
     def told(train: TrainConfig) -> dict[str, dict[str, Any]]:
         config = TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=1, **train.megatron
         )
-        own = optimizer_config(train, torch.float32, offloaded=False)
+        of_optimizer = optimizer_config(train, torch.float32, offloaded=False)
         return effective_options(
-            train, config, buffers_config(train), own, {"deallocate_pipeline_outputs"}
+            train, config, buffers_config(train), of_optimizer, {"deallocate_pipeline_outputs"}
         )
 
-    found = told(given)
-    assert found["megatron"] == {"deallocate_pipeline_outputs": False, "moe_router_dtype": "fp64"}
-    assert (found["optimizer"]["adam_eps"], found["optimizer"]["exp_avg_dtype"]) == (
+    in_force = told(train_config)
+    assert in_force["megatron"] == {
+        "deallocate_pipeline_outputs": False,
+        "moe_router_dtype": "fp64",
+    }
+    assert (in_force["optimizer"]["adam_eps"], in_force["optimizer"]["exp_avg_dtype"]) == (
         1e-9,
         "float32",
     )
-    assert told(TrainConfig(lr=1.0, **yaml.safe_load(yaml.safe_dump(found)))) == found
+    assert told(TrainConfig(lr=1.0, **yaml.safe_load(yaml.safe_dump(in_force)))) == in_force
 
 
 def test_options_of_the_buffers_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = buffers_config(
+    config = buffers_config(
         TrainConfig(lr=1.0, ddp={"bucket_size": 1_000, "check_for_nan_in_grad": True})
     )
-    assert (made.bucket_size, made.check_for_nan_in_grad, made.overlap_grad_reduce) == (
+    assert (config.bucket_size, config.check_for_nan_in_grad, config.overlap_grad_reduce) == (
         1_000,
         True,
         False,
@@ -192,8 +200,13 @@ def test_options_of_the_optimizer_pass_through() -> None:
         # Of a precision-aware optimizer only.
         optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, False)
     del options["exp_avg_dtype"]
-    made = optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, False)
-    assert (made.adam_beta1, made.adam_beta2, made.adam_eps, made.lr) == (0.9, 0.95, 1e-15, 1.0)
+    config = optimizer_config(TrainConfig(lr=1.0, optimizer=options), torch.bfloat16, False)
+    assert (config.adam_beta1, config.adam_beta2, config.adam_eps, config.lr) == (
+        0.9,
+        0.95,
+        1e-15,
+        1.0,
+    )
 
 
 def test_a_type_that_is_none_is_named() -> None:

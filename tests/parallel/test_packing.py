@@ -84,7 +84,7 @@ def test_every_sequence_comes_back_from_all_ranks(
     tokens: list[list[int]], tp: int, cp: int
 ) -> None:
     """The shares of the context-parallel ranks, put in order, are the row; what a position predicts comes with it."""
-    sequences = [sequence(one) for one in tokens]
+    sequences = [sequence(ids) for ids in tokens]
     shares = [
         pack(sequences, split=Split(tp, cp, rank, 2 * cp if cp > 1 else 1), device="cpu")
         for rank in range(cp)
@@ -96,12 +96,14 @@ def test_every_sequence_comes_back_from_all_ranks(
     assert row.bounds[-1] == len(row.order_T) > 0
     labels_T = torch.cat([share.labels_L for share in shares])[row.order_T]
     sequence_T = torch.cat([share.sequence_L for share in shares])[row.order_T]
-    assert [one.tolist() for one in unpack(row, labels_T)] == [[0.0, *one[1:]] for one in tokens]
+    assert [ids.tolist() for ids in unpack(row, labels_T)] == [[0.0, *ids[1:]] for ids in tokens]
     counts = torch.bincount(sequence_T, minlength=len(tokens) + 1)[: len(tokens)]
-    assert counts.tolist() == [len(one) for one in tokens]
+    assert counts.tolist() == [len(ids) for ids in tokens]
     masked = row.targets.loss_mask_T
     assert torch.equal(row.targets.engine_logp_T[masked], -labels_T[masked].float())
-    assert int(masked.sum()) == sum(int(one.loss_mask_T[1:].sum()) for one in sequences)
+    assert int(masked.sum()) == sum(
+        int(train_sequence.loss_mask_T[1:].sum()) for train_sequence in sequences
+    )
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(2, 4))
@@ -117,13 +119,13 @@ def test_context_parallel_ranks_attend_to_equally_many_tokens(chunks: list[int],
 
 def test_the_engines_experts_are_packed_with_the_tokens_they_are_of() -> None:
     """Its last token was never an input of the engine's: nothing is known of it, nor of padding."""
-    given = [
+    sequences = [
         replace(sequence([5, 6, 7]), experts_TMK=np.arange(4).reshape(2, 1, 2)),
         sequence([8, 9]),
     ]
-    assert pack(given, split=Split(), device="cpu").experts_LMK is None  # one sequence has none
-    given[1] = replace(given[1], experts_TMK=np.full((1, 1, 2), 7))
-    row = pack(given, split=Split(tp=4), device="cpu")
+    assert pack(sequences, split=Split(), device="cpu").experts_LMK is None  # one sequence has none
+    sequences[1] = replace(sequences[1], experts_TMK=np.full((1, 1, 2), 7))
+    row = pack(sequences, split=Split(tp=4), device="cpu")
     assert row.experts_LMK is not None
     assert row.experts_LMK[:, 0].tolist() == [
         [0, 1],

@@ -80,16 +80,16 @@ def train(trainer: Any) -> dict[str, Any]:
 
 
 def run(path: Path, family: str, layout: TrainLayout, **options: Any) -> list[dict[str, Any]]:
-    made = recipe(
+    run_recipe = recipe(
         path, layout, grad_clip=1.0, weight_decay=0.1, **SETTINGS[family], megatron=options
     )
-    return run_world(made, train)
+    return run_world(run_recipe, train)
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
     """Each family's checkpoint and what one rank makes of it."""
-    found = {}
+    by_family = {}
     for family in SETTINGS:
         folder = tmp_path_factory.mktemp(family)
         path = write(
@@ -99,8 +99,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
             vocab_size=VOCAB_SIZE,
             pad_token_id=None,
         )
-        found[family] = path, run(path, family, ONE_RANK)[0]
-    return found
+        by_family[family] = path, run(path, family, ONE_RANK)[0]
+    return by_family
 
 
 # By night: parts of which others are made, whichever family has the whole by day. Qwen3-MoE differs from DeepSeek-V3 in
@@ -180,11 +180,11 @@ def test_ranks_without_sequences(one_rank: dict[str, Any]) -> None:
     """Any number of samples goes on any number of ranks."""
     path, expected = one_rank["deepseek-v3"]
     settings = SETTINGS["deepseek-v3"]
-    made = recipe(path, TrainLayout(4, 2, 1, 2), grad_clip=1.0, weight_decay=0.1, **settings)
-    ranks = run_world(made, train_unevenly)
+    run_recipe = recipe(path, TrainLayout(4, 2, 1, 2), grad_clip=1.0, weight_decay=0.1, **settings)
+    ranks = run_world(run_recipe, train_unevenly)
     assert all(rank["metrics"] == ranks[0]["metrics"] for rank in ranks)
-    for mine, one in zip(ranks[0]["metrics"], expected["metrics"], strict=True):
-        assert mine == pytest.approx(one, rel=within(1e-4))
+    for metrics, reference in zip(ranks[0]["metrics"], expected["metrics"], strict=True):
+        assert metrics == pytest.approx(reference, rel=within(1e-4))
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
@@ -192,11 +192,11 @@ def test_ranks_without_sequences(one_rank: dict[str, Any]) -> None:
 def test_dense_families(tmp_path: Path, family: str) -> None:
     """Without experts; Qwen3's embedding is also its output layer, on two stages in two copies."""
     path = write(tmp_path, family, vocab_size=VOCAB_SIZE, pad_token_id=None)
-    made = {
+    ranks_by_layout = {
         layout: run_world(recipe(path, layout, weight_decay=0.1), train) for layout in DENSE_LAYOUTS
     }
-    for layout, ranks in made.items():
-        check(ranks, layout, made[ONE_RANK][0])
+    for layout, ranks in ranks_by_layout.items():
+        check(ranks, layout, ranks_by_layout[ONE_RANK][0])
 
 
 def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, Any]) -> None:
@@ -206,9 +206,11 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
         check_logprobs(
             result["logprobs"], expected["logprobs"][at.dp :: layout.dp] if is_last else None
         )
-        for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
-            assert (mine.keys() == one.keys()) == is_last
-            assert mine == pytest.approx({name: one[name] for name in mine}, rel=within(1e-4))
+        for rank_metrics, reference in zip(result["metrics"], expected["metrics"], strict=True):
+            assert (rank_metrics.keys() == reference.keys()) == is_last
+            assert rank_metrics == pytest.approx(
+                {name: reference[name] for name in rank_metrics}, rel=within(1e-4)
+            )
     last = [
         result["metrics"]
         for rank, result in enumerate(ranks)
@@ -220,5 +222,5 @@ def check(ranks: list[dict[str, Any]], layout: TrainLayout, expected: dict[str, 
 
 def check_logprobs(mine: list[np.ndarray] | None, expected: list[np.ndarray] | None) -> None:
     assert (mine is None) == (expected is None)
-    for one, other in zip(mine or (), expected or (), strict=True):
-        np.testing.assert_allclose(one, other, atol=within(1e-4))
+    for logp_T, other in zip(mine or (), expected or (), strict=True):
+        np.testing.assert_allclose(logp_T, other, atol=within(1e-4))

@@ -44,11 +44,11 @@ def overhear(trainer: Any) -> list[tuple[Any, Any]]:
     """What each hop of a pass without and one with gradients was known to be, and what the stages said of it."""
     from megarl.parallel.pipeline import KnownShapes, P2PCommunicator
 
-    found, known = [], KnownShapes._communicate_shapes
+    hops, known = [], KnownShapes._communicate_shapes
 
     def both(self: Any, *hop: Any) -> Any:
         shapes = known(self, *hop)
-        found.append((shapes, P2PCommunicator._communicate_shapes(self, *hop)))
+        hops.append((shapes, P2PCommunicator._communicate_shapes(self, *hop)))
         return shapes
 
     KnownShapes._communicate_shapes = both  # type: ignore[method-assign]
@@ -56,7 +56,7 @@ def overhear(trainer: Any) -> list[tuple[Any, Any]]:
     batches = assign(ragged(14, VOCAB_SIZE, seed=3), at.dp, dp, micro_batches=4)
     trainer.token_outputs(batches)
     trainer.train_step(part(batches, 50.0), 1e-3, weighted_loss)
-    return found
+    return hops
 
 
 @pytest.mark.slow
@@ -66,6 +66,6 @@ def test_a_stage_knows_what_the_others_would_have_told_it(
 ) -> None:
     ranks = run_world(recipe(checkpoint_path, layout), overhear)
     for hops in ranks:
-        assert [tuple(known) for known, _ in hops] == [tuple(told) for _, told in hops]
+        assert [tuple(known) for known, _ in hops] == [tuple(received) for _, received in hops]
     lengths = {shape[0] for hops in ranks for shapes, _ in hops for shape in shapes if shape[0]}
     assert len(lengths) > 1, "rows of one length would prove nothing"

@@ -53,10 +53,10 @@ def path(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one_rank(path: Path) -> dict[str, Any]:
     losses = {"aux_loss": AUX, "z_loss": Z}
-    made = recipe(
+    run_recipe = recipe(
         path, TrainLayout(1, 1, 1, 1), grad_clip=GRAD_CLIP, weight_decay=WEIGHT_DECAY, **losses
     )
-    return run_world(made, train)[0]
+    return run_world(run_recipe, train)[0]
 
 
 def hf_model(path: Path) -> Any:
@@ -67,14 +67,14 @@ def hf_model(path: Path) -> Any:
 
 def test_logprobs_equal_those_of_transformers(path: Path, one_rank: dict[str, Any]) -> None:
     model = hf_model(path).eval()
-    for mine, one in zip(
+    for logp_T, sequence in zip(
         one_rank["logprobs"], assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, 1)[0], strict=True
     ):
-        tokens_T = torch.from_numpy(one.token_ids_T)
+        tokens_T = torch.from_numpy(sequence.token_ids_T)
         with torch.no_grad():
             logp_TV = model(tokens_T[None]).logits[0].log_softmax(-1)
         expected_T = logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0]
-        np.testing.assert_allclose(mine[1:], expected_T, atol=within(1e-4))
+        np.testing.assert_allclose(logp_T[1:], expected_T, atol=within(1e-4))
 
 
 def test_steps_equal_transformers_and_torch(
@@ -89,7 +89,9 @@ def test_steps_equal_transformers_and_torch(
         {"params": others, "weight_decay": WEIGHT_DECAY},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8)
-    rows = [pack([one], split=Split(), device="cpu") for one in ragged(14, VOCAB_SIZE, seed=3)]
+    rows = [
+        pack([sequence], split=Split(), device="cpu") for sequence in ragged(14, VOCAB_SIZE, seed=3)
+    ]
     tokens = pad_sequence([row.token_ids_L for row in rows], batch_first=True)
     lengths = [len(row.token_ids_L) for row in rows]
     seen, gradients = watch_routers(model), []
@@ -107,7 +109,7 @@ def test_steps_equal_transformers_and_torch(
         gradients.append(gradient_of(model, tmp_path))
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         optimizer.step()
-        mine = {name: metrics[name] for name in ("loss", "aux_loss", "z_loss", "grad_norm")}
+        losses = {name: metrics[name] for name in ("loss", "aux_loss", "z_loss", "grad_norm")}
         aux, z = aux / len(seen), z / len(seen)
         expected = {
             "loss": loss.item(),
@@ -115,13 +117,13 @@ def test_steps_equal_transformers_and_torch(
             "z_loss": z.item(),
             "grad_norm": norm.item(),
         }
-        assert mine == pytest.approx(expected, rel=within(1e-4))
-    mine = whole([one_rank["learning"]])
-    check_gradients(mine.gradients, gradients)
-    check_weights(mine)
-    assert mine.after
-    for bias in mine.after.keys() - gradients[0].keys():  # of the router; its rate is 0
-        np.testing.assert_array_equal(mine.after[bias], mine.before[bias])
+        assert losses == pytest.approx(expected, rel=within(1e-4))
+    learning = whole([one_rank["learning"]])
+    check_gradients(learning.gradients, gradients)
+    check_weights(learning)
+    assert learning.after
+    for bias in learning.after.keys() - gradients[0].keys():  # of the router; its rate is 0
+        np.testing.assert_array_equal(learning.after[bias], learning.before[bias])
 
 
 def gradient_of(model: Any, folder: Path) -> Tensors:
@@ -129,11 +131,11 @@ def gradient_of(model: Any, folder: Path) -> Tensors:
     from safetensors.numpy import load_file
 
     model.save_pretrained(
-        folder, state_dict={name: one.grad for name, one in model.named_parameters()}
+        folder, state_dict={name: param.grad for name, param in model.named_parameters()}
     )
     return {
-        name: one.reshape(len(one), -1)
-        for name, one in load_file(folder / "model.safetensors").items()
+        name: gradient.reshape(len(gradient), -1)
+        for name, gradient in load_file(folder / "model.safetensors").items()
     }
 
 
@@ -160,16 +162,16 @@ def router_losses(
     for logits in layers:
         num_experts = logits.shape[-1]
         for index, length in enumerate(lengths):
-            own = logits[index, :length]
+            sequence_logits = logits[index, :length]
             scores = (
-                own.softmax(-1)
+                sequence_logits.softmax(-1)
                 if family == "qwen3-moe"
-                else own.sigmoid() / own.sigmoid().sum(-1, keepdim=True)
+                else sequence_logits.sigmoid() / sequence_logits.sigmoid().sum(-1, keepdim=True)
             )
             counts = torch.bincount(scores.topk(top_k).indices.flatten(), minlength=num_experts)
             share = counts / (top_k * length)
             balance = balance + length * num_experts * (share * scores.mean(0)).sum()
-            z = z + (own.logsumexp(-1) ** 2).sum()
+            z = z + (sequence_logits.logsumexp(-1) ** 2).sum()
     return balance / tokens, z / tokens
 
 

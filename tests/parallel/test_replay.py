@@ -49,15 +49,15 @@ LAYOUTS: dict[str, tuple[TrainLayout, dict[str, Any]]] = {
 def sampled(family: str) -> list[TrainSequence]:
     """Sequences whose engine chose experts at random, in one of them half of the time not known."""
     rng = np.random.default_rng(1)
-    found = []
-    for one in ragged(14, VOCAB_SIZE, seed=3):
-        size = len(one.token_ids_T) - 1, MOE_LAYERS[family]
+    sequences = []
+    for sequence in ragged(14, VOCAB_SIZE, seed=3):
+        size = len(sequence.token_ids_T) - 1, MOE_LAYERS[family]
         experts = np.array(
             [rng.permutation(EXPERTS)[: TOP_K[family]] for _ in range(size[0] * size[1])]
         )
-        found.append(replace(one, experts_TMK=experts.reshape(*size, -1)))
-    found[0].experts_TMK[::2] = -1  # type: ignore[index]
-    return found
+        sequences.append(replace(sequence, experts_TMK=experts.reshape(*size, -1)))
+    sequences[0].experts_TMK[::2] = -1  # type: ignore[index]
+    return sequences
 
 
 def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def replay_engine(trainer: Any, family: str) -> dict[str, Any]:
     diffs = trainer._replay_diffs(part)
     with recorded(trainer) as learning:
         taken = [trainer.train_step(part, LR, weighted_loss) for _ in range(2)]
-    metrics, choices = [numbers(one) for one in taken], [one[DIFFERING_SHARE] for one in taken]
+    metrics, choices = [numbers(step) for step in taken], [step[DIFFERING_SHARE] for step in taken]
     return {"gaps": numbers(diffs), "metrics": metrics, "choices": choices, "learning": learning}
 
 
@@ -92,7 +92,7 @@ def one_rank(path: Path, family: str) -> dict[str, Any]:
 
 def test_most_random_choices_are_not_the_routers_own(one_rank: dict[str, Any]) -> None:
     differing, replayed = one_rank["choices"][0]
-    tokens = sum(len(one.token_ids_T) - 1 for one in ragged(14, VOCAB_SIZE, seed=3))
+    tokens = sum(len(sequence.token_ids_T) - 1 for sequence in ragged(14, VOCAB_SIZE, seed=3))
     assert replayed < 4 * tokens
     assert 0.7 < differing / replayed <= 1
     assert one_rank["gaps"]["logprob_diff"] != one_rank["gaps"]["logprob_diff_without"]
@@ -110,10 +110,10 @@ def test_the_engines_experts_in_every_layout(
     """
     layout, options = LAYOUTS[name]
     ranks = run_world(recipe(path, layout, aux_loss=0.02, megatron=options), replay_engine, family)
-    for mine, one in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
-        assert mine == pytest.approx(one, rel=within(1e-4))
-    for mine, one in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):
-        assert mine == pytest.approx(one, rel=within(1e-4))
+    for metrics, expected in zip(ranks[-1]["metrics"], one_rank["metrics"], strict=True):
+        assert metrics == pytest.approx(expected, rel=within(1e-4))
+    for choices, expected in zip(ranks[-1]["choices"], one_rank["choices"], strict=True):
+        assert choices == pytest.approx(expected, rel=within(1e-4))
     assert {name: diff > 0 for name, diff in ranks[-1]["gaps"].items()} == dict.fromkeys(
         one_rank["gaps"], True
     )
@@ -127,12 +127,12 @@ def replay_old_policy(trainer: Any, amount: float) -> dict[str, Any]:
     micro_batches = uneven_part(trainer).micro_batches
     choices = [Choices(is_recording=True) for _ in micro_batches]
     before = trainer.token_outputs(micro_batches, choices)
-    for one in choices:
-        one.is_recording = False
-    made = torch.Generator().manual_seed(0)
+    for choice in choices:
+        choice.is_recording = False
+    generator = torch.Generator().manual_seed(0)
     for name, bias in trainer.params().items():
         if name.endswith("expert_bias"):
-            bias += amount * torch.randn(EXPERTS, generator=made)
+            bias += amount * torch.randn(EXPERTS, generator=generator)
     return {
         "before": before,
         "plain": trainer.token_outputs(micro_batches),

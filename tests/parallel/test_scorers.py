@@ -44,7 +44,7 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
 
     critic: Any = AuxiliaryRank(rank, role_of(made, "critic", has_scores=True), meet, "values")
     part = uneven_part(critic)
-    found, values = [], critic.values_of(part.micro_batches)
+    metrics, values = [], critic.values_of(part.micro_batches)
     with recorded(critic) as learning:
         for _ in range(STEPS):
             if takes_turns:
@@ -53,13 +53,13 @@ def learn(rank: int, meet: Address, made: Any, takes_turns: bool) -> dict[str, A
                     param.untyped_storage().nbytes() for param in critic.params().values()
                 )
                 critic.onload()
-            found.append(numbers(critic.train_step(part.micro_batches, values, part.norms, LR)))
-    return {"values": values.values, "metrics": found, "learning": learning}
+            metrics.append(numbers(critic.train_step(part.micro_batches, values, part.norms, LR)))
+    return {"values": values.values, "metrics": metrics, "learning": learning}
 
 
 def world(path: Path, layout: TrainLayout, takes_turns: bool = False) -> list[dict[str, Any]]:
-    made = recipe(path, layout, weight_decay=0.1, aux_loss=0.02)
-    return run_ranks(layout.world_size, learn, made, takes_turns)
+    run_recipe = recipe(path, layout, weight_decay=0.1, aux_loss=0.02)
+    return run_ranks(layout.world_size, learn, run_recipe, takes_turns)
 
 
 @pytest.fixture(scope="module")
@@ -80,16 +80,16 @@ def scored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_values_are_those_of_transformers(scored: Scored) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    path, mine = scored
+    path, result = scored
     model: Any = AutoModelForSequenceClassification.from_pretrained(path)
     in_order = [
-        one
+        sequence
         for batch in assign(ragged(14, VOCAB_SIZE, seed=3), 0, 1, micro_batches=4)
-        for one in batch
+        for sequence in batch
     ]
-    for one, value_T in zip(in_order, mine["values"], strict=True):
+    for sequence, value_T in zip(in_order, result["values"], strict=True):
         with torch.no_grad():
-            hidden = model.model(torch.from_numpy(one.token_ids_T)[None]).last_hidden_state
+            hidden = model.model(torch.from_numpy(sequence.token_ids_T)[None]).last_hidden_state
             expected_T = model.score(hidden)[0, :, 0].numpy()
         np.testing.assert_allclose(value_T[1:], expected_T[:-1], atol=2e-4)
 
@@ -102,27 +102,27 @@ def test_every_layout_learns_what_one_rank_does(scored: Scored, layout: TrainLay
         at = layout.coords(rank)
         is_last = at.pp == layout.pp - 1
         assert (result["values"] is None) == (not is_last)
-        own = expected["values"][at.dp :: layout.dp] if is_last else ()
-        for mine, one in zip(result["values"] or (), own, strict=True):
-            np.testing.assert_allclose(mine, one, atol=1e-4)
-        for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
-            assert (mine.keys() == one.keys()) == is_last
-            assert mine == pytest.approx({key: one[key] for key in mine}, rel=1e-4)
+        values = expected["values"][at.dp :: layout.dp] if is_last else ()
+        for value_T, expected_T in zip(result["values"] or (), values, strict=True):
+            np.testing.assert_allclose(value_T, expected_T, atol=1e-4)
+        for metrics, reference in zip(result["metrics"], expected["metrics"], strict=True):
+            assert (metrics.keys() == reference.keys()) == is_last
+            assert metrics == pytest.approx({key: reference[key] for key in metrics}, rel=1e-4)
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
 def test_a_language_models_critic_begins_with_0_and_learns(tmp_path: Path) -> None:
     """Its multi-token prediction layers have no part in it."""
     path = write(tmp_path, "deepseek-v3", mtp_layers=1, vocab_size=VOCAB_SIZE, pad_token_id=None)
-    (one,) = world(path, ONE_RANK)
-    assert all(not value_T.any() for value_T in one["values"])
-    weights = whole([one["learning"]]).after
+    (rank,) = world(path, ONE_RANK)
+    assert all(not value_T.any() for value_T in rank["values"])
+    weights = whole([rank["learning"]]).after
     assert (
         weights
         and weights["score.weight"].any()
         and not any("layers.4." in name for name in weights)
     )
-    losses = [metrics["loss"] for metrics in one["metrics"]]
+    losses = [metrics["loss"] for metrics in rank["metrics"]]
     assert losses[0] > losses[1] > losses[2]
 
 
@@ -146,7 +146,7 @@ def scores_of(model: Any, path: Path) -> list[list[float]]:
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(path)
-    found = []
+    scores = []
     for group in conversations():
         chats = [
             [
@@ -157,8 +157,8 @@ def scores_of(model: Any, path: Path) -> list[list[float]]:
         ]
         rows = tokenizer.apply_chat_template(chats, tokenize=True, return_dict=False)
         with torch.no_grad():
-            found.append([float(model(torch.tensor([row])).logits[0, 0]) for row in rows])
-    return found
+            scores.append([float(model(torch.tensor([row])).logits[0, 0]) for row in rows])
+    return scores
 
 
 def score(rank: int, meet: Address, made: Any) -> Any:
@@ -167,15 +167,15 @@ def score(rank: int, meet: Address, made: Any) -> Any:
     reward_model: Any = RewardModelRank(rank, role_of(made, "reward_model", has_scores=True), meet)
     layout = reward_model.layout
     at = layout.coords(rank)
-    found = reward_model.score(ScoreCall(conversations()[at.dp :: layout.dp]))
+    scores = reward_model.score(ScoreCall(conversations()[at.dp :: layout.dp]))
     reward_model.offload()
     reward_model.onload()
     again = reward_model.score(ScoreCall(conversations()[at.dp :: layout.dp]))
     if at.pp < layout.pp - 1:
-        assert found is again is None
+        assert scores is again is None
         return None
-    assert all(np.array_equal(one, two) for one, two in zip(found, again, strict=True))
-    return at.dp, found
+    assert all(np.array_equal(array, other) for array, other in zip(scores, again, strict=True))
+    return at.dp, scores
 
 
 @pytest.fixture(scope="module")
@@ -195,9 +195,9 @@ def test_scores_are_those_of_transformers(
 ) -> None:
     """The last token's, of a chat by the model's own template; ranks have unequal numbers of groups."""
     path, model = classifier
-    made = recipe(path, layout, tokens_per_micro_batch=40)
-    found = dict(filter(None, run_ranks(layout.world_size, score, made)))
+    run_recipe = recipe(path, layout, tokens_per_micro_batch=40)
+    scores_by_dp = dict(filter(None, run_ranks(layout.world_size, score, run_recipe)))
     for index, expected in enumerate(scores_of(model, path)):
         np.testing.assert_allclose(
-            found[index % layout.dp][index // layout.dp], expected, atol=1e-4
+            scores_by_dp[index % layout.dp][index // layout.dp], expected, atol=1e-4
         )

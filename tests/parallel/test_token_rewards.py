@@ -76,8 +76,10 @@ def plan(layout: TrainLayout, dp_rank: int, updates: int, outcomes: bool = True)
         align=layout.tokens_align,
     )  # fmt: skip
     return [
-        Update((one.micro_batches[dp_rank],), one.denominator, one.tokens, one.loss_tokens)
-        for one in plans
+        Update(
+            (update.micro_batches[dp_rank],), update.denominator, update.tokens, update.loss_tokens
+        )
+        for update in plans
     ]
 
 
@@ -100,7 +102,7 @@ def as_by_ray(state: Any) -> Any:
     """A rank's state as it comes back through Ray's object store: its arrays cannot be written to."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(state, protocol=5, buffer_callback=buffers.append)
-    return pickle.loads(pickled, buffers=[bytes(one.raw()) for one in buffers])
+    return pickle.loads(pickled, buffers=[bytes(buffer.raw()) for buffer in buffers])
 
 
 def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
@@ -115,16 +117,16 @@ def pay(rank: int, meet: Address, made: Any) -> dict[str, Any]:
         if reports(trainer)
         else []
     )
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
         share = plan(layout, at.dp, updates=2 if algorithm in ("ppo", "prime") else 1)
         values, state = [token_values_of(refs[:2], 4), token_values_of(refs[2:], 4)], None
         if algorithm == "ppo":
             call = TokenValuesCall("ppo", share, numbered, readers)
-            *found["penalties"], state = trainer.compute_logprobs(call)
+            *results["penalties"], state = trainer.compute_logprobs(call)
         updates = trainer.train(TrainCall(algorithm, share, numbered, LR, state, values))
-        found[algorithm] = [numbers(one) for one in updates]
-    return found
+        results[algorithm] = [numbers(update) for update in updates]
+    return results
 
 
 def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
@@ -137,7 +139,7 @@ def distil(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     groups, _ = batch()
     (update,) = plan(ONE_RANK, 0, 1, outcomes=False)
     share = train_sequences(update.micro_batches[0], dict(enumerate(groups)), "token_mean")
-    masks = [one.loss_mask_T for row in share for one in row]
+    masks = [sequence.loss_mask_T for row in share for sequence in row]
     student = trainer.token_outputs(share)
     with host_offload.swapped_in(trainer.params(), trainer._reference):
         teacher = trainer.token_outputs(share)
@@ -164,8 +166,8 @@ def world(
             name=algorithm, prime_beta=0.5 if algorithm == "prime" else None
         ),
     }
-    made = recipe(models[0], layout, replay=replay).model_copy(update=changes)
-    return run_ranks(layout.world_size, work, made)
+    run_recipe = recipe(models[0], layout, replay=replay).model_copy(update=changes)
+    return run_ranks(layout.world_size, work, run_recipe)
 
 
 @pytest.fixture(scope="module")
@@ -180,19 +182,19 @@ def test_every_layout_pays_what_one_rank_does(
     layout = LAYOUTS[name]
     ranks = world(models, layout, pay)
     for reader, expected in enumerate(one_rank["penalties"]):
-        found = [rank["penalties"][reader] for rank in ranks if rank["penalties"]]
-        assert sorted(key for penalties in found for key in penalties) == sorted(expected), (
+        of_ranks = [rank["penalties"][reader] for rank in ranks if rank["penalties"]]
+        assert sorted(key for penalties in of_ranks for key in penalties) == sorted(expected), (
             "each sample once"
         )
-        for penalties in found:
+        for penalties in of_ranks:
             for key, value_T in penalties.items():
                 np.testing.assert_allclose(value_T, expected[key], atol=within(1e-5))
     assert any(np.abs(value_T).max() > 1e-4 for value_T in one_rank["penalties"][0].values())
     for algorithm in ALGORITHMS:
         for rank in ranks:
-            for mine, one in zip(rank[algorithm], one_rank[algorithm], strict=True):
-                assert mine == pytest.approx(
-                    {key: one[key] for key in mine}, rel=within(2e-4), abs=1e-6
+            for metrics, reference in zip(rank[algorithm], one_rank[algorithm], strict=True):
+                assert metrics == pytest.approx(
+                    {key: reference[key] for key in metrics}, rel=within(2e-4), abs=1e-6
                 ), algorithm
 
 
@@ -206,8 +208,8 @@ def reuse(rank: int, meet: Address, made: Any) -> list[Any]:
     state = trainer.compute_logprobs(TokenValuesCall("ppo", share, numbered)).state
     call = TrainCall("ppo", share, numbered, 0.0, as_by_ray(state), [token_values_of(refs, 4)])
     with patch.object(trainer, "token_outputs", side_effect=AssertionError("it computes again")):
-        found = trainer.train(call)
-    return [found, trainer.train(replace(call, state=None))]
+        metrics = trainer.train(call)
+    return [metrics, trainer.train(replace(call, state=None))]
 
 
 @pytest.mark.parametrize("replay", ["off", "r2"])
@@ -223,9 +225,9 @@ def test_logprobs_of_a_call_before_spare_the_computation_and_change_nothing(
 
 def test_distillation_is_the_reverse_kl_of_each_token(models: tuple[Path, Path]) -> None:
     """On the policy's own samples, at the first update: E[log student - log teacher]."""
-    (found,) = world(models, ONE_RANK, distil, "on_policy_distillation")
-    assert found["loss"] == pytest.approx(found["diff"], rel=1e-5)
-    assert abs(found["diff"]) > 0.01
+    (result,) = world(models, ONE_RANK, distil, "on_policy_distillation")
+    assert result["loss"] == pytest.approx(result["diff"], rel=1e-5)
+    assert abs(result["diff"]) > 0.01
 
 
 def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
@@ -237,29 +239,29 @@ def learn_outcomes(rank: int, meet: Address, made: Any) -> dict[str, Any]:
     share = plan(model.layout, model.layout.coords(rank).dp, updates=2)
     numbered = dict(enumerate(groups))
     readers = [frozenset(map(key_of, refs))] if reports(model) else []
-    found = {"process_rewards": [], "metrics": []}
+    results = {"process_rewards": [], "metrics": []}
     for _ in range(3):
         *process_rewards, state = model.values(TokenValuesCall("prime", share, numbered, readers))
-        found["process_rewards"] += process_rewards or [{}]
+        results["process_rewards"] += process_rewards or [{}]
         updates = model.train(TrainCall("prime", share, numbered, LR, as_by_ray(state)))
-        found["metrics"].append([numbers(one) for one in updates])
+        results["metrics"].append([numbers(update) for update in updates])
         model.offload()
         model.onload()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def outcomes_of_one_rank(models: tuple[Path, Path]) -> dict[str, Any]:
     """At first all process rewards are 0; then correct responses are worth more."""
-    (one,) = world(models, ONE_RANK, learn_outcomes, "prime")
+    (result,) = world(models, ONE_RANK, learn_outcomes, "prime")
     _, refs = batch()
-    assert all(not value_T.any() for value_T in one["process_rewards"][0].values())
-    assert one["metrics"][0][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    assert all(not value_T.any() for value_T in result["process_rewards"][0].values())
+    assert result["metrics"][0][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
     total = {ref.is_correct: 0.0 for ref in refs}
     for ref in refs:
-        total[ref.is_correct] += one["process_rewards"][2][key_of(ref)].sum()
+        total[ref.is_correct] += result["process_rewards"][2][key_of(ref)].sum()
     assert total[True] > 0 > total[False]
-    return one
+    return result
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -273,18 +275,20 @@ def test_every_layout_learns_the_process_rewards_of_one_rank(
     training/auxiliary.py: the implicit reward model's own reference: pinned weights that change places with
     parameters which are put away between phases. To check first: the process rewards equal those of the CPU.
     """
-    one, ranks = outcomes_of_one_rank, world(models, LAYOUTS[name], learn_outcomes, "prime")
+    expected, ranks = outcomes_of_one_rank, world(models, LAYOUTS[name], learn_outcomes, "prime")
     for step in range(3):
         merged = {
             key: value_T for rank in ranks for key, value_T in rank["process_rewards"][step].items()
         }
-        assert merged.keys() == one["process_rewards"][step].keys()
+        assert merged.keys() == expected["process_rewards"][step].keys()
         for key, value_T in merged.items():
             np.testing.assert_allclose(
-                value_T, one["process_rewards"][step][key], atol=within(1e-4)
+                value_T, expected["process_rewards"][step][key], atol=within(1e-4)
             )
         for rank in ranks:
-            for mine, other in zip(rank["metrics"][step], one["metrics"][step], strict=True):
-                assert mine == pytest.approx(
-                    {key: other[key] for key in mine}, rel=within(1e-3), abs=1e-5
+            for metrics, other in zip(
+                rank["metrics"][step], expected["metrics"][step], strict=True
+            ):
+                assert metrics == pytest.approx(
+                    {key: other[key] for key in metrics}, rel=within(1e-3), abs=1e-5
                 )

@@ -210,10 +210,10 @@ def test_an_index_is_read_as_pickle_reads_it(tmp_path: Path, protocol: int) -> N
     ]
     path.write_bytes(pickle.dumps(index, protocol))
     with path.open("rb") as file:
-        found = unpickling.read_index(file)
-    assert found == index and type(found) is Metadata
-    assert found.planner_data[0] is WriteItemType(1)
-    about: Any = found.state_dict_metadata[FACTOR]
+        metadata = unpickling.read_index(file)
+    assert metadata == index and type(metadata) is Metadata
+    assert metadata.planner_data[0] is WriteItemType(1)
+    about: Any = metadata.state_dict_metadata[FACTOR]
     assert type(about.size) is torch.Size
 
 

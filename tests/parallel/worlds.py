@@ -60,9 +60,9 @@ def axes(layout: TrainLayout) -> dict[str, Any]:
 
 def need_gpus(count: int) -> None:
     """Skip the test where each rank is to have a GPU of its own and there are not as many."""
-    found = torch.cuda.device_count()
-    if device.DEVICE == "cuda" and found < count:
-        pytest.skip(f"{count} ranks on {found} GPU{'s' * (found != 1)}: each needs its own")
+    num_gpus = torch.cuda.device_count()
+    if device.DEVICE == "cuda" and num_gpus < count:
+        pytest.skip(f"{count} ranks on {num_gpus} GPU{'s' * (num_gpus != 1)}: each needs its own")
 
 
 def run_world(made: Recipe, work: Callable[..., Any], *args: Any) -> list[Any]:
@@ -138,15 +138,15 @@ def ragged(count: int, vocab_size: int, seed: int, longest: int = 23) -> list[Tr
     for _ in range(count):
         length = int(rng.integers(2, longest + 1))
         mask_T = np.arange(length) >= rng.integers(1, length)
-        one = TrainSequence(
+        sequence = TrainSequence(
             token_ids_T=rng.integers(0, vocab_size, length),
             loss_mask_T=mask_T,
             loss_weight_T=(mask_T * rng.uniform(0.5, 1.5, length)).astype(np.float32),
             advantage_T=(mask_T * rng.normal(size=length)).astype(np.float32),
             engine_logp_T=(mask_T * rng.normal(size=length)).astype(np.float32),
         )
-        assert one.advantage_T is not None
-        sequences.append(replace(one, reward=float(one.advantage_T[-1])))
+        assert sequence.advantage_T is not None
+        sequences.append(replace(sequence, reward=float(sequence.advantage_T[-1])))
     return sequences
 
 
@@ -154,15 +154,20 @@ def assign(
     sequences: Sequence[TrainSequence], dp_rank: int, dp: int, micro_batches: int
 ) -> list[list[TrainSequence]]:
     """One data-parallel rank's uneven micro-batches: every dp-th sequence, split into `micro_batches` parts."""
-    mine = list(sequences[dp_rank::dp])
-    cuts = [round(len(mine) * (i / micro_batches) ** 1.5) for i in range(micro_batches + 1)]
-    return [mine[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    rank_sequences = list(sequences[dp_rank::dp])
+    cuts = [
+        round(len(rank_sequences) * (i / micro_batches) ** 1.5) for i in range(micro_batches + 1)
+    ]
+    return [rank_sequences[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
 def part(micro_batches: Sequence[Sequence[TrainSequence]], denominator: float, **more: Any) -> Any:
     """An update of these micro-batches alone: what one rank, or one of equal data-parallel ranks, is given."""
     return world_part(
-        micro_batches, [one for batch in micro_batches for one in batch], denominator, **more
+        micro_batches,
+        [sequence for batch in micro_batches for sequence in batch],
+        denominator,
+        **more,
     )
 
 
@@ -176,8 +181,10 @@ def world_part(
     from megarl.parallel.pipeline import Norms
     from megarl.training.policy import UpdateShare
 
-    tokens = sum(len(one.token_ids_T) for one in everything)
-    norms = Norms(denominator, tokens, int(sum(one.loss_mask_T.sum() for one in everything)))
+    tokens = sum(len(sequence.token_ids_T) for sequence in everything)
+    norms = Norms(
+        denominator, tokens, int(sum(sequence.loss_mask_T.sum() for sequence in everything))
+    )
     return UpdateShare(micro_batches, norms, **more)
 
 
@@ -216,9 +223,9 @@ def _head_shards(trainer: Any) -> list[Any]:
 
     of_rank = trainer.shape, trainer.layout, trainer.rank
     return [
-        one
-        for one in megatron_map.shards(*of_rank, TRANSFORMER_ENGINE)
-        if one.name == "score.weight"
+        shard
+        for shard in megatron_map.shards(*of_rank, TRANSFORMER_ENGINE)
+        if shard.name == "score.weight"
     ]
 
 
@@ -245,7 +252,7 @@ def rectangles(trainer: Any, tensors: Mapping[str, torch.Tensor] | None = None) 
     from megarl.resharding.shards import cells, views
 
     held = trained(trainer) if tensors is None else tensors
-    found = []
+    parts = []
     for shard in filter(lambda one: one.area, trained_shards(trainer)):
         if tensors is not None and not all(param in tensors for param, _ in cells(shard)):
             continue
@@ -255,18 +262,18 @@ def rectangles(trainer: Any, tensors: Mapping[str, torch.Tensor] | None = None) 
         for item, plane in zip(range(*shard.items), planes, strict=True):
             # a storage that NumPy has seen cannot be resized any more
             values = plane.float().clone().cpu().numpy()
-            found.append((shard.name.format(item), shard.rows, shard.cols, values))
-    return found
+            parts.append((shard.name.format(item), shard.rows, shard.cols, values))
+    return parts
 
 
 def assemble(ranks: Sequence[Sequence[Rectangle]]) -> dict[str, np.ndarray]:
     """The logical tensors, 2-D, from all ranks' rectangles; replicas must be equal and nothing may be missing."""
     extents: dict[str, tuple[int, int]] = {}
-    for name, rows, cols, _ in (one for rank in ranks for one in rank):
+    for name, rows, cols, _ in (rectangle for rank in ranks for rectangle in rank):
         old = extents.get(name, (0, 0))
         extents[name] = (max(old[0], rows[1]), max(old[1], cols[1]))
     logical = {name: np.full(extent, np.nan, dtype=np.float32) for name, extent in extents.items()}
-    for name, rows, cols, values in (one for rank in ranks for one in rank):
+    for name, rows, cols, values in (rectangle for rank in ranks for rectangle in rank):
         place = logical[name][rows[0] : rows[1], cols[0] : cols[1]]
         is_new = np.isnan(place)
         assert np.array_equal(place[~is_new], values[~is_new]), f"{name}: replicas differ"
