@@ -26,15 +26,15 @@ def episode(
     ids, logps, trained, rewards, parts = [], [], [], [], ()
     versions = np.sort(rng.integers(version - 2, version + 1, turns)).tolist()
     for turn, of_version in enumerate(versions):
-        own, seen = (
+        sampled, seen = (
             int(rng.integers(1, longest + 1)),
             int(rng.integers(1, longest + 1)) * (turn < turns - 1),
         )
-        ids += rng.integers(0, VOCABULARY, own + seen).tolist()
-        logps += [*(-rng.integers(1, 8, own) / 4).tolist(), *[0.0] * seen]
-        trained += [True] * own + [False] * seen
-        rewards += [0.0] * (own - 1) + [float(rng.integers(-2, 3)) / 4] + [0.0] * seen
-        parts = with_part(parts, SamplePart(of_version, own + seen))
+        ids += rng.integers(0, VOCABULARY, sampled + seen).tolist()
+        logps += [*(-rng.integers(1, 8, sampled) / 4).tolist(), *[0.0] * seen]
+        trained += [True] * sampled + [False] * seen
+        rewards += [0.0] * (sampled - 1) + [float(rng.integers(-2, 3)) / 4] + [0.0] * seen
+        parts = with_part(parts, SamplePart(of_version, sampled + seen))
     row = Row(
         prompt.token_ids, np.array(ids), np.array(logps, np.float32), np.array(trained), parts,
         token_rewards_T=np.array(rewards, np.float32) if pays else None,
@@ -59,20 +59,20 @@ def cut(sample: Sample, before: Sequence[int]) -> Sample:
     bounds = [0, *sorted({turn for turn in before if 0 < turn < len(turns)}), len(turns)]
     all_ids = (*row.prompt_ids, *row.response_ids_T.tolist())
     versions_T = np.repeat(
-        [one.version for one in row.parts], [one.num_tokens for one in row.parts]
+        [part.version for part in row.parts], [part.num_tokens for part in row.parts]
     )
     rows = []
     for first, end in zip(bounds[:-1], bounds[1:], strict=True):
-        own = slice(turns[first][0], turns[end - 1][1])
+        span = slice(turns[first][0], turns[end - 1][1])
         parts: tuple[SamplePart, ...] = ()
-        for version in versions_T[own].tolist():
+        for version in versions_T[span].tolist():
             parts = with_part(parts, SamplePart(version, 1))
         rewards_T = row.token_rewards_T
         rows.append(
             Row(
-                all_ids[: len(row.prompt_ids) + own.start] if first else row.prompt_ids,
-                row.response_ids_T[own], row.engine_logp_T[own], row.trained_T[own], parts,
-                token_rewards_T=None if rewards_T is None else rewards_T[own],
+                all_ids[: len(row.prompt_ids) + span.start] if first else row.prompt_ids,
+                row.response_ids_T[span], row.engine_logp_T[span], row.trained_T[span], parts,
+                token_rewards_T=None if rewards_T is None else rewards_T[span],
             )
         )  # fmt: skip
     return replace(

@@ -103,8 +103,8 @@ def test_denominators_do_not_depend_on_the_number_of_ranks():
     expected = {"token_mean": 86, "sequence_mean": 8, "sequence_sum": 8, "constant": 8 * 20}
     for aggregation, denominator in expected.items():
         change = {"aggregation": aggregation, "longest_response": 20}
-        found = {_plan(samples, dp=dp, **change)[0].denominator for dp in (1, 2, 3, 8, 11)}
-        assert found == {denominator}
+        denominators = {_plan(samples, dp=dp, **change)[0].denominator for dp in (1, 2, 3, 8, 11)}
+        assert denominators == {denominator}
 
 
 @pytest.mark.parametrize("dp", [3, 16, 50])
@@ -215,21 +215,21 @@ def test_a_share_needs_no_more_than_its_own_samples():
         SampleRef(at, which, 2 + groups[at].samples[which].num_trained, 4) for at, which in named
     ]
     updates = [Update(((tuple(refs[:2]),),), 1.0, 1, 1), Update(((tuple(refs[2:]),),), 1.0, 1, 1)]
-    own = own_samples(updates, [3, 7], *groups.values())
-    kept = [*own.values()]
-    assert [*own] == [3, 7]
-    assert [[one.num_trained for one in group.samples] for group in kept] == [
+    rank_groups = own_samples(updates, [3, 7], *groups.values())
+    kept = [*rank_groups.values()]
+    assert [*rank_groups] == [3, 7]
+    assert [[sample.num_trained for sample in group.samples] for group in kept] == [
         [4, 0, 6],
         [7, 0],
     ]
-    assert "".join(one.text for one in kept[0].samples) == "x" * 10
+    assert "".join(sample.text for sample in kept[0].samples) == "x" * 10
     for update in updates:
         (batch,) = update.micro_batches[0]
         before = train_sequences((batch,), groups, "token_mean")
-        after = train_sequences((batch,), own, "token_mean")
-        for one, other in zip(before[0], after[0], strict=True):
-            np.testing.assert_array_equal(one.token_ids_T, other.token_ids_T)
-            np.testing.assert_array_equal(one.engine_logp_T, other.engine_logp_T)
+        after = train_sequences((batch,), rank_groups, "token_mean")
+        for sequence, other in zip(before[0], after[0], strict=True):
+            np.testing.assert_array_equal(sequence.token_ids_T, other.token_ids_T)
+            np.testing.assert_array_equal(sequence.engine_logp_T, other.engine_logp_T)
 
 
 def _samples_of_rows(rows: list[int]) -> list[SampleRef]:
@@ -256,16 +256,16 @@ def test_shuffled_samples_are_whole_and_the_same_for_a_step(
 ) -> None:
     """All rows of a sample stay in one update, updates differ by one sample at most, and one update is as ever."""
     refs = _samples_of_rows(rows)
-    found = shuffled(refs, seed, step)
-    assert found == shuffled(refs, seed, step)
-    assert sorted(found, key=key_of) == refs
+    reordered = shuffled(refs, seed, step)
+    assert reordered == shuffled(refs, seed, step)
+    assert sorted(reordered, key=key_of) == refs
     updates = min(updates, len(rows))
-    plans = _plan(found, updates=updates)
+    plans = _plan(reordered, updates=updates)
     in_update = [{key_of(ref)[:2] for ref in refs_of([plan])} for plan in plans]
     assert sum(map(len, in_update)) == len(rows) == len(set.union(*in_update))
     assert max(map(len, in_update)) - min(map(len, in_update)) <= 1
     assert sorted((ref for plan in plans for ref in refs_of([plan])), key=key_of) == refs
-    assert _plan(found) == _plan(refs), "of one update"
+    assert _plan(reordered) == _plan(refs), "of one update"
 
 
 def test_each_run_and_each_step_has_an_order_of_its_own() -> None:

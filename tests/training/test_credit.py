@@ -44,7 +44,7 @@ def test_long_responses_have_a_longer_memory() -> None:
     values = [np.zeros(4, np.float32), np.zeros(3, np.float32), np.zeros(2, np.float32)]
     advantages, _ = gae_advantages(sequences, values, gamma=1.0, lam=0.95, alpha=0.5)
     assert advantages[0].tolist() == pytest.approx([0, 1 / 9, 1 / 3, 1])
-    assert [one.tolist() for one in advantages[1:]] == [[0, 0, 1], [0, 1]]
+    assert [advantage_T.tolist() for advantage_T in advantages[1:]] == [[0, 0, 1], [0, 1]]
 
 
 def test_no_sequences() -> None:
@@ -57,18 +57,23 @@ def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
     sequences = [sequence(2, 3, 1.0), sequence(1, 1, 0.0), sequence(4, 2, 0.5)]
     rng = np.random.default_rng(1)
     advantages = [
-        (rng.normal(5, 2, len(one.loss_mask_T)) * one.loss_mask_T).astype(np.float32)
-        for one in sequences
+        (rng.normal(5, 2, len(train_sequence.loss_mask_T)) * train_sequence.loss_mask_T).astype(
+            np.float32
+        )
+        for train_sequence in sequences
     ]
     everything = np.concatenate(
-        [a[one.loss_mask_T] for a, one in zip(advantages, sequences, strict=True)]
+        [
+            a[train_sequence.loss_mask_T]
+            for a, train_sequence in zip(advantages, sequences, strict=True)
+        ]
     )
     cuts = np.cumsum([0, *parts])
     slices = [slice(*cuts[i : i + 2]) for i in range(len(parts))]
 
     def run(sums: list[torch.Tensor]) -> tuple[list[TrainSequence], list[list[torch.Tensor]]]:
         asked: list[list[torch.Tensor]] = []
-        found: list[TrainSequence] = []
+        results: list[TrainSequence] = []
         for part in slices:
             calls: list[torch.Tensor] = []
 
@@ -76,30 +81,40 @@ def test_whitening_is_over_all_parts_of_a_batch(parts: list[int]) -> None:
                 calls.append(values)
                 return sums[len(calls) - 1] if len(calls) <= len(sums) else values
 
-            given = zip(sequences[part], advantages[part], strict=True)
-            found += whitened([replace(one, advantage_T=one_T) for one, one_T in given], add_up)
+            pairs = zip(sequences[part], advantages[part], strict=True)
+            results += whitened(
+                [replace(train_sequence, advantage_T=one_T) for train_sequence, one_T in pairs],
+                add_up,
+            )
             asked.append(calls)
-        return found, asked
+        return results, asked
 
     sums: list[torch.Tensor] = []
     for stage in range(2):  # what the ranks would have added up in each of the two reductions
         _, asked = run(sums)
         sums.append(torch.stack([calls[stage] for calls in asked]).sum(0))
-    found, _ = run(sums)
-    mine = np.concatenate([learnt(one) for one in found])
-    np.testing.assert_allclose(mine, (everything - everything.mean()) / everything.std(), atol=1e-5)
+    results, _ = run(sums)
+    flat = np.concatenate([learnt(train_sequence) for train_sequence in results])
+    np.testing.assert_allclose(flat, (everything - everything.mean()) / everything.std(), atol=1e-5)
 
 
 def process_refs(sequences: list[TrainSequence], groups: list[int]) -> list[SampleRef]:
     """Samples of these groups, numbered within them."""
-    found = []
-    for index, (one, group) in enumerate(zip(sequences, groups, strict=True)):
-        length, response = len(one.loss_mask_T), int(one.loss_mask_T.sum())
+    refs = []
+    for index, (train_sequence, group) in enumerate(zip(sequences, groups, strict=True)):
+        length, response = len(train_sequence.loss_mask_T), int(train_sequence.loss_mask_T.sum())
         number = groups[:index].count(group)
-        found.append(
-            SampleRef(group, number, length, response, reward=one.reward, advantage=one.reward)
+        refs.append(
+            SampleRef(
+                group,
+                number,
+                length,
+                response,
+                reward=train_sequence.reward,
+                advantage=train_sequence.reward,
+            )
         )
-    return found
+    return refs
 
 
 def process_advantages(
@@ -110,11 +125,11 @@ def process_advantages(
 ) -> list[list[float]]:
     """PRIME's advantages of the trained tokens of each sequence; add_up: sums over all data-parallel ranks."""
     row = ALGORITHMS["prime"]
-    found = with_token_advantages(
+    credited = with_token_advantages(
         row, row.hyperparameters, refs, sequences, process, None, sum_over_all=add_up,
         max_over_all=lambda _: torch.tensor(2),
     )  # fmt: skip
-    return [learnt(one).tolist() for one in found]
+    return [learnt(train_sequence).tolist() for train_sequence in credited]
 
 
 def test_process_rewards_are_held_against_the_others() -> None:
@@ -142,17 +157,17 @@ def test_process_rewards_are_held_against_the_others() -> None:
         process_advantages(
             sequences[part], refs[part], process, lambda sums: sent.append(sums) or sums
         )
-    found = [
+    advantages = [
         process_advantages(sequences[part], refs[part], process, lambda _: sent[0] + sent[1])
         for part in parts
     ]
-    assert [*found[0], *found[1]] == expected
+    assert [*advantages[0], *advantages[1]] == expected
 
 
 @pytest.mark.parametrize(("estimator", "expected"), [("k1", [0.0, -0.1]), ("k2", [0.0, -0.05])])
 def test_penalties_are_the_estimators(estimator: str, expected: list[float]) -> None:
     hparams = Hyperparameters(kl_coefficient=0.1, kl_estimator=estimator, kl_place="reward")  # type: ignore[arg-type]
-    old, reference = (np.array(one, np.float32) for one in ([-2.0, -1.0], [-2.0, -2.0]))
-    (found,) = kl_penalties([old], [reference], hparams)
-    assert found.tolist() == pytest.approx(expected)
-    assert found.dtype == np.float32
+    old, reference = (np.array(logps, np.float32) for logps in ([-2.0, -1.0], [-2.0, -2.0]))
+    (penalties,) = kl_penalties([old], [reference], hparams)
+    assert penalties.tolist() == pytest.approx(expected)
+    assert penalties.dtype == np.float32

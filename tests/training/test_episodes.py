@@ -60,17 +60,19 @@ Tokens = tuple[list[tuple[int, int]], np.ndarray]  # group and sample of each to
 def groups_of(seed: int, turns: Sequence[int], per_group: int = 3) -> list[SampleGroup]:
     """Episodes of so many turns, each of one row; the last of a group is a greedy one."""
     rng = np.random.default_rng(seed)
-    found = []
+    groups = []
     for number, start in enumerate(range(0, len(turns), per_group)):
-        own = turns[start : start + per_group]
+        group_turns = turns[start : start + per_group]
         prompt = Prompt(
             str(number), "", tuple(rng.integers(0, 99, rng.integers(1, 6)).tolist()), "7"
         )
-        made = [episode(prompt, rng, count, pays=bool(rng.integers(2))) for count in (*own, 2)]
-        made[-1] = replace(made[-1], is_baseline=True)
-        rewards_G = (rng.integers(0, 3, len(made)) / 2).astype(np.float32)
-        found.append(SampleGroup(prompt, tuple(made), rewards_G, rewards_G > 0.5))
-    return found
+        samples = [
+            episode(prompt, rng, count, pays=bool(rng.integers(2))) for count in (*group_turns, 2)
+        ]
+        samples[-1] = replace(samples[-1], is_baseline=True)
+        rewards_G = (rng.integers(0, 3, len(samples)) / 2).astype(np.float32)
+        groups.append(SampleGroup(prompt, tuple(samples), rewards_G, rewards_G > 0.5))
+    return groups
 
 
 def cut_up(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
@@ -78,14 +80,14 @@ def cut_up(groups: Sequence[SampleGroup], seed: int) -> list[SampleGroup]:
     rng = np.random.default_rng([seed, 1])
 
     def of_group(number: int, group: SampleGroup) -> SampleGroup:
-        made = [
+        samples = [
             cut(
-                one,
+                sample,
                 [*rng.integers(0, 6, 3).tolist(), *([1] if (number, at) == (0, 0) else [])],
             )
-            for at, one in enumerate(group.samples)
+            for at, sample in enumerate(group.samples)
         ]
-        return replace(group, samples=tuple(made))
+        return replace(group, samples=tuple(samples))
 
     return [of_group(number, group) for number, group in enumerate(groups)]
 
@@ -102,14 +104,14 @@ class Step:
 
 def on_tokens(refs: Sequence[SampleRef], groups: Sequence[SampleGroup], seed: int) -> TokenValues:
     """A number for each trained token, by its place in the episode; on the others one that may not be read."""
-    found: TokenValues = {}
+    values: TokenValues = {}
     for ref in refs:
         rows = groups[ref.group].samples[ref.sample].rows
-        before, own = sum(one.num_trained for one in rows[: ref.row]), rows[ref.row]
-        numbers_T = NUMBERS[seed, ref.group, ref.sample, before : before + own.num_trained]
-        found[key_of(ref)] = np.full(ref.response_length, np.nan, np.float32)
-        found[key_of(ref)][own.trained_T] = numbers_T
-    return found
+        before, row = sum(earlier.num_trained for earlier in rows[: ref.row]), rows[ref.row]
+        numbers_T = NUMBERS[seed, ref.group, ref.sample, before : before + row.num_trained]
+        values[key_of(ref)] = np.full(ref.response_length, np.nan, np.float32)
+        values[key_of(ref)][row.trained_T] = numbers_T
+    return values
 
 
 def step_of(
@@ -127,18 +129,18 @@ def step_of(
     )
     # 0.05 is 0 for so few tokens
     hparams = replace(hparams, lambda_alpha=1.0 if hparams.lambda_alpha else 0.0)
-    refs = samples_of([summary(one) for one in groups], name, version=VERSION)
+    refs = samples_of([summary(group) for group in groups], name, version=VERSION)
     plans = plan_updates(
         refs, updates=updates, dp=dp, token_budget=budget, aggregation=hparams.aggregation, longest_response=LONGEST,
         work=lambda length: float(length**2),
     )  # fmt: skip
     shares = [
-        replace(one, micro_batches=(one.micro_batches[rank],))
+        replace(plan, micro_batches=(plan.micro_batches[rank],))
         for rank in range(dp)
-        for one in plans
+        for plan in plans
     ]
-    made = [
-        one
+    uncredited = [
+        sequence
         for share in shares
         for batch in train_sequences(
             share.micro_batches[0],
@@ -146,32 +148,34 @@ def step_of(
             hparams.aggregation,
             share.nll_weight(hparams.positive_nll),
         )
-        for one in batch
+        for sequence in batch
     ]
-    own = refs_of(shares)
-    values, pays = on_tokens(own, groups, 1), on_tokens(own, groups, 2)
+    rank_refs = refs_of(shares)
+    values, pays = on_tokens(rank_refs, groups, 1), on_tokens(rank_refs, groups, 2)
     penalties = None
     if hparams.pays_kl:
-        penalties = [spread(pays[key_of(ref)], ref) for ref in own]
-    sequences = with_token_advantages(row, hparams, own, made, values, penalties, **ALONE)
-    return Step(plans, own, sequences, hparams)
+        penalties = [spread(pays[key_of(ref)], ref) for ref in rank_refs]
+    sequences = with_token_advantages(
+        row, hparams, rank_refs, uncredited, values, penalties, **ALONE
+    )
+    return Step(plans, rank_refs, sequences, hparams)
 
 
 def tokens_of(step: Step, extra: Sequence[Sequence[FloatArray]] = ()) -> Tokens:
     """Of each trained token, sample by sample, everything that a loss reads of it. extra: arrays of each sequence."""
     samples, values = [], []
     for place in sorted(range(len(step.refs)), key=lambda place: key_of(step.refs[place])):
-        ref, one = step.refs[place], step.sequences[place]
+        ref, sequence = step.refs[place], step.sequences[place]
         nothing_T, turn_T = (
             np.zeros(ref.length),
-            one.loss_mask_T if one.turn_T is None else one.turn_T,
+            sequence.loss_mask_T if sequence.turn_T is None else sequence.turn_T,
         )
         rows = [
-            one.loss_weight_T,
-            one.engine_logp_T,
-            one.advantage_T,
-            one.nll_weight_T,
-            one.is_stale_T,
+            sequence.loss_weight_T,
+            sequence.engine_logp_T,
+            sequence.advantage_T,
+            sequence.nll_weight_T,
+            sequence.is_stale_T,
             turn_T,
         ]
         rows = np.array(
@@ -180,9 +184,11 @@ def tokens_of(step: Step, extra: Sequence[Sequence[FloatArray]] = ()) -> Tokens:
                 for row_T in (*rows, *(of[place] for of in extra))
             ]
         )
-        assert not rows[:, ~one.loss_mask_T].any(), "0 where nothing is trained on"
-        of_sample = np.full((ref.length, 2), [one.reward, one.outcome])
-        values.append(np.column_stack([one.token_ids_T, *rows, of_sample])[one.loss_mask_T])
+        assert not rows[:, ~sequence.loss_mask_T].any(), "0 where nothing is trained on"
+        of_sample = np.full((ref.length, 2), [sequence.reward, sequence.outcome])
+        values.append(
+            np.column_stack([sequence.token_ids_T, *rows, of_sample])[sequence.loss_mask_T]
+        )
         samples += [key_of(ref)[:2]] * len(values[-1])
     return samples, np.concatenate(values)
 
@@ -206,31 +212,33 @@ def test_cutting_an_episode_into_rows_changes_nothing(
 ):
     """Nor do ranks, updates, and micro-batches in which the rows of an episode do not fit together."""
     groups = groups_of(seed, turns)
-    how: dict[str, Any] = {"aggregation": aggregation} if aggregation else {}
-    whole = step_of(name, groups, updates=updates, **how)
-    rows = step_of(name, cut_up(groups, seed), dp=dp, updates=updates, budget=budget, **how)
+    options: dict[str, Any] = {"aggregation": aggregation} if aggregation else {}
+    whole = step_of(name, groups, updates=updates, **options)
+    rows = step_of(name, cut_up(groups, seed), dp=dp, updates=updates, budget=budget, **options)
     same(tokens_of(rows), tokens_of(whole))
-    for mine, other in zip(rows.plans, whole.plans, strict=True):
-        assert (mine.denominator, mine.loss_tokens, mine.correct_tokens) == (
+    for update, other in zip(rows.plans, whole.plans, strict=True):
+        assert (update.denominator, update.loss_tokens, update.correct_tokens) == (
             other.denominator, other.loss_tokens, other.correct_tokens,
         )  # fmt: skip
         samples = [
-            {key_of(ref)[:2] for hand in one.micro_batches for b in hand for ref in b}
-            for one in (mine, other)
+            {key_of(ref)[:2] for hand in plan.micro_batches for b in hand for ref in b}
+            for plan in (update, other)
         ]
         assert samples[0] == samples[1], "all rows of a sample are in its update"
         ranks = [
-            {key_of(ref)[:2] for batch in hand for ref in batch} for hand in mine.micro_batches
+            {key_of(ref)[:2] for batch in hand for ref in batch} for hand in update.micro_batches
         ]
         assert sum(map(len, ranks)) == len(set().union(*ranks)), "and on one rank"
         assert all(
             sum(ref.length for ref in batch) <= budget
-            for hand in mine.micro_batches
+            for hand in update.micro_batches
             for batch in hand
         )
         if budget == ROOMY:
             batches = [
-                {key_of(ref)[:2] for ref in batch} for hand in mine.micro_batches for batch in hand
+                {key_of(ref)[:2] for ref in batch}
+                for hand in update.micro_batches
+                for batch in hand
             ]
             assert sum(map(len, batches)) == len(set().union(*batches)), "and in one micro-batch"
 
@@ -238,18 +246,19 @@ def test_cutting_an_episode_into_rows_changes_nothing(
 @settings(max_examples=20)
 @given(turns=TURNS, seed=st.integers(0, 2**20))
 def test_a_critics_returns_are_of_the_whole_episode(turns, seed):
-    groups, found = groups_of(seed, turns), []
-    for made in (groups, cut_up(groups, seed)):
-        step = step_of("ppo", made)
-        values, pays = on_tokens(step.refs, made, 1), on_tokens(step.refs, made, 2)
+    groups, tokens = groups_of(seed, turns), []
+    for variant in (groups, cut_up(groups, seed)):
+        step = step_of("ppo", variant)
+        values, pays = on_tokens(step.refs, variant, 1), on_tokens(step.refs, variant, 2)
         old_values, penalties = (
-            [spread(one[key_of(ref)], ref) for ref in step.refs] for one in (values, pays)
+            [spread(token_values[key_of(ref)], ref) for ref in step.refs]
+            for token_values in (values, pays)
         )
         hparams = replace(step.hyperparameters, critic_lambda=0.7, gamma=0.9)
-        found.append(
+        tokens.append(
             tokens_of(step, [critic_returns(step.sequences, old_values, penalties, hparams)])
         )
-    same(found[1], found[0])
+    same(tokens[1], tokens[0])
 
 
 def losses(
@@ -269,9 +278,9 @@ def losses(
         arrays = {
             seed: [spread(of[key_of(ref)], ref) for ref in refs] for seed, of in outputs.items()
         }
-        made = [by_key[key_of(ref)] for ref in refs]
+        sequences = [by_key[key_of(ref)] for ref in refs]
         packed: PackedRow = pack(
-            made, arrays[4], arrays[5], arrays[6], arrays[6], split=Split(), device="cpu"
+            sequences, arrays[4], arrays[5], arrays[6], arrays[6], split=Split(), device="cpu"
         )
         logp_T = of_sequences(packed, arrays[3]).requires_grad_()
         assert packed.old_logp_T is not None
@@ -307,33 +316,35 @@ def losses(
 
 def of_kept(step: Step, old_logp: TokenValues) -> tuple[dict[Key, TrainSequence], Update]:
     """The sequences as the loss of a run gets them, and the plan, divided by what the mismatch correction keeps."""
-    found = {key_of(ref): one for ref, one in zip(step.refs, step.sequences, strict=True)}
+    by_key = {
+        key_of(ref): sequence for ref, sequence in zip(step.refs, step.sequences, strict=True)
+    }
     (plan,), hparams = step.plans, step.hyperparameters
     if not drops(hparams):
-        return found, plan
-    made = [
+        return by_key, plan
+    kept = [
         kept_tokens.without_dropped(
-            [[found[key_of(ref)] for ref in batch] for batch in hand],
+            [[by_key[key_of(ref)] for ref in batch] for batch in hand],
             [spread(old_logp[key_of(ref)], ref) for batch in hand for ref in batch],
             hparams,
         )
         for hand in plan.micro_batches
     ]
-    counts = np.sum([kept_tokens.counts_of(hand) for hand in made], axis=0).tolist()
+    counts = np.sum([kept_tokens.counts_of(hand) for hand in kept], axis=0).tolist()
     assert 0 < counts[0] < plan.loss_tokens, "some tokens are kept, and some are dropped"
     divided = kept_tokens.divided_by_kept(plan, counts, hparams, LONGEST)
-    made = [kept_tokens.reweighted(hand, divided, hparams) for hand in made]
+    kept = [kept_tokens.reweighted(hand, divided, hparams) for hand in kept]
     keys = [key_of(ref) for hand in plan.micro_batches for batch in hand for ref in batch]
     return dict(
-        zip(keys, [one for hand in made for batch in hand for one in batch], strict=True)
+        zip(keys, [sequence for hand in kept for batch in hand for sequence in batch], strict=True)
     ), divided
 
 
 def of_sequences(row: PackedRow, arrays: Sequence[FloatArray]) -> torch.Tensor:
     """Values of sequences at the places of a packed row that predict them."""
     values_T = torch.full((len(row.targets.loss_mask_T),), math.nan)
-    for start, one in zip(row.starts, arrays, strict=True):
-        values_T[start : start + len(one) - 1] = torch.from_numpy(one[1:])
+    for start, array in zip(row.starts, arrays, strict=True):
+        values_T[start : start + len(array) - 1] = torch.from_numpy(array[1:])
     return values_T
 
 
@@ -373,19 +384,19 @@ def test_losses_of_tokens_do_not_ask_for_one_micro_batch(name: str) -> None:
 def test_what_the_model_did_not_sample_is_context_alone() -> None:
     """By hand: a turn of two tokens, an observation of two, a turn of one; three tokens in all are trained on."""
     prompt = Prompt("p", "", (1, 2), "")
-    made = episode(prompt, np.random.default_rng(1), 1, longest=1)
-    made = with_row(
-        made, response_ids_T=np.array([5, 6, 7, 8, 9]), engine_logp_T=np.array([-1, -2, 0, 0, -3], np.float32),
+    sample = episode(prompt, np.random.default_rng(1), 1, longest=1)
+    sample = with_row(
+        sample, response_ids_T=np.array([5, 6, 7, 8, 9]), engine_logp_T=np.array([-1, -2, 0, 0, -3], np.float32),
         trained_T=np.array([True, True, False, False, True]), token_rewards_T=np.array([0, 0.5, 0, 0, 0], np.float32),
     )  # fmt: skip
-    group = SampleGroup(prompt, (made,), np.ones(1, np.float32), np.ones(1, np.bool_))
+    group = SampleGroup(prompt, (sample,), np.ones(1, np.float32), np.ones(1, np.bool_))
     ref = SampleRef(0, 0, 7, 5, num_trained=3, num_stale=2, is_correct=True, reward=1.0)
-    one = train_sequence(group, ref, "sequence_mean", 0.25)
-    assert one.token_ids_T.tolist() == [1, 2, 5, 6, 7, 8, 9]
-    assert one.loss_mask_T.tolist() == [False, False, True, True, False, False, True]
-    np.testing.assert_allclose(one.loss_weight_T, [0, 0, 1 / 3, 1 / 3, 0, 0, 1 / 3], rtol=1e-6)
-    assert one.engine_logp_T.tolist() == [0, 0, -1, -2, 0, 0, -3]
-    assert one.is_stale_T is not None and one.is_stale_T.tolist() == [
+    sequence = train_sequence(group, ref, "sequence_mean", 0.25)
+    assert sequence.token_ids_T.tolist() == [1, 2, 5, 6, 7, 8, 9]
+    assert sequence.loss_mask_T.tolist() == [False, False, True, True, False, False, True]
+    np.testing.assert_allclose(sequence.loss_weight_T, [0, 0, 1 / 3, 1 / 3, 0, 0, 1 / 3], rtol=1e-6)
+    assert sequence.engine_logp_T.tolist() == [0, 0, -1, -2, 0, 0, -3]
+    assert sequence.is_stale_T is not None and sequence.is_stale_T.tolist() == [
         False,
         False,
         True,
@@ -394,7 +405,7 @@ def test_what_the_model_did_not_sample_is_context_alone() -> None:
         False,
         False,
     ]
-    assert one.nll_weight_T is not None and one.nll_weight_T.tolist() == [
+    assert sequence.nll_weight_T is not None and sequence.nll_weight_T.tolist() == [
         0,
         0,
         0.25,
@@ -403,8 +414,8 @@ def test_what_the_model_did_not_sample_is_context_alone() -> None:
         0,
         0.25,
     ]
-    assert one.turn_T is not None and one.turn_T.tolist() == [0, 0, 1, 1, 0, 0, 2]
-    assert one.token_rewards_T is not None and one.token_rewards_T.tolist() == [
+    assert sequence.turn_T is not None and sequence.turn_T.tolist() == [0, 0, 1, 1, 0, 0, 2]
+    assert sequence.token_rewards_T is not None and sequence.token_rewards_T.tolist() == [
         0,
         0,
         0,
@@ -433,19 +444,21 @@ def test_a_turns_reward_is_earned_by_the_tokens_before_it_or_compared(
     """0.5 for the first of two turns and 1 for the whole, beside an episode (and a greedy one) without any reward."""
     rng = np.random.default_rng(1)
     prompt = Prompt("p", "", (1, 2), "")
-    one, other = (episode(prompt, rng, 2, longest=1, pays=False) for _ in range(2))
+    sample, other = (episode(prompt, rng, 2, longest=1, pays=False) for _ in range(2))
     ids_T, trained_T = np.array([5, 6, 7, 8]), np.array([True, True, False, True])
     logp_T = np.zeros(4, np.float32)
-    facts = replace(one.facts, sampled_tokens=3)  # type: ignore[type-var]
-    one = with_row(
-        replace(one, facts=facts),
+    facts = replace(sample.facts, sampled_tokens=3)  # type: ignore[type-var]
+    sample = with_row(
+        replace(sample, facts=facts),
         response_ids_T=ids_T,
         engine_logp_T=logp_T,
         trained_T=trained_T,
-        parts=(replace(one.only_row.parts[0], num_tokens=4),),
+        parts=(replace(sample.only_row.parts[0], num_tokens=4),),
         token_rewards_T=np.array([0, 0.5, 0, 0], np.float32),
     )
-    samples = (one, other, replace(other, is_baseline=True)) if name == "remax" else (one, other)
+    samples = (
+        (sample, other, replace(other, is_baseline=True)) if name == "remax" else (sample, other)
+    )
     rewards_G = np.array([1.0, 0.0, 0.0], np.float32)[: len(samples)]
     group = SampleGroup(prompt, samples, rewards_G, rewards_G > 0)
     short, row = summary(group), ALGORITHMS[name]
@@ -454,43 +467,51 @@ def test_a_turns_reward_is_earned_by_the_tokens_before_it_or_compared(
         0.0,
     ]
     refs = samples_of([short], name)
-    made = [train_sequence(group, ref, "token_mean") for ref in refs]
+    sequences = [train_sequence(group, ref, "token_mean") for ref in refs]
     hparams = replace(row.hyperparameters, whiten=False, gae_lambda=1.0, kl_coefficient=0.0)
     nothing = {key_of(ref): np.zeros(ref.response_length, np.float32) for ref in refs}
-    first, *_ = with_token_advantages(row, hparams, refs, made, nothing, None, **ALONE)
+    first, *_ = with_token_advantages(row, hparams, refs, sequences, nothing, None, **ALONE)
     assert first.advantage_T is not None
     assert first.advantage_T[first.loss_mask_T].tolist() == pytest.approx(expected)
     if row.critic == "values":
         values = [np.zeros(ref.length, np.float32) for ref in refs]
-        returns, *_ = critic_returns(made, values, None, replace(hparams, critic_lambda=None))
+        returns, *_ = critic_returns(sequences, values, None, replace(hparams, critic_lambda=None))
         assert returns[first.loss_mask_T].tolist() == pytest.approx(expected)
 
 
 def test_a_rank_with_and_one_without_turns_say_the_same_statistics() -> None:
     """Also one whose row is padding: they are added up over all ranks."""
     groups = groups_of(1, [1, 3])
-    made = [
+    with_turns = [
         train_sequence(groups[0], ref, "token_mean")
         for ref in samples_of([summary(groups[0])], "grpo")
     ]
-    plain = [replace(one, turn_T=None) for one in made]
-    found = []
-    for sequences in (made, plain, []):
+    plain = [replace(sequence, turn_T=None) for sequence in with_turns]
+    stats = []
+    for sequences in (with_turns, plain, []):
         row = pack(
-            sequences, [one.engine_logp_T + 1 for one in sequences], split=Split(), device="cpu"
+            sequences,
+            [sequence.engine_logp_T + 1 for sequence in sequences],
+            split=Split(),
+            device="cpu",
         )
         assert row.old_logp_T is not None
-        found.append(
-            {one: value.tolist() for one, value in turn_diffs(row.old_logp_T, row.targets).items()}
+        stats.append(
+            {
+                statistic: value.tolist()
+                for statistic, value in turn_diffs(row.old_logp_T, row.targets).items()
+            }
         )
-    assert found[0].keys() == found[1].keys() == found[2].keys()
-    tokens = sum(int(one.loss_mask_T.sum()) for one in made)
-    stale = sum(int(one.is_stale_T.sum()) for one in made if one.is_stale_T is not None)
-    for values in found[:2]:
+    assert stats[0].keys() == stats[1].keys() == stats[2].keys()
+    tokens = sum(int(sequence.loss_mask_T.sum()) for sequence in with_turns)
+    stale = sum(
+        int(sequence.is_stale_T.sum()) for sequence in with_turns if sequence.is_stale_T is not None
+    )
+    for values in stats[:2]:
         assert (
             sum(count for _, count in values.values())
             == sum(diff for diff, _ in values.values())
             == tokens - stale
         )
-    assert not any(map(any, found[2].values()))
-    assert sum(value[1] > 0 for value in found[1].values()) == 1
+    assert not any(map(any, stats[2].values()))
+    assert sum(value[1] > 0 for value in stats[1].values()) == 1

@@ -20,7 +20,7 @@ PLANNED = Update((), denominator=99.0, tokens=30, loss_tokens=99, correct_tokens
 def sequence(far: list[int], *, key: tuple[int, int, int], correct: bool = False) -> TrainSequence:
     """A prompt of one token, then a response token for each entry: 1 where the engine is far from a logprob of -1."""
     mask_T = np.arange(len(far) + 1) > 0
-    engine_T = np.array([0.0, *(-4.0 if one else -1.0 for one in far)], np.float32)
+    engine_T = np.array([0.0, *(-4.0 if is_far else -1.0 for is_far in far)], np.float32)
     nll_T = mask_T.astype(np.float32) if correct else None
     weight_T = mask_T.astype(np.float32)
     return TrainSequence(
@@ -51,14 +51,14 @@ def divided(
         rollout_correction="icepop", aggregation=aggregation, positive_nll=0.5, **more
     )
     old = [
-        np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32)
+        np.where(row.loss_mask_T, -1.0, 0.0).astype(np.float32)
         for batch in BATCHES
-        for one in batch
+        for row in batch
     ]
-    made = kept_tokens.without_dropped(BATCHES, old, hparams)
-    counts = kept_tokens.counts_of(made).tolist()
+    batches = kept_tokens.without_dropped(BATCHES, old, hparams)
+    counts = kept_tokens.counts_of(batches).tolist()
     update = kept_tokens.divided_by_kept(PLANNED, counts, hparams, 10)
-    return update, kept_tokens.reweighted(made, update, hparams), counts
+    return update, kept_tokens.reweighted(batches, update, hparams), counts
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_denominators_and_weights_are_of_kept_tokens(
 
 
 def test_an_update_of_which_nothing_is_kept_is_divided_by_one() -> None:
-    update, made, counts = divided(
+    update, batches, counts = divided(
         "sequence_mean", rollout_correction_low=3.0
     )  # ratios of 1 and of e^3, which is above 5
     assert counts == [0, 0, 0]
     assert (update.denominator, update.loss_tokens, update.nll_weight(0.5)) == (1.0, 1, 0.0)
-    assert not any(one.loss_weight_T.any() for batch in made for one in batch)
+    assert not any(row.loss_weight_T.any() for batch in batches for row in batch)
 
 
 def test_a_rank_without_a_sample_counts_nothing() -> None:
@@ -118,12 +118,12 @@ def test_samples_are_decided_over_their_rows_together() -> None:
         rollout_correction="mis_sequence", rollout_correction_high=float(np.exp(4))
     )
     old = [
-        np.where(one.loss_mask_T, -1.0, 0.0).astype(np.float32)
+        np.where(row.loss_mask_T, -1.0, 0.0).astype(np.float32)
         for batch in BATCHES
-        for one in batch
+        for row in batch
     ]
-    made = kept_tokens.without_dropped(BATCHES, old, hparams)
-    assert [[bool(one.loss_mask_T.any()) for one in batch] for batch in made] == [
+    batches = kept_tokens.without_dropped(BATCHES, old, hparams)
+    assert [[bool(row.loss_mask_T.any()) for row in batch] for batch in batches] == [
         [False, False],
         [False, True],
     ]

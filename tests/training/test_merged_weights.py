@@ -44,15 +44,15 @@ def test_the_factors_get_the_gradient_of_the_rounded_sums() -> None:
     adapter, sums = TwoFactors(5, 7), torch.randn(5, 7).bfloat16().float()
     linear: Any = torch.nn.Linear(7, 5, bias=False)
     linear.weight = torch.nn.Parameter(sums, requires_grad=False)
-    hidden, wanted = torch.randn(11, 7, requires_grad=True), torch.randn(11, 5)
+    hidden, out_grad = torch.randn(11, 7, requires_grad=True), torch.randn(11, 5)
     add = _adding(adapter, Adapters(are_in_weights=True))
     out, _ = add(linear, (hidden,), (linear(hidden), None))
     assert torch.equal(out, hidden @ sums.T)
-    (out * wanted).sum().backward()
-    of_sums = wanted.T @ hidden.detach()
+    (out * out_grad).sum().backward()
+    of_sums = out_grad.T @ hidden.detach()
     torch.testing.assert_close(adapter.B.grad, of_sums @ adapter.A.detach().T)
     torch.testing.assert_close(adapter.A.grad, adapter.B.detach().T @ of_sums)
-    torch.testing.assert_close(hidden.grad, wanted @ sums)
+    torch.testing.assert_close(hidden.grad, out_grad @ sums)
     with torch.no_grad():
         output = linear(hidden), None
         assert add(linear, (hidden,), output) is output, "nothing is computed that has no gradient"
@@ -63,18 +63,18 @@ def look(trainer: Any) -> dict[str, Any]:
     sequences, frozen = [ragged(6, VOCAB_SIZE, seed=3)], clones(trainer)
     assert all_equal(trainer.params(), frozen), "B is 0: the sums are the frozen weights"
     set_b(trainer)
-    found = {"logp": trainer.token_outputs(sequences), "params": bits(trainer)}
+    results = {"logp": trainer.token_outputs(sequences), "params": bits(trainer)}
     right = [all_equal(trainer.params(), sums_of(trainer, frozen))]
     with trainer._as_reference():
-        found["reference"] = trainer.token_outputs(sequences)
+        results["reference"] = trainer.token_outputs(sequences)
         right.append(all_equal(trainer.params(), frozen))
-    right.append(bits_equal(trainer, found["params"]))
+    right.append(bits_equal(trainer, results["params"]))
     uneven_steps(trainer, 1)
     right += [
         all_equal(trainer.params(), sums_of(trainer, frozen)),
-        not bits_equal(trainer, found["params"]),
+        not bits_equal(trainer, results["params"]),
     ]
-    return found | {"right": right, "kept": trainer.round_weights(7)}
+    return results | {"right": right, "kept": trainer.round_weights(7)}
 
 
 def clones(trainer: Any) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ def bits(trainer: Any) -> dict[str, np.ndarray]:
 
 
 def bits_equal(trainer: Any, wanted: dict[str, np.ndarray]) -> bool:
-    return all(np.array_equal(found, wanted[name]) for name, found in bits(trainer).items())
+    return all(np.array_equal(values, wanted[name]) for name, values in bits(trainer).items())
 
 
 def all_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
@@ -107,11 +107,11 @@ def sums_of(
     merge = Merge.of_rank(
         size, trainer.shape, trainer.layout, trainer.rank, False, trainer.factors()
     )
-    found = {name: param.clone() for name, param in frozen.items()}
+    sums = {name: param.clone() for name, param in frozen.items()}
     merge.begin(version)
-    for box, target in zip(merge.all_boxes(frozen), merge.all_boxes(found), strict=True):
+    for box, target in zip(merge.all_boxes(frozen), merge.all_boxes(sums), strict=True):
         box.write(target.weight)
-    return found
+    return sums
 
 
 @torch.no_grad()
@@ -127,32 +127,32 @@ def plain(trainer: Any, of_ranks: list[dict[str, np.ndarray]]) -> dict[str, Any]
 @pytest.mark.slow
 def test_a_rank_computes_with_what_engines_get(path: Path) -> None:
     """To the bit, and its reference is the frozen model to the bit."""
-    found = run_world(lora_recipe(path, LAYOUT, **DTYPE), look)
-    for of_rank in found:
+    ranks = run_world(lora_recipe(path, LAYOUT, **DTYPE), look)
+    for of_rank in ranks:
         assert of_rank["right"] == [True] * 5
         assert 0.9 < of_rank["kept"] < 1.1
-    bare = run_world(recipe(path, LAYOUT, **DTYPE), plain, [of_rank["params"] for of_rank in found])
-    for of_rank, expected in zip(found, bare, strict=True):
+    bare = run_world(recipe(path, LAYOUT, **DTYPE), plain, [of_rank["params"] for of_rank in ranks])
+    for of_rank, expected in zip(ranks, bare, strict=True):
         for name in ("logp", "reference"):
-            for mine, other in zip(of_rank[name], expected[name], strict=True):
-                np.testing.assert_array_equal(mine, other)
+            for logp_T, other in zip(of_rank[name], expected[name], strict=True):
+                np.testing.assert_array_equal(logp_T, other)
     assert any(
         np.abs(a - b).max() > 1e-3
-        for a, b in zip(found[0]["logp"], found[0]["reference"], strict=True)
+        for a, b in zip(ranks[0]["logp"], ranks[0]["reference"], strict=True)
     )
 
 
 def published(trainer: Any) -> list[str]:
     """Digests of the weights of two versions, the first again, and between them those of an update."""
     set_b(trainer)
-    found, frozen = [], None
+    digests, frozen = [], None
     with trainer._merged.frozen():
         frozen = clones(trainer)
     for version in (1, 2, 1):
         trainer.round_weights(version)
         assert all_equal(trainer.params(), sums_of(trainer, frozen, version)), version
-        found.append(digest(trainer.params()))
-    return found
+        digests.append(digest(trainer.params()))
+    return digests
 
 
 @pytest.mark.slow
@@ -169,8 +169,8 @@ def test_only_16_bit_types_are_merged_in_training() -> None:
 
     def asked(dtype: str, **lora: Any) -> bool:
         adapters = SimpleNamespace(**({"sync": "merged"} | lora))
-        made: Any = SimpleNamespace(lora=adapters, model=SimpleNamespace(dtype=dtype))
-        return trains_merged(made)
+        run_recipe: Any = SimpleNamespace(lora=adapters, model=SimpleNamespace(dtype=dtype))
+        return trains_merged(run_recipe)
 
     assert asked("bfloat16") and not asked("float32") and not asked("bfloat16", sync="adapters")
     without: Any = SimpleNamespace(lora=None, model=SimpleNamespace(dtype="bfloat16"))

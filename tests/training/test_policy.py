@@ -80,14 +80,16 @@ def explore(trainer: Any) -> dict[str, Any]:
     facts["on_policy"] = numbers(trainer.train_step(part(batches, 50.0), 0.0, weighted_loss))
     off_policy = part(batches, 50.0, old_logp=facts["logprobs"])
     facts["off_policy"] = numbers(trainer.train_step(off_policy, 0.0, weighted_loss))
-    facts["grpo"] = [[numbers(one) for one in trainer.train(_step(updates))] for updates in (1, 2)]
+    facts["grpo"] = [
+        [numbers(update) for update in trainer.train(_step(updates))] for updates in (1, 2)
+    ]
     facts["sft"] = [
-        [numbers(one) for one in trainer.train(_step(1, algorithm="sft"))] for _ in range(8)
+        [numbers(update) for update in trainer.train(_step(1, algorithm="sft"))] for _ in range(8)
     ]
     facts["episodes"] = {
         name: [
-            numbers(trainer.train(_episodes(how, name))[0])
-            for how in ("whole", "cut", "other words")
+            numbers(trainer.train(_episodes(form, name))[0])
+            for form in ("whole", "cut", "other words")
         ]
         for name in ("grpo", "gspo")
     }
@@ -130,16 +132,16 @@ def _episodes(how: str, algorithm: str) -> TrainCall[Any]:
     how: "whole", each in a row of its own; "cut", the first in two rows; with "other words" in an observation.
     """
     rng, prompt = np.random.default_rng(4), Prompt("", "", (3, 1, 4, 1, 5), "")
-    one, other = (episode(prompt, rng, 3, version=0) for _ in range(2))
+    sample, other = (episode(prompt, rng, 3, version=0) for _ in range(2))
     if how == "cut":
-        one = cut(one, [1])
+        sample = cut(sample, [1])
     if how == "other words":
-        row = one.only_row
+        row = sample.only_row
         changed_T = row.response_ids_T.copy()
         changed_T[np.flatnonzero(~row.trained_T)[0]] ^= 1
-        one = with_row(one, response_ids_T=changed_T)
+        sample = with_row(sample, response_ids_T=changed_T)
     group = SampleGroup(
-        prompt, (one, other), np.array([1.0, 0.0], np.float32), np.array([True, False])
+        prompt, (sample, other), np.array([1.0, 0.0], np.float32), np.array([True, False])
     )
     refs = samples_of([summary(group)], "grpo", version=0)
     plan = plan_updates(
@@ -172,17 +174,17 @@ def test_logprobs_where_one_rank_holds_only_padding(
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(small_vocabulary, dtype=torch.float32).eval()
-    for mine, other, one in zip(
+    for logp_T, other, sequence in zip(
         *(rank["logprobs"] for rank in world), ragged(10, VOCAB_SIZE, seed=5), strict=True
     ):
-        tokens_T = torch.from_numpy(one.token_ids_T)
+        tokens_T = torch.from_numpy(sequence.token_ids_T)
         with torch.no_grad():
             logp_TV = model(tokens_T[None]).logits[0].log_softmax(-1)
         np.testing.assert_allclose(
-            mine[1:], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0], atol=1e-4
+            logp_T[1:], logp_TV[:-1].gather(-1, tokens_T[1:, None])[:, 0], atol=1e-4
         )
-        assert mine[0] == 0.0
-        np.testing.assert_array_equal(mine, other)
+        assert logp_T[0] == 0.0
+        np.testing.assert_array_equal(logp_T, other)
 
 
 def test_offload_frees_the_gradients_and_keeps_the_weights(world: list[dict[str, Any]]) -> None:
@@ -262,7 +264,7 @@ def drift(trainer: Any) -> dict[str, Any]:
     batches = assign(ragged(6, VOCAB_SIZE, seed=5), 0, 1, micro_batches=2)
     before, places = (
         trainer.token_outputs(batches),
-        {name: one.data_ptr() for name, one in trainer.params().items()},
+        {name: param.data_ptr() for name, param in trainer.params().items()},
     )
     kls = [
         numbers(update).get("reference_kl")
@@ -275,7 +277,8 @@ def drift(trainer: Any) -> dict[str, Any]:
         "still": still,
         "kls": kls,
         "same": [
-            np.array_equal(one, two) for one, two in zip(before or (), during or (), strict=True)
+            np.array_equal(array, other)
+            for array, other in zip(before or (), during or (), strict=True)
         ],
         "back": all(torch.equal(weights[name], param) for name, param in trainer.params().items()),
         "moved": [
@@ -292,10 +295,12 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     The samples are of another temperature than 1, and so are the policy and the reference, whose distance is 0 at the
     start; a supervised loss is at temperature 1.
     """
-    made = recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype=dtype)
-    rollout = made.rollout.model_copy(update={"temperature": TEMPERATURE})
-    made = made.model_copy(update={"reference": ReferenceConfig(use=True), "rollout": rollout})
-    first, last = run_world(made, drift)
+    run_recipe = recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype=dtype)
+    rollout = run_recipe.rollout.model_copy(update={"temperature": TEMPERATURE})
+    run_recipe = run_recipe.model_copy(
+        update={"reference": ReferenceConfig(use=True), "rollout": rollout}
+    )
+    first, last = run_world(run_recipe, drift)
     for rank in (first, last):
         assert all(rank["same"]) and rank["back"] and rank["moved"] == []
     assert last["same"] and first["kls"] == [None] * 3
@@ -303,7 +308,9 @@ def test_the_reference_stays_what_the_policy_was(small_vocabulary: Path, dtype: 
     assert start == pytest.approx(0.0, abs=1e-6)
     assert all(kl > 1e-3 for kl in later)
     (update,) = _step(1).updates
-    tempered_T, plain_T = (_response_logps(small_vocabulary, one) for one in (TEMPERATURE, 1.0))
+    tempered_T, plain_T = (
+        _response_logps(small_vocabulary, temperature) for temperature in (TEMPERATURE, 1.0)
+    )
     # the engine's logprob of every token is -4
     distance, nll = np.abs(tempered_T + 4.0).sum(), -plain_T.sum()
     tolerance = 1e-5 if dtype == "float32" else 5e-3
@@ -319,7 +326,7 @@ def _response_logps(path: Path, temperature: float) -> np.ndarray:
     """transformers' log-probability of every response token of `_step`'s samples."""
     from transformers import Qwen3MoeForCausalLM
 
-    model, found = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
+    model, logps = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), []
     for group in _step(1).groups.values():
         for sample in group.samples:
             ids = torch.tensor(
@@ -327,8 +334,8 @@ def _response_logps(path: Path, temperature: float) -> np.ndarray:
             )
             with torch.no_grad():
                 logp_TV = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-            found.append(logp_TV.gather(-1, ids[0, 1:, None])[-sample.num_trained :, 0].numpy())
-    return np.concatenate(found)
+            logps.append(logp_TV.gather(-1, ids[0, 1:, None])[-sample.num_trained :, 0].numpy())
+    return np.concatenate(logps)
 
 
 def onload_for(trainer: Any) -> list[int]:
@@ -403,9 +410,9 @@ def test_bfloat16_over_two_stages(small_vocabulary: Path, world: list[dict[str, 
     stages = run_world(recipe(small_vocabulary, TrainLayout(2, 1, 2, 1), dtype="bfloat16"), learn)
     assert all(stage["dtypes"] == {torch.bfloat16} for stage in stages)
     assert all(np.mean(stage["moved"]) > 0.06 for stage in stages)
-    mine, float32 = (
+    bfloat16, float32 = (
         np.concatenate(arrays) for arrays in (stages[1]["logprobs"], world[0]["logprobs"])
     )
-    assert 1e-6 < np.abs(mine - float32).mean() < 0.1
+    assert 1e-6 < np.abs(bfloat16 - float32).mean() < 0.1
     losses = [metrics["loss"] for metrics in stages[1]["metrics"]]
     assert losses[-1] < losses[0]

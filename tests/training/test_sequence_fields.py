@@ -54,25 +54,28 @@ def step_of(name: str) -> Step:
     unread = np.full(len(LENGTHS), np.nan, np.float32)
     group = SampleGroup(Prompt("p", "", PROMPT, ""), samples, unread, unread > 0)
     hparams = row.hyperparameters
-    made = [train_sequence(group, ref, hparams.aggregation, 0.5) for ref in refs]
+    sequences = [train_sequence(group, ref, hparams.aggregation, 0.5) for ref in refs]
     values = {key_of(ref): np.array(VALUES[ref.sample], np.float32) for ref in refs}
     pays = (
-        [np.array([9.0] * len(PROMPT) + one, np.float32) for one in PENALTIES]
+        [np.array([9.0] * len(PROMPT) + penalties, np.float32) for penalties in PENALTIES]
         if hparams.pays_kl
         else None
     )
     alone = {"sum_over_all": lambda one: one, "max_over_all": lambda one: one}
     return Step(
-        row, refs, made, with_token_advantages(row, hparams, refs, made, values, pays, **alone)
+        row,
+        refs,
+        sequences,
+        with_token_advantages(row, hparams, refs, sequences, values, pays, **alone),
     )
 
 
 def later_sum(own: list[float], last: float, gamma: float = 1.0) -> list[float]:
-    found, behind = [], last
-    for place, one in enumerate(reversed(own)):
-        behind = one + (behind if place == 0 else gamma * behind)
-        found.insert(0, behind)
-    return found
+    sums, behind = [], last
+    for place, value in enumerate(reversed(own)):
+        behind = value + (behind if place == 0 else gamma * behind)
+        sums.insert(0, behind)
+    return sums
 
 
 def by_gae(index: int, lam: float, pays: bool) -> list[float]:
@@ -80,11 +83,11 @@ def by_gae(index: int, lam: float, pays: bool) -> list[float]:
     rewards = list(PENALTIES[index]) if pays else [0.0] * LENGTHS[index]
     rewards[-1] += REWARDS[index]
     following = [*VALUES[index][1:], 0.0]
-    found, behind = [], 0.0
+    advantages, behind = [], 0.0
     for reward, value, after in reversed(list(zip(rewards, VALUES[index], following, strict=True))):
         behind = reward + after - value + lam * behind
-        found.insert(0, behind)
-    return found
+        advantages.insert(0, behind)
+    return advantages
 
 
 def less_others(own: list[float], index: int) -> float:
@@ -97,9 +100,9 @@ def normalised(index: int) -> float:
 
 
 def process(index: int) -> list[float]:
-    means = [sum(one) / len(one) for one in VALUES]
+    means = [sum(values) / len(values) for values in VALUES]
     baseline = means[index] - less_others(means, index)
-    return later_sum([one - baseline for one in VALUES[index]], less_others(REWARDS, index))
+    return later_sum([value - baseline for value in VALUES[index]], less_others(REWARDS, index))
 
 
 def centred(index: int) -> float:
@@ -128,18 +131,20 @@ EXPECTED: dict[str, Callable[[int], float | list[float] | None]] = {
 def test_rewards_and_outcomes_are_the_samples_own(name: str) -> None:
     step = step_of(name)
     for sequences in (step.made, step.with_token_advantages):
-        assert [one.reward for one in sequences] == REWARDS
-        assert [one.outcome for one in sequences] == [1.0, 0.0, 0.0]
-        assert [one.nll_weight_T is not None for one in sequences] == CORRECT
-        assert all((one.is_stale_T == one.loss_mask_T).all() for one in sequences)
-        for one, length in zip(sequences, LENGTHS, strict=True):
-            assert one.loss_mask_T.tolist() == [False] * len(PROMPT) + [True] * length
-            assert one.token_ids_T.tolist() == [*PROMPT, *range(length)]
-            assert one.engine_logp_T[one.loss_mask_T].tolist() == [-length] * length
-            assert one.experts_TMK is not None and (one.experts_TMK == length).all()
-            assert len(one.experts_TMK) == len(PROMPT) + length - 1
+        assert [sequence.reward for sequence in sequences] == REWARDS
+        assert [sequence.outcome for sequence in sequences] == [1.0, 0.0, 0.0]
+        assert [sequence.nll_weight_T is not None for sequence in sequences] == CORRECT
+        assert all((sequence.is_stale_T == sequence.loss_mask_T).all() for sequence in sequences)
+        for sequence, length in zip(sequences, LENGTHS, strict=True):
+            assert sequence.loss_mask_T.tolist() == [False] * len(PROMPT) + [True] * length
+            assert sequence.token_ids_T.tolist() == [*PROMPT, *range(length)]
+            assert sequence.engine_logp_T[sequence.loss_mask_T].tolist() == [-length] * length
+            assert sequence.experts_TMK is not None and (sequence.experts_TMK == length).all()
+            assert len(sequence.experts_TMK) == len(PROMPT) + length - 1
             share = 1 / length if step.row.hyperparameters.aggregation == "sequence_mean" else 1.0
-            np.testing.assert_array_equal(one.loss_weight_T, np.float32(share) * one.loss_mask_T)
+            np.testing.assert_array_equal(
+                sequence.loss_weight_T, np.float32(share) * sequence.loss_mask_T
+            )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -148,20 +153,20 @@ def test_advantages_are_advantages_or_absent(name: str) -> None:
     step = step_of(name)
     if step.row.critic == "values":
         assert [ref.advantage for ref in step.refs] == [None] * len(LENGTHS)
-    assert [one.advantage_T for one in step.made] == [None] * len(LENGTHS)
-    wanted = [EXPECTED[name](index) for index in range(len(LENGTHS))]
-    if None in wanted:
-        assert [one.advantage_T for one in step.with_token_advantages] == wanted
+    assert [sequence.advantage_T for sequence in step.made] == [None] * len(LENGTHS)
+    by_hand = [EXPECTED[name](index) for index in range(len(LENGTHS))]
+    if None in by_hand:
+        assert [sequence.advantage_T for sequence in step.with_token_advantages] == by_hand
         return
     expected = [
-        np.broadcast_to(np.array(one, float), length)
-        for one, length in zip(wanted, LENGTHS, strict=True)
+        np.broadcast_to(np.array(advantage, float), length)
+        for advantage, length in zip(by_hand, LENGTHS, strict=True)
     ]
     if step.row.hyperparameters.whiten:
         flat = np.concatenate(expected)
-        expected = [(one - flat.mean()) / flat.std() for one in expected]
-    for one, own in zip(step.with_token_advantages, expected, strict=True):
-        assert one.advantage_T is not None
+        expected = [(values - flat.mean()) / flat.std() for values in expected]
+    for sequence, expected_T in zip(step.with_token_advantages, expected, strict=True):
+        assert sequence.advantage_T is not None
         np.testing.assert_allclose(
-            one.advantage_T, [*[0.0] * len(PROMPT), *own], rtol=1e-5, atol=1e-6
+            sequence.advantage_T, [*[0.0] * len(PROMPT), *expected_T], rtol=1e-5, atol=1e-6
         )

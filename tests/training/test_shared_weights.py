@@ -35,7 +35,7 @@ def policy_weights(trainer: Any) -> dict[str, torch.Tensor]:
     from megarl.resharding import megatron_map
 
     shards = megatron_map.shards(trainer.shape, trainer.layout, trainer.rank, TRANSFORMER_ENGINE)
-    found = {
+    weights = {
         name: torch.empty_like(param)
         for name, param in trainer.params().items()
         if "output_layer" not in name
@@ -43,9 +43,9 @@ def policy_weights(trainer: Any) -> dict[str, torch.Tensor]:
     load_hf(
         trainer._recipe.model.path,
         [shard for shard in shards if shard.name != "score.weight"],
-        found,
+        weights,
     )
-    return found
+    return weights
 
 
 def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
     before = digest(frozen)
     set_b(critic)
     part = uneven_part(critic)
-    found, first = [], critic.values_of(part.micro_batches)
+    metrics, first = [], critic.values_of(part.micro_batches)
     with recorded(critic) as learning:
         for _ in range(STEPS):
             critic.offload()
@@ -73,7 +73,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
                 name for name, param in held if param.untyped_storage().nbytes()
             } == frozen.keys()
             critic.onload()
-            found.append(numbers(critic.train_step(part.micro_batches, first, part.norms, LR)))
+            metrics.append(numbers(critic.train_step(part.micro_batches, first, part.norms, LR)))
     if folder and (folder / "metadata.json").exists():
         set_b(critic)
         for head in heads(critic._model._unwrapped):
@@ -84,7 +84,7 @@ def learn(rank: int, meet: Address, made: Any, folder: Path | None) -> dict[str,
         critic.finish_save()
     assert digest(frozen) == before, "no step has changed the policy's weights"
     last = critic.values_of(part.micro_batches)
-    return {"first": first.values, "last": last.values, "metrics": found, "learning": learning}
+    return {"first": first.values, "last": last.values, "metrics": metrics, "learning": learning}
 
 
 @torch.no_grad()
@@ -133,12 +133,12 @@ def test_a_critic_learns_in_every_layout_what_one_rank_does(
         at = layout.coords(rank)
         is_last = at.pp == layout.pp - 1
         for when in ("first", "last"):
-            own = expected[when][at.dp :: layout.dp] if is_last else ()
+            values = expected[when][at.dp :: layout.dp] if is_last else ()
             assert (result[when] is None) == (not is_last)
-            for mine, one in zip(result[when] or (), own, strict=True):
-                np.testing.assert_allclose(mine, one, atol=1e-4)
-        for mine, one in zip(result["metrics"], expected["metrics"], strict=True):
-            assert mine == pytest.approx({key: one[key] for key in mine}, rel=1e-4)
+            for value_T, expected_T in zip(result[when] or (), values, strict=True):
+                np.testing.assert_allclose(value_T, expected_T, atol=1e-4)
+        for metrics, reference in zip(result["metrics"], expected["metrics"], strict=True):
+            assert metrics == pytest.approx({key: reference[key] for key in metrics}, rel=1e-4)
     check_learning([rank["learning"] for rank in ranks], [expected["learning"]])
 
 
@@ -150,29 +150,33 @@ def score(rank: int, meet: Address, made: Any) -> Any:
     frozen = policy_weights(reward_model)
     reward_model.share(share_params(frozen))
     assert is_same_memory(reward_model, frozen)
-    found = reward_model.score(ScoreCall(conversations()))
-    own = (reward_model.params() | reward_model.factors()).items()
-    kept = [one for name, one in own if name not in frozen]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
-    assert sum(storages.values()) == sum(4 * one.numel() for one in kept), "nothing else stays"
+    scores = reward_model.score(ScoreCall(conversations()))
+    tensors = (reward_model.params() | reward_model.factors()).items()
+    kept = [tensor for name, tensor in tensors if name not in frozen]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept
+    }
+    assert sum(storages.values()) == sum(4 * tensor.numel() for tensor in kept), (
+        "nothing else stays"
+    )
     reward_model.offload()
     reward_model.onload()
     assert np.array_equal(
-        np.concatenate(found), np.concatenate(reward_model.score(ScoreCall(conversations())))
+        np.concatenate(scores), np.concatenate(reward_model.score(ScoreCall(conversations())))
     )
-    return found
+    return scores
 
 
 def test_a_reward_models_scores_are_those_of_peft(tiny_model: Path, tmp_path: Path) -> None:
     """Adapters of a rank and of targets of their own, and a head, as PEFT writes them of a classifier."""
     model = write_rewarding_adapters(tiny_model, tmp_path / "adapters")
     layout = TrainLayout(2, 2, 1, 2)
-    made = lora_recipe(tiny_model, layout).model_dump() | {
+    settings = lora_recipe(tiny_model, layout).model_dump() | {
         "reward_model": {"adapters": str(tmp_path / "adapters")}
     }
-    role = resolve(Recipe.model_validate(made)).reward_model
+    role = resolve(Recipe.model_validate(settings)).reward_model
     assert role and role.lora and (role.lora.rank, role.lora.targets) == (6, ("o_proj", "q_proj"))
-    assert reward_model_errors(resolve(Recipe.model_validate(made)), []) == []
-    found = run_ranks(layout.world_size, score, role.recipe)[0]
-    for scores, expected in zip(found, scores_of(model, tiny_model), strict=True):
+    assert reward_model_errors(resolve(Recipe.model_validate(settings)), []) == []
+    scores_by_group = run_ranks(layout.world_size, score, role.recipe)[0]
+    for scores, expected in zip(scores_by_group, scores_of(model, tiny_model), strict=True):
         np.testing.assert_allclose(scores, expected, atol=1e-4)
