@@ -61,14 +61,16 @@ responses = st.lists(st.lists(step, min_size=1, max_size=17), min_size=1, max_si
 @settings(max_examples=100)
 @given(responses, st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.5, 0.95, 1.0]))
 def test_gae_equals_the_papers_sums_in_every_response(responses, gamma, lam):
-    flat = torch.tensor([one for response in responses for one in response], dtype=torch.float64)
+    flat = torch.tensor(
+        [token for response in responses for token in response], dtype=torch.float64
+    )
     ends = torch.tensor([len(response) for response in responses]).cumsum(0) - 1
     is_last_T = torch.zeros(len(flat), dtype=torch.bool).index_fill(0, ends, True)
     advantage_T, return_T = gae(flat[:, 0], flat[:, 1], is_last_T, gamma=gamma, lam=lam)
     expected = [
         a
-        for one in responses
-        for a in slow_gae([r for r, _ in one], [v for _, v in one], gamma, lam)
+        for response in responses
+        for a in slow_gae([r for r, _ in response], [v for _, v in response], gamma, lam)
     ]
     assert advantage_T.tolist() == pytest.approx(expected, abs=1e-12)
     assert (return_T - flat[:, 1]).tolist() == pytest.approx(expected, abs=1e-12)

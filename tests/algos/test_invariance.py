@@ -60,27 +60,27 @@ class Batch:
 def batch_of(lengths: Sequence[int], seed: int) -> Batch:
     """Responses of these lengths, three to a prompt; some near the old policy and the engine, some far from them."""
     rng = np.random.default_rng(seed)
-    groups, made = {}, Batch({}, [], {}, {}, {}, {})
+    groups, batch = {}, Batch({}, [], {}, {}, {}, {})
     for number, start in enumerate(range(0, len(lengths), PER_GROUP)):
-        own = lengths[start : start + PER_GROUP]
+        group_lengths = lengths[start : start + PER_GROUP]
         prompt, samples = Prompt(str(number), "", tuple(range(rng.integers(1, 5))), ""), []
-        for index, length in enumerate(own):
+        for index, length in enumerate(group_lengths):
             key, logp = (number, index, 0), rng.uniform(-3, -0.1, length)
             old = logp + rng.normal(0, rng.choice([1e-4, 0.3]), length)
             engine = old + rng.normal(0, rng.choice([1e-3, 0.5]), length)
-            made.logp[key] = torch.from_numpy(logp).requires_grad_()
-            made.entropy[key] = torch.from_numpy(rng.uniform(0, 2, length)).requires_grad_()
-            made.old_logp[key], made.reference_logp[key] = (
-                (one + at).astype(np.float32)
-                for one, at in ((old, 0.0), (logp, rng.normal(0, 0.3, length)))
+            batch.logp[key] = torch.from_numpy(logp).requires_grad_()
+            batch.entropy[key] = torch.from_numpy(rng.uniform(0, 2, length)).requires_grad_()
+            batch.old_logp[key], batch.reference_logp[key] = (
+                (values + at).astype(np.float32)
+                for values, at in ((old, 0.0), (logp, rng.normal(0, 0.3, length)))
             )
             samples.append(response(prompt.token_ids, np.arange(length), engine.astype(np.float32)))
             total = len(prompt.token_ids) + length
-            how = {"advantage": float(rng.normal()), "is_correct": bool(rng.integers(2))}
-            made.refs.append(SampleRef(number, index, total, length, **how))
-        nothing = np.zeros(len(own), np.float32)
+            facts = {"advantage": float(rng.normal()), "is_correct": bool(rng.integers(2))}
+            batch.refs.append(SampleRef(number, index, total, length, **facts))
+        nothing = np.zeros(len(group_lengths), np.float32)
         groups[number] = SampleGroup(prompt, tuple(samples), nothing, nothing.astype(np.bool_))
-    return replace(made, groups=groups)
+    return replace(batch, groups=groups)
 
 
 def with_prompt(group: SampleGroup, prompt: Prompt) -> SampleGroup:
@@ -124,11 +124,15 @@ def seen(
     for leaf in batch.leaves():
         leaf.grad = None
     total, stats = 0.0, {}
-    given, plan = given_of(hparams, batch, shares, plan, aggregation or hparams.aggregation, junk)
-    for micro_batches, made in zip(shares, given, strict=True):
-        for refs, uncredited in zip(micro_batches, made, strict=True):
+    sequences_by_share, plan = given_of(
+        hparams, batch, shares, plan, aggregation or hparams.aggregation, junk
+    )
+    for micro_batches, sequence_batches in zip(shares, sequences_by_share, strict=True):
+        for refs, uncredited in zip(micro_batches, sequence_batches, strict=True):
             pairs = zip(uncredited, sample_advantages(refs, uncredited), strict=True)
-            sequences = [replace(one, advantage_T=advantage_T) for one, advantage_T in pairs]
+            sequences = [
+                replace(sequence, advantage_T=advantage_T) for sequence, advantage_T in pairs
+            ]
             old, reference = (
                 [padded(batch, ref, values[key_of(ref)], junk) for ref in refs]
                 for values in (batch.old_logp, batch.reference_logp)
@@ -154,7 +158,9 @@ def seen(
                 if refs else junk_T[i] * 1
                 for i, values in enumerate((batch.logp, batch.entropy))
             )  # fmt: skip
-            loss, found = ALGORITHMS[name].loss(hparams)(logp_T, entropy_T, row.old_logp_T, targets)
+            loss, statistics = ALGORITHMS[name].loss(hparams)(
+                logp_T, entropy_T, row.old_logp_T, targets
+            )
             loss.backward()
             assert junk_T.grad is not None and not junk_T.grad.any(), (
                 "what is not learnt from has a gradient"
@@ -164,12 +170,13 @@ def seen(
                 stats,
                 {
                     statistic: tuple(value.reshape(-1).tolist())
-                    for statistic, value in found.items()
+                    for statistic, value in statistics.items()
                 },
             )
     divisor = plan.denominator if plan else 1.0
     gradients = [
-        torch.zeros_like(one) if one.grad is None else one.grad / divisor for one in batch.leaves()
+        torch.zeros_like(tensor) if tensor.grad is None else tensor.grad / divisor
+        for tensor in batch.leaves()
     ]
     return total / divisor, gradients, stats
 
@@ -184,19 +191,21 @@ def given_of(
 ) -> tuple[list[list[list[TrainSequence]]], Update | None]:
     """The sequences of all ranks' micro-batches as a run makes them, and the plan, divided by what is kept of it."""
     nll_weight = plan.nll_weight(hparams.positive_nll) if plan else 0.0
-    made = [train_sequences(one, batch.groups, aggregation, nll_weight) for one in shares]
+    sequences = [train_sequences(share, batch.groups, aggregation, nll_weight) for share in shares]
     if not drops(hparams):
-        return made, plan
+        return sequences, plan
     olds = [
-        [padded(batch, ref, batch.old_logp[key_of(ref)], junk) for refs in one for ref in refs]
-        for one in shares
+        [padded(batch, ref, batch.old_logp[key_of(ref)], junk) for refs in share for ref in refs]
+        for share in shares
     ]
-    made = [kept_tokens.without_dropped(*pair, hparams) for pair in zip(made, olds, strict=True)]
+    sequences = [
+        kept_tokens.without_dropped(*pair, hparams) for pair in zip(sequences, olds, strict=True)
+    ]
     if plan is None:
-        return made, None
-    counts = np.sum([kept_tokens.counts_of(one) for one in made], axis=0).tolist()
+        return sequences, None
+    counts = np.sum([kept_tokens.counts_of(share) for share in sequences], axis=0).tolist()
     of_kept = kept_tokens.divided_by_kept(plan, counts, hparams, LONGEST)
-    return [kept_tokens.reweighted(one, of_kept, hparams) for one in made], of_kept
+    return [kept_tokens.reweighted(share, of_kept, hparams) for share in sequences], of_kept
 
 
 def kept_of(batch: Batch, ref: SampleRef, hparams: Hyperparameters) -> torch.Tensor:
@@ -223,7 +232,7 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
         max(1, sum(counts.values())),
         max(1, sum(count > 0 for count in counts.values())),
     )
-    loss, gradients = 0.0, [torch.zeros_like(one) for one in batch.leaves()]
+    loss, gradients = 0.0, [torch.zeros_like(leaf) for leaf in batch.leaves()]
     stats: Statistics = {}
     for ref in batch.refs:
         share = {
@@ -233,12 +242,15 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
             "constant": 1 / LONGEST / samples,
         }[hparams.aggregation]
         shares = [[(replace(ref, length=1 + ref.response_length),)]]
-        one, own, found = seen(name, of_policy, alone, shares, aggregation="token_mean")
-        loss += one * share
+        sample_loss, sample_gradients, statistics = seen(
+            name, of_policy, alone, shares, aggregation="token_mean"
+        )
+        loss += sample_loss * share
         gradients = [
-            total + gradient * share for total, gradient in zip(gradients, own, strict=True)
+            total + gradient * share
+            for total, gradient in zip(gradients, sample_gradients, strict=True)
         ]
-        add(stats, found)
+        add(stats, statistics)
     if hparams.positive_nll and ALGORITHMS[name].surrogate:
         correct = [key_of(ref) for ref in batch.refs if ref.is_correct]
         count = max(1, sum(counts[key] for key in correct))
@@ -252,8 +264,8 @@ def expected(name: str, hparams: Hyperparameters, batch: Batch) -> Seen:
 def same(mine: Seen, other: Seen) -> None:
     """Within what float32 weights allow; the loss is a sum of terms of about 1 that cancel."""
     assert mine[0] == pytest.approx(other[0], rel=1e-5, abs=2e-6)
-    for gradient, wanted in zip(mine[1], other[1], strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=2e-6)
+    for gradient, other_gradient in zip(mine[1], other[1], strict=True):
+        torch.testing.assert_close(gradient, other_gradient, rtol=1e-5, atol=2e-6)
     assert train_metrics([mine[2]]) == pytest.approx(train_metrics([other[2]]), rel=1e-5, abs=1e-6)
 
 
@@ -292,8 +304,8 @@ def test_neither_prompts_packing_splitting_nor_ranks_change_what_is_learnt(
         [tuple(shuffle.sample(refs, len(refs))) for refs in rank] for rank in plan.micro_batches
     ]
     shuffle.shuffle(shares)
-    mine = seen(name, hparams, batch, shares, plan=plan, split=split, junk=math.nan)
-    same(mine, expected(name, hparams, batch))
+    result = seen(name, hparams, batch, shares, plan=plan, split=split, junk=math.nan)
+    same(result, expected(name, hparams, batch))
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
@@ -307,13 +319,15 @@ def test_what_is_not_learnt_from_may_be_anything(name, rollout_correction, junk)
         Split(tp=2, cp=2, align=4),
     )
     plan = Update((), denominator=2.0, tokens=9, loss_tokens=9, correct_tokens=5)
-    mine, clean = (
+    with_junk, clean = (
         seen(name, hparams, batch, shares, plan=plan, split=split, junk=value)
         for value in (junk, 0.0)
     )
-    assert math.isfinite(clean[0]) and all(one.isfinite().all() for one in clean[1])
-    assert (mine[0], mine[2]) == (clean[0], clean[2])
-    assert all(torch.equal(one, other) for one, other in zip(mine[1], clean[1], strict=True))
+    assert math.isfinite(clean[0]) and all(gradient.isfinite().all() for gradient in clean[1])
+    assert (with_junk[0], with_junk[2]) == (clean[0], clean[2])
+    assert all(
+        torch.equal(gradient, other) for gradient, other in zip(with_junk[1], clean[1], strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", FROM_REWARDS)
@@ -327,7 +341,7 @@ def test_without_an_advantage_there_is_nothing_to_learn(name):
         rollout_correction="mis_token",
     )
     loss, gradients, _ = seen(name, hparams, batch, [[refs]])
-    assert loss == 0.0 and not any(one.any() for one in gradients)
+    assert loss == 0.0 and not any(gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("name", OF_GROUPS)

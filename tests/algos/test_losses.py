@@ -112,12 +112,13 @@ def slow_loss(
     """
     if hparams.rollout_correction == "off":  # then the engine is the old policy of those
         old = [
-            float(row.engine_logp_T[t]) if row.is_stale_T[t] else one for t, one in enumerate(old)
+            float(row.engine_logp_T[t]) if row.is_stale_T[t] else old_logp
+            for t, old_logp in enumerate(old)
         ]
     total = torch.zeros((), dtype=torch.float64)
     numbers = range(len(logp_T))
-    for _, found in groupby(numbers, key=lambda t: int(row.sequence_T[t])):
-        places = [t for t in found if row.loss_mask_T[t]]
+    for _, tokens in groupby(numbers, key=lambda t: int(row.sequence_T[t])):
+        places = [t for t in tokens if row.loss_mask_T[t]]
         if not places:
             continue
         log_w = [old[t] - float(row.engine_logp_T[t]) for t in places]
@@ -129,14 +130,16 @@ def slow_loss(
         kept_weights = {t: weight for t, weight in weights.items() if weight is not None}
         log_s = sum(logp_T[t] - old[t] for t in kept_weights) / max(1, len(kept_weights))
         for t, weight in kept_weights.items():
-            one = slow_surrogate(name, hparams, logp_T[t], old[t], log_s, float(row.advantage_T[t]))
-            one = one * weight
+            token_loss = slow_surrogate(
+                name, hparams, logp_T[t], old[t], log_s, float(row.advantage_T[t])
+            )
+            token_loss = token_loss * weight
             assert row.reference_logp_T is not None
-            one = one + hparams.kl_coefficient * slow_kl(
+            token_loss = token_loss + hparams.kl_coefficient * slow_kl(
                 hparams, logp_T[t], float(row.reference_logp_T[t])
             )
-            one = one - hparams.entropy_coefficient * entropy_T[t]
-            total = total + one * row.loss_weight_T[t]
+            token_loss = token_loss - hparams.entropy_coefficient * entropy_T[t]
+            total = total + token_loss * row.loss_weight_T[t]
             total = total - (logp_T[t] * row.nll_weight_T[t] if hparams.positive_nll else 0.0)
     return total
 
@@ -169,7 +172,7 @@ some_rules = st.builds(
 def test_loss_and_gradient_equal_the_slow_loop(
     name: str, sequences: list[list[Any]], hparams: Hyperparameters
 ) -> None:
-    columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
+    columns = zip(*(values for sequence in sequences for values in sequence), strict=True)
     logp, old, mask, advantage, weight, engine, reference, entropy, stale = map(list, columns)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
     exact = partial(torch.tensor, dtype=torch.float64)
@@ -189,13 +192,14 @@ def test_loss_and_gradient_equal_the_slow_loop(
         if value.requires_grad:
             value.backward()
         grads = [
-            torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, entropy_T)
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for leaf in (logp_T, entropy_T)
         ]
         results.append((value.detach(), grads, stats))
-    (mine, my_grads, stats), (slow, slow_grads, _) = results
-    torch.testing.assert_close(mine, slow, atol=1e-9, rtol=1e-9)
-    for one, other in zip(my_grads, slow_grads, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+    (fast, my_grads, stats), (slow, slow_grads, _) = results
+    torch.testing.assert_close(fast, slow, atol=1e-9, rtol=1e-9)
+    for grad, other in zip(my_grads, slow_grads, strict=True):
+        torch.testing.assert_close(grad, other, atol=1e-9, rtol=1e-9)
     diffs = [abs(o - e) for o, e, m, s in zip(old, engine, mask, stale, strict=True) if m and not s]
     assert stats[DIFF].tolist() == pytest.approx([sum(diffs), len(diffs)], abs=1e-12), (
         "of fresh tokens alone"
@@ -208,9 +212,9 @@ def test_loss_and_gradient_equal_the_slow_loop(
     if hparams.rollout_correction != "off":
         assert stats[MASKED].tolist() == [num_dropped, sum(mask)], "a share of what was sampled"
         by_age = {
-            one.name: parts.tolist()
-            for one, parts in stats.items()
-            if one.name.startswith("rollout_correction_masked_")
+            statistic.name: parts.tolist()
+            for statistic, parts in stats.items()
+            if statistic.name.startswith("rollout_correction_masked_")
         }
         assert [sum(pair) for pair in zip(*by_age.values(), strict=True)] == [
             num_dropped,
@@ -235,7 +239,7 @@ outcome_token = st.tuples(floats, floats, st.booleans(), st.booleans())
 @given(st.lists(st.lists(outcome_token, min_size=1, max_size=5), min_size=1, max_size=4))
 def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]]) -> None:
     """-o log sigmoid(r) - (1 - o) log(1 - sigmoid(r)), r = 0.5 sum log(p / p_ref) (arXiv 2502.01456)."""
-    columns = zip(*(one for sequence in sequences for one in sequence), strict=True)
+    columns = zip(*(values for sequence in sequences for values in sequence), strict=True)
     logp, reference, mask, _ = map(list, columns)
     numbers = [number for number, sequence in enumerate(sequences) for _ in sequence]
     outcomes = [float(sequence[0][3]) for sequence in sequences]
@@ -265,7 +269,9 @@ def test_outcome_loss_and_gradient_equal_the_slow_loop(sequences: list[list[Any]
     torch.testing.assert_close(loss.detach(), slow.detach(), atol=1e-9, rtol=1e-9)
     if slow.requires_grad:
         slow.backward()
-    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in (logp_T, slow_T)]
+    grads = [
+        torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in (logp_T, slow_T)
+    ]
     torch.testing.assert_close(*grads, atol=1e-9, rtol=1e-9)
     assert stats[RIGHT].tolist() == [right, sum(mask)]
 
@@ -315,10 +321,10 @@ def test_value_loss_and_gradient_equal_the_slow_loop(tokens, data):
     same = [
         abs((v - r) ** 2 - (o - r) ** 2) < 1e-12 for v, r, o in zip(value, target, old, strict=True)
     ]
-    for mine, other, is_tie in zip(
+    for grad, other, is_tie in zip(
         value_T.grad.tolist(), grads, map(max, on_edge, same), strict=True
     ):
-        assert is_tie or mine == pytest.approx(other, abs=1e-12)
+        assert is_tie or grad == pytest.approx(other, abs=1e-12)
     errors = [r - o for r, o, m in zip(target, old, mask, strict=True) if m]
     *_, error, error_square, count = stats[EXPLAINED_VARIANCE].tolist()
     assert (error, error_square) == pytest.approx(

@@ -29,7 +29,7 @@ def row_of(
     """(logp_T, old_logp_T, targets) of (logp, old, engine, reference, advantage, is_stale) tokens of two sequences."""
     columns = zip(*tokens, strict=True)
     logp_T, old_T, engine_T, reference_T, advantage_T, stale_T = (
-        torch.tensor(one, dtype=dtype) for one in columns
+        torch.tensor(column, dtype=dtype) for column in columns
     )
     ones_T, sequence_T = torch.ones_like(logp_T), torch.arange(len(tokens)) % 2
     targets = Targets(
@@ -59,7 +59,7 @@ def test_any_log_probability_gives_a_finite_loss(
         dual_clip=dual_clip,
         positive_nll=0.1,
     )
-    logp_T, old_T, targets = row_of([(max(one[0], -1e4), *one[1:]) for one in tokens])
+    logp_T, old_T, targets = row_of([(max(token[0], -1e4), *token[1:]) for token in tokens])
     targets = kept(old_T, targets, hparams)
     loss, stats = policy_loss(
         SURROGATES[name], logp_T, torch.ones_like(old_T), old_T, targets, hparams
@@ -69,7 +69,7 @@ def test_any_log_probability_gives_a_finite_loss(
     assert loss.isfinite() and logp_T.grad is not None and logp_T.grad.isfinite().all()
     assert all(parts.double().isfinite().all() for parts in stats.values())
     metrics = train_metrics(
-        [{one: tuple(parts.reshape(-1).tolist()) for one, parts in stats.items()}]
+        [{statistic: tuple(parts.reshape(-1).tolist()) for statistic, parts in stats.items()}]
     )
     assert all(math.isfinite(value) for value in metrics.values())
 

@@ -15,11 +15,11 @@ BLOCK = 1 << 18  # tokens that gae works on at once
 
 
 def slow(own: list[float], decay: list[float]) -> list[float]:
-    found, behind = [], 0.0
+    sums, behind = [], 0.0
     for value, factor in zip(reversed(own), reversed(decay), strict=True):
         behind = value + factor * behind
-        found.append(behind)
-    return found[::-1]
+        sums.append(behind)
+    return sums[::-1]
 
 
 def close(found_T: torch.Tensor, expected: list[float]) -> None:
@@ -76,7 +76,7 @@ def test_gae_over_blocks_of_tokens(lengths: list[int], gamma: float, lam: float 
         for r, v, after in zip(reward_T.tolist(), values, following, strict=True)
     ]
     factors = lam_T.double().tolist() if lam is None else [lam] * count
-    decays = [0.0 if end else gamma * one for one, end in zip(factors, ends, strict=True)]
+    decays = [0.0 if end else gamma * factor for factor, end in zip(factors, ends, strict=True)]
     close(advantage_T, slow(deltas, decays))
     close(return_T, (advantage_T + value_T.double()).tolist())
 
@@ -85,9 +85,9 @@ def test_the_same_numbers_every_time_and_nothing_given_is_changed() -> None:
     reward_T, value_T = torch.randn(2, BLOCK + 100).double()
     is_last_T = torch.arange(BLOCK + 100) % 1000 == 99
     lam_T = torch.full_like(value_T, 0.9)
-    before = [one.clone() for one in (reward_T, value_T, is_last_T, lam_T)]
-    found, again = (gae(reward_T, value_T, is_last_T, gamma=0.9, lam=lam_T) for _ in range(2))
-    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    before = [tensor.clone() for tensor in (reward_T, value_T, is_last_T, lam_T)]
+    results, again = (gae(reward_T, value_T, is_last_T, gamma=0.9, lam=lam_T) for _ in range(2))
+    assert all(torch.equal(tensor, other) for tensor, other in zip(results, again, strict=True))
     assert all(
         torch.equal(*pair)
         for pair in zip(before, (reward_T, value_T, is_last_T, lam_T), strict=True)
