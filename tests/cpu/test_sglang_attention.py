@@ -52,8 +52,8 @@ def random_cache(shape: tuple[int, int, int, int], lengths: Sequence[int]) -> Ca
     order = torch.randperm(num_slots)
     requests = torch.randperm(len(lengths) + 3)[: len(lengths)]
     slots = torch.full((len(lengths) + 3, max(lengths) + 5), int(order[-1]), dtype=torch.int32)
-    for request, own in zip(requests, order.split([*lengths, 10]), strict=False):
-        slots[request, : len(own)] = own.to(torch.int32)
+    for request, indices in zip(requests, order.split([*lengths, 10]), strict=False):
+        slots[request, : len(indices)] = indices.to(torch.int32)
     keys[order[-10:]] = values[order[-10:]] = torch.nan
     return Cache(
         keys,
@@ -83,15 +83,15 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def pairs(backend: Any) -> list[Pair]:
     """Those of decoding, and of extending."""
-    own = [getattr(backend, name) for name in PATCHED]
+    originals = [getattr(backend, name) for name in PATCHED]
     sglang_attention.batch_attention()
-    return [(each, getattr(backend, name)) for each, name in zip(own, PATCHED, strict=True)]
+    return [(each, getattr(backend, name)) for each, name in zip(originals, PATCHED, strict=True)]
 
 
 def run_both(pair: Pair, *args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(what SGLang's own function gives, what the batched one gives)"""
-    own, batched = pair
-    return run(own, *args, **options), run(batched, *args, **options)
+    original, batched = pair
+    return run(original, *args, **options), run(batched, *args, **options)
 
 
 def run(
