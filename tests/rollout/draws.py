@@ -49,7 +49,7 @@ async def _drawn(engines: Sequence[Engine], temperature: float) -> np.ndarray:
         for samples in await asyncio.gather(*calls)
         for sample in samples
     ]
-    return np.array([int(one[0]) * 47 + int(one[-1]) for one in tokens]).reshape(
+    return np.array([int(ids[0]) * 47 + int(ids[-1]) for ids in tokens]).reshape(
         NUM_GROUPS, NUM_SAMPLES
     )
 
@@ -69,7 +69,8 @@ def chi_square_p(counts_N: np.ndarray, probs_N: np.ndarray) -> float:
     expected_N = counts_N.sum() * probs_N
     is_rare_N = expected_N < FEWEST_EXPECTED
     counts, expected = (
-        np.append(one[~is_rare_N], one[is_rare_N].sum()) for one in (counts_N, expected_N)
+        np.append(values_N[~is_rare_N], values_N[is_rare_N].sum())
+        for values_N in (counts_N, expected_N)
     )
     used = expected > 0
     statistic = ((counts[used] - expected[used]) ** 2 / expected[used]).sum()

@@ -31,7 +31,8 @@ def test_the_statistics_tell_repeated_draws_and_those_of_another_temperature() -
     rng = np.random.default_rng(1)
     logits_N = 1.1 * rng.normal(size=47)
     probs_N, cooler_N = (
-        np.exp(logits_N / one) / np.exp(logits_N / one).sum() for one in (1.0, 0.9)
+        np.exp(logits_N / temperature) / np.exp(logits_N / temperature).sum()
+        for temperature in (1.0, 0.9)
     )
     drawn_GS = rng.choice(47, size=(1000, 8), p=probs_N)
     counts_N = np.bincount(drawn_GS.ravel(), minlength=47)

@@ -32,7 +32,7 @@ def test_everything_is_dealt_once_within_the_rooms(asked, capacities, random) ->
             prompt, samples, response = waiting[0]
             receiver = balancer.assign(prompt, samples)
             if receiver is None:
-                assert all(held[one] for one in range(len(capacities))), (
+                assert all(held[index] for index in range(len(capacities))), (
                     "a receiver idles while work waits"
                 )
                 break
@@ -43,7 +43,7 @@ def test_everything_is_dealt_once_within_the_rooms(asked, capacities, random) ->
             assigned[receiver] += samples
         balancer.finish(*running.pop(random.randrange(len(running))))
     assert assigned.total() == sum(samples for _, samples, _ in asked)
-    assert [balancer.expected_tokens(one) for one in range(len(capacities))] == [0] * len(
+    assert [balancer.expected_tokens(index) for index in range(len(capacities))] == [0] * len(
         capacities
     )
 
@@ -52,7 +52,7 @@ def test_everything_is_dealt_once_within_the_rooms(asked, capacities, random) ->
 def test_equal_requests_go_round(receivers: int, samples: int, count: int) -> None:
     balancer = RequestBalancer([WIDE] * receivers, LONGEST)
     assert [balancer.assign(7, samples) for _ in range(count)] == [
-        one % receivers for one in range(count)
+        number % receivers for number in range(count)
     ]
 
 

@@ -59,13 +59,13 @@ def recipe(model: str, reward: str = "megarl.rollout.rewards.exact:score") -> Re
 
 
 def test_an_engines_settings_come_from_the_recipe() -> None:
-    made = recipe("somewhere")
-    settings = engine_settings(made, index=1)
+    run_recipe = recipe("somewhere")
+    settings = engine_settings(run_recipe, index=1)
     assert (settings.dtype, settings.first_gpu, settings.context_tokens) == ("float32", 2, 40)
     assert settings.concurrency == 16, "an engine gets at most 4 of 7 prompts"
     assert not settings.load_weights
-    assert settings.engine == made.rollout.engine
-    assert settings.layout == engine_layout(made)
+    assert settings.engine == run_recipe.rollout.engine
+    assert settings.layout == engine_layout(run_recipe)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,10 @@ def test_an_engine_runs_a_step_at_once(
 ) -> None:
     tree = recipe("somewhere").model_dump() | {"algorithm": algorithm}
     tree["rollout"] |= rollout
-    made = Recipe.model_validate(tree)
-    assert step_sequences(made) == engine_settings(made, index=0).concurrency == sequences
+    run_recipe = Recipe.model_validate(tree)
+    assert (
+        step_sequences(run_recipe) == engine_settings(run_recipe, index=0).concurrency == sequences
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,11 @@ def test_an_engine_runs_an_evaluation_at_once(
     tree = recipe("somewhere").model_dump() | {"evaluation": evaluation}
     tree["rollout"]["engine"]["dp"] = dp
     tree["data"]["eval"] = {"easy": "easy.jsonl", "hard": "hard.jsonl"}
-    made = Recipe.model_validate(tree)
-    assert (step_sequences(made), engine_settings(made, index=0).concurrency) == (16, sequences)
+    run_recipe = Recipe.model_validate(tree)
+    assert (step_sequences(run_recipe), engine_settings(run_recipe, index=0).concurrency) == (
+        16,
+        sequences,
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,8 +127,8 @@ def test_an_engine_is_seeded_and_tells_its_experts_as_the_recipe_says(
 def test_verifications_of_a_baseline_do_not_count() -> None:
     one, two, three = samples("a", "b", "c")
     greedy = replace(three, verifications=9, prefills=5, is_baseline=True)
-    made = replace(one, verifications=3), replace(two, verifications=4, prefills=2), greedy
-    group = SampleGroup(PROMPT, made, np.zeros(3, np.float32), np.zeros(3, np.bool_))
+    group_samples = replace(one, verifications=3), replace(two, verifications=4, prefills=2), greedy
+    group = SampleGroup(PROMPT, group_samples, np.zeros(3, np.float32), np.zeros(3, np.bool_))
     assert (summary(group).verifications, summary(group).prefills) == (7, 3)
 
 
@@ -239,7 +244,9 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
     ) -> list[RewardResult | Failure]:
         asked.append(responses)
         assert episodes == [None] * len(responses), "these are none"
-        return [LATE if one == "xxx" else RewardResult(float(len(one)), True) for one in responses]
+        return [
+            LATE if text == "xxx" else RewardResult(float(len(text)), True) for text in responses
+        ]
 
     worker = RolloutWorker.__new__(RolloutWorker)
     worker._episodes, worker._num_transcripts = None, 1
@@ -248,17 +255,19 @@ def test_reward_results_come_as_samples_end_and_decide_when_all_have() -> None:
         _reward_workers=SimpleNamespace(reward_results=reward_results),
         _reward=RewardConfig(function="a:b"),
     )
-    how, group = Sampling(3, 5, phase_tokens=2), None
+    sampling, group = Sampling(3, 5, phase_tokens=2), None
     for num_open, tokens in ((2, 2), (1, 4)):
-        short, group = asyncio.run(worker.sample(PROMPT, how, group))
+        short, group = asyncio.run(worker.sample(PROMPT, sampling, group))
         assert short == PartialSummary(num_open, len(PROMPT.token_ids) + tokens)
         assert isinstance(group, PartialGroup)
     assert group is not None and group.reward_results == (RewardResult(1.0, True), LATE, None)
     worker._reward = RewardConfig(function="a:b", on_failure="stop")
     with pytest.raises(UserError, match="took longer than 5 s on response 'xxx'"):
-        asyncio.run(worker.sample(PROMPT, how, replace(group, reward_results=(RIGHT, None, None))))
+        asyncio.run(
+            worker.sample(PROMPT, sampling, replace(group, reward_results=(RIGHT, None, None)))
+        )
     worker._reward = RewardConfig(function="a:b")
-    short, whole = asyncio.run(worker.sample(PROMPT, how, group))
+    short, whole = asyncio.run(worker.sample(PROMPT, sampling, group))
     assert isinstance(short, GroupSummary) and isinstance(whole, SampleGroup)
     assert [asked[place] for place in (0, 1, 3)] == [["x"], ["xxx"], ["xxxxx"]], (
         "each response once"

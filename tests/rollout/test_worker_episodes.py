@@ -92,20 +92,23 @@ def test_a_failed_environment_is_penalised_where_the_model_has_sampled_anything(
 def test_a_group_of_failed_environments_without_a_token_is_the_users_fault() -> None:
     """Under penalise, too: the key that names the environment is told, because no function was asked."""
     penalise = RewardConfig(on_failure="penalise", penalty=-1.0)
-    with pytest.raises(UserError, match="as did all of the group") as told:
+    with pytest.raises(UserError, match="as did all of the group") as raised:
         scored(PROMPT, [failed(0), failed(0)], [GONE, GONE], penalise)
-    assert told.value.where == "episode" and "reset raised ValueError: no row" in told.value.problem
+    assert (
+        raised.value.where == "episode"
+        and "reset raised ValueError: no row" in raised.value.problem
+    )
     short, kept = scored(PROMPT, [failed(0), failed(0)], [GONE, GONE], penalise, may_lose_all=True)
     assert kept.samples == () and short.num_dropped == 2
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_a_failed_environment_may_stop_the_run(tokens: int) -> None:
-    with pytest.raises(UserError, match="reset raised ValueError: no row") as told:
+    with pytest.raises(UserError, match="reset raised ValueError: no row") as raised:
         scored(
             PROMPT, [answered(2), failed(tokens)], [RIGHT, GONE], RewardConfig(on_failure="stop")
         )
-    assert told.value.where == "episode" and "as did all" not in told.value.problem
+    assert raised.value.where == "episode" and "as did all" not in raised.value.problem
 
 
 # --- phases ------------------------------------------------------------------------------------------------------
@@ -184,13 +187,13 @@ def test_the_next_phase_finishes_the_episodes_that_one_leaves_open(
     whole_worker, *_ = worker_of(walks, turns)
     whole, same = asyncio.run(whole_worker.sample(prompt, replace(sampling, phase_tokens=None)))
     assert isinstance(whole, GroupSummary) and isinstance(same, SampleGroup)
-    for one, other in zip(group.samples, same.samples, strict=True):
-        for row, same_row in zip(one.rows, other.rows, strict=True):
+    for phased_sample, other in zip(group.samples, same.samples, strict=True):
+        for row, same_row in zip(phased_sample.rows, other.rows, strict=True):
             np.testing.assert_array_equal(row.response_ids_T, same_row.response_ids_T)
             np.testing.assert_array_equal(row.trained_T, same_row.trained_T)
     for name in ("response_lengths_G", "rewards_G", "correct_G", "finished_G", "turn_rewards_G"):
         np.testing.assert_array_equal(getattr(short, name), getattr(whole, name))
     assert (short.responses, short.transcripts) == (whole.responses, whole.transcripts)
-    assert [one.end for one in short.facts if one] == ["max_turns"] * 3
+    assert [facts.end for facts in short.facts if facts] == ["max_turns"] * 3
     versions = [[part.version for part in parts] for parts in short.parts_G]
     assert versions == [[0], [0, 1], [0, 1]] and short.num_dropped == 0

@@ -56,20 +56,22 @@ def test_nothing_hostile_is_correct_and_nobody_stalls(judges: Callable[..., Rewa
             return dict(zip(CORPUS, await asyncio.gather(*calls), strict=True))
 
     def are_right_ones_correct() -> bool:
-        found = asyncio.run(judge_all(lambda source: [CORPUS[source][1]] * 4))
-        return all(is_correct(result) for results in found.values() for result in results)
+        results_by_source = asyncio.run(judge_all(lambda source: [CORPUS[source][1]] * 4))
+        return all(
+            is_correct(result) for results in results_by_source.values() for result in results
+        )
 
     assert are_right_ones_correct()
-    found = asyncio.run(judge_all(lambda source: CORPUS[source][2]))
-    for source, results in found.items():
+    results_by_source = asyncio.run(judge_all(lambda source: CORPUS[source][2]))
+    for source, results in results_by_source.items():
         for response, result in zip(CORPUS[source][2], results, strict=True):
             assert not is_correct(result), (source, response[:80], result)
             assert not (isinstance(result, RewardResult) and result.reward > 0), response[:80]
-    judged = [one for one in found["math"] if isinstance(one, RewardResult)]
+    judged = [outcome for outcome in results_by_source["math"] if isinstance(outcome, RewardResult)]
     assert len(judged) >= 0.85 * len(MATH), (
         "the usual hostile answer is wrong, and no worker is killed for it"
     )
-    assert any(not isinstance(one, RewardResult) for one in found["format"]), (
+    assert any(not isinstance(outcome, RewardResult) for outcome in results_by_source["format"]), (
         "the pattern does backtrack without end"
     )
     assert are_right_ones_correct()

@@ -43,7 +43,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], s
 
 
 def words(found: list[RewardResult | Failure]) -> list[str]:
-    return [one.words if isinstance(one, Failure) else "reward_result" for one in found]
+    return [result.words if isinstance(result, Failure) else "reward_result" for result in found]
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_a_failure_is_said_in_words_and_costs_nobody_else_a_reward_result(
     judges: Build, response: str, failure: str
 ) -> None:
     odd = judges(ODD, workers=1, timeout_s=1.0 if "longer" in failure else 60.0, memory_mb=200)
-    found = odd.wait_for_rewards("7", {}, ["7", response, "8", "7"])
-    assert found[0] == found[3] == RewardResult(1.0, True)
-    assert found[2] == RewardResult(0.0, False)
-    assert isinstance(found[1], Failure) and found[1].words == failure
+    results = odd.wait_for_rewards("7", {}, ["7", response, "8", "7"])
+    assert results[0] == results[3] == RewardResult(1.0, True)
+    assert results[2] == RewardResult(0.0, False)
+    assert isinstance(results[1], Failure) and results[1].words == failure
     assert len(odd.pids()) == 1
     before = odd.pids()
     odd.shutdown()
@@ -119,8 +119,8 @@ def test_what_it_started_ends_with_it(
     judges: Build, tmp_path: Path, word: str, failure: str
 ) -> None:
     odd = judges(ODD, workers=1, timeout_s=2.0)
-    (found,) = odd.wait_for_rewards("7", {}, [f"{word} {tmp_path / 'pid'}"])
-    assert found == Failure(failure)
+    (result,) = odd.wait_for_rewards("7", {}, [f"{word} {tmp_path / 'pid'}"])
+    assert result == Failure(failure)
     assert gone([int((tmp_path / "pid").read_text())])
 
 
@@ -146,8 +146,8 @@ def test_groups_are_judged_in_any_loop_and_in_order(judges: Build) -> None:
         )
 
     for _ in range(2):  # a loop each
-        for n, found in enumerate(asyncio.run(many())):
-            assert [one.correct for one in found] == [m == n for m in range(9)]
+        for n, results in enumerate(asyncio.run(many())):
+            assert [result.correct for result in results] == [m == n for m in range(9)]
 
 
 def test_import_time_is_not_reward_result_time(judges: Build, module: Callable[[str], str]) -> None:
@@ -227,8 +227,8 @@ def test_rows_come_as_json_can_say_them(judges: Build) -> None:
     }
     same = '{"day": "2026-01-02", "raw": "a\\\\xff", "array": [0, 1, 2], "number": 0.5,'
     same += ' "nested": [{"text": "\\ud800\\u0000\\u2028\\n"}], "nothing": null, "1": 2}'
-    (found,) = judges("odd_rewards:of_row", workers=1).wait_for_rewards("7", row, [same])
-    assert found == RewardResult(1.0, True)
+    (result,) = judges("odd_rewards:of_row", workers=1).wait_for_rewards("7", row, [same])
+    assert result == RewardResult(1.0, True)
 
 
 def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
@@ -241,8 +241,8 @@ def test_a_row_that_cannot_be_said_is_a_failure(judges: Build) -> None:
     rows: list[Any] = [{("a", "b"): 1}, looped, {"deep": deep}]
     for row in rows:
         assert all(
-            "the row cannot be sent" in one
-            for one in words(odd.wait_for_rewards("7", row, ["7", "8"]))
+            "the row cannot be sent" in text
+            for text in words(odd.wait_for_rewards("7", row, ["7", "8"]))
         )
     assert odd.wait_for_rewards("7", {"object": object()}, ["7"]) == [RewardResult(1.0, True)]
 
@@ -262,15 +262,15 @@ def test_an_episode_is_given_to_functions_that_take_it(judges: Build) -> None:
     by_source["plain"] = {"function": ODD, "arguments": {}}
     three = judges("odd_rewards:of_episode", workers=1, by_source=by_source)
     for source, rewards in (("", [4.0, -1.0]), ("later", [2.0, -0.5]), ("plain", [1.0, 1.0])):
-        found = three.wait_for_rewards("7", {"data_source": source}, ["7", "7"], [episode, None])
-        assert [one.reward for one in found] == rewards  # type: ignore[union-attr]
+        results = three.wait_for_rewards("7", {"data_source": source}, ["7", "7"], [episode, None])
+        assert [result.reward for result in results] == rewards  # type: ignore[union-attr]
         alone = three.wait_for_rewards("7", {"data_source": source}, ["7"])
-        assert [one.reward for one in alone] == rewards[1:]  # type: ignore[union-attr]
+        assert [result.reward for result in alone] == rewards[1:]  # type: ignore[union-attr]
 
 
 def test_each_source_has_its_judge(judges: Build) -> None:
     worth = "odd_rewards:worth"
-    both = judges(
+    pool = judges(
         ODD,
         source="kind",
         workers=1,
@@ -280,16 +280,19 @@ def test_each_source_has_its_judge(judges: Build) -> None:
         },
     )
     rows = [{"kind": "a"}, {"kind": "b"}, {"kind": "c"}, {}, {"kind": ["a"]}]
-    rewards = [[one.reward for one in both.wait_for_rewards("7", row, ["7", "8"])] for row in rows]  # type: ignore[union-attr]
+    rewards = [
+        [result.reward for result in pool.wait_for_rewards("7", row, ["7", "8"])]  # type: ignore[union-attr]
+        for row in rows
+    ]
     assert rewards == [[2.0, 0.0], [3.0, -1.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
-    assert len(both.pids()) == 3
+    assert len(pool.pids()) == 3
 
 
 def test_an_async_function_judges_many_at_once(judges: Build) -> None:
     patient = judges(PATIENT, workers=1, timeout_s=60.0)
     began = time.monotonic()
-    found = patient.wait_for_rewards("7", {}, ["7"] * 256)
-    assert found == [RewardResult(1.0, True)] * 256
+    results = patient.wait_for_rewards("7", {}, ["7"] * 256)
+    assert results == [RewardResult(1.0, True)] * 256
     assert time.monotonic() - began < 256 * 0.05, "one after the other they would take longer"
     assert judges("odd_rewards:judge", workers=1).wait_for_rewards("7", {}, ["7"]) == [
         RewardResult(1.0, True)
@@ -299,9 +302,9 @@ def test_an_async_function_judges_many_at_once(judges: Build) -> None:
 def test_an_async_function_that_hangs_is_cancelled_in_its_worker(judges: Build) -> None:
     patient = judges(PATIENT, workers=1, timeout_s=1.0)
     before = patient.pids()
-    found = patient.wait_for_rewards("7", {}, ["7", "hang", "7", "raise x", "hang"])
+    results = patient.wait_for_rewards("7", {}, ["7", "hang", "7", "raise x", "hang"])
     late = "took longer than 1 s"
-    assert words(found) == ["reward_result", late, "reward_result", "raised KeyError: 'x'", late]
+    assert words(results) == ["reward_result", late, "reward_result", "raised KeyError: 'x'", late]
     assert patient.pids() == before
 
 
@@ -326,8 +329,8 @@ def test_others_in_flight_at_a_workers_end_are_asked_for_again(
 ) -> None:
     patient = judges(PATIENT, workers=2, timeout_s=1.0)
     before = patient.pids()
-    found = patient.wait_for_rewards("7", {}, [word, "7", "7", "7"])
-    assert words(found) == [failure, "reward_result", "reward_result", "reward_result"]
+    results = patient.wait_for_rewards("7", {}, [word, "7", "7", "7"])
+    assert words(results) == [failure, "reward_result", "reward_result", "reward_result"]
     assert len(patient.pids()) == 2 and patient.pids() != before
 
 
@@ -336,8 +339,8 @@ def test_a_worker_that_others_kill_is_replaced(judges: Build) -> None:
     (first,) = odd.pids()
     os.kill(first, signal.SIGKILL)
     assert gone([first])
-    found = odd.wait_for_rewards("7", {}, ["7"] * 3)
-    assert found[1:] == [RewardResult(1.0, True)] * 2, "one at most was with it"
+    results = odd.wait_for_rewards("7", {}, ["7"] * 3)
+    assert results[1:] == [RewardResult(1.0, True)] * 2, "one at most was with it"
     assert odd.pids() != [first]
 
 
@@ -348,8 +351,8 @@ def test_who_waits_at_the_end_is_not_left_waiting(judges: Build) -> None:
         tasks = [asyncio.create_task(odd.reward_results("7", {}, ["deaf"])) for _ in range(3)]
         assert await odd.reward_results("7", {}, []) == []
         await asyncio.to_thread(odd.shutdown)
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(one, asyncio.CancelledError) for one in found)
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(error, asyncio.CancelledError) for error in errors)
 
     pids = odd.pids()
     asyncio.run(wait())

@@ -349,9 +349,9 @@ class Service:
         handler.send(200, json.dumps(self.reply or self.run(body)).encode())
 
     def run(self, body: dict[str, Any]) -> dict[str, Any]:
-        command, given = [sys.executable, "-c", body["code"]], body["stdin"]
+        command, stdin = [sys.executable, "-c", body["code"]], body["stdin"]
         ended = subprocess.run(
-            command, input=given, capture_output=True, text=True, timeout=body["run_timeout"]
+            command, input=stdin, capture_output=True, text=True, timeout=body["run_timeout"]
         )
         result = {"status": "Finished", "return_code": ended.returncode, "execution_time": 0.1}
         result |= {"stdout": ended.stdout, "stderr": ended.stderr}

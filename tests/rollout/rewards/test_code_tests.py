@@ -121,8 +121,12 @@ def test_an_assertion_is_cut(
 ) -> None:
     cuts = cut(text, imports_of([text]))
     assert cuts is not None
-    (one,) = cuts
-    assert (one.expressions, one.condition, one.literal) == (expressions, condition, literal)
+    (assertion,) = cuts
+    assert (assertion.expressions, assertion.condition, assertion.literal) == (
+        expressions,
+        condition,
+        literal,
+    )
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_the_vote_counts_what_is_meant() -> None:
         r"\boxed{3}",
         "nothing",
     )
-    said = [math.score(one, "0.5", {}).answer for one in responses]
-    assert said == ["0.5"] * 4 + ["3", ""]
+    answers = [math.score(response, "0.5", {}).answer for response in responses]
+    assert answers == ["0.5"] * 4 + ["3", ""]
     assert multiple_choice.score("The answer is (C).", "B", {}).answer == "C"
     assert multiple_choice.score("B, or C", "B", {}).answer == ""
 

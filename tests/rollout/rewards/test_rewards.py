@@ -91,18 +91,18 @@ def test_episode_is_no_argument_of_a_recipe() -> None:
     ],
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
-    found = reward_result_of(value)
-    assert isinstance(found, Failure)
-    assert "returned" in found.words
+    result = reward_result_of(value)
+    assert isinstance(result, Failure)
+    assert "returned" in result.words
 
 
 @pytest.mark.parametrize(
     "value", [np.float32(0.5), np.float64(0.5), True, 2, RewardResult(0.5, True)]
 )
 def test_numbers_of_all_kinds_are_reward_results(value: Any) -> None:
-    found = reward_result_of(value)
-    assert isinstance(found, RewardResult)
-    assert type(found.reward) is float and type(found.correct) is bool
+    result = reward_result_of(value)
+    assert isinstance(result, RewardResult)
+    assert type(result.reward) is float and type(result.correct) is bool
 
 
 @given(value=st.floats(min_value=-3e38, max_value=3e38), correct=st.booleans())

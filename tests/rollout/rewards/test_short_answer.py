@@ -30,8 +30,8 @@ ROW = {"golden_answers": ["Wilhelm Conrad Röntgen", "The Röntgen"], "aliases":
     ],
 )
 def test_the_last_answer_is_compared(response: str, is_correct: bool) -> None:
-    found = score(response, "unused", ROW)
-    assert (found.reward, found.correct) == (float(is_correct), is_correct)
+    result = score(response, "unused", ROW)
+    assert (result.reward, result.correct) == (float(is_correct), is_correct)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_the_references_are_of_the_row(
     row: dict[str, Any], arguments: dict[str, Any], is_correct: bool
 ) -> None:
     """The answer's own column counts where the row has no others."""
-    found = score("<answer>W. C. Röntgen</answer>", "W. C. Röntgen", row, wrong=-1.0, **arguments)
-    assert (found.reward, found.correct, found.answer) == (
+    result = score("<answer>W. C. Röntgen</answer>", "W. C. Röntgen", row, wrong=-1.0, **arguments)
+    assert (result.reward, result.correct, result.answer) == (
         1.0 if is_correct else -1.0,
         is_correct,
         "w c röntgen",

@@ -79,8 +79,8 @@ DEFAULTS = {
 @pytest.mark.parametrize("device", DEFAULTS)
 def test_the_defaults_of_a_device(device: str) -> None:
     """On GPUs the experts lie where the map has them, and there are no graphs of prompts, which the plan lacks."""
-    found = arguments(device)
-    assert {key: found.get(key) for key in DEFAULTS[device]} == DEFAULTS[device]
+    server_args = arguments(device)
+    assert {key: server_args.get(key) for key in DEFAULTS[device]} == DEFAULTS[device]
 
 
 @pytest.mark.parametrize(
@@ -94,20 +94,20 @@ def test_the_defaults_of_a_device(device: str) -> None:
     ids=str,
 )
 def test_the_recipe_wins_over_our_defaults(given: dict[str, Any]) -> None:
-    found = arguments("cuda", given)
-    assert {key: found[key] for key in given} == given
+    server_args = arguments("cuda", given)
+    assert {key: server_args[key] for key in given} == given
 
 
 def test_the_context_is_what_a_run_needs_of_what_the_model_has() -> None:
-    found = [arguments(model_context=most)["context_length"] for most in (130, 40_960)]
-    assert found == [130, 136]
+    lengths = [arguments(model_context=most)["context_length"] for most in (130, 40_960)]
+    assert lengths == [130, 136]
 
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_an_engine_of_one_sequence_continues_it_up_to_its_last_token(seeded: bool) -> None:
     """SGLang's tp_worker takes inputs shorter than what all tokens' room, less one, has after five more."""
-    found = arguments("cpu", concurrency=1, seeded=seeded)
-    assert SETTINGS.context_tokens - 1 < found["max_total_tokens"] - 1 - 5
+    server_args = arguments("cpu", concurrency=1, seeded=seeded)
+    assert SETTINGS.context_tokens - 1 < server_args["max_total_tokens"] - 1 - 5
 
 
 def sglang_source(*path: str) -> str:
@@ -143,7 +143,7 @@ def test_a_backend_of_graphs_of_prompts_wins_over_the_switch() -> None:
     ],
 )
 def test_the_layout_reaches_sglang(layout: dict[str, Any], values: tuple[Any, ...]) -> None:
-    found = arguments("cuda", layout=layout)
+    server_args = arguments("cuda", layout=layout)
     names = (
         "dp_size",
         "enable_dp_attention",
@@ -152,7 +152,7 @@ def test_the_layout_reaches_sglang(layout: dict[str, Any], values: tuple[Any, ..
         "moe_a2a_backend",
         "moe_runner_backend",
     )
-    assert tuple(found.get(name) for name in names) == values
+    assert tuple(server_args.get(name) for name in names) == values
 
 
 SHARE = {"mem_fraction_static": 0.85}
@@ -193,14 +193,14 @@ def test_sizes_grow_with_the_attention_groups(
 )
 def test_deepep_bounds_the_running_requests(more: dict[str, Any], limit: int) -> None:
     layout = {"tp": 8, "dp": 8, **more}
-    for given in ({}, {"max_running_requests": None}):
-        found = arguments("cuda", given, layout, concurrency=99_999)
-        assert found["max_running_requests"] == limit
+    for engine_keys in ({}, {"max_running_requests": None}):
+        server_args = arguments("cuda", engine_keys, layout, concurrency=99_999)
+        assert server_args["max_running_requests"] == limit
 
 
 def test_the_recipe_may_set_the_sizes_of_groups() -> None:
-    found = arguments("cuda", {**SHARE, "chunked_prefill_size": 77}, {"dp": 8})
-    assert found["chunked_prefill_size"] == 77
+    server_args = arguments("cuda", {**SHARE, "chunked_prefill_size": 77}, {"dp": 8})
+    assert server_args["chunked_prefill_size"] == 77
 
 
 def test_drafts_are_a_chain_that_is_verified_without_loss() -> None:
@@ -347,12 +347,12 @@ def test_an_engine_that_gets_trained_weights_is_not_told_of_the_checkpoints_form
 
 
 def test_seeded_samples_depend_on_no_other_setting() -> None:
-    given = {"disable_radix_cache": False, "chunked_prefill_size": 8}
-    cpu = arguments("cpu", given, seeded=True)
+    engine_keys = {"disable_radix_cache": False, "chunked_prefill_size": 8}
+    cpu = arguments("cpu", engine_keys, seeded=True)
     assert cpu["disable_radix_cache"] and "enable_deterministic_inference" not in cpu
     room_for_all = 136 * 64
     assert cpu["chunked_prefill_size"] == cpu["max_total_tokens"] == room_for_all
-    assert arguments("cuda", given, seeded=True)["enable_deterministic_inference"]
+    assert arguments("cuda", engine_keys, seeded=True)["enable_deterministic_inference"]
 
 
 def test_experts_are_told_where_they_are_asked_for() -> None:

@@ -130,8 +130,10 @@ async def in_company(engine: Engine, kind: tuple[float, float]) -> list[list[Sam
         )
         for number, other in enumerate(KINDS * 3)
     ]
-    mine = [engine.generate(prompt, sampling(kind, index)) for index, prompt in enumerate(PROMPTS)]
-    done = await asyncio.gather(*strangers, *reversed(mine))
+    requests = [
+        engine.generate(prompt, sampling(kind, index)) for index, prompt in enumerate(PROMPTS)
+    ]
+    done = await asyncio.gather(*strangers, *reversed(requests))
     return list(reversed(done[len(strangers) :]))
 
 
@@ -305,11 +307,11 @@ def check_part(reference: Reference, prompt: list[int], sample: Sample, version:
     start = end - part.num_tokens
     logp_T = reference.logprobs(prompt, row.response_ids_T.tolist()).numpy()
     np.testing.assert_allclose(row.engine_logp_T[start:end], logp_T[start:end], atol=TOLERANCE)
-    own, expected = sorted_experts(reference, prompt, sample)
-    assert len(own) == row.num_tokens - 1
+    engine_experts, expected = sorted_experts(reference, prompt, sample)
+    assert len(engine_experts) == row.num_tokens - 1
     rows = range(len(prompt) + start - 1 if start else 0, len(prompt) + end - 1)
-    assert own[rows].tolist() == expected[rows].tolist()
-    return int((own != expected).any((1, 2)).sum())
+    assert engine_experts[rows].tolist() == expected[rows].tolist()
+    return int((engine_experts != expected).any((1, 2)).sum())
 
 
 def sorted_experts(
@@ -329,7 +331,8 @@ def experts_of(reference: Reference, ids: list[int]) -> np.ndarray:
         module for name, module in reference.model.named_modules() if name.endswith("mlp.experts")
     ]
     hooks = [
-        one.register_forward_hook(lambda _, inputs, __: chosen.append(inputs[1])) for one in experts
+        module.register_forward_hook(lambda _, inputs, __: chosen.append(inputs[1]))
+        for module in experts
     ]
     reference.logits(ids)
     for hook in hooks:
@@ -341,5 +344,5 @@ def check_experts(reference: Reference, groups: Sequence[Sequence[Sample]]) -> N
     """They are those to which transformers' routers send the same tokens."""
     for prompt, group in zip(PROMPTS, groups, strict=True):
         for sample in group:
-            own, expected = sorted_experts(reference, prompt, sample)
-            assert own.tolist() == expected.tolist()
+            engine_experts, expected = sorted_experts(reference, prompt, sample)
+            assert engine_experts.tolist() == expected.tolist()

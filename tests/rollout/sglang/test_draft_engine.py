@@ -42,9 +42,9 @@ def deviation(found: list[tuple[float, float]]) -> float:
 
 def test_the_statistic_tells_drawn_tokens_from_the_most_probable_ones() -> None:
     """Tokens of torch's own generator, in which engines have no part."""
-    made = torch.Generator().manual_seed(1)
-    logits = torch.randn(2000, 47, generator=made)
-    drawn = logits.softmax(-1).multinomial(1, generator=made)[:, 0]
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2000, 47, generator=generator)
+    drawn = logits.softmax(-1).multinomial(1, generator=generator)[:, 0]
     assert abs(deviation([surprise(logits, drawn)])) < MOST_DEVIATIONS
     half_greedy = torch.where(torch.arange(2000) % 2 == 0, drawn, logits.argmax(-1))
     assert deviation([surprise(logits, half_greedy)]) > MOST_DEVIATIONS

@@ -121,14 +121,18 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_text(
     stop = *(f"a{character}" for character in "abcdefghijklm"), "<user>"
     group = asyncio.run(engine.generate(PROMPTS[0], Sampling(256, 24, stop=stop)))
     texts = [tokenizer.decode(sample.only_row.response_ids_T.tolist()) for sample in group]
-    endings = {next((one for one in stop if text.endswith(one)), "") for text in texts}
+    endings = {
+        next((stop_text for stop_text in stop if text.endswith(stop_text)), "") for text in texts
+    }
     assert {"<user>", ""} < endings
     for sample, text in zip(group, texts, strict=True):
         response = sample.only_row.response_ids_T.tolist()
         # as <pad> has "ad"
-        has_end = response[-1] == tokenizer.eos_token_id or any(one in text for one in stop)
+        has_end = response[-1] == tokenizer.eos_token_id or any(
+            stop_text in text for stop_text in stop
+        )
         assert sample.finished == has_end and (has_end or len(response) == 24)
-        assert not any(one in tokenizer.decode(response[:-1]) for one in stop)
+        assert not any(stop_text in tokenizer.decode(response[:-1]) for stop_text in stop)
         assert len(sample.only_row.engine_logp_T) == len(response)
     assert worst_diff([group], reference, prompts=PROMPTS[:1]) < TOLERANCE
 
@@ -217,8 +221,8 @@ def test_memory_that_training_had_in_between(
     asyncio.run(onload_for(["weights"], ["kv_cache"]))
     asyncio.run(onload_for(["weights", "kv_cache"]))
     after = asyncio.run(sample_all(engine, Sampling(1, 8, 0.0)))
-    for (one,), (other,) in zip(before, after, strict=True):
-        assert one.only_row.response_ids_T.tolist() == other.only_row.response_ids_T.tolist()
+    for (sample,), (other,) in zip(before, after, strict=True):
+        assert sample.only_row.response_ids_T.tolist() == other.only_row.response_ids_T.tolist()
 
 
 def test_a_release_of_memory_waits_for_running_requests(

@@ -81,9 +81,9 @@ def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[...
     asyncio.run(engine.reshard({"rest_s": BOUND_S + 2 * PEERS_S}, 1))
     asyncio.run(engine.generate(PROMPT, Sampling(1, 4)))
     asyncio.run(engine.reshard({"rest_in_next_round_s": 600.0}, 2))
-    both = r"0 \(pid \d+\), 1 \(pid \d+\)"
+    ranks = r"0 \(pid \d+\), 1 \(pid \d+\)"
     with pytest.raises(
-        EngineError, match=rf"^engine scheduler {both} has done nothing for {BOUND_S:g} s$"
+        EngineError, match=rf"^engine scheduler {ranks} has done nothing for {BOUND_S:g} s$"
     ):
         asyncio.run(asyncio.wait_for(engine.generate(PROMPT, Sampling(1, 4)), timeout=10 * BOUND_S))
 
@@ -91,9 +91,9 @@ def test_a_scheduler_that_stays_in_one_round_is_named(build_engine: Callable[...
 def open_contexts() -> set[int]:
     """ZeroMQ contexts that would block the garbage collector, should it find them before their sockets."""
     return {
-        id(one)
-        for one in gc.get_objects()
-        if isinstance(one, zmq.asyncio.Context) and not one.closed
+        id(item)
+        for item in gc.get_objects()
+        if isinstance(item, zmq.asyncio.Context) and not item.closed
     }
 
 
@@ -133,9 +133,9 @@ print(*engine.pids(), flush=True)
 sys.stdin.read()
 """
     command = [sys.executable, "-c", program, str(checkpoint)]
-    own = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed cannot remove its folder
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # who is killed cannot remove its folder
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=own
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as host:
         assert host.stdout is not None
         schedulers = [int(pid) for pid in host.stdout.readline().split()]

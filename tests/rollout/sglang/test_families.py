@@ -68,9 +68,9 @@ def served(
     threads = torch.get_num_threads()
     # the models are too small to share out, and the engine wants the cores
     torch.set_num_threads(1)
-    made = Served(request.param, tmp_path_factory.mktemp("model"), build_engine)
-    yield made
-    made.engine.shutdown()
+    serving = Served(request.param, tmp_path_factory.mktemp("model"), build_engine)
+    yield serving
+    serving.engine.shutdown()
     torch.set_num_threads(threads)
 
 

@@ -91,7 +91,7 @@ def test_seeded_samples_are_the_same_in_whatever_group(
 ) -> None:
     async def draw() -> list[list[Sample]]:
         asked = [([5 + index] * 4, Sampling(3, 16, stream=(1, index))) for index in range(4)]
-        return await asyncio.gather(*(engine.generate(*one) for one in asked))
+        return await asyncio.gather(*(engine.generate(*request) for request in asked))
 
     def drawn() -> list[tuple[bytes, bytes]]:
         return bits([sample for group in asyncio.run(draw()) for sample in group])

@@ -28,31 +28,31 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(loop_counts, "time", made)
-    return made
+    fake_clock = Clock()
+    monkeypatch.setattr(loop_counts, "time", fake_clock)
+    return fake_clock
 
 
 @pytest.fixture
 def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
-    made = [
+    children = [
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)
     ]
-    yield made
-    for one in made:
-        one.kill()
-        one.communicate()
+    yield children
+    for child in children:
+        child.kill()
+        child.communicate()
 
 
 def looks(
     standstill: Standstill, clock: Clock, processes: Any, seconds: float, step_s: float = 1.0
 ) -> list[str]:
     """What is said in so many seconds, looked at every step_s."""
-    said = []
+    lines = []
     for _ in range(round(seconds / step_s)):
         clock.now += step_s
-        said.append(standstill.look(processes, 4))
-    return [one for one in said if one]
+        lines.append(standstill.look(processes, 4))
+    return [line for line in lines if line]
 
 
 def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(
@@ -69,11 +69,11 @@ def test_who_stays_in_a_round_is_named_and_who_is_exempt_is_not(
             assert looks(standstill, clock, sleepers, BOUND_S) == []
     for _ in range(10):
         second.count()
-        said = looks(standstill, clock, sleepers, BOUND_S / 2)
-        if said:
+        lines = looks(standstill, clock, sleepers, BOUND_S / 2)
+        if lines:
             break
     assert (
-        said[0] == f"engine scheduler 4 (pid {sleepers[0].pid}) has done nothing for {BOUND_S:g} s"
+        lines[0] == f"engine scheduler 4 (pid {sleepers[0].pid}) has done nothing for {BOUND_S:g} s"
     )
     for counter in (first, second):
         counter.count()
@@ -91,8 +91,8 @@ def test_who_is_stopped_is_named_before_its_peers(
     sleepers[1].send_signal(signal.SIGSTOP)
     while not loop_counts.processes.is_stopped(sleepers[1].pid):
         pass
-    said = looks(standstill, clock, sleepers, BOUND_S + PEERS_S - 2)
-    assert set(said) == {
+    lines = looks(standstill, clock, sleepers, BOUND_S + PEERS_S - 2)
+    assert set(lines) == {
         f"engine scheduler 5 (pid {sleepers[1].pid}) was stopped by a signal, {BOUND_S:g} s ago"
     }
 

@@ -75,10 +75,10 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
     assert worst_diff(groups, reference) < TOLERANCE
     assert len(nodes.engine.pids()) == 1, "the other rank is the other host's"
     drawn = [
-        one.only_row.response_ids_T.tobytes()
+        sample.only_row.response_ids_T.tobytes()
         for group in groups
-        for one in group
-        if len(one.only_row.response_ids_T) > 3
+        for sample in group
+        if len(sample.only_row.response_ids_T) > 3
     ]
     assert len(set(drawn)) == len(drawn), "the hosts' attention groups draw from other seeds"
 

@@ -69,10 +69,10 @@ def test_the_users_environment_does_not_change_an_engine(whole_shared: bool) -> 
     No file that others may write is run: SGLang's scheduler then binds itself to its GPU's NUMA node.
     """
     off = ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "SGLANG_NUMA_BIND_V2"]
-    wanted = dict.fromkeys(off, "0") | {"SGLANG_SHARED_EXPERT_TP1": str(int(whole_shared))}
-    os.environ.update(dict.fromkeys(wanted, "1"))
+    expected = dict.fromkeys(off, "0") | {"SGLANG_SHARED_EXPERT_TP1": str(int(whole_shared))}
+    os.environ.update(dict.fromkeys(expected, "1"))
     set_environment(whole_shared=whole_shared)
-    assert wanted.items() <= os.environ.items()
+    assert expected.items() <= os.environ.items()
 
 
 def test_room_is_held_until_sglang_has_sized_its_cache(environment: pytest.MonkeyPatch) -> None:

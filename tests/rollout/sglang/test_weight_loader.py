@@ -47,8 +47,8 @@ def test_fp8_checkpoint_are_read_as_they_are(
     )  # fmt: skip
     message = sessions(common, [SourceHandles((), {})] * 2).engine_message(0, 0, 1, True, ["read"])
     shards = sglang_map.shards(SHAPE, engine, rank)
-    model, wanted = Model(params_of(shards, torch.bfloat16), 0), params_of(shards, torch.bfloat16)
-    load_hf(folder, shards, wanted)
+    model, expected = Model(params_of(shards, torch.bfloat16), 0), params_of(shards, torch.bfloat16)
+    load_hf(folder, shards, expected)
     monkeypatch.setattr(weight_loader.dist, "get_rank", lambda: rank)
 
     def load() -> None:
@@ -63,10 +63,10 @@ def test_fp8_checkpoint_are_read_as_they_are(
         )
 
     load()
-    found = dict(model.named_parameters())
-    assert found.keys() == wanted.keys()
-    for name, param in found.items():
-        assert torch.equal(param.detach().view(torch.uint8), wanted[name].view(torch.uint8)), name
+    params = dict(model.named_parameters())
+    assert params.keys() == expected.keys()
+    for name, param in params.items():
+        assert torch.equal(param.detach().view(torch.uint8), expected[name].view(torch.uint8)), name
     model.get_submodule("model").use_triton_kernels = True  # type: ignore[assignment]
     with pytest.raises(LayoutError, match="stores experts in an unmapped layout"):
         load()
@@ -111,12 +111,12 @@ def test_engines_read_what_is_published_as_they_have_it(
     sync: str | None, fp8: bool, kind: Any, excluded: list[str], reads: bool
 ) -> None:
     """Not where they would have to quantise a matrix: then all are quantised anew. Drafts have no adapters."""
-    found = checkpoint_read(
+    read_from = checkpoint_read(
         sync, fp8, Quantisation(kind, excluded=tuple(excluded)) if kind else None
     )
-    assert found == ("published" if reads else None)
+    assert read_from == ("published" if reads else None)
     if sync == "adapters":
-        steps = reshard_steps(SIZE, has_weights=False, from_files=found is not None)
+        steps = reshard_steps(SIZE, has_weights=False, from_files=read_from is not None)
         assert steps == ["read" if reads else "weights", "factors"]
 
 
