@@ -35,8 +35,8 @@ def test_what_it_prints_is_returned_and_nothing_is_kept() -> None:
 
 
 def test_errors_are_told_after_what_it_printed() -> None:
-    found = told("print('before')\n1 / 0")
-    assert found.startswith("before\nTraceback") and found.endswith(
+    output = told("print('before')\n1 / 0")
+    assert output.startswith("before\nTraceback") and output.endswith(
         "ZeroDivisionError: division by zero"
     )
     assert "SyntaxError" in told("print(")

@@ -30,9 +30,9 @@ def isolation() -> None:
 
 
 def session(**arguments: Any) -> PythonSession:
-    made = load_environment(PATH, {"timeout_s": LONG_S, **arguments}).make(5)
-    assert isinstance(made, PythonSession)
-    return made
+    python_session = load_environment(PATH, {"timeout_s": LONG_S, **arguments}).make(5)
+    assert isinstance(python_session, PythonSession)
+    return python_session
 
 
 def play(scenario: Callable[..., Awaitable[Any]], *sessions: PythonSession) -> Any:
@@ -42,13 +42,13 @@ def play(scenario: Callable[..., Awaitable[Any]], *sessions: PythonSession) -> A
         try:
             return await scenario(*sessions)
         finally:
-            for one in sessions:
-                await one.close()
+            for python_session in sessions:
+                await python_session.close()
 
     before = set(psutil.Process().children(recursive=True))
-    found = asyncio.run(played())
+    result = asyncio.run(played())
     assert not set(psutil.Process().children(recursive=True)) - before
-    return found
+    return result
 
 
 def told(*cells: str, **arguments: Any) -> list[str]:
@@ -80,26 +80,26 @@ def test_what_a_call_defines_is_there_in_the_next() -> None:
 
 
 def test_exceptions_are_told_and_cost_no_state() -> None:
-    found = told(
+    outputs = told(
         "x = 1\ndef f():\n    return 1 / 0",
         "print('before')\nf()",
         "x +",
         "raise SystemExit(3)",
         "x",
     )
-    assert [line.strip() for line in found[1].splitlines() if line.strip(" ~^")] == [
+    assert [line.strip() for line in outputs[1].splitlines() if line.strip(" ~^")] == [
         "before",
         "Traceback (most recent call last):",
         *('File "<cell 2>", line 2, in <module>', "f()"),
         *('File "<cell 1>", line 3, in f', "return 1 / 0"),
         "ZeroDivisionError: division by zero",
     ]
-    assert "SyntaxError: invalid syntax" in found[2] and "inside_interpreter" not in found[2]
-    assert found[3].endswith("SystemExit: 3") and found[4] == "1"
+    assert "SyntaxError: invalid syntax" in outputs[2] and "inside_interpreter" not in outputs[2]
+    assert outputs[3].endswith("SystemExit: 3") and outputs[4] == "1"
 
 
 def test_what_takes_too_long_or_ends_itself_is_told_and_begins_anew() -> None:
-    found = told(
+    outputs = told(
         "x = 1",
         "print('a')\nwhile True: pass",
         "x",
@@ -107,31 +107,31 @@ def test_what_takes_too_long_or_ends_itself_is_told_and_begins_anew() -> None:
         "'y'",
         timeout_s=2.0,
     )
-    assert found[1] == f"a\nThe code took longer than 2 s and was ended. {LOST}"
-    assert found[2].endswith("NameError: name 'x' is not defined")
-    assert found[3:] == [f"Python has ended. {LOST}", "'y'"]
+    assert outputs[1] == f"a\nThe code took longer than 2 s and was ended. {LOST}"
+    assert outputs[2].endswith("NameError: name 'x' is not defined")
+    assert outputs[3:] == [f"Python has ended. {LOST}", "'y'"]
 
 
 def test_memory_and_output_have_limits() -> None:
     flood, letters = "for _ in range(10**4): print('x' * 99)", "print(end='é' * 2**16)"
-    found = told("x = 1\ny = bytes(2**30)", flood, "x", letters, memory_mb=256)
-    assert found[0].endswith("MemoryError") and found[2] == "1"
+    outputs = told("x = 1\ny = bytes(2**30)", flood, "x", letters, memory_mb=256)
+    assert outputs[0].endswith("MemoryError") and outputs[2] == "1"
     assert (
-        found[1]
+        outputs[1]
         == ("x" * 99 + "\n") * 655 + "x" * 36 + "\nOnly the first 65536 of 1000000 bytes are shown."
     )
-    assert found[3] == "é" * 2**15 + "\nOnly the first 65536 of 131072 bytes are shown."
+    assert outputs[3] == "é" * 2**15 + "\nOnly the first 65536 of 131072 bytes are shown."
 
 
 def test_it_has_no_network_and_no_files_of_the_machine() -> None:
-    found = told(
+    outputs = told(
         "import os\nsorted(os.listdir('/tmp'))",
         f"os.path.exists({__file__!r})",
         "import socket\nsocket.create_connection(('127.0.0.1', 9), 5)",
         "len([name for name in os.listdir('/proc') if name.isdigit()])",
         "len(os.environ.keys() - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS'})",
     )
-    assert found[:2] == ["['main.py']", "False"] and "Error" in found[2] and found[3] == "2"
+    assert outputs[:2] == ["['main.py']", "False"] and "Error" in outputs[2] and outputs[3] == "2"
 
 
 def test_random_numbers_and_hashes_repeat_themselves() -> None:
@@ -144,13 +144,20 @@ def test_many_at_once_and_calls_of_one_turn_in_their_order() -> None:
     async def scenario(*sessions: PythonSession) -> list[str]:
         began = time.monotonic()
         await asyncio.gather(
-            *(one.python(f"x = [{number}]") for number, one in enumerate(sessions))
+            *(
+                python_session.python(f"x = [{number}]")
+                for number, python_session in enumerate(sessions)
+            )
         )
         assert time.monotonic() - began < LONG_S
         await asyncio.gather(
-            *(one.python(f"x.append({number})") for number in range(5) for one in sessions)
+            *(
+                python_session.python(f"x.append({number})")
+                for number in range(5)
+                for python_session in sessions
+            )
         )
-        return await asyncio.gather(*(one.python("x") for one in sessions))
+        return await asyncio.gather(*(python_session.python("x") for python_session in sessions))
 
     assert play(scenario, *(session() for _ in range(6))) == [
         f"[{number}, 0, 1, 2, 3, 4]" for number in range(6)
@@ -191,8 +198,10 @@ def test_a_call_that_waits_does_not_outlive_the_episode() -> None:
 
 def test_an_interpreter_that_nobody_closes_ends_and_leaves_no_descriptor() -> None:
     async def forget() -> None:
-        one = SandboxInterpreter(SandboxLimits(wall_s=LONG_S), 0, where="episode.environment")
-        await one.run(
+        interpreter = SandboxInterpreter(
+            SandboxLimits(wall_s=LONG_S), 0, where="episode.environment"
+        )
+        await interpreter.run(
             "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()"
         )
 
@@ -205,24 +214,24 @@ def test_an_interpreter_that_nobody_closes_ends_and_leaves_no_descriptor() -> No
 
 
 def test_a_cell_that_forks_or_hides_its_streams_is_one_cell() -> None:
-    found = told(
+    outputs = told(
         "import os, sys\nchild = os.fork()",
         "os.waitpid(child, 0)[1]",
         "sys.stdout = None\nsys.stderr = 3",
         "os.write(1, b'a') and None",
     )
-    assert found == ["The code printed nothing.", "0", "The code printed nothing.", "a"]
+    assert outputs == ["The code printed nothing.", "0", "The code printed nothing.", "a"]
 
 
 def test_without_isolation_it_does_the_same() -> None:
-    found = told(
+    outputs = told(
         "import os\nopen('kept', 'w').close()",
         "sorted(os.listdir('.'))",
         "os._exit(1)",
         "'y'",
         unsafe=True,
     )
-    assert found == [
+    assert outputs == [
         "The code printed nothing.",
         "['kept', 'main.py']",
         f"Python has ended. {LOST}",

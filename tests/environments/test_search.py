@@ -30,7 +30,8 @@ def corpus(tmp_path: Path) -> str:
 
 def write(path: Path, documents: list[dict[str, Any]]) -> str:
     path.write_text(
-        "\n\n".join(json.dumps(one, ensure_ascii=False) for one in documents), encoding="utf-8"
+        "\n\n".join(json.dumps(document, ensure_ascii=False) for document in documents),
+        encoding="utf-8",
     )
     return str(path)
 
@@ -70,10 +71,10 @@ def test_processes_make_the_index_once(corpus: str) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         for _ in range(2)
     ]
-    assert all(one.communicate()[0].startswith("[1] The Danube") for one in started)
-    made = Path(f"{corpus}.bm25", "made_from.json").stat().st_mtime_ns
+    assert all(process.communicate()[0].startswith("[1] The Danube") for process in started)
+    written_ns = Path(f"{corpus}.bm25", "made_from.json").stat().st_mtime_ns
     subprocess.run(command, check=True, env=environment)
-    assert Path(f"{corpus}.bm25", "made_from.json").stat().st_mtime_ns == made
+    assert Path(f"{corpus}.bm25", "made_from.json").stat().st_mtime_ns == written_ns
 
 
 def test_another_corpus_gets_another_index(tmp_path: Path) -> None:

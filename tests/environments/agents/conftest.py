@@ -101,9 +101,9 @@ def build() -> Iterator[Callable[..., Agents]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parent))
         yield make
-    for one in built:
-        one.thread.shutdown()
-        assert not one.thread.pids()
+    for started in built:
+        started.thread.shutdown()
+        assert not started.thread.pids()
     assert not set(psutil.Process().children(recursive=True)) - before, (
         "every process is ended and reaped"
     )

@@ -56,12 +56,12 @@ async def _play(chat: Chat, row: Mapping[str, Any], worth: float) -> RewardResul
         message = await chat(messages, row.get("tools"))
         messages += [message, *user("again")]
     words = [message["content"] for message in messages]
-    told = [*words, chat.seed, chat.url, chat.key, chat.socket, len(chat.prompt), prepared]
-    return RewardResult(worth, True, repr(told))
+    details = [*words, chat.seed, chat.url, chat.key, chat.socket, len(chat.prompt), prepared]
+    return RewardResult(worth, True, repr(details))
 
 
 async def _return(chat: Chat, row: Mapping[str, Any], worth: float) -> Any:
-    found = {
+    values = {
         "none": None,
         "object": object(),
         "nan": float("nan"),
@@ -69,7 +69,7 @@ async def _return(chat: Chat, row: Mapping[str, Any], worth: float) -> Any:
         "int": 1,
         "true": True,
     }
-    return found[row["value"]]
+    return values[row["value"]]
 
 
 async def _raise(chat: Chat, row: Mapping[str, Any], worth: float) -> None:

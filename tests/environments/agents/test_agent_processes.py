@@ -180,8 +180,8 @@ def test_runs_are_dealt_to_the_process_with_the_fewest(build: Build, tmp_path: P
         assert {await runs[0].released(), await runs[1].released()} == set(agents.thread.pids())
         deaf = asyncio.create_task(agents.run("loop"))
         await asyncio.to_thread(agents.thread.shutdown)
-        found = await asyncio.gather(runs[2].run, runs[3].run, deaf, return_exceptions=True)
-        assert all(isinstance(one, asyncio.CancelledError) for one in found)
+        errors = await asyncio.gather(runs[2].run, runs[3].run, deaf, return_exceptions=True)
+        assert all(isinstance(error, asyncio.CancelledError) for error in errors)
 
     asyncio.run(scenario())
 

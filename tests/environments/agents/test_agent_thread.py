@@ -33,8 +33,8 @@ def test_an_agent_asks_and_gives_a_reward_result(agents: Agents) -> None:
 
     reward_result, handler = asyncio.run(scenario())
     words = ["prompt", "hello", "heard hello", "again", "heard again", "again"]
-    told = [*words, 5, "http://127.0.0.1:1/v1", "secret", "/tmp/socket", 1, [0.25]]
-    assert reward_result == RewardResult(0.25, True, repr(told))
+    details = [*words, 5, "http://127.0.0.1:1/v1", "secret", "/tmp/socket", 1, [0.25]]
+    assert reward_result == RewardResult(0.25, True, repr(details))
     assert [len(request.messages) for request in handler.requests] == [2, 4]
     assert handler.requests[1].messages[2] == {"role": "assistant", "content": "heard hello"}
     assert handler.requests[0].tools == [{"type": "function", "function": {"name": "add"}}]
@@ -74,8 +74,8 @@ def test_a_failure_says_what_the_agent_did(agents: Agents, row: dict[str, Any], 
 
 
 def test_sub_agents_ask_at_once(agents: Agents) -> None:
-    found = asyncio.run(_with(agents, Scripted(together=2), "together", names=["a", "b"]))
-    assert found == RewardResult(0.5, False, "heard a heard b")
+    result = asyncio.run(_with(agents, Scripted(together=2), "together", names=["a", "b"]))
+    assert result == RewardResult(0.5, False, "heard a heard b")
 
 
 def test_plain_code_in_a_thread_asks_too(agents: Agents) -> None:
@@ -166,8 +166,8 @@ def test_it_is_told_when_a_run_begins(agents: Agents) -> None:
         runs = [run(number) for number in range(AT_ONCE + 1)]
         await handler.until(lambda: handler.open == AT_ONCE)
         assert len(begun) == AT_ONCE and begun[0] == 0, "before its first request"
-        for one in runs:
-            one.cancel()
+        for task in runs:
+            task.cancel()
         await asyncio.wait(runs)
 
     asyncio.run(scenario())

@@ -56,9 +56,9 @@ class Scripted:
 
 def say(text: str, *calls: tuple[str, str], length: bool = False) -> ChatAnswer:
     """An answer with its text and calls (name, arguments)."""
-    made = tuple(AgentCall(f"call_{index}", *call) for index, call in enumerate(calls))
+    agent_calls = tuple(AgentCall(f"call_{index}", *call) for index, call in enumerate(calls))
     finish = "length" if length else "tool_calls" if calls else "stop"
-    return ChatAnswer(text, made, finish, prompt_tokens=7, completion_tokens=len(text))
+    return ChatAnswer(text, agent_calls, finish, prompt_tokens=7, completion_tokens=len(text))
 
 
 BODY: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -69,11 +69,11 @@ def post(
     access: Access, key: str | None = None, content: bytes = CONTENT, **headers: Any
 ) -> httpx.Response:
     """headers: by name with _ for -."""
-    given: dict[str, Any] = {"Authorization": f"Bearer {access.key if key is None else key}"}
-    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+    fields: dict[str, Any] = {"Authorization": f"Bearer {access.key if key is None else key}"}
+    fields |= {name.replace("_", "-"): value for name, value in headers.items()}
     return httpx.post(
         f"{access.url}/chat/completions",
-        headers=given,
+        headers=fields,
         content=content,
         timeout=WAIT_S,
         verify=False,
@@ -115,7 +115,7 @@ def head(access: Access, length: int | None, *more: str) -> bytes:
 
 def read_all(connection: socket.socket) -> bytes:
     """What is sent until the other side closes."""
-    found = b""
+    received = b""
     while piece := connection.recv(1 << 16):
-        found += piece
-    return found
+        received += piece
+    return received

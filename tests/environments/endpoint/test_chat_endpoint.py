@@ -71,7 +71,9 @@ def test_wrong_late_and_missing_keys_are_refused_alike(endpoint: ChatEndpoint) -
         refusals.append(post(access, Authorization=raw))
     refusals.append(httpx.post(f"{access.url}/chat/completions", content=CONTENT, verify=False))
     refusals += [httpx.get(f"{access.url}/{path}", verify=False) for path in ("models", "nothing")]
-    assert {(one.status_code, one.content) for one in refusals} == {(403, refusals[0].content)}
+    assert {(refusal.status_code, refusal.content) for refusal in refusals} == {
+        (403, refusals[0].content)
+    }
     assert refusals[0].json()["error"]["code"] == "no_episode" and not (
         handler.requests or other.requests
     )
@@ -85,7 +87,7 @@ def test_a_key_is_in_no_log_and_no_answer(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     access = endpoint.open(Scripted(say("fine"), ValueError("broken")))
-    found = [
+    answers = [
         post(access).text,
         post(access).text,
         post(access, content=b"{").text,
@@ -94,9 +96,9 @@ def test_a_key_is_in_no_log_and_no_answer(
     for line in (f"Bad\x00: {access.key}", f"Authorization: \x01{access.key}", access.key * 300):
         with connect(access) as connection:
             connection.sendall(head(access, 2, line) + b"{}")
-            found.append(connection.recv(1 << 16).decode())
-    assert [text.split()[1] for text in found[4:]] == ["400"] * 3
-    assert access.key not in "".join(found) + caplog.text + repr(access)
+            answers.append(connection.recv(1 << 16).decode())
+    assert [text.split()[1] for text in answers[4:]] == ["400"] * 3
+    assert access.key not in "".join(answers) + caplog.text + repr(access)
     assert "ValueError: broken" in caplog.text, "the handler's own fault is logged"
 
 
@@ -171,20 +173,23 @@ def test_the_end_of_an_episode_cancels_its_requests(endpoint: ChatEndpoint) -> N
         accesses = [endpoint.open(handler), endpoint.open(other)]
         async with httpx.AsyncClient(timeout=WAIT_S, verify=False) as client:
             asked = [asyncio.ensure_future(apost(client, access)) for access in accesses]
-            for one in (handler, other):
-                assert await asyncio.to_thread(one.await_event) == "asked"
+            for script in (handler, other):
+                assert await asyncio.to_thread(script.await_event) == "asked"
             await endpoint.close(accesses[0].key)
             assert handler.await_event() == "cancelled"
             other.release()
-            return [await one for one in [*asked, apost(client, accesses[0])]]
+            return [await request for request in [*asked, apost(client, accesses[0])]]
 
     ended, answered, late = asyncio.run(ask())
-    assert [one.status_code for one in (ended, answered, late)] == [403, 200, 403]
-    assert [one.json()["error"]["code"] for one in (ended, late)] == ["episode_over", "no_episode"]
+    assert [response.status_code for response in (ended, answered, late)] == [403, 200, 403]
+    assert [response.json()["error"]["code"] for response in (ended, late)] == [
+        "episode_over",
+        "no_episode",
+    ]
 
 
 def contents(found: list[httpx.Response]) -> list[str]:
-    return [one.json()["choices"][0]["message"]["content"] for one in found]
+    return [response.json()["choices"][0]["message"]["content"] for response in found]
 
 
 @pytest.fixture
@@ -213,10 +218,10 @@ def test_a_retry_in_flight_gets_the_same_answer(in_episode: Any) -> None:
         assert await asyncio.to_thread(handler.await_event) == "asked"
         others = [asyncio.ensure_future(apost(client, access, retries)) for retries in (1, 2)]
         handler.release()
-        return [await one for one in [first, *others]]
+        return [await request for request in [first, *others]]
 
-    found = in_episode(handler, work)
-    assert (contents(found), len(handler.requests)) == (["first"] * 3, 1)
+    responses = in_episode(handler, work)
+    assert (contents(responses), len(handler.requests)) == (["first"] * 3, 1)
 
 
 def test_only_a_retry_of_the_same_body_and_key_is_given_it(
@@ -232,9 +237,9 @@ def test_only_a_retry_of_the_same_body_and_key_is_given_it(
             await apost(client, access, 3), await apost(client, access, 1, user="x"), await apost(client, other, 1),
         ]  # fmt: skip
 
-    found = in_episode(handler, work)
-    assert contents(found) == ["0", "0", "1", "1", "2", "foreign"]
-    assert found[0].json() == found[1].json()
+    responses = in_episode(handler, work)
+    assert contents(responses) == ["0", "0", "1", "1", "2", "foreign"]
+    assert responses[0].json() == responses[1].json()
 
 
 def test_a_refused_request_is_asked_again(in_episode: Any) -> None:

@@ -185,8 +185,8 @@ def test_slow_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 def many_files() -> Iterator[int]:
     """How many sockets a test may open, of 2,500: each is a file of the client, and one of the endpoint."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max(soft, 8192)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+    limit = max(soft, 8192)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit if hard < 0 else min(limit, hard), hard))
     yield min(2500, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500) // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

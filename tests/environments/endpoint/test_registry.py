@@ -88,12 +88,13 @@ def test_an_ended_episode_answers_nothing() -> None:
 
 
 def test_each_key_finds_its_own_episode_until_it_is_removed() -> None:
-    opened, made = OpenEpisodes(), [OpenEpisode(Scripted()) for _ in range(100)]
-    keys = [opened.add(episode) for episode in made]
+    opened, episodes = OpenEpisodes(), [OpenEpisode(Scripted()) for _ in range(100)]
+    keys = [opened.add(episode) for episode in episodes]
     assert len({*keys}) == 100 and {len(key) for key in keys} == {43}, "256 bits in base64"
-    assert [opened.find(key) for key in keys] == made
+    assert [opened.find(key) for key in keys] == episodes
     assert (
-        opened.remove(keys[3]) is made[3] and opened.find(keys[3]) is opened.remove(keys[3]) is None
+        opened.remove(keys[3]) is episodes[3]
+        and opened.find(keys[3]) is opened.remove(keys[3]) is None
     )
     assert not any(key in repr(vars(opened)) for key in keys)
     assert len(opened.clear()) == 99 and opened.find(keys[0]) is None

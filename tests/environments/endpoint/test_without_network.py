@@ -70,13 +70,13 @@ def test_the_example_asks_without_network(
     exec(agent, names)
     monkeypatch.setattr(asyncio, "create_subprocess_exec", run)
     asyncio.run(names["run"](access, {}))
-    (found,) = ended
-    assert found.stdout.splitlines() == [
+    (process,) = ended
+    assert process.stdout.splitlines() == [
         "Six.",
         "ConnectionRefusedError False",
         "b'200'",
         "False",
-    ], found.stderr
+    ], process.stderr
     assert [list(asked.messages) for asked in handler.requests] == [
         [{"role": "user", "content": "What do two apples cost?"}]
     ]
@@ -84,14 +84,14 @@ def test_the_example_asks_without_network(
 
 def command(words: Sequence[str], script: Path) -> list[str]:
     """The page's, with this interpreter and script, and with the files that its empty /tmp would hide."""
-    found: list[str] = []
+    arguments: list[str] = []
     for word in words:
         if word == "--bind":
             for hidden in {sys.prefix, str(script.parent)}:
-                found += ["--ro-bind", hidden, hidden] if hidden.startswith("/tmp/") else []
+                arguments += ["--ro-bind", hidden, hidden] if hidden.startswith("/tmp/") else []
         # without a user namespace, to become another user inside
         if word == "--unshare-all" and os.geteuid() == 0:
-            found += [
+            arguments += [
                 "--unshare-pid",
                 "--unshare-net",
                 "--unshare-ipc",
@@ -101,5 +101,5 @@ def command(words: Sequence[str], script: Path) -> list[str]:
                 "CAP_SETUID",
             ]
             continue
-        found.append({"python": sys.executable, "my_client.py": str(script)}.get(word, word))
-    return found
+        arguments.append({"python": sys.executable, "my_client.py": str(script)}.get(word, word))
+    return arguments

@@ -59,10 +59,10 @@ async def _played(
         async with asyncio.timeout(120):
             return await scenario(pool)
     finally:
-        own = pool.pids()
+        pids = pool.pids()
         pool.shutdown()
         assert not pool.pids()
         # What a tool has started is killed with it, and reaped by whoever inherits it: perhaps later, by this process.
         new = set(psutil.Process().children(recursive=True)) - before
-        left = {one for one in new if one.pid in own or is_alive(one)}
+        left = {process for process in new if process.pid in pids or is_alive(process)}
         assert not left, "every process is ended, and those of the pool are reaped"

@@ -21,14 +21,14 @@ _kept: list[Any] = []
 
 
 def _sockets() -> list[int]:
-    found = []
+    descriptors = []
     for name in os.listdir("/proc/self/fd"):
         try:
             if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                found.append(int(name))
+                descriptors.append(int(name))
         except OSError:  # of the listing itself
             continue
-    return found
+    return descriptors
 
 
 def misbehave(what: str) -> Any:

@@ -43,10 +43,10 @@ def test_calls_are_answered_in_their_order_and_refused_in_a_sentence(play: Play)
         ("work", {"what": "object"}), ("work", {"what": "surrogate \u2028"}), ("calculate", {"expression": "1 / 0"}),
         ("work", {"what": "exit_politely"}), ("work", {"what": "recurse"}), ("work", {"what": "last"}),
     ]  # fmt: skip
-    found = called(play, calls, tools=(WORK, CALCULATE))
-    text, error = found.pop(11)
+    results = called(play, calls, tools=(WORK, CALCULATE))
+    text, error = results.pop(11)
     assert text.startswith("RecursionError: maximum recursion depth exceeded") and error == "raised"
-    assert found == [
+    assert results == [
         ("42", None),
         ("There is no tool 'add'. The tools are: calculate, work.", "unknown"),
         (
@@ -109,10 +109,10 @@ def test_observations_have_rewards_and_ends(play: Play) -> None:
 def test_a_call_that_ends_its_process_costs_no_other(
     play: Play, what: str, text: str, error: str
 ) -> None:
-    calls = [("work", {"what": one}) for one in ("before", what, "after", "last")]
+    calls = [("work", {"what": word}) for word in ("before", what, "after", "last")]
     limit_s = 1.0 if error == "timeout" else 60.0
-    found = called(play, calls, tools=(WORK,), call_timeout_s=limit_s, memory_mb=200)
-    assert found == [("before", None), (text, error), ("after", None), ("last", None)]
+    results = called(play, calls, tools=(WORK,), call_timeout_s=limit_s, memory_mb=200)
+    assert results == [("before", None), (text, error), ("after", None), ("last", None)]
 
 
 @pytest.mark.slow
@@ -131,15 +131,15 @@ def test_a_call_that_ends_its_process_costs_no_other(
 def test_an_async_call_that_ends_its_process_costs_no_other(
     play: Play, what: str, text: str, error: str
 ) -> None:
-    calls = [("patient", {"what": one}) for one in ("sleep 0.01", what, "after", "sleep 0.02")]
-    found = called(
+    calls = [("patient", {"what": word}) for word in ("sleep 0.01", what, "after", "sleep 0.02")]
+    results = called(
         play,
         [*calls, ("work", {"what": "w"})],
         tools=(PATIENT, WORK),
         call_timeout_s=1.0,
         memory_mb=200,
     )
-    assert found == [
+    assert results == [
         ("sleep 0.01", None),
         (text, error),
         ("after", None),
@@ -156,8 +156,8 @@ def test_async_calls_run_together(play: Play) -> None:
 
 def test_async_calls_are_spread_over_the_processes(play: Play) -> None:
     """All are in flight before the first has an answer."""
-    found = called(play, [("place", {})] * 15, tools=("odd_tools:place",), workers=3)
-    assert sorted(Counter(found).values()) == [5, 5, 5]
+    places = called(play, [("place", {})] * 15, tools=("odd_tools:place",), workers=3)
+    assert sorted(Counter(places).values()) == [5, 5, 5]
 
 
 def test_a_plain_call_that_hangs_holds_up_no_async_call(play: Play) -> None:
@@ -197,8 +197,8 @@ def test_a_plain_call_that_hangs_holds_up_no_other_process(play: Play) -> None:
         await pool.open("a", {}, 0)
         hanging = asyncio.create_task(pool.call("a", [("work", {"what": "hang"})]))
         await pool.open("b", {}, 0)
-        found = await pool.call("b", [("work", {"what": str(number)}) for number in range(20)])
-        assert told(found) == [(str(number), None) for number in range(20)]
+        results = await pool.call("b", [("work", {"what": str(number)}) for number in range(20)])
+        assert told(results) == [(str(number), None) for number in range(20)]
         assert not hanging.done()
         hanging.cancel()
 
@@ -222,8 +222,8 @@ def test_a_flood_is_cut_in_its_process(play: Play) -> None:
 def test_the_largest_result_of_escaped_letters_arrives(play: Play) -> None:
     async def scenario(pool: EnvironmentThread) -> str:
         await pool.open("a", {}, 0)
-        (found,) = await pool.call("a", [("worth", {"text": "\x00" * 2**20, "reward": 0})])
-        return found.text
+        (result,) = await pool.call("a", [("worth", {"text": "\x00" * 2**20, "reward": 0})])
+        return result.text
 
     assert play(scenario, tools=("odd_tools:worth",), result_bytes=2**20) == "\x00" * 2**20
 
@@ -235,14 +235,14 @@ def test_secrets_of_the_run_are_not_passed_on(
     """Unless an argument names one: a judge may ask with the same key."""
     secrets = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"}
     secrets |= {"MLFLOW_TRACKING_TOKEN"}
-    own = {"MEGARL_JUDGE_KEY", "MLFLOW_TRACKING_URI"}
-    for name in secrets | own:
+    passed_on = {"MEGARL_JUDGE_KEY", "MLFLOW_TRACKING_URI"}
+    for name in secrets | passed_on:
         monkeypatch.setenv(name, "set")
     arguments = {"key_env": named} if named else {}
     ((text, error),) = called(
         play, [("variables", {})], tools=("odd_tools:variables",), arguments=arguments
     )
-    assert error is None and own <= {*json.loads(text)}
+    assert error is None and passed_on <= {*json.loads(text)}
     assert secrets & {*json.loads(text)} == {named} - {None}
 
 
@@ -330,7 +330,7 @@ def test_who_waits_at_the_end_is_cancelled(play: Play) -> None:
         ]
         await pool.call("d", [("patient", {"what": "x"})])
         await asyncio.to_thread(pool.shutdown)
-        found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(one, asyncio.CancelledError) for one in found)
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(error, asyncio.CancelledError) for error in errors)
 
     play(scenario, tools=(WORK, PATIENT), call_timeout_s=300.0)

@@ -137,22 +137,22 @@ def test_functions_have_no_state_to_make_again(play: Play) -> None:
 
 def test_a_history_is_read_as_it_was_written() -> None:
     """But for calls that the environment has not seen, and what cannot be written at all."""
-    row, told = {"a": 1}, CallResult("t\u2713", 0.5, False, None, 0.25)
+    row, result = {"a": 1}, CallResult("t\u2713", 0.5, False, None, 0.25)
     unfit = ("call", "add", {"x": float("nan")}), JobFailure("arguments", "no")
     call = ("call", "add", {"x": [1, "\ud800"]})
     history = [
         {0: (("open", row, 3), None)},
-        {1: (call, told), 0: unfit},
+        {1: (call, result), 0: unfit},
         {},
         {0: (("reply", "w"), None)},
     ]
     assert from_json(to_json(history) or "", row, 3) == [
         history[0],
-        {0: (call, told)},
+        {0: (call, result)},
         {},
         history[3],
     ]
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    assert to_json([{0: (("call", "add", {"x": deep}), told)}]) is None
+    assert to_json([{0: (("call", "add", {"x": deep}), result)}]) is None

@@ -98,14 +98,14 @@ def test_other_episodes_of_an_ended_process_go_on(play: Play, what: str) -> None
     async def episode(pool: EnvironmentThread, number: int) -> list[Any]:
         name = str(number)
         await pool.open(name, {"told": True}, number)
-        found = told(await pool.call(name, [add(number), ("draw", {})]))
+        results = told(await pool.call(name, [add(number), ("draw", {})]))
         middle = odd(what) if number == 3 else add(1)
-        found += told(await pool.call(name, [middle, ("draw", {})]))
-        return [*found, await pool.finish(name)]
+        results += told(await pool.call(name, [middle, ("draw", {})]))
+        return [*results, await pool.finish(name)]
 
     async def scenario(pool: EnvironmentThread) -> None:
-        found = await asyncio.gather(*(episode(pool, number) for number in range(8)))
-        for number, results in enumerate(found):
+        episodes = await asyncio.gather(*(episode(pool, number) for number in range(8)))
+        for number, results in enumerate(episodes):
             dice, total = random.Random(number), number + (number != 3)
             draws = [(str(dice.randrange(10**9)), None) for _ in range(2)]
             assert results[:2] == [(str(number), None), draws[0]]
@@ -125,15 +125,15 @@ def test_it_is_found_out_which_async_call_is_to_blame(play: Play, what: str) -> 
     async def episode(pool: EnvironmentThread, number: int) -> list[Any]:
         name = str(number)
         await pool.open(name, {}, number)
-        found = told(await pool.call(name, [add(number), ("draw", {})]))
-        found += told(
+        results = told(await pool.call(name, [add(number), ("draw", {})]))
+        results += told(
             await pool.call(name, [("slow", {"what": what if number == 3 else "sleep 0.05"})])
         )
-        return [*found, *told(await pool.call(name, [("draw", {})])), await pool.finish(name)]
+        return [*results, *told(await pool.call(name, [("draw", {})])), await pool.finish(name)]
 
     async def scenario(pool: EnvironmentThread) -> None:
-        found = await asyncio.gather(*(episode(pool, number) for number in range(8)))
-        for number, results in enumerate(found):
+        episodes = await asyncio.gather(*(episode(pool, number) for number in range(8)))
+        for number, results in enumerate(episodes):
             dice = random.Random(number)
             draws = [(str(dice.randrange(10**9)), None) for _ in range(2)]
             error = "ended" if what == "exit 3" else "timeout"

@@ -31,13 +31,13 @@ def test_text_and_what_json_holds_are_results(result: Any, text: str) -> None:
 
 
 def test_an_observation_keeps_its_reward_and_its_end() -> None:
-    found = observation_of(Observation("x" * 1000, np.float32(0.5), np.bool_(True)), 100)  # type: ignore[arg-type]
+    result = observation_of(Observation("x" * 1000, np.float32(0.5), np.bool_(True)), 100)  # type: ignore[arg-type]
     assert (
-        (found.reward, found.done) == (0.5, True)
-        and type(found.reward) is float
-        and type(found.done) is bool
+        (result.reward, result.done) == (0.5, True)
+        and type(result.reward) is float
+        and type(result.done) is bool
     )
-    assert "left out" in found.text
+    assert "left out" in result.text
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_what_is_no_result_is_told(result: Any, says: str) -> None:
 
 @given(text=st.text(st.characters(codec=None)), most_bytes=st.integers(min_value=2, max_value=40))
 def test_a_text_is_whole_or_keeps_its_ends(text: str, most_bytes: int) -> None:
-    found = cut(text, most_bytes)
+    shown = cut(text, most_bytes)
     raw = text.encode("utf-8", "replace")
     if len(raw) <= most_bytes:
-        assert found.encode() == raw
+        assert shown.encode() == raw
         return
-    head, _, tail = found.partition("\n[... ")
+    head, _, tail = shown.partition("\n[... ")
     number, _, tail = tail.partition(" characters left out ...]\n")
     clean = raw.decode()
     assert clean.startswith(head) and clean.endswith(tail)

@@ -31,14 +31,14 @@ def test_python_search_and_calculator_together(play: Play, tmp_path: Path) -> No
             ("search", {"query": "three"}),
             ("calculate", {"expression": f"{number} ** 2"}),
         ]
-        found = await pool.call(name, calls)
-        assert not any(one.error for one in found), found
+        results = await pool.call(name, calls)
+        assert not any(result.error for result in results), results
         await pool.finish(name)
-        return [one.text for one in found]
+        return [result.text for result in results]
 
     async def scenario(pool: EnvironmentThread) -> None:
-        found = await asyncio.gather(*(episode(pool, number) for number in range(12)))
-        assert found == [[str(n * n), "[1] number three", str(n * n)] for n in range(12)]
+        texts = await asyncio.gather(*(episode(pool, number) for number in range(12)))
+        assert texts == [[str(n * n), "[1] number three", str(n * n)] for n in range(12)]
         assert pool.num_ended == 0
 
     tools = tuple(

@@ -66,19 +66,23 @@ class Other(Game):
 
 
 def test_public_methods_are_tools_and_reserved_ones_are_not(write: Callable[[str], str]) -> None:
-    found = load_environment(f"{write(GAME)}:Game", {"size": 5})
-    assert [*found.tools] == ["move", "look"]
-    assert found.tools["look"].is_async and not found.tools["move"].is_async
-    assert found.has == {"reset", "reward"} and found.is_async == {"reward"}
-    made = found.make(7)
-    assert isinstance(made, Environment) and made.seed == 7 and vars(made)["size"] == 5
+    toolbox = load_environment(f"{write(GAME)}:Game", {"size": 5})
+    assert [*toolbox.tools] == ["move", "look"]
+    assert toolbox.tools["look"].is_async and not toolbox.tools["move"].is_async
+    assert toolbox.has == {"reset", "reward"} and toolbox.is_async == {"reward"}
+    environment = toolbox.make(7)
+    assert (
+        isinstance(environment, Environment)
+        and environment.seed == 7
+        and vars(environment)["size"] == 5
+    )
 
 
 def test_an_environment_may_extend_another(write: Callable[[str], str]) -> None:
-    found = load_environment(f"{write(GAME)}:Other", {})
-    assert {*found.tools} == {"move", "look", "jump"}
-    assert found.tools["move"].schema["function"]["description"] == "Move by name."
-    assert found.has == {"reset", "reward"}
+    toolbox = load_environment(f"{write(GAME)}:Other", {})
+    assert {*toolbox.tools} == {"move", "look", "jump"}
+    assert toolbox.tools["move"].schema["function"]["description"] == "Move by name."
+    assert toolbox.has == {"reset", "reward"}
 
 
 def test_each_tool_gets_the_arguments_that_it_takes(write: Callable[[str], str]) -> None:
@@ -87,9 +91,9 @@ def test_each_tool_gets_the_arguments_that_it_takes(write: Callable[[str], str])
         'def two(a: int, *, c: int = 0) -> str:\n    """Two."""\n'
     )
     name = write(body)
-    found = load_tools([f"{name}:one", f"{name}:two", CALCULATE], {"b": 1, "c": 2})
-    assert [*found.tools] == ["one", "two", "calculate"]
-    assert [dict(tool.bound) for tool in found.tools.values()] == [{"b": 1, "c": 2}, {"c": 2}, {}]
+    toolbox = load_tools([f"{name}:one", f"{name}:two", CALCULATE], {"b": 1, "c": 2})
+    assert [*toolbox.tools] == ["one", "two", "calculate"]
+    assert [dict(tool.bound) for tool in toolbox.tools.values()] == [{"b": 1, "c": 2}, {"c": 2}, {}]
     with pytest.raises(UserError, match="^episode.arguments: no tool takes 'd'"):
         load_tools([f"{name}:one"], {"d": 1})
 

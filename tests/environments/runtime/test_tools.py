@@ -24,9 +24,9 @@ def tool(function: Callable[..., Any], **arguments: Any) -> Tool:
 
 
 def schema(function: Callable[..., Any], **arguments: Any) -> Any:
-    made = tool(function, **arguments).schema
-    assert made["type"] == "function" and json.loads(json.dumps(made)) == made
-    return made["function"]
+    tool_schema = tool(function, **arguments).schema
+    assert tool_schema["type"] == "function" and json.loads(json.dumps(tool_schema)) == tool_schema
+    return tool_schema["function"]
 
 
 @dataclass
@@ -64,13 +64,13 @@ def everything(
 
 
 def test_a_schema_is_made_of_types_defaults_and_docstring() -> None:
-    made = schema(everything)
-    assert made["name"] == "everything"
+    tool_schema = schema(everything)
+    assert tool_schema["name"] == "everything"
     assert (
-        made["description"]
+        tool_schema["description"]
         == "Take everything.\n\nIt has more lines.\n\nReturns:\n    nothing of use"
     )
-    parameters = made["parameters"]
+    parameters = tool_schema["parameters"]
     properties = parameters["properties"]
     assert properties["text"] == {"type": "string", "description": "what to take, on two lines"}
     assert properties["number"] == {"type": "integer", "description": "how many"}
@@ -119,15 +119,15 @@ def test_arguments_come_as_the_types_of_the_function() -> None:
         """Move."""
         return ""
 
-    made = tool(move)
-    values = made.values({"point": {"x": 1}, "day": "2026-01-02", "rest": [1, 2], "ratio": 3})
+    move_tool = tool(move)
+    values = move_tool.values({"point": {"x": 1}, "day": "2026-01-02", "rest": [1, 2], "ratio": 3})
     assert values == {
         "point": Point(1),
         "day": datetime.date(2026, 1, 2),
         "rest": (1, 2),
         "ratio": 3.0,
     }
-    assert made.values({"point": {"x": 1}, "day": "2026-01-02"}).keys() == {"point", "day"}
+    assert move_tool.values({"point": {"x": 1}, "day": "2026-01-02"}).keys() == {"point", "day"}
 
 
 @pytest.mark.parametrize(
