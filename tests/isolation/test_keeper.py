@@ -78,7 +78,9 @@ class Kept:
 
     def alive(self) -> list[psutil.Process]:
         """Every process of the script, wherever it is: forks keep their command line."""
-        return [one for one in psutil.process_iter() if self._mark in _command_line(one)]
+        return [
+            process for process in psutil.process_iter() if self._mark in _command_line(process)
+        ]
 
 
 def _command_line(process: psutil.Process) -> list[str]:
@@ -93,10 +95,10 @@ def started(tmp_path: Path) -> Iterator[list[Kept]]:
     """Where tests put what they start, so that nothing remains where they fail."""
     kept: list[Kept] = []
     yield kept
-    for one in kept:
-        one.process.kill()
-        one.process.communicate()
-        for process in one.alive():
+    for script in kept:
+        script.process.kill()
+        script.process.communicate()
+        for process in script.alive():
             process.kill()
 
 

@@ -55,7 +55,8 @@ def test_the_keeper_has_forked_before_any_library_was_imported(start: Start, mod
     keeper = worker.parent()
     assert keeper
     libraries = [
-        any("numpy" in one.path for one in process.memory_maps()) for process in (keeper, worker)
+        any("numpy" in mapping.path for mapping in process.memory_maps())
+        for process in (keeper, worker)
     ]
     assert (libraries, keeper.num_threads()) == ([False, True], 1)
 

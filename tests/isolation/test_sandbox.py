@@ -39,10 +39,10 @@ CALLS = LIBC + textwrap.dedent("""
 
 def attempt(body: str, **names: Any) -> str:
     """A program that says ESCAPED when the body runs to its end, else HELD and why."""
-    given = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    assignments = "".join(f"{name} = {value!r}\n" for name, value in names.items())
     body = textwrap.indent(textwrap.dedent(body), "    ")
     ends = "    print('ESCAPED')\nexcept BaseException as error:\n    print('HELD', error)"
-    return f"{given}import os, socket, sys\ntry:\n{body}\n{ends}"
+    return f"{assignments}import os, socket, sys\ntry:\n{body}\n{ends}"
 
 
 def says(outcome: Outcome) -> str:
@@ -299,10 +299,10 @@ for unsafe in (False, True):
     print({TOKEN!r} in run({program!r}, where="", unsafe=unsafe).stdout)
 """
     environment = {**os.environ, "MEGARL_JUDGE_KEY": TOKEN, "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", parent], env=environment, capture_output=True, text=True
     )
-    assert said.stdout.split() == ["False", "True"], said.stderr
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_what_it_is_given_cannot_be_changed(isolation: None) -> None:
