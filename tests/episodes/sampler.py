@@ -35,5 +35,7 @@ class ScriptedSampler:
     ) -> Sample:
         """A turn; more: as of `response`."""
         logp_T = np.full(len(ids), -1.0, np.float32)
-        given: dict[str, Any] = {"engine_logp_T": logp_T, "version": 3} | more
-        return response(context_ids, np.array(ids), text=self.text(ids), finished=finished, **given)
+        arguments: dict[str, Any] = {"engine_logp_T": logp_T, "version": 3} | more
+        return response(
+            context_ids, np.array(ids), text=self.text(ids), finished=finished, **arguments
+        )

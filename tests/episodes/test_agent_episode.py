@@ -119,20 +119,24 @@ def user(text: str) -> dict[str, Any]:
 
 def texts(sample: Sample) -> list[str]:
     """Each row's tokens as text."""
-    found = []
+    row_texts = []
     for row in sample.rows:
-        found.append(TOKENIZER.decode([*row.prompt_ids, *row.response_ids_T]))
-    return found
+        row_texts.append(TOKENIZER.decode([*row.prompt_ids, *row.response_ids_T]))
+    return row_texts
 
 
 def test_a_chat_is_one_row_whose_turns_are_all_trained() -> None:
     async def agent(ask: Ask) -> None:
         first = await ask(user("hi"))
         assert (first.content, first.finish) == ("hello", "stop")
-        told = {**first.message(), "refusal": None, "audio": None}  # as the OpenAI client writes it
-        second = await ask(user("hi"), told, user("how?"))
+        message = {
+            **first.message(),
+            "refusal": None,
+            "audio": None,
+        }  # as the OpenAI client writes it
+        second = await ask(user("hi"), message, user("how?"))
         last = {"role": "user", "content": [{"type": "text", "text": "ok"}]}
-        await ask(user("hi"), told, user("how?"), second.message(), last)
+        await ask(user("hi"), message, user("how?"), second.message(), last)
 
     sample, episode, _ = played({"hi": "hello", "how?": "so", "ok": "yes"}, agent)
     assert episode.end == "answered" and sample.finished
@@ -155,9 +159,9 @@ def test_results_of_calls_are_tokenised_in_the_order_of_the_calls() -> None:
             "double",
             {"number": 4},
         )
-        given = (two, "b"), (one, "a")
+        call_texts = (two, "b"), (one, "a")
         results = [
-            {"role": "tool", "tool_call_id": call.id, "content": text} for call, text in given
+            {"role": "tool", "tool_call_id": call.id, "content": text} for call, text in call_texts
         ]
         await ask(user("go"), first.message(), *results, tools=[DOUBLE])
 
@@ -208,7 +212,7 @@ def test_what_extends_no_conversation_opens_a_row_of_the_episode() -> None:
 
 def test_random_numbers_of_a_row_do_not_depend_on_the_order_of_requests() -> None:
     """With seeded sampling an agent whose requests meet in another order gets the same answers."""
-    found = {}
+    streams_by_order = {}
     for words in (("left", "right"), ("right", "left")):
 
         async def agent(ask: Ask, words: Sequence[str] = words) -> None:
@@ -216,9 +220,9 @@ def test_random_numbers_of_a_row_do_not_depend_on_the_order_of_requests() -> Non
                 await ask(user(word))
 
         _, _, script = played({"left": "b", "right": "c"}, agent)
-        found[words] = dict(zip(words, script.streams, strict=True))
-    assert found["left", "right"] == found["right", "left"]
-    assert found["left", "right"]["left"] != found["left", "right"]["right"]
+        streams_by_order[words] = dict(zip(words, script.streams, strict=True))
+    assert streams_by_order["left", "right"] == streams_by_order["right", "left"]
+    assert streams_by_order["left", "right"]["left"] != streams_by_order["left", "right"]["right"]
 
 
 def test_rendered_requests_go_on_where_the_tokens_do() -> None:
@@ -463,10 +467,10 @@ def test_an_engine_that_fails_under_several_requests_leaves_no_turn_behind() -> 
     """Each raises an exception of its own, and the first is the fault."""
 
     async def agent(ask: Ask) -> None:
-        found = await asyncio.gather(
+        errors = await asyncio.gather(
             *(ask(user(f"unknown {word}")) for word in "abc"), return_exceptions=True
         )
-        assert [type(one) for one in found] == [EpisodeOver] * 3
+        assert [type(error) for error in errors] == [EpisodeOver] * 3
         with pytest.raises(EpisodeOver, match="the engine has failed"):
             await ask(user("hi"))
 
@@ -480,7 +484,7 @@ def test_requests_at_once_share_the_tokens_of_the_episode() -> None:
 
     async def agent(ask: Ask) -> None:
         answers = await asyncio.gather(*(ask(user("hi")) for _ in range(4)), return_exceptions=True)
-        over = [one for one in answers if isinstance(one, EpisodeOver)]
+        over = [answer for answer in answers if isinstance(answer, EpisodeOver)]
         assert over and len(answers) - len(over) >= 2
 
     sample, episode, _ = played({"hi": "hello world"}, agent, max_tokens=30)

@@ -53,14 +53,16 @@ def played(agents: AgentThread, *rows: dict[str, Any], **limits: Any) -> list[Ep
     async def run() -> list[EpisodeResult]:
         script = Script(TURNS)
         runner = AgentRunner(config, script, agents, None, _tool_sets(), max_prompt_tokens=200)
-        found = [await runner.run(_prompt(row), Sampling(1, 100, stream=(1, 2)), 0) for row in rows]
+        results = [
+            await runner.run(_prompt(row), Sampling(1, 100, stream=(1, 2)), 0) for row in rows
+        ]
         assert len(script.completed) == len(rows), "the engine has its place again"
-        return found
+        return results
 
-    found = asyncio.run(run())
-    for row, one in zip(rows, found, strict=True):
-        accounting.check(_prompt(row), [one.sample])
-    return found
+    episodes = asyncio.run(run())
+    for row, episode in zip(rows, episodes, strict=True):
+        accounting.check(_prompt(row), [episode.sample])
+    return episodes
 
 
 def _tool_sets() -> ToolSets:
@@ -108,17 +110,17 @@ def test_an_agent_that_hangs_ends_as_timeout(agents: AgentThread) -> None:
 
 
 def test_an_agent_that_fails_after_a_limit_ends_as_the_limit(agents: AgentThread) -> None:
-    (one,) = played(agents, {"do": "fail_when_over"}, max_turns=3)
-    assert one.reward_result is None and end_of(one) == ("max_turns", 3)
+    (episode,) = played(agents, {"do": "fail_when_over"}, max_turns=3)
+    assert episode.reward_result is None and end_of(episode) == ("max_turns", 3)
 
 
 def test_an_episode_without_a_turn_is_a_failure(agents: AgentThread) -> None:
     """Whatever its agent has returned, there is nothing to learn from."""
-    found = played(agents, {"do": "return", "value": "int"}, {"do": "hang"}, timeout_s=1.5)
-    assert [one.reward_result for one in found] == [
+    episodes = played(agents, {"do": "return", "value": "int"}, {"do": "hang"}, timeout_s=1.5)
+    assert [episode.reward_result for episode in episodes] == [
         Failure("no turn of the model has reached the agent")
     ] * 2
-    assert [end_of(one) for one in found] == [("answered", 0), ("timeout", 0)]
+    assert [end_of(episode) for episode in episodes] == [("answered", 0), ("timeout", 0)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,9 @@ def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
 
     async def generated(*_: Any) -> Generated:
         return Generated(
-            [one.sample for one in episodes], [one.reward_result for one in episodes], {"seed": 2}
+            [episode.sample for episode in episodes],
+            [episode.reward_result for episode in episodes],
+            {"seed": 2},
         )
 
     worker: Any = RolloutWorker.__new__(RolloutWorker)

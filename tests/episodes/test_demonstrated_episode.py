@@ -64,12 +64,12 @@ def result(text: str, id: str | None = "x") -> Message:
 
 def parts(turn_tokenizer: TurnTokenizer, made: Demonstration) -> list[tuple[bool, str]]:
     """The response as texts that are sampled, or are not."""
-    found: list[tuple[bool, list[int]]] = []
+    pieces: list[tuple[bool, list[int]]] = []
     for token, is_sampled in zip(made.response_ids, made.sampled, strict=True):
-        if not found or found[-1][0] != is_sampled:
-            found.append((is_sampled, []))
-        found[-1][1].append(token)
-    return [(is_sampled, turn_tokenizer.template.decode(ids)) for is_sampled, ids in found]
+        if not pieces or pieces[-1][0] != is_sampled:
+            pieces.append((is_sampled, []))
+        pieces[-1][1].append(token)
+    return [(is_sampled, turn_tokenizer.template.decode(ids)) for is_sampled, ids in pieces]
 
 
 # --- the families of models --------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def parts(turn_tokenizer: TurnTokenizer, made: Demonstration) -> list[tuple[bool
 )
 def test_a_call_and_its_result_are_what_the_family_writes(family: Family, *, as_text: bool) -> None:
     turn_tokenizer = turn_tokenizer_of(family)
-    made = demonstrate(
+    demonstration = demonstrate(
         turn_tokenizer,
         QUESTION,
         [assistant(None, call(as_text=as_text)), result("three"), assistant()],
@@ -96,23 +96,23 @@ def test_a_call_and_its_result_are_what_the_family_writes(family: Family, *, as_
         (False, family.one.replace("functions.calc:7", first_of)),
         (True, ANSWER + family.last_stop),
     ]
-    assert parts(turn_tokenizer, made) == expected
-    assert made.prompt_ids == turn_tokenizer.first(QUESTION)
-    assert made.text == ANSWER
+    assert parts(turn_tokenizer, demonstration) == expected
+    assert demonstration.prompt_ids == turn_tokenizer.first(QUESTION)
+    assert demonstration.text == ANSWER
 
 
 def test_a_stop_token_that_opens_the_next_message_ends_the_turn() -> None:
     turn_tokenizer = turn_tokenizer_of(GLM_4_5)
-    made = parts(
+    pieces = parts(
         turn_tokenizer,
         demonstrate(
             turn_tokenizer, QUESTION, [assistant("", call()), result("three"), assistant()]
         ),
     )
-    assert [is_sampled for is_sampled, _ in made] == [True, False, True]
-    assert made[0][1].endswith("</tool_call><|observation|>")
-    assert made[1][1] == GLM_4_5.one
-    assert made[2][1].endswith(f"{ANSWER}<|user|>")
+    assert [is_sampled for is_sampled, _ in pieces] == [True, False, True]
+    assert pieces[0][1].endswith("</tool_call><|observation|>")
+    assert pieces[1][1] == GLM_4_5.one
+    assert pieces[2][1].endswith(f"{ANSWER}<|user|>")
 
 
 def test_results_of_one_turn_are_joined_and_calls_are_numbered_on() -> None:
@@ -137,12 +137,12 @@ def test_results_of_one_turn_are_joined_and_calls_are_numbered_on() -> None:
 
 def test_messages_of_a_user_are_not_learnt() -> None:
     turn_tokenizer = turn_tokenizer_of(CHATML)
-    made = demonstrate(
+    demonstration = demonstrate(
         turn_tokenizer,
         QUESTION,
         [assistant("two"), {"role": "user", "content": "more?"}, assistant()],
     )
-    assert parts(turn_tokenizer, made) == [
+    assert parts(turn_tokenizer, demonstration) == [
         (True, "two<|im_end|>"),
         (False, CHATML.user),
         (True, f"{ANSWER}<|im_end|>"),
@@ -158,13 +158,13 @@ def test_an_episode_may_end_with_a_call() -> None:
 
 def test_no_token_reaches_over_the_end_of_the_prompt() -> None:
     turn_tokenizer, words = turn_tokenizer_of(QWEN_2_5), "what follows?"
-    made = demonstrate(turn_tokenizer, QUESTION, [assistant(words)])
+    demonstration = demonstrate(turn_tokenizer, QUESTION, [assistant(words)])
     whole = turn_tokenizer.template.ids(
         turn_tokenizer.template.text([{"role": "user", "content": QUESTION}, assistant(words)])
     )
     # the vocabulary has a token for "\nwhat"
-    assert whole[: len(made.prompt_ids)] != made.prompt_ids
-    assert made.response_ids == [
+    assert whole[: len(demonstration.prompt_ids)] != demonstration.prompt_ids
+    assert demonstration.response_ids == [
         *turn_tokenizer.template.ids(words),
         turn_tokenizer.template.ids("<|im_end|>")[0],
     ]
@@ -260,29 +260,33 @@ ROWS = make_arithmetic.make_tool_rows(1, 256)[0]
 def test_a_demonstration_is_the_episode_with_the_same_turns(
     turn_tokenizer: TurnTokenizer, row: dict[str, Any]
 ) -> None:
-    made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
+    demonstration = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
     expression = row["prompt"].removesuffix("=")
     called = f'<tool_call>{{"name": "calculate", "arguments": {{"expression": "{expression}"}}}}</tool_call><eos>'
     turns: list[tuple[str, str | None]] = [(called, expression)] if len(row["messages"]) > 1 else []
-    found = played(turn_tokenizer, row["prompt"], [*turns, (f"{row['answer']}<eos>", None)]).row()
-    assert made.prompt_ids == found.prompt_ids
-    assert made.response_ids == found.response_ids_T.tolist()
-    assert made.sampled == found.trained_T.tolist()
-    assert made.text == row["answer"]
+    played_row = played(
+        turn_tokenizer, row["prompt"], [*turns, (f"{row['answer']}<eos>", None)]
+    ).row()
+    assert demonstration.prompt_ids == played_row.prompt_ids
+    assert demonstration.response_ids == played_row.response_ids_T.tolist()
+    assert demonstration.sampled == played_row.trained_T.tolist()
+    assert demonstration.text == row["answer"]
 
 
 def test_a_demonstrated_episode_is_a_row_whose_turns_are_trained(
     turn_tokenizer: TurnTokenizer,
 ) -> None:
     row = next(row for row in ROWS if len(row["messages"]) > 1)
-    made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
-    prompt = Prompt("rows.jsonl:1", "", tuple(made.prompt_ids), row["answer"], row, row["prompt"])
+    demonstration = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
+    prompt = Prompt(
+        "rows.jsonl:1", "", tuple(demonstration.prompt_ids), row["answer"], row, row["prompt"]
+    )
     group = demonstrated_episode(prompt, turn_tokenizer, "messages")
     accounting.check(prompt, group.samples)
     (sample,) = group.samples
     assert sample.only_row.prompt_ids is prompt.token_ids and sample.text == row["answer"]
-    assert sample.only_row.response_ids_T.tolist() == made.response_ids
-    assert sample.only_row.trained_T.tolist() == made.sampled
+    assert sample.only_row.response_ids_T.tolist() == demonstration.response_ids
+    assert sample.only_row.trained_T.tolist() == demonstration.sampled
     with pytest.raises(UserError, match="data.messages: rows.jsonl:1: there is no column 'chat'"):
         demonstrated_episode(prompt, turn_tokenizer, "chat")
 
@@ -294,11 +298,11 @@ def test_demonstrated_calls_are_read_as_they_were_given(turn_tokenizer: TurnToke
     )
     assert calls.parallel and calls.name == "hermes"
     for row in ROWS[:8]:
-        made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
+        demonstration = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
         first = (
-            made.response_ids[: made.sampled.index(False)]
-            if not all(made.sampled)
-            else made.response_ids
+            demonstration.response_ids[: demonstration.sampled.index(False)]
+            if not all(demonstration.sampled)
+            else demonstration.response_ids
         )
         expected = (ToolCall("calculate", {"expression": row["prompt"].removesuffix("=")}),)
         assert calls.read(turn_tokenizer.turn_text(first)).calls == (

@@ -120,17 +120,17 @@ def threads(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Envi
     (folder / "odd_answers.py").write_text(ODD)
     sys.path.append(str(folder))
     limits = {"call_timeout_s": 1.0, "workers": 1}
-    made = {
+    threads_by_kind = {
         "tools": EnvironmentThread(
-            EnvironmentSettings(tools=tuple(f"odd_answers:{one}" for one in TOOLS), **limits)
+            EnvironmentSettings(tools=tuple(f"odd_answers:{name}" for name in TOOLS), **limits)
         ),
         "environment": EnvironmentThread(
             EnvironmentSettings(environment="odd_answers:Odd", **limits)
         ),
     }
-    yield made
-    for one in made.values():
-        one.shutdown()
+    yield threads_by_kind
+    for thread in threads_by_kind.values():
+        thread.shutdown()
     sys.path.remove(str(folder))
 
 
@@ -195,10 +195,10 @@ def test_calls_are_answered_in_their_order(play: Play) -> None:
         3,
         2,
     )
-    said = script.tokenizer.decode(
+    observed = script.tokenizer.decode(
         sample.only_row.response_ids_T[~sample.only_row.trained_T], skip_special_tokens=False
     )
-    assert said.index("8") < said.index("no such tool") < said.index("argument number")
+    assert observed.index("8") < observed.index("no such tool") < observed.index("argument number")
     assert (
         sample.only_row.response_ids_T[sample.only_row.trained_T] == script.tokenizer.eos_token_id
     ).sum() == 2
@@ -221,7 +221,7 @@ def test_an_episode_is_taken_down(play: Play) -> None:
     # special tokens of this tokenizer
     words = turn.replace("<tool_call>", "").replace("</tool_call>", "")
     assert (first["role"], first["text"], first["reward"]) == ("assistant", words, 0.0)
-    assert [(one["name"], one["arguments"], one["error"]) for one in first["calls"]] == [
+    assert [(entry["name"], entry["arguments"], entry["error"]) for entry in first["calls"]] == [
         ("double", {"number": 4}, None), ("halve", None, "bad_call")
     ]  # fmt: skip
     assert first["calls"][0]["result"] == "8" and "no such tool" in first["calls"][1]["result"]
@@ -289,8 +289,10 @@ def test_calls_that_hang_end_with_the_time_of_their_episode(
         8,
     )
     assert facts.tool_s < 6 and played.reward_result is None, "the reward function decides"
-    told = {(one["result"], one["error"]) for one in played.sample.transcript[0]["calls"]}
-    assert told == {("hang was given up, because episode.timeout_s (1.5 s) had passed.", "timeout")}
+    results = {(entry["result"], entry["error"]) for entry in played.sample.transcript[0]["calls"]}
+    assert results == {
+        ("hang was given up, because episode.timeout_s (1.5 s) had passed.", "timeout")
+    }
 
 
 def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
@@ -300,7 +302,7 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
         play("tools", broken, "no")[0].sample,
         *(play("tools", call("hang", number=1), "no")[0].sample,) * 2,
     ]
-    assert [one.facts.call_errors for one in played if one.facts] == [3, 1, 1]
+    assert [sample.facts.call_errors for sample in played if sample.facts] == [3, 1, 1]
     worker: Any = RolloutWorker.__new__(RolloutWorker)
     worker._runtime = None
     worker._reward = RewardConfig()
@@ -357,12 +359,12 @@ def test_what_is_said_to_the_model_is_cut_and_is_no_markup(
 ) -> None:
     played, script = play(kind, turn, "ok", row=row, max_turns=2, max_observation_tokens=30)
     trained_T = played.sample.only_row.trained_T
-    said = script.tokenizer.decode(
+    observed = script.tokenizer.decode(
         played.sample.only_row.response_ids_T[~trained_T], skip_special_tokens=False
     )
-    assert "tokens left out" in said and "< eos>" in said and said.count("<eos>") == 1, (
-        "the result's own end"
-    )
+    assert (
+        "tokens left out" in observed and "< eos>" in observed and observed.count("<eos>") == 1
+    ), "the result's own end"
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,13 @@ def result(id: str, text: str) -> dict[str, Any]:
 def test_calls_of_a_turn_have_ids_of_their_own() -> None:
     """The first of equal ones stays as the model wrote it, and none that is made is another's."""
     form = TOKENISING.template.call_style.id_form.format
-    own = ["a", "a", None, form(name="add", index=7), "", "a"]
-    made = turn_of(
-        *(ToolCall("add", {}, id) for id in own[:3]), *(BadCall("add", "no", id) for id in own[3:])
+    written_ids = ["a", "a", None, form(name="add", index=7), "", "a"]
+    message = turn_of(
+        *(ToolCall("add", {}, id) for id in written_ids[:3]),
+        *(BadCall("add", "no", id) for id in written_ids[3:]),
     )
-    ids = [call["id"] for call in made["tool_calls"]]
-    assert len({*ids}) == 6 and (ids[0], ids[3]) == ("a", own[3])
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len({*ids}) == 6 and (ids[0], ids[3]) == ("a", written_ids[3])
     plain = turn_of(ToolCall("add", {}), ToolCall("add", {}))
     assert [call["id"] for call in plain["tool_calls"]] == [
         form(name="add", index=index) for index in (5, 6)

@@ -41,18 +41,18 @@ Threads = Callable[[str], list[EnvironmentThread]]
 @pytest.fixture(scope="module")
 def threads() -> Iterator[Threads]:
     """The environments of two engines, of a kind."""
-    made: dict[str, list[EnvironmentThread]] = {}
+    threads_by_kind: dict[str, list[EnvironmentThread]] = {}
 
     def of_kind(kind: str) -> list[EnvironmentThread]:
-        if kind not in made:
+        if kind not in threads_by_kind:
             settings = EnvironmentSettings(**KINDS[kind], workers=1)
-            made[kind] = [EnvironmentThread(settings) for _ in range(ENGINES)]
-        return made[kind]
+            threads_by_kind[kind] = [EnvironmentThread(settings) for _ in range(ENGINES)]
+        return threads_by_kind[kind]
 
     yield of_kind
-    for pair in made.values():
-        for one in pair:
-            one.shutdown()
+    for pair in threads_by_kind.values():
+        for thread in pair:
+            thread.shutdown()
 
 
 class Model(ScriptedSampler):
@@ -105,7 +105,7 @@ class Played:
 
     @property
     def opened(self) -> list[EpisodeProgress]:
-        return [one.sample.open_episode for one in self.phases if one.sample.open_episode]
+        return [phase.sample.open_episode for phase in self.phases if phase.sample.open_episode]
 
 
 def as_stored(sample: Sample) -> Sample:
@@ -139,12 +139,12 @@ def play(
     while sample is None or sample.is_open:
         assert len(played.phases) < 400
         at = len(played.phases)
-        own = EpisodeRunner(
+        runner = EpisodeRunner(
             config, model, pair[at % ENGINES], turn_tokenizer, calls, max_prompt_tokens=100
         )
         sampling = Sampling(1, 100, stream=(1, 2), phase_tokens=phases[min(at, len(phases) - 1)])
         assigned = accounting.longest_row(sample) if sample else 0
-        result = asyncio.run(own.run(prompt, sampling, 0, sample, assigned))
+        result = asyncio.run(runner.run(prompt, sampling, 0, sample, assigned))
         accounting.check(prompt, [result.sample])
         played.phases.append(result)
         between(result.sample)
@@ -222,7 +222,7 @@ def test_an_episode_in_phases_is_that_of_one_phase(
     trained = merged_parts([row.parts for row in accounting.row_summaries(parts.last)])
     versions = [part.version for part in trained]
     assert versions == list(range(-(-sampled // tokens)))
-    assert all(one.reward_result is None for one in parts.phases[:-1])
+    assert all(phase.reward_result is None for phase in parts.phases[:-1])
     grown = sum(response for _, _, response in parts.model.completed)
     assert grown >= max(len(row.response_ids_T) for row in whole.last.rows), (
         "said messages that no turn followed too"
@@ -257,7 +257,9 @@ def test_an_episode_has_so_many_phases_and_no_more(threads: Threads, tmp_path: P
     assert len(played.phases) == 3 and played.phases[-1].reward_result == RewardResult(0.5, False)
     assert played.last.facts and played.last.facts.end == "timeout" and not played.last.finished
     unbegun = play(threads("walk"), turns, [150], {"closed": True}, phase_tool_s=0.1)
-    assert [one.following for one in unbegun.opened] == ["begin"] and unbegun.last.num_trained == 0
+    assert [progress.following for progress in unbegun.opened] == [
+        "begin"
+    ] and unbegun.last.num_trained == 0
     reward_result = unbegun.phases[-1].reward_result
     assert (
         isinstance(reward_result, Failure)

@@ -53,7 +53,7 @@ def test_a_cancelled_call_keeps_nobody_waiting() -> None:
         await asyncio.sleep(0)
         played[0].cancel()
         played[2].cancel()
-        found = await asyncio.gather(*played, return_exceptions=True)
-        assert [result is None for result in found] == [False, True, False, True]
+        results = await asyncio.gather(*played, return_exceptions=True)
+        assert [result is None for result in results] == [False, True, False, True]
 
     asyncio.run(asyncio.wait_for(cancelled(), 60))

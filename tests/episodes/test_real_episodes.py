@@ -147,18 +147,20 @@ def play(
     sampling = Sampling(EPISODES, TURN_TOKENS, stream=stream, phase_tokens=phase_tokens)
 
     async def phase(begun: list[EpisodeResult | None]) -> list[EpisodeResult]:
-        going = [place for place, one in enumerate(begun) if one is None or one.sample.is_open]
-        samples = [one.sample if one else None for one in begun]
+        going = [
+            place for place, result in enumerate(begun) if result is None or result.sample.is_open
+        ]
+        samples = [result.sample if result else None for result in begun]
         played = await asyncio.gather(
             *(episodes.run(prompt, sampling, place, samples[place]) for place in going)
         )
         new = dict(zip(going, played, strict=True))
-        return [new.get(place) or one for place, one in enumerate(begun)]  # type: ignore[misc]
+        return [new.get(place) or result for place, result in enumerate(begun)]  # type: ignore[misc]
 
-    found = asyncio.run(phase([None] * EPISODES))
-    while any(one.sample.is_open for one in found):
-        found = asyncio.run(phase(list(found)))
-    return found
+    results = asyncio.run(phase([None] * EPISODES))
+    while any(result.sample.is_open for result in results):
+        results = asyncio.run(phase(list(results)))
+    return results
 
 
 def test_every_trained_token_was_sampled_after_its_row(
@@ -166,12 +168,13 @@ def test_every_trained_token_was_sampled_after_its_row(
 ) -> None:
     """By the logprobs of transformers over the whole row: a token after another prefix would have another one."""
     played = play(engine, game, model, (1, 2))
-    assert max(one.sample.facts.turns for one in played if one.sample.facts) > 2
+    assert max(result.sample.facts.turns for result in played if result.sample.facts) > 2
     check_rows(played, Reference(model))
-    assert not any(len(one.sample.rows) > 1 for one in played)
-    facts = [one.sample.facts for one in played if one.sample.facts]
+    assert not any(len(result.sample.rows) > 1 for result in played)
+    facts = [result.sample.facts for result in played if result.sample.facts]
     reusable, cached = (
-        sum(getattr(one, name) for one in facts) for name in ("reusable_tokens", "cached_tokens")
+        sum(getattr(episode_facts, name) for episode_facts in facts)
+        for name in ("reusable_tokens", "cached_tokens")
     )
     if "seeded" in request.node.name:
         assert reusable and cached == 0, "seeded engines on CPU have no prefix cache"
@@ -186,7 +189,7 @@ def test_rows_of_rendered_histories_are_what_was_sampled(
 ) -> None:
     """Each row after the tokens that the engine was given, whatever the template makes of the turns before."""
     played = play(engine, game, model, (1, 2), history="render")
-    assert max(len(one.sample.rows) for one in played) > 2
+    assert max(len(result.sample.rows) for result in played) > 2
     check_rows(played, Reference(model))
 
 
@@ -209,13 +212,15 @@ def test_rows_of_agents_are_what_was_sampled(
 
     played = asyncio.run(together())
     check_rows(played, Reference(model))
-    for one in played:
-        assert one.reward_result == RewardResult(0.5, False) and one.sample.facts
-        assert one.refused_fields == {"temperature": 1}
-        assert one.sample.facts.turns == 8 and one.sample.facts.end in ("answered", "cut")
-        accounting.check(prompt, [one.sample])
+    for result in played:
+        assert result.reward_result == RewardResult(0.5, False) and result.sample.facts
+        assert result.refused_fields == {"temperature": 1}
+        assert result.sample.facts.turns == 8 and result.sample.facts.end in ("answered", "cut")
+        accounting.check(prompt, [result.sample])
     check_stop_texts(played, tokenizer, stops)
-    assert min(len(one.sample.rows) for one in played) < 8, "some requests go on with what was said"
+    assert min(len(result.sample.rows) for result in played) < 8, (
+        "some requests go on with what was said"
+    )
     asked = asyncio.run(engine.take_completed())
     assert len(asked) >= EPISODES
 
@@ -228,7 +233,7 @@ def check_stop_texts(
     Such a turn is followed by the end that the template writes, which was not sampled, and by the user's "and".
     """
     ended = []
-    for row in (row for one in played for row in one.sample.rows):
+    for row in (row for result in played for row in result.sample.rows):
         response = row.response_ids_T.tolist()
         trained = row.trained_T.tolist()
         for place in range(len(response) - 1):
@@ -242,9 +247,9 @@ def check_stop_texts(
 
 def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
     """Every trained token has the logprob that transformers gives it after the row's tokens before it."""
-    for one in played:
-        sample = one.sample
-        assert sample.facts and one.reward_result is not None
+    for result in played:
+        sample = result.sample
+        assert sample.facts and result.reward_result is not None
         assert sample.num_trained == sample.facts.sampled_tokens - sample.facts.dropped_unawaited
         for row in sample.rows:
             response = row.response_ids_T.tolist()
@@ -265,7 +270,7 @@ def test_experts_of_turns_are_those_of_the_whole_row(
 ) -> None:
     """The engine reads a whole row at once, and chooses the same for every token but where two are as good."""
     row = max(
-        (one.sample.only_row for one in play(engine, game, model, (5,))),
+        (result.sample.only_row for result in play(engine, game, model, (5,))),
         key=lambda row: len(row.response_ids_T),
     )
     token_ids = [*row.prompt_ids, *row.response_ids_T.tolist()]
@@ -297,14 +302,14 @@ def test_one_turn_without_tools_is_a_single_response(
     plain = asyncio.run(
         seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1)))
     )
-    for one, sample in zip(played, plain, strict=True):
-        row, plain_row = one.sample.only_row, sample.only_row
+    for result, sample in zip(played, plain, strict=True):
+        row, plain_row = result.sample.only_row, sample.only_row
         for name in ("prompt_ids", "response_ids_T", "engine_logp_T", "trained_T"):
             np.testing.assert_array_equal(getattr(row, name), getattr(plain_row, name))
         assert row.routed_experts is not None and plain_row.routed_experts is not None
         np.testing.assert_array_equal(row.routed_experts, plain_row.routed_experts)
-        assert (one.sample.text, row.parts) == (sample.text, plain_row.parts)
-        assert one.sample.finished == sample.finished and one.reward_result == RewardResult(
+        assert (result.sample.text, row.parts) == (sample.text, plain_row.parts)
+        assert result.sample.finished == sample.finished and result.reward_result == RewardResult(
             0.5, False
         )
     assert any(sample.finished for sample in plain)
@@ -319,7 +324,7 @@ def test_seeded_episodes_repeat_to_the_bit(
     )
     parts = play(seeded_engine, game, model, (3, 1), 7)
     ids = [
-        [one.sample.only_row.response_ids_T.tolist() for one in group]
+        [result.sample.only_row.response_ids_T.tolist() for result in group]
         for group in (first, again, parts, other)
     ]
     assert ids[0] == ids[1] == ids[2] != ids[3]
@@ -344,5 +349,5 @@ def test_seeded_episodes_repeat_to_the_bit(
             apart = {"tool_s": 0.0, "reusable_tokens": 0, "cached_tokens": 0}
             assert replace(one.sample.facts, **apart) == replace(two.sample.facts, **apart)
             assert one.sample.transcript == two.sample.transcript
-    prefills = [sum(one.sample.prefills for one in group) for group in (first, parts)]
+    prefills = [sum(result.sample.prefills for result in group) for group in (first, parts)]
     assert prefills[1] > prefills[0], "turns were cut"

@@ -208,10 +208,12 @@ def test_characters_outside_the_vocabulary_are_told(tokenizer: Any) -> None:
 
 
 def with_template(tokenizer: Any, message: str) -> Any:
-    own = copy.deepcopy(tokenizer)
+    changed = copy.deepcopy(tokenizer)
     start, _, end = message.partition("{}")
-    own.chat_template = f"{{% for m in messages %}}{start}{{{{ m.content }}}}{end}{{% endfor %}}"
-    return own
+    changed.chat_template = (
+        f"{{% for m in messages %}}{start}{{{{ m.content }}}}{end}{{% endfor %}}"
+    )
+    return changed
 
 
 def test_a_stop_token_that_merges_with_the_turns_text_is_refused() -> None:
@@ -222,7 +224,7 @@ def test_a_stop_token_that_merges_with_the_turns_text_is_refused() -> None:
     tokenizer = Tokenizer(models.BPE({**letters, "e!": len(letters)}, [("e", "!")]))
     tokenizer.decoder = decoders.Fuse()
     fast: Callable[..., Any] = PreTrainedTokenizerFast
-    own = fast(tokenizer_object=tokenizer)
-    own.chat_template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    wrapped = fast(tokenizer_object=tokenizer)
+    wrapped.chat_template = "{% for m in messages %}{{ m.content }}!{% endfor %}"
     with pytest.raises(UserError, match="gives a user's message other tokens after other text"):
-        check(TurnTokenizer(own, [letters["!"]]), users=True, tools=False)
+        check(TurnTokenizer(wrapped, [letters["!"]]), users=True, tools=False)

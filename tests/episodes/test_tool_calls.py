@@ -95,12 +95,12 @@ def read(family: Family, text: str) -> Turn:
 def test_the_format_is_the_one_that_gives_back_what_the_template_writes(
     name: str, expected: str, others: str
 ) -> None:
-    found = format_of(FAMILIES[name])
-    assert (found.name, found.parallel) == (expected, name != "llama-3.1")
-    assert found.why.startswith(
+    call_format = format_of(FAMILIES[name])
+    assert (call_format.name, call_format.parallel) == (expected, name != "llama-3.1")
+    assert call_format.why.startswith(
         f"calls are read as SGLang's {expected}, which gives back what the chat template writes"
     )
-    assert others in found.why
+    assert others in call_format.why
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -161,9 +161,9 @@ def test_a_call_without_arguments_is_read(family: Family) -> None:
         "type": "function",
         "function": {"name": "wait", "description": "Wait.", "parameters": {"type": "object"}},
     }
-    found = CallFormat.find(tokenizer_of(family), stop_ids(family), [schema])
+    call_format = CallFormat.find(tokenizer_of(family), stop_ids(family), [schema])
     text = written(family, ("wait", {}))
-    (call,) = found.read(f"so</think>{text}" if found.reasoning.opened else text).calls
+    (call,) = call_format.read(f"so</think>{text}" if call_format.reasoning.opened else text).calls
     assert call == ToolCall("wait", {}, call.id)
 
 
@@ -221,13 +221,15 @@ def test_an_opening_tag_inside_an_argument_is_no_call(family: Family) -> None:
 
 def test_calls_inside_the_reasoning_are_not_made() -> None:
     calls = str(QWEN_3.calls).removesuffix("<|im_end|>")
-    found, thinking = format_of(QWEN_3), format_of(QWEN_3_THINKING)
-    assert found.read(f"<think>\nor {calls}?\n</think>\n\nno") == Turn("no", (), f"or {calls}?")
+    call_format, thinking = format_of(QWEN_3), format_of(QWEN_3_THINKING)
+    assert call_format.read(f"<think>\nor {calls}?\n</think>\n\nno") == Turn(
+        "no", (), f"or {calls}?"
+    )
     assert thinking.read(f"or {calls}?\n</think>\n\nno") == Turn("no", (), f"or {calls}?")
     # no reasoning was opened
-    assert found.read(f"a </think> b {calls}") == Turn("a </think> b", (GOOD,))
+    assert call_format.read(f"a </think> b {calls}") == Turn("a </think> b", (GOOD,))
     assert thinking.read("hm") == Turn("", (), "hm")
-    for format_, text in ((found, f"<think>{calls}"), (thinking, calls)):
+    for format_, text in ((call_format, f"<think>{calls}"), (thinking, calls)):
         turn = format_.read(text)
         (bad,) = turn.calls
         assert bad == BadCall(
@@ -239,19 +241,19 @@ def test_calls_inside_the_reasoning_are_not_made() -> None:
 
 def test_reasoning_is_opened_by_the_prompt_that_came_before() -> None:
     """DeepSeek-V3's prompt opens it after a user's message, and not after the results of tools."""
-    found = format_of(DEEPSEEK_V3)
-    assert found.reasoning == ReasoningTags(
+    call_format = format_of(DEEPSEEK_V3)
+    assert call_format.reasoning == ReasoningTags(
         "<think>", "</think>", opened=True, opened_after_tools=False
     )
-    assert found.read("three", after_tools=True) == Turn("three")
-    assert found.read("three") == Turn("", (), "three")
+    assert call_format.read("three", after_tools=True) == Turn("three")
+    assert call_format.read("three") == Turn("", (), "three")
     assert format_of(QWEN_3_THINKING).reasoning.opened_after_tools
 
 
 def test_a_format_for_one_call_a_turn_makes_none_of_several() -> None:
-    one = '{"name": "calc", "parameters": {"expression": "1+2"}}'
-    assert format_of(LLAMA_3_1).read(one) == Turn("", (GOOD,))
-    (bad,) = format_of(LLAMA_3_1).read(f"{one};{one}").calls
+    call = '{"name": "calc", "parameters": {"expression": "1+2"}}'
+    assert format_of(LLAMA_3_1).read(call) == Turn("", (GOOD,))
+    (bad,) = format_of(LLAMA_3_1).read(f"{call};{call}").calls
     assert (
         isinstance(bad, BadCall) and "the turn has 2 calls, and at most 1 can be made" in bad.reason
     )
@@ -263,9 +265,9 @@ def test_a_format_for_one_call_a_turn_makes_none_of_several() -> None:
 
 
 def test_a_model_that_repeats_itself_makes_no_call() -> None:
-    one = written(QWEN_3, ("calc", GOOD.arguments))
-    assert len(format_of(QWEN_3).read(one * MOST_CALLS).calls) == MOST_CALLS
-    (bad,) = format_of(QWEN_3).read("words " + one * (MOST_CALLS + 1)).calls
+    call = written(QWEN_3, ("calc", GOOD.arguments))
+    assert len(format_of(QWEN_3).read(call * MOST_CALLS).calls) == MOST_CALLS
+    (bad,) = format_of(QWEN_3).read("words " + call * (MOST_CALLS + 1)).calls
     assert (
         isinstance(bad, BadCall)
         and f"the turn has {MOST_CALLS + 1} calls, and at most" in bad.reason
@@ -345,8 +347,10 @@ def test_two_tools_of_one_name_are_refused() -> None:
 )
 def test_any_arguments_in_json_come_back(family: Family, texts: list[str], nested: Any) -> None:
     calls = [("look_up", {"query": text, "filters": {"a": nested}}) for text in texts]
-    found = read(family, written(family, *calls)).calls
-    assert [(call.name, call.arguments) for call in found if isinstance(call, ToolCall)] == calls
+    read_calls = read(family, written(family, *calls)).calls
+    assert [
+        (call.name, call.arguments) for call in read_calls if isinstance(call, ToolCall)
+    ] == calls
 
 
 @given(

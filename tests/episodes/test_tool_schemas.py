@@ -64,8 +64,10 @@ def test_nothing_is_fetched(is_users: bool) -> None:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         inside = {"$id": f"{url}/inside", "$ref": "#/$defs/b"}
         outside = {"$id": f"{url}/x", "$schema": f"{url}/y", "$defs": {"b": {"type": "string"}}}
-        told = found(with_argument(inside, **outside), {"a": "x"}, is_users=is_users)
-        assert (told is None) != is_users, "of the user's own the name counts, and nothing is there"
+        error = found(with_argument(inside, **outside), {"a": "x"}, is_users=is_users)
+        assert (error is None) != is_users, (
+            "of the user's own the name counts, and nothing is there"
+        )
         server.settimeout(0)
         with pytest.raises(BlockingIOError):
             server.accept()
@@ -101,8 +103,8 @@ def test_a_schema_that_is_nested_too_deep_is_refused(is_users: bool) -> None:
 
 def test_a_type_that_refers_to_itself_alone_is_told_when_it_is_called() -> None:
     schema = with_argument({"$ref": "#/properties/a"})
-    told = found(schema, {"a": 1}, is_users=True)
-    assert told and told.startswith(
+    error = found(schema, {"a": 1}, is_users=True)
+    assert error and error.startswith(
         "the arguments cannot be compared with the tool's types (RecursionError"
     )
     assert found(schema, {"a": 1}) is None
@@ -110,8 +112,8 @@ def test_a_type_that_refers_to_itself_alone_is_told_when_it_is_called() -> None:
 
 def test_a_number_that_is_no_float_is_told() -> None:
     """jsonschema divides by the step, and makes an integer of the quotient."""
-    told = found(with_argument({"multipleOf": 0.1}), {"a": json.loads("Infinity")}, is_users=True)
-    assert told and "OverflowError" in told
+    error = found(with_argument({"multipleOf": 0.1}), {"a": json.loads("Infinity")}, is_users=True)
+    assert error and "OverflowError" in error
 
 
 class _Leaf(BaseModel):
@@ -185,8 +187,8 @@ def test_what_is_not_compared_accepts_no_less() -> None:
     assert (
         found(tool({"properties": {"a": {}}, "patternProperties": {"^x": {}}}), {"xy": 1}) is None
     )
-    both = {"$ref": "#/$defs/b", "minimum": 3}
-    schema = with_argument(both, **{"$defs": {"b": {"type": "integer"}}})
+    argument = {"$ref": "#/$defs/b", "minimum": 3}
+    schema = with_argument(argument, **{"$defs": {"b": {"type": "integer"}}})
     assert [found(schema, {"a": value}) is None for value in (2, 3, 3.5)] == [False, True, False]
 
 

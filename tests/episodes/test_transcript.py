@@ -46,8 +46,8 @@ def test_turns_messages_calls_and_rewards_are_in_their_order() -> None:
         ToolCall("double", {"number": 9}),
     ]
     texts = ["4", "no such tool", "9 is odd"]
-    made = [CallResult(text) for text in texts[:2]] + [CallResult(texts[2], error="raised")]
-    writer.add_calls(calls, made, texts)
+    results = [CallResult(text) for text in texts[:2]] + [CallResult(texts[2], error="raised")]
+    writer.add_calls(calls, results, texts)
     writer.add_reward(0.5)
     writer.add_turn("4")
     writer.add_reward(1.0)
@@ -93,16 +93,16 @@ def test_of_a_long_text_the_middle_is_left_out() -> None:
 )
 def test_arguments_are_kept_as_values_where_all_that_read_them_can(value: Any, shown: Any) -> None:
     (entry,) = with_call({"value": value})
-    found = entry["calls"][0]["arguments"]
+    arguments = entry["calls"][0]["arguments"]
     if shown is None:
         assert (
-            isinstance(found, str)
-            and found.startswith('{"value": "xxx')
-            and found.endswith('xxx"}')
+            isinstance(arguments, str)
+            and arguments.startswith('{"value": "xxx')
+            and arguments.endswith('xxx"}')
         )
-        assert "characters left out" in found and len(found) < LONGEST_TEXTS[0] + 50
+        assert "characters left out" in arguments and len(arguments) < LONGEST_TEXTS[0] + 50
     else:
-        assert found == (shown if isinstance(shown, str) else {"value": shown})
+        assert arguments == (shown if isinstance(shown, str) else {"value": shown})
 
 
 @settings(max_examples=20, deadline=None)
@@ -118,12 +118,12 @@ def test_a_transcript_has_its_size_whatever_is_said(texts: list[tuple[str, str, 
             [result] * count,
         )
         writer.add_message(result)
-    found = writer.transcript()
-    assert len(json.dumps(found)) < 1.1 * MOST_BYTES, "and the line about what is left out"
-    assert json.loads(json_line(found)) == list(found)
-    left_out = [entry for entry in found if entry["role"] == "left_out"]
-    assert len(found) == 2 * len(texts) if not left_out else len(left_out) == 1
-    assert (found[0]["role"], found[-1]["role"]) == ("assistant", "user")
+    entries = writer.transcript()
+    assert len(json.dumps(entries)) < 1.1 * MOST_BYTES, "and the line about what is left out"
+    assert json.loads(json_line(entries)) == list(entries)
+    left_out = [entry for entry in entries if entry["role"] == "left_out"]
+    assert len(entries) == 2 * len(texts) if not left_out else len(left_out) == 1
+    assert (entries[0]["role"], entries[-1]["role"]) == ("assistant", "user")
 
 
 WORDS = st.text(max_size=3).flatmap(
@@ -151,15 +151,15 @@ def test_an_episode_in_phases_has_the_transcript_of_one_that_is_whole(
     """Wherever it is left open, however often, and also where its progress has been in a file between."""
     whole, writer, dice = TranscriptWriter(), TranscriptWriter(), random.Random(seed)
     for text, calls, reward, count in steps:
-        made = [CallResult(result) for _, result in calls] * count
+        results = [CallResult(result) for _, result in calls] * count
         asked: list[ToolCall | BadCall] = [
             ToolCall("say", arguments) for arguments, _ in calls
         ] * count
-        for one in (whole, writer):
-            one.add_turn(text)
-            one.add_reward(reward)
-            one.add_calls(asked, made, [result.text for result in made])
-            one.add_message(text)
+        for transcript_writer in (whole, writer):
+            transcript_writer.add_turn(text)
+            transcript_writer.add_reward(reward)
+            transcript_writer.add_calls(asked, results, [result.text for result in results])
+            transcript_writer.add_message(text)
         for _ in range(dice.randrange(3)):
             entries = writer.entries
             writer = TranscriptWriter(
@@ -172,10 +172,10 @@ def test_entries_of_the_middle_are_left_out_of_a_very_long_episode() -> None:
     writer = TranscriptWriter()
     for number in range(2000):
         writer.add_turn(f"turn {number}")
-    found = writer.transcript()
-    (place,) = [place for place, entry in enumerate(found) if entry["role"] == "left_out"]
-    assert found[place]["text"] == f"[... {2000 - len(found) + 1} entries left out ...]"
-    assert [entry["text"] for entry in found[:place]] == [
+    entries = writer.transcript()
+    (place,) = [place for place, entry in enumerate(entries) if entry["role"] == "left_out"]
+    assert entries[place]["text"] == f"[... {2000 - len(entries) + 1} entries left out ...]"
+    assert [entry["text"] for entry in entries[:place]] == [
         f"turn {number}" for number in range(place)
     ]
-    assert found[-1]["text"] == "turn 1999"
+    assert entries[-1]["text"] == "turn 1999"
