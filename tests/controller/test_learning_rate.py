@@ -35,8 +35,8 @@ def test_schedules() -> None:
     st.floats(0, 1),
 )
 def test_it_rises_and_then_never_does(steps: int, warmup: int, kind: str, end: float) -> None:
-    found = rates(steps, warmup_steps=warmup, lr_schedule=kind, lr_end=end)
-    assert all(0 <= rate <= 2.0 + 1e-12 for rate in found)
+    lrs = rates(steps, warmup_steps=warmup, lr_schedule=kind, lr_end=end)
+    assert all(0 <= rate <= 2.0 + 1e-12 for rate in lrs)
     top = min(warmup, steps)
-    assert found[:top] == sorted(found[:top])
-    assert found[top:] == sorted(found[top:], reverse=True)
+    assert lrs[:top] == sorted(lrs[:top])
+    assert lrs[top:] == sorted(lrs[top:], reverse=True)

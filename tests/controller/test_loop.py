@@ -82,11 +82,11 @@ class Fleet:
             train=self.train,
             plan_of=lambda *_: "policy's plan",
         )
-        own = SimpleNamespace(
+        critic = SimpleNamespace(
             plan_of=lambda _: "critic's plan", values=self.values, train=self.train_critic
         )
-        own.recipe = recipe
-        self.critic = own if has_critic else None
+        critic.recipe = recipe
+        self.critic = critic if has_critic else None
 
     def onload_for(self, phase: str) -> dict[str, float]:
         self.calls.append(f"hand over to {phase}")
@@ -96,21 +96,21 @@ class Fleet:
         self.calls.append(f"sample {len(entries)}{' ahead' if beside_training else ''}")
         ids = [entry.prompt.id for entry in entries]
         new = [summary(name, self.rewards, self.finished, self.version) for name in ids]
-        found = [
-            replace(one, summary=of, ref=f"ref {of.prompt_text}")
-            for one, of in zip(entries, new, strict=True)
+        sampled = [
+            replace(entry, summary=of, ref=f"ref {of.prompt_text}")
+            for entry, of in zip(entries, new, strict=True)
         ]
 
         def result() -> tuple[list[Any], PhaseBalance]:
             self.calls.extend(["await what was sampled ahead"] if beside_training else [])
-            return found, PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
+            return sampled, PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
 
         return SimpleNamespace(result=result, sampled_s=0.0)
 
     def put(self, groups: list[SampleGroup]) -> RolloutBatch:
         self.calls.append(f"put {len(groups)}")
-        found = [summary(group.prompt.id, [1.0]) for group in groups]
-        return RolloutBatch(found, [f"ref {group.prompt.id}" for group in groups])  # type: ignore[misc]
+        summaries = [summary(group.prompt.id, [1.0]) for group in groups]
+        return RolloutBatch(summaries, [f"ref {group.prompt.id}" for group in groups])  # type: ignore[misc]
 
     def compute_logprobs(self, algorithm: str, samples: Any, refs: list[str], readers: str) -> str:
         self.calls.append(f"observe {len(samples)} for the {readers}")
@@ -172,7 +172,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         demonstrate = demonstrations(tokenizer, turn_tokenizer=None, messages=None)
         inputs: Any = SimpleNamespace(prompts=prompts, demonstrate=demonstrate, eval_sets={})
         log: Any = None
-        found = Run(
+        run = Run(
             recipe=recipe,
             fleet=fleet,
             algorithm=recipe.algorithm.name,
@@ -182,7 +182,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             log=log,
             prompts_per_step=recipe.rollout.prompts_per_step,
         )
-        return found, fleet
+        return run, fleet
 
     return make
 
@@ -213,8 +213,8 @@ def test_every_stage_of_a_row_is_known(algorithm: str) -> None:
 
 
 def test_a_step_of_rollout_reward_train_and_reshard(made: Any) -> None:
-    one, fleet = made("algorithm.name=grpo")
-    buffer, record = step(one)
+    run, fleet = made("algorithm.name=grpo")
+    buffer, record = step(run)
     assert refs(buffer) == []
     assert fleet.calls == [
         *("sample 2", "hand over to train", "train grpo on 4 of ['ref 0', 'ref 1'], None, None"),
@@ -249,9 +249,9 @@ def test_a_step_records_its_samples_advantages_and_groups_that_teach_nothing(
     without_variance: float | None,
 ) -> None:
     """The share of such groups is of algorithms that compare the samples of a prompt; GAE is of tokens."""
-    one, fleet = made(f"algorithm.name={algorithm}")
+    run, fleet = made(f"algorithm.name={algorithm}")
     fleet.rewards = rewards
-    _, record = step(one)
+    _, record = step(run)
     assert record.advantages == {
         (group, sample): advantages[sample] for group in (0, 1) for sample in (0, 1)
     }
@@ -259,10 +259,10 @@ def test_a_step_records_its_samples_advantages_and_groups_that_teach_nothing(
 
 
 def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> None:
-    one, fleet = made(
+    run, fleet = made(
         "algorithm.name=ppo", "algorithm.kl_coefficient=0.1", "algorithm.critic_warmup_steps=1"
     )
-    _, first = step(one)
+    _, first = step(run)
     assert fleet.calls == [
         *("sample 2", "hand over to train", "observe 4 for the critic's plan"),
         *(
@@ -276,7 +276,7 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
         first.metrics
     )
     fleet.calls.clear()
-    step(one, 2)
+    step(run, 2)
     assert fleet.calls[-4:] == [
         *(
             "hand over to train",
@@ -284,13 +284,13 @@ def test_a_critic_learns_from_kl_penalties_and_before_the_policy(made: Any) -> N
         ),
         *("save 2 and []", "reshard"),
     ]
-    lr = [policy_lr(one.recipe, fleet)(step) for step in range(1, 10)]
+    lr = [policy_lr(run.recipe, fleet)(step) for step in range(1, 10)]
     assert lr[0] is None and None not in lr[1:]
 
 
 def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
-    one, fleet = made("algorithm.name=sft")
-    _, record = step(one)
+    run, fleet = made("algorithm.name=sft")
+    _, record = step(run)
     assert fleet.calls[:3] == [
         "put 2",
         "hand over to train",
@@ -300,12 +300,12 @@ def test_demonstrations_are_neither_sampled_nor_scored(made: Any) -> None:
 
 
 def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
-    one, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0")
-    buffer, _ = step(one)
+    run, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0")
+    buffer, _ = step(run)
     assert refs(buffer) == ["ref 2", "ref 3"]
     assert "save 1 and ['ref 2', 'ref 3']" in fleet.calls, "a checkpoint has them too"
     fleet.calls.clear()
-    buffer, record = step(one, 2, buffer)
+    buffer, record = step(run, 2, buffer)
     assert refs(buffer) == []
     assert (record.metrics["stale/token_mean"], record.metrics["stale/token_max"]) == (1.0, 1)
     assert fleet.calls[1] == "train dapo on 4 of ['ref 2', 'ref 3'], None, None", (
@@ -315,8 +315,8 @@ def test_leftover_groups_come_back_in_the_next_step(made: Any) -> None:
 
 def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> None:
     """It has begun before the ranks get the memory, and has ended before the checkpoint, which has its groups."""
-    one, fleet = made("algorithm.name=grpo", *AHEAD)
-    buffer, record = step(one)
+    run, fleet = made("algorithm.name=grpo", *AHEAD)
+    buffer, record = step(run)
     assert fleet.calls == [
         *(
             "sample 2",
@@ -338,7 +338,7 @@ def test_ahead_the_next_phase_is_sampled_while_the_ranks_learn(made: Any) -> Non
     assert sum(metrics[name] for name in times[:-1]) == pytest.approx(metrics["time/step_s"])
     assert metrics["rollout/waited_s"] >= metrics["time/train_s"], "the stand-in samples in no time"
     fleet.calls.clear()
-    _, record = step(one, 2, buffer)
+    _, record = step(run, 2, buffer)
     assert fleet.calls[:3] == [
         *(
             "sample 2 ahead",
@@ -354,9 +354,9 @@ def test_ahead_the_last_step_samples_for_the_run_that_may_go_on(
     made: Any, every: int | None, calls: int
 ) -> None:
     """Its checkpoint is as that of any other step; without one nobody would have the samples."""
-    own = [] if every is None else [f"checkpoint.every={every}"]
-    one, fleet = made("algorithm.name=grpo", *AHEAD, *own)
-    assert len(step(one, 9)[0].entries) == 2 * calls
+    overrides = [] if every is None else [f"checkpoint.every={every}"]
+    run, fleet = made("algorithm.name=grpo", *AHEAD, *overrides)
+    assert len(step(run, 9)[0].entries) == 2 * calls
     assert fleet.calls.count("sample 2 ahead") == calls
 
 
@@ -364,53 +364,53 @@ def test_ahead_a_run_that_goes_on_with_more_steps_is_as_one_that_had_them_from_t
     made: Any,
 ) -> None:
     """What its last step did, and the buffer of its checkpoint, with the same prompts and random streams."""
-    found = []
+    outcomes = []
     for steps in (2, 9):
         keys = ("algorithm.name=grpo", f"run.steps={steps}", "checkpoint.every=7")
-        one, fleet = made(*keys, *AHEAD)
+        run, fleet = made(*keys, *AHEAD)
         buffer = GroupBuffer()
         for number in (1, 2):
-            buffer = step(one, number, buffer)[0]
+            buffer = step(run, number, buffer)[0]
         drawn = [(entry.number, entry.prompt, entry.stream) for entry in buffer.entries]
-        found.append((fleet.calls, drawn, refs(buffer), buffer.trained))
-    assert found[0] == found[1]
-    assert buffer.entries[0].stream == (one.recipe.run.seed, 3, 0)
+        outcomes.append((fleet.calls, drawn, refs(buffer), buffer.trained))
+    assert outcomes[0] == outcomes[1]
+    assert buffer.entries[0].stream == (run.recipe.run.seed, 3, 0)
 
 
 def test_ahead_what_waits_is_not_sampled(made: Any) -> None:
     """Enough groups that are complete, and none that is open: the next step has no phase, now as without ahead."""
-    one, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0", *AHEAD)
-    step(one)
+    run, fleet = made("algorithm.name=dapo", "algorithm.oversample=2.0", *AHEAD)
+    step(run)
     assert not any("ahead" in call for call in fleet.calls)
 
 
 def test_a_wish_to_end_is_heard_before_each_phase(made: Any) -> None:
     """What the phases of the step gave is lost; the step before is what a run goes on from."""
-    one, fleet = made("algorithm.name=dapo", "algorithm.oversample=1.0")
+    run, fleet = made("algorithm.name=dapo", "algorithm.oversample=1.0")
     wishes = iter([None, EndedEarly(3)])
 
     def leave() -> None:
         if wish := next(wishes):
             raise wish
 
-    one.saver.leave_if_wanted = leave
+    run.saver.leave_if_wanted = leave
     fleet.rewards = [1.0, 1.0]  # of which dynamic sampling keeps no group
     with pytest.raises(EndedEarly):
-        step(one, 4)
+        step(run, 4)
     assert fleet.calls == ["sample 2"]
 
 
 def test_a_step_without_a_finished_response_ends_the_run(made: Any) -> None:
-    one, fleet = made("algorithm.name=grpo", "algorithm.overlong_filter=true")
+    run, fleet = made("algorithm.name=grpo", "algorithm.overlong_filter=true")
     fleet.finished = False
     with pytest.raises(
         UserError, match=r"rollout\.max_response_tokens: every response of the step was cut"
     ):
-        step(one)
+        step(run)
 
 
 def test_a_warm_start_is_supervised_steps_and_one_publication(made: Any) -> None:
-    one, fleet = made(
+    run, fleet = made(
         "algorithm.name=ppo", "warm_start.steps=2", "warm_start.sequences_per_step=3", "warm_start.lr=0.5",
         "warm_start.warmup_steps=2",
     )  # fmt: skip
@@ -421,7 +421,7 @@ def test_a_warm_start_is_supervised_steps_and_one_publication(made: Any) -> None
             records.append(Record(0))
             return nullcontext(records[-1])
 
-    warm_start.warm_start(replace(one, log=Log()))  # type: ignore[arg-type]
+    warm_start.warm_start(replace(run, log=Log()))  # type: ignore[arg-type]
     assert fleet.calls == [
         "hand over to train",
         *(
@@ -436,8 +436,8 @@ def test_a_warm_start_is_supervised_steps_and_one_publication(made: Any) -> None
         ),
         *("save 0 and []", "reshard", "settle 0"),
     ]
-    assert [one.metrics["warm_start/loss"] for one in records] == [0.25, 0.5], (
+    assert [record.metrics["warm_start/loss"] for record in records] == [0.25, 0.5], (
         "the learning rate of the warm start"
     )
-    assert not any("train/lr" in one.metrics for one in records)
+    assert not any("train/lr" in record.metrics for record in records)
     assert "reshard/version" in records[1].metrics and "reshard/version" not in records[0].metrics

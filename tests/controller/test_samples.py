@@ -85,56 +85,58 @@ class Source:
         self, wanted: int, hyperparameters: Hyperparameters, buffer: GroupBuffer | None = None
     ) -> Any:
         limits = Limits(wanted, wanted, hyperparameters)
-        found = collect(limits, buffer or GroupBuffer(), self.admit, self.advance)
-        return found.chosen, found.buffer, found.counts(limits)
+        collected = collect(limits, buffer or GroupBuffer(), self.admit, self.advance)
+        return collected.chosen, collected.buffer, collected.counts(limits)
 
 
 MIXED, RIGHT, WRONG = (True, False), (True, True), (False, False)
 
 
 def names(groups: RolloutBatch | GroupBuffer) -> list[str]:
-    found = RolloutBatch.of(groups.entries) if isinstance(groups, RolloutBuffer) else groups
-    assert [f"ref {one.prompt_text}" for one in found.summaries] == found.refs
-    return [one.prompt_text for one in found.summaries]
+    batch = RolloutBatch.of(groups.entries) if isinstance(groups, RolloutBuffer) else groups
+    assert [f"ref {group_summary.prompt_text}" for group_summary in batch.summaries] == batch.refs
+    return [group_summary.prompt_text for group_summary in batch.summaries]
 
 
 def test_without_it_a_step_is_what_was_drawn() -> None:
     source = Source([RIGHT, MIXED, WRONG])
-    step, rest, done = source.collect(3, Hyperparameters())
-    assert (names(step), names(rest), done, source.rounds) == (["0", "1", "2"], [], {}, [(0, 3)])
-    assert (rest.trained, rest.dropped, rest.next_number) == (0b111, 0, 3)
+    step, buffer, done = source.collect(3, Hyperparameters())
+    assert (names(step), names(buffer), done, source.rounds) == (["0", "1", "2"], [], {}, [(0, 3)])
+    assert (buffer.trained, buffer.dropped, buffer.next_number) == (0b111, 0, 3)
 
 
 def test_groups_are_filtered_refilled_and_left_over() -> None:
     source = Source([MIXED, RIGHT, WRONG, MIXED, WRONG, MIXED, MIXED, MIXED, MIXED, MIXED, RIGHT])
     eager = replace(DYNAMIC, oversample=1.5)
-    step, rest, done = source.collect(3, eager)
+    step, buffer, done = source.collect(3, eager)
     assert source.rounds == [(0, 5), (1, 2)], "half as many again as are missing"
-    assert (names(step), names(rest)) == (["0", "3", "5"], ["6"])
-    assert (rest.trained, rest.dropped, rest.next_number) == (0b101001, 0b10110, 7)
+    assert (names(step), names(buffer)) == (["0", "3", "5"], ["6"])
+    assert (buffer.trained, buffer.dropped, buffer.next_number) == (0b101001, 0b10110, 7)
     assert done == {
         "sampling/rounds": 2, "sampling/drawn": 7, "sampling/mixed_share": 4 / 7, "sampling/carried_in": 0,
         "sampling/carried_out": 1, "sampling/missing": 0, "sampling/accuracy": pytest.approx((4 * 0.5 + 1) / 7),
     }  # fmt: skip
-    step, rest, done = source.collect(3, eager, rest)
+    step, buffer, done = source.collect(3, eager, buffer)
     assert source.rounds[2:] == [(0, 3)]
-    assert (names(step), names(rest)) == (["6", "7", "8"], ["9"]), "groups of the buffer come first"
+    assert (names(step), names(buffer)) == (["6", "7", "8"], ["9"]), (
+        "groups of the buffer come first"
+    )
     assert (done["sampling/carried_in"], done["sampling/mixed_share"]) == (1, 1.0)
 
 
 def test_enough_that_waits_needs_no_new_sample() -> None:
     source = Source([MIXED] * 4)
     waiting, _ = source.advance(source.admit(GroupBuffer(), 4, 0))
-    step, rest, done = source.collect(3, DYNAMIC, waiting)
-    assert (names(step), names(rest), source.rounds) == (["0", "1", "2"], ["3"], [(0, 4)])
+    step, buffer, done = source.collect(3, DYNAMIC, waiting)
+    assert (names(step), names(buffer), source.rounds) == (["0", "1", "2"], ["3"], [(0, 4)])
     counts = [done[f"sampling/{name}"] for name in ("drawn", "carried_in", "carried_out")]
     assert counts == [0, 4, 1]
 
 
 def test_a_step_that_stays_short_trains_on_what_there_is() -> None:
     source = Source([RIGHT, MIXED, *[WRONG] * 20])
-    step, rest, done = source.collect(3, DYNAMIC)
-    assert (names(step), names(rest)) == (["1"], [])
+    step, buffer, done = source.collect(3, DYNAMIC)
+    assert (names(step), names(buffer)) == (["1"], [])
     assert (len(source.rounds), done["sampling/missing"]) == (DYNAMIC.max_rounds, 2)
 
 
@@ -142,9 +144,9 @@ def test_in_phases_a_step_may_draw_as_many_prompts_as_all_rounds_would() -> None
     """However few are missing at a time: four times three, of which each phase here completes what it draws."""
     source = Source([MIXED, MIXED, *[WRONG] * 30])
     limits = Limits(3, 3, DYNAMIC, is_phased=True)
-    found = collect(limits, GroupBuffer(), source.admit, source.advance)
-    done = found.counts(limits)
-    assert (names(found.chosen), names(found.buffer)) == (["0", "1"], [])
+    collected = collect(limits, GroupBuffer(), source.admit, source.advance)
+    done = collected.counts(limits)
+    assert (names(collected.chosen), names(collected.buffer)) == (["0", "1"], [])
     assert source.rounds == [(0, 3), *((number, 1) for number in range(1, 10))]
     assert (done["sampling/drawn"], done["sampling/rounds"]) == (DYNAMIC.max_rounds * 3, 10)
 
@@ -166,8 +168,8 @@ def test_the_soft_punishment_of_the_paper() -> None:
     assert overlong_penalty(lengths_G, 20480, 4096).tolist() == [0, 0, -0.25, -1, -1]
     rollout = RolloutBatch([group("a", (True, False, True, False, True))], ["ref a"])  # type: ignore[list-item]
     # Lengths 1 to 5, of which 4 and 5 are long.
-    (one,) = with_overlong_penalty(rollout, Hyperparameters(overlong_share=0.4), 5).summaries
-    assert one.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
+    (short,) = with_overlong_penalty(rollout, Hyperparameters(overlong_share=0.4), 5).summaries
+    assert short.rewards_G.tolist() == [1.0, 0.0, 1.0, -0.5, 0.0]
     assert with_overlong_penalty(rollout, Hyperparameters(), 5) is rollout
 
 
@@ -189,9 +191,9 @@ def test_a_greedy_sample_is_compared_with_and_not_learnt_from() -> None:
 def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
     cut = replace(group("a", (True, False, True)), finished_G=np.array([True, False, True]))
     everything, finished = samples_of([cut], "grpo"), samples_of([cut], "grpo", only_finished=True)
-    assert [one.num_stale for one in samples_of([cut], "grpo", version=1)] == [1, 2, 3]
-    assert not any(one.num_stale for one in samples_of([cut], "grpo", version=0))
-    assert [one.sample for one in finished] == [0, 2]
+    assert [ref.num_stale for ref in samples_of([cut], "grpo", version=1)] == [1, 2, 3]
+    assert not any(ref.num_stale for ref in samples_of([cut], "grpo", version=0))
+    assert [ref.sample for ref in finished] == [0, 2]
     assert finished == [everything[0], everything[2]], "the advantages are those of all three"
 
 
@@ -199,17 +201,19 @@ def test_what_was_cut_counts_in_its_group_and_teaches_nothing() -> None:
 def test_one_sample_of_a_prompt_teaches_where_samples_are_not_compared(algorithm: str) -> None:
     """`needs_group` is what the function of the row does: only then is a sample's advantage also the others'."""
     row = ALGORITHMS[algorithm]
-    one, other = (row.sample_advantages(torch.tensor([1.0, reward]))[0] for reward in (0.0, 0.5))
-    assert (one != other) == row.needs_group
+    advantage, other = (
+        row.sample_advantages(torch.tensor([1.0, reward]))[0] for reward in (0.0, 0.5)
+    )
+    assert (advantage != other) == row.needs_group
     if row.needs_group or algorithm == "on_policy_distillation":  # whose rewards are the teacher's
         return
     baseline = int(row.greedy_baseline)
     groups = [
         group(name, (correct, *[True] * baseline)) for name, correct in (("a", True), ("b", False))
     ]
-    groups = [replace(one, baseline=1 if baseline else None) for one in groups]
+    groups = [replace(short, baseline=1 if baseline else None) for short in groups]
     samples = samples_of(groups, algorithm)
-    assert [(one.group, one.sample, one.advantage if row.advantage else one.reward) for one in samples] == [
+    assert [(ref.group, ref.sample, ref.advantage if row.advantage else ref.reward) for ref in samples] == [
         (0, 0, 1.0 - baseline), (1, 0, 0.0 - baseline),
     ]  # fmt: skip
     assert rollout_metrics(groups, compares_samples=False)["rollout/samples"] == 2.0
@@ -229,14 +233,14 @@ def test_groups_of_different_sizes_have_their_own_advantages(algorithm: str) -> 
 def test_staleness_is_of_tokens_and_never_beyond_the_bound() -> None:
     """Of seven tokens of two samples one is two versions old, two are one version old."""
     mixed = SamplePart(3, 1), SamplePart(4, 2), SamplePart(5, 1)
-    one = replace(group("a", MIXED), rows=response_rows(1, [mixed, (SamplePart(5, 3),)]))
-    assert staleness([one], 5, 2) == {
+    short = replace(group("a", MIXED), rows=response_rows(1, [mixed, (SamplePart(5, 3),)]))
+    assert staleness([short], 5, 2) == {
         "stale/token_mean": pytest.approx(4 / 7), "stale/token_max": 2, "stale/parts_mean": 2.0,
         "stale/share_0": pytest.approx(4 / 7), "stale/share_1": pytest.approx(2 / 7),
         "stale/share_2": pytest.approx(1 / 7),
     }  # fmt: skip
     with pytest.raises(RuntimeError, match="tokens that are 2 versions old, and the bound is 1"):
-        staleness([one], 5, 1)
+        staleness([short], 5, 1)
     assert staleness([group("a", MIXED)], 0, 0) == {}, "nothing to tell where no group ever waits"
 
 
@@ -244,15 +248,15 @@ def episodes(correct: Sequence[bool]) -> SampleGroup:
     """Episodes of one row, of 1, 2, 3... turns; each turn and observation is one token, of the versions 2 to 4."""
     rng = np.random.default_rng(len(correct))
     prompt = Prompt("e", "", (1, 2, 3), "")
-    made = tuple(
+    samples = tuple(
         episode(prompt, rng, 1 + turns, longest=1, pays=False) for turns in range(len(correct))
     )
-    return SampleGroup(prompt, made, np.array(correct, np.float32), np.array(correct))
+    return SampleGroup(prompt, samples, np.array(correct, np.float32), np.array(correct))
 
 
 def in_rows(of: SampleGroup) -> SampleGroup:
     """The same episodes with a row for each turn."""
-    return replace(of, samples=tuple(cut(one, range(9)) for one in of.samples))
+    return replace(of, samples=tuple(cut(sample, range(9)) for sample in of.samples))
 
 
 def test_long_episodes_are_punished_by_the_tokens_that_count_against_their_limit() -> None:
@@ -260,7 +264,7 @@ def test_long_episodes_are_punished_by_the_tokens_that_count_against_their_limit
 
     In rows of a turn each, only what was sampled adds up, to 5 tokens. An observation that did not fit is in no row.
     """
-    made = episodes((True, False, True, False, True))
+    whole = episodes((True, False, True, False, True))
     penalised = Hyperparameters(overlong_share=0.4)
 
     def rewards(of: SampleGroup) -> list[float]:
@@ -269,27 +273,27 @@ def test_long_episodes_are_punished_by_the_tokens_that_count_against_their_limit
         assert short.response_lengths_G.tolist() == [1, 2, 3, 4, 5]
         return short.rewards_G.tolist()
 
-    assert rewards(made) == [1.0, 0.0, 1.0, -0.25, 0.25]
-    assert rewards(in_rows(made)) == [1.0, 0.0, 1.0, 0.0, 1.0]
-    full = ended(made, ["max_tokens", "cut", "max_turns", "answered", "done"])
+    assert rewards(whole) == [1.0, 0.0, 1.0, -0.25, 0.25]
+    assert rewards(in_rows(whole)) == [1.0, 0.0, 1.0, 0.0, 1.0]
+    full = ended(whole, ["max_tokens", "cut", "max_turns", "answered", "done"])
     assert rewards(full) == [0.0, 0.0, 1.0, -0.25, 0.25]
 
 
 def ended(of: SampleGroup, ends: Sequence[EpisodeEnd]) -> SampleGroup:
     """The same episodes, which ended so."""
-    made = [
-        replace(one, facts=replace(one.facts, end=end), finished=end in ("answered", "done"))
-        for one, end in zip(of.samples, ends, strict=True)
-        if one.facts is not None
+    samples = [
+        replace(sample, facts=replace(sample.facts, end=end), finished=end in ("answered", "done"))
+        for sample, end in zip(of.samples, ends, strict=True)
+        if sample.facts is not None
     ]
-    return replace(of, samples=tuple(made))
+    return replace(of, samples=tuple(samples))
 
 
 def test_the_overlong_filter_leaves_out_truncated_episodes_alone() -> None:
     """What ended by its turns, its broken calls or its time is learnt from: nothing else would teach it."""
     ends: list[EpisodeEnd] = ["answered", "max_tokens", "bad_calls", "cut", "max_turns", "timeout"]
     short = summary(ended(episodes((True, False, False, False, False, True)), ends))
-    assert [one.sample for one in samples_of([short], "grpo", only_finished=True)] == [0, 2, 4, 5]
+    assert [ref.sample for ref in samples_of([short], "grpo", only_finished=True)] == [0, 2, 4, 5]
     cut_off = summary(ended(episodes((True, False)), ["max_tokens", "cut"]))
     assert samples_of([cut_off], "grpo", only_finished=True) == []
     with pytest.raises(UserError, match="every response of the step was cut"):
@@ -301,57 +305,57 @@ def test_the_overlong_filter_leaves_out_truncated_episodes_alone() -> None:
 )
 def test_dynamic_sampling_compares_episodes(correct: tuple[bool, ...], is_kept: bool) -> None:
     """One right episode of several rows is no mixed group by itself; and the rows do not change the advantages."""
-    made = episodes(correct)
-    short, cut_up = summary(made), summary(in_rows(made))
+    whole = episodes(correct)
+    short, cut_up = summary(whole), summary(in_rows(whole))
     assert is_mixed(short) == is_mixed(cut_up) == is_kept
-    found = samples_of([cut_up], "dapo")
-    assert [(one.sample, one.row, one.tokens) for one in found] == [
+    refs = samples_of([cut_up], "dapo")
+    assert [(ref.sample, ref.row, ref.tokens) for ref in refs] == [
         (0, 0, 1), (1, 0, 1), (1, 1, 1), (2, 0, 1), (2, 1, 1), (2, 2, 1),
     ]  # fmt: skip
-    assert set(learnt(found)) == set(learnt(samples_of([short], "dapo")))
+    assert set(learnt(refs)) == set(learnt(samples_of([short], "dapo")))
 
 
 def test_a_sample_has_one_ref_for_each_row_with_sampled_tokens() -> None:
     """Lengths of prompt, of all that follows, and of what was sampled; an episode without a turn has none."""
-    made = episodes((False, False, True))
-    silent = response(made.prompt.token_ids, np.zeros(0, np.int64))
-    short = summary(replace(made, samples=(silent, *made.samples[1:])))
-    found = samples_of([short], "dr_grpo", version=3)
-    assert [(one.sample, one.length, one.response_length, one.tokens, one.num_trained) for one in found] == [
+    whole = episodes((False, False, True))
+    silent = response(whole.prompt.token_ids, np.zeros(0, np.int64))
+    short = summary(replace(whole, samples=(silent, *whole.samples[1:])))
+    refs = samples_of([short], "dr_grpo", version=3)
+    assert [(ref.sample, ref.length, ref.response_length, ref.tokens, ref.num_trained) for ref in refs] == [
         (1, 6, 3, 2, 2), (2, 8, 5, 3, 3),
     ]  # fmt: skip
-    assert found[1].advantage == pytest.approx(2 / 3), "of three episodes"
+    assert refs[1].advantage == pytest.approx(2 / 3), "of three episodes"
     stale = [
         sum(part.num_tokens for part in parts if part.version < 3) for parts in short.parts_G[1:]
     ]
-    assert [one.num_stale for one in found] == stale and sum(stale)
-    assert samples_of([summary(made)], "dr_grpo")[0].num_trained is None, (
+    assert [ref.num_stale for ref in refs] == stale and sum(stale)
+    assert samples_of([summary(whole)], "dr_grpo")[0].num_trained is None, (
         "of one turn: as a response"
     )
 
 
 def test_staleness_counts_what_was_sampled() -> None:
-    made = episodes((False, True, False, True))
-    of_whole, of_rows = (staleness([summary(one)], 4, 2) for one in (made, in_rows(made)))
+    whole = episodes((False, True, False, True))
+    of_whole, of_rows = (staleness([summary(form)], 4, 2) for form in (whole, in_rows(whole)))
     assert of_whole == of_rows
     versions_T = np.concatenate([
         np.repeat([part.version for part in row.parts], [part.num_tokens for part in row.parts])[row.trained_T]
-        for row in (sample.only_row for sample in made.samples)
+        for row in (sample.only_row for sample in whole.samples)
     ])  # fmt: skip
     assert of_whole["stale/token_mean"] == pytest.approx(float((4 - versions_T).mean()))
 
 
 def test_the_rewards_of_turns_are_a_part_of_what_episodes_are_compared_by() -> None:
     """But for algorithms that credit the tokens before a turn's end with it."""
-    made = episodes((True, True))
+    whole = episodes((True, True))
     rewards_T = np.array([0.25, 0, 0.5], np.float32)
-    made = replace(
-        made, samples=(made.samples[0], with_row(made.samples[1], token_rewards_T=rewards_T))
+    whole = replace(
+        whole, samples=(whole.samples[0], with_row(whole.samples[1], token_rewards_T=rewards_T))
     )
-    short = summary(made)
+    short = summary(whole)
     for name in ("grpo", "rloo", "prime", "remax"):
         of = replace(short, baseline=0) if name == "remax" else short
-        assert [one.reward for one in samples_of([of], name)][-1] == 1.75
+        assert [ref.reward for ref in samples_of([of], name)][-1] == 1.75
     for name in ("ppo", "vapo", "reinforce_pp"):
-        assert [one.reward for one in samples_of([short], name)] == [1.0, 1.0]
+        assert [ref.reward for ref in samples_of([short], name)] == [1.0, 1.0]
     assert rollout_metrics([short], compares_samples=False)["reward/mean"] == pytest.approx(1.375)

@@ -106,24 +106,24 @@ class Runs:
     def all(self, *overrides: str, prompts: PromptStream | None = None) -> None:
         """All steps of a run."""
         prompts = prompts or stream()
-        one = self.saver(*overrides, prompts=prompts)
-        one.begin(0, EMPTY)  # after a warm start
+        saver = self.saver(*overrides, prompts=prompts)
+        saver.begin(0, EMPTY)  # after a warm start
         for step in range(1, 10):
             prompts.take(3)
-            one.begin(step, EMPTY)
+            saver.begin(step, EMPTY)
             self.fleet.version += 1
-            one.settle(step)
+            saver.settle(step)
 
     def save(self, buffer: GroupBuffer, *overrides: str, prompts: PromptStream) -> None:
         """The checkpoint of step 4."""
-        one = self.saver("checkpoint.asynchronous=false", *overrides, prompts=prompts)
-        one.begin(4, buffer)
-        one.settle(4)
+        saver = self.saver("checkpoint.asynchronous=false", *overrides, prompts=prompts)
+        saver.begin(4, buffer)
+        saver.settle(4)
 
     def find(self, *overrides: str, prompts: PromptStream | None = None) -> Snapshot:
-        found = find(self.recipe(*overrides), prompts or stream(), pytest.fail)
-        assert found is not None
-        return found
+        snapshot = find(self.recipe(*overrides), prompts or stream(), pytest.fail)
+        assert snapshot is not None
+        return snapshot
 
     def refused(self, *overrides: str) -> list[UserError]:
         """The errors of a run that would resume with these keys."""
@@ -160,9 +160,9 @@ def test_what_is_gone_on_from(runs: Runs) -> None:
     names = sorted(path.name for path in (runs.folder / FOLDER).iterdir())
     assert names == ["step-000008", "step-000009"]
     again, other = stream(), other_fleet()
-    found = runs.find(prompts=again)
-    assert found.step == 9
-    assert resume(found, runs.recipe(), other, again) == EMPTY
+    snapshot = runs.find(prompts=again)
+    assert snapshot.step == 9
+    assert resume(snapshot, runs.recipe(), other, again) == EMPTY
     assert (other.version, other.attempts, other.trainers.calls) == (11, 5, ["load step-000009"])
     assert again.taken == prompts.taken and again.take(5) == prompts.take(5)
 
@@ -214,8 +214,8 @@ def test_what_open_responses_depend_on_is_refused_by_its_own_key_all_at_once(run
         "rollout.prompts_in_flight": 4, "algorithm.name": "remax", "algorithm.dynamic_sampling": "true",
         "train.replay": "r3",
     }  # fmt: skip
-    told = wheres(runs.refused(*(f"{key}={value}" for key, value in changes.items())))
-    assert sorted(told) == sorted([*changes, "algorithm.oversample"])
+    keys = wheres(runs.refused(*(f"{key}={value}" for key, value in changes.items())))
+    assert sorted(keys) == sorted([*changes, "algorithm.oversample"])
     for key, value in changes.items():
         assert key in wheres(runs.refused(*OPEN, f"{key}={value}"))
     says = "rollout.phase_tokens: 1, and .*step-000004 has responses that have not ended, of a run with 2; set it to 2,"
@@ -249,8 +249,8 @@ def test_without_waiting_groups_anything_may_change(runs: Runs) -> None:
 def test_samples_of_another_prompt_than_the_datas_are_refused(runs: Runs) -> None:
     prompts = stream()
     runs.save(buffered(prompts), prompts=prompts)
-    one, *others = runs.fleet.saved.entries
-    strange = replace(one, prompt=Prompt("row 77", "", (1,), ""))
+    entry, *others = runs.fleet.saved.entries
+    strange = replace(entry, prompt=Prompt("row 77", "", (1,), ""))
     runs.fleet.saved = replace(runs.fleet.saved, entries=(strange, *others))
     with pytest.raises(
         UserError, match="data.train: .* has samples of row 77, and the data has . in its place"
@@ -280,9 +280,9 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(runs:
 
     prompts, again = mixed(3.0, 1.0), mixed(3.0, 1.0)
     runs.all(prompts=prompts)
-    found = runs.find(prompts=again)
-    assert found.run["prompts_taken"] == 27
-    resume(found, runs.recipe(), other_fleet(), again)
+    snapshot = runs.find(prompts=again)
+    assert snapshot.run["prompts_taken"] == 27
+    resume(snapshot, runs.recipe(), other_fleet(), again)
     assert again.taken == prompts.taken and again.take(40) == prompts.take(40)
     with pytest.raises(
         UserErrors, match="data.train: its rows, or the weights of its files, have changed since"
@@ -291,9 +291,9 @@ def test_a_mix_of_files_goes_on_where_it_was_and_other_weights_are_refused(runs:
 
 
 def test_the_readings_of_memory_are_those_of_a_checkpoint_that_is_begun(runs: Runs) -> None:
-    one = runs.saver()
-    assert one.begin(3, EMPTY) == {}
-    assert one.begin(4, EMPTY) == {"memory/before_critic_bytes": 2.0}
+    saver = runs.saver()
+    assert saver.begin(3, EMPTY) == {}
+    assert saver.begin(4, EMPTY) == {"memory/before_critic_bytes": 2.0}
 
 
 def test_no_checkpoints_unless_they_are_asked_for(runs: Runs) -> None:
@@ -305,26 +305,26 @@ def test_no_checkpoints_unless_they_are_asked_for(runs: Runs) -> None:
 @pytest.fixture
 def end_wanted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether SIGUSR1 has come: once the list has an item."""
-    wanted: list[bool] = []
-    monkeypatch.setattr(processes, "is_end_wanted", lambda: bool(wanted))
-    return wanted
+    signals: list[bool] = []
+    monkeypatch.setattr(processes, "is_end_wanted", lambda: bool(signals))
+    return signals
 
 
 def test_a_wish_to_end_costs_nothing_that_was_learnt(runs: Runs, end_wanted: list[bool]) -> None:
     """Also where no checkpoint is ever due: one is written after the publication, as if it had been before it."""
     prompts = stream()
-    one = runs.saver("checkpoint.every=null", prompts=prompts)
-    one.leave_if_wanted()
+    saver = runs.saver("checkpoint.every=null", prompts=prompts)
+    saver.leave_if_wanted()
     prompts.take(3)
-    one.begin(1, buffered(stream()))
+    saver.begin(1, buffered(stream()))
     runs.fleet.version += 1
-    one.settle(1)
+    saver.settle(1)
     end_wanted.append(True)
     with pytest.raises(EndedEarly, match="the checkpoint of step 1 is complete"):
-        one.leave_if_wanted()
-    found = runs.find("checkpoint.every=null")
-    assert found.step == 1 and len(runs.fleet.saved.entries) == 3
-    assert (found.run["version"], found.run["prompts_taken"]) == (3, 3), (
+        saver.leave_if_wanted()
+    snapshot = runs.find("checkpoint.every=null")
+    assert snapshot.step == 1 and len(runs.fleet.saved.entries) == 3
+    assert (snapshot.run["version"], snapshot.run["prompts_taken"]) == (3, 3), (
         "what step 1's publication is repeated from"
     )
 
@@ -333,12 +333,12 @@ def test_a_wish_to_end_costs_nothing_that_was_learnt(runs: Runs, end_wanted: lis
 def test_a_wish_to_end_completes_what_was_begun_and_writes_no_second(
     runs: Runs, end_wanted: list[bool], asynchronous: str
 ) -> None:
-    one = runs.saver(f"checkpoint.asynchronous={asynchronous}")
-    one.begin(4, EMPTY)
-    one.settle(4)
+    saver = runs.saver(f"checkpoint.asynchronous={asynchronous}")
+    saver.begin(4, EMPTY)
+    saver.settle(4)
     end_wanted.append(True)
     with pytest.raises(EndedEarly, match="step 4"):
-        one.leave_if_wanted()
+        saver.leave_if_wanted()
     assert runs.calls == ["save .step-000004", "finish"]
 
 
@@ -360,24 +360,24 @@ def test_every_reason_not_to_go_on_is_told_at_once(runs: Runs, tiny_model: Path)
     snapshots.commit(snapshots.begin(5), asdict(progress), {}, keep=1)
     errors = runs.refused("train.mtp_loss=0.1")
     assert wheres(errors) == ["model.path", "data.train", "run.seed", "train.mtp_loss"]
-    told = list(map(str, errors))
-    assert "is of a model with num_layers 8, this one has 4" in told[0]
-    assert "its rows, or the weights of its files, have changed since" in told[1]
-    assert "1 shuffles the data differently from 7" in told[2]
+    lines = list(map(str, errors))
+    assert "is of a model with num_layers 8, this one has 4" in lines[0]
+    assert "its rows, or the weights of its files, have changed since" in lines[1]
+    assert "1 shuffles the data differently from 7" in lines[2]
 
 
 def test_a_shape_that_is_older_than_one_of_its_fields_is_the_same_shape(runs: Runs) -> None:
     runs.all()
-    found = runs.find()
-    assert found.run["shape"].pop("attention") == "grouped_query"
-    assert model_errors(found, runs.recipe()) == []
+    snapshot = runs.find()
+    assert snapshot.run["shape"].pop("attention") == "grouped_query"
+    assert model_errors(snapshot, runs.recipe()) == []
 
 
 def test_a_checkpoint_with_an_earlier_name_of_the_buffer_is_read(runs: Runs) -> None:
     runs.all()
-    found = runs.find()
-    renamed = {"stock" if key == "buffer" else key: value for key, value in found.run.items()}
-    assert progress_of(replace(found, run=renamed)) == progress_of(found)
+    snapshot = runs.find()
+    renamed = {"stock" if key == "buffer" else key: value for key, value in snapshot.run.items()}
+    assert progress_of(replace(snapshot, run=renamed)) == progress_of(snapshot)
 
 
 STATE = BufferState.of(EMPTY)
@@ -415,21 +415,21 @@ def test_a_state_that_somebody_changed_is_refused_in_one_line(
 def test_a_damaged_checkpoint_is_passed_over_loudly(runs: Runs) -> None:
     runs.all()
     (runs.folder / FOLDER / "step-000009" / "rank-0.pt").write_bytes(b"weighty")
-    said: list[str] = []
-    found = find(runs.recipe(), stream(), said.append)
-    assert found is not None and found.step == 8
-    (line,) = said
+    lines: list[str] = []
+    snapshot = find(runs.recipe(), stream(), lines.append)
+    assert snapshot is not None and snapshot.step == 8
+    (line,) = lines
     assert "step-000009 is damaged and skipped: rank-0.pt has other bytes" in line
 
 
 def test_a_failure_does_not_cost_what_was_begun_before(runs: Runs) -> None:
     """What an earlier step began is completed; a step that failed has no record, so its checkpoint is worth nothing."""
-    one = runs.saver()
-    one.begin(4, EMPTY)
-    one.rescue()
+    saver = runs.saver()
+    saver.begin(4, EMPTY)
+    saver.rescue()
     assert runs.calls == ["save .step-000004"], "step 4 itself failed"
-    one.settle(4)
-    one.rescue()
+    saver.settle(4)
+    saver.rescue()
     assert runs.calls[-1] == "finish"
     assert runs.find().step == 4
 
@@ -437,10 +437,10 @@ def test_a_failure_does_not_cost_what_was_begun_before(runs: Runs) -> None:
 def test_adapters_fit_the_weights_and_sizes_of_their_run(runs: Runs) -> None:
     rank = "lora.rank=4"
     runs.all(rank)
-    found = runs.find(rank)
+    snapshot = runs.find(rank)
 
     def told(*overrides: str) -> str:
-        return " ".join(map(str, model_errors(found, runs.recipe(*overrides))))
+        return " ".join(map(str, model_errors(snapshot, runs.recipe(*overrides))))
 
     assert told(rank) == told(rank, "lora.sync=adapters", "lora.rounding=nearest") == ""
     assert re.match("lora.rank: 8, and .* was written with 4; set it to 4", told("lora.rank=8"))
@@ -448,7 +448,7 @@ def test_adapters_fit_the_weights_and_sizes_of_their_run(runs: Runs) -> None:
     other_experts = told(rank, "lora.experts=4")
     assert re.match("lora.experts: 4, and .* was written with 2; set it to 2", other_experts)
     assert re.match("lora: .* has adapters alone", told())
-    found.run["lora"]["base"] = "another"
+    snapshot.run["lora"]["base"] = "another"
     assert re.match("model.path: its weights are not those to which the adapters of", told(rank))
 
 

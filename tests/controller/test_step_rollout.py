@@ -63,7 +63,7 @@ def trained_samples(run: Run, number: int, drawn_prompts: list[int]) -> Sequence
 def test_tokens_of_every_length_weigh_the_same_in_the_updates_of_steps_in_phases() -> None:
     """The mean weight of a token, 1 / its update's tokens, over 20 steps: in every tenth of the samples by length."""
     run = run_of(0, steps=None)
-    found: list[tuple[int, float]] = []
+    length_weights: list[tuple[int, float]] = []
     for number in range(1, 21):
         samples = trained_samples(run, number, run.step()[0])
         plans = plan_updates(
@@ -72,20 +72,20 @@ def test_tokens_of_every_length_weigh_the_same_in_the_updates_of_steps_in_phases
         of_step = sum(plan.loss_tokens for plan in plans) / UPDATES
         for plan in plans:
             refs = [ref for batch in plan.micro_batches[0] for ref in batch]
-            found += [(ref.response_length, of_step / plan.denominator) for ref in refs]
-    tenths = np.array_split(np.array(sorted(found)), 10)
+            length_weights += [(ref.response_length, of_step / plan.denominator) for ref in refs]
+    tenths = np.array_split(np.array(sorted(length_weights)), 10)
     weights = np.array([tenth[:, 1].mean() for tenth in tenths])
     assert weights.max() < 1.05 and weights.min() > 0.95, weights
 
 
 def relative_lengths(steps: int | None, count: int) -> np.ndarray:
     """[count] the mean length that each step trains on over that of all prompts, of two runs."""
-    found = []
+    ratios = []
     for seed in range(2):
         run = run_of(seed, steps)
         means = [lengths(seed)[run.step()[0]].mean() for _ in range(count)]
-        found.append(np.array(means) / lengths(seed)[: WANTED * STEPS].mean())
-    return np.mean(found, 0)
+        ratios.append(np.array(means) / lengths(seed)[: WANTED * STEPS].mean())
+    return np.mean(ratios, 0)
 
 
 def so_far(means: np.ndarray) -> np.ndarray:
@@ -126,14 +126,14 @@ def test_what_waits_is_logged() -> None:
         max(sum(part.num_tokens for part in parts) for parts in run.parts[number])
         for number in waiting
     ]
-    found = {name: value for name, value in run.metrics.items() if name.startswith("buffer/")}
-    assert found == {
+    metrics = {name: value for name, value in run.metrics.items() if name.startswith("buffer/")}
+    assert metrics == {
         "buffer/groups": len(waiting),
         "buffer/open": len(run.buffer.open),
         "buffer/longest_mean": pytest.approx(np.mean(sampled)),
         "buffer/longest_trained_mean": pytest.approx(lengths(0)[numbers].max(1).mean()),
     }
-    assert found["buffer/groups"] > found["buffer/open"] > 0
+    assert metrics["buffer/groups"] > metrics["buffer/open"] > 0
     last = run_of(0, 1)
     last.step()
     assert last.metrics["buffer/groups"] == 0 and "buffer/longest_mean" not in last.metrics
@@ -143,12 +143,16 @@ def test_what_waits_is_logged() -> None:
 def test_the_surplus_grows_and_shrinks_by_a_quarter_a_step(
     wanted: int, more: int, steps: int
 ) -> None:
-    sizes, buffer, found = BufferSizes(wanted, wanted + more), RolloutBuffer[None](), list[int]()
+    sizes, buffer, surpluses = (
+        BufferSizes(wanted, wanted + more),
+        RolloutBuffer[None](),
+        list[int](),
+    )
     for left in reversed(range(steps)):
-        found.append(sizes.surplus(buffer.surplus, left))
+        surpluses.append(sizes.surplus(buffer.surplus, left))
         buffer = buffer.after_step(sizes, left)
-    assert found == found[::-1] and found[0] == 0 and max(found) <= more
-    rises = np.diff(found[: (steps + 1) // 2])
+    assert surpluses == surpluses[::-1] and surpluses[0] == 0 and max(surpluses) <= more
+    rises = np.diff(surpluses[: (steps + 1) // 2])
     assert (rises >= 0).all() and (
-        rises <= np.maximum(1, np.array(found[: len(rises)]) / 4 + wanted / 64)
+        rises <= np.maximum(1, np.array(surpluses[: len(rises)]) / 4 + wanted / 64)
     ).all()
