@@ -74,37 +74,37 @@ def made(
 ) -> tuple[Fleet, list[str], list[str]]:
     """A fleet with fakes around it, the lines that it prints, and the phases that it hands the memory over to."""
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: STATS)
-    one, said, phases = Fleet.__new__(Fleet), [], []
+    bare_fleet, lines, phases = Fleet.__new__(Fleet), [], []
 
     def onload_for(phase: str) -> dict[str, float]:
         phases.append(phase)
         return {f"memory/before_{phase}_bytes": 1.0}
 
-    one.__dict__.update(
+    bare_fleet.__dict__.update(
         _cluster=cluster, engines=engines, trainers=SimpleNamespace(workers=[]), version=3, attempts=4,
         _have_sessions=True,
-        memory=SimpleNamespace(phase="train", onload_for=onload_for), _say=said.append, _store=None, _run_id="run",
+        memory=SimpleNamespace(phase="train", onload_for=onload_for), _say=lines.append, _store=None, _run_id="run",
         roles=SimpleNamespace(num_members=1, policy=policy()),
         _sessions=SimpleNamespace(
             trainers={},
             engine_message=lambda index, version, attempt, first, steps: {"attempt": attempt, "steps": steps},
         ),
     )  # fmt: skip
-    return one, said, phases
+    return bare_fleet, lines, phases
 
 
 def test_an_exchange_that_fails_is_repeated_once_under_a_new_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines = Engines()
-    one, said, phases = made(monkeypatch, Cluster(failures=1, alive=True), engines)
-    assert one.reshard() == (
+    bare_fleet, lines, phases = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    assert bare_fleet.reshard() == (
         STATS,
         {"memory/before_reshard_bytes": 1.0, "memory/before_rollout_bytes": 1.0},
     )
     assert engines.asked == [(4, 5), (4, 6)]
-    assert (one.version, one.attempts) == (4, 6)
-    assert said == ["the reshard to version 4 failed and is tried once more: engine 0: broken off"]
+    assert (bare_fleet.version, bare_fleet.attempts) == (4, 6)
+    assert lines == ["the reshard to version 4 failed and is tried once more: engine 0: broken off"]
     assert phases == ["reshard", "rollout"]
 
 
@@ -112,15 +112,15 @@ def test_engines_get_the_frozen_weights_until_they_have_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engines = Engines()
-    one, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
-    one.__dict__.update(_have_sessions=False)
-    of_policy: Any = one.roles.policy
+    bare_fleet, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    bare_fleet.__dict__.update(_have_sessions=False)
+    of_policy: Any = bare_fleet.roles.policy
     of_policy.lora = LoraSize(2, 2, 4.0, (), sync="adapters")
-    one.reshard()
-    one.reshard()
+    bare_fleet.reshard()
+    bare_fleet.reshard()
     assert engines.steps == [["weights", "factors"], ["weights", "factors"], ["factors"]]
     of_policy.lora = LoraSize(2, 2, 4.0, ())
-    one.reshard()
+    bare_fleet.reshard()
     assert engines.steps[-1] == ["weights"]
 
 
@@ -141,19 +141,19 @@ def test_ranks_that_compute_with_merged_weights_round_them_once_for_a_version(
 ) -> None:
     """Before they are sent, also where they are sent twice; elsewhere the share is what the exchange has counted."""
     engines, rounded = Engines(), []
-    one, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
+    bare_fleet, _, _ = made(monkeypatch, Cluster(failures=1, alive=True), engines)
     monkeypatch.setattr(fleet, "collect_stats", lambda *_: replace(STATS, kept_share=0.75))
 
     def round_weights(version: int) -> float | None:
         rounded.append((version, len(engines.asked)))
         return of_ranks
 
-    one.__dict__.update(trainers=SimpleNamespace(workers=[], round_weights=round_weights))
-    of_policy: Any = one.roles.policy
+    bare_fleet.__dict__.update(trainers=SimpleNamespace(workers=[], round_weights=round_weights))
+    of_policy: Any = bare_fleet.roles.policy
     of_policy.recipe = SimpleNamespace(
         lora=SimpleNamespace(sync="merged"), model=SimpleNamespace(dtype=dtype)
     )
-    stats, _ = one.reshard()
+    stats, _ = bare_fleet.reshard()
     assert (rounded, stats.kept_share, len(engines.asked)) == (asked, published, 2)
 
 
@@ -162,20 +162,20 @@ def test_then_the_run_ends_with_the_version_it_had(
     monkeypatch: pytest.MonkeyPatch, failures: int, alive: bool, attempts: int
 ) -> None:
     engines = Engines()
-    one, _, phases = made(monkeypatch, Cluster(failures, alive), engines)
+    bare_fleet, _, phases = made(monkeypatch, Cluster(failures, alive), engines)
     with pytest.raises(WorkerFailed, match="broken off"):
-        one.reshard()
-    assert (one.version, len(engines.asked)) == (3, attempts)
+        bare_fleet.reshard()
+    assert (bare_fleet.version, len(engines.asked)) == (3, attempts)
     assert phases == ["reshard"]  # nobody may sample
 
 
 def test_an_engine_that_states_another_version_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, _, phases = made(monkeypatch, Cluster(0, True), Engines(stuck=3))
+    bare_fleet, _, phases = made(monkeypatch, Cluster(0, True), Engines(stuck=3))
     with pytest.raises(RuntimeError, match=r"engines are at versions \[3\], the trainer is at 4"):
-        one.reshard()
-    assert (one.version, phases) == (3, ["reshard"])
+        bare_fleet.reshard()
+    assert (bare_fleet.version, phases) == (3, ["reshard"])
 
 
 def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,17 +193,19 @@ def test_all_rounds_have_one_dealer(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Capacity(4, 100)] * len(workers)
 
     monkeypatch.setattr(engines, "SamplingPhase", sampling_phase)
-    one: Any = engines.Engines.__new__(engines.Engines)
+    bare_engines: Any = engines.Engines.__new__(engines.Engines)
     engine = SimpleNamespace(dp=2)
-    one.__dict__.update(
+    bare_engines.__dict__.update(
         _cluster=SimpleNamespace(call_all=call_all), workers=[object()] * 3, _with_own_gpus=[object()] * 2, _dealers={},
         _recipe=SimpleNamespace(rollout=SimpleNamespace(engine=engine)), _history=EngineHistory(),
     )  # fmt: skip
-    found = [one.begin([name], Sampling(4, 8)).result() for name in "ab"]
-    assert found == [(["a"], 2, 3), (["b"], 2, 3)]
+    results = [bare_engines.begin([name], Sampling(4, 8)).result() for name in "ab"]
+    assert results == [(["a"], 2, 3), (["b"], 2, 3)]
     assert asked == ["capacity"]
     assert dealers[0] is dealers[1]
-    ahead = [one.begin([name], Sampling(4, 8), beside_training=True).result() for name in "ab"]
+    ahead = [
+        bare_engines.begin([name], Sampling(4, 8), beside_training=True).result() for name in "ab"
+    ]
     assert ahead == [(["a"], 2, 2), (["b"], 2, 2)], "on the engines with GPUs of their own"
     assert asked == ["capacity"] * 2 and dealers[2] is dealers[3] is not dealers[0]
 
@@ -255,10 +257,10 @@ def test_an_engine_measures_a_shared_gpu_when_the_ranks_have_given_it_back(
     monkeypatch.setattr(Fleet, "_open_sessions", lambda _: None)
     placement = {"train_gpus": 2, "first_engine_gpu": first_engine_gpu} if first_engine_gpu else {}
     gpus = first_engine_gpu + 2
-    made = plans.recipe(
+    recipe = plans.recipe(
         tmp_path, "tiny", gpus, ep=2, engine={"count": 1, "tp": 2, "ep": 2}, placement=placement
     )
-    Fleet(cluster, made, lambda _: None)
+    Fleet(cluster, recipe, lambda _: None)
     assert cluster.seen == expected
 
 
@@ -283,23 +285,23 @@ def test_a_buffer_is_saved_and_comes_back_group_by_group(tmp_path: Path) -> None
     buffer = RolloutBuffer[Any]().admitted([prompt, prompt], (1, 2), 2)
     pairs = zip(buffer.entries, (whole, partial), strict=True)
     buffer = buffer.updated([replace(entry, ref=Held(group)) for entry, group in pairs])
-    one: Any = Fleet.__new__(Fleet)
+    bare_fleet: Any = Fleet.__new__(Fleet)
     ranks = SimpleNamespace(save=lambda _: None, load=lambda _: None)
-    one.__dict__.update(
+    bare_fleet.__dict__.update(
         _cluster=SimpleNamespace(put=lambda group: group, gather=lambda calls: [held.group for held in calls]),
         trainers=ranks, critic=None, onload_for=lambda _: {},
         roles=SimpleNamespace(policy=SimpleNamespace(shape=SimpleNamespace(vocab_size=9))),
         _recipe=SimpleNamespace(rollout=SimpleNamespace(temperature=0.7)),
     )  # fmt: skip
-    one.save(tmp_path, buffer)
-    (*ids, first, first_group), (other, second, second_group) = one.resume(tmp_path, 3, 4)
+    bare_fleet.save(tmp_path, buffer)
+    (*ids, first, first_group), (other, second, second_group) = bare_fleet.resume(tmp_path, 3, 4)
     assert [*ids, other] == ["a", "b"]
-    assert (one.version, one.attempts) == (3, 4)
+    assert (bare_fleet.version, bare_fleet.attempts) == (3, 4)
     assert first.response_lengths_G.tolist() == [2] and isinstance(first_group, SampleGroup)
     assert second == PartialSummary(1, 5)
     assert (second_group.reward_results, second_group.samples[1].only_row.parts) == (
         partial.reward_results,
         opened.only_row.parts,
     )
-    one.save(tmp_path / "empty", RolloutBuffer[Any]())
-    assert one.resume(tmp_path / "empty", 3, 4) == []
+    bare_fleet.save(tmp_path / "empty", RolloutBuffer[Any]())
+    assert bare_fleet.resume(tmp_path / "empty", 3, 4) == []

@@ -34,11 +34,11 @@ class Recorder(RanksMemory, EngineMemory):
 
 
 def test_memory_is_released_before_it_is_allocated():
-    both = Recorder("rank")
-    scheduler = MemoryScheduler(both, both)
+    recorder = Recorder("rank")
+    scheduler = MemoryScheduler(recorder, recorder)
     for phase in ("rollout", "train", "train", "reshard", "rollout"):
         scheduler.onload_for(phase)
-    assert both.calls == [
+    assert recorder.calls == [
         *("release_memory", "rank onloads"),
         *("rank offloads", "resume_weights"),
         "resume_cache",

@@ -45,24 +45,25 @@ class Rank:
 
     def train(self, call: TrainCall[int | None]) -> list[dict[str, float]]:
         refs = self._checked(call.updates, call.groups)
-        found: dict[Key, FloatArray] = {}
+        values_by_key: dict[Key, FloatArray] = {}
         for piece in call.token_values:
-            assert not found.keys() & piece.keys(), "each sample's values come once"
-            found |= piece
-        assert found.keys() == ({key_of(ref) for ref in refs} if found else set())
-        for ref in refs if found else ():
+            assert not values_by_key.keys() & piece.keys(), "each sample's values come once"
+            values_by_key |= piece
+        assert values_by_key.keys() == ({key_of(ref) for ref in refs} if values_by_key else set())
+        for ref in refs if values_by_key else ():
             np.testing.assert_array_equal(
-                found[key_of(ref)], np.full(ref.response_length, 10 * ref.group + ref.sample)
+                values_by_key[key_of(ref)],
+                np.full(ref.response_length, 10 * ref.group + ref.sample),
             )
         assert call.state in (None, self.rank)
         state = -1 if call.state is None else call.state
-        metrics = {f"rank {self.rank}": call.lr, "state": state, "values": len(found)}
+        metrics = {f"rank {self.rank}": call.lr, "state": state, "values": len(values_by_key)}
         return [metrics] * len(call.updates)
 
     def _checked(
         self, updates: Sequence[Update], by_id: Mapping[int, SampleGroup]
     ) -> list[SampleRef]:
-        refs = [ref for one in updates for batch in one.micro_batches[0] for ref in batch]
+        refs = [ref for update in updates for batch in update.micro_batches[0] for ref in batch]
         assert all(
             by_id[ref.group].samples[ref.sample].num_trained == ref.response_length for ref in refs
         )
@@ -82,14 +83,14 @@ class Worker:
         return Ref(None)
 
     def call(self, method: str, call: Any) -> Ref:
-        given = {field.name: arrived(getattr(call, field.name)) for field in fields(call)}
-        return Ref(getattr(self._rank, method)(replace(call, **given)))
+        arguments = {field.name: arrived(getattr(call, field.name)) for field in fields(call)}
+        return Ref(getattr(self._rank, method)(replace(call, **arguments)))
 
     def call_many(self, count: int, method: str, call: Any) -> list[Ref]:
-        found = [*self.call(method, call).value]
-        assert len(found) == count
+        results = [*self.call(method, call).value]
+        assert len(results) == count
         self.returned += count
-        return [Ref(one) for one in found]
+        return [Ref(result) for result in results]
 
     def compute(self, function: str, *args: Any) -> Ref:
         assert function == "megarl.training.batching:own_samples"
@@ -126,12 +127,15 @@ def samples() -> tuple[list[SampleRef], list[Any]]:
     groups: list[Any] = []
     for group in range(GROUPS):
         lengths = 1 + rng.permutation(20)[:SAMPLES]
-        made = [response(tuple(range(PROMPT)), np.zeros(length, np.int64)) for length in lengths]
+        responses = [
+            response(tuple(range(PROMPT)), np.zeros(length, np.int64)) for length in lengths
+        ]
         nothing = np.zeros(SAMPLES, np.float32)
         prompt = Prompt("", "", tuple(range(PROMPT)), "")
-        groups.append(Ref(SampleGroup(prompt, tuple(made), nothing, nothing > 0)))
+        groups.append(Ref(SampleGroup(prompt, tuple(responses), nothing, nothing > 0)))
         refs += [
-            SampleRef(group, at, PROMPT + int(one), int(one)) for at, one in enumerate(lengths)
+            SampleRef(group, at, PROMPT + int(length), int(length))
+            for at, length in enumerate(lengths)
         ]
     return refs, groups
 
@@ -184,4 +188,4 @@ def test_a_step_without_an_auxiliary_model_has_neither(
     policy, _ = ranks
     refs, groups = samples()
     updates: Any = policy.train("ppo", refs, groups, 0.5).updates
-    assert [(one["state"], one["values"]) for one in updates] == [(-1, 0)] * UPDATES
+    assert [(metrics["state"], metrics["values"]) for metrics in updates] == [(-1, 0)] * UPDATES

@@ -78,9 +78,12 @@ def round_of(
     samples: int,
     history: EngineHistory | None = None,
 ) -> SamplingPhase:
-    how, balancer = Sampling(samples, 400, with_baseline=True), RequestBalancer([capacity] * 2, 400)
+    sampling, balancer = (
+        Sampling(samples, 400, with_baseline=True),
+        RequestBalancer([capacity] * 2, 400),
+    )
     return SamplingPhase(
-        cluster, cluster.workers, balancer, 1, buffer.entries, how, history or EngineHistory()
+        cluster, cluster.workers, balancer, 1, buffer.entries, sampling, history or EngineHistory()
     )
 
 
@@ -95,9 +98,9 @@ class Played:
         history: EngineHistory | None = None,
     ) -> None:
         self.cluster = cluster = Cluster(2)
-        one = round_of(cluster, capacity, buffer, samples, history)
-        one.begin()
-        self.entries, self.balance = one.result()
+        phase = round_of(cluster, capacity, buffer, samples, history)
+        phase.begin()
+        self.entries, self.balance = phase.result()
         assert cluster.background is None
 
 
@@ -118,46 +121,48 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_come_back_in_order_with_streams_of_their_own() -> None:
     """Whatever is sent first: the longest prompts are."""
-    found = played(Capacity(100, 10**6), 5, 50, 20, 40)
-    assert [entry.summary for entry in found.entries] == [f"summary {index}" for index in range(4)]
-    assert [entry.ref for entry in found.entries] == [f"group {index}" for index in range(4)]
-    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [
+    outcome = played(Capacity(100, 10**6), 5, 50, 20, 40)
+    assert [entry.summary for entry in outcome.entries] == [
+        f"summary {index}" for index in range(4)
+    ]
+    assert [entry.ref for entry in outcome.entries] == [f"group {index}" for index in range(4)]
+    assert [(engine, name) for engine, name, _ in outcome.cluster.sent] == [
         (0, "1"),
         (1, "3"),
         (1, "2"),
         (0, "0"),
     ]
-    assert all(stream == (7, 3, int(name)) for _, name, stream in found.cluster.sent)
+    assert all(stream == (7, 3, int(name)) for _, name, stream in outcome.cluster.sent)
 
 
 def test_a_group_goes_on_by_its_reference_the_longest_first_on_any_engine() -> None:
     buffer = RolloutBuffer[Any]().admitted(prompts(50, 5, 20), (7, 3), 3)
     begun = {1: (1, 105), 2: (2, 70)}  # open samples, and the tokens of each
     new = [
-        replace(buffer.entries[place], summary=PartialSummary(*one), ref=one)
-        for place, one in begun.items()
+        replace(buffer.entries[place], summary=PartialSummary(*progress), ref=progress)
+        for place, progress in begun.items()
     ]
-    found = Played(Capacity(100, 10**6), buffer.updated(new))
-    assert [(engine, name) for engine, name, _ in found.cluster.sent] == [
+    outcome = Played(Capacity(100, 10**6), buffer.updated(new))
+    assert [(engine, name) for engine, name, _ in outcome.cluster.sent] == [
         (0, "1"),
         (1, "2"),
         (0, "0"),
     ]
-    assert found.balance.group_tokens == (105 + 100 + 3 * (50 + 100), 2 * (70 + 100))
+    assert outcome.balance.group_tokens == (105 + 100 + 3 * (50 + 100), 2 * (70 + 100))
 
 
 def test_what_does_not_fit_waits_for_the_engine_that_is_ahead() -> None:
     """Room for three sequences, one group of two samples and a baseline; the stand-in finishes engine 0's first."""
-    found = played(Capacity(3, 10**6), *[10] * 6)
-    assert found.cluster.most == 5, "the next group begins to run in the first slot that is free"
-    assert [engine for engine, _, _ in found.cluster.sent] == [0, 1, 0, 0, 0, 0]
-    assert found.balance.group_tokens == (5 * 3 * 110, 3 * 110)
+    outcome = played(Capacity(3, 10**6), *[10] * 6)
+    assert outcome.cluster.most == 5, "the next group begins to run in the first slot that is free"
+    assert [engine for engine, _, _ in outcome.cluster.sent] == [0, 1, 0, 0, 0, 0]
+    assert outcome.balance.group_tokens == (5 * 3 * 110, 3 * 110)
 
 
 def test_the_tail_is_from_nine_tenths_of_the_samples_on() -> None:
-    found = played(Capacity(100, 10**6), *[10] * 10, samples=1)
-    assert found.balance.tail_s == 20 - 18, "20 samples, one a second"
-    assert found.balance.idle_s == 10 / 2, "the first engine finishes its ten first"
+    outcome = played(Capacity(100, 10**6), *[10] * 10, samples=1)
+    assert outcome.balance.tail_s == 20 - 18, "20 samples, one a second"
+    assert outcome.balance.idle_s == 10 / 2, "the first engine finishes its ten first"
 
 
 def test_a_round_is_expected_to_take_what_those_before_took() -> None:
@@ -196,16 +201,16 @@ def test_in_the_background_a_round_goes_on_while_training_is_waited_for_and_rewa
     """More groups than the engines have room for: what has waited is sent meanwhile."""
     cluster = Training()
     buffer = RolloutBuffer[Any]().admitted(prompts(*[10] * 6), (7, 3), 3)
-    one = round_of(cluster, Capacity(3, 10**6), buffer, 2)
-    one.begin()
+    phase = round_of(cluster, Capacity(3, 10**6), buffer, 2)
+    phase.begin()
     sent = len(cluster.sent)
     assert cluster.await_any({"update": "training rank 0"}) == ["update"]
     assert sent < len(cluster.sent) == 6 and len(cluster.seen) == 18
-    assert {*one.labels()} == {("summary", str(index)) for index in range(6)}, (
+    assert {*phase.labels()} == {("summary", str(index)) for index in range(6)}, (
         "the verdicts alone are waited for"
     )
-    sampled_s, cluster.scores = one.sampled_s, True
-    entries, _ = one.result()
+    sampled_s, cluster.scores = phase.sampled_s, True
+    entries, _ = phase.result()
     assert [entry.ref for entry in entries] == [f"group {index}" for index in range(6)]
     assert cluster.background is None
-    assert one.sampled_s == sampled_s > 0, "verdicts are no time of engines"
+    assert phase.sampled_s == sampled_s > 0, "verdicts are no time of engines"

@@ -29,10 +29,8 @@ def test_samples_add_up_and_the_longest_decides_the_steps() -> None:
 
 
 def test_planted_seconds_are_found() -> None:
-    found = fitted([(work, seconds_of(PLANTED, work)) for work in map(round_of, range(12))])
-    assert (found.step_s, found.sequence_s, found.read_s) == pytest.approx(
-        (0.03, 2e-4, 5e-6), rel=1e-6
-    )
+    fit = fitted([(work, seconds_of(PLANTED, work)) for work in map(round_of, range(12))])
+    assert (fit.step_s, fit.sequence_s, fit.read_s) == pytest.approx((0.03, 2e-4, 5e-6), rel=1e-6)
 
 
 def test_a_round_is_foretold_from_those_before_despite_noise() -> None:
@@ -44,10 +42,10 @@ def test_a_round_is_foretold_from_those_before_despite_noise() -> None:
     history.add(EngineWork(), 3.0)  # had nothing to do
     for work in map(round_of, range(30)):
         history.add(work, seconds_of(PLANTED, work) * generator.normal(1, 0.05))
-    found = history.fitted()
-    assert found
+    fit = history.fitted()
+    assert fit
     for work in map(round_of, range(100, 120)):
-        assert seconds_of(found, work) == pytest.approx(seconds_of(PLANTED, work), rel=0.1)
+        assert seconds_of(fit, work) == pytest.approx(seconds_of(PLANTED, work), rel=0.1)
 
 
 @given(st.lists(st.tuples(WORK, st.floats(1e-3, 1e3)), min_size=1, max_size=8))
@@ -57,9 +55,9 @@ def test_no_figure_is_negative_and_no_single_one_fits_better(
     def error(fit: StepSeconds) -> float:
         return sum((seconds_of(fit, work) / seconds - 1) ** 2 for work, seconds in seen)
 
-    found = fitted(seen)
-    assert min(found.step_s, found.sequence_s, found.read_s) >= 0
+    best = fitted(seen)
+    assert min(best.step_s, best.sequence_s, best.read_s) >= 0
     work, seconds = seen[0]
-    one = seconds / work.new_tokens
+    token_s = seconds / work.new_tokens
     for scale in (0.5, 1.0):
-        assert error(found) <= error(StepSeconds(0.0, scale * one, 0.0)) + 1e-6
+        assert error(best) <= error(StepSeconds(0.0, scale * token_s, 0.0)) + 1e-6
