@@ -12,7 +12,7 @@ SLOW = Exception("The current node timed out during startup. This could happen b
 
 def _start(monkeypatch: pytest.MonkeyPatch, outcomes: Sequence[Exception | None]) -> list[str]:
     """What is said while Ray's starts end like this, one after the other. All processes are spared."""
-    left, said = list(outcomes), list[str]()
+    left, lines = list(outcomes), list[str]()
 
     def init(**_: object) -> None:
         if outcome := left.pop(0):
@@ -20,12 +20,14 @@ def _start(monkeypatch: pytest.MonkeyPatch, outcomes: Sequence[Exception | None]
 
     monkeypatch.setattr(local_ray.ray, "init", init)
     monkeypatch.setattr(
-        local_ray.processes, "kill_descendants", lambda spare: said.append(f"all but {spare} ended")
+        local_ray.processes,
+        "kill_descendants",
+        lambda spare: lines.append(f"all but {spare} ended"),
     )
     monkeypatch.setattr(local_ray.ray_environment, "use_own_token", lambda: None)
-    local_ray.start_ray(4, Path("/nowhere"), said.append, {1})
+    local_ray.start_ray(4, Path("/nowhere"), lines.append, {1})
     assert left == []
-    return said
+    return lines
 
 
 def test_a_slow_start_is_tried_again_after_its_processes_have_ended(

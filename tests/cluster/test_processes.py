@@ -40,7 +40,11 @@ def test_a_descendant_whose_parent_is_gone_is_killed_and_reaped():
     )
     assert done.stdout.split() == ["False", "None", "False"], done.stderr
     sleepers = (["sleep", "600"], ["sleep", "601"])
-    assert not [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] in sleepers]
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] in sleepers
+    ]
 
 
 def test_what_torch_counts_lent_memory_by_is_removed_with_its_process(tmp_path: Path):

@@ -32,7 +32,7 @@ BOUND_S = 5.0  # of a silence; the machine may be busy
 
 
 def doubled(first: str, *rest: int) -> tuple[str | int, ...]:
-    return first, *(2 * one for one in rest)
+    return first, *(2 * number for number in rest)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def cluster() -> Iterator[Cluster]:
 
 def started(cluster: Cluster, name: str) -> tuple[list[Worker], list[int]]:
     """Two workers with a target each, and their process ids."""
-    made = [cluster.worker(f"{name} {rank}", rank) for rank in range(2)]
-    calls = {worker.start(TARGET, rank): worker.name for rank, worker in enumerate(made)}
-    return made, cluster.gather(calls)
+    named_workers = [cluster.worker(f"{name} {rank}", rank) for rank in range(2)]
+    calls = {worker.start(TARGET, rank): worker.name for rank, worker in enumerate(named_workers)}
+    return named_workers, cluster.gather(calls)
 
 
 def ask(cluster: Cluster, workers: Sequence[Worker], method: str, *args: Any) -> list[Any]:
@@ -225,10 +225,13 @@ def test_who_asks_for_answers_gets_those_there_are(cluster: Cluster, workers: li
         workers[1].call("error"): "faulty",
         stuck.call("hang"): "stuck",
     }
-    found = answers(calls, BOUND_S)
-    assert found["sound"] == 10
-    assert isinstance(found["faulty"], UserError) and found["faulty"].where == "reward.function"
-    assert isinstance(found["stuck"], TimeoutError)
+    answers_by_name = answers(calls, BOUND_S)
+    assert answers_by_name["sound"] == 10
+    assert (
+        isinstance(answers_by_name["faulty"], UserError)
+        and answers_by_name["faulty"].where == "reward.function"
+    )
+    assert isinstance(answers_by_name["stuck"], TimeoutError)
     stuck.kill()
     cluster._workers.remove(stuck)
     assert isinstance(answers({stuck.call("add", 1): "dead"}, BOUND_S)["dead"], Exception)
@@ -391,8 +394,8 @@ def test_a_death_or_an_interrupt_ends_the_session_and_leaves_nothing(
     files_before = shared_files()
     done = _program(_DIES, how, tmp_path)
     # which tells of deaths too
-    said = [line for line in done.stdout.splitlines() if "raylet" not in line]
-    assert said[-2:] == (["False", last_line] if last_line else [])
+    lines = [line for line in done.stdout.splitlines() if "raylet" not in line]
+    assert lines[-2:] == (["False", last_line] if last_line else [])
     assert (done.returncode == 0) == (how == "kill"), done.stderr
     assert ("KeyboardInterrupt" in done.stderr) == (how != "kill"), done.stderr
     assert left_since(files_before) == []
@@ -427,10 +430,10 @@ def _folder(done: subprocess.CompletedProcess[str]) -> Path:
 def _left(marker: Path) -> list[str]:
     """The command lines of what a session left behind."""
     left = []
-    for one in psutil.process_iter(["environ", "cmdline", "status"]):
-        is_ours = (one.info["environ"] or {}).get("MEGARL_TEST") == str(marker)
-        if is_ours and one.info["status"] != psutil.STATUS_ZOMBIE:
-            left.append(" ".join(one.info["cmdline"] or []))
+    for process in psutil.process_iter(["environ", "cmdline", "status"]):
+        is_ours = (process.info["environ"] or {}).get("MEGARL_TEST") == str(marker)
+        if is_ours and process.info["status"] != psutil.STATUS_ZOMBIE:
+            left.append(" ".join(process.info["cmdline"] or []))
     return left
 
 
@@ -481,11 +484,11 @@ def test_a_client_without_the_token_or_with_a_wrong_one_is_refused(cluster: Clus
         )
         for name, change in tokens.items()
     }
-    said = {name: client.communicate(timeout=90)[0] for name, client in clients.items()}
-    assert "connected as a client" in said["right"]
+    outputs_by_name = {name: client.communicate(timeout=90)[0] for name, client in clients.items()}
+    assert "connected as a client" in outputs_by_name["right"]
     for name in ("none", "wrong"):
-        assert "connected as a client" not in said[name]
-        assert "uthenticat" in said[name], said[name]
+        assert "connected as a client" not in outputs_by_name[name]
+        assert "uthenticat" in outputs_by_name[name], outputs_by_name[name]
 
 
 def test_the_caller_cannot_switch_authentication_off():

@@ -49,7 +49,7 @@ def test_nobody_else_can_enter_it_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_the_dead_are_removed_and_the_living_stay(tmp_path: Path) -> None:
     living, dead = SessionFolder("s-", str(tmp_path)), [killed(tmp_path) for _ in range(2)]
-    assert all(one.is_dir() for one in dead)
+    assert all(path.is_dir() for path in dead)
     assert remove_dead("s-", str(tmp_path)) == 2
     assert list(tmp_path.iterdir()) == [living.path]
     living.remove()
@@ -94,7 +94,7 @@ def test_starts_at_once_do_not_take_each_other_for_dead(tmp_path: Path) -> None:
         return SessionFolder("s-", str(tmp_path))
 
     with ThreadPoolExecutor(16) as pool:
-        made = list(pool.map(start, range(200)))
-    assert {one.path for one in made} == {*tmp_path.iterdir()}
-    for one in made:
-        one.remove()
+        folders = list(pool.map(start, range(200)))
+    assert {folder.path for folder in folders} == {*tmp_path.iterdir()}
+    for folder in folders:
+        folder.remove()

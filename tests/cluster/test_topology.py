@@ -89,10 +89,12 @@ def test_each_of_eight_gpus_gets_the_card_on_its_own_switch(tmp_path: Path) -> N
 
 def test_four_cards_serve_two_gpus_each_of_their_own_socket(tmp_path: Path) -> None:
     gpus = hgx(tmp_path, {0: "mlx5_0", 1: "mlx5_1", 4: "mlx5_2", 6: "mlx5_3"})
-    found = nearest_nics(gpus, tmp_path)
-    assert Counter(found.values()) == dict.fromkeys(("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"), 2)
-    assert {found[gpu] for gpu in gpus[:4]} == {"mlx5_0", "mlx5_1"}
-    assert [found[gpus[index]] for index in (0, 1, 4, 6)] == [
+    nics_by_gpu = nearest_nics(gpus, tmp_path)
+    assert Counter(nics_by_gpu.values()) == dict.fromkeys(
+        ("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"), 2
+    )
+    assert {nics_by_gpu[gpu] for gpu in gpus[:4]} == {"mlx5_0", "mlx5_1"}
+    assert [nics_by_gpu[gpus[index]] for index in (0, 1, 4, 6)] == [
         "mlx5_0",
         "mlx5_1",
         "mlx5_2",
@@ -103,9 +105,9 @@ def test_four_cards_serve_two_gpus_each_of_their_own_socket(tmp_path: Path) -> N
 def test_a_card_that_is_down_is_nobodys(tmp_path: Path) -> None:
     gpus = hgx(tmp_path, {index: f"mlx5_{index}" for index in range(8)})
     (tmp_path / "class/infiniband/mlx5_3/ports/1/state").write_text("1: DOWN\n")
-    found = nearest_nics(gpus, tmp_path)
-    assert found[gpus[3]] in {"mlx5_0", "mlx5_1", "mlx5_2"}, "another of its socket"
-    assert {gpu: found[gpu] for gpu in gpus if gpu != gpus[3]} == {
+    nics_by_gpu = nearest_nics(gpus, tmp_path)
+    assert nics_by_gpu[gpus[3]] in {"mlx5_0", "mlx5_1", "mlx5_2"}, "another of its socket"
+    assert {gpu: nics_by_gpu[gpu] for gpu in gpus if gpu != gpus[3]} == {
         gpu: f"mlx5_{index}" for index, gpu in enumerate(gpus) if index != 3
     }
 
@@ -125,11 +127,11 @@ def test_cards_are_named_as_nccl_is_told(tmp_path: Path, wanted: str, expected: 
 def test_without_a_card_or_a_gpu_a_seat_says_so(tmp_path: Path) -> None:
     assert nearest_nics(hgx(tmp_path, {}), tmp_path) == {}
     gpus = sorted(path.name for path in (tmp_path / "bus/pci/devices").iterdir())
-    one = placement_among(2, gpus, "10.0.0.1", tmp_path)
-    assert (one.address, one.gpu, one.nic) == ("10.0.0.1", gpus[2], "")
+    placement = placement_among(2, gpus, "10.0.0.1", tmp_path)
+    assert (placement.address, placement.gpu, placement.nic) == ("10.0.0.1", gpus[2], "")
     none = placement_among(0, [], "10.0.0.1", tmp_path)
     assert (none.gpu, none.nic) == ("", "")
-    assert placement_errors([one, none]) == []
+    assert placement_errors([placement, none]) == []
 
 
 def test_shared_cards_and_the_other_sockets_are_named(
@@ -138,7 +140,7 @@ def test_shared_cards_and_the_other_sockets_are_named(
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
     gpus = hgx(tmp_path, {0: "mlx5_0", 1: "mlx5_1"})
     placements = [placement_among(slot, gpus[2:6], "10.0.0.1", tmp_path) for slot in range(4)]
-    assert [(one.nic, one.sharers, one.crosses) for one in placements] == [
+    assert [(placement.nic, placement.sharers, placement.crosses) for placement in placements] == [
         ("mlx5_0", 2, False), ("mlx5_0", 2, False), ("mlx5_1", 2, True), ("mlx5_1", 2, True),
     ]  # fmt: skip
     errors = [str(error) for error in placement_errors(placements)]
@@ -168,9 +170,9 @@ def test_this_process_has_a_seat() -> None:
     fleet/fleet.py _say_device_placements: the lines of GPUs and network cards of each node. To check first: they
     name what `nvidia-smi topo -m` shows.
     """
-    one = own_placement(0, "127.0.0.1")
-    assert one.host
-    assert one.address == "127.0.0.1"
+    placement = own_placement(0, "127.0.0.1")
+    assert placement.host
+    assert placement.address == "127.0.0.1"
 
 
 def test_nodes_are_ordered_by_number_and_known_by_no_name() -> None:

@@ -162,8 +162,8 @@ def test_the_command_refuses_with_its_other_errors(
         "train",
         str(ROOT / "recipes" / "quickstart.yaml"),
     ]
-    given = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'none'}"]
-    done = subprocess.run([*command, *given], capture_output=True, text=True, cwd=ROOT)
+    overrides = [f"run.dir={tmp_path}", f"model.path={tmp_path / 'none'}"]
+    done = subprocess.run([*command, *overrides], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     assert any("is a build without CUDA, and nvidia-smi lists 2 GPUs" in line for line in lines), (
