@@ -128,11 +128,11 @@ def test_what_rounds_were_expected_to_take_is_compared_with_what_they_took() -> 
     fit = StepSeconds(0.5, 0.25, 0.125)
     rounds = [PhaseBalance((1,), 0.0, 0.0, 7.0), PhaseBalance((1,), 0.0, 0.0, 4.0, fit, 3.0)]
     rounds.append(PhaseBalance((1,), 0.0, 0.0, 6.0, fit, 6.0))
-    found = balance_metrics(rounds)
-    assert found["plan/rollout_error"] == pytest.approx(0.1), (
+    metrics = balance_metrics(rounds)
+    assert metrics["plan/rollout_error"] == pytest.approx(0.1), (
         "of the rounds that have rounds before them"
     )
-    assert (found["plan/step_s"], found["plan/sequence_s"], found["plan/read_s"]) == (
+    assert (metrics["plan/step_s"], metrics["plan/sequence_s"], metrics["plan/read_s"]) == (
         0.5,
         0.25,
         0.125,
@@ -212,9 +212,11 @@ def test_a_new_statistic_is_published_as_its_reduction_says() -> None:
         torch.tensor([True, False, True, True, True]),
         torch.tensor([1.0, 9.0, 2.0, 0.0, 0.0]),
     )
-    found = over_tokens(mask_T, dict.fromkeys(new, values_T))
+    stats_by_name = over_tokens(mask_T, dict.fromkeys(new, values_T))
     update = pickle.loads(
-        pickle.dumps({one: tuple(value.reshape(-1).tolist()) for one, value in found.items()})
+        pickle.dumps(
+            {name: tuple(value.reshape(-1).tolist()) for name, value in stats_by_name.items()}
+        )
     )
     assert train_metrics([update]) == {"train/mean": 0.75, "room/largest": 2.0, "train/total": 3.0}
 
@@ -224,14 +226,18 @@ def test_every_evaluation_set_weighs_the_same() -> None:
         "hard": [group("a", [0.0], [1])],
         "easy": [group("b", [1.0], [1]), group("c", [1.0], [1])],
     }
-    found = eval_metrics(sets)
-    assert (found["eval/hard/accuracy"], found["eval/easy/accuracy"], found["eval/accuracy"]) == (
+    metrics = eval_metrics(sets)
+    assert (
+        metrics["eval/hard/accuracy"],
+        metrics["eval/easy/accuracy"],
+        metrics["eval/accuracy"],
+    ) == (
         0.0,
         1.0,
         0.5,
     )
-    assert found["eval/failed"] == 0.0
-    assert not any("@" in name for name in found), "one answer to each prompt"
+    assert metrics["eval/failed"] == 0.0
+    assert not any("@" in name for name in metrics), "one answer to each prompt"
     assert eval_metrics({}) == {}
 
 
@@ -240,15 +246,19 @@ def test_several_answers_to_a_prompt() -> None:
     answers = {"ahead": "7 7 8 9", "tie": "7 7 8 8", "behind": "8 7 8 8", "silent": " , , , "}
     sets = []
     for name, text in answers.items():
-        said = tuple(one.strip() for one in (text.split(",") if "," in text else text.split()))
-        right = [float(one == "7") for one in said]
-        sets.append(
-            replace(group(name, right, [1] * 4), given_answers=said, correct_G=np.array(right) > 0)
+        replies = tuple(
+            reply.strip() for reply in (text.split(",") if "," in text else text.split())
         )
-    found = eval_metrics({"set": sets})
-    assert found["eval/set/avg@4"] == found["eval/set/accuracy"] == 5 / 16
-    assert found["eval/set/pass@4"] == 3 / 4
-    assert found["eval/set/maj@4"] == (1 + 0.5 + 0 + 0) / 4
+        right = [float(reply == "7") for reply in replies]
+        sets.append(
+            replace(
+                group(name, right, [1] * 4), given_answers=replies, correct_G=np.array(right) > 0
+            )
+        )
+    metrics = eval_metrics({"set": sets})
+    assert metrics["eval/set/avg@4"] == metrics["eval/set/accuracy"] == 5 / 16
+    assert metrics["eval/set/pass@4"] == 3 / 4
+    assert metrics["eval/set/maj@4"] == (1 + 0.5 + 0 + 0) / 4
     lost = replace(
         sets[0], responses=sets[0].responses[:3], num_dropped=1, **dict.fromkeys(ARRAYS, np.ones(3))
     )
@@ -259,9 +269,9 @@ def test_several_answers_to_a_prompt() -> None:
 def test_an_episode_has_one_vote_whatever_its_rows() -> None:
     """Two right episodes of one row against one wrong one of three: the majority is right."""
     rows = RowSummary(9, 4, 2, (SamplePart(3, 2),))
-    one = replace(group("a", [1.0, 1.0, 0.0], [2, 2, 6]), given_answers=("7", "7", "8"))
-    found = eval_metrics({"set": [replace(one, rows=((rows,), (rows,), (rows,) * 3))]})
-    assert (found["eval/set/maj@3"], found["eval/set/pass@3"], found["eval/set/avg@3"]) == (
+    summary = replace(group("a", [1.0, 1.0, 0.0], [2, 2, 6]), given_answers=("7", "7", "8"))
+    metrics = eval_metrics({"set": [replace(summary, rows=((rows,), (rows,), (rows,) * 3))]})
+    assert (metrics["eval/set/maj@3"], metrics["eval/set/pass@3"], metrics["eval/set/avg@3"]) == (
         1.0,
         1.0,
         2 / 3,
@@ -277,18 +287,18 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
         EpisodeFacts(1, 0, 0, 0.0, "answered", 2),
         EpisodeFacts(4, 3, 1, 2.5, "max_turns", 9, 3, 1, 40, 30),
     )
-    one = replace(
+    summary = replace(
         group("a", [1.0, 0.0], [2, 5]), rows=rows, facts=facts, turn_rewards_G=np.array([0.5, 0.0])
     )
-    found = means(one, group("b", [1.0], [100]))
+    metrics = means(summary, group("b", [1.0], [100]))
     ends = {
-        name: value for name, value in found.items() if name.startswith("episode/end/") and value
+        name: value for name, value in metrics.items() if name.startswith("episode/end/") and value
     }
     assert ends == {"episode/end/answered": 0.5, "episode/end/max_turns": 0.5}
-    assert sum(name.startswith("episode/end/") for name in found) == len(get_args(EpisodeEnd)), (
+    assert sum(name.startswith("episode/end/") for name in metrics) == len(get_args(EpisodeEnd)), (
         "all ends in all steps"
     )
-    assert {name: value for name, value in found.items() if "episode/" in name and "/end/" not in name} == {
+    assert {name: value for name, value in metrics.items() if "episode/" in name and "/end/" not in name} == {
         "episode/turns_mean": 2.5, "episode/turns_max": 4.0, "episode/calls_mean": 1.5, "episode/call_errors": 1 / 3,
         "episode/tool_s_mean": 1.25, "episode/tool_s_max": 2.5, "episode/rows_mean": 1.5,
         "episode/masked_share": pytest.approx(3 / 10), "episode/dropped_tokens": 4.0, "episode/turn_reward_mean": 0.25,
@@ -296,14 +306,14 @@ def test_what_happened_in_episodes_is_told_where_there_are_any() -> None:
         "episode/prefix_hit_share": 0.75, "episode/begun_anew": 0.0,
     }  # fmt: skip
     assert (
-        found["reward/mean"] == pytest.approx(2.5 / 3)
-        and found["rollout/response_length_max"] == 100
+        metrics["reward/mean"] == pytest.approx(2.5 / 3)
+        and metrics["rollout/response_length_max"] == 100
     )
     assert not any("episode" in name for name in means(group("b", [1.0], [100])))
-    greedy = means(replace(one, baseline=1))
+    greedy = means(replace(summary, baseline=1))
     assert (greedy["episode/turns_max"], greedy["episode/rows_mean"]) == (1.0, 1.0)
     assert "episode/prefix_hit_share" not in greedy, "nothing could be cached"
-    assert [sample["reward"] for sample in pick_samples([one], 2, {})] == [1.5, 0.0]
+    assert [sample["reward"] for sample in pick_samples([summary], 2, {})] == [1.5, 0.0]
 
 
 def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
@@ -316,13 +326,13 @@ def test_an_evaluation_set_of_episodes_has_its_own_turns_and_calls() -> None:
         replace(group("a", [1.0, 0.0], [2, 5]), facts=tuple(facts[:2])),
         group("b", [1.0], [2]),
     )
-    found = eval_metrics(
+    metrics = eval_metrics(
         {"hard": [one, replace(two, facts=(facts[2],)), emptied(two, 1)], "plain": [two]}
     )
-    assert (found["eval/hard/turns_mean"], found["eval/hard/calls_mean"]) == (8 / 3, 7 / 3)
+    assert (metrics["eval/hard/turns_mean"], metrics["eval/hard/calls_mean"]) == (8 / 3, 7 / 3)
     assert not [
         name
-        for name in found
+        for name in metrics
         if name.startswith("eval/plain/") and ("turns" in name or "calls" in name)
     ]
 
@@ -364,8 +374,8 @@ def test_samples_of_episodes_have_all_that_was_said() -> None:
     first: tuple[TranscriptEntry, ...] = (
         {"role": "assistant", "text": "a0", "calls": [], "reward": 0.0},
     )
-    one = replace(group("a", [1.0, 0.0], [2, 2]), facts=(facts, facts), transcripts=(first,))
-    shown, other = pick_samples([one], 2, {})
+    summary = replace(group("a", [1.0, 0.0], [2, 2]), facts=(facts, facts), transcripts=(first,))
+    shown, other = pick_samples([summary], 2, {})
     assert shown["episode"] == {
         "turns": list(first), "calls": 0, "call_errors": 0, "end": "answered", "tool_s": 0.5
     }  # fmt: skip
@@ -382,9 +392,9 @@ def test_what_a_critics_values_explain_of_the_returns() -> None:
         RETURN: (4.0, 4.0),
     }
     update[EXPLAINED_VARIANCE] = (4.0, 6.0, 1.0, 0.5, 4.0)
-    found = update_metrics([update, update], "critic")
-    assert found["critic/explained_variance"] == pytest.approx(1 - (0.125 - 0.0625) / 0.5)
-    assert (found["critic/loss"], found["critic/clipped"], found["critic/value_mean"]) == (
+    metrics = update_metrics([update, update], "critic")
+    assert metrics["critic/explained_variance"] == pytest.approx(1 - (0.125 - 0.0625) / 0.5)
+    assert (metrics["critic/loss"], metrics["critic/clipped"], metrics["critic/value_mean"]) == (
         0.3,
         0.25,
         0.75,

@@ -279,11 +279,11 @@ def test_a_sick_run_is_told_once_also_over_a_resume(tmp_path: Path) -> None:
     with log._lock:
         log._records_file.close()
     lines = text.getvalue().splitlines()
-    (told,) = [number for number, line in enumerate(lines) if "teach nothing" in line]
-    assert lines[told - 1].startswith("step 2/4")
+    (index,) = [number for number, line in enumerate(lines) if "teach nothing" in line]
+    assert lines[index - 1].startswith("step 2/4")
     assert (
-        lines[told].startswith("step 2: every sample has the reward 0, ")
-        and "train.lr (0.5)" in lines[told]
+        lines[index].startswith("step 2: every sample has the reward 0, ")
+        and "train.lr (0.5)" in lines[index]
     )
 
     for after, is_told_again in ((2, False), (1, True)):
@@ -331,11 +331,11 @@ def test_a_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
     went(tmp_path, 2, resume=True, step=2)
-    assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [one["prompt"] for one in json_lines(folder / "samples.jsonl")] == [
+    assert [line["step"] for line in json_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line["prompt"] for line in json_lines(folder / "samples.jsonl")] == [
         f"prompt\u2028{n}" for n in (1, 2, 3, 4)
     ]
-    assert [one.name for one in tmp_path.iterdir()] == ["try"]
+    assert [path.name for path in tmp_path.iterdir()] == ["try"]
     log = RunLog(recipe_in(tmp_path), quiet(), resume=True, step=4)
     with log:
         pass
@@ -346,8 +346,8 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) ->
     went(tmp_path, 2)
     went(tmp_path, 1, resume=True)
     folder = tmp_path / "try"
-    assert [one["step"] for one in json_lines(folder / "metrics.jsonl")] == [1]
-    assert [one["step"] for one in json_lines(folder / "metrics.1.jsonl")] == [1, 2], (
+    assert [line["step"] for line in json_lines(folder / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in json_lines(folder / "metrics.1.jsonl")] == [1, 2], (
         "nothing is lost"
     )
     assert (folder / "samples.1.jsonl").exists() and (folder / "events.1").exists()
@@ -375,8 +375,8 @@ def test_a_disk_without_locks_is_refused_in_one_line(
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    told = f"run.dir: files in {tmp_path} cannot be locked (Function not implemented); mount it with locks"
-    with pytest.raises(UserError, match=re.escape(told)):
+    refusal = f"run.dir: files in {tmp_path} cannot be locked (Function not implemented); mount it with locks"
+    with pytest.raises(UserError, match=re.escape(refusal)):
         RunLog(
             recipe_in(tmp_path),
             quiet(),

@@ -19,9 +19,9 @@ from tests.tracking.trackers.runs import RECIPE, ROWS, track, tracked
 def the_run(experiment: str = "megarl") -> tuple[Any, Run]:
     """A client, and the only run of the experiment."""
     client = MlflowClient()
-    found = client.get_experiment_by_name(experiment)
-    assert found
-    (run,) = client.search_runs([found.experiment_id])
+    stored = client.get_experiment_by_name(experiment)
+    assert stored
+    (run,) = client.search_runs([stored.experiment_id])
     return client, run
 
 

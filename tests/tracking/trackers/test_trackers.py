@@ -96,17 +96,17 @@ def slow_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Trackers, list[Slow]]]:
     """Two trackers of a run whose networks do not answer."""
-    made: list[Slow] = []
+    slow: list[Slow] = []
 
     def make(_: object) -> Slow:
-        made.append(Slow())
-        return made[-1]
+        slow.append(Slow())
+        return slow[-1]
 
     for name in ("tensorboard", "mlflow"):
         monkeypatch.setitem(TRACKERS, name, make)
-    yield Trackers(["tensorboard", "mlflow"], tracked(tmp_path), lambda line: None), made
-    for one in made:
-        one.go.set()
+    yield Trackers(["tensorboard", "mlflow"], tracked(tmp_path), lambda line: None), slow
+    for tracker in slow:
+        tracker.go.set()
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed"])
@@ -123,10 +123,10 @@ def test_a_run_that_does_not_finish_does_not_wait_long(
 
     monkeypatch.setattr(Writer, "join", join)
     monkeypatch.setattr(trackers_module, "time", SimpleNamespace(monotonic=lambda: now))
-    trackers, made = slow_ones
+    trackers, slow = slow_ones
     trackers.close(state)
     assert sum(waited) <= 10.0
-    assert [one.was_abandoned for one in made] == [True, True]
+    assert [tracker.was_abandoned for tracker in slow] == [True, True]
 
 
 def test_a_second_interrupt_lets_go_of_every_tracker(
@@ -136,10 +136,10 @@ def test_a_second_interrupt_lets_go_of_every_tracker(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Writer, "join", interrupted)
-    trackers, made = slow_ones
+    trackers, slow = slow_ones
     with pytest.raises(KeyboardInterrupt):
         trackers.close("finished")
-    assert [one.was_abandoned for one in made] == [True, True]
+    assert [tracker.was_abandoned for tracker in slow] == [True, True]
 
 
 def test_a_tracker_that_cannot_start_costs_no_run(tmp_path: Path) -> None:
@@ -311,7 +311,9 @@ def test_wandbs_process_is_there_before_the_runs_own(tmp_path: Path, offline: Pa
     assert tracker._service == [process]
     assert SECRET not in " ".join(process.cmdline())
     assert [
-        one for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN
+        connection
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
     ] == []
     tracker.abandon()
     assert not process.is_running()
