@@ -56,10 +56,10 @@ def test_a_bad_line_is_told_with_its_place_and_the_others_are_read(
     lines[line - 1] = text + b"\n"
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"".join(lines))
-    rows, (told,) = rows_of(path)
+    rows, (error,) = rows_of(path)
     assert rows == [json.loads(GOOD)] * 2
-    assert told.startswith(f"data.train: {path}:{line}: ") and says in told
-    told.encode("utf-8")  # it can be printed
+    assert error.startswith(f"data.train: {path}:{line}: ") and says in error
+    error.encode("utf-8")  # it can be printed
     with pytest.raises(UserErrors, match=f"rows.jsonl:{line}: "):
         answered_rows(str(path), "--data", "answer", 10, "")
 
@@ -67,8 +67,8 @@ def test_a_bad_line_is_told_with_its_place_and_the_others_are_read(
 def test_a_whole_pair_and_an_escaped_backslash_are_text(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(rb'{"prompt": "\ud83d\ude00", "answer": "\\ud800 \\\\"}')
-    ((row,), told) = rows_of(path)
-    assert row == {"prompt": "\N{GRINNING FACE}", "answer": r"\ud800 \\"} and not told
+    ((row,), errors) = rows_of(path)
+    assert row == {"prompt": "\N{GRINNING FACE}", "answer": r"\ud800 \\"} and not errors
 
 
 def test_braces_in_text_are_no_nesting(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
 def test_rows_with_the_same_hint_are_one_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"{\n" + GOOD + b"[]\n}\n" + b'{"a": "\\udc00"}\n')
-    rows, told = rows_of(path)
-    assert len(rows) == 1 and len(told) == 2
-    assert f"{path}:1: " in told[0] and "(and 2 more such rows)" in told[0]
+    rows, errors = rows_of(path)
+    assert len(rows) == 1 and len(errors) == 2
+    assert f"{path}:1: " in errors[0] and "(and 2 more such rows)" in errors[0]
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_odd_types_of_parquet_are_read(tmp_path: Path) -> None:
             [[{"role": "user", "content": "1", "tool": None}], [{"role": "user", "content": "2"}]]
         ),
     }
-    (first, second_row), told = rows_of(parquet(tmp_path, columns))
-    assert not told
+    (first, second_row), errors = rows_of(parquet(tmp_path, columns))
+    assert not errors
     assert (
         first["time"] == datetime.datetime(1970, 1, 1, 0, 0, 1)
         and first["took"].total_seconds() == 1
@@ -159,11 +159,11 @@ def test_a_value_without_a_python_object_is_told_with_row_and_column(
     tmp_path: Path, values: Any, says: str
 ) -> None:
     path = parquet(tmp_path, {"prompt": ["1", "2"], "odd": values})
-    rows, (told,) = rows_of(path)
+    rows, (error,) = rows_of(path)
     assert (
         rows == [{"prompt": "1", "odd": rows[0]["odd"]}]
-        and f"{path} row 1: " in told
-        and says in told
+        and f"{path} row 1: " in error
+        and says in error
     )
 
 

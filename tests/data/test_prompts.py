@@ -63,7 +63,10 @@ def test_a_dotted_name_is_of_what_lies_inside_a_column(tmp_path: Path, tokenizer
         path = str(tmp_path / "rows.parquet")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
         source = PromptSource("data.train", path, answer="reward_model.ground_truth")
-        return [one.answer for one in load_prompts(source, tokenizer, max_prompt_tokens=32).prompts]
+        return [
+            prompt.answer
+            for prompt in load_prompts(source, tokenizer, max_prompt_tokens=32).prompts
+        ]
 
     assert answers(row, row) == ["3", "3"]
     assert answers(row | {"reward_model.ground_truth": "4"}) == ["4"]

@@ -70,10 +70,10 @@ def test_each_file_has_epochs_of_its_own() -> None:
     stream = mixed([3.0, 1.0], size=5)
     drawn = [prompt.id for prompt in stream.take(200)]
     for number, size in ((0, 5), (1, 6)):
-        own = [name for name in drawn if name.startswith(f"{number}:")]
-        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        names = [name for name in drawn if name.startswith(f"{number}:")]
+        epochs = [names[start : start + size] for start in range(0, len(names) - size + 1, size)]
         assert len(epochs) > 5 and all(len(set(epoch)) == size for epoch in epochs)
-        assert any(one != other for one, other in pairwise(epochs))
+        assert any(epoch != other for epoch, other in pairwise(epochs))
 
 
 def test_equal_files_do_not_alternate_with_the_engines() -> None:
@@ -99,8 +99,8 @@ def test_a_vanishing_weight_is_no_error() -> None:
 
 @pytest.mark.timeout(60)
 def test_a_run_of_millions_of_prompts_is_skipped_to_by_counting() -> None:
-    one, other = mixed([1.0, 3.0], size=1000), mixed([1.0, 3.0], size=1000)
-    one.skip_to(3_000_001)
+    stream, other = mixed([1.0, 3.0], size=1000), mixed([1.0, 3.0], size=1000)
+    stream.skip_to(3_000_001)
     other.skip_to(1_500_000)
     other.skip_to(3_000_001)
-    assert one.take(5) == other.take(5)
+    assert stream.take(5) == other.take(5)

@@ -29,9 +29,9 @@ PROMPTS = [(f"rows.jsonl:{number}", f"{number}+1=") for number in range(1, 5)]
 @pytest.fixture
 def with_template(tokenizer: Any) -> Callable[[str], Any]:
     def changed(template: str) -> Any:
-        own = copy.deepcopy(tokenizer)
-        own.chat_template = template
-        return own
+        copied = copy.deepcopy(tokenizer)
+        copied.chat_template = template
+        return copied
 
     return changed
 

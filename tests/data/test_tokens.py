@@ -56,8 +56,8 @@ def load(tmp_path: Path, counting: Counting) -> Callable[..., PromptFile]:
 
 
 def entry(folder: Path) -> Path:
-    (found,) = folder.iterdir()
-    return found
+    (path,) = folder.iterdir()
+    return path
 
 
 def test_a_second_start_tokenises_nothing_and_has_the_same_prompts(
@@ -215,13 +215,13 @@ def test_where_a_users_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_texts_are_tokenised_in_batches_as_one_by_one(tokenizer: Any) -> None:
     texts = [f"{number}+1=" * (1 + number % 7) for number in range(1100)]
     steps: list[int] = []
-    found = tokens.tokenise(tokenizer, texts, special=False, done=steps.append)
-    assert [list(found.of(number)) for number in range(len(texts))] == [
+    tokenised = tokens.tokenise(tokenizer, texts, special=False, done=steps.append)
+    assert [list(tokenised.of(number)) for number in range(len(texts))] == [
         tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
     ]
     assert steps == [512, 512, 76]
-    assert found.ids.dtype == np.int32 and found.lengths.tolist() == [
-        len(found.of(n)) for n in range(len(texts))
+    assert tokenised.ids.dtype == np.int32 and tokenised.lengths.tolist() == [
+        len(tokenised.of(n)) for n in range(len(texts))
     ]
 
 
