@@ -38,17 +38,17 @@ def floats(*values: float) -> FloatArray:
 
 def first_row(**changes: Any) -> Row:
     """A turn of two tokens, an observation of two, a turn of one; the second turn by newer weights."""
-    made = Row(
+    row = Row(
         PROMPT.token_ids, np.array([5, 6, 7, 8, 9]), floats(-1, -2, 0, 0, -3),
         np.array([True, True, False, False, True]), (SamplePart(3, 4), SamplePart(4, 1)),
         token_rewards_T=floats(0, 0.5, 0, 0, -0.25), routed_experts=np.zeros((7, 2, 2), np.uint8),
     )  # fmt: skip
-    return replace(made, **changes)
+    return replace(row, **changes)
 
 
 def later_row(**changes: Any) -> Row:
-    made = Row.response(OWN, np.array([5, 6]), floats(-1, -1), (SamplePart(4, 2),))
-    return replace(made, **changes)
+    row = Row.response(OWN, np.array([5, 6]), floats(-1, -1), (SamplePart(4, 2),))
+    return replace(row, **changes)
 
 
 def group(*samples: Sample) -> SampleGroup:
@@ -59,11 +59,11 @@ def group(*samples: Sample) -> SampleGroup:
 
 def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
     plain = response(PROMPT.token_ids, np.arange(4), text="xy", finished=False, version=4)
-    both = sample_of([first_row(), later_row()])
-    short = summary(replace(group(both, plain), correct_G=np.array([False, True])))
+    of_rows = sample_of([first_row(), later_row()])
+    short = summary(replace(group(of_rows, plain), correct_G=np.array([False, True])))
     assert (short.prompt_text, short.answer) == (PROMPT.text, PROMPT.answer)
-    assert short.responses == (both.text, "xy")
-    assert short.finished_G.tolist() == [both.finished, False]
+    assert short.responses == (of_rows.text, "xy")
+    assert short.finished_G.tolist() == [of_rows.finished, False]
     assert short.correct_G.tolist() == [False, True]
     assert short.rows == (
         (
@@ -76,7 +76,7 @@ def test_a_summary_has_the_rows_and_what_of_them_was_sampled() -> None:
     assert short.parts_G == ((SamplePart(3, 2), SamplePart(4, 3)), (SamplePart(4, 4),))
     assert short.turn_rewards_G is not None and short.turn_rewards_G.tolist() == [0.25, 0.0]
     assert short.total_rewards_G.tolist() == [1.25, 1.0] and short.rewards_G.tolist() == [1.0, 1.0]
-    assert short.facts == (both.facts, None)
+    assert short.facts == (of_rows.facts, None)
     of_plain = summary(group(plain))
     assert of_plain.turn_rewards_G is None and of_plain.total_rewards_G is of_plain.rewards_G
 
@@ -106,11 +106,11 @@ def test_parts_are_of_sampled_tokens_however_the_episode_is_cut(
     parts = whole.only_row.parts
     versions_T = np.repeat([part.version for part in parts], [part.num_tokens for part in parts])
     sampled = versions_T[whole.only_row.trained_T].tolist()
-    for one in (whole, rows):
-        (found,) = summary(group(one)).parts_G
-        assert [part.version for part in found for _ in range(part.num_tokens)] == sampled
+    for sample in (whole, rows):
+        (sample_parts,) = summary(group(sample)).parts_G
+        assert [part.version for part in sample_parts for _ in range(part.num_tokens)] == sampled
         for version in (2, 3, 4, 5):
-            stale = [num_stale(trained_parts(row), version) for row in one.rows]
+            stale = [num_stale(trained_parts(row), version) for row in sample.rows]
             assert sum(stale) == sum(of < version for of in sampled)
 
 

@@ -83,9 +83,9 @@ class Run:
         """
         self.phases += 1
         self.streams += [entry.stream for entry in entries if entry.ref is None]
-        found = [self.advanced(entry) for entry in reversed(entries)]
+        advanced = [self.advanced(entry) for entry in reversed(entries)]
         balance = PhaseBalance((1,), tail_s=0.0, idle_s=0.0, seconds=0.0)
-        return SimpleNamespace(result=lambda: (found, balance), sampled_s=0.0)
+        return SimpleNamespace(result=lambda: (advanced, balance), sampled_s=0.0)
 
     def advanced(self, entry: Any) -> Any:
         number, phase = entry.number, self.recipe.rollout.phase_tokens or 10**9
@@ -94,7 +94,7 @@ class Run:
             left = length - sum(part.num_tokens for part in parts[sample])
             if left:
                 parts[sample] = with_part(parts[sample], SamplePart(self.version, min(phase, left)))
-        done = [sum(part.num_tokens for part in one) for one in parts]
+        done = [sum(part.num_tokens for part in sample_parts) for sample_parts in parts]
         still = [n for n, length in zip(done, lengths, strict=True) if n < length]
         if still:
             assert len(set(still)) == 1, "open samples are equally long"
@@ -128,7 +128,7 @@ class Run:
         collected = rollout.collect(self.buffer)
         groups = collected.chosen
         ahead = None if left == 0 else rollout.begin_next(collected)
-        found = staleness(groups.summaries, self.version, bound)
+        ages = staleness(groups.summaries, self.version, bound)
         self.version += 1
         record = Record(self.version)
         self.buffer = rollout.finish(collected, ahead, record)
@@ -140,7 +140,7 @@ class Run:
             assert summary.response_lengths_G.tolist() == list(self.lengths(number)), (
                 "no sample is trained on cut"
             )
-        return numbers, found
+        return numbers, ages
 
 
 def oldest(run: Run, steps: int) -> int:
@@ -167,13 +167,16 @@ def test_without_phases_every_token_is_of_the_policy() -> None:
 
 def test_ahead_a_step_begins_with_a_phase_of_the_weights_before() -> None:
     """The same tickets as without: the first phase of a step is a version older, and streams are the step's."""
-    runs = [Run(lambda number: (3, 1 + number % 4), recipe_of(4, 2, 2, 4, one)) for one in (0, 1)]
+    runs = [
+        Run(lambda number: (3, 1 + number % 4), recipe_of(4, 2, 2, 4, steps_ahead))
+        for steps_ahead in (0, 1)
+    ]
     plain, trained = ([run.step()[0] for _ in range(4)] for run in runs)
     assert plain == trained
     ahead = Run(lambda number: (16, 16), recipe_of(16, None, 2, None, 1))
-    found = [ahead.step() for _ in range(3)]
-    assert [numbers for numbers, _ in found] == [[0, 1], [2, 3], [4, 5]]
-    assert [ages["stale/token_max"] for _, ages in found] == [0, 1, 1]
+    steps = [ahead.step() for _ in range(3)]
+    assert [numbers for numbers, _ in steps] == [[0, 1], [2, 3], [4, 5]]
+    assert [ages["stale/token_max"] for _, ages in steps] == [0, 1, 1]
     assert ahead.phases == 4, "one before the first step"
     seed = ahead.recipe.run.seed
     assert ahead.streams[2:] == [(seed, step, place) for step in (2, 3, 4) for place in (0, 1)]
@@ -181,11 +184,11 @@ def test_ahead_a_step_begins_with_a_phase_of_the_weights_before() -> None:
 
 def test_ahead_prompts_that_a_step_draws_itself_have_streams_from_round_1_on() -> None:
     """Of the four that were drawn ahead for step 2 two have groups of right answers alone."""
-    how = Hyperparameters(dynamic_sampling=True, oversample=1.0)
+    hyperparameters = Hyperparameters(dynamic_sampling=True, oversample=1.0)
     run = Run(
         lambda number: (2, 2),
         recipe_of(4, None, 4, None, 1),
-        how,
+        hyperparameters,
         lambda number: number not in (5, 6),
     )
     assert [run.step()[0] for _ in range(2)] == [[0, 1, 2, 3], [4, 7, 8, 9]]
@@ -294,8 +297,8 @@ def test_trained_lengths_are_planted_lengths() -> None:
     at, planted = np.arange(97), lengths.ravel()
 
     def distance(numbers: Sequence[int]) -> float:
-        mine = lengths[list(numbers)].ravel()
-        return float(max(abs((mine[:, None] <= at).mean(0) - (planted[:, None] <= at).mean(0))))
+        drawn = lengths[list(numbers)].ravel()
+        return float(max(abs((drawn[:, None] <= at).mean(0) - (planted[:, None] <= at).mean(0))))
 
     # of as many independent draws, 1 in 1000 is farther
     bound = 1.95 * (1 / (2 * wanted * steps)) ** 0.5

@@ -54,7 +54,7 @@ def plain(rows: list[Any]) -> list[Any]:
     def of(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             return value.dtype.str, value.shape, value.tobytes(), value.flags.writeable
-        is_rows = isinstance(value, tuple) and all(isinstance(one, Row) for one in value)
+        is_rows = isinstance(value, tuple) and all(isinstance(row, Row) for row in value)
         return plain(list(value)) if is_rows else value
 
     return [{name: of(value) for name, value in row.__dict__.items()} for row in rows]
@@ -83,18 +83,18 @@ def test_every_bit_of_every_row_comes_back(
     """Whole, cut into rows with experts of their own, with an own prompt; and plain samples beside them."""
     rng = np.random.default_rng(seed)
     whole = [episode(PROMPT, rng, count, pays=pays) for count in turns]
-    rows = [cut(one, rng.integers(1, 4, 2).tolist()) for one in whole]
+    rows = [cut(sample, rng.integers(1, 4, 2).tolist()) for sample in whole]
     routed = [
         replace(row, routed_experts=rng.integers(0, 8, (row.num_tokens - 1, 2, 2)).astype(np.int16))
         for row in rows[0].rows
     ]
     other = replace(rows[0], rows=tuple(routed))
-    own = with_row(whole[0], prompt_ids=(9, 9, 9, 9))
+    reprompted = with_row(whole[0], prompt_ids=(9, 9, 9, 9))
     usual = response(PROMPT.token_ids, np.arange(3), np.full(3, -0.1, np.float32), "x", version=1)
-    given_groups = [group_of(*whole, *rows, usual), group_of(other, own), group_of(usual)]
-    found = read(tmp_path_factory.mktemp("file") / "f.parquet", *given_groups)
-    assert [plain(list(one.samples)) for one in found] == [
-        plain(list(one.samples)) for one in given_groups
+    given_groups = [group_of(*whole, *rows, usual), group_of(other, reprompted), group_of(usual)]
+    groups = read(tmp_path_factory.mktemp("file") / "f.parquet", *given_groups)
+    assert [plain(list(group.samples)) for group in groups] == [
+        plain(list(group.samples)) for group in given_groups
     ]
 
 
@@ -102,14 +102,14 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     """As that of an agent that never asked the model, or one that is open before its first turn."""
     facts = replace(FACTS, sampled_tokens=2, seed=None)
     silent = response(PROMPT.token_ids, NOTHING, finished=False, facts=facts)
-    one = episode(PROMPT, np.random.default_rng(0), 2)
-    one = replace(
-        one, facts=replace(FACTS, sampled_tokens=one.num_trained + 2), transcript=TRANSCRIPT
+    played = episode(PROMPT, np.random.default_rng(0), 2)
+    played = replace(
+        played, facts=replace(FACTS, sampled_tokens=played.num_trained + 2), transcript=TRANSCRIPT
     )
-    (found,) = read(tmp_path / "f.parquet", group_of(silent, one))
-    assert [sample.facts for sample in found.samples] == [silent.facts, one.facts]
-    assert [sample.transcript for sample in found.samples] == [(), TRANSCRIPT]
-    assert plain(list(found.samples)) == plain([silent, one])
+    (group,) = read(tmp_path / "f.parquet", group_of(silent, played))
+    assert [sample.facts for sample in group.samples] == [silent.facts, played.facts]
+    assert [sample.transcript for sample in group.samples] == [(), TRANSCRIPT]
+    assert plain(list(group.samples)) == plain([silent, played])
     unbegun = response(
         PROMPT.token_ids,
         NOTHING,
@@ -120,15 +120,17 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     account = {
         "turns": 1,
         "tool_s": 0.1 + 0.2,
-        "sampled_tokens": one.num_trained + 2,
+        "sampled_tokens": played.num_trained + 2,
         "dropped_anew": 2,
     }
     opened = EpisodeProgress(
         *(2, account, "message", 1 / 3, ("0f" * 64,), 3, (5, 2**31)),
         *(({"role": "user", "content": "\u2713 \ud800"},), '[[[["open"], null]]]', True, 2),
     )
-    waiting = replace(one, is_open=True, finished=False, facts=None, open_episode=opened)
-    partial = PartialGroup(PROMPT, (one, waiting, unbegun), (RewardResult(1.0, True), None, None))
+    waiting = replace(played, is_open=True, finished=False, facts=None, open_episode=opened)
+    partial = PartialGroup(
+        PROMPT, (played, waiting, unbegun), (RewardResult(1.0, True), None, None)
+    )
     with writing(tmp_path / "buffer.parquet", 99, 1.0) as file:
         file.write([partial])
     (buffered,) = open_samples(tmp_path / "buffer.parquet").buffered_groups()
@@ -142,7 +144,7 @@ def test_what_happened_comes_back_and_an_episode_may_have_no_token(tmp_path: Pat
     unread = replace(waiting, open_episode=FACTS)  # type: ignore[arg-type]
     for bad, says in ((dropped, "were dropped"), (unread, "an open episode that cannot be read")):
         with writing(tmp_path / "bad.parquet", 99, 1.0) as file:
-            file.write([replace(partial, samples=(one, bad, unbegun))])
+            file.write([replace(partial, samples=(played, bad, unbegun))])
         with pytest.raises(UserError, match=says):
             list(open_samples(tmp_path / "bad.parquet").buffered_groups())
 
@@ -156,19 +158,19 @@ def test_a_file_of_another_format_is_refused_by_its_number(tmp_path: Path, numbe
     pyarrow.parquet.write_table(table, path)
     with pytest.raises(UserError) as caught:
         open_samples(path)
-    told = (
+    problem = (
         f"its format is {number}, this version reads 10; make it again with `megarl rollout --out`"
     )
-    assert str(caught.value) == f"{path}: {told}"
+    assert str(caught.value) == f"{path}: {problem}"
 
 
 def test_rows_that_make_no_episode_are_refused(tmp_path: Path) -> None:
     """By another program that writes our columns."""
-    path, one = tmp_path / "f.parquet", cut(episode(PROMPT, np.random.default_rng(3), 3), [1])
-    read(path, group_of(one))
+    path, sample = tmp_path / "f.parquet", cut(episode(PROMPT, np.random.default_rng(3), 3), [1])
+    read(path, group_of(sample))
     whole = path.read_bytes()
     first, second = pyarrow.parquet.read_table(path).to_pylist()[0]["rows"]
-    facts = asdict(one.facts)  # type: ignore[arg-type]
+    facts = asdict(sample.facts)  # type: ignore[arg-type]
     for column, value, says in (
         (
             "rows",
@@ -217,5 +219,5 @@ def test_a_data_row_is_what_the_processes_of_environments_get(tmp_path: Path) ->
     }
     prompt = replace(PROMPT, row=row)
     whole = replace(group_of(episode(PROMPT, np.random.default_rng(0), 1)), prompt=prompt)
-    (found,) = read(tmp_path / "f.parquet", whole)
-    assert found.prompt.row == json.loads(as_line(row)) and found.prompt.row["many"] == [0, 1]
+    (group,) = read(tmp_path / "f.parquet", whole)
+    assert group.prompt.row == json.loads(as_line(row)) and group.prompt.row["many"] == [0, 1]

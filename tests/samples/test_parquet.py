@@ -108,15 +108,15 @@ def write(path: Path, *steps: list[SampleGroup]) -> SampleFile:
 
 
 def recipe(*overrides: str) -> Recipe:
-    own = ["run.steps=2", f"rollout.temperature={TEMPERATURE}", "train.updates_per_step=1"]
-    return load_recipe(QUICKSTART, [*own, *overrides])
+    keys = ["run.steps=2", f"rollout.temperature={TEMPERATURE}", "train.updates_per_step=1"]
+    return load_recipe(QUICKSTART, [*keys, *overrides])
 
 
 def roles(*overrides: str, context: int | None = None, shape: ModelShape = SHAPE) -> Roles:
     """Those of the quickstart, with a policy of this shape and context."""
-    found = resolve(recipe(*overrides))
+    resolved = resolve(recipe(*overrides))
     return replace(
-        found, policy=replace(found.policy, model=HfModel("", shape, context_tokens=context))
+        resolved, policy=replace(resolved.policy, model=HfModel("", shape, context_tokens=context))
     )
 
 
@@ -142,8 +142,10 @@ def test_every_bit_of_every_group_comes_back(tmp_path: Path) -> None:
     file = write(tmp_path / "samples.parquet", *steps)
     assert file.num_samples == (5, 4)
     for number, groups in enumerate(steps, start=1):
-        assert [bits(one) for one in file.groups(number)] == [bits(one) for one in groups]
-    assert [one.name for one in tmp_path.iterdir()] == ["samples.parquet"]
+        assert [bits(sample_group) for sample_group in file.groups(number)] == [
+            bits(sample_group) for sample_group in groups
+        ]
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.parquet"]
 
 
 def test_a_buffer_has_complete_groups_and_partial_ones_with_their_reward_results(
@@ -159,8 +161,8 @@ def test_a_buffer_has_complete_groups_and_partial_ones_with_their_reward_results
     opened = replace(other.samples[3], text="", finished=False, is_open=True)
     partial = PartialGroup(other.prompt, (*other.samples[:3], opened), reward_results)
     with writing(tmp_path / "buffer.parquet", SHAPE.vocab_size, TEMPERATURE) as file:
-        for one in (whole, partial):
-            file.write([one])
+        for sample_group in (whole, partial):
+            file.write([sample_group])
     buffer = open_samples(tmp_path / "buffer.parquet")
     first, second = buffer.buffered_groups()
     assert isinstance(first, SampleGroup) and bits(first) == bits(whole)
@@ -192,18 +194,18 @@ def test_a_damaged_file_is_named_whichever_byte_it_is(tmp_path: Path) -> None:
     """Cut anywhere, or with one flipped bit in any of its pages."""
     file = write(tmp_path / "samples.parquet", [group(1, experts=np.uint8)], [group(2)])
     whole = file.path.read_bytes()
-    wanted = [[bits(one) for one in file.groups(step)] for step in (1, 2)]
+    expected = [[bits(sample_group) for sample_group in file.groups(step)] for step in (1, 2)]
 
     def damage(content: bytes) -> bool:
         """Whether it is told; else everything must still be what it was."""
         file.path.write_bytes(content)
         try:
             damaged = open_samples(file.path)
-            got = [[bits(one) for one in damaged.groups(step)] for step in (1, 2)]
+            got = [[bits(sample_group) for sample_group in damaged.groups(step)] for step in (1, 2)]
         except UserError as error:
             assert error.where == str(file.path)
             return True
-        assert got == wanted
+        assert got == expected
         return False
 
     assert all(damage(whole[:end]) for end in (0, 3, 8, len(whole) // 2, len(whole) - 1))
@@ -287,11 +289,11 @@ def test_a_disk_without_locks_is_refused_in_one_line(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    told = (
+    problem = (
         f"--out: files in {tmp_path} cannot be locked ({os.strerror(number)}); mount it with locks"
     )
     with (
-        pytest.raises(UserError, match=re.escape(told)),
+        pytest.raises(UserError, match=re.escape(problem)),
         writing(tmp_path / "samples.parquet", 32, TEMPERATURE, "--out"),
     ):
         pytest.fail("it is written without a lock")
@@ -345,12 +347,12 @@ def test_rows_that_make_no_sample_are_refused(
 
 def test_experts_of_a_part_of_the_tokens_are_refused(tmp_path: Path) -> None:
     """As those of a response's last phase alone would be."""
-    one = group(1, experts=np.uint8)
+    sample_group = group(1, experts=np.uint8)
     cut = [
         with_row(sample, routed_experts=sample.only_row.routed_experts[1:])  # type: ignore[index]
-        for sample in one.samples
+        for sample in sample_group.samples
     ]
-    file = write(tmp_path / "samples.parquet", [replace(one, samples=tuple(cut))])
+    file = write(tmp_path / "samples.parquet", [replace(sample_group, samples=tuple(cut))])
     with pytest.raises(
         UserError, match="has a row 0 with 4 tokens of prompt and response, and the experts of 2"
     ):
