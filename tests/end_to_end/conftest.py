@@ -164,7 +164,7 @@ def launch(inputs: Path, tmp_path: Path) -> Iterator[Callable[..., Command]]:
         if command.process.poll() is None:
             tree = command.tree()
             os.killpg(command.process.pid, signal.SIGKILL)
-            for one in tree:
+            for child in tree:
                 with suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    child.kill()
             command.process.communicate()

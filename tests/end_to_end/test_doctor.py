@@ -40,9 +40,9 @@ def megarl(
     folder: Path, environment: dict[str, str], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "megarl.cli", *arguments]
-    own = environment | {"PYTHONPATH": str(ROOT)}
+    variables = environment | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command, cwd=folder, env=own, capture_output=True, text=True, timeout=_LIMIT_S
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=_LIMIT_S
     )
 
 
@@ -75,7 +75,7 @@ class Nodes:
     def wait(self, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _LIMIT_S
         while not holds():
-            assert all(one.poll() is None for one in self.processes), self._logs()
+            assert all(process.poll() is None for process in self.processes), self._logs()
             assert time.monotonic() < deadline, self._logs()
             time.sleep(_POLL_S)
 
@@ -99,11 +99,11 @@ class Nodes:
         }
 
     def _node(self, own_address: str, *arguments: str, **environment: str) -> None:
-        own = self.environment() | {"MEGARL_NODE_ADDRESS": own_address, **environment}
+        variables = self.environment() | {"MEGARL_NODE_ADDRESS": own_address, **environment}
         command = ["bash", str(ROOT / "scripts/ray_node.sh"), *arguments]
         with (self.folder / f"{own_address}.log").open("wb") as log:
             self.processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=own, stdout=log, stderr=log)
+                subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
             )
 
     def _num_joined(self) -> int:
@@ -118,21 +118,21 @@ class Nodes:
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as disk:
-        made = Nodes(tmp_path_factory.mktemp("doctor"), Path(disk))
+        two_nodes = Nodes(tmp_path_factory.mktemp("doctor"), Path(disk))
         try:
-            made.start()
-            yield made
+            two_nodes.start()
+            yield two_nodes
         finally:
-            for process in made.processes:
+            for process in two_nodes.processes:
                 tree = []
                 if process.poll() is None:
                     tree = psutil.Process(process.pid).children(recursive=True)
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(60)
-                for one in tree:
+                for child in tree:
                     with suppress(psutil.NoSuchProcess):
-                        one.kill()
+                        child.kill()
                 process.kill()
                 process.wait()
 
@@ -144,18 +144,18 @@ def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path
     first: the rates against `nccl-tests` and the data sheet; `megarl plan --hardware` with the file against the
     first run's step.
     """
-    own = inherited("RAY_") | {"OMP_NUM_THREADS": "1"}
+    environment = inherited("RAY_") | {"OMP_NUM_THREADS": "1"}
     file = tmp_path / "mine.yaml"
-    done = megarl(inputs, own, "doctor", "--measure", "--out", str(file))
+    done = megarl(inputs, environment, "doctor", "--measure", "--out", str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"measured: {file}, for megarl plan RECIPE --hardware {file}" in done.stdout.splitlines()
     recipe = str(ROOT / "recipes/quickstart.yaml")
-    plan = megarl(inputs, own, "plan", recipe, "--hardware", str(file), "--json")
+    plan = megarl(inputs, environment, "plan", recipe, "--hardware", str(file), "--json")
     # whether the quickstart fits on a GPU like that is not the question
     assert plan.returncode in (0, 2), plan.stderr
-    found, card = json.loads(plan.stdout), load_hardware(file)
-    assert found["memory"]["capacity_bytes"] == card.memory_bytes
-    assert found["step"]["total_s"] > 0
+    planned, card = json.loads(plan.stdout), load_hardware(file)
+    assert planned["memory"]["capacity_bytes"] == card.memory_bytes
+    assert planned["step"]["total_s"] > 0
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="peaks are known of GPUs alone")
@@ -183,11 +183,11 @@ def test_several_machines_measure_the_links_between_them(tmp_path: Path) -> None
     runs `megarl doctor --measure` where RAY_ADDRESS names a cluster of several machines, and on one of them the
     quickstart is run by hand.
     """
-    found = measured_rates(tmp_path, dict(os.environ))
-    addresses = {node["address"] for node in found["facts"]}
+    report = measured_rates(tmp_path, dict(os.environ))
+    addresses = {node["address"] for node in report["facts"]}
     assert len(addresses) > 1 and not any(map(is_loopback, addresses))
-    assert {rate["node"] for rate in found["rates"]} == {*range(len(addresses))}
-    assert all(rate["between_bytes_per_s"] > 0 for rate in found["rates"])
+    assert {rate["node"] for rate in report["rates"]} == {*range(len(addresses))}
+    assert all(rate["between_bytes_per_s"] > 0 for rate in report["rates"])
 
 
 def measured_rates(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
@@ -202,27 +202,28 @@ def test_both_nodes_are_looked_at_measured_and_told_apart(nodes: Nodes) -> None:
     file = nodes.folder / "hardware.yaml"
     done = nodes.doctor("--measure", "--out", str(file), "--json")
     assert done.returncode == 2, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert {node["address"]: node["ray_gpus"] for node in found["facts"]} == {FIRST: 2, SECOND: 2}
-    assert found["facts"][0]["address"] == FIRST, "this command's own node"
+    report = json.loads(done.stdout)
+    assert {node["address"]: node["ray_gpus"] for node in report["facts"]} == {FIRST: 2, SECOND: 2}
+    assert report["facts"][0]["address"] == FIRST, "this command's own node"
     lines = {
-        (one["severity"], one["where"], *one["nodes"]): one["problem"] for one in found["findings"]
+        (finding["severity"], finding["where"], *finding["nodes"]): finding["problem"]
+        for finding in report["findings"]
     }
     assert lines["error", "apex", SECOND] == "0.1, where 1 node has nothing"
     assert lines["warning", "NCCL_IB_HCA", SECOND] == "mlx5_1, where 1 node has nothing"
     assert [key for key in lines if key[0] == "error"] == [("error", "apex", SECOND)]
-    for node in found["facts"]:
+    for node in report["facts"]:
         assert abs(node["clock_offset_s"]) <= node["clock_error_s"], (
             "two processes of one machine have one clock"
         )
         assert node["folders"][0]["is_shared"] is True
-    assert [(one["node"], one["between_bytes_per_s"] > 0) for one in found["rates"]] == [
+    assert [(rate["node"], rate["between_bytes_per_s"] > 0) for rate in report["rates"]] == [
         (0, True), (0, True), (1, True), (1, True),
     ]  # fmt: skip
     card = load_hardware(file)
     assert card.gpus_per_node == 2
     assert card.nic_bytes_per_s == pytest.approx(
-        min(one["between_bytes_per_s"] for one in found["rates"]), rel=1e-5
+        min(rate["between_bytes_per_s"] for rate in report["rates"]), rel=1e-5
     )
     leftovers = [path.name for path in nodes.folder.iterdir() if path.name.startswith(".megarl")]
     assert leftovers == [], "the file by which nodes know a shared disk"

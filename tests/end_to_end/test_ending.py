@@ -81,8 +81,8 @@ def test_sigterm_while_everything_starts(launch: Callable):
     command = launch(*FOREVER)
     assert command.process.stdout is not None
     # another test's killed session may be told of first
-    said = iter(command.process.stdout.readline, "")
-    assert any(line.startswith("starting training ranks") for line in said)
+    lines = iter(command.process.stdout.readline, "")
+    assert any(line.startswith("starting training ranks") for line in lines)
     os.kill(command.process.pid, signal.SIGTERM)
     _end(command, "terminated", 143)
 
@@ -90,17 +90,17 @@ def test_sigterm_while_everything_starts(launch: Callable):
 def _check_sockets(command) -> None:
     """Only Ray listens beyond loopback: its servers, and one port in each worker and in the command itself."""
     ours = 0
-    for one in command.look():
+    for process in command.look():
         beyond = [
             address
-            for address in one.listening
+            for address in process.listening
             if address[0] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
         ]
-        ours += len(one.listening) - len(beyond)
-        if one.pid == command.process.pid or "ray::" in one.command_line:
-            assert len(beyond) <= 1, (one, "a worker's only open port is Ray's")
+        ours += len(process.listening) - len(beyond)
+        if process.pid == command.process.pid or "ray::" in process.command_line:
+            assert len(beyond) <= 1, (process, "a worker's only open port is Ray's")
         elif beyond:
-            assert any(word in one.command_line for word in RAY_SERVERS), one
+            assert any(word in process.command_line for word in RAY_SERVERS), process
     assert ours, "the store and gloo listen"
 
 
@@ -108,10 +108,10 @@ def _check_secrets(command) -> None:
     """The token is in the environment of this user's processes and nowhere else."""
     seen = command.look()
     # the command's own is what it was started with
-    below = [one for one in seen if one.pid != command.process.pid]
-    (token,) = {one.environment.get("RAY_AUTH_TOKEN", "") for one in below} - {""}
+    below = [process for process in seen if process.pid != command.process.pid]
+    (token,) = {process.environment.get("RAY_AUTH_TOKEN", "") for process in below} - {""}
     assert len(token) >= 32
-    assert not [one for one in seen if token in one.command_line]
+    assert not [process for process in seen if token in process.command_line]
     sessions = [
         path for path in shared_files() - command.files_before if _is_of(command, Path(path))
     ]
@@ -123,21 +123,21 @@ def _check_secrets(command) -> None:
 
 def _check_folders(command) -> None:
     """Nobody but this user can reach what a run has in the common places: Ray opens its own folder to everyone."""
-    made = [Path(path) for path in shared_files() - command.files_before]
-    own = [one for one in made if _is_of(command, one)]
-    assert len(own) == 1, (made, "one session, one folder")
-    assert own[0].is_dir() and not own[0].is_symlink()
-    assert own[0].stat().st_mode & 0o7777 == 0o700 and own[0].stat().st_uid == os.geteuid()
-    assert list(own[0].glob("megarl-engine-*")) and list(
-        own[0].glob("ray/session_*/sockets/raylet*")
+    new_paths = [Path(path) for path in shared_files() - command.files_before]
+    folders = [path for path in new_paths if _is_of(command, path)]
+    assert len(folders) == 1, (new_paths, "one session, one folder")
+    assert folders[0].is_dir() and not folders[0].is_symlink()
+    assert folders[0].stat().st_mode & 0o7777 == 0o700 and folders[0].stat().st_uid == os.geteuid()
+    assert list(folders[0].glob("megarl-engine-*")) and list(
+        folders[0].glob("ray/session_*/sockets/raylet*")
     )
-    longest = max(len(str(path)) for path in own[0].rglob("*") if path.is_socket())
+    longest = max(len(str(path)) for path in folders[0].rglob("*") if path.is_socket())
     assert longest <= 107 - len("4294967")  # a process id may have more digits than these have
 
 
 def _is_of(command, path: Path) -> bool:
     """Whether a process of the command has its temporary files there."""
-    return any(one.environment.get("TMPDIR") == str(path) for one in command.look())
+    return any(process.environment.get("TMPDIR") == str(path) for process in command.look())
 
 
 def _text(path: Path) -> str:
@@ -176,14 +176,14 @@ def test_a_stopped_training_rank(launch: Callable):
 
 def _trainer(command) -> psutil.Process:
     """A Ray worker that has no engine under it."""
-    return next(one for one in _workers(command) if not one.children())
+    return next(process for process in _workers(command) if not process.children())
 
 
 def _workers(command) -> list[psutil.Process]:
     return [
-        psutil.Process(one.pid)
-        for one in command.look()
-        if one.command_line.startswith("ray::_Shell")
+        psutil.Process(process.pid)
+        for process in command.look()
+        if process.command_line.startswith("ray::_Shell")
     ]
 
 
@@ -194,10 +194,10 @@ def test_a_killed_engine_process(launch: Callable):
     command.wait_for_step(1)
     # Schedulers are forked, on CPU, from a server that is the child of the engine's worker.
     schedulers = [
-        one
+        scheduler
         for worker in _workers(command)
         for server in worker.children()
-        for one in server.children()
+        for scheduler in server.children()
     ]
     assert len(schedulers) == 2
     schedulers[1].kill()

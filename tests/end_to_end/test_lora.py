@@ -60,9 +60,13 @@ def test_engines_get_the_frozen_weights_once_and_then_adapters_alone(
     """
     (tmp_path / "parity.py").write_text(PARITY)
     write_rewarding_adapters(tmp_path / "models" / "tiny-qwen3-moe", tmp_path / "judge")
-    own = ("lora.sync=adapters", "lora.experts=0", "lora.targets=[q_proj, k_proj, v_proj, o_proj]")
+    lora_keys = (
+        "lora.sync=adapters",
+        "lora.experts=0",
+        "lora.targets=[q_proj, k_proj, v_proj, o_proj]",
+    )
     others = ("algorithm.name=ppo", "critic.shares_weights=true", "reward_model.adapters=judge")
-    command = launch(*KEYS, *own, *others, "run.steps=2", "algorithm.kl_coefficient=0.0")
+    command = launch(*KEYS, *lora_keys, *others, "run.steps=2", "algorithm.kl_coefficient=0.0")
     command.ends_well(400)
     start, *steps = command.records()
     for record in steps:

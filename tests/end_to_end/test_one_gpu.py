@@ -136,10 +136,10 @@ def test_a_run_of_latent_attention_with_an_fp8_cache(
     by reading SGLang's source. To check first: the logprob gap and the tokens a second of DeepSeek-V3 with
     `kv_cache_dtype` fp8_e4m3 and flashmla (Hopper), trtllm_mla (Blackwell): one run of the test on each.
     """
-    found = torch.cuda.get_device_capability()[0]
-    if found != capability:
+    actual = torch.cuda.get_device_capability()[0]
+    if actual != capability:
         pytest.skip(
-            f"{backend} is for GPUs of compute capability {capability}, and this one has {found}"
+            f"{backend} is for GPUs of compute capability {capability}, and this one has {actual}"
         )
     cache = f"rollout.engine.sglang={{kv_cache_dtype: fp8_e4m3, attention_backend: {backend}}}"
     check(steps_of(launch, tmp_path, cache, family="deepseek-v3", **LATENT), 0.2)

@@ -96,8 +96,12 @@ def _check_converted(folder: Path) -> None:
     """The run's last weights as a model that transformers loads whole, by training ranks in another layout."""
     layout = ("train.ep=1", "placement.gpus=1", "placement.train_gpus=1")
     convert(folder, "runs/disturbed", "hf", *layout)
-    model, said = load(folder / "hf")
-    assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
+    model, report = load(folder / "hf")
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     begun, _ = load(folder / "models" / "tiny-qwen3-moe")
     assert not torch.equal(model.lm_head.weight, begun.lm_head.weight)
     _try_the_readme(folder)

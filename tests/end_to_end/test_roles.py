@@ -65,9 +65,9 @@ def test_a_run_with_a_critic_and_a_reward_model(launch: Callable, tmp_path: Path
     prompts = load_prompts(source, tokenizer, max_prompt_tokens=64).prompts
     asked = {prompt.text: prompt.row["prompt"] for prompt in prompts}
     lines = (tmp_path / "runs" / "quickstart" / "samples.jsonl").read_text().splitlines()
-    for one in map(json.loads, lines):
-        row = chat_ids(tokenizer, asked[one["prompt"]], one["response"])
+    for sample in map(json.loads, lines):
+        row = chat_ids(tokenizer, asked[sample["prompt"]], sample["response"])
         with torch.no_grad():
             score = float(model(torch.tensor([row])).logits[0, 0])
-        assert one["reward"] == pytest.approx(0.5 * score, abs=1e-4)
+        assert sample["reward"] == pytest.approx(0.5 * score, abs=1e-4)
     assert lines

@@ -125,7 +125,7 @@ def test_other_layouts_agree_too(
         )
     )
     files = f"{{path: data/train.jsonl, weight: 3}}, {{path: {odd}, prompt: ask, answer: reply, weight: 1}}"
-    given = [f"data.train=[{files}]", "data.overlong=drop"]
+    data_keys = [f"data.train=[{files}]", "data.overlong=drop"]
     placement = {**placement, "train_gpus": 2, "gpus_per_node": 2}
     overrides = [f"train.{key}={value}" for key, value in train.items()]
     overrides += [f"rollout.engine.{key}={value}" for key, value in engine.items()]
@@ -133,7 +133,7 @@ def test_other_layouts_agree_too(
     overrides += ["rollout.ahead=1", "rollout.phase_tokens=4", "algorithm.rollout_correction=tis"]
     command = launch(
         *overrides, "run.steps=3", "warm_start.steps=10", "train.updates_per_step=2", "rollout.prompts_per_step=8",
-        "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}", *given,
+        "evaluation.max_prompts=16", "reshard.verify=checksum", f"algorithm.name={algorithm}", *data_keys,
     )  # fmt: skip
     assert command.finish(300) == 0, command.err
     assert command.out.count(f"1 of the 3 prompts of {odd} were dropped") == 1

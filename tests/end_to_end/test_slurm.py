@@ -51,7 +51,7 @@ class Job:
             f"data.train={self._inputs}/data/train.jsonl",
         ]
         files += [f"data.eval.arith={self._inputs}/data/eval.jsonl", f"run.dir={self._folder}/runs"]
-        own = {
+        variables = {
             "PATH": f"{Path(sys.executable).parent}:{self._slurm.environment['PATH']}",
             "PYTHONPATH": str(ROOT),
             "MEGARL_JOBS": str(self.jobs),
@@ -68,7 +68,7 @@ class Job:
         options = ["--nodes=2", f"--gpus-per-node={node_gpus}", "--time=60", "--signal=B:USR1@1800"]
         options += [f"--output={self._log}", f"--chdir={ROOT}", "--parsable"]
         self.id = self._slurm.call(
-            "env", "-i", *(f"{name}={value}" for name, value in (known | own).items()),
+            "env", "-i", *(f"{name}={value}" for name, value in (known | variables).items()),
             "sbatch", *options, "scripts/slurm/megarl.sbatch", "recipes/quickstart.yaml", *SMALL, *sizes, *files, *keys,
         ).strip()  # fmt: skip
 
@@ -111,20 +111,22 @@ class Job:
 
     def driver(self) -> psutil.Process:
         return next(
-            one
-            for one in self.processes()
-            if "megarl train recipes/quickstart.yaml" in line_of(one)
+            process
+            for process in self.processes()
+            if "megarl train recipes/quickstart.yaml" in line_of(process)
         )
 
     def on_node(self, address: str) -> list[psutil.Process]:
         """What runs there as a step; the first node has the job's script and its children beside it."""
-        own = set(self.processes()) & set(processes_with("SLURMD_NODENAME", address))
-        return [one for one in own if one.environ().get("SLURM_STEP_ID")]
+        processes = set(self.processes()) & set(processes_with("SLURMD_NODENAME", address))
+        return [process for process in processes if process.environ().get("SLURM_STEP_ID")]
 
     def below_raylet(self, address: str) -> list[psutil.Process]:
         """The megarl processes of a node."""
-        (raylet,) = [one for one in self.on_node(address) if one.name() == "raylet"]
-        return [one for one in raylet.children() if line_of(one).startswith("ray::_Shell")]
+        (raylet,) = [process for process in self.on_node(address) if process.name() == "raylet"]
+        return [
+            process for process in raylet.children() if line_of(process).startswith("ray::_Shell")
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -139,14 +141,14 @@ def slurm() -> Iterator[Slurm]:
 @pytest.fixture
 def job(slurm: Slurm, inputs: Path, tmp_path: Path) -> Iterator[Job]:
     with tempfile.TemporaryDirectory(prefix="nodes-", dir="/tmp") as disk:
-        made = Job(slurm, inputs, tmp_path, disk)
-        yield made
-        if made.id:
-            slurm.end(made.id)
-            for process in made.processes():
+        new_job = Job(slurm, inputs, tmp_path, disk)
+        yield new_job
+        if new_job.id:
+            slurm.end(new_job.id)
+            for process in new_job.processes():
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            wait_until(lambda: not made.processes(), _LIMIT_S, made.log)
+            wait_until(lambda: not new_job.processes(), _LIMIT_S, new_job.log)
 
 
 def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
@@ -202,7 +204,7 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
     for address in NODES:
         # An engine's ranks are forked, on CPU, from a server that is the child of its worker.
         ranks = [
-            sum(len(one.children()) for one in worker.children())
+            sum(len(server.children()) for server in worker.children())
             for worker in job.below_raylet(address)
         ]
         assert sorted(ranks) == [0, 0, 2], "two training ranks, and both ranks of an engine"
@@ -225,7 +227,7 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
         assert record.get("rollout/logprob_diff_mean", 0.0) < 1e-4, (
             "the weights came over whole, between nodes too"
         )
-    assert [one.name for one in job.jobs.iterdir()] == [f"{job.id}.logs"]
+    assert [path.name for path in job.jobs.iterdir()] == [f"{job.id}.logs"]
     kept = list(job.jobs.glob(f"{job.id}.logs/0/{NODES[0]}/logs/worker-*"))
     assert kept, "what the processes said in the life that failed; the other node died"
     assert list(job.disk.iterdir()) == [], "the next life takes away what the dead node left"
@@ -248,4 +250,4 @@ def test_a_cancelled_job_leaves_nothing(job: Job, slurm: Slurm, is_training: boo
     wait_until(lambda: not job.processes(), _LIMIT_S, job.log)
     assert job.said()[-1] == "ended by a signal; it is not queued again", job.log()
     assert list(job.disk.iterdir()) == []
-    assert [one.name for one in job.jobs.iterdir()] == [f"{job.id}.logs"]
+    assert [path.name for path in job.jobs.iterdir()] == [f"{job.id}.logs"]

@@ -40,8 +40,8 @@ def test_samples_of_episodes_are_written_and_trained_on_later(
     few = ("run.steps=1", "warm_start.steps=0", "rollout.prompts_per_step=4")
     few = (*few, "rollout.samples_per_prompt=2", "evaluation.max_prompts=2")
     keys = (*quickstart_tools_inputs, *RUN, *few)
-    made = launch(*keys, "--out", "samples.parquet", verb="rollout", recipe=RECIPE)
-    assert made.finish(200) == 0, made.err
+    command = launch(*keys, "--out", "samples.parquet", verb="rollout", recipe=RECIPE)
+    assert command.finish(200) == 0, command.err
     groups = open_samples(tmp_path / "samples.parquet").groups(1)
     assert all(sample.facts for group in groups for sample in group.samples)
     learnt = launch(*keys, "--from-samples", "samples.parquet", recipe=RECIPE)
@@ -80,8 +80,8 @@ def test_the_same_recipe_without_the_tool_does_not_learn_to_multiply(
         sum("warm_start/loss" in record for record in records) == 100 and records[-1]["step"] == 15
     )
     assert not any("episode/" in name for record in records for name in record)
-    found = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
-    assert len(found) == 5 and max(found) < 0.15
+    accuracies = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    assert len(accuracies) == 5 and max(accuracies) < 0.15
 
 
 @pytest.mark.nightly
