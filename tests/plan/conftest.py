@@ -24,8 +24,12 @@ def models_are_built_once() -> Iterator[None]:
     known: dict[str, dict[str, Any]] = {}
 
     def asked(requests: Requests) -> list[dict[str, Any]]:
-        names = [json.dumps(one, sort_keys=True) for one in requests]
-        new = {name: one for name, one in zip(names, requests, strict=True) if name not in known}
+        names = [json.dumps(request, sort_keys=True) for request in requests]
+        new = {
+            name: request
+            for name, request in zip(names, requests, strict=True)
+            if name not in known
+        }
         known.update(zip(new, _in_child(list(new.values())) if new else [], strict=True))
         return [known[name] for name in names]
 

@@ -130,5 +130,8 @@ def count(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize
 def memory(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
     """The same with faults."""
     return with_errors(
-        recipe, hardware, sizes, lambda changed, found: count(changed, hardware, found)
+        recipe,
+        hardware,
+        sizes,
+        lambda changed, changed_sizes: count(changed, hardware, changed_sizes),
     )

@@ -31,31 +31,31 @@ _STAGES = [4] * 13 + [3] * 3
 def recipe(folder: Path, config: dict[str, Any], *overrides: str) -> Recipe:
     """The quickstart's recipe with a model of which there is the config.json alone."""
     (folder / "config.json").write_text(json.dumps(config))
-    given = [
+    keys = [
         "model.path=nowhere",
         f"model.config={folder}",
         "model.dtype=bfloat16",
         "warm_start.steps=0",
     ]
     return load_recipe(
-        ROOT / "recipes" / "quickstart.yaml", [*given, f"placement.hardware={H800}", *overrides]
+        ROOT / "recipes" / "quickstart.yaml", [*keys, f"placement.hardware={H800}", *overrides]
     )
 
 
 def small(folder: Path, *overrides: str) -> Recipe:
     """A model of 4 layers and 8 experts on two nodes of 4 GPUs."""
-    given = [
+    keys = [
         "placement.gpus=8",
         "placement.gpus_per_node=4",
         "rollout.engine.count=2",
         "rollout.engine.tp=4",
     ]
-    return recipe(folder, SMALL, *given, *overrides)
+    return recipe(folder, SMALL, *keys, *overrides)
 
 
 def deepseek(folder: Path, *overrides: str) -> Recipe:
     """DAPO of DeepSeek-V3 on 64 nodes of 8 GPUs: TP4 PP16 EP32 into engines of TP32."""
-    given = {
+    values = {
         "data.max_prompt_tokens": 2048,
         "algorithm.name": "dapo",
         "rollout.prompts_per_step": 512,
@@ -77,6 +77,6 @@ def deepseek(folder: Path, *overrides: str) -> Recipe:
     return recipe(
         folder,
         CONFIGS["deepseek-v3"],
-        *(f"{key}={value}" for key, value in given.items()),
+        *(f"{key}={value}" for key, value in values.items()),
         *overrides,
     )

@@ -48,10 +48,12 @@ def test_the_factors_are_those_that_ranks_train(tmp_path: Path) -> None:
     recipes = {name: lora_recipe(path, layout) for name, layout in LAYOUTS.items()}
     planned = sizes_of([resolve(recipe).models for recipe in recipes.values()], whole=False)
     for (name, layout), sizes in zip(LAYOUTS.items(), planned, strict=True):
-        for rank, found in enumerate(run_world(recipes[name], held)):
+        for rank, chunks in enumerate(run_world(recipes[name], held)):
             stage = sizes["policy"].stages[layout.coords(rank).pp]
             for key in ("dense", "expert", "frozen"):
-                assert [one[key] for one in found] == [asdict(one)[key] for one in stage], (
+                assert [chunk[key] for chunk in chunks] == [
+                    asdict(chunk)[key] for chunk in stage
+                ], (
                     name,
                     rank,
                     key,

@@ -29,17 +29,20 @@ def test_every_response_is_the_longest_at_a_share_of_1() -> None:
 
 
 def test_samples_are_counted_by_the_algorithm(tmp_path: Path) -> None:
-    given = [
+    keys = [
         "rollout.prompts_per_step=30",
         "rollout.samples_per_prompt=4",
         "data.max_prompt_tokens=100",
     ]
     counts = {}
     for name in ("grpo", "dapo", "remax", "sft"):
-        found = step_samples(planning.small(tmp_path, *given, f"algorithm.name={name}"))
-        assert len(found.responses) == found.num_drawn and len(found.lengths) == found.num_trained
-        assert (found.prompt_tokens, found.longest) == (25, 105)
-        counts[name] = found.drawn_prompts, found.num_drawn, found.num_trained
+        samples = step_samples(planning.small(tmp_path, *keys, f"algorithm.name={name}"))
+        assert (
+            len(samples.responses) == samples.num_drawn
+            and len(samples.lengths) == samples.num_trained
+        )
+        assert (samples.prompt_tokens, samples.longest) == (25, 105)
+        counts[name] = samples.drawn_prompts, samples.num_drawn, samples.num_trained
     assert counts == {
         "grpo": (30, 120, 120),
         "dapo": (45, 180, 120),
@@ -56,13 +59,13 @@ def test_a_nodes_samples_are_its_engines_and_its_ranks(tmp_path: Path) -> None:
     )  # fmt: skip
     layouts = model_shape(tmp_path), train_layout(recipe), engine_layout(recipe)
     samples = step_samples(recipe)
-    found = samples_bytes(recipe, *layouts, samples)
+    node_bytes = samples_bytes(recipe, *layouts, samples)
     whole = 10 * 4 * samples.mean_tokens * (4 * 2 + 8 + 4 + 1)
     # the first stage takes them out of whole groups
-    assert found == [whole / 2 + 2 * whole, whole / 2 + whole]
+    assert node_bytes == [whole / 2 + 2 * whole, whole / 2 + whole]
     off = overlaid(recipe, {"train": {"replay": "off"}})
     bare = samples_bytes(off, *layouts, samples)
-    assert [one * 13 for one in found] == [one * 21 for one in bare]
+    assert [num_bytes * 13 for num_bytes in node_bytes] == [num_bytes * 21 for num_bytes in bare]
 
 
 def test_a_share_is_what_a_run_would_pack(tmp_path: Path) -> None:
@@ -104,8 +107,8 @@ def test_what_does_not_divide_is_told_with_the_nearest_that_does(tmp_path: Path)
     layout = TrainLayout(16, 1, 2, 1)
     assert layout.dp == 8
     assert advice(fits, layout, 3, step_samples(fits)) == []
-    told = advice(does_not, layout, 3, step_samples(does_not))
-    assert [line.rpartition("; ")[2] for line in told] == [
+    lines = advice(does_not, layout, 3, step_samples(does_not))
+    assert [line.rpartition("; ")[2] for line in lines] == [
         "12 or 16 would divide",
         "12 or 15 would divide",
     ]

@@ -103,7 +103,10 @@ class ByTheToken:
         self.ends: list[float] = []
         self.retracted = self.again = self.admissions = 0
         self.queues = [
-            Queue([Row(one) for one in asked[index :: limits.groups]], (limits.initial_ratio, 0))
+            Queue(
+                [Row(request) for request in asked[index :: limits.groups]],
+                (limits.initial_ratio, 0),
+            )
             for index in range(limits.groups)
         ]
 
@@ -198,7 +201,9 @@ def test_all_samples_finish_and_each_token_is_counted_once(
 ) -> None:
     ends, engine = run(limits, asked, Linear())
     assert len(ends) == len(asked) and ends == sorted(ends)
-    assert sum(engine.tokens) == sum(one.prompt_tokens + one.response_tokens for one in asked)
+    assert sum(engine.tokens) == sum(
+        request.prompt_tokens + request.response_tokens for request in asked
+    )
     assert not engine.held.any()
 
 

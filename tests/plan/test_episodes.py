@@ -115,9 +115,9 @@ def test_every_token_of_an_episode_is_sampled_or_read() -> None:
     lengths = np.arange(1, 41) * 10
     samples = Samples(10, 10, 40, 40, 50, 450, lengths, Turns(3.0, 5, 0.25, float(lengths.mean())))
     requests = whole_requests(samples, 1, 1)
-    assert [one.added_tokens for one in requests] == lengths.tolist()
-    assert all(one.observed_tokens == 0 or one.turns > 1 for one in requests)
-    assert sum(one.observed_tokens for one in requests) == pytest.approx(
+    assert [request.added_tokens for request in requests] == lengths.tolist()
+    assert all(request.observed_tokens == 0 or request.turns > 1 for request in requests)
+    assert sum(request.observed_tokens for request in requests) == pytest.approx(
         0.25 * lengths.sum(), rel=0.05
     )
 
@@ -145,11 +145,11 @@ def test_no_phases_are_advised_which_episodes_do_not_take(recipe: Recipe) -> Non
 @pytest.mark.parametrize(("name", "is_read"), [("reinforce_pp", True), ("grpo", False)])
 def test_turns_with_rewards_read_the_discount(name: str, is_read: bool, recipe: Recipe) -> None:
     keys = {"name": name, "gamma": 0.9, "kl_coefficient": 0.0}
-    found = overlaid(recipe, {"algorithm": keys})
-    gamma = [error for error in hyperparameter_errors(found) if error.where == "algorithm.gamma"]
+    changed = overlaid(recipe, {"algorithm": keys})
+    gamma = [error for error in hyperparameter_errors(changed) if error.where == "algorithm.gamma"]
     assert bool(gamma) != is_read
-    without = overlaid(found, {"episode": None})
-    assert [one for one in hyperparameter_errors(without) if one.where == "algorithm.gamma"]
+    without = overlaid(changed, {"episode": None})
+    assert [error for error in hyperparameter_errors(without) if error.where == "algorithm.gamma"]
 
 
 @pytest.mark.parametrize(
@@ -211,17 +211,17 @@ def test_the_plan_of_episodes(recipe: Recipe) -> None:
     assert plan.rollout.turns_s == pytest.approx(TURN_S * (plan.samples.turns.turns_of(4000) - 1))
     assert plan.rollout.longest < 4000, "its observations are not sampled"
     assert plan.rollout.total_s >= plan.rollout.alone_s > plan.rollout.turns_s
-    found = plan_json(plan)["episodes"]
-    assert (found["mean"], found["most"]) == (4.0, 8)
+    episodes = plan_json(plan)["episodes"]
+    assert (episodes["mean"], episodes["most"]) == (4.0, 8)
     lines = {"mean (assumed) and maximum": "4.00, 8", "worker processes of tools": "6"}
     lines["turns of a step that call tools"] = page_calls(plan)
     cores = 10 * 3 * plan.samples.num_drawn / plan.rollout.total_s
     lines["every call used its whole 10 s (episode.call_timeout_s)"] = amount(cores)
-    assert (found["tools"]["calls"], found["tools"]["cores"]) == (
+    assert (episodes["tools"]["calls"], episodes["tools"]["cores"]) == (
         3 * plan.samples.num_drawn,
         pytest.approx(cores),
     )
-    assert found["tools"]["cores"] == pytest.approx(10 * found["tools"]["calls_per_s"])
+    assert episodes["tools"]["cores"] == pytest.approx(10 * episodes["tools"]["calls_per_s"])
     for name, value in lines.items():
         (line,) = (line for line in page(plan).splitlines() if name in line)
         assert line.split(name)[1].endswith(f" {value}")

@@ -126,11 +126,11 @@ def test_the_optimizers_state_by_hand(
 
 
 def test_nobody_lends_a_gpu_of_its_own(tmp_path: Path) -> None:
-    made = plans.recipe(
+    recipe = plans.recipe(
         tmp_path, "qwen3-30b", 12, ep=8, megatron=FULL, engine={"count": 1, "tp": 4, "ep": 4},
         placement={"train_gpus": 8, "first_engine_gpu": 8},
     )  # fmt: skip
-    plan = plans.count(made, plans.H800, sizes_of(made))
+    plan = plans.count(recipe, plans.H800, sizes_of(recipe))
     assert plan.fullest_slot["train"] < 8
     assert plan.device["train"].engine_weights_bytes == 0
     train, rollout, reshard = (plan.slot_bytes[phase] for phase in ("train", "rollout", "reshard"))
@@ -170,10 +170,10 @@ def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
 
 def test_saving_with_replicas_gathers_from_a_part(tmp_path: Path) -> None:
     """Experts of two replicas over 16 GPUs: half of the buffer is the rank's own."""
-    made = plans.recipe(
+    recipe = plans.recipe(
         tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"every": 5}, engine={"count": 4, "tp": 4}
     )
-    plan = plans.count(made, plans.H800, sizes_of(made))
+    plan = plans.count(recipe, plans.H800, sizes_of(recipe))
     gathered = plan.device["save"].other_bytes - plan.device["reshard"].other_bytes
     assert gathered == 4 * (2 * 3_600_000_000 + 1_800_000_000)
 
@@ -242,8 +242,8 @@ def test_graphs_of_prompts_count_where_a_recipe_turns_them_on(
     tmp_path: Path, sglang: dict[str, Any], are_on: bool
 ) -> None:
     engine = {"count": 2, "tp": 4, "ep": 4, "sglang": {"mem_fraction_static": 0.8, **sglang}}
-    made = plans.recipe(tmp_path, "qwen3-30b", 8, ep=8, engine=engine)
-    assert settings_of(made, plans.H800).prefill_graphs_mib == are_on * 1536
+    recipe = plans.recipe(tmp_path, "qwen3-30b", 8, ep=8, engine=engine)
+    assert settings_of(recipe, plans.H800).prefill_graphs_mib == are_on * 1536
 
 
 def test_engine_weights_are_the_models_and_fp8_halves_them() -> None:
@@ -286,8 +286,8 @@ def test_interleaved_chunks_take_turns() -> None:
 
 def test_a_dense_layer_by_hand(tmp_path: Path) -> None:
     """TP 2: the norms' inputs and outputs are split by tokens, the rest by heads and columns."""
-    made = plans.recipe(tmp_path, "tiny-tied", 2, tp=2, tokens_per_micro_batch=1000)
-    row = row_of(sizes_of(made)["policy"])
+    recipe = plans.recipe(tmp_path, "tiny-tied", 2, tp=2, tokens_per_micro_batch=1000)
+    row = row_of(sizes_of(recipe)["policy"])
     norms = 4 * 500 * 64 * 2
     attention = 1000 * ((2 * (4 + 2) + 2) * 16 * 2 + 4 * 16 * 2 + 4 * 4) / 2
     mlp = 1000 * 4 * 96 * 2 / 2
@@ -296,8 +296,8 @@ def test_a_dense_layer_by_hand(tmp_path: Path) -> None:
 
 
 def test_recomputing_more_keeps_less(tmp_path: Path) -> None:
-    made = plans.recipe(tmp_path, "deepseek-v3", 32, pp=1, ep=32)
-    row, layers = row_of(sizes_of(made)["policy"]), [True, False, False, False]
+    recipe = plans.recipe(tmp_path, "deepseek-v3", 32, pp=1, ep=32)
+    row, layers = row_of(sizes_of(recipe)["policy"]), [True, False, False, False]
     kept = [
         kept_and_recomputed(row, layers, options)[0]
         for options in (
@@ -327,16 +327,16 @@ def test_recomputing_more_keeps_less(tmp_path: Path) -> None:
 
 def test_logits_are_in_chunks(tmp_path: Path) -> None:
     """logprobs.py's own figure: 32,768 tokens of a vocabulary of 151,936 at TP 8 take 0.7 GB beside the gradients."""
-    made = plans.recipe(tmp_path, "qwen3-30b", 8, tp=8, ep=8, tokens_per_micro_batch=32768)
+    recipe = plans.recipe(tmp_path, "qwen3-30b", 8, tp=8, ep=8, tokens_per_micro_batch=32768)
     rows, hidden = 152_576 // 8, 2048
     gradients = rows * hidden * (4 + 2) + 2 * 32768 * hidden * 2
-    assert logits_bytes(sizes_of(made)["policy"], 0) - gradients == pytest.approx(0.7e9, rel=0.05)
+    assert logits_bytes(sizes_of(recipe)["policy"], 0) - gradients == pytest.approx(0.7e9, rel=0.05)
 
 
 def test_activations_of_a_pipeline_by_hand(tmp_path: Path) -> None:
     """Two stages of two layers: two micro-batches in flight on the first, one and the last norm on the last."""
-    made = plans.recipe(tmp_path, "tiny-tied", 2, pp=2, tokens_per_micro_batch=1000)
-    size = sizes_of(made)["policy"]
+    recipe = plans.recipe(tmp_path, "tiny-tied", 2, pp=2, tokens_per_micro_batch=1000)
+    size = sizes_of(recipe)["policy"]
     row = row_of(size)
     kept, again = 2 * sum(row.layer(dense=True).values()), row.working_bytes(dense=True)
     assert activation_bytes(size, 0, plans.MANY) == 2 * kept + again
@@ -348,26 +348,26 @@ def test_activations_of_a_pipeline_by_hand(tmp_path: Path) -> None:
 def test_what_is_too_large_says_what_helps(tmp_path: Path) -> None:
     """The real sizes, on cards of which each phase wants a little more than there is."""
     engine = {"count": 1, "tp": 2, "ep": 2}
-    made = plans.recipe(tmp_path, "tiny", 2, ep=2, engine=engine, tokens_per_micro_batch=65536)
+    recipe = plans.recipe(tmp_path, "tiny", 2, ep=2, engine=engine, tokens_per_micro_batch=65536)
     small = Hardware.model_validate({**plans.H800.model_dump(), "memory_bytes": 3_000_000_000})
-    size = model_sizes(made)["policy"]
-    plan = plans.memory(made, small, {"policy": size})
+    size = model_sizes(recipe)["policy"]
+    plan = plans.memory(recipe, small, {"policy": size})
     errors = {str(error).split(" phase")[0].split()[-1]: error for error in plan.errors}
     assert errors["train"].where == "train.tokens_per_micro_batch"
     assert "H800 has 3.0 GB" in errors["train"].problem
     assert f"to {2048 + 8192}" in errors["train"].hint
-    changed = overlaid(made, {"train": {"tokens_per_micro_batch": 10240}})
+    changed = overlaid(recipe, {"train": {"tokens_per_micro_batch": 10240}})
     device = plans.count(changed, small, {"policy": replace(size, recipe=changed)}).device
     assert device["train"].total_bytes <= 3_000_000_000 < plan.device["train"].total_bytes
 
 
 def test_a_full_host_is_said_too(tmp_path: Path) -> None:
     """With engines on slots of their own no knob is turned: there is no other way than more or other nodes."""
-    made = plans.recipe(
+    recipe = plans.recipe(
         tmp_path, "qwen3-30b", 12, ep=8, engine={"count": 1, "tp": 4, "ep": 4},
         placement={"train_gpus": 8, "first_engine_gpu": 8}, megatron=FULL,
     )  # fmt: skip
     poor = Hardware.model_validate({**plans.H800.model_dump(), "host_bytes": 10_000_000_000})
-    plan = plans.memory(made, poor, sizes_of(made, replace(CHUNK, expert=1_000_000_000)))
+    plan = plans.memory(recipe, poor, sizes_of(recipe, replace(CHUNK, expert=1_000_000_000)))
     (error,) = plan.errors
     assert (error.where, "host would hold" in error.problem) == ("placement.gpus", True)

@@ -78,8 +78,8 @@ def test_deepep_sends_a_token_once_to_each_node_and_rank() -> None:
 
 def test_ranks_that_split_an_expert_gather_its_tokens() -> None:
     """EP 1 puts ETP at TP: no copy leaves for another expert's rank."""
-    found = layers_of(2, tp=2).exchanges(TOKENS)
-    assert found.experts == pytest.approx(10 * 2 * 8 * (MESSAGE / 2) / NVLINK)
+    exchanges = layers_of(2, tp=2).exchanges(TOKENS)
+    assert exchanges.experts == pytest.approx(10 * 2 * 8 * (MESSAGE / 2) / NVLINK)
 
 
 def test_context_parallel_ranks_pass_keys_and_values_round_a_ring() -> None:
@@ -106,10 +106,12 @@ def test_each_virtual_stage_sends_its_hidden_states_on() -> None:
 
 
 def test_passes_back_send_as_much_and_what_is_computed_again_is_not_received_again() -> None:
-    found = layers_of(16, pp=2, tp=2, cp=2, ep=4).exchanges(TOKENS)
-    inside = found.tensor + found.experts
-    assert found.total(1, 0) == pytest.approx(inside + found.context + found.pipeline)
-    assert found.total(2, 1) == pytest.approx(3 * inside + 4 * found.context + 2 * found.pipeline)
+    exchanges = layers_of(16, pp=2, tp=2, cp=2, ep=4).exchanges(TOKENS)
+    inside = exchanges.tensor + exchanges.experts
+    assert exchanges.total(1, 0) == pytest.approx(inside + exchanges.context + exchanges.pipeline)
+    assert exchanges.total(2, 1) == pytest.approx(
+        3 * inside + 4 * exchanges.context + 2 * exchanges.pipeline
+    )
 
 
 def test_a_micro_batch_reads_weights_and_launches_kernels_however_short_it_is() -> None:

@@ -143,31 +143,31 @@ def test_an_estimate_is_the_plan_without_its_reshard(recipe: Recipe, estimator: 
     ]
     assert len(overlays) > 6
     for overlay in overlays:
-        found, plan = estimator.estimate(overlay), planned(estimator, overlay)
-        assert found.step_s == pytest.approx(plan.step.total_s - plan.step.reshard_s)
-        assert found.memory == plan.memory.__class__(**{**vars(plan.memory), "errors": []})
-        assert found.fits() == fits(plan)
+        estimate, plan = estimator.estimate(overlay), planned(estimator, overlay)
+        assert estimate.step_s == pytest.approx(plan.step.total_s - plan.step.reshard_s)
+        assert estimate.memory == plan.memory.__class__(**{**vars(plan.memory), "errors": []})
+        assert estimate.fits() == fits(plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["engine", "train"])
 def test_nothing_better_is_left_out(side: Side, recipe: Recipe, estimator: Estimator) -> None:
     """Against every candidate of one side, each kind's best; the reshard's seconds are not part of the choice."""
-    found = search(recipe, SMALL_CARD, side)
+    searched = search(recipe, SMALL_CARD, side)
     best: dict[Any, float] = {}
     for overlay in every_engine(recipe) if side == "engine" else every_train(recipe):
-        one = estimator.estimate(overlay)
-        if one.fits():
-            needs = needs_of(one.recipe)
-            best[needs] = min(best.get(needs, one.step_s), one.step_s)
-    for needs, row in found.best.items():
+        estimate = estimator.estimate(overlay)
+        if estimate.fits():
+            needs = needs_of(estimate.recipe)
+            best[needs] = min(best.get(needs, estimate.step_s), estimate.step_s)
+    for needs, row in searched.best.items():
         step = row.plan.step
         assert step.total_s - step.reshard_s == pytest.approx(best[needs], rel=1e-3)
     for needs, seconds in best.items():  # what is not shown is beaten by what needs less
         assert any(
             row.needs <= needs
             and row.plan.step.total_s - row.plan.step.reshard_s <= 1.001 * seconds
-            for row in found.found
+            for row in searched.found
         )
 
 
@@ -203,10 +203,12 @@ def test_sizes_added_up_are_megatrons(
 @given(layers=st.integers(1, 100), pp=st.sampled_from([1, 2, 4, 8, 16]), vpp=st.integers(1, 4))
 def test_stages_hold_all_layers_and_differ_little(layers: int, pp: int, vpp: int) -> None:
     shape = ModelShape(layers, 64, 4, 4, 16, 300)
-    found = candidates._stage_layers(TrainLayout(16, 1, 1, 1), shape, pp, vpp if pp > 1 else 1)
-    if found is None:
+    stage_layers = candidates._stage_layers(
+        TrainLayout(16, 1, 1, 1), shape, pp, vpp if pp > 1 else 1
+    )
+    if stage_layers is None:
         return
-    layout = TrainLayout(16, 1, pp, 1, vpp=vpp if pp > 1 else 1, stage_layers=found)
+    layout = TrainLayout(16, 1, pp, 1, vpp=vpp if pp > 1 else 1, stage_layers=stage_layers)
     assert not layout._stage_errors(shape)
     held = [
         sum(len(layout.layers(rank, layers, chunk)) for chunk in range(layout.vpp))
@@ -218,37 +220,44 @@ def test_stages_hold_all_layers_and_differ_little(layers: int, pp: int, vpp: int
 
 def test_the_recipes_own_stages_stay() -> None:
     shape, stages = ModelShape(61, 64, 4, 4, 16, 300), (4,) * 13 + (3,) * 3
-    own = TrainLayout(16, 1, 16, 1, stage_layers=stages)
-    assert candidates._stage_layers(own, shape, 16, 1) == stages
-    assert candidates._stage_layers(own, shape, 8, 1) == (8,) * 5 + (7,) * 3
-    assert candidates._stage_layers(own, shape, 32, 2) is None  # 64 stages
+    layout = TrainLayout(16, 1, 16, 1, stage_layers=stages)
+    assert candidates._stage_layers(layout, shape, 16, 1) == stages
+    assert candidates._stage_layers(layout, shape, 8, 1) == (8,) * 5 + (7,) * 3
+    assert candidates._stage_layers(layout, shape, 32, 2) is None  # 64 stages
 
 
 def test_candidates_are_valid_and_keep_their_gpus(tmp_path: Path) -> None:
-    made = stand_ins(planning.small(tmp_path, *KEYS))[0]
-    engines, trains = list(engine_overlays(made, CARD)), list(train_overlays(made))
+    small_recipe = stand_ins(planning.small(tmp_path, *KEYS))[0]
+    engines, trains = list(engine_overlays(small_recipe, CARD)), list(train_overlays(small_recipe))
     # 8 would need a network
     assert {overlay["rollout"]["engine"]["tp"] for overlay in engines} == {1, 2, 4}
     assert {overlay["rollout"]["engine"]["experts"] for overlay in engines} == {"gather", "deepep"}
     for overlay in engines:
-        roles = resolve(overlaid(made, overlay))
+        roles = resolve(overlaid(small_recipe, overlay))
         assert roles.engines.count * roles.engines.tp == 8
         assert roles.engines.ep == roles.engines.tp or not roles.engines.deepep
     assert {overlay["train"]["pp"] for overlay in trains} == {1, 2, 4}
     assert {overlay["train"]["tp"] for overlay in trains} == {1, 2, 4}  # 8 would leave a node
     assert {overlay["train"]["ep"] for overlay in trains} == {1, 2, 4, 8}
     without = Hardware.model_validate({**CARD.model_dump(), "fp8_flops": None})
-    assert not [one for one in engine_overlays(made, without) if one["rollout"]["engine"]["fp8"]]
+    assert not [
+        overlay
+        for overlay in engine_overlays(small_recipe, without)
+        if overlay["rollout"]["engine"]["fp8"]
+    ]
 
 
 def test_variants_recompute_or_keep_and_move_the_optimizer(tmp_path: Path) -> None:
-    made = stand_ins(planning.small(tmp_path, *KEYS))[0]
-    layout = next(iter(train_overlays(made)))
-    found = [overlay["train"] for overlay in train_variants(made, layout)]
-    assert {one["optimizer_offload"] for one in found} == {False, True}
-    assert {one["tokens_per_micro_batch"] for one in found} == {18432, 24576, 49152}
-    assert {one.get("megatron", {}).get("recompute_granularity") for one in found} == {None, "full"}
-    full = overlaid(made, {"train": {"megatron": {"recompute_granularity": "full"}}})
+    small_recipe = stand_ins(planning.small(tmp_path, *KEYS))[0]
+    layout = next(iter(train_overlays(small_recipe)))
+    variants = [overlay["train"] for overlay in train_variants(small_recipe, layout)]
+    assert {variant["optimizer_offload"] for variant in variants} == {False, True}
+    assert {variant["tokens_per_micro_batch"] for variant in variants} == {18432, 24576, 49152}
+    assert {variant.get("megatron", {}).get("recompute_granularity") for variant in variants} == {
+        None,
+        "full",
+    }
+    full = overlaid(small_recipe, {"train": {"megatron": {"recompute_granularity": "full"}}})
     kept = [overlaid(full, overlay).train.megatron for overlay in train_variants(full, layout)]
     assert {options["recompute_granularity"] for options in kept} == {None, "full"}
 
@@ -284,13 +293,13 @@ def test_the_command_prints_a_table_and_overlays(folder: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_json_is_what_was_found(result: SearchResult) -> None:
-    found = json.loads(json.dumps(search_json(result)))
-    assert found["own"]["step_s"] == result.own.step.total_s
-    assert [row["step_s"] for row in found["found"]] == [
+    content = json.loads(json.dumps(search_json(result)))
+    assert content["own"]["step_s"] == result.own.step.total_s
+    assert [row["step_s"] for row in content["found"]] == [
         row.plan.step.total_s for row in result.found
     ]
-    assert found["found"][0]["overlay"] == json.loads(json.dumps(result.found[0].overlay))
-    assert (found["engines_tried"], found["trains_tried"]) == result.tried
+    assert content["found"][0]["overlay"] == json.loads(json.dumps(result.found[0].overlay))
+    assert (content["engines_tried"], content["trains_tried"]) == result.tried
 
 
 def test_a_side_that_is_none_and_engines_of_sft_are_refused(folder: Path) -> None:

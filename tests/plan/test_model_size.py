@@ -54,8 +54,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSize]:
         name: plans.recipe(folder, model, gpus, **train)
         for name, (model, gpus, train) in LAYOUTS.items()
     }
-    found = sizes_of([resolve(recipe).models for recipe in recipes.values()], whole=True)
-    return {name: sizes["policy"] for name, sizes in zip(recipes, found, strict=True)}
+    all_sizes = sizes_of([resolve(recipe).models for recipe in recipes.values()], whole=True)
+    return {name: sizes["policy"] for name, sizes in zip(recipes, all_sizes, strict=True)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -114,9 +114,9 @@ def test_stages_together_are_the_whole_model(built: dict[str, ModelSize], name: 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_real_ranks_hold_as_much(tmp_path: Path, dtype: str) -> None:
     """Weights, gradients, and AdamW's state: shared out over all ranks that hold the same, to the element."""
-    made = plans.recipe(tmp_path, "tiny", 4, tp=2, pp=2, ep=2, dtype=dtype)
-    size = model_sizes(made)["policy"]
-    ranks = worlds.run_ranks(4, _hold, made)
+    recipe = plans.recipe(tmp_path, "tiny", 4, tp=2, pp=2, ep=2, dtype=dtype)
+    size = model_sizes(recipe)["policy"]
+    ranks = worlds.run_ranks(4, _hold, recipe)
     masters = 4 if dtype == "bfloat16" else 0
     stepped = 0.0
     for rank, (elements, grads_bytes, _) in enumerate(ranks):
@@ -127,51 +127,53 @@ def test_real_ranks_hold_as_much(tmp_path: Path, dtype: str) -> None:
     assert sum(state_bytes for *_, state_bytes in ranks) == (8 + masters) * stepped
 
 
-def _hold(rank: int, meet: device.Address, made: Recipe) -> tuple[int, int, int]:
+def _hold(rank: int, meet: device.Address, recipe: Recipe) -> tuple[int, int, int]:
     """(elements of the weights, bytes of their gradients, of the optimizer's state) of a rank as training builds it."""
     from megarl.parallel import dist_checkpoint
     from megarl.parallel.rank_model import RankModel
 
     store = device.join_store(meet, 60.0)
-    held = RankModel(rank, role_of(made), store, tp_split_params=())
+    held = RankModel(rank, role_of(recipe), store, tp_split_params=())
     held.make_optimizer()
     dist_checkpoint._start_states(held.optimizer)
     params = [param for chunk in held.chunks for param in chunk.parameters()]
     in_model = {param.untyped_storage().data_ptr() for param in params}
     shards = [shard for group in held.optimizer.param_groups for shard in group["params"]]
-    own = [shard for shard in shards if shard.untyped_storage().data_ptr() not in in_model]
+    masters = [shard for shard in shards if shard.untyped_storage().data_ptr() not in in_model]
     states = [
-        state for one in held.optimizer.chained_optimizers for state in one.optimizer.state.values()
+        state
+        for optimizer in held.optimizer.chained_optimizers
+        for state in optimizer.optimizer.state.values()
     ]
     moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     grads = sum(param.main_grad.nbytes for param in params if param.requires_grad)
     return (
         sum(param.numel() for param in params),
         grads,
-        sum(one.nbytes for one in [*own, *moments]),
+        sum(tensor.nbytes for tensor in [*masters, *moments]),
     )
 
 
 def test_scorers_have_one_row_in_place_of_the_vocabulary(tmp_path: Path) -> None:
-    made = plans.recipe(
+    recipe = plans.recipe(
         tmp_path, "tiny", 2, ep=2, algorithm={"name": "ppo"},
         reward_model={"path": str(tmp_path / "tiny"), "ranks": {"first_gpu": 1, "gpus": 1, "ep": 1}},
     )  # fmt: skip
-    found = model_sizes(made)
-    policy, critic = found["policy"], found["critic"]
+    sizes = model_sizes(recipe)
+    policy, critic = sizes["policy"], sizes["critic"]
     assert critic.parameters == policy.parameters - (300 - 1) * 64
-    assert [size.trains for size in found.values()] == [True, True, False]
-    assert list(found["reward_model"].slots) == [1]
+    assert [size.trains for size in sizes.values()] == [True, True, False]
+    assert list(sizes["reward_model"].slots) == [1]
     assert train_layout(critic.recipe) == critic.layout == policy.layout
     assert critic.mtp_parameters == 0
 
 
 def test_what_megatron_cannot_build_is_the_users_fault(tmp_path: Path) -> None:
-    made = plans.recipe(tmp_path, "tiny", 1)
+    recipe = plans.recipe(tmp_path, "tiny", 1)
     file = tmp_path / "tiny" / "config.json"
     file.write_text(json.dumps(plans.CONFIGS["tiny"] | {"hidden_act": "gelu"}), encoding="utf-8")
     with pytest.raises(UserError, match="hidden_act"):
-        model_sizes(made)
+        model_sizes(recipe)
 
 
 def test_stages_are_runs_of_slots_with_their_layers(tmp_path: Path) -> None:

@@ -42,10 +42,10 @@ def advise(
         tried.append(
             (rollout.phase_tokens, rollout.in_flight, *(["ahead"] if rollout.ahead else []))
         )
-        one = outcome(rollout.phase_tokens, rollout.in_flight)
-        if one is None:
+        result = outcome(rollout.phase_tokens, rollout.in_flight)
+        if result is None:
             return None
-        values = one if isinstance(one, dict) else {"seconds": one}
+        values = result if isinstance(result, dict) else {"seconds": result}
         factor = ahead_factor if rollout.ahead and ahead_factor else 1
         return found(changed, **values | {"seconds": factor * values["seconds"]})
 
@@ -56,9 +56,9 @@ def test_the_fastest_is_named_with_how_old_its_tokens_are() -> None:
     seconds = {150: 310, 200: 200, 400: 250}
     advice, tried = advise(recipe_of(100, 4), lambda phase, count: seconds[count] if phase else 300)
     assert tried == [(None, 100), (100, 150), (100, 200), (100, 400), (200, 200), (50, 200)]
-    told = "tokens are at most 3 versions old (0.6 in the mean)"
+    age = "tokens are at most 3 versions old (0.6 in the mean)"
     keys = "rollout.phase_tokens 100 with prompts_in_flight 200"
-    assert advice == [f"{keys} would take 1.5x fewer seconds a step; {told}"]
+    assert advice == [f"{keys} would take 1.5x fewer seconds a step; {age}"]
 
 
 def test_the_trainers_probabilities_need_a_correction() -> None:
@@ -127,9 +127,9 @@ def test_where_engines_have_gpus_of_their_own_the_fastest_and_whole_responses_ar
         recipe_of(100, 4), lambda phase, count: seconds[phase], ahead_factor=0.75
     )
     assert tried[-2:] == [(100, 150, "ahead"), (None, 100, "ahead")]
-    told = "tokens are at most 4 versions old (0.6 in the mean)"
+    age = "tokens are at most 4 versions old (0.6 in the mean)"
     keys = "rollout.phase_tokens 100 with prompts_in_flight 150 and ahead 1"
-    assert advice == [f"{keys} would take 2.0x fewer seconds a step; {told}"]
+    assert advice == [f"{keys} would take 2.0x fewer seconds a step; {age}"]
 
 
 def test_whole_responses_ahead_are_named_where_training_hides_them() -> None:
@@ -137,10 +137,10 @@ def test_whole_responses_ahead_are_named_where_training_hides_them() -> None:
     off = overlaid(recipe, {"algorithm": {"rollout_correction": "off"}})
     (advice,), tried = advise(off, lambda phase, count: 400 if phase else 300, ahead_factor=0.5)
     assert tried[-1:] == [(None, 100, "ahead")] and len(tried) == 5
-    told = "tokens are at most 1 version old (0.6 in the mean)"
+    age = "tokens are at most 1 version old (0.6 in the mean)"
     assert (
         advice
-        == f"rollout.ahead 1 with algorithm.rollout_correction tis would take 2.0x fewer seconds a step; {told}"
+        == f"rollout.ahead 1 with algorithm.rollout_correction tis would take 2.0x fewer seconds a step; {age}"
     )
 
 

@@ -101,7 +101,7 @@ def test_steps_are_those_that_the_controller_takes(
     recipe = recipe_of(LONGEST, phase, wanted, wanted + more, ahead)
     real = RealRun(lambda prompt_index: lengths[prompt_index].tolist(), recipe, steps=steps)
     for version, step in enumerate(Run(sizes, lengths, steps).steps):
-        phases, (prompt_indices, found) = real.phases, real.step()
+        phases, (prompt_indices, metrics) = real.phases, real.step()
         assert (list(step.trained), len(step.all_results)) == (prompt_indices, real.phases - phases)
         parts = [
             part
@@ -114,7 +114,7 @@ def test_steps_are_those_that_the_controller_takes(
             step.tokens_by_age.tolist()
             == np.bincount(ages, [part.num_tokens for part in parts]).tolist()
         )
-        assert found.get("stale/token_max", 0) == step.oldest
+        assert metrics.get("stale/token_max", 0) == step.oldest
 
 
 @settings(max_examples=40, deadline=None)

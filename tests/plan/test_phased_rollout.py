@@ -50,19 +50,19 @@ def test_two_phases_of_equal_responses_by_hand() -> None:
     """12 responses of 200 tokens on one engine: two phases of 100 steps of 12 sequences, which are read with 100."""
     speed = speed_of(EngineLayout(1, 1, 1), kv_bytes=1e5)
     recipe = recipe_of(3, 4, phase_tokens=100)
-    found = phased_rollout(recipe, speed, samples_of(3, 4, 200), limits(1, 100))
-    assert (found.phases, found.token_mean, found.token_max, found.bound) == (2, 0, 0, 0)
-    assert found.time.decode_s == pytest.approx(
+    phased = phased_rollout(recipe, speed, samples_of(3, 4, 200), limits(1, 100))
+    assert (phased.phases, phased.token_mean, phased.token_max, phased.bound) == (2, 0, 0, 0)
+    assert phased.time.decode_s == pytest.approx(
         100 * (speed.step_s(12, 50 + 50) + speed.step_s(12, 150 + 50))
     )
     again = 12 * sum(speed.prefill_s(PROMPT + 100))
-    assert found.again_s == pytest.approx(again)
-    assert found.time.prefill_s == pytest.approx(again + 3 * sum(speed.prefill_s(PROMPT)))
-    assert found.again_share == 0.5
-    assert (found.open_sequences, found.open_tokens) == (12, 12 * (PROMPT + 200))
+    assert phased.again_s == pytest.approx(again)
+    assert phased.time.prefill_s == pytest.approx(again + 3 * sum(speed.prefill_s(PROMPT)))
+    assert phased.again_share == 0.5
+    assert (phased.open_sequences, phased.open_tokens) == (12, 12 * (PROMPT + 200))
     assert (
-        found.time.alone_s == pytest.approx(100 * speed.step_s(1, PROMPT + 150))
-        and found.time.longest == 100
+        phased.time.alone_s == pytest.approx(100 * speed.step_s(1, PROMPT + 150))
+        and phased.time.longest == 100
     )
 
 
@@ -81,29 +81,29 @@ def test_whole_responses_take_exactly_the_seconds_of_the_plan_without_phases(
         samples_of(prompts, per_prompt), responses=response_lengths(drawn, LONGEST, share)
     )
     room = limits(groups, slots, cache)
-    found = phased_rollout(recipe_of(prompts, per_prompt), speed, samples, room)
-    assert found.time == rollout_time(speed, samples, room)
-    assert (found.phases, found.again_s, found.again_share, found.token_mean) == (1, 0, 0, 0)
+    phased = phased_rollout(recipe_of(prompts, per_prompt), speed, samples, room)
+    assert phased.time == rollout_time(speed, samples, room)
+    assert (phased.phases, phased.again_s, phased.again_share, phased.token_mean) == (1, 0, 0, 0)
 
 
 def test_whole_responses_beside_training_take_the_seconds_of_whole_responses() -> None:
     """All of the rollout is beside training, and all tokens are a version old."""
     speed, samples, room = speed_of(EngineLayout(2, 4, 4)), samples_of(6, 4), limits(1, 30)
-    found = phased_rollout(recipe_of(6, 4, ahead=1), speed, samples, room)
-    assert found.time.mean_beside_s == pytest.approx(found.time.total_s)
+    phased = phased_rollout(recipe_of(6, 4, ahead=1), speed, samples, room)
+    assert phased.time.mean_beside_s == pytest.approx(phased.time.total_s)
     # in other orders
-    assert found.time.total_s == pytest.approx(rollout_time(speed, samples, room).total_s, rel=0.1)
-    assert (found.phases, found.token_mean, found.token_max, found.bound) == (1, 1, 1, 1)
+    assert phased.time.total_s == pytest.approx(rollout_time(speed, samples, room).total_s, rel=0.1)
+    assert (phased.phases, phased.token_mean, phased.token_max, phased.bound) == (1, 1, 1, 1)
 
 
 def test_fewer_engines_beside_training_have_more_each() -> None:
     """Of 3 engines with a group of 4 responses each, 2 sample the three groups beside training, or 1."""
     speed, recipe = speed_of(EngineLayout(3, 1, 1), kv_bytes=1e5), recipe_of(3, 4, ahead=1)
     for beside, running in ((3, 4), (2, 8), (1, 12)):
-        found = phased_rollout(recipe, speed, samples_of(3, 4, 100), limits(1, 100), beside=beside)
-        assert found.time.running == found.open_sequences == running
-        assert found.time.decode_s == pytest.approx(100 * speed.step_s(running, 50 + 50))
-        assert (found.again_share, found.token_mean) == (0, 1)
+        phased = phased_rollout(recipe, speed, samples_of(3, 4, 100), limits(1, 100), beside=beside)
+        assert phased.time.running == phased.open_sequences == running
+        assert phased.time.decode_s == pytest.approx(100 * speed.step_s(running, 50 + 50))
+        assert (phased.again_share, phased.token_mean) == (0, 1)
 
 
 @pytest.mark.slow

@@ -67,10 +67,12 @@ def once() -> Iterator[None]:
 
     def remembered(requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         new = {
-            kind_of(one): one | {"whole": False} for one in requests if kind_of(one) not in built
+            kind_of(request): request | {"whole": False}
+            for request in requests
+            if kind_of(request) not in built
         }
         built.update(zip(new, build(list(new.values())) if new else [], strict=True))
-        return [built[kind_of(one)] for one in requests]
+        return [built[kind_of(request)] for request in requests]
 
     def places(roles: Roles, *_: Any) -> Any:
         recipe = roles.recipe
@@ -108,9 +110,9 @@ def planned(name: str, over: tuple[str, ...] = ()) -> run_plan.RunPlan:
     ],
 )
 def test_it_fits(name: str, over: tuple[str, ...]) -> None:
-    found = planned(name, over)
-    assert found.fits, [str(error) for error in found.errors]
-    assert found.memory.kv.concurrency_mean > 2 * found.recipe.rollout.samples_per_prompt
+    plan = planned(name, over)
+    assert plan.fits, [str(error) for error in plan.errors]
+    assert plan.memory.kv.concurrency_mean > 2 * plan.recipe.rollout.samples_per_prompt
 
 
 @pytest.mark.parametrize(("over", "cores"), [((), 57), (("retool_qwen3_235b.yaml",), 101)])
@@ -118,16 +120,16 @@ def test_the_cores_that_programs_need_are_those_that_the_page_says(
     over: tuple[str, ...], cores: int
 ) -> None:
     """If each used the whole 5 s that the recipe gives it, which call_timeout_s would not end."""
-    found = planned("retool_qwen3_30b", over)
-    assert found.tool_load and (found.tool_load.call_s, found.tool_load.limit) == (
+    plan = planned("retool_qwen3_30b", over)
+    assert plan.tool_load and (plan.tool_load.call_s, plan.tool_load.limit) == (
         5.0,
         "episode.arguments.timeout_s",
     )
-    assert round(found.tool_load.cores(found.rollout.total_s)) == cores
-    (said,) = re.findall(
+    assert round(plan.tool_load.cores(plan.rollout.total_s)) == cores
+    (section,) = re.findall(
         r"\*\*Programs\.\*\*.*?\n\n", (ROOT / "docs/environments.md").read_text(), re.DOTALL
     )
-    assert re.search(rf"\b{cores}\b", said)
+    assert re.search(rf"\b{cores}\b", section)
 
 
 @pytest.mark.parametrize(
@@ -135,32 +137,32 @@ def test_the_cores_that_programs_need_are_those_that_the_page_says(
 )
 def test_deepseek_takes_less_than_it_did(over: tuple[str, ...], limit_s: int) -> None:
     """With engines of 32 GPUs and groups of four it was 3,180 s, five sixths of it to sample."""
-    found = planned("dapo_deepseek671b", over)
-    assert found.step.total_s < limit_s
-    assert found.rollout.total_s / found.step.total_s < 0.75
+    plan = planned("dapo_deepseek671b", over)
+    assert plan.step.total_s < limit_s
+    assert plan.rollout.total_s / plan.step.total_s < 0.75
 
 
 @pytest.mark.parametrize("name", CLUSTER)
 def test_the_recipe_says_how_much_memory_a_host_needs(name: str) -> None:
-    said = re.search(r"a node's host needs ([0-9.]+) TB", (RECIPES / f"{name}.yaml").read_text())
-    assert said
+    match = re.search(r"a node's host needs ([0-9.]+) TB", (RECIPES / f"{name}.yaml").read_text())
+    assert match
     needed = planned(name).memory.host_bytes / 1e12
-    assert needed <= float(said[1]) < needed + 0.1
+    assert needed <= float(match[1]) < needed + 0.1
 
 
 def test_all_weights_of_a_trillion_are_not_trained_on_64_gpus() -> None:
     """The phases that are too full are named, and that no key alone helps."""
-    found = planned("grpo_lora_kimi_k2_64gpus", ("lora=null",))
-    assert {*by_phase(found.memory)} >= {"train", "save", "host"}
-    assert all("nothing alone is enough" in error.hint for error in found.errors)
+    plan = planned("grpo_lora_kimi_k2_64gpus", ("lora=null",))
+    assert {*by_phase(plan.memory)} >= {"train", "save", "host"}
+    assert all("nothing alone is enough" in error.hint for error in plan.errors)
 
 
 def test_adapters_alone_are_gigabytes_not_terabytes() -> None:
     """What comes from other GPUs in a step of Kimi-K2: into the one with the most of it, and into all 64."""
 
     def wire(*over: str) -> tuple[float, float]:
-        found = planned("grpo_lora_kimi_k2_64gpus", over).reshard
-        links = found.nvlink_bytes, found.fabric_in_bytes
+        reshard = planned("grpo_lora_kimi_k2_64gpus", over).reshard
+        links = reshard.nvlink_bytes, reshard.fabric_in_bytes
         return sum(link.max for link in links), 64 * sum(link.mean for link in links)
 
     alone, merged = wire("adapters_kimi_k2.yaml"), wire()
@@ -175,25 +177,25 @@ def held(recipe: Recipe) -> MemoryPlan:
     )
 
 
-def by_phase(found: MemoryPlan) -> dict[str, Any]:
+def by_phase(memory: MemoryPlan) -> dict[str, Any]:
     """The faults, by the phase that their words name."""
-    names = [re.search(r"the (\w+) phase|node's (host)", error.problem) for error in found.errors]
+    names = [re.search(r"the (\w+) phase|node's (host)", error.problem) for error in memory.errors]
     return {
-        name[1] or name[2]: error for name, error in zip(names, found.errors, strict=True) if name
+        name[1] or name[2]: error for name, error in zip(names, memory.errors, strict=True) if name
     }
 
 
 def hints(hint: str) -> list[str]:
     """The overrides that a mend tells: `set a.b to 1, c to 2 and d.e to 3: ...`, where c is beside b."""
-    told, branch = (
+    changes, branch = (
         re.findall(r"([\w.]+) to (\{[^}]*\}|\[\]|[\w.]+)", hint.partition(": then")[0]),
         "",
     )
-    found = []
-    for key, value in told:
+    overrides = []
+    for key, value in changes:
         branch = key.rpartition(".")[0] or branch
-        found.append(f"{key if '.' in key else f'{branch}.{key}'}={value}")
-    return found
+        overrides.append(f"{key if '.' in key else f'{branch}.{key}'}={value}")
+    return overrides
 
 
 # adapters leave too much room
@@ -227,18 +229,18 @@ def test_without_attention_groups_the_best_number_of_them_is_advised() -> None:
     """And what a step then takes, as a plan of such engines says itself."""
     alone = planned("dapo_deepseek671b", ("rollout.engine.dp=1",))
     (advised,) = [
-        re.search(r"rollout.engine.dp (\d+) would make it ([\d,]+) s a step", one)
-        for one in alone.advice
+        re.search(r"rollout.engine.dp (\d+) would make it ([\d,]+) s a step", line)
+        for line in alone.advice
     ]
     assert advised and float(advised[2].replace(",", "")) < alone.step.total_s / 2
     groups = planned("dapo_deepseek671b", (f"rollout.engine.dp={advised[1]}",))
     assert groups.step.total_s == pytest.approx(float(advised[2].replace(",", "")), rel=0.02)
 
 
-def seconds_over_the_best(found: SearchResult, plan: run_plan.RunPlan) -> float:
+def seconds_over_the_best(result: SearchResult, plan: run_plan.RunPlan) -> float:
     """A step of a plan over one of the fastest layout that needs no more."""
     return plan.step.total_s / min(
-        row.plan.step.total_s for row in found.found if row.needs <= needs_of(plan.recipe)
+        row.plan.step.total_s for row in result.found if row.needs <= needs_of(plan.recipe)
     )
 
 
@@ -256,12 +258,12 @@ def searched(name: str, side: Side) -> SearchResult:
 )
 def test_no_engines_are_more_than_a_twentieth_behind_the_best_of_their_kind(name: str) -> None:
     """A minute of one core for a large model. Overlays for other engines on as many GPUs are of other kinds."""
-    found = searched(name, "engine")
-    assert seconds_over_the_best(found, found.own) <= 1.05
+    result = searched(name, "engine")
+    assert seconds_over_the_best(result, result.own) <= 1.05
     for over in OVERLAYS[model_of(RECIPES / f"{name}.yaml")]:
         if len(over) == 1 and over[0].startswith("fp8"):
             assert (
-                seconds_over_the_best(found, planned(name, (*over, "train.mtp_loss=0"))) <= 1.05
+                seconds_over_the_best(result, planned(name, (*over, "train.mtp_loss=0"))) <= 1.05
             ), over
 
 
@@ -269,5 +271,5 @@ def test_no_engines_are_more_than_a_twentieth_behind_the_best_of_their_kind(name
 @pytest.mark.parametrize("name", CLUSTER)
 def test_no_training_layout_is_more_than_a_twentieth_behind_the_best_of_its_kind(name: str) -> None:
     """A minute of one core for a large model."""
-    found = searched(name, "train")
-    assert seconds_over_the_best(found, found.own) <= 1.05
+    result = searched(name, "train")
+    assert seconds_over_the_best(result, result.own) <= 1.05

@@ -41,30 +41,30 @@ def small_model_bytes() -> int:
 
 
 def test_what_arrives_is_local_or_came_over_a_wire(tmp_path: Path) -> None:
-    found = plan_of(tmp_path)
-    parts = found.local_bytes, found.nvlink_bytes, found.fabric_in_bytes
-    assert sum(part.mean for part in parts) == found.dest_bytes.mean
-    assert found.fabric_in_bytes.mean == found.fabric_out_bytes.mean > 0
-    assert found.dest_bytes.mean > small_model_bytes() / 4
-    assert 0 < found.bound_s < found.expected_s and found.rounds > 0
+    plan = plan_of(tmp_path)
+    parts = plan.local_bytes, plan.nvlink_bytes, plan.fabric_in_bytes
+    assert sum(part.mean for part in parts) == plan.dest_bytes.mean
+    assert plan.fabric_in_bytes.mean == plan.fabric_out_bytes.mean > 0
+    assert plan.dest_bytes.mean > small_model_bytes() / 4
+    assert 0 < plan.bound_s < plan.expected_s and plan.rounds > 0
 
 
 def test_one_node_has_no_fabric(tmp_path: Path) -> None:
-    found = plan_of(tmp_path, "placement.gpus_per_node=8")
-    assert found.fabric_in_bytes.max == 0 and found.nvlink_bytes.max > 0
-    assert found.gather_bound_s == pytest.approx(found.gather_everything_bytes.max * 7 / 8 / 160e9)
+    plan = plan_of(tmp_path, "placement.gpus_per_node=8")
+    assert plan.fabric_in_bytes.max == 0 and plan.nvlink_bytes.max > 0
+    assert plan.gather_bound_s == pytest.approx(plan.gather_everything_bytes.max * 7 / 8 / 160e9)
 
 
 def test_gathering_brings_everything_that_a_rank_does_not_hold(tmp_path: Path) -> None:
-    found = plan_of(tmp_path, "train.tp=1", "train.pp=2", "train.ep=1")
+    plan = plan_of(tmp_path, "train.tp=1", "train.pp=2", "train.ep=1")
     recipe = planning.small(tmp_path, "train.tp=1", "train.pp=2", "train.ep=1")
     stages = [
         megatron_map.shards(model_shape(tmp_path), train_layout(recipe), rank) for rank in (0, 4)
     ]
     held = [2 * sum(shard.area for shard in stage) for stage in stages]
     assert sum(held) == small_model_bytes()
-    assert found.gather_everything_bytes.mean == small_model_bytes() / 2
-    assert found.gather_everything_bytes.max == small_model_bytes() - min(held)
+    assert plan.gather_everything_bytes.mean == small_model_bytes() / 2
+    assert plan.gather_everything_bytes.max == small_model_bytes() - min(held)
 
 
 def dest_bytes(sources: list[Part], targets: list[Part]) -> int:
@@ -118,8 +118,8 @@ def test_the_bound_is_the_slower_of_a_nodes_cards_and_a_gpus_links() -> None:
 
 
 def test_the_shorter_way_is_hidden_but_for_one_send_stage_of_four() -> None:
-    found = account_of(fabric_in=[45 * 10**9, 0], node_out=[0, 32 * 10**9])
-    assert expected_s(found, CARD) == pytest.approx(1.0 + 0.2 / 4)
+    account = account_of(fabric_in=[45 * 10**9, 0], node_out=[0, 32 * 10**9])
+    assert expected_s(account, CARD) == pytest.approx(1.0 + 0.2 / 4)
 
 
 def test_gathering_at_its_best_by_hand() -> None:

@@ -40,21 +40,21 @@ def test_less_room_takes_longer_and_the_fullest_engine_counts() -> None:
 def test_no_room_makes_a_rollout_shorter_than_its_longest_response_alone() -> None:
     """Its steps are of one sequence each, of 50 tokens and as many more as there were steps."""
     speed = speed_of(EngineLayout(4, 1, 1), kv_bytes=1e5)
-    found = rollout_time(speed, SAMPLES, limits(1, 100))
-    assert found.longest == 340  # every third of the responses is on the fullest engine
-    by_step = sum(speed.step_s(1, 50 + age) for age in range(found.longest))
-    assert found.alone_s == pytest.approx(by_step, rel=1e-3)
-    assert found.alone_s < found.decode_s < rollout_time(speed, SAMPLES, limits(1, 2)).decode_s
-    assert rollout_time(speed, SAMPLES, limits(1, 2)).alone_s == found.alone_s
+    rollout = rollout_time(speed, SAMPLES, limits(1, 100))
+    assert rollout.longest == 340  # every third of the responses is on the fullest engine
+    by_step = sum(speed.step_s(1, 50 + age) for age in range(rollout.longest))
+    assert rollout.alone_s == pytest.approx(by_step, rel=1e-3)
+    assert rollout.alone_s < rollout.decode_s < rollout_time(speed, SAMPLES, limits(1, 2)).decode_s
+    assert rollout_time(speed, SAMPLES, limits(1, 2)).alone_s == rollout.alone_s
 
 
 def test_equal_lengths_take_turns_of_as_many_steps() -> None:
     """12 responses of 200 tokens, 4 at once: three turns, in each of which the cache grows from 50 to 250 tokens."""
     equal = replace(SAMPLES, responses=np.full(40, 200))
     speed = speed_of(EngineLayout(4, 1, 1), kv_bytes=1e5)
-    found = rollout_time(speed, equal, limits(1, 4))
-    assert found.decode_s == pytest.approx(3 * 200 * speed.step_s(4, 150))
-    assert found.tail_s == 0
+    rollout = rollout_time(speed, equal, limits(1, 4))
+    assert rollout.decode_s == pytest.approx(3 * 200 * speed.step_s(4, 150))
+    assert rollout.tail_s == 0
 
 
 def test_a_small_cache_loses_sequences_and_reads_them_again() -> None:
@@ -70,8 +70,8 @@ def test_a_small_cache_loses_sequences_and_reads_them_again() -> None:
 
 def test_without_a_cache_each_group_runs_one_at_a_time() -> None:
     """A recipe that does not fit has a plan, too."""
-    found = rollout_time(speed_of(EngineLayout(1, 4, 4, dp=2)), SAMPLES, limits(2, 20, 1))
-    assert (found.running, found.retracted) == (2, 0)
+    rollout = rollout_time(speed_of(EngineLayout(1, 4, 4, dp=2)), SAMPLES, limits(2, 20, 1))
+    assert (rollout.running, rollout.retracted) == (2, 0)
 
 
 @pytest.mark.parametrize("cache", [20_000, 40_000, 10**6])

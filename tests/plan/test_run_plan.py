@@ -112,29 +112,31 @@ def test_every_slot_says_node_ranks_and_engine(tmp_path: Path) -> None:
 
 
 def test_the_json_adds_up(deepseek: RunPlan) -> None:
-    found = json.loads(json.dumps(plan_json(deepseek)))
-    for parts in found["memory"]["device"].values():
+    content = json.loads(json.dumps(plan_json(deepseek)))
+    for parts in content["memory"]["device"].values():
         assert {f"{part}_bytes" for part in PARTS} == set(parts)
         assert sum(parts.values()) == 2 * parts["total_bytes"]
-    assert {"rollout", "train", "reshard", "save"} <= set(found["memory"]["device"])
-    assert found["memory"]["host_bytes"] > 0
-    reshard, step, last = found["reshard"], found["step"], found["ranks"][511]
+    assert {"rollout", "train", "reshard", "save"} <= set(content["memory"]["device"])
+    assert content["memory"]["host_bytes"] > 0
+    reshard, step, last = content["reshard"], content["step"], content["ranks"][511]
     for name in ("dest", "local", "nvlink", "fabric_in", "fabric_out", "gather_everything"):
         assert 0 < reshard[f"{name}_bytes"]["mean"] <= reshard[f"{name}_bytes"]["max"]
     assert 0 < reshard["bound_s"] < reshard["expected_s"] < reshard["gather_bound_s"]
     assert min(step[f"{phase}_s"] for phase in ("rollout", "train", "reshard", "save")) > 0
     assert sum(step.values()) == pytest.approx(2 * step["total_s"])
     at = {"node": 63, "gpu": 7, "engine": 15, "engine_rank": 31}
-    assert at.items() <= last.items() and last["policy"]["pp"] == 15 and len(found["ranks"]) == 512
+    assert (
+        at.items() <= last.items() and last["policy"]["pp"] == 15 and len(content["ranks"]) == 512
+    )
 
 
 def test_the_document_names_every_key_of_the_json(deepseek: RunPlan) -> None:
-    text, found = (planning.ROOT / "docs" / "plan.md").read_text(), plan_json(deepseek)
+    text, content = (planning.ROOT / "docs" / "plan.md").read_text(), plan_json(deepseek)
     named = set(re.findall(r"`([a-z_.]+)`", text.partition("## JSON")[2].replace("[phase]", "")))
-    wanted = {*found["reshard"], *found["step"], *(f"{part}_bytes" for part in PARTS)}
-    wanted |= {f"memory.{key}" for key in found["memory"]} - {"memory.host_capacity_bytes"}
-    assert wanted <= named
-    assert {key for key in found if not any(name.split(".")[0] == key for name in named)} == {
+    keys = {*content["reshard"], *content["step"], *(f"{part}_bytes" for part in PARTS)}
+    keys |= {f"memory.{key}" for key in content["memory"]} - {"memory.host_capacity_bytes"}
+    assert keys <= named
+    assert {key for key in content if not any(name.split(".")[0] == key for name in named)} == {
         "name",
         "hardware",
     }
@@ -184,9 +186,9 @@ def test_a_reader_that_has_enough_is_no_failure() -> None:
     assert child.stdin and child.stdout and child.stderr
     child.stdout.close()
     child.stdin.close()
-    said = child.stderr.read()
+    errors = child.stderr.read()
     child.stderr.close()
-    assert (child.wait(60), said) == (0, b"")
+    assert (child.wait(60), errors) == (0, b"")
 
 
 def test_a_picture_is_a_png_of_the_size_that_the_map_needs(
@@ -218,17 +220,20 @@ def test_a_plan_of_phases_says_how_old_tokens_are_and_who_waits(phased: RunPlan)
     assert re.search(r"open sequences in a phase +[12],\d{3}", page)
     assert re.search(r"tokens are stale, mean and maximum +[\d.]+, \d; never more than 3", page)
     assert "the most tokens that a phase adds alone, 100 tokens" in page
-    found = plan_json(plan)
-    assert found["phases"]["token_mean"] == plan.phases.token_mean and "time" not in found["phases"]
-    assert found["waits"] == {"engines_s": plan.engines_wait_s, "ranks_s": plan.rollout.total_s}
+    content = plan_json(plan)
+    assert (
+        content["phases"]["token_mean"] == plan.phases.token_mean
+        and "time" not in content["phases"]
+    )
+    assert content["waits"] == {"engines_s": plan.engines_wait_s, "ranks_s": plan.rollout.total_s}
     assert plan.engines_wait_s == pytest.approx(plan.step.train_s + plan.step.save_s)
     assert f"GPUs that only train wait {amount(plan.rollout.total_s)} s of a step" in page
 
 
 def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPlan) -> None:
     """It samples ahead: a step takes its further phases and the longer of its training and of the phase beside it."""
-    (advice,) = [one for one in phased.advice if "fewer seconds a step" in one]
-    told = re.search(
+    (advice,) = [line for line in phased.advice if "fewer seconds a step" in line]
+    match = re.search(
         r"ahead 1.* ([\d.]+)x fewer seconds a step; tokens are at most (\d+) versions old", advice
     )
     keys = {
@@ -236,8 +241,8 @@ def test_the_plan_of_what_is_advised_takes_as_many_seconds_as_told(phased: RunPl
         for key, value in re.findall(r"(phase_tokens|prompts_in_flight|ahead) (\d+)", advice)
     }
     plan = make_plan(overlaid(phased.recipe, {"rollout": keys}), CARD, sizes=phased.sizes)
-    assert told and plan.phases and plan.phases.bound == int(told[2])
-    assert phased.step.total_s / plan.step.total_s == pytest.approx(float(told[1]), abs=0.051)
+    assert match and plan.phases and plan.phases.bound == int(match[2])
+    assert phased.step.total_s / plan.step.total_s == pytest.approx(float(match[1]), abs=0.051)
     assert 0 < plan.phases.token_mean <= plan.phases.token_max <= plan.phases.bound
     step, before, beside = plan.step, phased.step, plan.rollout.mean_beside_s
     assert step.rollout_s == pytest.approx(plan.rollout.total_s - beside, abs=1e-9)
@@ -295,9 +300,9 @@ def test_every_error_of_a_layout_is_told_at_once(tmp_path: Path) -> None:
 
 def test_errors_of_a_critic_name_its_own_keys(tmp_path: Path) -> None:
     keys = ["algorithm.name=ppo", "critic.lr=1e-5", "critic.ranks.tp=3", "critic.ranks.gpus=6"]
-    found = plan_errors(planning.small(tmp_path, *keys))
-    assert "critic.ranks.tp" in {error.where for error in found}
-    assert not [error for error in found if error.where.startswith("train.")]
+    errors = plan_errors(planning.small(tmp_path, *keys))
+    assert "critic.ranks.tp" in {error.where for error in errors}
+    assert not [error for error in errors if error.where.startswith("train.")]
 
 
 @pytest.mark.parametrize(
@@ -347,10 +352,10 @@ def test_the_command_prints_the_plan_and_what_does_not_fit_with_code_2(
     recipe.write_text(planning.small(tmp_path).dump_yaml())
     tiny.write_text(planning.H800.read_text().replace("84_930_000_000", "3_000_000_000"))
     assert run_command(recipe, "--hardware", tiny, "--json", "--picture", picture) == 2
-    said = capsys.readouterr()
-    content: dict[str, Any] = json.loads(said.out)
+    printed = capsys.readouterr()
+    content: dict[str, Any] = json.loads(printed.out)
     assert content["fits"] is False and content["hardware"]["memory_bytes"] == 3_000_000_000
-    lines = said.err.splitlines()
+    lines = printed.err.splitlines()
     assert lines and len(lines) == len(content["errors"])
     assert all(
         line.startswith(f"{error['where']}: ")

@@ -35,8 +35,8 @@ def test_updates_are_products_exchanges_and_micro_batches_stretched_by_bubble_an
     products = 8 * train_work(SHAPE)(100) / (16 * 989.4e12 * CARD.compute_share)
     exchanges = LAYERS.exchanges(8 * 100 / 4)
     each = LAYERS.micro_batch_s(2e9, 4e9, 1, 1)
-    found = MODEL.learning_time()
-    assert found.updates_s == pytest.approx(
+    learning = MODEL.learning_time()
+    assert learning.updates_s == pytest.approx(
         1.25 * ((products + exchanges.total(1, 1)) / 0.8 + 2 * 4 * each)
     )
     again = replace(MODEL, recomputes=True).learning_time()
@@ -64,8 +64,8 @@ def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
     keys: list[str], needs_old_logprobs: bool, has_reference: bool, tmp_path: Path
 ) -> None:
     recipe = planning.small(tmp_path, "algorithm.kl_coefficient=null", *keys)
-    found = step_time.policy_time(recipe, MODEL)
-    assert (found.old_logprobs_s > 0, found.reference_s > 0) == (needs_old_logprobs, has_reference)
+    times = step_time.policy_time(recipe, MODEL)
+    assert (times.old_logprobs_s > 0, times.reference_s > 0) == (needs_old_logprobs, has_reference)
     once = replace(MODEL, share=replace(MODEL.share, updates=1))
     one_update = step_time.policy_time(recipe, once)
     # pays its KL in the reward
@@ -75,8 +75,8 @@ def test_the_old_policy_and_the_reference_are_asked_where_they_are_read(
     )
     assert step_time.policy_time(dropping, once).old_logprobs_s > 0
     if has_reference:
-        assert found.reference_s == pytest.approx(
-            found.old_logprobs_s + 4 * 2e9 / CARD.pcie_bytes_per_s
+        assert times.reference_s == pytest.approx(
+            times.old_logprobs_s + 4 * 2e9 / CARD.pcie_bytes_per_s
         )
 
 
