@@ -51,9 +51,11 @@ def smi_topology(**changed: str) -> str:
 
     affinities = "CPU Affinity\tNUMA Affinity\tGPU NUMA ID"
     lines = ["\t\x1b[4m" + "\t".join(devices) + f"\t{affinities}\x1b[0m"]
-    for one in devices:
-        row = "\t".join([one, *(kind(one, two) for two in devices)])
-        lines.append(f"{row}\t0-47,96-143\t0\t\tN/A" if one.startswith("GPU") else f"{row}\t\t\t")
+    for device in devices:
+        row = "\t".join([device, *(kind(device, other) for other in devices)])
+        lines.append(
+            f"{row}\t0-47,96-143\t0\t\tN/A" if device.startswith("GPU") else f"{row}\t\t\t"
+        )
     lines += [
         "",
         "Legend:",

@@ -26,10 +26,12 @@ QUICKSTART = ROOT / "recipes/quickstart.yaml"
 def doctor(
     cwd: Path, *arguments: str | Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    own |= {"PYTHONPATH": str(ROOT), **environment}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables |= {"PYTHONPATH": str(ROOT), **environment}
     command = [sys.executable, "-m", "megarl.cli", "doctor", *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=300
+    )
 
 
 @pytest.mark.slow
@@ -56,16 +58,16 @@ def test_a_port_and_a_recipes_errors_are_told_and_json_has_the_facts(tmp_path: P
         port = listener.getsockname()[1]
         done = doctor(tmp_path, QUICKSTART, "train.pp=3", "--port", str(port), "--json")
     assert done.returncode == 2, done.stderr
-    found = json.loads(done.stdout)
-    assert found["exit_code"] == 2 and found["hardware_file"] is None and found["rates"] == []
-    wheres = [one["where"] for one in found["findings"] if one["severity"] == "error"]
+    report = json.loads(done.stdout)
+    assert report["exit_code"] == 2 and report["hardware_file"] is None and report["rates"] == []
+    wheres = [finding["where"] for finding in report["findings"] if finding["severity"] == "error"]
     assert {
         f"port {port}",
         "placement.gpus",
         "data.train",
         "models/tiny-qwen3-moe/config.json",
     } <= {*wheres}
-    (node,) = found["facts"]
+    (node,) = report["facts"]
     assert node["versions"]["torch"] == "2.13.0+cpu" and node["limits"]["num_files"] != 0
     assert [folder["purpose"] for folder in node["folders"]][::2] == ["run.dir", "model.path"]
     assert [*tmp_path.iterdir()] == []
@@ -119,7 +121,7 @@ def test_a_token_of_mode_600_is_nobody_elses(
     token.write_text("x")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
     token.chmod(0o640)
-    assert [one.where for one in _token_findings()] == ["RAY_AUTH_TOKEN_PATH"]
+    assert [finding.where for finding in _token_findings()] == ["RAY_AUTH_TOKEN_PATH"]
     token.chmod(0o600)
     assert _token_findings() == []
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
@@ -135,7 +137,7 @@ def test_a_token_of_mode_600_is_nobody_elses(
     ],
 )
 def test_only_errors_fail(severities: tuple[str, ...], code: int, reward_result: str) -> None:
-    findings = [Finding(one, "a", "b", "c") for one in severities]  # type: ignore[arg-type]
+    findings = [Finding(severity, "a", "b", "c") for severity in severities]  # type: ignore[arg-type]
     report = Report([sound()], findings)
     assert report.exit_code == code
     assert len(report.lines()) == len(severities) + 1

@@ -30,9 +30,9 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         ):
             while True:
                 file.write(bytes(4096))
-        found = machine.folder(disk / "runs", "run.dir", is_written=True)
-        assert (found.exists, found.is_written, found.total_bytes) == (False, True, 2**20)
-        assert found.error == "no space left" and found.write_bytes_per_s is None
+        folder = machine.folder(disk / "runs", "run.dir", is_written=True)
+        assert (folder.exists, folder.is_written, folder.total_bytes) == (False, True, 2**20)
+        assert folder.error == "no space left" and folder.write_bytes_per_s is None
 
 
 def test_a_disk_has_its_size(tmp_path: Path) -> None:
@@ -43,9 +43,9 @@ def test_a_disk_has_its_size(tmp_path: Path) -> None:
 
 
 def test_a_disk_with_room_is_written_to_and_left_as_it_was(tmp_path: Path) -> None:
-    found = machine.folder(tmp_path, "run.dir", is_written=True)
-    assert found.error == "" and found.exists and found.file_system
-    assert found.write_bytes_per_s is not None and found.write_bytes_per_s > 0
+    folder = machine.folder(tmp_path, "run.dir", is_written=True)
+    assert folder.error == "" and folder.exists and folder.file_system
+    assert folder.write_bytes_per_s is not None and folder.write_bytes_per_s > 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -61,7 +61,7 @@ def test_a_folder_knows_whether_it_sees_the_first_nodes_file(tmp_path: Path) -> 
         machine.folder(tmp_path / "runs", "run.dir", is_written=True, shared_name=name)
         for name in ("probe", "x")
     ]
-    assert [one.is_shared for one in seen] == [True, False]
+    assert [folder.is_shared for folder in seen] == [True, False]
     assert machine.folder(tmp_path, "run.dir", is_written=True).is_shared is None
 
 
@@ -97,9 +97,13 @@ def test_the_limits_are_the_soft_ones_of_the_process() -> None:
     )
     memlock, files = json.loads(done.stdout)
     assert (memlock, files) == (65536, 777)
-    own = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    found = machine.limits().num_processes
-    assert found == UNLIMITED or own == resource.RLIM_INFINITY or found <= own
+    soft_limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    num_processes = machine.limits().num_processes
+    assert (
+        num_processes == UNLIMITED
+        or soft_limit == resource.RLIM_INFINITY
+        or num_processes <= soft_limit
+    )
 
 
 def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
@@ -112,9 +116,9 @@ def test_the_tightest_control_group_bounds_the_host(tmp_path: Path) -> None:
 
 def test_of_the_environment_only_what_libraries_read_is_told() -> None:
     secrets = ["WANDB_API_KEY", "SGLANG_API_KEY", "HF_TOKEN", "RAY_AUTH_TOKEN"]
-    own = ["PATH", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"]
-    told = {"NCCL_IB_HCA": "mlx5", "RAY_AUTH_MODE": "token"}
-    assert machine.environment((dict.fromkeys(secrets + own, "x") | told).items()) == told
+    unread = ["PATH", "CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME"]
+    read = {"NCCL_IB_HCA": "mlx5", "RAY_AUTH_MODE": "token"}
+    assert machine.environment((dict.fromkeys(secrets + unread, "x") | read).items()) == read
 
 
 def test_the_digest_is_of_every_python_file(tmp_path: Path) -> None:
@@ -144,7 +148,7 @@ def test_cards_that_gpus_share_are_told_and_gpus_that_sys_hides_are_left_out(
 ) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
     gpus = hgx(tmp_path, {0: "mlx5_0", 1: "mlx5_1"})[:4]
-    found, errors = machine.gpu_nics([*gpus, "0000:ff:00.0"], "10.0.0.1", tmp_path)
-    assert [found[gpu] for gpu in gpus[:2]] == ["mlx5_0", "mlx5_1"] and len(found) == 4
-    assert any("share the network card" in said for said in errors)
+    cards, errors = machine.gpu_nics([*gpus, "0000:ff:00.0"], "10.0.0.1", tmp_path)
+    assert [cards[gpu] for gpu in gpus[:2]] == ["mlx5_0", "mlx5_1"] and len(cards) == 4
+    assert any("share the network card" in error for error in errors)
     assert machine.gpu_nics(["0000:ff:00.0"], "10.0.0.1", tmp_path) == ({}, ())

@@ -12,10 +12,10 @@ from tests.doctor.nodes import BUSES, SMI_HEAD, fake_smi, smi_csv, smi_topology
 
 
 def test_a_line_is_a_gpu_in_bytes_and_by_its_pci_address() -> None:
-    found, driver = nvidia.gpus(smi_csv())
+    gpus, driver = nvidia.gpus(smi_csv())
     assert driver == "580.65.06"
-    assert [gpu.pci for gpu in found] == [f"0000:{bus}:00.0" for bus in BUSES]
-    assert found[1] == Gpu(
+    assert [gpu.pci for gpu in gpus] == [f"0000:{bus}:00.0" for bus in BUSES]
+    assert gpus[1] == Gpu(
         1,
         "NVIDIA H800",
         "0000:2a:00.0",
@@ -63,19 +63,19 @@ def test_the_newest_cuda_of_the_driver(head: str, version: str) -> None:
 
 
 def test_the_matrix_of_gpus_and_cards() -> None:
-    found = nvidia.topology(smi_topology(GPU2_GPU5="SYS"))
-    assert [*found.links] == [f"GPU{n}" for n in range(8)] + [f"NIC{n}" for n in range(8)]
-    assert found.links["GPU2"]["GPU5"] == found.links["GPU5"]["GPU2"] == "SYS"
-    assert found.links["GPU0"]["GPU7"] == "NV8" and "GPU0" not in found.links["GPU0"]
-    assert (found.links["GPU3"]["NIC3"], found.links["GPU3"]["NIC4"]) == ("PIX", "SYS")
-    assert found.links["NIC0"]["NIC1"] == "NODE"
-    assert found.nics == {f"NIC{n}": f"mlx5_{n}" for n in range(8)}
+    topology = nvidia.topology(smi_topology(GPU2_GPU5="SYS"))
+    assert [*topology.links] == [f"GPU{n}" for n in range(8)] + [f"NIC{n}" for n in range(8)]
+    assert topology.links["GPU2"]["GPU5"] == topology.links["GPU5"]["GPU2"] == "SYS"
+    assert topology.links["GPU0"]["GPU7"] == "NV8" and "GPU0" not in topology.links["GPU0"]
+    assert (topology.links["GPU3"]["NIC3"], topology.links["GPU3"]["NIC4"]) == ("PIX", "SYS")
+    assert topology.links["NIC0"]["NIC1"] == "NODE"
+    assert topology.nics == {f"NIC{n}": f"mlx5_{n}" for n in range(8)}
 
 
 def test_the_matrix_of_one_gpu_and_of_none() -> None:
-    one = "\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
-    one += "GPU0\t X \tPHB\t0-251\t0\t\tN/A\nNIC0\tPHB\t X \t\t\t\n"
-    assert nvidia.topology(one).links == {"GPU0": {"NIC0": "PHB"}, "NIC0": {"GPU0": "PHB"}}
+    matrix = "\tGPU0\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+    matrix += "GPU0\t X \tPHB\t0-251\t0\t\tN/A\nNIC0\tPHB\t X \t\t\t\n"
+    assert nvidia.topology(matrix).links == {"GPU0": {"NIC0": "PHB"}, "NIC0": {"GPU0": "PHB"}}
     assert (
         nvidia.topology("Failed to initialize NVML: Driver/library version mismatch\n")
         == Topology()
@@ -107,11 +107,11 @@ def test_gpus_topology_and_driver_are_read(tmp_path: Path, monkeypatch: pytest.M
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06\n"
     )
     assert nvidia.query()[0] == f"--query-gpu={','.join(nvidia.FIELDS)}"
-    found = nvidia.gpu_facts(proc)
-    assert (found.nvidia_smi, found.driver, found.driver_cuda) == ("", "580.65.06", "13.0")
-    assert [gpu.pci[5:7] for gpu in found.gpus] == [*BUSES]
-    assert found.topology.links["GPU0"]["GPU1"] == "NV8"
-    assert found.has_peermem and found.has_open_driver
+    facts = nvidia.gpu_facts(proc)
+    assert (facts.nvidia_smi, facts.driver, facts.driver_cuda) == ("", "580.65.06", "13.0")
+    assert [gpu.pci[5:7] for gpu in facts.gpus] == [*BUSES]
+    assert facts.topology.links["GPU0"]["GPU1"] == "NV8"
+    assert facts.has_peermem and facts.has_open_driver
     bare = nvidia.gpu_facts(tmp_path / "nothing")
     assert not bare.has_peermem and not bare.has_open_driver
 
@@ -126,10 +126,10 @@ def test_an_older_driver_is_asked_by_the_older_name(
 def test_a_driver_that_does_not_answer_is_told_in_its_own_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "Failed to initialize NVML: Driver/library version mismatch"
-    fake_smi(tmp_path, monkeypatch, "", "", "", fails=said)
-    found = nvidia.gpu_facts(tmp_path)
-    assert (found.nvidia_smi, found.gpus) == (said, ())
+    message = "Failed to initialize NVML: Driver/library version mismatch"
+    fake_smi(tmp_path, monkeypatch, "", "", "", fails=message)
+    facts = nvidia.gpu_facts(tmp_path)
+    assert (facts.nvidia_smi, facts.gpus) == (message, ())
 
 
 def test_without_the_program_there_is_nothing_to_say(

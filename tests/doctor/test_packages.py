@@ -22,7 +22,9 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_te_may_be_missing_where_the_recipe_takes_megatrons_layers() -> None:
     errors = {"transformer_engine.pytorch": "not installed"}
-    (line,) = [one.line(1) for one in gpu_findings(sound(import_errors=errors), local_layers=True)]
+    (line,) = [
+        finding.line(1) for finding in gpu_findings(sound(import_errors=errors), local_layers=True)
+    ]
     assert line.startswith(
         "warning: transformer-engine: it cannot be imported (not installed): training uses"
     )
@@ -44,9 +46,9 @@ def test_a_kernel_of_another_build_is_named_with_its_error(broken: Path) -> None
 
 @pytest.mark.slow
 def test_torch_says_what_it_was_built_for() -> None:
-    found = packages.torch_facts()
-    assert (found.version, found.cuda) == (torch.__version__, torch.version.cuda or "")
-    assert found.error == "" or found.cuda
+    facts = packages.torch_facts()
+    assert (facts.version, facts.cuda) == (torch.__version__, torch.version.cuda or "")
+    assert facts.error == "" or facts.cuda
 
 
 def test_a_torch_that_does_not_start_is_told(broken: Path) -> None:
@@ -81,19 +83,19 @@ def test_a_cudnn_that_is_found_before_the_packages_is_named(
 ) -> None:
     """Through the link that the loader follows; the environment's own, a stub and an empty folder are none."""
     monkeypatch.setattr(packages, "_cached", lambda name: None)
-    own = tmp_path / "site-packages" / "nvidia" / "cudnn" / "lib"
+    packaged = tmp_path / "site-packages" / "nvidia" / "cudnn" / "lib"
     stubs = tmp_path / "stubs"
     foreign = tmp_path / "foreign"
     nothing = tmp_path / "nothing"
-    for folder in (own, stubs, foreign, nothing):
+    for folder in (packaged, stubs, foreign, nothing):
         folder.mkdir(parents=True)
-    for folder, version in ((own, "9.20.0"), (stubs, "9.1.0"), (foreign, "9.13.0")):
+    for folder, version in ((packaged, "9.20.0"), (stubs, "9.1.0"), (foreign, "9.13.0")):
         (folder / f"libcudnn.so.{version}").touch()
         (folder / "libcudnn.so").symlink_to(f"libcudnn.so.{version}")
     places = {
-        "LD_LIBRARY_PATH": f":{nothing}:{own}:{stubs}",
+        "LD_LIBRARY_PATH": f":{nothing}:{packaged}:{stubs}",
         "CUDA_HOME": str(nothing),
-        "CUDA_PATH": str(own),
+        "CUDA_PATH": str(packaged),
     }
     if kind == "LD_LIBRARY_PATH":
         places[kind] += f":{foreign}"

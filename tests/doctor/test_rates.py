@@ -135,8 +135,8 @@ def test_a_card_is_known_by_the_whole_words_of_its_name(
     ],
 )  # fmt: skip
 def test_the_cards_own_file_is_found_by_its_name(device: str, name: str | None) -> None:
-    found = base_of(device, ROOT / "recipes/hardware")
-    assert (found.name if found else None) == name
+    base = base_of(device, ROOT / "recipes/hardware")
+    assert (base.name if base else None) == name
 
 
 def test_a_gpu_that_lags_behind_is_named_on_its_node() -> None:

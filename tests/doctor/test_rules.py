@@ -187,7 +187,7 @@ def test_many_nodes_alike_are_one_line_and_the_worst_comes_first() -> None:
         sound(address=f"10.0.0.{n}", has_peermem=n > 6, torch=Torch("2.13.0+cpu"))
         for n in range(1, 9)
     ]
-    torch, direct = [one.line(8) for one in judged(*nodes)]
+    torch, direct = [finding.line(8) for finding in judged(*nodes)]
     assert torch.startswith("error: all 8 nodes: torch: 2.13.0+cpu is a CPU build")
     assert direct.startswith(
         "warning: 10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 2 more: GPUDirect: "

@@ -26,9 +26,9 @@ def recipe(*overrides: str) -> Recipe:
 
 
 def judged(
-    given: Recipe, *nodes: Any, hardware: Any = None, checkpoint_bytes: int = 0
+    judged_recipe: Recipe, *nodes: Any, hardware: Any = None, checkpoint_bytes: int = 0
 ) -> list[Finding]:
-    return recipe_findings(given, nodes, hardware, checkpoint_bytes)
+    return recipe_findings(judged_recipe, nodes, hardware, checkpoint_bytes)
 
 
 def test_nothing_is_said_of_nodes_that_fit() -> None:
@@ -49,9 +49,9 @@ def test_too_few_gpus_and_nodes_are_named() -> None:
 
 def test_checkpoints_must_fit_on_the_disk() -> None:
     folder = Folder("/shared/runs", "run.dir", True, True, 10**13, 10**11)
-    given = recipe("checkpoint.every=20", "checkpoint.keep=3")
-    assert judged(given, sound(folders=(folder,)), checkpoint_bytes=25 * 10**9) == []
-    (full,) = judged(given, sound(folders=(folder,)), checkpoint_bytes=26 * 10**9)
+    saving = recipe("checkpoint.every=20", "checkpoint.keep=3")
+    assert judged(saving, sound(folders=(folder,)), checkpoint_bytes=25 * 10**9) == []
+    (full,) = judged(saving, sound(folders=(folder,)), checkpoint_bytes=26 * 10**9)
     assert full.severity == "error"
     assert full.problem == "100 GB free; 3 checkpoints and one being written take 104 GB"
     assert judged(recipe(), sound(folders=(folder,)), checkpoint_bytes=10**15) == [], (
@@ -81,7 +81,7 @@ def test_another_card_than_the_plans_is_a_warning(changed: dict[str, Any], words
 
 def test_float8_engines_want_gpus_that_have_it() -> None:
     old = sound(gpus=(replace(sound().gpus[0], name="NVIDIA A100", compute_capability="8.0"),))
-    given = recipe("placement.gpus=1", "rollout.engine.fp8=true")
-    (finding,) = judged(given, old)
+    in_float8 = recipe("placement.gpus=1", "rollout.engine.fp8=true")
+    (finding,) = judged(in_float8, old)
     assert (finding.severity, finding.where) == ("error", "rollout.engine.fp8")
-    assert judged(given, sound()) == []
+    assert judged(in_float8, sound()) == []
