@@ -66,15 +66,15 @@ def test_one_that_is_not_there_or_damaged(made: Any, step: int, is_damaged: bool
     recipe, run = made
     if is_damaged:
         (run / FOLDER / "step-000008" / "rank-0.pt").write_bytes(b"Weights")
-    said: list[str] = []
+    messages: list[str] = []
     (run / "out").mkdir()
     with pytest.raises(UserErrors) as caught:
-        find_snapshot(recipe, run, run / "out", step, said.append)
+        find_snapshot(recipe, run, run / "out", step, messages.append)
     assert str(caught.value).splitlines() == [
         f"{run}/out: it is there already; name another folder",
         f"{run / FOLDER}: there is no whole checkpoint of step {step}; leave --step out for the newest",
     ]
-    assert len(said) == is_damaged
+    assert len(messages) == is_damaged
 
 
 def converted(*arguments: str | Path) -> Result:

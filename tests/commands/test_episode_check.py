@@ -235,8 +235,16 @@ def test_a_reward_function_gets_the_episode(folder: Path) -> None:
     episode = json.loads((folder / "seen").read_text())
     assert (episode["calls"], episode["call_errors"]) == (3, 2)
     assert episode["end"] == "answered" and episode["tool_s"] > 0
-    made = [(one["arguments"], one["error"]) for turn in episode["turns"] for one in turn["calls"]]
-    assert made == [({"expression": "6*7"}, None), ({"number": 6}, "arguments"), (None, "bad_call")]
+    outcomes = [
+        (tool_call["arguments"], tool_call["error"])
+        for turn in episode["turns"]
+        for tool_call in turn["calls"]
+    ]
+    assert outcomes == [
+        ({"expression": "6*7"}, None),
+        ({"number": 6}, "arguments"),
+        (None, "bad_call"),
+    ]
     assert [turn["text"] for turn in episode["turns"]] == ["", "", "", "42"]
 
 

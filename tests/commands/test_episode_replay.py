@@ -156,10 +156,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def keys(*more: str) -> list[str]:
-    own = "model.path=model data.train=rows.jsonl data.eval={} data.messages=null episode.workers=1"
+    base_keys = (
+        "model.path=model data.train=rows.jsonl data.eval={} data.messages=null episode.workers=1"
+    )
     sizes = "data.max_prompt_tokens=80 rollout.max_response_tokens=140 episode.max_turns=3"
     limits = "episode.max_tokens=400 episode.max_observation_tokens=60"
-    return [*f"{own} {sizes} {limits}".split(), *more]
+    return [*f"{base_keys} {sizes} {limits}".split(), *more]
 
 
 def played(*more: str, scripts: Sequence[Sequence[str]] = SCRIPTS) -> list[SampleGroup]:
@@ -224,16 +226,16 @@ def told(done: Result) -> str:
 
 @pytest.mark.parametrize("history", ["append", "render"])
 def test_episodes_of_an_unchanged_environment_come_out_the_same(history: str) -> None:
-    made = played(*ENVIRONMENT, f"episode.history={history}")
-    samples = [sample for group in made for sample in group.samples]
+    groups = played(*ENVIRONMENT, f"episode.history={history}")
+    samples = [sample for group in groups for sample in group.samples]
     facts = [sample.facts for sample in samples if sample.facts]
     assert {fact.end for fact in facts} == {"max_turns", "done", "cut", "bad_calls"}
     assert len({fact.seed for fact in facts}) == 2, "one for each prompt"
     openings = [
-        len(group.samples[0].rows[0].prompt_ids) - len(group.prompt.token_ids) for group in made
+        len(group.samples[0].rows[0].prompt_ids) - len(group.prompt.token_ids) for group in groups
     ]
     assert openings[0] > openings[1] == 0, "reset said something"
-    write(made[:1], made[1:])
+    write(groups[:1], groups[1:])
     same = "8 of 8 episodes came out the same\n"
     assert check(*ENVIRONMENT, f"episode.history={history}").stdout == same
     if history == "append":
@@ -281,9 +283,9 @@ def test_a_difference_is_shown_in_one_line_without_control_characters(
 ) -> None:
     """The file has what a model wrote, and the recipe's arguments may hold anything."""
     write(dice)
-    made = load_tokenizer("model")
-    made.add_tokens(["\x1b[2J\n\u202e"])
-    made.save_pretrained("other")
+    tokenizer = load_tokenizer("model")
+    tokenizer.add_tokens(["\x1b[2J\n\u202e"])
+    tokenizer.save_pretrained("other")
     shutil.copy("model/config.json", "other")
     done = check(*ENVIRONMENT, "model.path=other", 'episode.arguments={unit: "\\e[2J\\n\\u202e"}')
     assert r"\x1b[2J\n\u202e" in told(done) and not set("\x1b\u202e") & set(done.stderr)
@@ -291,8 +293,8 @@ def test_a_difference_is_shown_in_one_line_without_control_characters(
 
 def test_functions_are_called_again_and_rewards_of_functions_are_not_compared() -> None:
     """Functions have no seed."""
-    made = played(*TOOLS, scripts=[[call("double", number=4), "8"], ["no idea"]])
-    write([without_seeds(group) for group in made])
+    groups = played(*TOOLS, scripts=[[call("double", number=4), "8"], ["no idea"]])
+    write([without_seeds(group) for group in groups])
     note = "rewards are not compared: `megarl reward-check --samples` judges those of a function anew\n"
     assert check(*TOOLS).stdout == note + "4 of 4 episodes came out the same\n"
     done = check(*TOOLS, "episode.arguments={times: 3}")
@@ -349,7 +351,9 @@ def without_seeds(group: SampleGroup) -> SampleGroup:
     return replace(
         group,
         samples=tuple(
-            replace(one, facts=replace(one.facts, seed=None)) for one in group.samples if one.facts
+            replace(sample, facts=replace(sample.facts, seed=None))
+            for sample in group.samples
+            if sample.facts
         ),
     )
 
