@@ -283,9 +283,9 @@ def test_an_error_names_its_key(
     # it starts processes
     monkeypatch.setattr("megarl.preflight.checks_by_command.reward_errors", lambda *_, **__: [])
     lines = told(*overrides.split())
-    start, _, rest = says.partition("...")
+    start, _, end = says.partition("...")
     (line,) = (line for line in lines if line.startswith(start))
-    assert rest in line
+    assert end in line
     assert len(lines) == len(set(lines))
 
 
@@ -635,15 +635,17 @@ def test_training_files_are_mixed_by_weight_or_read_as_one(
 
     def drawn(*weights: str) -> list[bool]:
         """Of 100 prompts, which are of the first file."""
-        one, other = (f", weight: {weight}" if weight else "" for weight in weights)
-        given = f"data.train=[{{path: {few}, prompt: ask{one}}}, {{path: {many}{other}}}]"
-        prompts = read(given).prompts.take(100)
+        few_weight, many_weight = (f", weight: {weight}" if weight else "" for weight in weights)
+        key = (
+            f"data.train=[{{path: {few}, prompt: ask{few_weight}}}, {{path: {many}{many_weight}}}]"
+        )
+        prompts = read(key).prompts.take(100)
         return ["ask" in prompt.row for prompt in prompts]
 
     assert sum(drawn("", "")) == 10, "every row of both once"
     assert abs(sum(drawn("3", "1")) - 75) <= 2
-    given = f"data.train=[{{path: {few}, prompt: ask, weight: 2}}, {many}]"
-    (line,) = told(given)
+    key = f"data.train=[{{path: {few}, prompt: ask, weight: 2}}, {many}]"
+    (line,) = told(key)
     assert line.startswith(
         "data.train: data.train.1 has no weight, and other files have; write a weight for every"
     )

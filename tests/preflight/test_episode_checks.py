@@ -62,9 +62,9 @@ def recipe(inputs: Sequence[str], *overrides: str) -> Recipe:
 
 
 def told(inputs: Sequence[str], *overrides: str, proves: bool = False) -> list[str]:
-    made = recipe(inputs, *overrides)
-    tokenizer = load_tokenizer(made.model.path) if proves else None
-    return [str(error) for error in read_episode(made, tokenizer).errors]
+    tools_recipe = recipe(inputs, *overrides)
+    tokenizer = load_tokenizer(tools_recipe.model.path) if proves else None
+    return [str(error) for error in read_episode(tools_recipe, tokenizer).errors]
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_an_error_names_its_key(
 @pytest.mark.slow
 def test_what_is_right_is_read_and_proven(quickstart_tools_inputs: Sequence[str]) -> None:
     """Several tools, an environment without tools, and a recipe without episodes; none leaves a process behind."""
-    made = recipe(
+    tools_recipe = recipe(
         quickstart_tools_inputs,
         "episode.tools=[megarl.environments.calculator:calculate, odd_tools:halve]",
     )
-    found = read_episode(made, load_tokenizer(made.model.path))
-    assert [tool["function"]["name"] for tool in found.tools] == ["calculate", "halve"]
-    assert not found.errors and not found.has_reward
-    assert any("calls are read as SGLang's hermes" in note for note in found.notes)
+    episode = read_episode(tools_recipe, load_tokenizer(tools_recipe.model.path))
+    assert [tool["function"]["name"] for tool in episode.tools] == ["calculate", "halve"]
+    assert not episode.errors and not episode.has_reward
+    assert any("calls are read as SGLang's hermes" in note for note in episode.notes)
     game = recipe(
         quickstart_tools_inputs,
         "episode.tools=[]",
@@ -156,8 +156,8 @@ def test_what_only_the_runs_machine_has_is_not_asked_for_elsewhere(
     ]
     (line,) = told(quickstart_tools_inputs, *keys)
     assert line.startswith("episode.arguments: corpus: there is no file gone.jsonl")
-    found = read_episode(recipe(quickstart_tools_inputs, *keys), None, prepares=False)
-    assert not found.errors and [tool["function"]["name"] for tool in found.tools] == ["search"]
+    episode = read_episode(recipe(quickstart_tools_inputs, *keys), None, prepares=False)
+    assert not episode.errors and [tool["function"]["name"] for tool in episode.tools] == ["search"]
     game = recipe(
         quickstart_tools_inputs, "episode.tools=[]", "episode.environment=odd_tools:Unready"
     )
@@ -192,40 +192,40 @@ def test_what_the_template_would_leave_out_later_is_told(
             f"episode.environment={GUESS}",
             "reward.function=null",
         ]
-        own = recipe(quickstart_tools_inputs, *keys, f"episode.history={history}")
-        found = read_episode(own, load_tokenizer(own.model.path))
-        assert not found.errors
-        return [note for note in found.notes if "leave out later" in note]
+        tools_recipe = recipe(quickstart_tools_inputs, *keys, f"episode.history={history}")
+        episode = read_episode(tools_recipe, load_tokenizer(tools_recipe.model.path))
+        assert not episode.errors
+        return [note for note in episode.notes if "leave out later" in note]
 
     (note,) = kept("append")
-    told = "episode: episodes keep what the chat template would leave out later"
-    assert note == f"{told}: the reasoning of a turn after a user's message"
+    start = "episode: episodes keep what the chat template would leave out later"
+    assert note == f"{start}: the reasoning of a turn after a user's message"
     assert kept("render") == []
 
 
 def test_prompts_are_rendered_with_the_tools(quickstart_tools_inputs: Sequence[str]) -> None:
     """By the same tokens as the splice's first; without them a model would not know of the tools."""
-    made = recipe(quickstart_tools_inputs)
-    tokenizer = load_tokenizer(made.model.path)
-    found = read_episode(made, tokenizer)
-    prompts = read_data(made, tokenizer, tools=found.tools).train_prompts
-    assert found.turn_tokenizer
+    tools_recipe = recipe(quickstart_tools_inputs)
+    tokenizer = load_tokenizer(tools_recipe.model.path)
+    episode = read_episode(tools_recipe, tokenizer)
+    prompts = read_data(tools_recipe, tokenizer, tools=episode.tools).train_prompts
+    assert episode.turn_tokenizer
     for prompt in prompts[:20]:
-        assert list(prompt.token_ids) == found.turn_tokenizer.first(prompt.messages)
+        assert list(prompt.token_ids) == episode.turn_tokenizer.first(prompt.messages)
         assert "calculate" in ChatTemplate(tokenizer).decode(prompt.token_ids)
 
 
 def test_an_environments_rewards_leave_nothing_to_a_function(
     quickstart_tools_inputs: Sequence[str],
 ) -> None:
-    made = recipe(quickstart_tools_inputs)
-    (error,) = reward_errors(made, [], has_own=True)
+    tools_recipe = recipe(quickstart_tools_inputs)
+    (error,) = reward_errors(tools_recipe, [], has_own=True)
     assert str(error).startswith(
         "reward.function: is set, and episode.environment gives the rewards itself"
     )
-    own = recipe(quickstart_tools_inputs, "reward.function=null")
-    assert reward_errors(own, [], has_own=True) == []
-    (error,) = reward_errors(own, [])
+    without_function = recipe(quickstart_tools_inputs, "reward.function=null")
+    assert reward_errors(without_function, [], has_own=True) == []
+    (error,) = reward_errors(without_function, [])
     assert str(error).startswith("reward.function: is not set, and nothing else gives rewards")
 
 
@@ -237,11 +237,11 @@ def test_demonstrations_are_read_before_a_run(
     def errors(rows: list[dict[str, Any]], *overrides: str) -> list[UserError]:
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        made = recipe(quickstart_tools_inputs, f"data.train={file}", *overrides)
-        tokenizer = load_tokenizer(made.model.path)
-        found = read_episode(made, tokenizer)
-        prompts = read_data(made, tokenizer, tools=found.tools).train_prompts
-        return demonstration_errors(made, found, prompts)
+        tools_recipe = recipe(quickstart_tools_inputs, f"data.train={file}", *overrides)
+        tokenizer = load_tokenizer(tools_recipe.model.path)
+        episode = read_episode(tools_recipe, tokenizer)
+        prompts = read_data(tools_recipe, tokenizer, tools=episode.tools).train_prompts
+        return demonstration_errors(tools_recipe, episode, prompts)
 
     good = {"prompt": "2*3=", "answer": "6", "messages": [{"role": "assistant", "content": "6"}]}
     assert errors([good]) == []

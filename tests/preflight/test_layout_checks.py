@@ -33,8 +33,10 @@ def with_placement(recipe: Recipe, **keys: object) -> Recipe:
 
 
 def policy(*, budget: int, cp: int = 1) -> Role:
-    made = recipe(Path("none"), TrainLayout(8, 1, 1, 1, cp=cp), tokens_per_micro_batch=budget)
-    return resolve(made).policy
+    role_recipe = recipe(
+        Path("none"), TrainLayout(8, 1, 1, 1, cp=cp), tokens_per_micro_batch=budget
+    )
+    return resolve(role_recipe).policy
 
 
 @pytest.mark.parametrize(
@@ -51,8 +53,8 @@ def policy(*, budget: int, cp: int = 1) -> Role:
 def test_every_slot_exists_and_is_used(
     gpus: int, train_gpus: int, first: int, faulty: list[str]
 ) -> None:
-    found = slot_errors(placed(gpus, train_gpus, EngineLayout(count=2, tp=2, ep=1, first=first)))
-    assert [error.where for error in found] == faulty
+    errors = slot_errors(placed(gpus, train_gpus, EngineLayout(count=2, tp=2, ep=1, first=first)))
+    assert [error.where for error in errors] == faulty
 
 
 @pytest.mark.parametrize(
@@ -70,14 +72,14 @@ def test_a_critic_has_its_place_behind_the_engines_or_among_them(
 ) -> None:
     """Two slots train, the next four sample."""
     engines = EngineLayout(count=2, tp=2, ep=1, first=2)
-    found = slot_errors(placed(gpus, 2, engines, critic))
-    assert [error.where for error in found] == faulty
+    errors = slot_errors(placed(gpus, 2, engines, critic))
+    assert [error.where for error in errors] == faulty
 
 
 def test_a_model_that_cannot_be_read_is_not_told_that_it_cannot_draft() -> None:
-    found = placed(8, 8, EngineLayout(count=4, tp=2, ep=1, draft=2))
-    assert found.policy.model.known_shape is None
-    assert not [error for error in layout_errors(found, "cuda") if "draft" in error.where]
+    roles = placed(8, 8, EngineLayout(count=4, tp=2, ep=1, draft=2))
+    assert roles.policy.model.known_shape is None
+    assert not [error for error in layout_errors(roles, "cuda") if "draft" in error.where]
 
 
 def test_the_engines_follow_the_training_ranks_without_a_diff() -> None:
@@ -91,8 +93,8 @@ def on_nodes(
     *, train: dict[str, Any] | None = None, first: int = 0, critic: int = 0, **engine: Any
 ) -> Recipe:
     """16 GPUs on nodes of 4, the critic's ranks from one of them on."""
-    made = recipe(Path("none"), TrainLayout(16, 1, 1, 1), **(train or {}))
-    tree: dict[str, Any] = made.model_dump(mode="json") | {"algorithm": {"name": "ppo"}}
+    node_recipe = recipe(Path("none"), TrainLayout(16, 1, 1, 1), **(train or {}))
+    tree: dict[str, Any] = node_recipe.model_dump(mode="json") | {"algorithm": {"name": "ppo"}}
     tree["placement"] |= {"network": "nodes", "gpus_per_node": 4, "first_engine_gpu": first}
     tree["rollout"]["engine"] |= engine
     tree["critic"]["ranks"] |= {"first_gpu": critic, "gpus": 4}
@@ -116,8 +118,8 @@ def on_nodes(
 def test_what_talks_at_every_layer_lies_inside_a_node_and_engines_fill_nodes(
     made: Recipe, faulty: list[str]
 ) -> None:
-    found = node_errors(resolve(made))
-    assert [error.where for error in found] == faulty
+    errors = node_errors(resolve(made))
+    assert [error.where for error in errors] == faulty
 
 
 def test_one_machine_has_no_edges() -> None:
@@ -126,10 +128,10 @@ def test_one_machine_has_no_edges() -> None:
 
 
 def test_an_engine_that_is_said_to_span_nodes_needs_their_network() -> None:
-    made = on_nodes(tp=8)
-    loopback = with_placement(made, network="loopback")
+    spanning = on_nodes(tp=8)
+    loopback = with_placement(spanning, network="loopback")
     assert [error.where for error in node_errors(resolve(loopback))] == ["placement.network"]
-    assert (made.engine_nodes, loopback.engine_nodes, on_nodes(tp=4).engine_nodes) == (2, 1, 1)
+    assert (spanning.engine_nodes, loopback.engine_nodes, on_nodes(tp=4).engine_nodes) == (2, 1, 1)
 
 
 def test_a_micro_batch_holds_the_longest_sequence_as_long_as_it_is_padded() -> None:

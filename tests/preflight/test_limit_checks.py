@@ -197,5 +197,5 @@ def test_a_model_whose_responses_never_end_is_refused(
     for path in folder.glob("generation_config.json"):
         path.unlink()
     recipe = load_recipe(QUICKSTART, [f"model.path={folder}", f"warm_start.steps={warm_steps}"])
-    told = [str(error) for error in eos_errors(recipe, Tokenizer(own))]
-    assert (not told) if not says else len(told) == 1 and says in told[0], told
+    errors = [str(error) for error in eos_errors(recipe, Tokenizer(own))]
+    assert (not errors) if not says else len(errors) == 1 and says in errors[0], errors

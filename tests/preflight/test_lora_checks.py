@@ -159,10 +159,10 @@ def test_what_engines_with_adapters_of_their_own_are_refused_with(
 
 def test_what_engines_have_adapters_for_on_cpu(paths: dict[str, Path]) -> None:
     def errors(family: str, *overrides: str) -> list[str]:
-        given = [f"model.path={paths[family]}", *SLOT_KEYS, *overrides]
+        keys = [f"model.path={paths[family]}", *SLOT_KEYS, *overrides]
         return [
-            str(one).partition(";")[0]
-            for one in cpu_errors(resolve(load_recipe(QUICKSTART, given)))
+            str(error).partition(";")[0]
+            for error in cpu_errors(resolve(load_recipe(QUICKSTART, keys)))
         ]
 
     assert errors("qwen3-moe") == errors("llama", "lora.targets=[]") == []
@@ -181,8 +181,8 @@ def test_layers_of_latent_attention_that_have_no_slots(tmp_path: Path) -> None:
         tmp_path / "plain", "deepseek-v3", num_hidden_layers=2, q_lora_rank=None
     )
     checkpoints.write(tmp_path / "compressed", "deepseek-v3", num_hidden_layers=2)
-    found = told(path, *SLOT_KEYS, "lora.targets=[q_proj, kv_a_proj_with_mqa, o_proj]")
-    names = [line.partition(";")[0] for line in found]
+    lines = told(path, *SLOT_KEYS, "lora.targets=[q_proj, kv_a_proj_with_mqa, o_proj]")
+    names = [line.partition(";")[0] for line in lines]
     fp8 = told(
         path.parent / "compressed",
         *SLOT_KEYS,
@@ -213,17 +213,17 @@ def test_adapters_to_begin_with_are_checked_where_they_are_read(
     def errors(
         *overrides: str, command: Command = "train", absent: tuple[str, ...] = ()
     ) -> list[str]:
-        given = [
+        keys = [
             f"model.path={path}",
             "lora.targets=[q_proj]",
             f"lora.path={tmp_path / 'a'}",
             *overrides,
         ]
-        roles = resolve(load_recipe(QUICKSTART, given))
+        roles = resolve(load_recipe(QUICKSTART, keys))
         case = checks_by_command._Case(command, roles, "cpu", absent)
         return [
-            str(one)
-            for one in (
+            str(error)
+            for error in (
                 checks_by_command._only_sampling
                 if command == "rollout"
                 else checks_by_command._lora
@@ -297,7 +297,7 @@ def test_what_cannot_share_the_policys_weights(
 
 def test_ppo_on_the_same_ranks_shares_the_policys_weights(paths: dict[str, Path]) -> None:
     start = [f"model.path={paths['qwen3-moe']}", "lora.rank=8", "algorithm.name=ppo"]
-    both = [*start, "critic.shares_weights=true", "reward_model.adapters=judge"]
-    in_slots = [*both, "model.dtype=bfloat16", "lora.sync=adapters"]
-    for keys in (both, in_slots):
+    in_weights = [*start, "critic.shares_weights=true", "reward_model.adapters=judge"]
+    in_slots = [*in_weights, "model.dtype=bfloat16", "lora.sync=adapters"]
+    for keys in (in_weights, in_slots):
         assert sharing_errors(resolve(load_recipe(QUICKSTART, keys))) == []

@@ -82,11 +82,11 @@ def test_variables_that_choose_the_attention_are_named() -> None:
     assert (
         attention_errors({}) == attention_errors({"NVTE_FLASH_ATTN": "1", "NVTE_DEBUG": "0"}) == []
     )
-    told = attention_errors(
+    errors = attention_errors(
         {"NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "1", "NVTE_UNFUSED_ATTN": ""}
     )
-    assert [error.where for error in told] == ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"]
-    assert str(told[0]).startswith(
+    assert [error.where for error in errors] == ["NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"]
+    assert str(errors[0]).startswith(
         "NVTE_FLASH_ATTN: '0', and Megatron refuses every value but 1; unset it"
     )
 
@@ -101,7 +101,9 @@ def test_megatron_refuses_the_values_that_are_named() -> None:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    default = next(it.default for it in fields(TransformerConfig) if it.name == "attention_backend")
+    default = next(
+        field.default for field in fields(TransformerConfig) if field.name == "attention_backend"
+    )
     assert default is AttnBackend.auto
     for value, is_refused in (("0", True), ("", True), ("1", False)):
         with mock.patch.dict(os.environ, {"NVTE_FUSED_ATTN": value}):

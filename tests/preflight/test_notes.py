@@ -22,7 +22,9 @@ OVERLAYS = sorted((ROOT / "recipes" / "overlays").glob("*.yaml"))
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_shipped_recipes_and_overlays_are_told_nothing(path: Path) -> None:
     overlays = [
-        one for one in OVERLAYS if "kimi_k2" in path.stem or not one.stem.endswith("kimi_k2")
+        overlay
+        for overlay in OVERLAYS
+        if "kimi_k2" in path.stem or not overlay.stem.endswith("kimi_k2")
     ]
     for over in ([], *([str(overlay)] for overlay in overlays if path != QUICKSTART)):
         assert recipe_notes(load_recipe(path, over)) == [], over

@@ -158,8 +158,8 @@ CODE = "megarl.rollout.rewards.code:score"
 
 def test_functions_of_ours_are_given_the_time_that_they_may_take() -> None:
     lines = told(function=CODE, arguments={"unsafe": True})
-    wanted = f"reward.timeout_s: 5 is too little beside the 30 s that total_s gives {CODE}; set it to 35, or total_s"
-    assert [line[: len(wanted)] for line in lines] == [wanted]
+    message = f"reward.timeout_s: 5 is too little beside the 30 s that total_s gives {CODE}; set it to 35, or total_s"
+    assert [line[: len(message)] for line in lines] == [message]
     asks = {
         "function": "megarl.rollout.rewards.llm_judge:score",
         "arguments": {"url": "u", "model": "m"},
