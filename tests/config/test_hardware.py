@@ -37,12 +37,12 @@ def test_links_are_each_way_and_slower_than_memory() -> None:
 
 
 def test_an_unknown_key_is_told_with_line_and_the_nearest(tmp_path: Path) -> None:
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(FILES[0].read_text().replace("nic_share", "nic_shares"))
-    line = 1 + [text.startswith("nic_shares") for text in mine.read_text().splitlines()].index(True)
+    file = tmp_path / "mine.yaml"
+    file.write_text(FILES[0].read_text().replace("nic_share", "nic_shares"))
+    line = 1 + [text.startswith("nic_shares") for text in file.read_text().splitlines()].index(True)
     with pytest.raises(UserErrors) as caught:
-        load_hardware(mine)
-    assert str(caught.value) == f"{mine}:{line}: unknown key nic_shares; did you mean nic_share?"
+        load_hardware(file)
+    assert str(caught.value) == f"{file}:{line}: unknown key nic_shares; did you mean nic_share?"
 
 
 def test_no_hardware_is_an_error_that_lists_what_there_is(

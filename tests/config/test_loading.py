@@ -276,8 +276,8 @@ def test_all_errors_are_told_at_once(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_one_clear_line(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
-    told = "\n".join(map(str, errors_of(tmp_path / "recipe.yaml")))
-    assert says in told
+    error_text = "\n".join(map(str, errors_of(tmp_path / "recipe.yaml")))
+    assert says in error_text
 
 
 # --- overlays ----------------------------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ def test_null_takes_a_named_entry_out_and_sets_any_other_key_to_null(tmp_path: P
     assert (recipe.evaluation.sets, recipe.checkpoint.every) == ({}, None)
     recipe = load_recipe(QUICKSTART, ["data.eval=null", more])
     assert [*recipe.data.eval] == ["hard"]
-    own = load_recipe(QUICKSTART)
-    assert overlaid(own, {"data": {"eval": {"arith": None}}}).data.eval == {}
+    quickstart = load_recipe(QUICKSTART)
+    assert overlaid(quickstart, {"data": {"eval": {"arith": None}}}).data.eval == {}
 
 
 def test_a_name_of_the_users_own_may_contain_dots(tmp_path: Path) -> None:

@@ -39,17 +39,17 @@ OVERLAYS: dict[str, list[tuple[str, ...]]] = {
     "search_r1_qwen3_30b": [(), ("search_r1_qwen3_235b.yaml",)],
     "qwen3_30b": [
         (), ("qwen3_30b_16gpus.yaml",), ("qwen3_30b_16gpus.yaml", "smoke.yaml"), ("fp8_rollout.yaml",),
-        *((one,) for one in DEBUG),
+        *((overlay,) for overlay in DEBUG),
     ],
     "qwen3_235b": [
         (), ("fp8_rollout_qwen3_235b.yaml",), ("qwen3_235b_128gpus.yaml", "fp8_rollout.yaml"),
-        *((one,) for one in DEBUG),
+        *((overlay,) for overlay in DEBUG),
     ],
     "deepseek671b": [
-        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((one,) for one in DEBUG),
+        (), DEEPSEEK_512[:1], DEEPSEEK_512[1:], DEEPSEEK_512, *((overlay,) for overlay in DEBUG),
     ],
-    "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((one,) for one in DEBUG)],
-    "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((one,) for one in DEBUG)],
+    "qwen2_5_32b": [(), ("fp8_rollout.yaml",), *((overlay,) for overlay in DEBUG)],
+    "kimi_k2_64gpus": [(), ("adapters_kimi_k2.yaml",), *((overlay,) for overlay in DEBUG)],
 }  # fmt: skip
 
 
@@ -76,8 +76,11 @@ CLUSTER = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if "quickstart" 
 
 
 def load(name: str, over: tuple[str, ...] = (), *overrides: str) -> Recipe:
-    given = [str(RECIPES / "overlays" / one) if one.endswith(".yaml") else one for one in over]
-    return load_recipe(RECIPES / f"{name}.yaml", [*given, *overrides])
+    overlays = [
+        str(RECIPES / "overlays" / overlay) if overlay.endswith(".yaml") else overlay
+        for overlay in over
+    ]
+    return load_recipe(RECIPES / f"{name}.yaml", [*overlays, *overrides])
 
 
 def kept(function: Callable[..., Any], key_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,7 +115,9 @@ def once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the recipes' own paths are relative to it
-        patch.setattr(dry_run, "_reshard", kept(lambda *given: list(_reshard(*given)), places))
+        patch.setattr(
+            dry_run, "_reshard", kept(lambda *arguments: list(_reshard(*arguments)), places)
+        )
         patch.setattr(layout_checks, "reshard_errors", kept(layout_checks.reshard_errors, places))
         patch.setattr(
             checks_by_command, "reward_errors", kept(checks_by_command.reward_errors, judge)
@@ -176,7 +181,7 @@ def test_it_dry_runs_with_its_first_layers_alone(name: str, tmp_path: Path) -> N
 
 
 def test_the_overlays_that_there_are_are_tried() -> None:
-    tried = {one for of_model in OVERLAYS.values() for over in of_model for one in over}
+    tried = {overlay for of_model in OVERLAYS.values() for over in of_model for overlay in over}
     assert {path.name for path in (RECIPES / "overlays").glob("*.yaml")} <= tried | {
         "debug_layers.yaml"
     }
@@ -288,12 +293,13 @@ def value_of(recipe: Recipe, key: str) -> Any:
 @pytest.mark.parametrize("name", CLUSTER)
 def test_it_says_what_the_paper_says(name: str) -> None:
     recipe = load(name)
-    own = [paper for paper in PAPERS if recipe.episode and recipe.run.name.startswith(paper)]
-    said = PAPERS["lora" if recipe.lora else own[0] if own else recipe.algorithm.name]
-    found = {
-        place: {key: value_of(recipe, key) for key in values} for place, values in said.items()
+    papers = [paper for paper in PAPERS if recipe.episode and recipe.run.name.startswith(paper)]
+    paper_values = PAPERS["lora" if recipe.lora else papers[0] if papers else recipe.algorithm.name]
+    recipe_values = {
+        place: {key: value_of(recipe, key) for key in values}
+        for place, values in paper_values.items()
     }
-    assert found == said
+    assert recipe_values == paper_values
 
 
 # as the model cards have them; DeepSeek's README_WEIGHTS.md counts prediction layers apart
@@ -426,6 +432,6 @@ def test_the_command_says_so_and_ends_with_0_or_2(monkeypatch: pytest.MonkeyPatc
         "rollout.engine.sglang.page_size",
         "train.pp",
     ]
-    both = CliRunner().invoke(cli.app, [*arguments, "--resume"])
-    assert both.exit_code == 2
-    assert both.stderr.startswith("--dry-run: nothing is launched, and --resume says how")
+    result = CliRunner().invoke(cli.app, [*arguments, "--resume"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("--dry-run: nothing is launched, and --resume says how")

@@ -148,8 +148,8 @@ def test_a_text_that_no_recipe_is_names_file_and_line(
     front: bytes | str, line: int, says: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path, front)
-    told = [str(error) for error in errors_of(path)]
-    assert any(text.startswith(f"{path}:{line}: {says}") for text in told), told
+    messages = [str(error) for error in errors_of(path)]
+    assert any(text.startswith(f"{path}:{line}: {says}") for text in messages), messages
 
 
 def test_an_override_whose_text_is_no_utf8() -> None:
