@@ -48,7 +48,7 @@ class Missing:
 
 def read(paths: Iterable[Path]) -> list[Library]:
     """The libraries among the files; what is no ELF file is left out."""
-    found = []
+    libraries = []
     for path in paths:
         command = ["readelf", "--wide", "--dynamic", "--dyn-syms", str(path)]
         english = {**os.environ, "LC_ALL": "C"}
@@ -56,8 +56,8 @@ def read(paths: Iterable[Path]) -> list[Library]:
             command, capture_output=True, text=True, errors="replace", env=english
         )
         if done.returncode == 0 and done.stdout.strip():
-            found.append(_parsed(path, done.stdout))
-    return found
+            libraries.append(_parsed(path, done.stdout))
+    return libraries
 
 
 def _parsed(path: Path, text: str) -> Library:
@@ -87,10 +87,10 @@ def system_libraries() -> dict[str, Path]:
     listed = subprocess.run(
         ["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True
     ).stdout
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for name, path in re.findall(r"^\s+(\S+) \(libc6,x86-64.*\) => (\S+)$", listed, re.MULTILINE):
-        found.setdefault(name, Path(path))
-    return found
+        paths.setdefault(name, Path(path))
+    return paths
 
 
 def missing(
@@ -109,7 +109,7 @@ def missing(
     known |= {Path(library.path).name: library for library in libraries}
     resolver = _Resolver(known, dict(system), frozenset(absent))
     before = [part for name in loaded_before for part in resolver.closure(name).libraries.values()]
-    found = []
+    gaps = []
     for library in libraries:
         closure = resolver.closure(library.soname, start=library)
         places = [*closure.libraries.values(), *before]
@@ -120,8 +120,8 @@ def missing(
             lacking = [name for name in lacking if not _DRIVERS.match(name)]
         unfound = sorted(set(library.needed) & closure.unfound)
         if lacking or unfound:
-            found.append(Missing(library.path, tuple(unfound), tuple(sorted(lacking))))
-    return found
+            gaps.append(Missing(library.path, tuple(unfound), tuple(sorted(lacking))))
+    return gaps
 
 
 @dataclass
@@ -142,23 +142,23 @@ class _Resolver:
         self._known, self._system, self._absent = known, system, absent
 
     def closure(self, name: str, start: Library | None = None) -> _Closure:
-        found, open_names = _Closure(), [name]
+        reached, open_names = _Closure(), [name]
         if start is not None:
-            found.libraries[name] = start
+            reached.libraries[name] = start
             open_names = [*start.needed]
         while open_names:
             name = open_names.pop()
-            if name in found.libraries or name in found.unfound or name in found.absent:
+            if name in reached.libraries or name in reached.unfound or name in reached.absent:
                 continue
             library = self._library(name)
             if library is not None:
-                found.libraries[name] = library
+                reached.libraries[name] = library
                 open_names += library.needed
             elif name in self._absent:
-                found.absent.add(name)
+                reached.absent.add(name)
             else:
-                found.unfound.add(name)
-        return found
+                reached.unfound.add(name)
+        return reached
 
     def _library(self, name: str) -> Library | None:
         if name not in self._known and name in self._system:

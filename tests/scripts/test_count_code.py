@@ -24,13 +24,13 @@ def double(x):
 
 
 def test_docstrings_comments_and_empty_lines_are_no_code() -> None:
-    found = count(SOURCE)
-    assert (found.lines, found.code_lines) == (14, 9)
+    counts = count(SOURCE)
+    assert (counts.lines, counts.code_lines) == (14, 9)
 
 
 def test_a_ternary_and_an_assignment_of_two_values_are_counted() -> None:
-    found = count(SOURCE)
-    assert (found.ternaries, found.tuple_assignments) == (1, 1)
+    counts = count(SOURCE)
+    assert (counts.ternaries, counts.tuple_assignments) == (1, 1)
 
 
 def test_expressions_are_nodes_of_the_syntax_tree() -> None:

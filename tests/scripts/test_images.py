@@ -20,10 +20,10 @@ def instructions(text: str) -> list[tuple[str, str]]:
     """Of a Dockerfile: each instruction with its arguments, lines that go on joined."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", "\n", "\n".join(lines).replace("\\\n", "\x00"))
-    found = [
+    parts = [
         line.replace("\x00", "\\\n").partition(" ") for line in joined.splitlines() if line.strip()
     ]
-    return [(name, arguments.strip()) for name, _, arguments in found]
+    return [(name, arguments.strip()) for name, _, arguments in parts]
 
 
 def dockerfile() -> list[tuple[str, str]]:
@@ -91,9 +91,9 @@ def test_every_path_that_is_copied_is_there() -> None:
     assert not any(
         is_in_context(path) for path in (".venv", ".git", "models", "data", "runs", "tests")
     )
-    both = [line.split() for line in section("files").strip().splitlines()]
-    assert all(source in there and target == f"/opt/megarl/{source}" for source, target in both)
-    assert {source for source, _ in both} == set(kept)
+    pairs = [line.split() for line in section("files").strip().splitlines()]
+    assert all(source in there and target == f"/opt/megarl/{source}" for source, target in pairs)
+    assert {source for source, _ in pairs} == set(kept)
 
 
 def test_both_images_are_the_same() -> None:

@@ -17,8 +17,8 @@ RUNS = sorted((ROOT / "scripts").glob("run_*.sh"))
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    with Desk(tmp_path) as made:
-        yield made
+    with Desk(tmp_path) as job_desk:
+        yield job_desk
 
 
 # --- run_*.sh ----------------------------------------------------------------------------------------------------
@@ -45,11 +45,11 @@ def test_launchers_differ_in_their_recipe_alone(path: Path) -> None:
 
 
 def test_a_launcher_hands_everything_on(desk: Desk) -> None:
-    given = ["recipes/overlays/one.yaml", "run.name=a b", "--dry-run", "--resume"]
-    command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *given]
+    arguments = ["recipes/overlays/one.yaml", "run.name=a b", "--dry-run", "--resume"]
+    command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *arguments]
     output_of(desk.start(*command, lives="75", NCCL_DEBUG="INFO", MEGARL_INTERFACE="eth7"), 75)
     (life,) = desk.lives()
-    assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *given]
+    assert life["argv"] == ["train", "recipes/dapo_deepseek671b.yaml", *arguments]
     assert life["cwd"] == str(ROOT)
     expected = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=eth7", "GLOO_SOCKET_IFNAME": "eth7"}
     expected |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -132,18 +132,23 @@ def test_paths_are_of_the_callers_folder(desk: Desk, tmp_path: Path) -> None:
     caller.mkdir()
     for name in ("own.yaml", "token"):
         (caller / name).touch()
-    given = ["own.yaml", "recipes/overlays/smoke.yaml", "run.name=own.yaml"]
-    command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *given]
+    arguments = ["own.yaml", "recipes/overlays/smoke.yaml", "run.name=own.yaml"]
+    command = ["bash", ROOT / "scripts" / "run_dapo_deepseek671b.sh", *arguments]
     desk.folder = caller
     output_of(desk.start(*command))
-    assert desk.lives()[0]["argv"][2:] == [f"{caller}/own.yaml", *given[1:]]
-    own = {
+    assert desk.lives()[0]["argv"][2:] == [f"{caller}/own.yaml", *arguments[1:]]
+    variables = {
         "MEGARL_RAY_DIR": ".",
         "RAY_AUTH_TOKEN_PATH": "token",
         "MEGARL_NODE_ADDRESS": "127.0.0.2",
     }
     node = desk.start(
-        "bash", ROOT / "scripts" / "ray_node.sh", "head", "address", MEGARL_GPUS_PER_NODE="1", **own
+        "bash",
+        ROOT / "scripts" / "ray_node.sh",
+        "head",
+        "address",
+        MEGARL_GPUS_PER_NODE="1",
+        **variables,
     )
     wait_until((caller / "address").exists)
     (folder,) = caller.glob("megarl-ray-*")

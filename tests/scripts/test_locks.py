@@ -25,16 +25,16 @@ RESOLVE = ["--python-platform", "x86_64-manylinux_2_35", "--no-header", "--no-an
 
 def pins(text: str) -> dict[str, str]:
     """Versions by name; every line that is no comment names one package and its version, and nothing else."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for line in re.sub(r"(?m)(^|\s)#.*", "", text).split("\n"):
         if not line.strip():
             continue
         match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s=<>!*,;]+)\s*", line)
         assert match, line
         name = canonicalize_name(match[1])
-        assert name not in found, f"{name} is named twice"
-        found[name] = match[2]
-    return found
+        assert name not in versions, f"{name} is named twice"
+        versions[name] = match[2]
+    return versions
 
 
 def lock(device: str) -> dict[str, str]:
@@ -46,14 +46,14 @@ def overrides() -> dict[str, str | None]:
     lines = re.sub(
         r"(?m)^#.*", "", (FOLDER / "gpu-overrides.txt").read_text(encoding="utf-8")
     ).split("\n")
-    found: dict[str, str | None] = {}
-    for one in map(Requirement, filter(None, lines)):
-        (version,) = [specifier.version for specifier in one.specifier] or [None]
-        is_left_out = one.marker is not None and not one.marker.evaluate(
+    versions: dict[str, str | None] = {}
+    for override in map(Requirement, filter(None, lines)):
+        (version,) = [specifier.version for specifier in override.specifier] or [None]
+        is_left_out = override.marker is not None and not override.marker.evaluate(
             PLATFORM | {"python_version": PYTHONS[0]}
         )
-        found[canonicalize_name(one.name)] = None if is_left_out else version
-    return found
+        versions[canonicalize_name(override.name)] = None if is_left_out else version
+    return versions
 
 
 def wishes(texts: list[str] | None, python: str, extra: str = "") -> list[Requirement]:
@@ -64,16 +64,16 @@ def wishes(texts: list[str] | None, python: str, extra: str = "") -> list[Requir
         "python_full_version": f"{python}.1",
         "extra": extra,
     }
-    wanted = [Requirement(text) for text in texts or []]
-    return [one for one in wanted if not one.marker or one.marker.evaluate(environment)]
+    requirements = [Requirement(text) for text in texts or []]
+    return [wish for wish in requirements if not wish.marker or wish.marker.evaluate(environment)]
 
 
-def unmet(wanted: list[Requirement], found: dict[str, str]) -> list[str]:
-    versions = [(one, found.get(canonicalize_name(one.name))) for one in wanted]
+def unmet(requirements: list[Requirement], locked: dict[str, str]) -> list[str]:
+    versions = [(wish, locked.get(canonicalize_name(wish.name))) for wish in requirements]
     return [
-        str(one)
-        for one, version in versions
-        if not version or not one.specifier.contains(version, True)
+        str(wish)
+        for wish, version in versions
+        if not version or not wish.specifier.contains(version, True)
     ]
 
 
@@ -129,21 +129,21 @@ def test_the_cpu_lock_satisfies_setup_py() -> None:
 
 def installed() -> dict[str, metadata.Distribution]:
     """The packages of the CPU lock, which are installed in its versions."""
-    found = {}
+    distributions = {}
     for name, version in lock("cpu").items():
-        found[name] = metadata.distribution(name)
-        assert found[name].version.split("+")[0] == version, name
-    return found
+        distributions[name] = metadata.distribution(name)
+        assert distributions[name].version.split("+")[0] == version, name
+    return distributions
 
 
 def unmet_on_cpu(python: str) -> set[str]:
     """What the pinned packages ask for under this Python, and the lock does not have in a version that they take."""
-    pins, found = lock("cpu"), set()
+    pins, gaps = lock("cpu"), set()
     for name, package in installed().items():
         headers: Any = package.metadata
         assert SpecifierSet(headers.get("Requires-Python") or "").contains(f"{python}.1"), name
-        found |= {f"{name} wants {wish}" for wish in unmet(wishes(package.requires, python), pins)}
-    return found
+        gaps |= {f"{name} wants {wish}" for wish in unmet(wishes(package.requires, python), pins)}
+    return gaps
 
 
 def test_the_cpu_lock_lacks_the_same_under_every_python() -> None:
@@ -207,21 +207,21 @@ def test_every_source_of_the_gpu_lock_is_named_there_as_setup_py_names_it() -> N
     """So that a package which setup.py gains, or another version of the engine, cannot be forgotten."""
     lines = re.sub(r"\s*#.*", "", (FOLDER / "gpu.in").read_text(encoding="utf-8")).split("\n")
     named = {
-        canonicalize_name(one.name): one
-        for one in map(Requirement, filter(lambda x: x and x[0] != "-", lines))
+        canonicalize_name(source.name): source
+        for source in map(Requirement, filter(lambda x: x and x[0] != "-", lines))
     }
     for text in asked_for("gpu"):
-        wanted = Requirement(text)
-        one = named[canonicalize_name(wanted.name)]
-        assert wanted.extras == one.extras, text
-        assert not one.specifier or one.specifier == wanted.specifier, text
+        requirement = Requirement(text)
+        source = named[canonicalize_name(requirement.name)]
+        assert requirement.extras == source.extras, text
+        assert not source.specifier or source.specifier == requirement.specifier, text
 
 
 def test_the_gpu_lock_has_the_versions_that_override_what_packages_ask_for() -> None:
     """TransformerEngine does not load beside torch's own cuBLAS, and cuda-tile is fetched from another index."""
-    asked, found = overrides(), lock("gpu")
+    asked, locked = overrides(), lock("gpu")
     assert asked == {"nvidia-cublas": "13.2.0.9", "cuda-tile": None}
-    assert {name: found.get(name) for name in asked} == asked
+    assert {name: locked.get(name) for name in asked} == asked
     assert "--override requirements/gpu-overrides.txt" in (FOLDER / "gpu.in").read_text(
         encoding="utf-8"
     )
@@ -230,14 +230,14 @@ def test_the_gpu_lock_has_the_versions_that_override_what_packages_ask_for() -> 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_gpu_lock_has_all_that_the_installed_packages_ask_for(python: str) -> None:
     """SGLang's kernels among it, exactly as SGLang pins them; Megatron's packages for developers are another matter."""
-    found, decided = lock("gpu"), overrides()
+    locked, decided = lock("gpu"), overrides()
     for name, package in installed().items():
-        wanted = [
+        requirements = [
             wish
             for wish in wishes(package.requires, python)
             if canonicalize_name(wish.name) not in decided
         ]
-        assert unmet(wanted, found) == [], name
+        assert unmet(requirements, locked) == [], name
     of_sglang = {
         canonicalize_name(wish.name) for wish in wishes(metadata.requires("sglang"), python)
     }
@@ -245,12 +245,12 @@ def test_the_gpu_lock_has_all_that_the_installed_packages_ask_for(python: str) -
 
 
 def test_the_gpu_lock_is_of_one_cuda() -> None:
-    found = lock("gpu")
-    assert not [name for name in found if re.search(r"(?<!libs)-cu12$", name)], (
+    locked = lock("gpu")
+    assert not [name for name in locked if re.search(r"(?<!libs)-cu12$", name)], (
         "one folder takes one core"
     )
-    assert {"transformer-engine-cu13", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= found.keys()
-    engine = {version for name, version in found.items() if name.startswith("transformer-engine")}
+    assert {"transformer-engine-cu13", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= locked.keys()
+    engine = {version for name, version in locked.items() if name.startswith("transformer-engine")}
     assert len(engine) == 1, "TransformerEngine refuses parts of several versions"
 
 

@@ -51,8 +51,8 @@ def test_the_quickstart_with_tools_runs_the_same_without_them_and_compares(
 ) -> None:
     """All that is given goes to both runs, and to the lines about them."""
     code, ran = start(sandbox, "tools", "run.steps=2", "--resume")
-    made, (first, second, *shown) = ran[:2], ran[2:]
-    assert code == 0 and made == [
+    makers, (first, second, *shown) = ran[:2], ran[2:]
+    assert code == 0 and makers == [
         "python scripts/make_tiny_moe.py --tools --out models/tiny-qwen3-moe-tools",
         "python scripts/make_arithmetic.py --tools --out data/tools",
     ]
@@ -74,8 +74,8 @@ def test_the_quickstart_with_tools_runs_the_same_without_them_and_compares(
 def test_a_run_that_fails_ends_the_quickstart_with_tools_with_its_code(
     sandbox: Sandbox, ends: str, runs: int, code: int
 ) -> None:
-    found, ran = start(sandbox, "tools", megarl=ends.format(code))
-    assert found == code and len([line for line in ran if line.startswith("megarl")]) == runs
+    exit_code, ran = start(sandbox, "tools", megarl=ends.format(code))
+    assert exit_code == code and len([line for line in ran if line.startswith("megarl")]) == runs
     assert not [line for line in ran if "show_accuracies" in line]
 
 
@@ -172,7 +172,9 @@ def test_the_accuracies_of_the_last_run_are_one_line(tmp_path: Path) -> None:
         folder = tmp_path / "here" / name
         folder.mkdir(parents=True)
         lines = records if name == "mine-2" else [{"step": 0, "eval/accuracy": 0.1}]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in lines)
+        )
         os.utime(folder / "metrics.jsonl", (1000 + number, 1000 + number))
     keys = ["run.dir=here", "--resume", "run.name=mine"]
     (line,) = show(tmp_path, 1000.5, *keys).splitlines()

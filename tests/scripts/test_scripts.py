@@ -275,9 +275,10 @@ def test_where_the_cpu_index_has_no_torch_another_build_without_cuda_is_taken(
     sandbox: Sandbox, environment: dict[str, str], index: str, otherwise: str
 ) -> None:
     sandbox.stand_in("python3.11", f"{NO_CPU_BUILD}\n{MAKES_VENV}")
-    told = sandbox.says(**environment)
+    output = sandbox.says(**environment)
     assert (
-        f"megarl: no torch 2.13.0+cpu from {index} (ERROR: none): looking for another build" in told
+        f"megarl: no torch 2.13.0+cpu from {index} (ERROR: none): looking for another build"
+        in output
     )
     assert [line for line in sandbox.commands() if "torch==" in line] == [
         f"{PIP} {FROM_CPU_INDEX} --index-url {index} {TORCH}+cpu",
@@ -303,9 +304,9 @@ def test_where_only_the_cuda_build_is_in_reach_the_file_to_fetch_is_named(
     assert "PIP_FIND_LINKS=" in line
     assert "MEGARL_TORCH_INDEX=" in line
     assert not [
-        one
-        for one in sandbox.commands()
-        if "-r " in one or one.endswith(TORCH) and "--dry-run" not in one
+        command
+        for command in sandbox.commands()
+        if "-r " in command or command.endswith(TORCH) and "--dry-run" not in command
     ]
 
 
@@ -397,8 +398,8 @@ def test_which_lock_is_installed(
 ) -> None:
     with_gpus(sandbox)
     sandbox.stand_in("nvidia-smi", nvidia_smi)
-    told = sandbox.says(**environment)
-    assert f"pinned packages from requirements/{lock}.txt" in told
+    output = sandbox.says(**environment)
+    assert f"pinned packages from requirements/{lock}.txt" in output
 
 
 def test_another_device_makes_a_new_environment(sandbox: Sandbox) -> None:
@@ -438,7 +439,9 @@ def test_what_gpus_lack_is_said_in_a_line(
     with_gpus(sandbox, python, nvcc)
     line = sandbox.refuses(**environment)
     assert line.startswith(f"megarl: {says}")
-    assert not [one for one in sandbox.commands() if " -r " in one], "nothing is installed"
+    assert not [command for command in sandbox.commands() if " -r " in command], (
+        "nothing is installed"
+    )
 
 
 @pytest.mark.parametrize("file", ["requirements/cpu.txt", "setup.py"])
@@ -498,8 +501,8 @@ def test_a_moved_repository_asks_to_remove_its_environment(
     sandbox.set_up()
     before = sandbox.repo
     sandbox.repo = sandbox.repo.rename(tmp_path / "elsewhere")
-    told = f".venv was made by {before}, and an installation would empty it: remove it (rm -r "
-    assert told in sandbox.refuses()
+    message = f".venv was made by {before}, and an installation would empty it: remove it (rm -r "
+    assert message in sandbox.refuses()
 
 
 def test_an_empty_folder_on_another_disk_takes_the_environment(sandbox: Sandbox) -> None:
@@ -558,8 +561,8 @@ def test_the_set_up_takes_the_python_that_is_there(
     for name, body in (("python3.11", first), ("python3.12", second)):
         if body is not None:
             sandbox.stand_in(name, body)
-    told = sandbox.says()
-    assert f"making {sandbox.repo}/.venv with {chosen}" in told
+    output = sandbox.says()
+    assert f"making {sandbox.repo}/.venv with {chosen}" in output
     assert f"BIN/{chosen} -m venv --clear REPO/.venv" in sandbox.commands()
 
 
@@ -573,15 +576,15 @@ def test_the_first_tier_has_more_time(
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$2" != tests.gpu.tiers ] || [ -n "$3" ] || echo 1 2 3\n')
     python.chmod(0o755)
-    own = {name: value for name, value in os.environ.items() if name != "LIMIT_S"} | {
+    variables = {name: value for name, value in os.environ.items() if name != "LIMIT_S"} | {
         "PYTHON": str(python)
     }
-    own |= {"LIMIT_S": limit} if limit else {}
+    variables |= {"LIMIT_S": limit} if limit else {}
     done = subprocess.run(
-        ["bash", ROOT / "scripts" / "gpu_check.sh"], env=own, capture_output=True, text=True
+        ["bash", ROOT / "scripts" / "gpu_check.sh"], env=variables, capture_output=True, text=True
     )
-    told = [f"tier {tier}: at most {first if tier == 1 else others} s" for tier in (1, 2, 3)]
-    assert (done.returncode, done.stdout.splitlines()) == (0, told)
+    lines = [f"tier {tier}: at most {first if tier == 1 else others} s" for tier in (1, 2, 3)]
+    assert (done.returncode, done.stdout.splitlines()) == (0, lines)
 
 
 # --- test.sh -----------------------------------------------------------------------------------------------------
@@ -627,9 +630,9 @@ def test_test_sh_fails_where_any_part_does(ready: Sandbox, fails: str) -> None:
     bash_file(ready.repo / ".venv/bin/python", body)
     done = ready.test()
     assert done.returncode == 3, done.stderr
-    told = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("tests: ")]
     ends = (FRONT, "tests/end_to_end", "-m not slow", LAST)
-    assert [line.endswith(end) for line, end in zip(told, ends, strict=True)] == [True] * 4, (
+    assert [line.endswith(end) for line, end in zip(lines, ends, strict=True)] == [True] * 4, (
         "the background's last"
     )
 
@@ -678,7 +681,7 @@ def test_test_sh_provides_a_program_where_it_can(
 ) -> None:
     file = bash_file(tmp_path / "program")
     name, tests = PROGRAMS[program]
-    told = {"program": program, "name": name, "tests": tests, "packages": PACKAGES[program]}
+    fields = {"program": program, "name": name, "tests": tests, "packages": PACKAGES[program]}
     for other in PROGRAMS:
         if other != program or apt_get == "there already":
             ready.stand_in(other, "")
@@ -689,7 +692,7 @@ def test_test_sh_provides_a_program_where_it_can(
         )
         ready.stand_in("apt-get", f"echo noise; echo noise >&2; {body}")
     lines = [line for line in run_test_sh(ready) if name in line or "noise" in line]
-    assert lines == [f"megarl: {line.format(**told)}" for line in says]
+    assert lines == [f"megarl: {line.format(**fields)}" for line in says]
     assert [line for line in ready.commands() if "apt-get" in line] == [
-        line.format(**told) for line in does
+        line.format(**fields) for line in does
     ]

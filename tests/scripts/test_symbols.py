@@ -163,12 +163,10 @@ def test_every_library_of_the_gpu_lock_finds_its_symbols(gpu_environment: Path) 
     program = read([Path(sys.executable).resolve()])
     libraries = read(shared_libraries(gpu_environment))
     assert {"libtorch_cuda.so", "libtransformer_engine.so", "libcublasLt.so.13"} <= {
-        it.soname for it in libraries
+        library.soname for library in libraries
     }
     before = (program[0].soname, *LOADED_BEFORE)
-    found = missing(
-        [*libraries, *program], system_libraries(), loaded_before=before, absent=DRIVERS
-    )
+    gaps = missing([*libraries, *program], system_libraries(), loaded_before=before, absent=DRIVERS)
     assert [
-        it for it in found if not any(re.search(pattern, it.library) for pattern in OPTIONAL)
+        gap for gap in gaps if not any(re.search(pattern, gap.library) for pattern in OPTIONAL)
     ] == []

@@ -43,7 +43,9 @@ def test_a_difference_is_seen() -> None:
     """Or the rows above would prove nothing."""
     gae, grpo = CASES["gae"], CASES["loss: grpo"]
     wrong = [
-        replace(gae, loop=lambda samples: [plain_gae(one) + 1e-2 for one in samples], padded=None),
+        replace(
+            gae, loop=lambda samples: [plain_gae(sample) + 1e-2 for sample in samples], padded=None
+        ),
         replace(grpo, padded=lambda many: plain_loss("cispo", many, Hyperparameters())),
         replace(gae, padded=lambda many: padded_gae(replace(many, reward=many.reward * 1.1))),
     ]
@@ -53,9 +55,9 @@ def test_a_difference_is_seen() -> None:
 
 @pytest.mark.slow
 def test_a_run_prints_every_row() -> None:
-    found = figures("algos", "--samples 64 --longest 500")
-    assert found.keys() == {*CASES, *(f"advantage: {name}" for name in ("grpo", "dr_grpo", "rloo"))}
-    assert all(row["difference"] < TOLERANCE and row["ratio"] > 0 for row in found.values())
+    rows = figures("algos", "--samples 64 --longest 500")
+    assert rows.keys() == {*CASES, *(f"advantage: {name}" for name in ("grpo", "dr_grpo", "rloo"))}
+    assert all(row["difference"] < TOLERANCE and row["ratio"] > 0 for row in rows.values())
 
 
 @pytest.mark.slow

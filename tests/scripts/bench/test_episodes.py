@@ -26,11 +26,11 @@ def test_a_lag_is_what_a_task_is_woken_too_late() -> None:
 @pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_a_run_plays_every_turn_and_every_hung_call_ends() -> None:
     small = "--episodes 4 8 --turns 3 --conversations 2 --repeats 2 --group 8"
-    found = figures("episodes", f"{small} --hung-share 0.125 --call-timeout-s 0.5")
-    for count, row in zip((4, 8), found["turns"].values(), strict=True):
+    results = figures("episodes", f"{small} --hung-share 0.125 --call-timeout-s 0.5")
+    for count, row in zip((4, 8), results["turns"].values(), strict=True):
         assert (row["turns"], row["ends_answered"], row["call_errors"]) == (3 * count, count, 0)
         assert 0 < row["turn_ms"] == pytest.approx(1e3 * row["wall_s"] / row["turns"])
-    none, some = found["hung"].values()
+    none, some = results["hung"].values()
     assert (none["call_errors"], some["hung"]) == (0, 2)
     assert some["call_errors"] >= 2, "a call that hangs is told to the model, which goes on"
     assert none["ends_answered"] == some["ends_answered"] == 8

@@ -13,14 +13,12 @@ Row = dict[str, float]
 @pytest.mark.nightly  # a bench, of parts that other tests run by day
 def test_three_contenders_on_two_ranks() -> None:
     small = "--steps 2 --samples 6 --longest 64 --layers 2 --rank 4"
-    found = figures("lora", f"{small} --gpus 2 --ep 2")
-    assert list(found) == ["full", "merged", "adapters"]
-    assert all(one["tokens_per_s"] > 0 and one["exchange_s"] > 0 for one in found.values())
-    assert (
-        found["merged"]["merge_s"] > 0 == found["full"]["merge_s"] == found["adapters"]["merge_s"]
-    )
-    _check_memory(**found)
-    _check_exchanges(**found)
+    rows = figures("lora", f"{small} --gpus 2 --ep 2")
+    assert list(rows) == ["full", "merged", "adapters"]
+    assert all(row["tokens_per_s"] > 0 and row["exchange_s"] > 0 for row in rows.values())
+    assert rows["merged"]["merge_s"] > 0 == rows["full"]["merge_s"] == rows["adapters"]["merge_s"]
+    _check_memory(**rows)
+    _check_exchanges(**rows)
 
 
 def _check_memory(full: Row, merged: Row, adapters: Row) -> None:

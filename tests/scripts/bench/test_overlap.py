@@ -31,28 +31,33 @@ def test_whole_steps_of_equal_responses_by_hand() -> None:
     """
     planted = Planted(train_s=7.0, reward_s=2.0)
     steps = predicted(planted, LONGEST)
-    found = {name: overlap.figures(own[4:], planted.train_s) for name, own in steps.items()}
-    assert (found["sync"]["seconds"], found["sync"]["waits"]) == (16 + 2 + 7, 18)
-    assert [found[name]["phases"] for name in steps] == [1, 2, 2]
-    assert found["phases"]["seconds"] == (3 * 4 + 4 + 2) / 2 + 7
-    assert found["ahead"]["seconds"] == (2 * 4 + 4 + 2) / 2 + 7, (
+    rows = {
+        name: overlap.figures(run_steps[4:], planted.train_s) for name, run_steps in steps.items()
+    }
+    assert (rows["sync"]["seconds"], rows["sync"]["waits"]) == (16 + 2 + 7, 18)
+    assert [rows[name]["phases"] for name in steps] == [1, 2, 2]
+    assert rows["phases"]["seconds"] == (3 * 4 + 4 + 2) / 2 + 7
+    assert rows["ahead"]["seconds"] == (2 * 4 + 4 + 2) / 2 + 7, (
         "the phase beside training is shorter than it"
     )
     assert (
-        found["sync"]["stale_max"],
-        found["phases"]["stale_max"],
-        found["ahead"]["stale_max"],
+        rows["sync"]["stale_max"],
+        rows["phases"]["stale_max"],
+        rows["ahead"]["stale_max"],
     ) == (0, 1, 2)
-    assert found["phases"]["read_again"] == found["ahead"]["read_again"] == (4 + 8 + 12) / 16
+    assert rows["phases"]["read_again"] == rows["ahead"]["read_again"] == (4 + 8 + 12) / 16
 
 
 def test_training_that_is_shorter_than_the_phase_beside_it_costs_nothing() -> None:
     """Responses of one phase: a step of two has one beside its training, with verdicts 6 s after its last tokens."""
     planted = Planted(train_s=3.0, reward_s=6.0)
-    found = {name: overlap.figures(own[4:], 3.0) for name, own in predicted(planted, PHASE).items()}
-    assert found["phases"]["seconds"] == 3 + (4 + 6) / 2
-    assert found["ahead"]["seconds"] == ((4 + 6) + 3) / 2
-    rows = overlap.with_ratios(found, found)
+    predictions = {
+        name: overlap.figures(run_steps[4:], 3.0)
+        for name, run_steps in predicted(planted, PHASE).items()
+    }
+    assert predictions["phases"]["seconds"] == 3 + (4 + 6) / 2
+    assert predictions["ahead"]["seconds"] == ((4 + 6) + 3) / 2
+    rows = overlap.with_ratios(predictions, predictions)
     assert rows["ahead"]["ratio"] == rows["ahead"]["predicted_ratio"] == (4 + 6 + 3) / 6.5
 
 
@@ -79,6 +84,6 @@ def test_the_table_starts_no_engine(
         overlap, "table_s", lambda lengths_of, samples, times, phases: 6.0 / (times + phases)
     )
     overlap.main()
-    found = json.loads(capsys.readouterr().out)
-    assert [len(row) for row in found.values()] == [12] * 4
-    assert found["sigma 1, mean 0.25, 4 samples"]["1.5x, 8"] == 9.5 / 2
+    tables = json.loads(capsys.readouterr().out)
+    assert [len(row) for row in tables.values()] == [12] * 4
+    assert tables["sigma 1, mean 0.25, 4 samples"]["1.5x, 8"] == 9.5 / 2

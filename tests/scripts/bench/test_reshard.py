@@ -44,8 +44,11 @@ def test_sockets_count_the_payload_of_each_direction(
     for end, length in ((server, 12_345), (client, 67)):
         assert len(end.recv(length, socket.MSG_WAITALL)) == length
 
-    def as_two_ranks(found: list[wire.Socket]) -> list[list[wire.Socket]]:
-        return [[one for one in found if one.local == end.getsockname()] for end in connected]
+    def as_two_ranks(sockets: list[wire.Socket]) -> list[list[wire.Socket]]:
+        return [
+            [connection for connection in sockets if connection.local == end.getsockname()]
+            for end in connected
+        ]
 
     after = as_two_ranks(wire.own_sockets())
     counted = wire.traffic(as_two_ranks(before), after)
@@ -76,12 +79,12 @@ def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
     missing, absent = 0, 0
     for rank in range(case.num_processes):
         held = megatron_map.shards(case.shape, case.train, rank, True)
-        wanted = sglang_map.shards(case.shape, case.engine, rank % case.engine.tp)
+        targets = sglang_map.shards(case.shape, case.engine, rank % case.engine.tp)
         boxes = [
-            (a, intersect_boxes(a.box, b.box)) for a in wanted for b in held if a.name == b.name
+            (a, intersect_boxes(a.box, b.box)) for a in targets for b in held if a.name == b.name
         ]
         here = sum(box_area(box) for _, box in boxes if box)
-        missing += ITEM_BYTES * (sum(shard.area for shard in wanted) - here)
+        missing += ITEM_BYTES * (sum(shard.area for shard in targets) - here)
         absent += model_bytes - ITEM_BYTES * sum(shard.area for shard in held)
     return missing / case.num_processes, absent / case.num_processes
 
@@ -90,18 +93,18 @@ def minimum_and_gathered(case: Case, model_bytes: int) -> tuple[float, float]:
 @pytest.mark.nightly  # a bench; tests/resharding exchanges in real processes by day
 @pytest.mark.parametrize("target", ["tp", "ep"])
 def test_one_run_reports_bytes_time_and_memory_of_every_method(target: str) -> None:
-    found = figures("reshard", f"--target {target} --layers 2 --hidden 128 --repeats 2")
-    assert set(found) == {"target", "model_bytes", "minimum_wire_bytes_per_rank", "methods"}
-    assert found["target"] == target
-    assert set(found["methods"]) == METHODS
-    for name, row in found["methods"].items():
+    result = figures("reshard", f"--target {target} --layers 2 --hidden 128 --repeats 2")
+    assert set(result) == {"target", "model_bytes", "minimum_wire_bytes_per_rank", "methods"}
+    assert result["target"] == target
+    assert set(result["methods"]) == METHODS
+    for name, row in result["methods"].items():
         assert {key: type(value) for key, value in row.items()} == FIGURES, name
         assert row["exact"] is True, name
         assert 0 < row["inter_node_bytes_per_rank"] < row["wire_bytes_per_rank"], name
         assert min(row["median_s"], row["plan_s"], row["extra_memory_bytes"]) > 0, name
     case = make_case(target, 8, 2, 2, 128)
-    minimum, gathered = minimum_and_gathered(case, found["model_bytes"])
-    assert found["minimum_wire_bytes_per_rank"] == round(minimum)
-    assert found["methods"]["megarl"]["wire_bytes_per_rank"] == pytest.approx(minimum, rel=0.01)
-    assert found["methods"]["gather"]["wire_bytes_per_rank"] == pytest.approx(gathered, rel=0.01)
-    assert found["methods"]["megatron_core"]["wire_bytes_per_rank"] > 0.99 * minimum
+    minimum, gathered = minimum_and_gathered(case, result["model_bytes"])
+    assert result["minimum_wire_bytes_per_rank"] == round(minimum)
+    assert result["methods"]["megarl"]["wire_bytes_per_rank"] == pytest.approx(minimum, rel=0.01)
+    assert result["methods"]["gather"]["wire_bytes_per_rank"] == pytest.approx(gathered, rel=0.01)
+    assert result["methods"]["megatron_core"]["wire_bytes_per_rank"] > 0.99 * minimum

@@ -17,7 +17,7 @@ def test_a_run_on_two_ranks() -> None:
     scripts/bench/train.py: both contenders with TransformerEngine, and MFU. To check first: the ratio on a GPU.
     """
     small = "--steps 2 --samples 6 --longest 64 --layers 2"
-    found = figures("train", f"{small} --gpus 2 --ep 2")
-    assert found["megarl_tokens_per_s"] > 0 and found["ratio"] > 0
-    assert found["tokens"] > 6 * 8 - 1
-    assert found["flops"] > 0
+    row = figures("train", f"{small} --gpus 2 --ep 2")
+    assert row["megarl_tokens_per_s"] > 0 and row["ratio"] > 0
+    assert row["tokens"] > 6 * 8 - 1
+    assert row["flops"] > 0
