@@ -106,13 +106,13 @@ def serve(served: str, arguments: Mapping[str, Any]) -> None:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as replies:
         os.dup2(2, 1)
         module, name = served.split(":")
-        made: Any = None
+        instance: Any = None
         for line in sys.stdin:
-            method, given = json.loads(line)
+            method, keywords = json.loads(line)
             value, error = None, None
             try:
-                made = made or getattr(importlib.import_module(module), name)(**arguments)
-                value = getattr(made, method)(**given)
+                instance = instance or getattr(importlib.import_module(module), name)(**arguments)
+                value = getattr(instance, method)(**keywords)
             except Exception as raised:
                 traceback.print_exc()
                 error = type(raised).__name__, str(raised)

@@ -148,18 +148,22 @@ class Exchange:
             "weight": fp8.quantise(stack)[0],
             "scales": fp8.tile_scales(stack)[0],
         }
-        wrong = [name for name, found in targets.items() if not same_bytes(found, expected[name])]
+        wrong = [
+            name for name, received in targets.items() if not same_bytes(received, expected[name])
+        ]
         return {"wrong": wrong, "seconds": seconds, "extra_bytes": max(extra)}
 
     def _executors(
         self, rounds: list[tuple[Copy, ...]], sources: Any, targets: Any
     ) -> list[Executor]:
         if ALONE:
-            plans = [MemberPlan(0, 1, (), tuple(Round(one, one) for one in rounds), frozenset())]
+            plans = [
+                MemberPlan(0, 1, (), tuple(Round(copies, copies) for copies in rounds), frozenset())
+            ]
         else:
             plans = [
-                MemberPlan(0, 2, (), tuple(Round(one, ()) for one in rounds), frozenset()),
-                MemberPlan(1, 2, (), tuple(Round((), one) for one in rounds), frozenset()),
+                MemberPlan(0, 2, (), tuple(Round(copies, ()) for copies in rounds), frozenset()),
+                MemberPlan(1, 2, (), tuple(Round((), copies) for copies in rounds), frozenset()),
             ]
         return [Executor(plan, sources, targets) for plan in plans]
 

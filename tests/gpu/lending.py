@@ -55,12 +55,12 @@ class Borrower:
     def read(self) -> dict[str, Any]:
         """The smallest and the largest value of both parameters, and the seconds that reading takes."""
         started = time.perf_counter()
-        found = ends(list(self._params.values()))
-        return {"ends": found, "seconds": time.perf_counter() - started}
+        extremes = ends(list(self._params.values()))
+        return {"ends": extremes, "seconds": time.perf_counter() - started}
 
     def write(self, value: float) -> None:
-        for one in self._params.values():
-            one.fill_(value)
+        for param in self._params.values():
+            param.fill_(value)
         settle(TIMEOUT_S)
 
     def free_bytes(self) -> int:
@@ -73,5 +73,9 @@ class Borrower:
 
 def ends(tensors: Sequence[torch.Tensor]) -> list[float]:
     """The smallest and the largest value, by parts whose elements 32 bits can count."""
-    parts = [part for one in tensors for part in one.chunk(8, int(one.shape[1] > one.shape[0]))]
+    parts = [
+        part
+        for tensor in tensors
+        for part in tensor.chunk(8, int(tensor.shape[1] > tensor.shape[0]))
+    ]
     return [float(min(part.min() for part in parts)), float(max(part.max() for part in parts))]

@@ -63,11 +63,11 @@ def recipe(path: str, dtype: str, has_adapters: bool, gpus: int = 1, **train: An
 
 def sequences(count: int, vocab_size: int, longest: int) -> list[TrainSequence]:
     """Random tokens of unequal lengths, half of them learnt from."""
-    rng, found = np.random.default_rng(3), []
+    rng, drawn = np.random.default_rng(3), []
     for _ in range(count):
         length = int(rng.integers(2, longest + 1))
         mask_T = np.arange(length) >= length // 2
-        found.append(
+        drawn.append(
             TrainSequence(
                 token_ids_T=rng.integers(0, vocab_size, length),
                 loss_mask_T=mask_T,
@@ -76,7 +76,7 @@ def sequences(count: int, vocab_size: int, longest: int) -> list[TrainSequence]:
                 engine_logp_T=np.zeros(length, np.float32),
             )
         )
-    return found
+    return drawn
 
 
 class Rank:
@@ -99,14 +99,16 @@ class Rank:
     ) -> None:
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
         dtype = dtype or ("bfloat16" if model.TRANSFORMER_ENGINE else "float32")
-        made = recipe(folder, dtype, adapters, gpus, **train)
-        role = Role("policy", made, train_layout(made), 0, False, read_model(folder))
+        rank_recipe = recipe(folder, dtype, adapters, gpus, **train)
+        role = Role("policy", rank_recipe, train_layout(rank_recipe), 0, False, read_model(folder))
         shape, size = role.shape, role.lora
         of_rank = shape, role.layout, rank
         pairs = lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else ()
         split = megatron_map.split_params(*of_rank, model.TRANSFORMER_ENGINE)
         store = (
-            device.join_store(device.Address(*meet), made.run.timeout_s) if meet else HashStore()
+            device.join_store(device.Address(*meet), rank_recipe.run.timeout_s)
+            if meet
+            else HashStore()
         )
         self._rank = RankModel(rank, role, store, tp_split_params=split, pairs=pairs)
         shards = megatron_map.shards(*of_rank, model.TRANSFORMER_ENGINE)
@@ -134,8 +136,8 @@ class Rank:
         def keep(row: PackedRow, logp_T: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return logp_T.sum(), unpack(row, logp_T)
 
-        found = self._rank.pipeline.run(self._rows(), keep)
-        return [float(one) for arrays in found.results for array_T in arrays for one in array_T]
+        done = self._rank.pipeline.run(self._rows(), keep)
+        return [float(logp) for arrays in done.results for array_T in arrays for logp in array_T]
 
     def logprobs_without_adapters(self) -> list[float]:
         assert self._rank.adapters
@@ -159,21 +161,21 @@ class Rank:
         self._rank.zero_grad()
         done = self._rank.pipeline.run(self._rows(), loss, norms=self._norms)
         norm = self._rank.step(LR)
-        found = float(sum(done.results)) / DENOMINATOR
-        return {"loss": found, "grad_norm": norm, "seconds": time.perf_counter() - started}
+        mean_loss = float(sum(done.results)) / DENOMINATOR
+        return {"loss": mean_loss, "grad_norm": norm, "seconds": time.perf_counter() - started}
 
     def offload(self) -> dict[str, Any]:
         """Give memory to an engine; what the device held before and after, and where the optimizer's state is."""
         before, started = device.held_bytes(), time.perf_counter()
         self._rank.offload()
         seconds = time.perf_counter() - started
-        states = [one for one in self._moments() if one.dim()]
+        states = [moment for moment in self._moments() if moment.dim()]
         return {
             "before_bytes": before,
             "after_bytes": device.held_bytes(),
             "seconds": seconds,
-            "on_host": all(one.is_cpu for one in states),
-            "pinned": device.DEVICE == "cpu" or all(one.is_pinned() for one in states),
+            "on_host": all(state.is_cpu for state in states),
+            "pinned": device.DEVICE == "cpu" or all(state.is_pinned() for state in states),
         }
 
     def onload(self) -> None:
@@ -187,10 +189,10 @@ class Rank:
 
     def digest(self) -> str:
         """Of the weights and the optimizer's state."""
-        found = hashlib.sha256()
-        for one in (*self._rank.params().values(), *self._moments()):
-            found.update(
-                one.detach()
+        digest = hashlib.sha256()
+        for tensor in (*self._rank.params().values(), *self._moments()):
+            digest.update(
+                tensor.detach()
                 .cpu()
                 .clone()
                 .contiguous()
@@ -199,7 +201,7 @@ class Rank:
                 .numpy()
                 .tobytes()
             )
-        return found.hexdigest()
+        return digest.hexdigest()
 
     def draws(self) -> list[float]:
         """One number of each generator: Python's, NumPy's, torch's, the device's and Megatron's."""
@@ -230,7 +232,7 @@ def _set_factors(
     """Give every factor B its part of a whole that the tensor's name decides, whichever layers and ranks have it."""
     verify_params(shards, held)
     extents = lora_map.adapted_weights(shape, size)
-    for shard in (one for one in shards if ".lora_B." in one.name):
+    for shard in (factor for factor in shards if ".lora_B." in factor.name):
         rows = extents[weight_of(shard.name)][1]
         planes = [
             plane for view in views(held, shard.param, shard.at, shard.size) for plane in view
@@ -241,9 +243,9 @@ def _set_factors(
             plane.copy_(torch.from_numpy(whole[slice(*shard.rows)].copy()))
 
 
-def _num_tokens(one: TrainSequence) -> int:
-    return len(one.token_ids_T)
+def _num_tokens(sequence: TrainSequence) -> int:
+    return len(sequence.token_ids_T)
 
 
-def _num_learnt(one: TrainSequence) -> int:
-    return int(one.loss_mask_T.sum())
+def _num_learnt(sequence: TrainSequence) -> int:
+    return int(sequence.loss_mask_T.sum())

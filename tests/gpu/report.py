@@ -41,12 +41,12 @@ def rows(text: str) -> list[Row]:
 
 def read(folder: Path) -> dict[int, list[Result]]:
     """Tier -> the outcomes of its tests, from the files that the plugin wrote; of those not reached, `not run`."""
-    found = {}
+    by_tier = {}
     for file in sorted(folder.glob("[123].jsonl")):
         names, *outcomes = [
             json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()
         ]
-        done = {one["test"] for one in outcomes}
+        done = {outcome["test"] for outcome in outcomes}
         missing = [name for name in names["collected"] if name not in done]
         late = {
             "outcome": "not run",
@@ -54,8 +54,8 @@ def read(folder: Path) -> dict[int, list[Result]]:
             "reason": "the tier's time was over",
             "figures": {},
         }
-        found[int(file.stem)] = outcomes + [{"test": name, **late} for name in missing]
-    return found
+        by_tier[int(file.stem)] = outcomes + [{"test": name, **late} for name in missing]
+    return by_tier
 
 
 def reward_result(row: Row, results: Iterable[Result]) -> str:
@@ -63,11 +63,11 @@ def reward_result(row: Row, results: Iterable[Result]) -> str:
 
     A test that skips itself here, or that the time did not suffice for, leaves the row open.
     """
-    own = [[one for one in results if is_of(one["test"], name)] for name in row.tests]
-    outcomes = {one["outcome"] for named in own for one in named}
+    per_name = [[result for result in results if is_of(result["test"], name)] for name in row.tests]
+    outcomes = {result["outcome"] for named in per_name for result in named}
     if "failed" in outcomes:
         return "failed"
-    return "settled" if own and all(own) and outcomes == {"passed"} else "open"
+    return "settled" if per_name and all(per_name) and outcomes == {"passed"} else "open"
 
 
 def is_of(test: str, name: str) -> bool:
@@ -77,7 +77,7 @@ def is_of(test: str, name: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Of everything that a result depends on."""
-    found = {
+    facts = {
         "date": date.today().isoformat(),
         "Python": platform.python_version(),
         "torch": torch.__version__,
@@ -85,20 +85,20 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
         driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-        found |= {
+        facts |= {
             "GPU": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
             "driver": driver or "unknown",
         }
-        found |= {
+        facts |= {
             "CUDA": str(torch.version.cuda),
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
         }
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            facts[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            facts[name] = "not installed"
+    return facts
 
 
 def page(
@@ -110,8 +110,8 @@ def page(
     lines = [f"# What was run on {where}, {about['date']}", "", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in about.items()]
     for tier, outcomes in results.items():
-        found = Counter(one["outcome"] for one in outcomes)
-        counts = ", ".join(f"{found[kind]} {kind}" for kind in KINDS if found[kind])
+        num_by_kind = Counter(outcome["outcome"] for outcome in outcomes)
+        counts = ", ".join(f"{num_by_kind[kind]} {kind}" for kind in KINDS if num_by_kind[kind])
         lines += [
             "",
             f"## Tier {tier}: {counts}",
@@ -119,24 +119,24 @@ def page(
             "| test | outcome | s | figures |",
             "|---|---|---|---|",
         ]
-        lines += [_line(one) for one in outcomes]
+        lines += [_line(outcome) for outcome in outcomes]
     lines += ["", "## Rows of UNVERIFIED.md", ""]
     if not on_gpu:
         return "\n".join([*lines, "None: only a GPU settles them.", ""])
-    everything = [one for outcomes in results.values() for one in outcomes]
+    everything = [outcome for outcomes in results.values() for outcome in outcomes]
     reward_results = [(row, reward_result(row, everything)) for row in table]
     for kind in ("settled", "failed"):
-        lines += [f"- {kind}: {row.where}" for row, found in reward_results if found == kind]
-    num_open = sum(found == "open" for _, found in reward_results)
+        lines += [f"- {kind}: {row.where}" for row, result in reward_results if result == kind]
+    num_open = sum(result == "open" for _, result in reward_results)
     return "\n".join([*lines, f"- open: {num_open} of {len(reward_results)} rows", ""])
 
 
-def _line(one: Result) -> str:
+def _line(outcome: Result) -> str:
     figures = [
-        f"{name} {value:.4g} {unit}".strip() for name, (value, unit) in one["figures"].items()
+        f"{name} {value:.4g} {unit}".strip() for name, (value, unit) in outcome["figures"].items()
     ]
-    told = "; ".join(figures + ([one["reason"]] if one["reason"] else []))
-    return f"| `{one['test']}` | {one['outcome']} | {one['seconds']} | {told.replace('|', '/')} |"
+    notes = "; ".join(figures + ([outcome["reason"]] if outcome["reason"] else []))
+    return f"| `{outcome['test']}` | {outcome['outcome']} | {outcome['seconds']} | {notes.replace('|', '/')} |"
 
 
 def main(results: Path, folder: Path) -> None:

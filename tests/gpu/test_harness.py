@@ -198,7 +198,7 @@ def test_outcomes_are_written_when_each_test_ends(tmp_path: Path) -> None:
     assert (left_out["outcome"], left_out["reason"]) == ("skipped", "no GPU")
     # as of a tier that was ended
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
-    assert [one["outcome"] for one in report.read(tmp_path)[1]] == ["passed", "failed", "not run"]
+    assert [test["outcome"] for test in report.read(tmp_path)[1]] == ["passed", "failed", "not run"]
 
 
 def test_a_childs_fault_and_its_death_are_told_apart() -> None:

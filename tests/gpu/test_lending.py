@@ -58,9 +58,9 @@ def test_every_version_is_seen(record: Record) -> None:
         record("attach", borrows.ask("attach", handles=handles), "s")
         for version in range(1, VERSIONS + 1):
             lends.ask("fill", value=version)
-            found = borrows.ask("read")
-            assert found["ends"] == [version, version]
-        record("read", NUM_BYTES / found["seconds"] / 1e9, "GB/s")
+            reading = borrows.ask("read")
+            assert reading["ends"] == [version, version]
+        record("read", NUM_BYTES / reading["seconds"] / 1e9, "GB/s")
         check_shared(lends, borrows, 64.0)
         lent = before - borrows.ask("free_bytes")
         assert lent < 1.5 * NUM_BYTES, "the memory is there once: the lender's"

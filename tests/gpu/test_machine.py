@@ -30,9 +30,13 @@ def test_hidden_gpus_are_an_error_and_a_wish_for_the_cpu_is_none() -> None:
     """Each in a process of its own: torch looks once."""
 
     def said(**environment: str) -> str:
-        own = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         done = subprocess.run(
-            [sys.executable, "-c", ERRORS], env=own, capture_output=True, text=True, check=True
+            [sys.executable, "-c", ERRORS],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return done.stdout.strip()
 
@@ -51,11 +55,11 @@ def test_nvidia_smi_is_understood() -> None:
     pytest.importorskip("pydantic", reason="the doctor is tested where everything is installed")
     from megarl.doctor.nvidia import gpu_facts
 
-    found = gpu_facts()
-    assert found.nvidia_smi == ""
-    assert re.fullmatch(r"\d+\.\d+(\.\d+)?", found.driver) and found.driver_cuda
+    facts = gpu_facts()
+    assert facts.nvidia_smi == ""
+    assert re.fullmatch(r"\d+\.\d+(\.\d+)?", facts.driver) and facts.driver_cuda
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-    assert names <= {gpu.name for gpu in found.gpus}
+    assert names <= {gpu.name for gpu in facts.gpus}
 
 
 @needs_gpu
@@ -100,6 +104,6 @@ def test_a_sound_machine_has_no_error() -> None:
     """
     pytest.importorskip("sglang", reason="the doctor is tested where everything is installed")
     command = [sys.executable, "-m", "megarl.cli", "doctor"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(command, env=own, capture_output=True, text=True)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -90,9 +90,9 @@ def test_the_device_learns_what_the_cpu_does_with_its_memory_lent_between_steps(
     if ON_GPU:
         assert away["after_bytes"] < away["before_bytes"]
     np.testing.assert_allclose(before, reference["before"], atol=1e-4)
-    for mine, other in zip(steps, reference["steps"], strict=True):
+    for step, other in zip(steps, reference["steps"], strict=True):
         for name in ("loss", "grad_norm"):
-            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
+            assert step[name] == pytest.approx(other[name], rel=1e-3, abs=1e-6), name
     np.testing.assert_allclose(after, reference["after"], atol=5e-3)
     diffs = [
         np.abs(np.subtract(*pair)).max()
@@ -155,14 +155,14 @@ def test_an_optimizer_on_the_host_takes_the_same_steps(
     Simulated: DeepSeek-V3 on one rank in bfloat16. To check first: device memory with and without (12 bytes an
     element of the rank's share); the step's loss equal; the time of a step, and whether pinning the masters pays.
     """
-    found = {}
+    steps = {}
     for is_on_host in (False, True):
         with rank(path, family, dtype="bfloat16", optimizer_offload=is_on_host) as child:
-            found[is_on_host] = [child.ask("step") for _ in range(STEPS)]
-            record(f"a step, on the host: {is_on_host}", found[is_on_host][-1]["seconds"], "s")
-    for mine, other in zip(found[True], found[False], strict=True):
+            steps[is_on_host] = [child.ask("step") for _ in range(STEPS)]
+            record(f"a step, on the host: {is_on_host}", steps[is_on_host][-1]["seconds"], "s")
+    for step, other in zip(steps[True], steps[False], strict=True):
         for name in ("loss", "grad_norm"):
-            assert mine[name] == pytest.approx(other[name], rel=0.02, abs=1e-3), name
+            assert step[name] == pytest.approx(other[name], rel=0.02, abs=1e-3), name
 
 
 ADAPTED = {"weight_decay": 0.1, "adapters": True}
@@ -183,14 +183,18 @@ def test_adapters_stay_near_the_cpus_float32(
     EP2. To check first: logprobs and gradient norms against the CPU; the time of a step beside one of full
     training, which shows whether weight gradients are left out.
     """
-    found = {}
-    for name, how in {"cpu": {"environment": ON_CPU}, "device": {"dtype": "bfloat16"}}.items():
+    results = {}
+    for name, options in {"cpu": {"environment": ON_CPU}, "device": {"dtype": "bfloat16"}}.items():
         with Child(
-            "tests.gpu.rank:Rank", how.pop("environment", None), folder=str(path), **ADAPTED, **how
+            "tests.gpu.rank:Rank",
+            options.pop("environment", None),
+            folder=str(path),
+            **ADAPTED,
+            **options,
         ) as child:
             alone = child.ask("logprobs_without_adapters")
-            found[name] = child.ask("logprobs"), [child.ask("step") for _ in range(STEPS)], alone
-    (expected, steps, alone), (logprobs, own_steps, own_alone) = found["cpu"], found["device"]
+            results[name] = child.ask("logprobs"), [child.ask("step") for _ in range(STEPS)], alone
+    (expected, steps, alone), (logprobs, own_steps, own_alone) = results["cpu"], results["device"]
     np.testing.assert_allclose(alone, reference["before"], atol=1e-5)
     delta = np.abs(np.subtract(expected, alone)).mean()
     diff, diff_alone = (
@@ -199,8 +203,8 @@ def test_adapters_stay_near_the_cpus_float32(
     record("mean logprob gap with adapters", diff, "")
     record("what the adapters change", delta, "")
     assert diff < 0.1 * delta + 2 * diff_alone
-    for mine, other in zip(own_steps, steps, strict=True):
-        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.2)
+    for step, other in zip(own_steps, steps, strict=True):
+        assert step["grad_norm"] == pytest.approx(other["grad_norm"], rel=0.2)
 
 
 def check_bfloat16(path: Path, family: str, reference: dict[str, Any], record: Record) -> None:
@@ -238,15 +242,15 @@ def test_a_rank_is_resumed_with_all_its_generators(
         assert (child.ask("digest"), child.ask("draws")) == saved
         resumed = [child.ask("step") for _ in range(2)]
     pairs = [
-        (one[name], two[name])
-        for one, two in zip(steps, resumed, strict=True)
+        (step[name], again[name])
+        for step, again in zip(steps, resumed, strict=True)
         for name in ("loss", "grad_norm")
     ]
-    is_exact = all(one == two for one, two in pairs)
+    is_exact = all(value == again for value, again in pairs)
     record("the next steps are exact", is_exact, "")
     assert is_exact or ON_GPU
-    for one, two in pairs:
-        assert one == pytest.approx(two, rel=RESUMED)
+    for value, again in pairs:
+        assert value == pytest.approx(again, rel=RESUMED)
 
 
 def test_a_rank_that_has_not_stepped_is_saved(path: Path, family: str, tmp_path: Path) -> None:

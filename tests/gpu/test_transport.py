@@ -56,11 +56,11 @@ def test_an_exception_behind_half_a_message(exchange: Child, record: Record) -> 
 def test_many_messages_in_one_round(exchange: Child, record: Record, messages: int) -> None:
     check_exchange(exchange)  # what only the first one takes
     num_bytes = 64 << 10 if ON_GPU else 4096
-    found = exchange.ask("send", messages=messages, message_bytes=num_bytes)
-    assert found["right"]
-    record("host time", found["posted_s"], "s")
-    record("whole time", found["done_s"], "s")
-    record("rate", messages * num_bytes / found["done_s"] / 1e9, "GB/s")
+    outcome = exchange.ask("send", messages=messages, message_bytes=num_bytes)
+    assert outcome["right"]
+    record("host time", outcome["posted_s"], "s")
+    record("whole time", outcome["done_s"], "s")
+    record("rate", messages * num_bytes / outcome["done_s"] / 1e9, "GB/s")
 
 
 def test_abort_with_a_message_on_its_way_and_another_group(exchange: Child, record: Record) -> None:
@@ -71,10 +71,10 @@ def test_abort_with_a_message_on_its_way_and_another_group(exchange: Child, reco
     time-out option; whether NCCL's error handling ends the process first.
     """
     check_exchange(exchange)
-    found = exchange.ask("abort", num_bytes=1 << (32 if ON_GPU else 20))
-    assert found["was_in_flight"]
-    record("abort", found["abort_s"], "s")
-    record("the message was lost", found["ended"] == "failed", "")
+    outcome = exchange.ask("abort", num_bytes=1 << (32 if ON_GPU else 20))
+    assert outcome["was_in_flight"]
+    record("abort", outcome["abort_s"], "s")
+    record("the message was lost", outcome["ended"] == "failed", "")
     record("another group", exchange.ask("connect"), "s")
     check_exchange(exchange)
 
@@ -82,8 +82,8 @@ def test_abort_with_a_message_on_its_way_and_another_group(exchange: Child, reco
 def test_a_plan_is_carried_out(exchange: Child, record: Record) -> None:
     """Straight from and into parameters, packed, and quantised while packing, in more rounds than there are buffers."""
     rows = 1 << (18 if ON_GPU else 8)
-    found = exchange.ask("carry_out", rows=rows)
-    assert found["wrong"] == []
-    record("rate", rows * 8192 / found["seconds"] / 1e9, "GB/s")
-    record("extra memory", found["extra_bytes"] / 2**20, "MiB")
+    outcome = exchange.ask("carry_out", rows=rows)
+    assert outcome["wrong"] == []
+    record("rate", rows * 8192 / outcome["seconds"] / 1e9, "GB/s")
+    record("extra memory", outcome["extra_bytes"] / 2**20, "MiB")
     assert exchange.ask("carry_out", rows=rows)["wrong"] == []

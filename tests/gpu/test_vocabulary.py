@@ -28,11 +28,11 @@ def test_a_large_vocabulary(dtype: str, record: Record) -> None:
     ) as child:
         if not ON_GPU:
             child.ask("set_chunk", chunk_bytes=4 * VOCAB * 16)
-        found = child.ask("measure")
+        figures = child.ask("measure")
         diffs = child.ask("compare")
-    record("peak beside the inputs", found["peak_bytes"] / 2**30, "GiB")
+    record("peak beside the inputs", figures["peak_bytes"] / 2**30, "GiB")
     record("whole logits would be", 4 * TOKENS * VOCAB / 2**30, "GiB")
-    record("time", found["seconds"], "s")
+    record("time", figures["seconds"], "s")
     for name, diff in diffs.items():
         record(f"gap of {name}", diff, "")
     assert diffs["logp"] < LOGP_BOUND[dtype] and diffs["entropy"] < LOGP_BOUND[dtype]
@@ -45,4 +45,4 @@ def test_a_large_vocabulary(dtype: str, record: Record) -> None:
         # Hidden states gathered, their gradient and this rank's share of it; the weight's gradient in float32, a
         # chunk's part of it and its last copy; a few numbers a token.
         gradients = 3 * width * TOKENS * HIDDEN + (4 + 2 * width) * VOCAB * HIDDEN + 64 * TOKENS
-        assert found["peak_bytes"] < 1.05 * (gradients + 3 * CHUNK_BYTES)
+        assert figures["peak_bytes"] < 1.05 * (gradients + 3 * CHUNK_BYTES)

@@ -34,9 +34,9 @@ def test_a_swap_and_back(params: dict[str, torch.Tensor], record: Record) -> Non
     before = {name: param.clone() for name, param in params.items()}
     addresses = [param.data_ptr() for param in params.values()]
     others = host_offload.host_buffers_like(params)
-    assert all(one.is_pinned() == ON_GPU and one.is_cpu for one in others.values())
-    for one in others.values():
-        one.fill_(-1.0)
+    assert all(tensor.is_pinned() == ON_GPU and tensor.is_cpu for tensor in others.values())
+    for tensor in others.values():
+        tensor.fill_(-1.0)
     settle(TIMEOUT_S)
     started = time.perf_counter()
     with host_offload.swapped_in(params, others):
@@ -62,7 +62,7 @@ def test_put_away_and_back(params: dict[str, torch.Tensor], record: Record) -> N
     away = host_offload.offload_params(params)
     record("put away", NUM_BYTES / (time.perf_counter() - started) / 1e9, "GB/s")
     assert len(away) == 2, "a storage goes once, however many views it has"
-    assert all(one.is_pinned() == ON_GPU for _, one in away)
+    assert all(tensor.is_pinned() == ON_GPU for _, tensor in away)
     assert all(param.untyped_storage().nbytes() == 0 for param in params.values())
     if ON_GPU:
         assert held - held_bytes() >= NUM_BYTES

@@ -60,13 +60,13 @@ OPTIONS = {
 
 def lacking(tier: int) -> list[str]:
     """What this machine does not have and the tier needs."""
-    found = [] if tier == 1 or torch.cuda.is_available() else ["a GPU that torch sees"]
+    missing = [] if tier == 1 or torch.cuda.is_available() else ["a GPU that torch sees"]
     if tier > 1:
-        found += [name for name in WITH_EVERYTHING if importlib.util.find_spec(name) is None]
+        missing += [name for name in WITH_EVERYTHING if importlib.util.find_spec(name) is None]
     num_gpus = torch.cuda.device_count()
     if tier == 3 and num_gpus < NODE_GPUS:
-        found.append(f"{NODE_GPUS} GPUs (there are {num_gpus})")
-    return found
+        missing.append(f"{NODE_GPUS} GPUs (there are {num_gpus})")
+    return missing
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         tier = int(arguments[1])
         print("\n".join((*OPTIONS.get(tier, ()), *TIERS[tier])))
         return 0
-    asked = [int(one) for one in arguments if one in map(str, TIERS)]
+    asked = [int(argument) for argument in arguments if argument in map(str, TIERS)]
     if len(asked) != len(arguments):
         print(f"gpu_check.sh: {' '.join(arguments)}: no such tier; use 1, 2 or 3", file=sys.stderr)
         return 2

@@ -71,24 +71,26 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 def write(folder: Path, family: str) -> Path:
     """config.json and model.safetensors with random weights; returns the folder."""
     write_config(folder, family)
-    made = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     shape = model_shape(folder)
-    found = {name: _values(name, size, made) for name, size in sorted(hf_tensors(shape).items())}
-    found |= {copy: found[name].clone() for copy, name in aliases(shape).items()}
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {
+        name: _values(name, size, generator) for name, size in sorted(hf_tensors(shape).items())
+    }
+    tensors |= {copy: tensors[name].clone() for copy, name in aliases(shape).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def write_config(folder: Path, family: str, **changes: Any) -> Path:
     """config.json alone; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {**COMMON, **FAMILIES[family], **changes}
-    (folder / "config.json").write_text(json.dumps(found), encoding="utf-8")
+    config = {**COMMON, **FAMILIES[family], **changes}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
-def _values(name: str, size: tuple[int, ...], made: torch.Generator) -> torch.Tensor:
+def _values(name: str, size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Ones would hide a wrong norm."""
     if "norm" in name:
-        return torch.rand(size, generator=made) + 0.5
-    return torch.randn(size, generator=made) * 0.1
+        return torch.rand(size, generator=generator) + 0.5
+    return torch.randn(size, generator=generator) * 0.1

@@ -23,17 +23,19 @@ class Vocabulary:
 
     def __init__(self, tokens: int, hidden: int, vocab: int, dtype: str) -> None:
         dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)
-        made = torch.Generator(DEVICE).manual_seed(1)
+        generator = torch.Generator(DEVICE).manual_seed(1)
         kind = getattr(torch, dtype)
         self._hidden = (
-            torch.randn(tokens, hidden, generator=made, device=DEVICE).to(kind).requires_grad_()
+            torch.randn(tokens, hidden, generator=generator, device=DEVICE)
+            .to(kind)
+            .requires_grad_()
         )
-        weight = torch.randn(vocab, hidden, generator=made, device=DEVICE) * (
+        weight = torch.randn(vocab, hidden, generator=generator, device=DEVICE) * (
             LOGIT_SPREAD / hidden**0.5
         )
         self._weight = weight.to(kind).requires_grad_()
-        self._labels = torch.randint(vocab, (tokens,), generator=made, device=DEVICE)
-        self._weigh = torch.randn(tokens, generator=made, device=DEVICE)
+        self._labels = torch.randint(vocab, (tokens,), generator=generator, device=DEVICE)
+        self._weigh = torch.randn(tokens, generator=generator, device=DEVICE)
         self._chunk: dict[str, int] = {}
 
     def set_chunk(self, chunk_bytes: int) -> None:
@@ -62,7 +64,7 @@ class Vocabulary:
     def compare(self) -> dict[str, float]:
         """The largest differences to float32: of logprobs, entropy, and relative ones of the gradients' norms."""
         grad_H, grad_V = (
-            one.grad.float() for one in (self._hidden, self._weight) if one.grad is not None
+            leaf.grad.float() for leaf in (self._hidden, self._weight) if leaf.grad is not None
         )
         weight = self._weight.detach().float()
         expected_V = torch.zeros_like(weight)
@@ -72,7 +74,7 @@ class Vocabulary:
             hidden, weigh = self._hidden.detach()[part].float(), self._weigh[part]
             logp_CV = torch.log_softmax(hidden @ weight.T, -1)
             p_CV = logp_CV.exp()
-            found = {
+            differences = {
                 "logp": self._found[0][part] - logp_CV.gather(1, self._labels[part, None])[:, 0],
                 "entropy": self._found[1][part] + (p_CV * logp_CV).sum(1),
             }
@@ -80,7 +82,9 @@ class Vocabulary:
             grad_CV.scatter_add_(1, self._labels[part, None], weigh[:, None])
             expected_V += grad_CV.T @ hidden
             expected_H = grad_CV @ weight
-            worst = {name: max(worst[name], float(found[name].abs().max())) for name in found} | {
+            worst = {
+                name: max(worst[name], float(differences[name].abs().max())) for name in differences
+            } | {
                 "hidden_grad": max(
                     worst["hidden_grad"],
                     float((grad_H[part] - expected_H).norm() / expected_H.norm()),

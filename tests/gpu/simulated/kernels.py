@@ -36,8 +36,8 @@ def generic_gemm(
     if D is not None:
         D.copy_(product + D.float() if accumulate else product)
         return D, None, None, None
-    made = product.to(A.dtype if out_dtype is None else _torch_type(out_dtype))
-    return (made if transb else made.reshape(*B.shape[:-1], made.shape[-1])), None, None, None
+    typed = product.to(A.dtype if out_dtype is None else _torch_type(out_dtype))
+    return (typed if transb else typed.reshape(*B.shape[:-1], typed.shape[-1])), None, None, None
 
 
 def te_general_grouped_gemm(
@@ -68,8 +68,8 @@ def rmsnorm_fwd(
     is_centred: bool,
 ) -> tuple[Tensor, None, Tensor]:
     rsigma = torch.rsqrt(x.float().pow(2).mean(-1) + eps)
-    made = (x.float() * rsigma[..., None] * (weight.float() + is_centred)).to(x.dtype)
-    return (made if out is None else out.copy_(made)), None, rsigma
+    normed = (x.float() * rsigma[..., None] * (weight.float() + is_centred)).to(x.dtype)
+    return (normed if out is None else out.copy_(normed)), None, rsigma
 
 
 def rmsnorm_bwd(
@@ -126,14 +126,14 @@ def fused_rope_forward(
     starts = torch.from_numpy(ends[:-1].repeat(ends[1:] - ends[:-1]))
     places = torch.from_numpy(zigzag(ends, cp, rank))
     angle = freqs[(places - starts[places]).to(t.device), 0, 0].float()[:, None, :]
-    x, rest = t[..., :width].float(), t[..., width:]
+    x, unturned = t[..., :width].float(), t[..., width:]
     half = width // 2
     if is_backward:
         sine = x * angle.sin()
         turned = torch.cat([sine[..., half:], -sine[..., :half]], -1)
     else:
         turned = torch.cat([-x[..., half:], x[..., :half]], -1) * angle.sin()
-    return torch.cat([(x * angle.cos() + turned).to(t.dtype), rest], -1)
+    return torch.cat([(x * angle.cos() + turned).to(t.dtype), unturned], -1)
 
 
 def attention(
@@ -163,7 +163,7 @@ def attention(
 
 def _torch_type(kind: Any) -> torch.dtype:
     types = importlib.import_module("transformer_engine.pytorch.constants").TE_DType
-    return {engine: own for own, engine in types.items()}[kind]
+    return {engine: torch_type for torch_type, engine in types.items()}[kind]
 
 
 def _counted(kernel: Any) -> Any:

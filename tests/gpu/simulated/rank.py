@@ -44,13 +44,13 @@ class SimulatedRank(of_device.Rank):
 
     def weights(self) -> dict[str, list[Any]]:
         """Of each weight that is trained: a sum of its content, and both attributes for Megatron's sums over TP."""
-        made = {}
+        facts = {}
         for name, param in self._rank._unwrapped[0].named_parameters():
             if not is_factor(name):
                 names = ("tensor_model_parallel", "sequence_parallel")
                 attributes = [bool(getattr(param, attribute, False)) for attribute in names]
-                made[name] = [param.detach().double().sum().item(), *attributes]
-        return made
+                facts[name] = [param.detach().double().sum().item(), *attributes]
+        return facts
 
 
 def _prepare_engine() -> None:

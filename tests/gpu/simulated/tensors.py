@@ -93,8 +93,8 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sim
     for number, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info and info.is_write and info.before_set & alias.before_set:
-            given = args[number] if number < len(args) else kwargs[argument.name]
-            return given if isinstance(given, SimulatedTensor) else None
+            value = args[number] if number < len(args) else kwargs[argument.name]
+            return value if isinstance(value, SimulatedTensor) else None
     return None
 
 
@@ -135,15 +135,15 @@ def place(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _made_on_gpu(func: Any, args: Any, kwargs: Any) -> Any:
-    given = {
+    options = {
         key: plain(value)
         for key, value in kwargs.items()
         if key not in ("pin_memory", "requires_grad")
     }
-    made = raw(func, *tree_map(plain, args), **{**given, "device": torch.device("cpu")})
+    tensor = raw(func, *tree_map(plain, args), **{**options, "device": torch.device("cpu")})
     if func in (torch.as_tensor, torch.asarray):
-        made = made.clone()  # the memory of a CPU tensor is not the GPU's
-    return simulated(made, kwargs.get("requires_grad", False))
+        tensor = tensor.clone()  # the memory of a CPU tensor is not the GPU's
+    return simulated(tensor, kwargs.get("requires_grad", False))
 
 
 def _pin(tensor: Tensor) -> Tensor:

@@ -65,10 +65,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def on_cpu(paths: dict[str, Path]) -> Any:
     """A function: what one rank on the CPU computes in float32 of a family's model, made once."""
-    made: dict[Any, dict[str, Any]] = {}
+    results: dict[Any, dict[str, Any]] = {}
 
     def expected(family: str, trained: str) -> dict[str, Any]:
-        if (family, trained) not in made:
+        if (family, trained) not in results:
             settings = SETTINGS[family] if trained == "weights" else ADAPTED
             with Child(
                 "tests.gpu.rank:Rank",
@@ -78,11 +78,11 @@ def on_cpu(paths: dict[str, Path]) -> Any:
                 **settings,
             ) as rank:
                 logprobs = rank.ask("logprobs")
-                made[family, trained] = {
+                results[family, trained] = {
                     "logprobs": logprobs,
                     "steps": [rank.ask("step") for _ in range(STEPS)],
                 }
-        return made[family, trained]
+        return results[family, trained]
 
     return expected
 
@@ -95,13 +95,13 @@ def test_a_layout_learns_what_one_rank_on_the_cpu_does(
     layout, expected = LAYOUTS[name], on_cpu(family, trained)
     settings = SETTINGS[family] if trained == "weights" else ADAPTED
     has_engines_attributes = trained == "weights"
-    given = {
+    options = {
         **settings,
         **axes(layout),
         "dtype": "float32",
         "has_engines_attributes": has_engines_attributes,
     }
-    with world(paths[family], layout.world_size, **given) as ranks:
+    with world(paths[family], layout.world_size, **options) as ranks:
         assert set(ranks.ask("device")) == {"cuda"}
         if trained == "weights":
             check_attributes(ranks.ask("weights"), layout)
@@ -145,7 +145,7 @@ def check_step(
 ) -> None:
     """Every rank knows the norm; a loss is that of the sequences of one data-parallel rank, on its last stage."""
     at = [layout.coords(rank) for rank in range(layout.world_size)]
-    ends = {one.dp: ranks[one.rank]["loss"] for one in at if one.pp == layout.pp - 1}
+    ends = {coords.dp: ranks[coords.rank]["loss"] for coords in at if coords.pp == layout.pp - 1}
     assert sum(ends.values()) == pytest.approx(expected["loss"], rel=1e-3, abs=1e-6)
     for rank in ranks:
         assert rank["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
@@ -162,13 +162,13 @@ def test_bfloat16_stays_near_the_cpus_float32(
 ) -> None:
     """A router may choose other experts, as on a GPU: the bound is that of tests/gpu/test_rank.py."""
     layout, steps = LAYOUTS[name], []
-    given = {
+    options = {
         **SETTINGS[family],
         **axes(layout),
         "dtype": "bfloat16",
         "optimizer_offload": is_on_host,
     }
-    with world(paths[family], layout.world_size, **given) as ranks:
+    with world(paths[family], layout.world_size, **options) as ranks:
         for logprobs in ranks.ask("logprobs"):
             diff = np.abs(np.subtract(logprobs, on_cpu(family, "weights")["logprobs"]))
             assert diff.mean() < 0.1

@@ -30,8 +30,8 @@ class Gpu:
         pinned = torch.empty(4, pin_memory=True).copy_(moved.detach())
         grad = host.grad
         assert grad is not None
-        made = [str(moved[:2].device), torch.zeros_like(moved).type(), grad.device.type]
-        return [*made, grad.tolist(), pinned.is_pinned(), host.is_pinned()]
+        places = [str(moved[:2].device), torch.zeros_like(moved).type(), grad.device.type]
+        return [*places, grad.tolist(), pinned.is_pinned(), host.is_pinned()]
 
     def resized(self) -> list[float]:
         """The bytes of a storage that is given away and taken back, under a view of it."""
