@@ -82,12 +82,12 @@ def line_of(process: psutil.Process) -> str:
 
 def processes_with(name: str, value: str) -> list[psutil.Process]:
     """All that have this in their environment."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 class Slurm:
@@ -97,12 +97,12 @@ class Slurm:
         """folder: empty, with a short path."""
         self._folder, self._conf = folder, folder / "slurm.conf"
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        own = {
+        variables = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("SLURM", "SBATCH_", "SRUN_"))
         }
-        self.environment = own | {"SLURM_CONF": str(self._conf)}
+        self.environment = variables | {"SLURM_CONF": str(self._conf)}
 
     def __enter__(self) -> Slurm:
         try:
@@ -134,13 +134,13 @@ class Slurm:
         """Its slurmd, with the parents of `processes`, which watch over a job's steps, and these: all at once."""
         parents = [
             parent
-            for one in processes
-            if (parent := one.parent()) and parent.name() == "slurmstepd"
+            for process in processes
+            if (parent := process.parent()) and parent.name() == "slurmstepd"
         ]
         slurmd = self._daemons.pop(node)
-        for one in [psutil.Process(slurmd.pid), *parents, *processes]:
+        for process in [psutil.Process(slurmd.pid), *parents, *processes]:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
         slurmd.wait()
 
     def start_node(self, node: str) -> None:
@@ -174,7 +174,7 @@ class Slurm:
 
     def _wait(self, holds: Callable[[], bool]) -> None:
         def holds_or_fails() -> bool:
-            assert all(one.poll() is None for one in self._daemons.values()), self.log()
+            assert all(daemon.poll() is None for daemon in self._daemons.values()), self.log()
             return holds()
 
         wait_until(holds_or_fails, _START_S, self.log)
@@ -196,20 +196,24 @@ class Slurm:
         """Jobs first: a slurmstepd that outlives the controller reports to it for minutes."""
         daemons = {daemon.pid for daemon in self._daemons.values()}
         jobs = [
-            one for one in processes_with("SLURM_CONF", str(self._conf)) if one.pid not in daemons
+            process
+            for process in processes_with("SLURM_CONF", str(self._conf))
+            if process.pid not in daemons
         ]
         watchers = {
-            parent for one in jobs if (parent := one.parent()) and parent.name() == "slurmstepd"
+            parent
+            for process in jobs
+            if (parent := process.parent()) and parent.name() == "slurmstepd"
         }
         if "slurmctld" in self._daemons:
             for job in self._tell("squeue", "-h", "-o", "%A").split():
                 self.end(job)
-        for one in jobs:
+        for process in jobs:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                process.kill()
         _, left = psutil.wait_procs(list(watchers), timeout=_STOP_S)
-        for one in left:
-            one.kill()
+        for watcher in left:
+            watcher.kill()
         for daemon in self._daemons.values():
             daemon.terminate()
         for daemon in self._daemons.values():
@@ -222,7 +226,7 @@ class Slurm:
 
 def _free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
+    ports = [server.getsockname()[1] for server in sockets]
+    for server in sockets:
+        server.close()
     return ports

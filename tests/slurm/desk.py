@@ -66,7 +66,7 @@ class Desk:
         return output_of(self.submit(*arguments, **more), code)
 
     def lives(self) -> list[dict[str, Any]]:
-        return [json.loads(one.read_text()) for one in sorted(self.room.glob("life-*.json"))]
+        return [json.loads(path.read_text()) for path in sorted(self.room.glob("life-*.json"))]
 
     def wait_for_life(self, count: int) -> None:
         wait_until(lambda: len(self.lives()) >= count)
@@ -95,8 +95,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def output_of(process: subprocess.Popen[str], code: int = 0) -> str:
     """The output of a process that ends with this code."""
-    found, out = ended(process)
-    assert found == code, out
+    exit_code, out = ended(process)
+    assert exit_code == code, out
     return out
 
 

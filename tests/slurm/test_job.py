@@ -35,8 +35,8 @@ PATH="{path}" exec sh -c "$script" rc "${{@:2}}"
 
 @pytest.fixture
 def desk(tmp_path: Path) -> Iterator[Desk]:
-    with Desk(tmp_path) as made:
-        yield made
+    with Desk(tmp_path) as job_desk:
+        yield job_desk
 
 
 def test_a_job_gives_megarl_a_ray_of_all_its_nodes(desk: Desk) -> None:
@@ -68,24 +68,24 @@ def test_with_a_container_nothing_of_megarl_is_needed_outside(desk: Desk) -> Non
     (life,) = desk.lives()
     assert life["argv"] == ["train", "r.yaml", "placement.network=nodes", "--resume"]
     assert life["cwd"] == str(ROOT)
-    for one in (life, desk.ray("127.0.0.2"), desk.ray("127.0.0.3")):
-        assert one["env"]["IN_IMAGE"] == "1"
-        assert "MEGARL_CONTAINER" not in one["env"], "what runs inside looks for megarl there"
+    for process in (life, desk.ray("127.0.0.2"), desk.ray("127.0.0.3")):
+        assert process["env"]["IN_IMAGE"] == "1"
+        assert "MEGARL_CONTAINER" not in process["env"], "what runs inside looks for megarl there"
 
 
 def test_enroot_is_told_what_a_job_needs_of_the_hosts_environment() -> None:
-    given = {
+    variables = {
         "RAY_AUTH_TOKEN_PATH": "/t",
         "SLURM_JOB_ID": "7",
         "TMPDIR": "/x",
         "LD_LIBRARY_PATH": "/l",
     }
     command = ["bash", "-c", f"source {ROOT}/scripts/slurm/enroot_conf.sh && environ"]
-    environment = given | {"PATH": os.environ["PATH"]}
-    told = subprocess.run(
+    environment = variables | {"PATH": os.environ["PATH"]}
+    output = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert sorted(told.splitlines()) == [
+    assert sorted(output.splitlines()) == [
         f"MEGARL_DIRECTORY={os.getcwd()}",
         "RAY_AUTH_TOKEN_PATH=/t",
         "SLURM_JOB_ID=7",
@@ -97,13 +97,13 @@ def test_the_token_is_in_a_file_of_the_users_own_alone(desk: Desk) -> None:
     out = desk.done("r.yaml", RAY_AUTH_TOKEN="of another cluster")
     (life,) = desk.lives()
     processes = [desk.ray("127.0.0.2"), desk.ray("127.0.0.3"), life]
-    (token,) = {one["token"] for one in processes[:2]}
+    (token,) = {process["token"] for process in processes[:2]}
     assert re.fullmatch(r"[0-9a-f]{64}", token)
-    assert {one["mode"] for one in processes[:2]} == {0o600}
-    for one in processes:
-        assert one["env"]["RAY_AUTH_TOKEN_PATH"].startswith(str(desk.jobs))
-        assert token not in " ".join([*one["argv"], *one["env"].values()])
-        assert "RAY_AUTH_TOKEN" not in one["env"]
+    assert {process["mode"] for process in processes[:2]} == {0o600}
+    for process in processes:
+        assert process["env"]["RAY_AUTH_TOKEN_PATH"].startswith(str(desk.jobs))
+        assert token not in " ".join([*process["argv"], *process["env"].values()])
+        assert "RAY_AUTH_TOKEN" not in process["env"]
     assert token not in out
 
 
@@ -120,7 +120,7 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
     desk.done("r.yaml", nodes=1)
     head = desk.ray("127.0.0.2")
     assert {"--port=0", "--min-worker-port=0", "--max-worker-port=0"} <= set(head["argv"])
-    port = next(one for one in head["argv"] if one.startswith("--ray-client-server-port="))
+    port = next(arg for arg in head["argv"] if arg.startswith("--ray-client-server-port="))
     assert 24711 <= int(port.split("=")[1]) < 32000, (
         "by the job's number, unless another job has it"
     )
@@ -130,10 +130,10 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
         "--include-dashboard=false",
         "--disable-usage-stats",
     } <= set(head["argv"])
-    wanted = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
-    assert int(next(one for one in head["argv"] if "--object-store" in one).split("=")[1]) <= 2**35
-    wanted |= {"RAY_memory_usage_threshold": "0.99"}
-    assert (wanted | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head[
+    variables = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0"}
+    assert int(next(arg for arg in head["argv"] if "--object-store" in arg).split("=")[1]) <= 2**35
+    variables |= {"RAY_memory_usage_threshold": "0.99"}
+    assert (variables | {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}).items() <= head[
         "env"
     ].items()
 
@@ -151,15 +151,15 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
 def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int) -> None:
     """A failure so many times between two ends that were asked for; the user's fault never."""
     (desk.jobs / "4711-killed").mkdir(parents=True)  # left by a life that ended with its node
-    found, out = ended(desk.submit("r.yaml", nodes=1, lives=lives, MEGARL_MAX_RESTARTS="1"))
-    assert found == code, out
+    exit_code, out = ended(desk.submit("r.yaml", nodes=1, lives=lives, MEGARL_MAX_RESTARTS="1"))
+    assert exit_code == code, out
     assert out.splitlines()[-1] == f"megarl: job 4711: {last_line}"
     assert len(desk.lives()) == len(lives.split())
     kept = [str(index) for index, end in enumerate(lives.split()) if end not in ("0", "75")]
-    assert {one.name for one in desk.jobs.iterdir()} <= {"4711.logs"}, (
+    assert {path.name for path in desk.jobs.iterdir()} <= {"4711.logs"}, (
         "neither a token nor a count is left"
     )
-    assert sorted(one.name for one in desk.jobs.glob("4711.logs/*")) == kept, (
+    assert sorted(path.name for path in desk.jobs.glob("4711.logs/*")) == kept, (
         "of each life that failed"
     )
     tokens = {life["env"]["RAY_AUTH_TOKEN_PATH"] for life in desk.lives()}
@@ -203,7 +203,7 @@ def test_a_megarl_that_hears_no_signal_is_killed(desk: Desk) -> None:
     job.send_signal(signal.SIGTERM)
     out = output_of(job, 143)
     assert out.splitlines()[-1] == "megarl: job 4711: ended by a signal; it is not queued again"
-    assert {one.name for one in desk.jobs.iterdir()} == {"4711.logs"}
+    assert {path.name for path in desk.jobs.iterdir()} == {"4711.logs"}
 
 
 def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_path: Path) -> None:
@@ -213,13 +213,13 @@ def test_a_job_that_makes_no_progress_is_not_queued_for_ever(desk: Desk, tmp_pat
     out = desk.done(
         *arguments, nodes=1, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1", code=75
     )
-    said = [
+    messages = [
         line.removeprefix("megarl: job 4711: ")
         for line in out.splitlines()
         if "queued again" in line
     ]
     early = "ended before its time limit"
-    assert said == [
+    assert messages == [
         *[f"{early} and is queued again"] * 3,
         f"{early} with no newer checkpoint than last time and is queued again, restart 1 of 1",
         f"{early} with no newer checkpoint than last time and is not queued again after 1 restarts",
