@@ -82,19 +82,19 @@ def test_what_keeps_one_side_of_a_run_from_running_alone_is_told_before_it_start
     ]
     old = tmp_path / "old.parquet"
     old.write_bytes(b"PAR1")
-    both = [
+    errors = [
         "algorithm.name: 'grop'",
         "warm_start.steps: ",
         "checkpoint.every: 1",
         "rollout.phase_tokens: 2",
     ]
     for run, starts in (
-        (partial(cli._rollout, out=old), [*both, f"--out {old}: it is there already"]),
+        (partial(cli._rollout, out=old), [*errors, f"--out {old}: it is there already"]),
         (
             partial(cli._rollout, out=tmp_path / "no" / "f"),
-            [*both, f"--out {tmp_path}/no/f: {tmp_path}/no is not a"],
+            [*errors, f"--out {tmp_path}/no/f: {tmp_path}/no is not a"],
         ),
-        (partial(cli._train_from, samples=old, resume=False), [*both, f"{old}: not a complete"]),
+        (partial(cli._train_from, samples=old, resume=False), [*errors, f"{old}: not a complete"]),
         (partial(cli._train_from, samples=old, resume=True), ["--resume: "]),
     ):
         assert cli._outcome(QUICKSTART, keys, run) == 2

@@ -128,8 +128,8 @@ def test_events_that_the_disk_has_no_room_for_cost_no_run(disk: Path) -> None:
             time.sleep(0.01)
         filler.unlink()
         a_step(log, 1)
-    (said,) = [line for line in text.getvalue().splitlines() if "tensorboard" in line]
-    assert said == (
+    (message,) = [line for line in text.getvalue().splitlines() if "tensorboard" in line]
+    assert message == (
         "tensorboard: step 1 is not written, and the run goes on (OSError: [Errno 28] No space left on device); "
         "metrics.jsonl has everything"
     )
@@ -157,8 +157,8 @@ def test_a_curve_that_the_disk_has_no_room_for_costs_no_run(disk: Path) -> None:
     with RunLog(recipe_in(disk), console) as log:
         a_step(log, 1)
         fill(disk)
-    said = [line for line in text.getvalue().splitlines() if "curve.png is not drawn" in line]
-    assert said == [f"curve.png is not drawn: {full(log.folder, 'curve.png')}"]
+    messages = [line for line in text.getvalue().splitlines() if "curve.png is not drawn" in line]
+    assert messages == [f"curve.png is not drawn: {full(log.folder, 'curve.png')}"]
     assert not (log.folder / "curve.png").exists(), "half a picture"
     assert "reward/mean" in text.getvalue().split("curve.png is not drawn")[1], "the closing table"
 
@@ -185,8 +185,8 @@ def test_the_first_error_is_told_when_closing_fails_too(disk: Path) -> None:
 
 
 def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
-    told = full(disk / "try", "metrics.jsonl")
-    with pytest.raises(UserError, match=told), run_log(disk, "run.trackers=[]") as log:
+    message = full(disk / "try", "metrics.jsonl")
+    with pytest.raises(UserError, match=message), run_log(disk, "run.trackers=[]") as log:
         a_step(log, 1)
         fill(disk)
         log._records_file.write("x" * 5000)
@@ -217,7 +217,7 @@ def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(dis
     with pytest.raises(UserError, match=full(disk, what)), writing(disk, what):
         snapshots.commit(partial, {"step": 3, "filler": "x" * 10_000}, {}, keep=1)
     snapshots.abandon(partial)
-    assert [one.name for one in snapshots.folder.iterdir()] == []
+    assert [path.name for path in snapshots.folder.iterdir()] == []
     assert filler.exists() and shutil.disk_usage(disk).free >= 8192
 
 
@@ -232,14 +232,14 @@ def a_group(num_tokens: int) -> SampleGroup:
 def test_samples_that_the_disk_has_no_room_for(disk: Path) -> None:
     out = disk / "samples.parquet"
     fill(disk, left=4096)
-    told = f"--out: no space left in {disk} while writing samples.parquet; "
+    message = f"--out: no space left in {disk} while writing samples.parquet; "
     with (
-        pytest.raises(UserError, match=told),
+        pytest.raises(UserError, match=message),
         writing_samples(out, 90, 1.0, "--out") as file,
         writing(disk, out.name, "--out"),
     ):
         file.write([a_group(500_000)])
-    assert [one.name for one in disk.iterdir()] == ["filler"]
+    assert [path.name for path in disk.iterdir()] == ["filler"]
     with (
         pytest.raises(UserError, match="no space left"),
         writing_samples(out, 90, 1.0, "--out") as file,
@@ -373,10 +373,10 @@ def broken(folder: Path, name: str, line: bytes) -> list[str]:
 def test_a_broken_line_is_told_by_file_and_line(
     tmp_path: Path, name: str, line: bytes, problem: str
 ) -> None:
-    (said,) = broken(tmp_path, f"{name}.jsonl", line)
-    assert said.startswith(f"{tmp_path}/try/{name}.jsonl:2: {problem}")
-    assert said.endswith("; remove the line, or choose another run.name")
-    assert said.isprintable()
+    (message,) = broken(tmp_path, f"{name}.jsonl", line)
+    assert message.startswith(f"{tmp_path}/try/{name}.jsonl:2: {problem}")
+    assert message.endswith("; remove the line, or choose another run.name")
+    assert message.isprintable()
 
 
 def test_records_that_are_not_finite_are_read_back(tmp_path: Path) -> None:

@@ -171,14 +171,14 @@ def test_the_example_of_a_new_model_family(tmp_path: Path) -> None:
         engine = EngineLayout(count=1, tp=tp, ep=1)
         targets = sglang_map.parts(shape, engine)
         for layout in (TrainLayout(4, tp=4, pp=1, ep=1), TrainLayout(4, tp=1, pp=2, ep=1)):
-            found = count_traffic(
+            traffic = count_traffic(
                 megatron_map.parts(shape, layout), targets, 4, gpus_per_node=4, dtype="bfloat16"
             )
-            wanted = [
+            shard_bytes = [
                 2 * sum(shard.area for shard in sglang_map.shards(shape, engine, rank))
                 for rank in range(tp)
             ]
-            assert found.dest.tolist() == wanted + [0] * (4 - tp)
+            assert traffic.dest.tolist() == shard_bytes + [0] * (4 - tp)
 
 
 def test_the_recipes_of_the_first_step_are_there_and_load() -> None:
@@ -206,32 +206,32 @@ def test_every_algorithm_and_rule_is_described() -> None:
 
 def test_the_placements_that_are_shown_share_what_is_said(tmp_path: Path) -> None:
     (page,) = blocks("placement.md", "yaml")
-    found = {}
+    num_shared = {}
     for example in re.split(r"^# ", page, flags=re.MULTILINE)[1:]:
         title, _, keys = example.partition("\n")
         overlay = tmp_path / "overlay.yaml"
         overlay.write_text(keys)
-        given = [
+        settings = [
             "train.tp=4",
             "train.pp=1",
             "algorithm.name=ppo",
             "critic.lr=1e-5",
             "placement.network=nodes",
         ]
-        recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay), *given])
+        recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay), *settings])
         roles = resolve(recipe, learns=title[0] == "m")
         assert slot_errors(roles) + node_errors(roles) == [], title
-        found[title.partition(":")[0]] = len(roles.shared_slots)
-    assert found == {"shared": 16, "split": 0, "mixed": 12}
+        num_shared[title.partition(":")[0]] = len(roles.shared_slots)
+    assert num_shared == {"shared": 16, "split": 0, "mixed": 12}
 
 
 def test_the_examples_of_data_are_recipes(tmp_path: Path) -> None:
-    found = []
+    sections = []
     for number, example in enumerate(blocks("data.md", "yaml")):
         overlay = tmp_path / f"{number}.yaml"
         overlay.write_text(example)
-        found.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).data)
-    columns, weights = found
+        sections.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]).data)
+    columns, weights = sections
     assert columns.eval["math500"].prompt == "problem" and columns.eval["aime2024"].prompt is None
     assert [file.weight for file in weights.train] == [3.0, 1.0]
 
@@ -250,12 +250,12 @@ def episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     monkeypatch.syspath_prepend(str(tmp_path))
     for block in blocks("environments.md"):
         (tmp_path / block.partition("\n")[0].removeprefix("# ")).write_text(block)
-    found = []
+    recipes = []
     for number, example in enumerate(blocks("environments.md", "yaml")):
         overlay = tmp_path / f"{number}.yaml"
         overlay.write_text(example)
-        found.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]))
-    return found
+        recipes.append(load_recipe(ROOT / "recipes" / "quickstart.yaml", [str(overlay)]))
+    return recipes
 
 
 def test_the_example_of_a_reward_of_episodes(
@@ -279,10 +279,10 @@ def test_the_example_of_a_reward_of_episodes(
     judges = RewardWorkers(RewardConfig(function="my_rewards:score", workers=1), 60.0)
     try:
         episodes = [episode_dict(facts, entries) for entries in turns]
-        found = judges.wait_for_rewards("3", {}, ["3"] * 2, episodes)
+        results = judges.wait_for_rewards("3", {}, ["3"] * 2, episodes)
     finally:
         judges.shutdown()
-    assert found == [RewardResult(-0.01, False), RewardResult(0.99, True)]
+    assert results == [RewardResult(-0.01, False), RewardResult(0.99, True)]
     text = (DOCS / "rewards.md").read_text(encoding="utf-8")
     names = {*episodes[1], *turns[1][0], *call, *get_args(CallError), "bad_call"} - {"unknown"}
     assert [name for name in names if f"`{name}`" not in text] == [], (
@@ -313,8 +313,8 @@ def play(
 def test_the_example_of_a_tool(episodes: list[Recipe]) -> None:
     """The model gets its price, or what the page says that it is told."""
     calls: Calls = [("price", {"fruit": fruit}) for fruit in ("apple", "plum")]
-    opening, (found, failed), reward_result = play(episodes[0], {}, calls)
-    assert (opening, found.text, found.error, reward_result) == (None, "3", None, None)
+    opening, (answered, failed), reward_result = play(episodes[0], {}, calls)
+    assert (opening, answered.text, answered.error, reward_result) == (None, "3", None, None)
     assert failed.error == "raised" and f"| `{failed.text}` |" in (
         DOCS / "environments.md"
     ).read_text("utf-8")
@@ -338,7 +338,7 @@ def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
     ]
     opening, results, reward_result = play(recipe, {"money": 2 * price}, [*calls, buy])
     assert opening and opening.startswith(f"You have {2 * price} coins.")
-    assert [(one.text, one.reward) for one in results[:2]] == [
+    assert [(result.text, result.reward) for result in results[:2]] == [
         (str(price), 0.0), (f"That costs {3 * price} coins, and you have {2 * price}.", -0.1)
     ]  # fmt: skip
     assert (results[2].error, results[3].done, reward_result) == (
@@ -347,7 +347,7 @@ def test_the_example_of_an_environment(episodes: list[Recipe]) -> None:
         RewardResult(0.5, False),
     )
     _, results, reward_result = play(recipe, {"money": 2 * price}, [buy, buy])
-    assert ([one.done for one in results], reward_result) == (
+    assert ([result.done for result in results], reward_result) == (
         [False, True],
         RewardResult(1.0, True),
     )
@@ -373,13 +373,13 @@ def test_what_episode_check_says_of_the_environment_is_what_it_says(
     recipe = load_recipe(ROOT / "recipes" / "quickstart.yaml", ["1.yaml", "data.train=shop.jsonl"])
     assert recipe.episode == episodes[1].episode
     episode_check.check(recipe, 1, Path("turns.jsonl"), None)
-    said, wanted = (
+    printed, expected = (
         re.sub(r"\d+\.\d{3} s", "SECONDS", text) for text in (capsys.readouterr().out, shown)
     )
-    for part in wanted.split("...\n"):
-        before, found, said = said.partition(part)
-        assert found and (not before or before.endswith("\n")), part
-    assert said == ""
+    for part in expected.split("...\n"):
+        before, match, printed = printed.partition(part)
+        assert match and (not before or before.endswith("\n")), part
+    assert printed == ""
 
 
 class Words:
@@ -424,12 +424,14 @@ def test_the_demonstration_that_is_shown_is_learnt_from(episodes: list[Recipe]) 
         json.loads(example),
         TurnTokenizer(tokenizer_of(HERMES), stop_ids(HERMES), schemas),
     )
-    made = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
+    demonstration = demonstrate(turn_tokenizer, row["prompt"], row["messages"])
     learnt = [
-        token for token, sampled in zip(made.response_ids, made.sampled, strict=True) if sampled
+        token
+        for token, sampled in zip(demonstration.response_ids, demonstration.sampled, strict=True)
+        if sampled
     ]
     text = turn_tokenizer.template.decode(learnt)
-    assert made.text == row["answer"] and "apple" in text and "tool_response" not in text
+    assert demonstration.text == row["answer"] and "apple" in text and "tool_response" not in text
 
 
 def test_every_key_end_and_metric_of_episodes_is_described() -> None:

@@ -150,8 +150,8 @@ def test_every_library_has_its_door(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((PACKAGE / "algos").glob("*.py")), ids=module_name)
 def test_algos_is_tensors_and_nouns_alone(path: Path) -> None:
     for name in imports(path):
-        own = within(name, "megarl.algos") or within(name, "megarl.types")
-        assert own or name.split(".")[0] in THIRD_PARTY_OF_ALGOS | STANDARD, (
+        is_own = within(name, "megarl.algos") or within(name, "megarl.types")
+        assert is_own or name.split(".")[0] in THIRD_PARTY_OF_ALGOS | STANDARD, (
             f"{path.name} imports {name}"
         )
 
@@ -173,12 +173,12 @@ def test_there_is_no_import_cycle() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    found = defaultdict(list)
+    modules_by_class = defaultdict(list)
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(module_name(path))
-    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+                modules_by_class[node.name].append(module_name(path))
+    assert {name: modules for name, modules in modules_by_class.items() if len(modules) > 1} == {}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
@@ -206,8 +206,8 @@ def test_a_statement_says_one_thing(path: Path) -> None:
                 f"{place}: a nested conditional"
             )
         if isinstance(node, ast.Call):
-            made = [keyword.value for keyword in node.keywords if keyword.arg is None]
-            assert not any(isinstance(value, ast.Dict) for value in made), (
+            unpacked = [keyword.value for keyword in node.keywords if keyword.arg is None]
+            assert not any(isinstance(value, ast.Dict) for value in unpacked), (
                 f"{place}: name the arguments"
             )
         for name in _asked_again(node):
@@ -218,8 +218,10 @@ def _asked_again(node: ast.AST) -> Iterator[str]:
     """Names that a comprehension assigns in a condition and needs in what it yields."""
     if not isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
         return
-    given = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
-    used = {other.id for value in given for other in ast.walk(value) if isinstance(other, ast.Name)}
+    yielded = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+    used = {
+        other.id for value in yielded for other in ast.walk(value) if isinstance(other, ast.Name)
+    }
     for condition in [test for part in node.generators for test in part.ifs]:
         for other in ast.walk(condition):
             if isinstance(other, ast.NamedExpr) and other.target.id in used:

@@ -69,7 +69,7 @@ def test_a_line_of_json_reads_back_as_it_was_and_hides_nothing() -> None:
     value = {"response": HOSTILE + "数学 😀\n\\u202e", HOSTILE: [1.5, None, True]}
     line = json_line(value)
     assert json.loads(line) == value
-    assert not [one for one in line if is_hidden(one)]
+    assert not [character for character in line if is_hidden(character)]
     assert "数学 😀" in line, "words of other languages stay readable"
     line.encode("utf-8")
 
@@ -110,6 +110,6 @@ def _prints(called: ast.expr) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_printing_has_its_doors(path) -> None:
     text = path.read_text(encoding="utf-8")
-    found = set(_printing(ast.parse(text)))
-    assert found == DOORS.get(str(path.relative_to(PACKAGE)), set())
+    printing = set(_printing(ast.parse(text)))
+    assert printing == DOORS.get(str(path.relative_to(PACKAGE)), set())
     assert "ensure_ascii=False" not in text or str(path.relative_to(PACKAGE)) in UNESCAPED

@@ -201,8 +201,8 @@ def judges() -> Iterator[Callable[..., RewardWorkers]]:
         return built[-1]
 
     yield build
-    for one in built:
-        one.shutdown()
+    for workers in built:
+        workers.shutdown()
 
 
 @pytest.fixture
