@@ -73,6 +73,11 @@ def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(str(folder))
 
 
+_TIE = (
+    4e-6  # between the scores of experts, which are some tenths; float32 rounds them by up to 1e-6
+)
+
+
 class Reference:
     """The same checkpoint in transformers, fp32."""
 
@@ -101,6 +106,22 @@ class Reference:
 
         logits = self.logits([*prompt, *response])[len(prompt) - 1 : -1] / temperature
         return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+    def num_decided(self, token_ids: Sequence[int]) -> int:
+        """The tokens before the first whose experts rounding decides: two were chosen by as much, up to _TIE.
+
+        From there on another kernel, or another CPU, may compute with other experts.
+        """
+        import torch
+
+        num_chosen = self.model.config.num_experts_per_tok
+        with torch.no_grad():
+            outputs = self.model(torch.tensor([list(token_ids)]), output_router_logits=True)
+        scores = torch.stack([layer.view(len(token_ids), -1) for layer in outputs.router_logits])
+        best = scores.topk(num_chosen + 1, dim=-1).values
+        lead_T = (best[..., num_chosen - 1] - best[..., num_chosen]).amin(0)
+        ties = (lead_T < _TIE).nonzero()
+        return int(ties[0]) if len(ties) else len(token_ids)
 
     def scale(self, factor: float) -> None:
         import torch

@@ -246,7 +246,12 @@ def check_stop_texts(
 
 
 def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
-    """Every trained token has the logprob that transformers gives it after the row's tokens before it."""
+    """Every trained token has the logprob that transformers gives it after the row's tokens before it.
+
+    But for tokens behind one whose experts rounding decides: nearly all rows have none.
+    """
+    num_compared = 0
+    num_trained = 0
     for result in played:
         sample = result.sample
         assert sample.facts and result.reward_result is not None
@@ -256,13 +261,19 @@ def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
             trained_T, before = row.trained_T, list(row.prompt_ids)
             assert trained_T[-1] and before
             expected_T = reference.logprobs(before, response).numpy()
+            num_decided = reference.num_decided([*before, *response])
+            is_decided_T = np.arange(len(response)) + len(before) <= num_decided
+            compared_T = trained_T & is_decided_T
             np.testing.assert_allclose(
-                row.engine_logp_T[trained_T], expected_T[trained_T], atol=1e-4
+                row.engine_logp_T[compared_T], expected_T[compared_T], atol=1e-4
             )
             assert not row.engine_logp_T[~trained_T].any()
+            num_compared += int(compared_T.sum())
+            num_trained += int(trained_T.sum())
             assert sum(part.num_tokens for part in row.parts) == len(response)
             assert row.routed_experts is not None
             assert len(row.routed_experts) == len(before) + len(response) - 1
+    assert num_compared > 0.8 * num_trained
 
 
 def test_experts_of_turns_are_those_of_the_whole_row(
