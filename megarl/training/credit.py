@@ -73,10 +73,8 @@ def with_token_advantages(
         )
     else:
         advantages = sample_advantages(refs, sequences)
-    with_advantages = [
-        replace(sequence, advantage_T=own_T)
-        for sequence, own_T in zip(sequences, advantages, strict=True)
-    ]
+    pairs = zip(sequences, advantages, strict=True)
+    with_advantages = [replace(sequence, advantage_T=own_T) for sequence, own_T in pairs]
     if hyperparameters.whiten:
         return whitened(with_advantages, sum_over_all)
     return with_advantages
