@@ -77,6 +77,7 @@ def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] =
             _lay_over(Path(override), kind, tree, document)
         else:
             _apply(override, kind, tree, document)
+    _drop_unset_old_keys(tree)
     try:
         loaded = kind.model_validate(tree)
     except ValidationError as error:
@@ -84,6 +85,15 @@ def load_branch(kind: type[Loaded], path: str | Path, overrides: Sequence[str] =
     if document.errors:
         raise UserErrors(document.errors)
     return loaded
+
+
+def _drop_unset_old_keys(tree: dict[str, Any]) -> None:
+    """Take out keys of earlier versions that are null: the recipe.yaml of a run has every key."""
+    for path in RENAMED:
+        name, _, key = path.partition(".")
+        branch = tree.get(name)
+        if isinstance(branch, dict) and branch.get(key, "") is None:
+            del branch[key]
 
 
 def _apply(override: str, kind: type[Branch], tree: dict[str, Any], document: Parsed) -> None:

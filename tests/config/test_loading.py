@@ -395,3 +395,12 @@ def test_several_broken_overlays_are_told_at_once_beside_the_recipes_own_errors(
     for start in starts:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     assert len(lines) == 4
+
+
+def test_a_renamed_key_is_refused_unless_it_is_null_as_in_the_recipe_of_an_earlier_run() -> None:
+    recipe = load_recipe(QUICKSTART)
+    assert load_recipe(QUICKSTART, ["algorithm.process_scale=null"]) == recipe
+    with pytest.raises(
+        UserErrors, match=r"algorithm\.process_scale; it is called algorithm\.prime_beta"
+    ):
+        load_recipe(QUICKSTART, ["algorithm.process_scale=0.1"])
