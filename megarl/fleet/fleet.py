@@ -122,7 +122,7 @@ class Fleet(TrainingFleet):
         """Wait until all processes are built; then the memory is as in the `rollout` phase."""
         groups = [ranks for ranks in (self.trainers, self.critic, self.reward_model) if ranks]
         engines_last = self.engines.measures_shared_memory
-        starting = {} if engines_last else self.engines.start()
+        starting = {} if engines_last else dict(self.engines.start())
         for ranks in groups:
             starting |= ranks.started
         self._cluster.gather(starting)

@@ -39,11 +39,13 @@ from megarl.fleet.rank_groups import (
     PerTokenResults,
     PolicyRanks,
     RolloutBatch,
+    _groups,
+    _merged,
     _share,
 )
 from megarl.fleet.step_fit import EngineHistory
 from megarl.placement.train_layout import TrainLayout
-from megarl.training.batching import SampleRef, Update, refs_of
+from megarl.training.batching import SampleRef, Update
 from megarl.types import Prompt
 from megarl.types.sampling import Sampling
 from scripts.bench.batching import QWEN3_30B
@@ -135,13 +137,9 @@ class Step:
         calls = send()
         tell(figures := start.since("dispatch"))
         start = Clock.now()
-        self.trainers._statistics(calls)
+        for parts in zip(*self.cluster.gather(calls), strict=True):
+            _merged(parts)
         return figures | start.since("collect") | self.count
-
-
-def _groups(share: Sequence[Update]) -> list[int]:
-    """The numbers of the groups that a share needs, ascending."""
-    return sorted({ref.group for ref in refs_of(share)})
 
 
 def inline(step: Step, updates: Sequence[Update], refs: Sequence[Ref]) -> dict[Ref, str]:
