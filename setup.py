@@ -13,6 +13,7 @@ CORE = [
     "PyYAML>=6",  # the recipe's file, with line numbers
     "typer>=0.15",  # the command line, and with it rich for the progress line
     "httpx>=0.27",  # asks judges and remote sandboxes; transformers brings it
+    "tenacity>=9",  # repeats calls of judges and sandboxes, after random times that double
     "math-verify>=0.9",  # mathematical answers that are written differently and mean the same
     "matplotlib>=3.9",  # the learning curve
 ]

@@ -3,9 +3,20 @@
 from megarl.environments.agents.chat import EpisodeOver
 from megarl.environments.agents.chat_client import Chat
 from megarl.environments.runtime.environment import Environment, Observation
+from megarl.isolation.service import Service, ServiceError, TryAgain, Unavailable
 from megarl.types.reward_result import RewardResult, refuse_earlier_name
 
-__all__ = ["Chat", "Environment", "EpisodeOver", "Observation", "RewardResult"]
+__all__ = [
+    "Chat",
+    "Environment",
+    "EpisodeOver",
+    "Observation",
+    "RewardResult",
+    "Service",
+    "ServiceError",
+    "TryAgain",
+    "Unavailable",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -71,9 +71,8 @@ class PythonSession(Environment):
         async with self._turn:
             if self._is_closed:  # while the call waited
                 raise RuntimeError("the episode has ended")
-            self._session = self._session or SandboxInterpreter(
-                self._limits, self.seed, where="episode.environment", unsafe=self._unsafe
-            )
+            if self._session is None:
+                self._session = await sandbox.SERVICE.call(self._started)
             try:
                 outcome = await self._session.run(code)
             except BaseException:  # cancelled: the interpreter has been ended
@@ -82,6 +81,17 @@ class PythonSession(Environment):
             if not outcome.is_alive:
                 self._session = None
         return _told_cell(outcome, self._limits.wall_s)
+
+    async def _started(self) -> SandboxInterpreter:
+        """An interpreter that can run code. Raises SandboxError."""
+        session = SandboxInterpreter(
+            self._limits, self.seed, where="episode.environment", unsafe=self._unsafe
+        )
+        await session.begin()
+        if self._is_closed:  # while it started
+            await session.close()
+            raise RuntimeError("the episode has ended")
+        return session
 
     async def close(self) -> None:
         """End the interpreter; calls that wait do not start another."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -106,7 +107,8 @@ class Conversation:
         if self._said:
             self._logp.append(np.zeros(self._said, np.float32))
             self._trained.append(np.zeros(self._said, np.bool_))
-            self._parts = with_part(self._parts, SamplePart(self._parts[-1].version, self._said))
+            said = replace(self._parts[-1], num_tokens=self._said)
+            self._parts = with_part(self._parts, said)
             self._said = 0
         self._ids += row.response_ids_T.tolist()
         self._logp.append(row.engine_logp_T)

@@ -15,6 +15,7 @@ from megarl.episodes.request_sampling import PolicySampling
 from megarl.episodes.rows import TurnSampler
 from megarl.model.hf_config import end_token_ids
 from megarl.model.tokenizer import load_tokenizer
+from megarl.types.worker_faults import WorkerFaults
 
 Runner = EpisodeRunner | AgentRunner
 
@@ -52,6 +53,10 @@ class EnvironmentRuntime:
             self.prepared.calls,
             max_prompt_tokens=recipe.data.max_prompt_tokens,
         )
+
+    def take_faults(self) -> WorkerFaults:
+        """The faults of the worker processes since the last call."""
+        return self.thread.take_faults()
 
     def shutdown(self) -> None:
         """End and reap the processes; may be called again."""
@@ -91,6 +96,10 @@ class AgentRuntime:
                 temperature=recipe.rollout.temperature, top_p=recipe.rollout.top_p
             ),
         )
+
+    def take_faults(self) -> WorkerFaults:
+        """The faults of the worker processes since the last call."""
+        return self._thread.take_faults()
 
     def shutdown(self) -> None:
         """End and reap the processes, and stop listening; may be called again."""

@@ -16,12 +16,14 @@ from typing import Any
 
 from megarl.isolation.inside_launcher import limit
 from megarl.isolation.keeper import die_with
+from megarl.isolation.service import listen
 from megarl.printable import plain_value
 from megarl.types import UserError
 
 _M_ARENA_MAX = -8
 LINE_BYTES = 2**30  # of the parent's longest line
 HELLO = "worker"  # the first message of a worker: this and its process id
+SERVICE = "service"  # begins a message about a call of a service: this, the service's name, the event and words
 SOCKET_CLOSED = 117  # exit code
 MEMORY_FULL = 118  # exit code
 OUT_OF_MEMORY = "ran out of memory"
@@ -35,6 +37,7 @@ class ParentSocket:
     def __init__(self) -> None:
         self.socket = socket.socket(fileno=os.dup(0))
         self._file = self.socket.makefile("rb")
+        self._lock = threading.Lock()
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -50,7 +53,8 @@ class ParentSocket:
         return json.loads(line) if line else None
 
     def write(self, line: bytes) -> None:
-        with _exit_if_closed():
+        """May be called in any thread."""
+        with self._lock, _exit_if_closed():
             self.socket.sendall(line)
 
     def close_in_child(self) -> None:
@@ -93,6 +97,11 @@ def serve(main: Callable[[ParentSocket, dict[str, Any]], object], parent_pid: in
 def as_line(message: object) -> bytes:
     """A message as its line. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
     return json.dumps(message, default=plain_value).encode() + b"\n"
+
+
+def tell_service_events(write: Callable[[list[str]], object]) -> None:
+    """Let the parent know what calls of services meet. write: sends it a message, from any thread."""
+    listen(lambda service, event, words: write([SERVICE, service, event, words]))
 
 
 def _end_forks_with_worker() -> None:

@@ -5,11 +5,18 @@ SandboxFusion is at github.com/bytedance/SandboxFusion. `run` returns what `sand
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from megarl.isolation.http_status import certificates, host_of, require_available
 from megarl.isolation.sandbox import Outcome, SandboxLimits
+from megarl.isolation.service import Service, ServiceError, Unavailable
 from megarl.types import UserError
 
 # added to the program's own time limit: for the service's queue, and the start of its sandbox
@@ -41,17 +48,14 @@ def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
         "memory_limit_MB": limits.memory_mb,
     }
     try:
-        reply = httpx.post(
-            f"{url.rstrip('/')}/run_code", json=request, timeout=limits.wall_s + _SERVICE_OVERHEAD_S
+        answer = _service(url).call_plain(
+            lambda left_s: _posted(url, request, left_s),
+            timeout_s=limits.wall_s + _SERVICE_OVERHEAD_S,
         )
-        reply.raise_for_status()
-        answer = reply.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise ConnectionError(
-            f"the sandbox at {url} gave no answer: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(answer, dict):
-        answer = {}
+    except ServiceError as error:
+        raise ConnectionError(f"the sandbox at {error}") from None
+    except httpx.HTTPStatusError as error:
+        raise ConnectionError(f"the sandbox at {url} gave no answer: {error}") from error
     result = answer.get("run_result")
     if not isinstance(result, dict) or answer.get("status") not in ("Success", "Failed"):
         message = " ".join(str(answer.get("message") or "no message").split())[:200]
@@ -63,3 +67,31 @@ def run(url: str, program: str, stdin: str, limits: SandboxLimits) -> Outcome:
         stderr=result.get("stderr") or "",
         timed_out=timed_out,
     )
+
+
+@cache
+def _service(url: str) -> Service:
+    """The service at an address, of which all calls of this process know whether it answers."""
+    return Service(host_of(url), faults=(httpx.RequestError, TimeoutError))
+
+
+def _posted(url: str, request: Mapping[str, Any], left_s: float) -> dict[str, Any]:
+    """The service's answer to one try. Raises TimeoutError when it is not whole after left_s."""
+    ends_at = time.monotonic() + left_s
+    content = b""
+    address = f"{url.rstrip('/')}/run_code"
+    verify = certificates()
+    with httpx.stream(
+        "POST", address, json=request, verify=verify, timeout=ends_at - time.monotonic()
+    ) as reply:
+        require_available(reply.status_code, reply.headers)
+        reply.raise_for_status()
+        for chunk in reply.iter_bytes():
+            content += chunk
+            if time.monotonic() > ends_at:
+                raise TimeoutError
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        raise Unavailable("a reply that is not JSON") from None
+    return answer if isinstance(answer, dict) else {}

@@ -1,6 +1,7 @@
 """The launcher inside the sandbox: it sets its own limits, then becomes the program.
 
-argv: the limits as JSON, the program's path. The sandbox has no packages, so this file imports nothing of megarl.
+argv: the limits as JSON, the program's path. `begun` among the limits is a descriptor that gets a byte when the program
+begins. The sandbox has no packages, so this file imports nothing of megarl.
 """
 
 import json
@@ -78,4 +79,6 @@ if __name__ == "__main__":
     if program_limits["hash_seed"] >= 0:
         os.environ["PYTHONHASHSEED"] = str(program_limits["hash_seed"])
         isolation = ["-P", "-s"]
+    os.write(program_limits["begun"], b"+")
+    os.close(program_limits["begun"])
     os.execv(sys.executable, [sys.executable, *isolation, "-B", "-X", "utf8", sys.argv[2]])

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.isolation.sandbox import (
+    SandboxError,
     SandboxLimits,
     end_program,
     first_of_namespace,
+    has_begun,
     sandbox_errors,
     start,
 )
@@ -65,11 +67,34 @@ class SandboxInterpreter:
         folder = self._folder and self._folder.name
         with theirs:
             end = theirs.fileno()
-            process, info = start(_PROGRAM, limits, folder, user_number, end, end, _HASH_SEED)
-        first = first_of_namespace(process.pid, info, limits.wall_s)
+            started = start(_PROGRAM, limits, folder, user_number, end, end, _HASH_SEED)
+        self._begun = started.begun
+        first = first_of_namespace(started.process.pid, started.info, limits.wall_s)
         # also where nobody closes it
-        self._end = weakref.finalize(self, end_program, process, first)
+        self._end = weakref.finalize(self, end_program, started.process, first)
         self._end.atexit = False  # a copy of this process that ends must not end it
+
+    async def begin(self) -> None:
+        """Wait until it can run cells. Raises SandboxError, or TimeoutError, where it cannot: then it is closed."""
+        try:
+            async with asyncio.timeout(self._limits.wall_s):
+                await self._readable(self._begun.fileno())
+            if not has_begun(self._begun):
+                written = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+                lines = written.decode("utf-8", "replace").strip().splitlines()
+                raise SandboxError((lines or ["no message"])[-1])
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _readable(self, descriptor: int) -> None:
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(descriptor, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(descriptor)
 
     async def run(self, code: str) -> CellOutcome:
         """Run a cell, one at a time. After an outcome that is not alive, or a cancellation, it is closed."""
@@ -109,6 +134,7 @@ class SandboxInterpreter:
         if self._stream:
             self._stream[1].transport.abort()
         self._socket.close()
+        self._begun.close()
         await asyncio.to_thread(self._end)
         if self._folder:
             self._folder.cleanup()

@@ -36,10 +36,14 @@ EndKind = Literal["timeout", "memory", "ended"]
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """Why a worker process was ended, in a few words about the job that is to blame."""
+    """Why a worker process was ended, in a few words about the job that is to blame.
+
+    is_foreign: others may have done it, such as a machine that is short of memory, or whoever stopped the process.
+    """
 
     kind: EndKind
     words: str
+    is_foreign: bool = False
 
 
 @dataclass
@@ -47,7 +51,8 @@ class Job:
     """What waits for a worker, or is with one.
 
     alone: in flight without others, so that it is known which job ends the worker. worker: the only one that can do it,
-    because it holds its state; None: any can.
+    because it holds its state; None: any can. was_killed: it was in a worker that others may have ended; the next such
+    end is not taken for theirs.
     """
 
     number: int
@@ -55,13 +60,18 @@ class Job:
     began: float = 0.0
     alone: bool = False
     worker: WorkerProcess | None = None
+    was_killed: bool = False
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The result of a job whose own worker was ended without it being to blame; is_suspect: or perhaps it was."""
+    """The result of a job whose own worker was ended without it being to blame; is_suspect: or perhaps it was.
+
+    was_killed: others may have ended the worker while it did the job.
+    """
 
     is_suspect: bool
+    was_killed: bool = False
 
 
 class WorkerProcess:
@@ -141,6 +151,11 @@ class WorkerProcess:
         """The job that is to blame when the process has to end; None when several may be."""
         raise NotImplementedError
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, as SIGSTOP does, so that it does nothing until SIGCONT."""
+        return _state(self.pid)[:1] == ["T"]
+
     async def exit_code(self) -> int | None:
         """The exit code of a process that has closed its socket, or -1 times its signal; None: it still runs.
 
@@ -210,12 +225,17 @@ def _environment(spec: bytes) -> dict[str, str]:
 
 def _is_exiting(pid: int) -> bool:
     """Whether the kernel is ending a process; True for one that has ended, or been waited for."""
+    fields = _state(pid)
+    return not fields or fields[0] in ("Z", "X") or bool(int(fields[6]) & _PF_EXITING)
+
+
+def _state(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; [] where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            state, *fields = file.read().rpartition(")")[2].split()
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return True
-    return state in ("Z", "X") or bool(int(fields[5]) & _PF_EXITING)
+        return []
 
 
 def _message(line: bytes) -> list[Any] | None:

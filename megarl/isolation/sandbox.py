@@ -13,11 +13,12 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,6 +30,7 @@ import psutil
 from megarl.isolation import bubblewrap
 from megarl.isolation.bubblewrap import ENVIRONMENT
 from megarl.isolation.seccomp import filter_program
+from megarl.isolation.service import Service, Unavailable
 from megarl.types import UserError
 
 HINT = "install bubblewrap, or run without isolation: `unsafe: true`"
@@ -36,6 +38,12 @@ _LAUNCHER = Path(__file__).with_name("inside_launcher.py").read_text(encoding="u
 _ENDS_WITHIN_S = 10.0  # how long the kernel may take to end a killed namespace
 _CHUNK_BYTES = 1 << 16
 _has_worked = False
+# Starting a program is what fails for a while, where a machine is short of memory or processes.
+SERVICE = Service(f"the sandbox of {socket.gethostname()}")
+
+
+class SandboxError(Unavailable):
+    """The sandbox has not started a program. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,19 @@ class Outcome:
     too_much_output: bool = False
 
 
+@dataclass(frozen=True)
+class Started:
+    """A program's process, and what is told of it.
+
+    info: the pipe to which bwrap writes its child's process id (`first_of_namespace`); None without isolation. begun:
+    the pipe that gets a byte when the program itself begins (`has_begun`).
+    """
+
+    process: subprocess.Popen[bytes]
+    info: IO[bytes] | None
+    begun: IO[bytes]
+
+
 def sandbox_errors(where: str, *, unsafe: bool = False, hint: str = HINT) -> list[UserError]:
     """The error of a machine on which programs cannot be isolated, found by starting bwrap; [] where they can.
 
@@ -87,7 +108,7 @@ def find_problem() -> str:
         return "bubblewrap (bwrap) is not installed"
     try:
         outcome = _run("print('works')", "", SandboxLimits(wall_s=60.0), unsafe=False)
-    except OSError as error:
+    except (OSError, SandboxError) as error:
         return f"bubblewrap does not work on this machine ({error})"
     if outcome.stdout == "works\n":
         _has_worked = True
@@ -108,11 +129,14 @@ def run(
     """Run a program's text to its end or its limits; none of its processes and files remain.
 
     unsafe: with limits and a process group only, in a folder of its own. It has this user's rights, and a daemon that
-    it starts may remain. Raises UserError(where) with the hint where there is no isolation.
+    it starts may remain. Raises UserError(where) with the hint where there is no isolation, and ServiceError where the
+    program could not be started, though that was tried several times.
     """
     for error in sandbox_errors(where, unsafe=unsafe, hint=hint):
         raise error
-    return _run(program, stdin, limits or SandboxLimits(), unsafe=unsafe)
+    return SERVICE.call_plain(
+        lambda left_s: _run(program, stdin, limits or SandboxLimits(), unsafe=unsafe)
+    )
 
 
 def _run(program: str, stdin: str, limits: SandboxLimits, *, unsafe: bool) -> Outcome:
@@ -121,8 +145,9 @@ def _run(program: str, stdin: str, limits: SandboxLimits, *, unsafe: bool) -> Ou
         if unsafe:
             folder = held.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         stdin_fd = held.enter_context(_sealed(stdin))
-        process, info = start(program, limits, folder, threading.get_native_id(), stdin_fd)
-        return _watch(process, limits, info)
+        started = start(program, limits, folder, threading.get_native_id(), stdin_fd)
+        held.enter_context(started.begun)
+        return _watch(started, limits)
 
 
 def start(
@@ -133,18 +158,20 @@ def start(
     stdin: int,
     output: int = subprocess.PIPE,
     hash_seed: int = -1,
-) -> tuple[subprocess.Popen[bytes], IO[bytes] | None]:
-    """The process of a program, and the pipe to which bwrap writes its child's process id (`first_of_namespace`).
+) -> Started:
+    """Start a program.
 
-    folder: its own, in which it runs without isolation and without that pipe; None: it is isolated. user_number: as of
-    `bubblewrap.uid`. output: for standard output and error. hash_seed: of the hashes of texts, which order sets; -1:
-    another in every process.
+    folder: its own, in which it runs without isolation; None: it is isolated. user_number: as of `bubblewrap.uid`.
+    output: for standard output and error. hash_seed: of the hashes of texts, which order sets; -1: another in every
+    process.
     """
+    begun_read, begun_write = os.pipe()
     settings = {
         **asdict(limits),
         "uid": None,
         "die_with_parent": folder is not None,
         "hash_seed": hash_seed,
+        "begun": begun_write,
     }
     begin = partial(
         subprocess.Popen[bytes],
@@ -153,12 +180,33 @@ def start(
         stderr=output,
         start_new_session=True,
     )
-    if folder is not None:
-        path = Path(folder, "main.py")
-        path.write_text(program, encoding="utf-8", errors="replace")
-        environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
-        return begin(_launch(settings, str(path)), env=environment, cwd=folder), None
-    settings["uid"] = bubblewrap.uid(user_number)
+    try:
+        if folder is None:
+            process, info = _start_isolated(program, limits, settings, user_number, begin)
+        else:
+            path = Path(folder, "main.py")
+            path.write_text(program, encoding="utf-8", errors="replace")
+            environment = ENVIRONMENT | {"HOME": folder, "TMPDIR": folder}
+            line = _launch(settings, str(path))
+            process = begin(line, env=environment, cwd=folder, pass_fds=(begun_write,))
+            info = None
+    except BaseException:
+        os.close(begun_read)
+        raise
+    finally:
+        os.close(begun_write)
+    return Started(process, info, os.fdopen(begun_read, "rb"))
+
+
+def _start_isolated(
+    program: str,
+    limits: SandboxLimits,
+    settings: dict[str, Any],
+    user_number: int,
+    begin: Callable[..., subprocess.Popen[bytes]],
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """The process of bwrap, and the pipe to which it writes its child's process id."""
+    settings = {**settings, "uid": bubblewrap.uid(user_number)}
     refused_calls = filter_program()
     with _sealed(program) as source, _sealed(refused_calls or b"") as seccomp:
         info_read, info_write = os.pipe()
@@ -166,15 +214,21 @@ def start(
             source, seccomp if refused_calls else None, info_write, limits.tmp_mb << 20
         )
         line += _launch(settings, "/tmp/main.py")
+        passed = (source, seccomp, info_write, settings["begun"])
         try:
             # An empty environment: the one that bwrap itself was started with can be read in /proc/1.
-            process = begin(line, env={}, pass_fds=(source, seccomp, info_write))
+            process = begin(line, env={}, pass_fds=passed)
         except BaseException:
             os.close(info_read)
             raise
         finally:
             os.close(info_write)
     return process, os.fdopen(info_read, "rb")
+
+
+def has_begun(begun: IO[bytes]) -> bool:
+    """Whether a program that has ended, or of which `begun` can be read, had begun. begun: as of `Started`."""
+    return os.read(begun.fileno(), 1) != b""
 
 
 def _launch(settings: dict[str, Any], path: str) -> list[str]:
@@ -225,17 +279,16 @@ class _Bounded:
         return self.content.decode("utf-8", "replace")
 
 
-def _watch(
-    process: subprocess.Popen[bytes], limits: SandboxLimits, info: IO[bytes] | None
-) -> Outcome:
-    """Read until the program ends, or kill it. info: as of `start`."""
+def _watch(started: Started, limits: SandboxLimits) -> Outcome:
+    """Read until the program ends, or kill it. Raises SandboxError where the sandbox ended before the program began."""
+    process = started.process
     assert process.stdout and process.stderr
     deadline = time.monotonic() + limits.wall_s
     with process.stdout, process.stderr:
         out = _Bounded(process.stdout, limits.stdout_bytes)
         error = _Bounded(process.stderr, limits.stderr_bytes)
         outer = os.pidfd_open(process.pid)
-        first = first_of_namespace(process.pid, info, limits.wall_s)
+        first = first_of_namespace(process.pid, started.info, limits.wall_s)
         try:
             ended = _follow(outer, out, error, deadline)
         finally:
@@ -245,6 +298,8 @@ def _watch(
         stderr = error.text()
     if status < 0:  # -1 times the signal
         status = 128 - status
+    if ended and not has_begun(started.begun):
+        raise SandboxError((stderr.strip().splitlines() or [f"exit status {status}"])[-1])
     return Outcome(
         status if ended else None,
         stdout,
@@ -293,7 +348,7 @@ def _follow(outer: int, out: _Bounded, error: _Bounded, deadline: float) -> bool
 def first_of_namespace(parent: int, info: IO[bytes] | None, wall_s: float) -> int | None:
     """A descriptor of process 1 in the sandbox, with which all others end.
 
-    None: it has ended, or never began, or there is no sandbox. info: as of `start`; it is closed.
+    None: it has ended, or never began, or there is no sandbox. info: as of `Started`; it is closed.
     """
     if info is None:
         return None

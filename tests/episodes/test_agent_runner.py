@@ -162,6 +162,7 @@ def scored(episodes: Sequence[EpisodeResult]) -> GroupSummary:
     worker._runtime = AgentRuntime.__new__(AgentRuntime)
     worker._reward = RewardConfig()
     worker._num_transcripts = 1
+    worker._take_faults = dict  # no worker process has a part in this
     worker._generate = generated
     summary, _ = asyncio.run(worker.sample(_prompt({}), Sampling(len(episodes), 100)))
     return summary

@@ -307,6 +307,7 @@ def test_calls_that_fail_by_their_tool_are_in_the_summary(play: Play) -> None:
     worker._runtime = None
     worker._reward = RewardConfig()
     worker._num_transcripts = 1
+    worker._take_faults = dict  # no worker process has a part in this
 
     async def generated(*_: Any) -> Generated:
         return Generated(played, [RewardResult(1.0, True), RewardResult(0.0, False), None])

@@ -260,10 +260,8 @@ def check_rows(played: Sequence[EpisodeResult], reference: Reference) -> None:
             response = row.response_ids_T.tolist()
             trained_T, before = row.trained_T, list(row.prompt_ids)
             assert trained_T[-1] and before
-            expected_T = reference.logprobs(before, response).numpy()
-            num_decided = reference.num_decided([*before, *response])
-            is_decided_T = np.arange(len(response)) + len(before) <= num_decided
-            compared_T = trained_T & is_decided_T
+            expected_T = reference.decided_logprobs(before, response).numpy()
+            compared_T = trained_T & ~np.isnan(expected_T)
             np.testing.assert_allclose(
                 row.engine_logp_T[compared_T], expected_T[compared_T], atol=1e-4
             )
@@ -291,28 +289,23 @@ def test_experts_of_turns_are_those_of_the_whole_row(
     assert (np.sort(whole, -1) == np.sort(row.routed_experts, -1)).mean() > 0.99
 
 
-@pytest.fixture(scope="module")
-def seeded_engine(build_engine: Callable[..., Engine], model: Path) -> Iterator[Engine]:
-    built = build_engine(1, 1, model_path=str(model), seeded=True, routed_experts=True)
-    yield built
-    built.shutdown()
+is_seeded = pytest.mark.parametrize("engine", ENGINES[2:], ids=["seeded"], indirect=True)
 
 
+@is_seeded
 def test_one_turn_without_tools_is_a_single_response(
-    seeded_engine: Engine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit: tokens, logprobs and experts are those of a sample that is no episode, and so is what is trained."""
     (tmp_path / "one_turn.py").write_text(ONCE)
     monkeypatch.syspath_prepend(str(tmp_path))
     once = EnvironmentThread(EnvironmentSettings(environment="one_turn:Once", workers=1))
     try:
-        played = play(seeded_engine, once, model, (6, 1), max_turns=1)
+        played = play(engine, once, model, (6, 1), max_turns=1)
     finally:
         once.shutdown()
     prompt_ids = TurnTokenizer(load_tokenizer(str(model)), end_token_ids(str(model))).first("go")
-    plain = asyncio.run(
-        seeded_engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1)))
-    )
+    plain = asyncio.run(engine.generate(prompt_ids, Sampling(EPISODES, TURN_TOKENS, stream=(6, 1))))
     for result, sample in zip(played, plain, strict=True):
         row, plain_row = result.sample.only_row, sample.only_row
         for name in ("prompt_ids", "response_ids_T", "engine_logp_T", "trained_T"):
@@ -326,14 +319,13 @@ def test_one_turn_without_tools_is_a_single_response(
     assert any(sample.finished for sample in plain)
 
 
+@is_seeded
 def test_seeded_episodes_repeat_to_the_bit(
-    seeded_engine: Engine, game: EnvironmentThread, model: Path
+    engine: Engine, game: EnvironmentThread, model: Path
 ) -> None:
     """Whether they are sampled at once, or in phases that cut their turns."""
-    first, again, other = (
-        play(seeded_engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2))
-    )
-    parts = play(seeded_engine, game, model, (3, 1), 7)
+    first, again, other = (play(engine, game, model, stream) for stream in ((3, 1), (3, 1), (3, 2)))
+    parts = play(engine, game, model, (3, 1), 7)
     ids = [
         [result.sample.only_row.response_ids_T.tolist() for result in group]
         for group in (first, again, parts, other)

@@ -16,6 +16,7 @@ Output: first `["ready"]`, or the error `[where, problem, hint]`; then
     [number, "cancelling"]                   the answer to "cancel"
     [number, "end", [reward, correct, answer] or null, is_spoiled]
     [number, "error", words, is_spoiled]
+    ["service", name, event, words]          at any time: what a call of a service has met
 
 A run is over with its "end" or "error". is_spoiled: the process should get no other run, because its memory is full or
 because the agent left work behind that cannot be ended. The main thread reads the socket. Every run has a thread with
@@ -45,6 +46,7 @@ from megarl.isolation.child import (
     free_spare_memory,
     limit_memory,
     share_heap,
+    tell_service_events,
 )
 from megarl.printable import describe_error
 from megarl.types.reward_result import Failure, reward_result_of
@@ -57,6 +59,7 @@ _LEAVE_S = 1.0  # in which tasks and threads that an agent leaves behind have to
 def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
     """Run agents until the parent closes the socket or ends."""
     share_heap()
+    tell_service_events(lambda message: parent.write(as_line(message)))
     agent = load_agent(spec["agent"], spec["arguments"], prepares=spec["prepares"])
     threading.stack_size(_STACK_MB * 2**20)
     limit_memory(spec["memory_mb"] + AT_ONCE * _THREADS_OF_RUN * _STACK_MB)
@@ -73,7 +76,6 @@ class _AgentHost:
     def __init__(self, parent: ParentSocket, agent: Agent) -> None:
         self._parent = parent
         self._agent = agent
-        self._lock = threading.Lock()
         self._runs: dict[int, _RunThread] = {}
 
     def serve(self) -> None:
@@ -90,8 +92,7 @@ class _AgentHost:
                 run.take(kind, fields)
 
     def write(self, line: bytes) -> None:
-        with self._lock:
-            self._parent.write(line)
+        self._parent.write(line)
 
     def forget(self, number: int) -> None:
         self._runs.pop(number, None)

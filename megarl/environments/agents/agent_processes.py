@@ -250,13 +250,14 @@ class AgentWorkers(WorkerPool[AgentProcess]):
         if end is None:
             self._kill(worker)
             return
-        if len(worker.in_flight) == 1 and not worker.is_retired:
+        if len(worker.in_flight) == 1 and not worker.is_retired and not end.is_foreign:
             (run,) = worker.in_flight.values()
             self._settle(run, Failure(end.words))
         self._kill(worker, f"it or another agent {end.words}")
 
     def _kill(self, worker: AgentProcess, cause: str = "") -> None:
         """Kill a process and start another. cause: told to the runs that were in it and cannot begin anew."""
+        self.num_ended += 1
         for run in reversed(self._remove(worker)):
             self._begin_anew(run, f"its process was ended because {cause}")
         self._begin_missing()
@@ -274,7 +275,6 @@ class AgentWorkers(WorkerPool[AgentProcess]):
             run.host = None
             self._waiting.appendleft(run)
 
-    def _begin_missing(self) -> None:
-        """Start a process for each that has ended or is retired."""
-        while sum(not worker.is_retired for worker in self._workers) < self._num_workers:
-            self._begin()
+    def _num_missing(self) -> int:
+        """A retired process is missing, too."""
+        return self._num_workers - sum(not worker.is_retired for worker in self._workers)

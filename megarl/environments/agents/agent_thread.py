@@ -14,6 +14,7 @@ from megarl.environments.agents.chat import Access, ChatHandler
 from megarl.isolation.loop_thread import LoopThread
 from megarl.isolation.pool import start_pool
 from megarl.types.reward_result import Failure, RewardResult
+from megarl.types.worker_faults import WorkerFaults
 
 
 class AgentFailure(Exception):
@@ -49,6 +50,10 @@ class AgentThread:
     def __init__(self, settings: AgentSettings) -> None:
         self._thread = LoopThread("agents")
         self._workers = start_pool(self._thread, lambda: AgentWorkers(settings))
+
+    def take_faults(self) -> WorkerFaults:
+        """The faults of the worker processes since the last call."""
+        return self._workers.take_faults()
 
     def pids(self) -> list[int]:
         """The worker processes."""

@@ -17,6 +17,8 @@ Output: first `["ready", schemas, names of `async def` functions, reserved metho
     [number, "reward_result", reward, correct, answer]
     [number, "error", kind, words, is_last]       is_last: the process can do no other job
 
+and at any time `["service", name, event, words]`: what a call of a service has met.
+
 The main thread runs plain functions, one at a time as the parent sends them; another thread's event loop reads the
 socket and runs `async def` functions together, so that a plain function that hangs does not hold them up.
 """
@@ -45,8 +47,10 @@ from megarl.isolation.child import (
     free_spare_memory,
     limit_memory,
     share_heap,
+    tell_service_events,
     too_long,
 )
+from megarl.isolation.service import limit_job
 from megarl.printable import describe_error
 from megarl.types.reward_result import Failure, reward_result_of
 
@@ -93,12 +97,14 @@ class EnvironmentHost:
         """Start the event loop, whose stack is not part of the memory that is limited."""
         threading.Thread(target=self._run_loop, name="loop", daemon=True).start()
         self._is_connected.wait()
+        tell_service_events(lambda message: self._loop.call_soon_threadsafe(self._write, message))
 
     def run(self, ready: list[Any]) -> None:
         """Say that jobs may come, and do them until the process is ended; the event loop ends it with the socket."""
         self._loop.call_soon_threadsafe(self._write, ready)
         while True:
             job = self._plain.get()
+            limit_job(self._timeout_s)
             try:
                 answer = self._answer(job, self._perform(job))
             except (
@@ -139,6 +145,7 @@ class EnvironmentHost:
         return ("reset" if operation == "open" else operation) in self._toolbox.is_async
 
     async def _await(self, job: JobMessage) -> None:
+        limit_job(self._timeout_s)
         bound = asyncio.timeout(self._timeout_s)
         try:
             async with bound:

@@ -20,6 +20,7 @@ from megarl.isolation.process import (
     as_line,
     read_reward_result,
 )
+from megarl.types import UserError
 from megarl.types.reward_result import LARGEST_REWARD, RewardResult
 
 _AT_ONCE = 256  # calls of `async def` functions in flight to a process
@@ -164,10 +165,13 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         )
         self._settings = settings
         self.offer: Offer | None = None
-        self.num_ended = 0  # processes that were ended by a limit, or ended themselves
+        self._has_process = asyncio.Event()
 
-    def least_busy(self) -> EnvironmentProcess:
-        """The process with the fewest instances. Raises UserError when there can be none."""
+    async def least_busy(self) -> EnvironmentProcess:
+        """The process with the fewest instances, when there is one. Raises UserError when there can be none."""
+        while not self._error and not self._workers:
+            self._has_process.clear()
+            await self._has_process.wait()
         if self._error:
             raise self._error
         return min(self._workers, key=lambda worker: worker.instances)
@@ -179,8 +183,11 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         is_plain: bool,
         worker: EnvironmentProcess | None,
         alone: bool = False,
+        was_killed: bool = False,
     ) -> JobResult:
         """Do an operation in a process, or in any. Raises UserError when the processes cannot be started again.
+
+        alone, was_killed: as of `Job`.
 
         Lost: its process has ended, with the state that the operation needs. Raises TypeError, ValueError or
         RecursionError when the message cannot be sent.
@@ -192,7 +199,13 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
         number = next(self._numbers)
         line = as_line([number, *message])
         job = EnvironmentJob(
-            number, self._loop.create_future(), 0.0, alone, worker, line=line, is_plain=is_plain
+            number,
+            self._loop.create_future(),
+            alone=alone,
+            worker=worker,
+            was_killed=was_killed,
+            line=line,
+            is_plain=is_plain,
         )
         (self._waiting if worker is None else worker.waiting).append(job)
         self._feed()
@@ -273,6 +286,10 @@ class EnvironmentWorkers(WorkerPool[EnvironmentProcess]):
             result = replace(result, seconds=self._loop.time() - job.began)
         super()._settle(job, result)
 
-    def _replace(self, worker: EnvironmentProcess, end: ProcessEnd | None = None) -> None:
-        self.num_ended += 1
-        super()._replace(worker, end)
+    def _begin(self) -> None:
+        super()._begin()
+        self._has_process.set()
+
+    def _fail(self, error: UserError) -> None:
+        super()._fail(error)
+        self._has_process.set()

@@ -35,6 +35,7 @@ from megarl.isolation.pool import start_pool
 from megarl.isolation.process import Lost
 from megarl.types import UserError
 from megarl.types.reward_result import RewardResult
+from megarl.types.worker_faults import WorkerFaults
 
 # more than a token's text usually has; what is longer is cut by tokens afterwards
 _BYTES_OF_TOKEN = 16
@@ -141,6 +142,10 @@ class EnvironmentThread:
         """How many processes were ended by a limit, or have ended themselves."""
         return self._workers.num_ended
 
+    def take_faults(self) -> WorkerFaults:
+        """The faults of the worker processes since the last call."""
+        return self._workers.take_faults()
+
     def pids(self) -> list[int]:
         """The worker processes."""
         return self._workers.pids()
@@ -156,7 +161,7 @@ class EnvironmentThread:
         opened = self._added(episode, row, seed)
         if self._settings.environment is None:
             return None
-        self._place(opened)
+        await self._place(opened)
         (result,) = await self._perform(opened, [("open", row, seed)])
         if result is None:
             return None
@@ -185,7 +190,7 @@ class EnvironmentThread:
         opened = self._added(episode, row, seed)
         opened.history = done
         try:
-            self._place(opened)
+            await self._place(opened)
             if not await self._replay(opened, alone=False):
                 await self._restore(opened)
         except BaseException:
@@ -286,18 +291,18 @@ class EnvironmentThread:
             raise EnvironmentFailure(opened.failure)
         return opened
 
-    def _place(self, episode: _Episode) -> None:
+    async def _place(self, episode: _Episode) -> None:
         """Give the episode to the process with the fewest."""
-        episode.worker = self._workers.least_busy()
+        episode.worker = await self._workers.least_busy()
         episode.worker.instances += 1
 
-    def _replace(self, episode: _Episode) -> None:
+    async def _replace(self, episode: _Episode) -> None:
         """Give the episode another instance."""
         self._close_later(replace(episode))
         self._num_opened += 1
         episode.instance = self._num_opened
         episode.is_spoiled = False
-        self._place(episode)
+        await self._place(episode)
 
     async def _perform(self, episode: _Episode, operations: Sequence[Operation]) -> list[JobResult]:
         """Do operations together, and write them into the history, unless they are given up."""
@@ -319,12 +324,19 @@ class EnvironmentThread:
         done: Together = {}
         episode.history.append(done)
         alone: set[int] = set()
+        killed: set[int] = set()
         while left := [index for index in range(len(operations)) if index not in results]:
             await self._restore(episode)
-            waits = [self._do(episode, operations[index], alone=index in alone) for index in left]
+            waits = [
+                self._do(
+                    episode, operations[index], alone=index in alone, was_killed=index in killed
+                )
+                for index in left
+            ]
             for index, result in zip(left, await asyncio.gather(*waits), strict=True):
                 if isinstance(result, Lost):
                     alone |= {index} if result.is_suspect else set()
+                    killed |= {index} if result.was_killed else set()
                     continue
                 results[index] = result
                 if is_interrupted(result):
@@ -336,14 +348,23 @@ class EnvironmentThread:
         return [results[index] for index in range(len(operations))]
 
     async def _do(
-        self, episode: _Episode, operation: Operation, *, alone: bool = False
+        self,
+        episode: _Episode,
+        operation: Operation,
+        *,
+        alone: bool = False,
+        was_killed: bool = False,
     ) -> JobResult:
         kind, *fields = operation
         message = [kind, episode.instance, *fields]
         is_plain = function_of(operation) not in self.offer.is_async
         try:
             return await self._workers.do(
-                message, is_plain=is_plain, worker=episode.worker, alone=alone
+                message,
+                is_plain=is_plain,
+                worker=episode.worker,
+                alone=alone,
+                was_killed=was_killed,
             )
         except (TypeError, ValueError, RecursionError) as error:
             if kind == "call":
@@ -361,7 +382,7 @@ class EnvironmentThread:
             has_begun = any(episode.history)
             if has_begun and not self.is_replayable:
                 raise ReplayFailure(_NOT_REPLAYABLE)
-            self._replace(episode)
+            await self._replace(episode)
             if not has_begun:  # not even reset has been done
                 return
             if await self._replay(episode, alone=alone):

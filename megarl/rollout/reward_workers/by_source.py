@@ -12,6 +12,7 @@ from megarl.rollout.reward_workers.reward_pool import Episodes, Pool
 from megarl.rollout.reward_workers.reward_process import RewardSpec
 from megarl.rollout.rewards import WHERE
 from megarl.types.reward_result import Failure, RewardResult
+from megarl.types.worker_faults import WorkerFaults, all_faults
 
 DEFAULT = ""  # stands for all sources without a function of their own
 
@@ -72,6 +73,10 @@ class RewardWorkers:
     def slowest_s(self) -> float:
         """The time of the slowest verdict so far."""
         return max(pool.slowest_s for pool in self._pools.values())
+
+    def take_faults(self) -> WorkerFaults:
+        """The faults of all workers since the last call."""
+        return all_faults([pool.take_faults() for pool in self._pools.values()])
 
     def pids(self) -> list[int]:
         """The worker processes."""

@@ -4,7 +4,8 @@ It reads and writes JSON lines on the socket that is its standard input and outp
 of a `RewardSpec`; then `[answer, row]`, which holds for all responses that follow, and `[number, response]` for each
 response, or `[number, response, episode]` for a function that takes episodes. Output: first `[is_async,
 takes_episode]`, or the fault `[where, problem, mend]`; then for each response `[number, reward, correct, answer]`, or
-`[number, words, is_last]` where there is no verdict. is_last: the process can compute no other verdict.
+`[number, words, is_last]` where there is no verdict. is_last: the process can compute no other verdict. At any time
+`["service", name, event, words]`: what a call of a service has met.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from megarl.isolation.child import (
     ParentSocket,
     free_spare_memory,
     limit_memory,
+    tell_service_events,
     too_long,
 )
 from megarl.isolation.function_loading import is_coroutine_function
+from megarl.isolation.service import limit_job
 from megarl.printable import describe_error
 from megarl.rollout.rewards import EPISODE, Reward, load_reward, takes_episode
 from megarl.types.reward_result import Failure, RewardResult, reward_result_of
@@ -33,6 +36,7 @@ _OUT_OF_MEMORY = Failure(OUT_OF_MEMORY)
 
 def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
     """Score responses until the parent closes the socket or ends."""
+    tell_service_events(lambda message: parent.write(_line(message)))
     reward = load_reward(spec["function"], spec["arguments"], spec["where"])
     is_async = is_coroutine_function(reward)
     limit_memory(spec["memory_mb"])
@@ -40,7 +44,7 @@ def main(parent: ParentSocket, spec: dict[str, Any]) -> None:
     if is_async:
         asyncio.run(_score_together(parent, reward, spec["timeout_s"]))
     else:
-        _score_in_turn(parent, reward)
+        _score_in_turn(parent, reward, spec["timeout_s"])
 
 
 def _keywords(episode: Sequence[Any]) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def _keywords(episode: Sequence[Any]) -> dict[str, Any]:
     return {EPISODE: episode[0]} if episode else {}
 
 
-def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
+def _score_in_turn(parent: ParentSocket, reward: Reward, timeout_s: float) -> None:
     answer = ""
     row = {}
     while (message := parent.read()) is not None:
@@ -56,6 +60,7 @@ def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
             answer, row = message
             continue
         number, response, *episode = message
+        limit_job(timeout_s)
         try:
             result = reward_result_of(reward(response, answer, row, **_keywords(episode)))
         except (
@@ -68,10 +73,13 @@ def _score_in_turn(parent: ParentSocket, reward: Reward) -> None:
 async def _score_together(parent: ParentSocket, reward: Reward, timeout_s: float) -> None:
     """Score every response as it comes: the parent decides how many are in flight."""
     reader, writer = await asyncio.open_connection(sock=parent.socket, limit=LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    tell_service_events(lambda message: loop.call_soon_threadsafe(writer.write, _line(message)))
     tasks: set[asyncio.Task[None]] = set()
 
     async def score(message: Sequence[Any], answer: str, row: Mapping[str, Any]) -> None:
         number, response, *episode = message
+        limit_job(timeout_s)
         bound = asyncio.timeout(timeout_s)
         try:
             async with bound:

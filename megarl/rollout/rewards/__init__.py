@@ -8,6 +8,10 @@ from functools import partial
 from typing import Any
 
 from megarl.isolation.function_loading import load_object
+from megarl.isolation.service import Service as Service
+from megarl.isolation.service import ServiceError as ServiceError
+from megarl.isolation.service import TryAgain as TryAgain
+from megarl.isolation.service import Unavailable as Unavailable
 from megarl.printable import short
 from megarl.types import UserError
 from megarl.types.reward_result import Failure as Failure

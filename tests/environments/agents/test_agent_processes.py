@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,24 @@ def test_runs_that_lose_their_process_begin_anew_before_they_have_asked(
         assert await unasked.run == words, (
             "it has begun three times, and each time its process was ended"
         )
+
+    asyncio.run(scenario())
+
+
+def test_a_run_whose_process_others_kill_begins_anew_before_it_has_asked(
+    agents: Agents, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        (before,) = agents.thread.pids()
+        agents.thread.take_faults()
+        unasked = await Waiting(agents, tmp_path, "a", ask_first=False).begun()
+        os.kill(before, signal.SIGKILL)
+        assert await unasked.released() not in (None, before)
+        assert agents.thread.take_faults().ended == 1
+        (before,) = agents.thread.pids()
+        asked = await Waiting(agents, tmp_path, "b", ask_first=True).begun()
+        os.kill(before, signal.SIGKILL)
+        assert "ended its process (killed by SIGKILL)" in await asked.run
 
     asyncio.run(scenario())
 

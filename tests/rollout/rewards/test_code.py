@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.isolation import http_service
+from megarl.isolation import service as isolation_service
 from megarl.isolation.sandbox import SandboxLimits
 from megarl.rollout.rewards import code, inside_tests
 from megarl.types.reward_result import RewardResult
@@ -399,8 +400,10 @@ def test_a_service_that_fails_is_no_reward_result(service: Service, reply: Any) 
         judged(ADD, ADDS, url=service.url)
 
 
-def test_a_service_that_is_not_there_is_no_reward_result() -> None:
-    with pytest.raises(ConnectionError, match="gave no answer: ConnectError"):
+def test_a_service_that_is_not_there_is_no_reward_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation_service, "_back_off", lambda state: 0.0)
+    words = "the sandbox at 127.0.0.1:1 gave no usable answer in 5 tries: ConnectError"
+    with pytest.raises(ConnectionError, match=words):
         judged(ADD, ADDS, url="http://127.0.0.1:1")
     (error,) = http_service.url_errors("sandbox:8080", "reward.function")
     assert error.where == "reward.function"

@@ -13,7 +13,10 @@ from email.utils import formatdate
 from typing import Any
 
 import pytest
+from tenacity import wait_random_exponential
 
+from megarl.isolation import service
+from megarl.isolation.http_status import wished_wait_s
 from megarl.rollout.rewards import llm_judge
 from megarl.rollout.rewards.llm_judge import JudgeError
 from megarl.types.reward_result import RewardResult
@@ -56,7 +59,7 @@ class Judge:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    monkeypatch.setattr(llm_judge, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(service, "_back_off", wait_random_exponential(multiplier=0.01, max=1))
     judge = Judge()
     with serving(judge.answer) as url:
         judge.url = f"{url}/v1"
@@ -165,7 +168,7 @@ def test_what_may_pass_is_tried_again(server: Judge, reply: Reply | None) -> Non
     assert judged(server) == RewardResult(0.0, False)
     assert len(server.asked) == 3
     server.replies = [reply]
-    assert "no verdict after 3 tries" in failure(lambda: judged(server, retries=2))
+    assert "gave no usable answer in 3 tries: " in failure(lambda: judged(server, retries=2))
     assert len(server.asked) == 6
 
 
@@ -174,6 +177,13 @@ def test_what_will_not_pass_is_not_tried_again(server: Judge, status: int) -> No
     server.replies = [(status, {"Location": server.url}, {"error": f"bad key {KEY}"})]
     assert f"status {status}" in failure(lambda: judged(server))
     assert len(server.asked) == 1
+
+
+def test_there_is_at_least_one_try(server: Judge) -> None:
+    server.replies = [(503, {}, {})]
+    one = failure(lambda: judged(server, retries=0))
+    assert "gave no usable answer in 1 try: status 503" in one and len(server.asked) == 1
+    assert "retries is negative" in failure(lambda: judged(server, retries=-1), ValueError)
 
 
 def test_a_servers_wish_to_wait_is_met(server: Judge) -> None:
@@ -191,14 +201,12 @@ def test_a_wish_beyond_the_time_there_is_ends_it(server: Judge) -> None:
 
 @pytest.mark.parametrize("header", ["", "x", "-5", "nan", "inf", "Wed, 21 Oct 2015 07:28:00 GMT"])
 def test_a_wish_that_means_nothing_is_none(header: str) -> None:
-    assert llm_judge._wished_wait_s(header) == 0.0
+    assert wished_wait_s(header) == 0.0
 
 
 def test_a_judge_that_does_not_answer_meets_the_deadline(server: Judge) -> None:
     server.hold.clear()
-    assert "no verdict from 127.0.0.1 within 0.5 s" in failure(
-        lambda: judged(server, timeout_s=0.5)
-    )
+    assert "gave no usable answer within 0.5 s" in failure(lambda: judged(server, timeout_s=0.5))
     server.hold.set()
 
 
