@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -16,38 +16,57 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver  # noqa: F401
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # noqa: F401 - else loaded too late
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from megarl.device import DEVICE
-from megarl.parallel import groups, lora_checkpoint
+from megarl.parallel import lora_checkpoint
+from megarl.parallel.held_errors import forget_errors, hold_errors, raise_held
 from megarl.parallel.model import Chunk
 from megarl.parallel.optimizer import stepping
+from megarl.parallel.stored_boxes import (
+    loaded_states,
+    loaded_weights,
+    own_parts,
+    saved_boxes,
+    weights_in,
+)
 from megarl.parallel.unpickling import reading
+
+# where a box begins in a checkpoint: (tensor, offsets)
+Place = tuple[str, tuple[int, ...]]
 
 
 @dataclass
 class Pending:
-    """A save whose tensors are copied, and whose files a thread is writing."""
+    """A save whose files a thread is writing, or has written."""
 
     files: tuple[str, ...]  # of this rank, relative to the checkpoint's folder
     _writing: Future[Exception | None]
     _finalize: Sequence[Callable[[], None]]
 
+    def is_written(self) -> bool:
+        """Whether `finish` would wait for no file of this rank."""
+        return self._writing.done()
+
+    def wait(self) -> None:
+        """Wait until this rank's state may change: the writer reads what was not copied."""
+        self._writing.exception()
+
     def finish(self) -> None:
-        """Wait for the files of this rank, then for those of all ranks; collective."""
+        """Wait for the files of this rank, then for those of all ranks; collective.
+
+        An error of a file is raised when no other rank waits for this one: all may go on.
+        """
         unwritten = self._writing.result()
         try:
             for step in self._finalize:
@@ -57,84 +76,139 @@ class Pending:
             raise RuntimeError(
                 f"a rank could not write its part of the checkpoint: {error}"
             ) from unwritten
+        raise_held()
 
 
 def save(
-    folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ChainedOptimizer,
+    *,
+    asynchronous: bool,
 ) -> Pending:
-    """Begin to write weights, optimizer and random states into an empty folder; collective.
+    """Write weights, optimizer and random states into an empty folder; collective.
 
-    All tensors are copied before this returns, so that training can continue.
+    This rank needs memory for two boxes (`boxes.CHUNK_BYTES`), and asynchronous for copies: of its part of the
+    weights and, where the optimizer is on the GPU, of its state. An optimizer's state on the host is read in place, so
+    that `Pending.wait` comes before the next step.
     """
     _write_in_threads()
-    shared_out = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy(), groups.dp_cp_group()
-    )
+    hold_errors()
+    forget_errors()
+    start_states(optimizer)
+    state = _weights(chunks)
+    weights = weights_in(state)
+    saved = {box.place: box for box in saved_boxes(weights, own_parts(optimizer, weights))}
+    stored = [box.stored for box in saved.values()]
+    # torch compares the boxes of all ranks itself
     request = dist_checkpointing.save(
-        _state(chunks, optimizer, is_loading=False),
+        _sharded(state, stored) | {"step": _step(optimizer)},
         str(folder),
-        shared_out,
+        validate_access_integrity=False,
         async_sharded_save=True,
     )
     assert request is not None
     rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
-    torch.save(_random_state(), rank_file)
-    # A rank whose data-parallel peers write all of its tensors has no files and no async_fn.
+    torch.save(random_state(), rank_file)
+    # A rank whose peers write all of its tensors has no files and no async_fn.
     _, buckets, results = request.async_fn_args if request.async_fn else (None, [], None)
-    live = _storages(chunks)
-    copies = [
-        (file, key, (values, _copied(tensors, live))) for file, key, (values, tensors) in buckets
-    ]
+    sources = {place: box.values for place, box in saved.items()}
+    if asynchronous:
+        live = _storages(chunks)
+        sources = {place: _frozen(values, live) for place, values in sources.items()}
 
     def write() -> Exception | None:
         """Returns the error of a file."""
         if not request.async_fn or results is None:
             return None
-        request.async_fn(dist.get_rank(), copies, results)
+        filled = [
+            (file, key, (values, _filled(tensors, sources)))
+            for file, key, (values, tensors) in buckets
+        ]
+        request.async_fn(dist.get_rank(), filled, results)
         outcome = results.get()
         results.put(outcome)  # Megatron reads the queue later
         return outcome if isinstance(outcome, Exception) else None
 
-    files = [os.path.relpath(file, folder) for file, _, _ in copies]
-    writer = ThreadPoolExecutor(1, "checkpoint")
-    writing = writer.submit(write)
-    writer.shutdown(wait=False)
-    return Pending((rank_file.name, *files), writing, request.finalize_fns)
+    files = [os.path.relpath(file, folder) for file, _, _ in buckets]
+    return Pending((rank_file.name, *files), _begin(write, asynchronous), request.finalize_fns)
+
+
+def _begin(write: Callable[[], Exception | None], asynchronous: bool) -> Future[Exception | None]:
+    """Write in a thread, or at once."""
+    if asynchronous:
+        writer = ThreadPoolExecutor(1, "checkpoint")
+        writing = writer.submit(write)
+        writer.shutdown(wait=False)
+        return writing
+    written: Future[Exception | None] = Future()
+    written.set_result(write())
+    return written
 
 
 def load(
     folder: Path, chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer
 ) -> None:
-    """Read what `save` wrote, in this layout or another; collective.
+    """Read what `save` wrote, in this layout or another, straight into weights and optimizer; collective.
 
-    The state of weights that were frozen cannot be created. The optimizer's settings stay those of the recipe. Random
-    states are read if equally many ranks wrote them; otherwise they stay as seeded. Raises UserError for a file that is
-    not what `save` writes.
+    So does a checkpoint of before 26 November 2026, whose tensors are the same and are cut in other ways. The state of
+    weights that were frozen cannot be created. The optimizer's settings stay those of the recipe. Random states are
+    read if equally many ranks wrote them; otherwise they stay as seeded. Raises UserError for a file that is not what
+    `save` writes.
     """
-    _keep_steps()
+    start_states(optimizer)
+    state = _weights(chunks)
+    weights = weights_in(state)
+    stored, take = loaded_states(weights, own_parts(optimizer, weights))
     random_states = None
     with reading(folder):
-        state: Any = dist_checkpointing.load(
-            _state(chunks, optimizer, is_loading=True), str(folder)
-        )
+        step = _read(folder, chunks, state, [*loaded_weights(weights), *stored])
         if len(list(folder.glob("rank-*.pt"))) == dist.get_world_size():
             rank_file = folder / f"rank-{dist.get_rank():05d}.pt"
             random_states = torch.load(rank_file, weights_only=True)
-    _take_weights(chunks, state)
-    for index, chained in enumerate(stepping(optimizer)):
-        chained.load_parameter_state_from_fully_reshardable(
-            state.get("optimizer", {}).get(index, {})
-        )
-    _set_steps(optimizer, state["step"])
+    take()
+    _set_steps(optimizer, step)
     if random_states is not None:
-        _set_random_state(random_states)
+        set_random_state(random_states)
 
 
 def load_weights(folder: Path, chunks: Sequence[DistributedDataParallel]) -> None:
     """Read only the weights of what `save` wrote, in any layout; collective. Raises UserError as `load` does."""
+    state = _weights(chunks)
     with reading(folder):
-        state: Any = dist_checkpointing.load(_weights(chunks), str(folder))
-    _take_weights(chunks, state)
+        _read(folder, chunks, state, [*loaded_weights(weights_in(state))])
+
+
+def _read(
+    folder: Path,
+    chunks: Sequence[DistributedDataParallel],
+    state: Mapping[str, Any],
+    stored: Sequence[ShardedTensor],
+) -> int:
+    """Fill the tensors, and give modules their other state; the number of the optimizer's steps. state: `_weights`."""
+    loaded: Any = dist_checkpointing.load(
+        _sharded(state, stored), str(folder), validate_access_integrity=False
+    )
+    for index, chunk in enumerate(chunks):
+        objects = loaded.get("objects", {}).get(_chunk_key(chunks, index))
+        if objects:
+            chunk.module.load_state_dict(objects, strict=False)
+    return loaded["step"]
+
+
+def _sharded(state: Mapping[str, Any], stored: Sequence[ShardedTensor]) -> dict[str, Any]:
+    """What Megatron's dist_checkpointing saves or loads.
+
+    The tensors, and by chunk what its modules save besides them, as TransformerEngine's do.
+    """
+    objects = {
+        key: {name: value for name, value in of_chunk.items() if isinstance(value, ShardedObject)}
+        for key, of_chunk in state.items()
+    }
+    return {
+        "tensors": {str(number): tensor for number, tensor in enumerate(stored)},
+        "objects": objects,
+    }
 
 
 def read_factors(folder: Path) -> dict[str, torch.Tensor]:
@@ -157,23 +231,6 @@ def _chunk_key(chunks: Sequence[object], index: int) -> str:
     if len(chunks) == 1:
         return "model"
     return f"model{index}"
-
-
-def _state(
-    chunks: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, is_loading: bool
-) -> dict[str, Any]:
-    """Weights, master weights and moments by the weights' names, and the number of the optimizer's steps.
-
-    Megatron's own state of an optimizer also has the parameter groups, which differ between EP 1, where experts are
-    among the dense weights, and EP > 1; and a rank on which nothing is trained cannot make it.
-    """
-    _start_states(optimizer)
-    state = _weights(chunks)
-    optimizers = {
-        index: chained.sharded_param_state_fully_reshardable(state, is_loading, metadata={})
-        for index, chained in enumerate(stepping(optimizer))
-    }
-    return state | {"optimizer": optimizers, "step": _step(optimizer)}
 
 
 def _step(optimizer: ChainedOptimizer) -> int:
@@ -211,17 +268,7 @@ def _weights(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     return by_chunk
 
 
-def _take_weights(chunks: Sequence[DistributedDataParallel], state: Mapping[str, Any]) -> None:
-    for index, chunk in enumerate(chunks):
-        module = cast(Chunk, chunk.module)
-        loaded = state.get(_chunk_key(chunks, index), {})
-        if lora_checkpoint.has_adapters(module):
-            lora_checkpoint.take_weights(module, loaded)
-        else:
-            module.load_state_dict(loaded)
-
-
-def _start_states(optimizer: ChainedOptimizer) -> None:
+def start_states(optimizer: ChainedOptimizer) -> None:
     """Create AdamW's state, which it makes only in its first step and Megatron needs now."""
     for chained in stepping(optimizer):
         inner = chained.optimizer
@@ -245,42 +292,15 @@ def _start_adamw(inner: torch.optim.AdamW) -> None:
 
 
 def _set_steps(optimizer: ChainedOptimizer, step: int) -> None:
-    """Set the number of steps taken (torch keeps it for each parameter, a fused optimizer for each group).
-
-    On the host also clone the moments: they are views of the tensors that were read, which hold the state of all
-    data-parallel ranks.
-    """
+    """Set the number of steps taken: torch keeps it for each parameter, a fused optimizer for each group."""
     for chained in stepping(optimizer):
         inner = chained.optimizer
-        is_on_host = isinstance(inner, HybridDeviceOptimizer)
         for state in inner.state.values():
             if "step" in state:
                 state["step"] = torch.tensor(float(step))
-            if is_on_host:
-                state.update({name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")})
         if not isinstance(inner, (torch.optim.AdamW, HybridDeviceOptimizer)):
             for group in inner.param_groups:
                 group["step"] = step
-        if is_on_host:
-            # the master weights, which were copied from the file
-            inner._sync_sub_optimizers_state_to_hdo()
-
-
-@cache
-def _keep_steps() -> None:
-    """Give Megatron the `step` of torch's AdamW, which it expects, in vain, among a parameter's loaded tensors."""
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    def set_states(
-        self: Any, model_param: torch.Tensor, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        group_index, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group_index]["params"][order]]
-        original(
-            self, model_param, {**tensors, "step": state["step"]} if "step" in state else tensors
-        )
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states
 
 
 def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
@@ -293,19 +313,32 @@ def _storages(chunks: Sequence[DistributedDataParallel]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in held}
 
 
-def _copied(
-    tensors: Sequence[tuple[Any, torch.Tensor]], live: set[int]
-) -> list[tuple[Any, torch.Tensor]]:
-    """Copies on the host; on CPU only tensors in `live` storages are copied: others were gathered for this save."""
-    return [
-        (
-            item,
-            tensor.clone()
-            if tensor.is_cpu and tensor.untyped_storage().data_ptr() in live
-            else tensor.cpu(),
-        )
-        for item, tensor in tensors
-    ]
+def _frozen(values: Callable[[], torch.Tensor], live: set[int]) -> Callable[[], torch.Tensor]:
+    """A tensor as it is now: a copy on the host, unless it is an optimizer's own there, which only steps change."""
+    tensor = values()
+    if tensor.is_cpu and tensor.untyped_storage().data_ptr() not in live:
+        return values
+    copy = tensor.clone() if tensor.is_cpu else tensor.cpu()
+    return lambda: copy
+
+
+def _filled(
+    tensors: Sequence[tuple[WriteItem, torch.Tensor]],
+    sources: dict[Place, Callable[[], torch.Tensor]],
+) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    """The boxes of a file with their values, each made when the one before it is written; empties `sources`."""
+    for item, no_memory in tensors:
+        assert item.index.offset is not None
+        values = sources.pop((item.index.fqn, tuple(item.index.offset)))
+        yield item, _alone(values()).view(no_memory.shape)
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, in memory of which a file has no more than the tensor itself."""
+    on_host = tensor.cpu()
+    if on_host.untyped_storage().nbytes() != on_host.nbytes:
+        return on_host.clone()
+    return on_host
 
 
 class _NoCount:
@@ -339,7 +372,7 @@ def _write_in_threads() -> None:
     filesystem_async._get_write_results_queue = queue.SimpleQueue
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     """The state of every generator of this process, in types that torch loads with weights_only."""
     # Megatron's, one for each kind of parallel region
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
@@ -359,7 +392,7 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))

@@ -5,7 +5,7 @@ So layouts may change between runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,15 +50,6 @@ def sharded_weights(chunk: torch.nn.Module) -> dict[str, ShardedTensor]:
             replica_id=_replica(factor, pair.held.is_expert),
         )
     return weights
-
-
-@torch.no_grad()
-def take_weights(chunk: torch.nn.Module, loaded: Mapping[str, torch.Tensor]) -> None:
-    """Write what was loaded into the chunk's own."""
-    for head in heads([chunk]):
-        head.copy_(loaded[SCORE])
-    for key, factor, _ in _factors(chunk):
-        factor.copy_(loaded[key])
 
 
 def _factors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, FactorPair]]:

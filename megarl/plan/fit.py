@@ -14,7 +14,7 @@ from megarl.model.shape import ModelShape
 from megarl.placement.roles import RoleName, Roles, engine_layout, resolve
 from megarl.placement.train_layout import divisors
 from megarl.plan.model_size import ModelSize, resized, sizes_of
-from megarl.plan.phase_memory import COMPUTES, SAVE, MemoryPlan
+from megarl.plan.phase_memory import COMPUTES, MemoryPlan
 from megarl.plan.step_time import StepTime
 from megarl.preflight.layout_checks import engine_errors, node_errors, slot_errors
 from megarl.preflight.lora_checks import lora_errors
@@ -31,7 +31,6 @@ RECOMPUTE = {
 }
 _BRANCHES = {
     "train": "train",
-    SAVE: "train",
     "critic": "critic.ranks",
     "score": "reward_model.ranks",
 }
@@ -213,7 +212,7 @@ def _training_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
     train = models[COMPUTES.get(phase, "policy")].recipe.train
     align = models["policy"].layout.tokens_align
     least = -(-recipe.longest_sequence // align) * align
-    if phase != SAVE and least < train.tokens_per_micro_batch:
+    if least < train.tokens_per_micro_batch:
         yield {f"{branch}.tokens_per_micro_batch": least}
     if phase in ("train", "critic") and train.megatron.get("recompute_granularity") != "full":
         yield {"train.megatron": {**train.megatron, **RECOMPUTE, "recompute_modules": None}}
@@ -254,6 +253,8 @@ def _engine_changes(recipe: Recipe, phase: str) -> Iterator[_Values]:
 
 
 def _host_changes(recipe: Recipe) -> Iterator[_Values]:
+    if recipe.checkpoint.memory_copies:
+        yield {"checkpoint.memory_copies": False}
     if recipe.checkpoint.every and recipe.checkpoint.asynchronous:
         yield {"checkpoint.asynchronous": False}
     if recipe.train.optimizer_offload:

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from megarl.config import Recipe
+from megarl.config import CheckpointConfig, Recipe
 from megarl.config.hardware import Hardware
+from megarl.parallel.boxes import CHUNK_BYTES
 from megarl.placement.roles import (
     Phase,
     RoleName,
@@ -50,19 +51,16 @@ from megarl.types import UserError
 CONTEXT_BYTES = 600 * MIB
 # assumption: of activations and logits, blocks that torch's allocator holds and cannot use
 FRAGMENTED_SHARE = 0.06
-# fully_reshardable (parallel/dist_checkpoint.py): every rank gathers a buffer's state, one of three kinds at a time.
-GATHER_BYTES = 4
-# on the GPU, next to the own part: all_gather's list, and ProcessGroupNCCL's flat copy of it
-GATHER_COPIES = 2
-# and has all three on its host until filesystem_async.py has cloned what it writes itself
-GATHERED_BYTES = 12
+# parallel/dist_checkpoint.py: of each rank that writes a checkpoint, a box on its way and the one that follows it
+CHUNKS = 2
+# recovery/state_copies.py: the state of a step is kept until that of the next is whole
+COPY_GENERATIONS = 2
 SCRATCH_BYTES = 10 * 128  # resharding/execute.py: of each column of a strip that is quantised
 # torch rounds pinned memory up to powers of two: the mean of sizes that fall anywhere
 PINNED_SHARE = 1.4
 # assumption: of the host, each process of a GPU: libraries, CUDA's own, samples on their way
 PROCESS_BYTES = 6 << 30
 PHASES: tuple[Phase, ...] = ("rollout", "score", "critic", "train", "reshard")
-SAVE = "save"  # after `train`, in its memory, where checkpoints are written
 COMPUTES: Mapping[str, RoleName] = {"train": "policy", "critic": "critic", "score": "reward_model"}
 
 
@@ -109,8 +107,6 @@ def plan_memory(
     """
     count = _SlotMemory(recipe, hardware, sizes, micro_batches)
     phases = [phase for phase in PHASES if COMPUTES.get(phase, "policy") in sizes]
-    if recipe.checkpoint.every:
-        phases.insert(phases.index("train") + 1, SAVE)
     tables = {phase: count.parts(phase) for phase in phases}
     totals = {phase: [parts.total_bytes for parts in table] for phase, table in tables.items()}
     fullest = {phase: total.index(max(total)) for phase, total in totals.items()}
@@ -202,34 +198,24 @@ class _SlotMemory:
         return all_slots
 
     def parts(self, phase: str) -> list[Parts]:
-        """Every slot's parts in a phase; `save` is of the role that needs more for it."""
-        roles: list[RoleName | None] = [COMPUTES.get(phase)]
-        if phase == SAVE:
-            roles = [size.name for size in self.sizes.values() if size.trains]
-        of_slot = {
-            slot: max(
-                (self._parts(slot, phase, role) for role in roles),
-                key=lambda parts: parts.total_bytes,
-            )
-            for slot in {*self.slots}
-        }
+        """Every slot's parts in a phase."""
+        role = COMPUTES.get(phase)
+        of_slot = {slot: self._parts(slot, phase, role) for slot in {*self.slots}}
         return [of_slot[slot] for slot in self.slots]
 
     def _parts(self, slot: _Slot, phase: str, computes: RoleName | None) -> Parts:
         total = Parts(other_bytes=self._standing(slot))
         for rank in slot.ranks:
-            total += self._rank(rank, slot, phase, computes)
+            total += self._rank(rank, slot, computes)
         if slot.engine:
             total += self._engine(slot.engine, phase)
         if phase == "reshard" and slot.exchanges:
             total += Parts(reshard_bytes=self._reshard_bytes())
         return total
 
-    def _rank(self, rank: _StageRank, slot: _Slot, phase: str, computes: RoleName | None) -> Parts:
+    def _rank(self, rank: _StageRank, slot: _Slot, computes: RoleName | None) -> Parts:
         """All of a rank's state while it computes or where it does not share its GPU."""
         role = rank.size.name
-        if role == computes and phase == SAVE:
-            return rank.parts + Parts(other_bytes=rank.gathering_bytes)
         if role == computes:
             return rank.parts + rank.at_work
         if not slot.is_shared:
@@ -255,7 +241,7 @@ class _SlotMemory:
 
     def _tokens(self, slot: _Slot, engine: _EngineRank) -> int:
         """Tokens that SGLang finds room for on this slot, next to the training ranks' memory in a rollout."""
-        taken = sum(self._rank(rank, slot, "rollout", None).total_bytes for rank in slot.ranks)
+        taken = sum(self._rank(rank, slot, None).total_bytes for rank in slot.ranks)
         free = self.hardware.memory_bytes - self._standing(slot) - taken
         free += kept_bytes(self.settings, self.engine)
         return cache_tokens(self.settings, free, engine.weights_bytes, self.token_bytes)
@@ -296,19 +282,26 @@ class _SlotMemory:
             per_node[number // gpus_per_node].update(of_slot[slot])
         return dict(max(per_node, key=lambda table: table.total()))
 
+    @property
+    def _copy_holders(self) -> int:
+        """The nodes that have the copy of a rank's state: its own, and the next where there are several.
+
+        So each node has as many copies as it has ranks, or twice as many.
+        """
+        return min(2, math.ceil(self.recipe.placement.gpus / self.recipe.placement.gpus_per_node))
+
     def _slot_host(self, slot: _Slot) -> Counter[str]:
         checkpoint = self.recipe.checkpoint
         bytes_by_purpose = Counter(processes=PROCESS_BYTES * (len(slot.ranks) + bool(slot.engine)))
-        # of checkpoints: the roles' begin one after the other, synchronous ones when that is written
-        most = begun = 0
         for rank in slot.ranks:
             bytes_by_purpose.update(rank.host(slot.is_shared, self.recipe))
-            if rank.size.trains and checkpoint.every:
-                gathering, waiting = rank.staging()
-                most = max(most, begun + gathering, begun + waiting)
-                begun += waiting if checkpoint.asynchronous else 0
-        if most:
-            bytes_by_purpose["checkpoint"] = most
+            if rank.size.trains and checkpoint.memory_copies and self.recipe.run.restarts:
+                copies = COPY_GENERATIONS * self._copy_holders
+                bytes_by_purpose["memory_copies"] += copies * rank.state_bytes
+        saving = [rank.saving_bytes(checkpoint) for rank in slot.ranks if rank.size.trains]
+        if checkpoint.every and saving:
+            # the roles' checkpoints are begun one after the other, synchronous ones when that is written
+            bytes_by_purpose["checkpoint"] = sum(saving) if checkpoint.asynchronous else max(saving)
         if slot.engine and slot.engine.adapter_bytes and slot.engine.releases:
             bytes_by_purpose["engine_weights"] = slot.engine.weights_bytes
         return bytes_by_purpose
@@ -361,21 +354,16 @@ class _StageRank:
         """Elements that its optimizer steps on."""
         return math.ceil(self.size.optimizer_share(self.stage))
 
-    @cached_property
-    def _buffers(self) -> list[tuple[int, int]]:
-        """(elements, replicas that share their state) of each buffer of gradients."""
-        chunks = self.size.stages[self.stage]
-        layout = self.size.layout
-        dense = [(chunk.dense, layout.dp * layout.cp) for chunk in chunks]
-        return dense + [(chunk.expert, layout.edp) for chunk in chunks]
-
-    @cached_property
-    def gathering_bytes(self) -> int:
-        """GPU bytes while a checkpoint is gathered: copies of the largest buffer's state of one kind."""
-        copies = max(
-            GATHER_COPIES * elements + elements / replicas for elements, replicas in self._buffers
-        )
-        return math.ceil(GATHER_BYTES * copies)
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a copy of what the rank trains (parallel/state_bytes.py): weights, master weights and moments."""
+        train = self.size.recipe.train
+        item = self.size.weight_bytes
+        if train.optimizer_offload:
+            optimizer = MASTER_BYTES * (item == 2) + MOMENTS_BYTES
+        else:
+            optimizer = state_bytes(train, item)
+        return self.size.trained(self.stage) * item + self._share * optimizer
 
     def host(self, is_shared: bool, recipe: Recipe) -> dict[str, int]:
         """Bytes of the rank's host by purpose."""
@@ -399,15 +387,19 @@ class _StageRank:
             bytes_by_purpose["offloaded_weights"] = weights
         return bytes_by_purpose
 
-    def staging(self) -> tuple[int, int]:
-        """Bytes of the rank's host while its checkpoint is gathered, and afterwards until it is written.
+    def saving_bytes(self, checkpoint: CheckpointConfig) -> int:
+        """Bytes of the rank's host while its checkpoint is written.
 
-        First the optimizer's whole state, with a buffer's own part and two lists of one kind of it, or with clones of
-        what this rank writes, as large as its own part; these stay, and the weights join them.
+        An asynchronous one has copies of the rank's part of the weights and, unless the optimizer is on the host, of
+        its state.
         """
-        lists = 2 * GATHER_BYTES * max(elements for elements, _ in self._buffers)
-        gathering = GATHERED_BYTES * (self.size.trained(self.stage) + self._share) + lists
-        return gathering, (GATHERED_BYTES + self.size.weight_bytes) * self._share
+        chunks = CHUNKS * CHUNK_BYTES
+        if not checkpoint.asynchronous:
+            return chunks
+        copied = self.size.weight_bytes
+        if not self.size.recipe.train.optimizer_offload:
+            copied += MASTER_BYTES + MOMENTS_BYTES
+        return chunks + copied * self._share
 
 
 def communicators(layout: TrainLayout) -> int:

@@ -33,6 +33,8 @@ def title(plan: RunPlan) -> str:
         model += f" ({amount(size.active_parameters / 1e9)} B active)"
     nodes = f"{plan.num_nodes} node{'s' * (plan.num_nodes > 1)}"
     where = f"{recipe.placement.gpus} {plan.hardware.name} in {nodes}"
+    if recipe.placement.spare_nodes:
+        where += f", and {recipe.placement.spare_nodes} spare"
     return f"{recipe.run.name}: {recipe.algorithm.name}, {model}, on {where}"
 
 
@@ -119,7 +121,12 @@ def _placement(plan: RunPlan) -> RenderableType:
         lines.append(f"model.path: {weights_in_words(policy.shape, policy.model.facts)}")
     if policy.lora:
         lines.append(f"lora: {adapters_in_words(policy.shape, policy.lora)}")
-    return Group(table, *map(text, lines), text(f"engines: {engines(plan)}"))
+    lines.append(f"engines: {engines(plan)}")
+    if plan.spare_nodes:
+        lines.append(
+            f"spare nodes: {spans(plan.spare_nodes)}, idle until one replaces a node that died"
+        )
+    return Group(table, *map(text, lines))
 
 
 def _memory(plan: RunPlan) -> RenderableType:
@@ -367,6 +374,7 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
             else None,
         },
         "ranks": [_slot_json(slot) for slot in plan.slots],
+        "spare_nodes": list(plan.spare_nodes),
         "memory": {
             **{name: value for name, value in vars(memory).items() if name not in ("errors", "kv")},
             "peak_phase": memory.peak_phase,

@@ -103,6 +103,11 @@ class RunPlan:
         return self.slots[-1].node + 1
 
     @property
+    def spare_nodes(self) -> range:
+        """The numbers of the nodes that have no slot until one replaces another."""
+        return range(self.num_nodes, self.num_nodes + self.recipe.placement.spare_nodes)
+
+    @property
     def errors(self) -> list[UserError]:
         """What does not fit into memory."""
         return self.memory.errors

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import os
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megarl.disk import begin
 from megarl.parallel import dist_checkpoint
 from megarl.placement.train_layout import TrainLayout
-from megarl.types import UserError
+from megarl.types import Silence
 from tests.parallel.checkpoints import load, write
 from tests.parallel.gradients import (
     VOCAB_SIZE,
@@ -36,6 +42,7 @@ from tests.parallel.worlds import (
     trained,
 )
 from tests.small_disk import small_disk
+from tests.stalling_disk import stalling_disk
 
 pytestmark = pytest.mark.slow
 
@@ -220,12 +227,16 @@ def test_ranks_that_hold_the_same_share_the_writing(
     assert max(of_ranks) < 2 * min(of_ranks)
 
 
-def test_what_megatron_gathered_for_the_save_alone_is_not_copied_again() -> None:
-    weights, gathered = torch.arange(6.0), torch.arange(4.0)
+def test_weights_are_copied_and_an_optimizers_own_state_is_not() -> None:
+    weights = torch.arange(6.0)
+    moments = torch.arange(4.0)
     live = {weights.untyped_storage().data_ptr()}
-    (_, copied), (_, other) = dist_checkpoint._copied([(0, weights[2:]), (1, gathered)], live)
-    assert torch.equal(copied, weights[2:]) and copied.data_ptr() != weights[2:].data_ptr()
-    assert other is gathered
+    copied = dist_checkpoint._frozen(lambda: weights[2:], live)
+    in_place = dist_checkpoint._frozen(lambda: moments[1:], live)
+    weights += 10
+    moments += 10
+    assert copied().tolist() == [2, 3, 4, 5]
+    assert in_place().tolist() == [11, 12, 13]
 
 
 def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
@@ -235,39 +246,80 @@ def test_every_generator_goes_on(path: Path, tmp_path: Path) -> None:
     )
 
 
-def save_with_room(trainer: Any, disk: Path) -> dict[str, str]:
-    """What is said of a checkpoint on a disk that becomes full at its beginning, in its middle and at its end."""
-    steps(trainer, uneven_part(trainer), 1)
+def save_with_room(trainer: Any, disk: Path) -> tuple[dict[str, str], float]:
+    """What is said of a checkpoint on a disk that becomes full at its beginning, in its middle and at its end.
+
+    And the loss of a step after all of these, which the ranks take together.
+    """
     folder = disk / "checkpoints" / ".step-000001.partial-abcd"
-    outcomes, needed = {}, 0
-    for name in ("enough", "nothing", "half", "all but the index"):
-        folder.mkdir(parents=True)
-        room = {"nothing": 0, "half": needed // 2, "all but the index": needed - 8192}.get(name)
-        free = shutil.disk_usage(disk).free
-        with (disk / "filler").open("wb") as file:
-            file.write(bytes(0 if room is None else free - room))
+    is_first = dist.get_rank() == 0
+    outcomes: dict[str, str] = {}
+    needed = 0
+    for name in ("enough", "nothing", "half", "all but the index", "again enough"):
+        steps(trainer, uneven_part(trainer), 1)
+        if is_first:
+            folder.mkdir(parents=True)
+            free = shutil.disk_usage(disk).free
+            room = {"nothing": 0, "half": needed // 2, "all but the index": needed - 8192}
+            with (disk / "filler").open("wb") as file:
+                file.write(bytes(free - room[name] if name in room else 0))
+        dist.barrier()
         try:
             trainer.save(folder)
             trainer.finish_save()
             outcomes[name] = "saved"
-        except UserError as error:
+        except Exception as error:
             outcomes[name] = str(error)
-        needed = needed or free - shutil.disk_usage(disk).free
-        (disk / "filler").unlink()
-        shutil.rmtree(folder)
-    return outcomes
+        dist.barrier()
+        if is_first:
+            needed = needed or free - shutil.disk_usage(disk).free
+            (disk / "filler").unlink()
+            shutil.rmtree(folder)
+    return outcomes, steps(trainer, uneven_part(trainer), 1)[0]["loss"]
 
 
-def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends(
+def test_a_disk_without_room_is_told_in_a_line_wherever_the_room_ends_and_ranks_go_on(
     path: Path, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk", "32m") as disk:
-        (outcomes,) = run_world(recipe(path, TrainLayout(1, 1, 1, 1)), save_with_room, disk)
+        first, second = run_world(recipe(path, TrainLayout(2, 1, 1, 2)), save_with_room, disk)
     hint = "make room there, or name a folder on another disk"
     message = f"run.dir: no space left in {disk}/checkpoints while writing a checkpoint; {hint}"
-    assert outcomes == {
+    assert first[0] == {
         "enough": "saved",
         "nothing": message,
         "half": message,
         "all but the index": message,
+        "again enough": "saved",
     }
+    assert second[0]["all but the index"] == second[0]["again enough"] == "saved", "its own part"
+    assert math.isfinite(first[1]) and first[1] == second[1]
+
+
+def save_on_stopped(trainer: Any, folder: Path, server: int) -> tuple[str, int]:
+    """What is said of a disk that does not answer while a checkpoint is waited for; its files, once it answers."""
+    run = trainer._recipe.run.model_copy(update={"timeout_s": 2.0})
+    trainer._recipe = trainer._recipe.model_copy(update={"run": run})
+    folder.mkdir(parents=True)
+    trainer.save(folder)
+    os.kill(server, signal.SIGSTOP)
+    finishing = begin(trainer.finish_save)
+    with pytest.raises(Silence) as caught:
+        asyncio.run(trainer.attend_disk(2, folder))
+    assert not finishing.done()
+    os.kill(server, signal.SIGCONT)
+    num_files = len(finishing.result())
+    asyncio.run(trainer.attend_disk(2, folder))  # both calls have ended
+    return str(caught.value), num_files
+
+
+def test_a_disk_that_does_not_answer_is_named_while_its_checkpoint_is_waited_for(
+    path: Path, tmp_path: Path
+) -> None:
+    with stalling_disk(tmp_path / "disk") as disk:
+        folder = disk.path / "checkpoints" / ".step-000001.partial-abcd"
+        one = recipe(path, TrainLayout(1, 1, 1, 1))
+        ((said, num_files),) = run_world(one, save_on_stopped, folder, disk.server.pid)
+    where = f"the disk of {disk.path}/checkpoints has not answered"
+    assert said == f"{where} for 1 s while a checkpoint was written"
+    assert num_files > 1

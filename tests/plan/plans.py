@@ -92,7 +92,7 @@ def recipe(
     branches = {"algorithm", "critic", "reward_model", "reference", "checkpoint", "reshard"}
     return Recipe.model_validate(
         {
-            "run": {"name": "plan", "steps": 1},
+            "run": {"name": "plan", "steps": 1, **more.pop("run", {})},
             "model": {"path": str(path), "dtype": more.pop("dtype", "bfloat16")},
             "data": {"train": "none", "max_prompt_tokens": 2048},
             "reward": {"function": "none"},
@@ -122,16 +122,23 @@ def size(
     return ModelSize(role, recipe, layout, first_slot, bool(shape.num_labels), model, stages)
 
 
-def count(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
-    """The memory where responses have half of the longest length in the mean."""
-    return plan_memory(recipe, hardware, sizes, step_samples(recipe, 0.5), MANY)
+def count(
+    recipe: Recipe,
+    hardware: Hardware,
+    sizes: Mapping[RoleName, ModelSize],
+    mean_share: float = 0.5,
+) -> MemoryPlan:
+    """The memory where responses have that share of the longest length in the mean."""
+    return plan_memory(recipe, hardware, sizes, step_samples(recipe, mean_share), MANY)
 
 
-def memory(recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize]) -> MemoryPlan:
+def memory(
+    recipe: Recipe, hardware: Hardware, sizes: Mapping[RoleName, ModelSize], *mean_share: float
+) -> MemoryPlan:
     """The same with faults."""
     return with_errors(
         recipe,
         hardware,
         sizes,
-        lambda changed, changed_sizes: count(changed, hardware, changed_sizes),
+        lambda changed, changed_sizes: count(changed, hardware, changed_sizes, *mean_share),
     )

@@ -156,26 +156,54 @@ def test_a_critic_and_a_reward_model_have_phases_of_their_own(made: Recipe) -> N
     assert plan.host["offloaded_weights"] == pytest.approx(12 * PINNED_SHARE * weights)
 
 
-def test_saving_gathers_a_buffer_on_every_gpu(made: Recipe) -> None:
-    saving = overlaid(made, {"checkpoint": {"every": 5}})
+SHARE = CHUNK.dense // 2 + CHUNK.expert  # of the optimizer at DP 2, with one replica of each expert
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copied"),
+    [
+        # of each element the weight, its float32 master and two moments
+        ({}, 8 * SHARE * (2 + 12)),
+        ({"checkpoint": {"asynchronous": False}}, 0),
+        # the state is on the host, where it is read in place
+        ({"train": {"optimizer_offload": True}}, 8 * SHARE * 2),
+    ],
+)
+def test_a_checkpoint_takes_two_boxes_of_a_host_and_copies_of_what_changes_meanwhile(
+    made: Recipe, overrides: dict[str, Any], copied: int
+) -> None:
+    saving = overlaid(overlaid(made, {"checkpoint": {"every": 5}}), overrides)
     plan = plans.count(saving, plans.H800, sizes_of(saving))
-    assert list(plan.device)[-2:] == ["save", "reshard"]
-    standing = plan.device["reshard"].other_bytes
-    # float32: the list of all ranks' parts, NCCL's flat copy, and the rank's own, which without replicas is all of it
-    assert plan.device["save"].other_bytes - standing == 4 * (2 * 3_600_000_000 + 3_600_000_000)
-    assert plan.device["save"].activations_bytes == 0
-    share = CHUNK.dense / 2 + CHUNK.expert
-    assert plan.host["checkpoint"] == 8 * (12 * CHUNK.trained + 12 * share + 2 * 4 * CHUNK.expert)
+    assert list(plan.device) == ["rollout", "train", "reshard"], "GPUs hold nothing for it"
+    assert plan.host["checkpoint"] == 8 * 2 * 128 * 2**20 + copied
 
 
-def test_saving_with_replicas_gathers_from_a_part(tmp_path: Path) -> None:
-    """Experts of two replicas over 16 GPUs: half of the buffer is the rank's own."""
-    recipe = plans.recipe(
-        tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"every": 5}, engine={"count": 4, "tp": 4}
-    )
-    plan = plans.count(recipe, plans.H800, sizes_of(recipe))
-    gathered = plan.device["save"].other_bytes - plan.device["reshard"].other_bytes
-    assert gathered == 4 * (2 * 3_600_000_000 + 1_800_000_000)
+def test_checkpoints_of_a_critic_take_their_turn_unless_they_are_asynchronous(made: Recipe) -> None:
+    saving = overlaid(made, {"checkpoint": {"every": 5}})
+    sizes = sizes_of(saving, critic=beside(made, "critic", 0, 8))
+    both = plans.count(saving, plans.H800, sizes).host["checkpoint"]
+    alone = plans.count(saving, plans.H800, sizes_of(saving)).host["checkpoint"]
+    critic_share = CHUNK.dense // 8 + CHUNK.expert
+    assert both - alone == 8 * (2 * 128 * 2**20 + critic_share * (2 + 12))
+    in_turn = overlaid(saving, {"checkpoint": {"asynchronous": False}})
+    assert plans.count(in_turn, plans.H800, sizes).host["checkpoint"] == 8 * 2 * 128 * 2**20
+
+
+def test_copies_of_the_state_are_there_twice_and_on_two_nodes(made: Recipe, tmp_path: Path) -> None:
+    """Weights of the rank, 12 bytes of its share of master weights and moments; for 16 GPUs DP 4, experts in two."""
+    copying = overlaid(made, {"checkpoint": {"memory_copies": True}})
+    plan = plans.count(copying, plans.H800, sizes_of(copying))
+    state = 2 * CHUNK.trained + 12 * (CHUNK.dense // 2 + CHUNK.expert)
+    assert plan.host["memory_copies"] == 8 * 2 * state
+    wider = plans.recipe(
+        tmp_path, "qwen3-30b", 16, tp=4, ep=8, checkpoint={"memory_copies": True},
+        engine={"count": 4, "tp": 4},
+    )  # fmt: skip
+    two_nodes = plans.count(wider, plans.H800, sizes_of(wider))
+    state = 2 * CHUNK.trained + 12 * (CHUNK.dense // 4 + CHUNK.expert // 2)
+    assert two_nodes.host["memory_copies"] == 8 * 2 * 2 * state
+    off = overlaid(copying, {"run": {"restarts": 0}})
+    assert "memory_copies" not in plans.count(off, plans.H800, sizes_of(off)).host
 
 
 def test_a_reference_waits_on_the_host(made: Recipe) -> None:

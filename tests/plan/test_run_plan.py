@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_the_json_adds_up(deepseek: RunPlan) -> None:
     for parts in content["memory"]["device"].values():
         assert {f"{part}_bytes" for part in PARTS} == set(parts)
         assert sum(parts.values()) == 2 * parts["total_bytes"]
-    assert {"rollout", "train", "reshard", "save"} <= set(content["memory"]["device"])
+    assert {"rollout", "train", "reshard"} <= set(content["memory"]["device"])
     assert content["memory"]["host_bytes"] > 0
     reshard, step, last = content["reshard"], content["step"], content["ranks"][511]
     for name in ("dest", "local", "nvlink", "fabric_in", "fabric_out", "gather_everything"):
@@ -165,6 +166,17 @@ def test_the_report_says_what_peaks_and_why_a_reshard_takes_its_time(deepseek: R
     assert "12,288 prompts" not in page and "768 prompts drawn" in page
     assert "an estimate" in page and "docs/plan.md" in page
     assert len(page.splitlines()) < 90
+
+
+def test_spare_nodes_are_numbered_behind_those_with_slots(deepseek: RunPlan) -> None:
+    assert "spare" not in report_of(deepseek) and plan_json(deepseek)["spare_nodes"] == []
+    placement = deepseek.recipe.placement.model_copy(update={"spare_nodes": 2})
+    recipe = deepseek.recipe.model_copy(update={"placement": placement})
+    plan = replace(deepseek, recipe=recipe)
+    page = report_of(plan)
+    assert "on 512 H800 in 64 nodes, and 2 spare\n" in page
+    assert "spare nodes: 64-65, idle until one replaces a node that died\n" in page
+    assert plan_json(plan)["spare_nodes"] == [64, 65]
 
 
 @pytest.mark.parametrize("width", [80, 120])
