@@ -1,9 +1,9 @@
 """The command line: `megarl train RECIPE [a.b=c ...]`; `plan`, `doctor`, `rollout` for samples alone, `convert`,
-`reward-check`, `episode-check`.
+`drain`, `reward-check`, `episode-check`.
 
 Exit codes: 0 done; 1 the run failed, its cause on the last line; 2 something to correct in the recipe or its files, a
-line each; 75 ended early by SIGUSR1, to be started again with --resume; 130 Ctrl-C; 143 SIGTERM. Heavy imports wait
-until the recipe is known to be good.
+line each; 75 ended early by SIGUSR1, to be started again with --resume; 79 ended by `megarl drain`; 130 Ctrl-C; 143
+SIGTERM. Heavy imports wait until the recipe is known to be good.
 """
 
 from __future__ import annotations
@@ -23,13 +23,31 @@ from typing import Annotated
 from typer import Argument, Option, Typer
 
 from megarl.cluster.processes import note_sigusr1, raise_on_sigterm, was_terminated
-from megarl.commands.output import check_picture, say_all, tell_output_failed
+from megarl.commands.output import (
+    check_picture,
+    last_word,
+    leave_at_once,
+    say_all,
+    tell_output_failed,
+)
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
 from megarl.config.loading import load_recipe
+from megarl.disk import has_open_calls
 from megarl.printable import OutputFailed, one_line, show
-from megarl.types import EndedEarly, FolderGone, UserError, UserErrors
+from megarl.types import (
+    Drained,
+    EndedEarly,
+    FolderGone,
+    Silence,
+    SilentFault,
+    UserError,
+    UserErrors,
+)
 
+_DRAINED = (
+    79  # no code of sysexits.h: a job that is queued again after others is not after this one
+)
 _RecipeFile = Annotated[Path, Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 _Overrides = Annotated[
     list[str] | None,
@@ -207,6 +225,25 @@ def convert(
 
 
 @app.command()
+def drain(
+    run: Annotated[Path, Argument(metavar="RUN", help="The folder of a live run.")],
+    *,
+    wait: Annotated[
+        bool,
+        Option("--wait/--no-wait", help="Wait until it has ended, or only until it has heard."),
+    ] = True,
+) -> None:
+    """Ask a run to end after its step, with a checkpoint from which a newer version may go on."""
+
+    def ask() -> int:
+        from megarl.commands.drain import drain as drain_run
+
+        return drain_run(run, show, wait=wait)
+
+    sys.exit(_ended(ask))
+
+
+@app.command()
 def reward_check(
     function: Annotated[
         str, Argument(metavar="FUNCTION", help="module:function, as in reward.function.")
@@ -330,28 +367,31 @@ def _ended(run: Callable[[], int | None]) -> int:
     sys.path.append(os.getcwd())
     try:
         return run() or 0
-    except FolderGone as error:
-        _tell(error)
+    except (FolderGone, Silence, SilentFault) as error:
+        last_word(f"megarl: {error}")
         return 1
     except (UserError, UserErrors) as error:
-        show(error, sys.stderr)
+        last_word(error)
         return 2
+    except Drained as end:
+        last_word(f"megarl: {end}")
+        return _DRAINED
     except EndedEarly as end:
-        _tell(end)
+        last_word(f"megarl: {end}")
         return os.EX_TEMPFAIL  # 75: try again
     except KeyboardInterrupt:
         if was_terminated():
-            _tell("terminated")
+            last_word("megarl: terminated")
             return 143
-        _tell("interrupted")
+        last_word("megarl: interrupted")
         return 130
     except OutputFailed as raised:
         tell_output_failed(raised)
         return 1
     except Exception as raised:
-        show(getattr(raised, "evidence", None) or traceback.format_exc(), sys.stderr)
+        last_word(getattr(raised, "evidence", None) or traceback.format_exc())
         cause = str(raised).strip().splitlines() or [""]
-        _tell(one_line(f"{type(raised).__name__}: {cause[0]}"))
+        last_word(one_line(f"megarl: {type(raised).__name__}: {cause[0]}"))
         return 1
 
 
@@ -381,7 +421,8 @@ def _train(recipe: Recipe, *, resume: bool) -> None:
     if start and start.step >= recipe.run.steps:
         show(f"{start.folder} is the end of the run: run.steps is {recipe.run.steps}")
         return
-    with RunLog(recipe, resume=resume, step=start.step if start else -1) as log:
+    step = start.step if start else -1
+    with RunLog(recipe, resume=resume, step=step, can_drain=True) as log:
         for note in inputs.notes:
             log.say(note)
         train_recipe(recipe, inputs, log, start)
@@ -447,7 +488,11 @@ def main() -> None:
     """The console script."""
     # at the end Python would traverse all that is there, and the process frees it anyway
     atexit.register(gc.freeze)
-    app()
+    try:
+        app()
+    finally:
+        if has_open_calls():
+            leave_at_once(sys.exception())
 
 
 if __name__ == "__main__":

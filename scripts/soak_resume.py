@@ -1,16 +1,16 @@
 """End a run with SIGKILL again and again, resume it each time, and compare its end with that of an undisturbed run.
 
-    python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json] [--spread] [--ahead] [--episodes]
-        [--lora]
+    python scripts/soak_resume.py --points 50 [--seed 1] [--folder DIR] [--json] [--drain] [--spread] [--ahead]
+        [--episodes] [--lora]
 
 A tiny model, on CPU, seeded samples: weights, optimizer, metrics (but for times) and samples must be the same to the
 last bit. A point is a moment drawn in advance: while everything starts, or so many seconds after a step was recorded,
 which is in the middle of a rollout, an update, a save or a reshard. At one of the points SIGUSR1 asks the run to end,
-as Slurm does before the time limit. --spread: also a run on two engines, whose rewards take random seconds; its
-samples, weights and metrics must be the same, too. --ahead: the engine has a slot of its own and samples a phase while
-the ranks learn; of two engines one has. --episodes: samples are episodes of several turns, with an environment; phases
-cut their turns, and the environment's state is made again in the next one. --lora: the policy learns adapters, merged
-into bfloat16 weights that are rounded stochastically. Exit code 1: something differs.
+as Slurm does before the time limit, with --drain `megarl drain`. --spread: also a run on two engines, whose rewards
+take random seconds; its samples, weights and metrics must be the same, too. --ahead: the engine has a slot of its own
+and samples a phase while the ranks learn; of two engines one has. --episodes: samples are episodes of several turns,
+with an environment; phases cut their turns, and the environment's state is made again in the next one. --lora: the
+policy learns adapters, merged into bfloat16 weights that are rounded stochastically. Exit code 1: something differs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ AHEAD = ["rollout.ahead=1", "placement.gpus=3", "placement.first_engine_gpu=2"]
 MIXED = ["placement.first_engine_gpu=1"]  # of two engines one shares its slot with a training rank
 SPREAD = ["rollout.engine.count=2", "reward.function=odd_reward:slow_score"]
 LORA = ["lora.rank=4", "lora.rounding=stochastic", "model.dtype=bfloat16", "train.lr=0.01"]
-OF_ENGINES = ("reshard/", "rollout/imbalance")  # what two engines measure otherwise
+# what two engines measure otherwise
+OF_ENGINES = ("reshard/", "rollout/imbalance", "rollout/logprob_diff_engine_max")
 OVERRIDES = [
     "algorithm.name=vapo",  # so that there is a critic, too
     "algorithm.critic_warmup_steps=2",
@@ -100,7 +101,7 @@ OVERRIDES = [
     f"checkpoint.every={EVERY}",
 ]
 _POLL_S = 0.02
-_TRY_AGAIN = 75
+_TRY_AGAIN, _DRAINED = 75, 79
 _SECONDS = (
     "rollout/tail_s",
     "rollout/idle_s",
@@ -214,7 +215,23 @@ def has_open(folder: Path, name: str) -> bool:
     return bool(states) and json.loads(states[-1].read_text())["buffer"]["has_open"]
 
 
-def ask(folder: Path, name: str) -> str:
+def drain(folder: Path, name: str) -> None:
+    """`megarl drain`, which waits until the run has ended."""
+    settings = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "megarl.cli", "drain", f"runs/{name}"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+    )
+    if done.returncode != 0 or "is complete" not in done.stdout:
+        raise RuntimeError(f"megarl drain failed:\n{done.stdout}{done.stderr}")
+
+
+def ask(folder: Path, name: str, *, drains: bool) -> str:
     """Resume the run, ask it to end soon, and say whether it did, with a checkpoint of all that it recorded.
 
     Two steps after a checkpoint another was due; the step that is asked in has none of its own.
@@ -229,10 +246,14 @@ def ask(folder: Path, name: str) -> str:
         if is_late or process.poll() is not None:
             raise RuntimeError(f"the run did not take {EVERY} steps:\n{log.read_text()[-4000:]}")
         time.sleep(_POLL_S)
-    process.send_signal(signal.SIGUSR1)
+    if drains:
+        drain(folder, name)
+    else:
+        process.send_signal(signal.SIGUSR1)
     code = process.wait(_LIMIT_S)
-    if code != _TRY_AGAIN:
-        return f"ended with code {code}, not {_TRY_AGAIN}"
+    expected = _DRAINED if drains else _TRY_AGAIN
+    if code != expected:
+        return f"ended with code {code}, not {expected}"
     last = records(folder, name)[-1]["step"]
     saved = (folder / "runs" / name / "checkpoints" / f"step-{last:06d}" / "manifest.json").exists()
     return (
@@ -254,6 +275,7 @@ def differences(
             "idle/",
             "plan/",
             "memory/",
+            "checkpoint/",
             "speed/",
             "reshard/seconds",
             "reshard/plan_s",
@@ -300,6 +322,7 @@ def main() -> int:
         "--folder", type=Path, help="where the runs are written (default: a temporary folder)"
     )
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--drain", action="store_true", help="megarl drain in place of SIGUSR1")
     parser.add_argument(
         "--spread", action="store_true", help="also a run on two engines with slow rewards"
     )
@@ -331,7 +354,7 @@ def main() -> int:
         for index, (after, delay_s) in enumerate(points(arguments.points, arguments.seed)):
             is_asked = index == arguments.points // 2
             ends.append(
-                ask(folder, "disturbed")
+                ask(folder, "disturbed", drains=arguments.drain)
                 if is_asked
                 else disturb(folder, "disturbed", after, delay_s)
             )

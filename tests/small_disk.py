@@ -30,3 +30,32 @@ def small_disk(at: Path, size: str) -> Iterator[Path]:
         holder.stdin.close()  # ends it, and the disk with it
         holder.wait()
         holder.stdout.close()
+
+
+@contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """Mount the disk read-only over itself: whoever opens something on it, in any process, finds it so."""
+    mount_over(disk, "ro")
+    try:
+        yield
+    finally:
+        _in_namespace(disk, "umount", _inner(disk))
+
+
+def mount_over(folder: Path, options: str) -> None:
+    """Mount a folder of the disk over itself, so that it cannot be removed either."""
+    at = _inner(folder)
+    _in_namespace(folder, "mount", "--bind", at, at)
+    _in_namespace(folder, "mount", "-o", f"remount,bind,{options}", at)
+
+
+def _inner(path: Path) -> str:
+    """/proc/PID/root/PATH is PATH to the process that holds the disk."""
+    return str(Path("/", *path.parts[4:]))
+
+
+def _in_namespace(path: Path, *command: str) -> None:
+    enter = ["nsenter", f"--target={path.parts[2]}", "--mount"]
+    if os.geteuid() != 0:
+        enter += ["--user", "--preserve-credentials"]
+    subprocess.run([*enter, *command], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +15,8 @@ import pytest
 from megarl import cli
 from megarl.commands.version import version_lines
 from megarl.config import Recipe
-from megarl.types import FolderGone, UserError, UserErrors
+from megarl.types import FolderGone, Silence, UserError, UserErrors
+from tests.stalling_disk import stalling_disk
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -143,18 +145,17 @@ def test_what_needs_nothing_heavy_imports_nothing_heavy(
 @pytest.mark.parametrize(
     ("options", "asked"),
     [
-        ([], ""),
         (["train.optimizer.adam_beta2=0.99"], "megatron"),
         (["rollout.engine.sglang.chunked_prefill_size=512"], "sglang"),
     ],
-    ids=["none", "megatron", "sglang"],
+    ids=["megatron", "sglang"],
 )
 def test_a_dry_run_asks_the_libraries_that_the_recipe_passes_options_to(
     quickstart_inputs: list[str], options: list[str], asked: str
 ) -> None:
     arguments = ["train", str(QUICKSTART), *quickstart_inputs, *options, "--dry-run"]
     done, code_and_modules = imported(arguments, ("megatron", "sglang"))
-    assert code_and_modules == ["0", *asked.split()], done.stderr
+    assert code_and_modules == ["0", asked], done.stderr
 
 
 def test_the_version_names_every_package_that_decides_what_a_run_computes() -> None:
@@ -180,6 +181,42 @@ def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
     assert result.stderr == "megarl: the output cannot be written (No space left on device)\n"
 
 
+def test_without_room_for_the_last_word_the_exit_code_says_it() -> None:
+    """The log of a job has both streams, and its disk is full."""
+    program = "import sys; from megarl import cli; from megarl.types import UserError\n"
+    program += "def run(): raise UserError('run.dir', 'no space', 'make room')\n"
+    program += "sys.exit(cli._ended(run))"
+    with open("/dev/full", "w") as full:
+        result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, stderr=full)
+    assert result.returncode == 2
+
+
+def test_a_command_ends_with_its_code_while_a_disk_does_not_answer(tmp_path: Path) -> None:
+    """Threads of a pool, as those that read the files of a checkpoint, would keep Python from ending."""
+    program = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from pathlib import Path\n"
+        "from megarl import cli\n"
+        "from megarl.disk import while_answering\n"
+        "folder = Path(sys.argv[1])\n"
+        "def read():\n"
+        "    with ThreadPoolExecutor(1) as pool:\n"
+        "        list(pool.map(Path.read_bytes, [folder / 'x']))\n"
+        "run = lambda: while_answering(read, folder, 'x', 0.5)\n"
+        "cli.app = lambda: sys.exit(cli._ended(run))\n"
+        "cli.main()\n"
+    )
+    with stalling_disk(tmp_path / "disk") as disk:
+        (disk.path / "x").write_bytes(b"x")
+        disk.stop()
+        command = [sys.executable, "-c", program, disk.path]
+        result = subprocess.run(command, cwd=ROOT, stderr=-1, text=True, timeout=30)
+    assert result.returncode == 1
+    silence = rf"megarl: the disk of {disk.path} has not answered for [01] s while x was written\n"
+    assert re.fullmatch(silence, result.stderr)
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "last"),
     [
@@ -191,6 +228,7 @@ def test_output_on_a_full_disk_is_one_line_and_code_1(words: str) -> None:
         ),
         (UserErrors([UserError("a", "b", "c"), UserError("d", "e", "f")]), 2, "d: e; f"),
         (KeyboardInterrupt(), 130, "megarl: interrupted"),
+        (Silence("the disk of x has not answered"), 1, "megarl: the disk of x has not answered"),
         (ValueError("rank 2: loss is nan\nand more"), 1, "megarl: ValueError: rank 2: loss is nan"),
         (RuntimeError(), 1, "megarl: RuntimeError: "),
     ],
@@ -206,4 +244,6 @@ def test_how_a_run_ended_is_its_code_and_last_line(
     captured = capsys.readouterr()
     assert captured.err.splitlines()[-1] == last
     assert captured.out == ""
-    assert ("Traceback" in captured.err) == (code == 1 and not isinstance(raised, FolderGone))
+    assert ("Traceback" in captured.err) == (
+        code == 1 and not isinstance(raised, FolderGone | Silence)
+    )

@@ -16,14 +16,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.checkpoints.snapshots import Snapshots
-from megarl.disk import output_error, writing
+from megarl.cluster.ray_session import WorkerFailed
+from megarl.disk import (
+    has_open_calls,
+    is_locked,
+    output_error,
+    take_lock,
+    while_answering,
+    writing,
+)
 from megarl.samples.parquet import writing as writing_samples
 from megarl.tracking.run_log import RunLog
-from megarl.types import FolderGone, Prompt, SampleGroup, UserError
+from megarl.types import DiskFault, FolderGone, Prompt, SampleGroup, Silence, UserError
 from tests.samples.responses import response
-from tests.small_disk import small_disk
+from tests.small_disk import read_only, small_disk
+from tests.stalling_disk import stalling_disk
 from tests.tracking.test_metrics import group
 from tests.tracking.test_run_log import plain, recipe_in
 
@@ -93,24 +103,116 @@ def a_step(log: RunLog, step: int, **metrics: float) -> None:
 
 
 def big_record(log: RunLog) -> None:
-    a_step(log, 1, **{f"filler/{number}": 0.1 for number in range(1000)})
+    a_step(log, 2, **{f"filler/{number}": 0.1 for number in range(1000)})
 
 
 def big_samples(log: RunLog) -> None:
-    with log.step(1) as record:
+    with log.step(2) as record:
         record.samples([group("p" * 30_000, [1.0, 0.0], [2, 3])])
 
 
-@pytest.mark.parametrize(
-    ("write", "what"), [(big_record, "metrics.jsonl"), (big_samples, "samples.jsonl")]
-)
-def test_a_step_that_the_disk_has_no_room_for(
-    disk: Path, write: Callable[[RunLog], None], what: str
+RUN_FILES = "metrics.jsonl and samples.jsonl"
+
+
+def records(log: RunLog) -> list[int]:
+    """The steps of the records on the disk, each of which is whole."""
+    lines = (log.folder / "metrics.jsonl").read_text().split("\n")
+    assert lines.pop() == ""
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.parametrize(("write", "written"), [(big_record, [1]), (big_samples, [1, 2, 3])])
+def test_a_run_goes_on_while_the_disk_has_no_room_for_its_steps(
+    disk: Path, write: Callable[[RunLog], None], written: list[int]
 ) -> None:
-    with pytest.raises(UserError, match=full(disk / "try", what)) as caught, run_log(disk) as log:
-        fill(disk, left=8192)
+    """Said once when it begins and once when it is over; no line is lost, or half there meanwhile."""
+    console, text = plain()
+    with RunLog(recipe_in(disk, "run.trackers=[]", "run.steps=9"), console) as log:
+        a_step(log, 1)
+        filler = fill(disk, left=8192)
         write(log)
-    assert not isinstance(caught.value, FolderGone)
+        a_step(log, 3)
+        assert records(log) == written
+        filler.unlink()
+        a_step(log, 4)
+        a_step(log, 5)
+    assert records(log) == [1, 2, 3, 4, 5]
+    samples = (log.folder / "samples.jsonl").read_text().splitlines()
+    assert sorted({json.loads(line)["step"] for line in samples}) == [1, 2, 3, 4, 5]
+    begun, over = [line for line in text.getvalue().splitlines() if RUN_FILES in line]
+    problem = (
+        f"no space left in {log.folder} while writing {RUN_FILES}: the run goes on, and the lines"
+    )
+    assert begun.startswith(problem)
+    assert over == f"{RUN_FILES} are written again, with the lines of steps 2 to 4 that waited"
+
+
+def test_a_run_that_ends_while_the_disk_is_full_says_what_is_lost(disk: Path) -> None:
+    lost = f"{disk}/try while writing {RUN_FILES}, so that the lines of steps 2 to 3 are lost; make room there"
+    with (
+        pytest.raises(DiskFault, match=f"run.dir: no space left in {lost}"),
+        run_log(disk, "run.trackers=[]") as log,
+    ):
+        a_step(log, 1)
+        fill(disk)
+        big_record(log)
+        a_step(log, 3)
+    assert records(log) == [1]
+
+
+def test_a_disk_that_is_mounted_read_only_is_written_when_it_is_not_any_more(disk: Path) -> None:
+    console, text = plain()
+    with RunLog(recipe_in(disk, "run.trackers=[]"), console) as log:
+        a_step(log, 1)
+        with read_only(disk):
+            a_step(log, 2)
+            assert records(log) == [1]
+        a_step(log, 3)
+    assert records(log) == [1, 2, 3]
+    begun, over = [line for line in text.getvalue().splitlines() if RUN_FILES in line]
+    problem = (
+        f"{RUN_FILES} cannot be written in {log.folder} (Read-only file system): the run goes on"
+    )
+    assert begun.startswith(problem)
+    assert over.endswith("are written again, with the lines of steps 2 to 3 that waited")
+
+
+def test_a_disk_that_does_not_answer_holds_no_step(tmp_path: Path) -> None:
+    """Steps wait for it once, and for a moment."""
+    console, text = plain()
+    with stalling_disk(tmp_path / "disk") as disk:
+        recipe = recipe_in(disk.path, "run.trackers=[]", "run.timeout_s=5.0", "run.steps=9999")
+        with RunLog(recipe, console) as log:
+            a_step(log, 1)
+            disk.stop()
+            a_step(log, 2)
+            began = time.monotonic()
+            a_step(log, 3)
+            assert time.monotonic() - began < 0.9, "nothing is asked that does not answer"
+            disk.go_on()
+            last = 3
+            while "are written again" not in text.getvalue():
+                last += 1
+                a_step(log, last)
+            assert records(log) == [*range(1, last + 1)]
+    begun, over = [line for line in text.getvalue().splitlines() if RUN_FILES in line]
+    assert begun.startswith(f"the disk of {log.folder} has not answered for 1 s while {RUN_FILES}")
+    assert over.endswith(f"with the lines of steps 2 to {last} that waited")
+
+
+def test_a_run_ends_on_a_disk_that_does_not_answer(tmp_path: Path) -> None:
+    """By another fault, whose line comes last; what is lost is said before it."""
+    console, text = plain()
+    with (
+        stalling_disk(tmp_path / "disk") as disk,
+        pytest.raises(ValueError, match="the cause"),
+        RunLog(recipe_in(disk.path, "run.trackers=[]", "run.timeout_s=5.0"), console) as log,
+    ):
+        a_step(log, 1)
+        disk.stop()
+        a_step(log, 2)
+        raise ValueError("the cause")
+    assert "so that the lines of step 2 are lost" in text.getvalue()
 
 
 def test_a_run_that_the_disk_has_no_room_for(disk: Path) -> None:
@@ -119,7 +221,7 @@ def test_a_run_that_the_disk_has_no_room_for(disk: Path) -> None:
         run_log(disk)
 
 
-def test_events_that_the_disk_has_no_room_for_cost_no_run(disk: Path) -> None:
+def test_events_that_the_disk_has_no_room_for_are_written_later(disk: Path) -> None:
     console, text = plain()
     with RunLog(recipe_in(disk), console) as log:
         filler = fill(disk)
@@ -127,13 +229,16 @@ def test_events_that_the_disk_has_no_room_for_cost_no_run(disk: Path) -> None:
         while "tensorboard" not in text.getvalue():
             time.sleep(0.01)
         filler.unlink()
-        a_step(log, 1)
+        a_step(log, 2)
     (message,) = [line for line in text.getvalue().splitlines() if "tensorboard" in line]
     assert message == (
         "tensorboard: step 1 is not written, and the run goes on (OSError: [Errno 28] No space left on device); "
         "metrics.jsonl has everything"
     )
     assert (log.folder / "curve.png").exists()
+    events = EventAccumulator(str(log.folder / "events")).Reload()
+    assert [event.step for event in events.Scalars("filler/999")] == [1]
+    assert [event.step for event in events.Scalars("reward/mean")] == [2]
 
 
 @pytest.mark.parametrize("is_set_aside", [True, False], ids=["from None", "with its context"])
@@ -149,7 +254,7 @@ def test_an_error_that_is_raised_from_none_is_not_the_disks(
             if is_set_aside:
                 raise error from None
             raise error  # noqa: B904
-    assert type(caught.value) is (RuntimeError if is_set_aside else UserError)
+    assert type(caught.value) is (RuntimeError if is_set_aside else DiskFault)
 
 
 def test_a_curve_that_the_disk_has_no_room_for_costs_no_run(disk: Path) -> None:
@@ -176,36 +281,27 @@ def test_a_curve_that_cannot_be_drawn_costs_no_run(
     assert r"curve.png is not drawn: no font\x1b[2J" in text.getvalue()
 
 
-def test_the_first_error_is_told_when_closing_fails_too(disk: Path) -> None:
-    with pytest.raises(ValueError, match="first"), run_log(disk) as log:
-        a_step(log, 1)
-        fill(disk)
-        log._records_file.write("x" * 5000)
-        raise ValueError("first")
-
-
-def test_a_record_that_is_not_whole_at_the_end_is_told(disk: Path) -> None:
-    message = full(disk / "try", "metrics.jsonl")
-    with pytest.raises(UserError, match=message), run_log(disk, "run.trackers=[]") as log:
-        a_step(log, 1)
-        fill(disk)
-        log._records_file.write("x" * 5000)
-
-
-def test_a_run_goes_on_from_the_records_that_a_full_disk_cut(disk: Path) -> None:
+def test_the_first_error_is_the_last_word_when_closing_fails_too(disk: Path) -> None:
+    console, text = plain()
     with (
-        pytest.raises(UserError, match="no space left"),
-        run_log(disk) as log,
+        pytest.raises(ValueError, match="first"),
+        RunLog(recipe_in(disk, "run.trackers=[]"), console) as log,
     ):
-        a_step(log, 1)
-        filler = fill(disk, left=4096)
+        fill(disk)
         big_record(log)
-    assert not (log.folder / "metrics.jsonl").read_bytes().endswith(b"\n")
-    filler.unlink()
+        raise ValueError("first")
+    assert "so that the lines of step 2 are lost; make room" in text.getvalue()
+
+
+def test_a_run_goes_on_from_a_record_that_is_not_whole(disk: Path) -> None:
+    """As a killed one may leave it."""
+    with run_log(disk) as log:
+        a_step(log, 1)
+    with (log.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
     with run_log(disk, resume=True, step=1) as log:
         a_step(log, 2)
-    lines = (log.folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert records(log) == [1, 2]
 
 
 def test_a_checkpoint_that_the_disk_has_no_room_for_is_not_left_half_written(disk: Path) -> None:
@@ -275,6 +371,51 @@ def test_other_errors_of_a_disk(tmp_path: Path, number: int, says: str) -> None:
         raise OSError(number, "Input/output error")
 
 
+def test_a_slow_disk_is_waited_for_and_one_that_does_not_answer_is_not(tmp_path: Path) -> None:
+    """What answers is another question: the write itself may take longer than the silence that is detected."""
+    with stalling_disk(tmp_path / "disk", write_s=0.02) as disk:
+        file = disk.path / "x"
+        data = bytes(80 * 2**17)
+        assert while_answering(lambda: file.write_bytes(data), disk.path, "x", 1.0) == len(data)
+        disk.stop()
+        message = f"the disk of {disk.path} has not answered for 1 s while x was written"
+        with pytest.raises(Silence, match=message):
+            while_answering(lambda: file.write_bytes(b"later"), disk.path, "x", 1.0)
+        assert has_open_calls()
+        disk.go_on()
+        while has_open_calls():
+            time.sleep(0.01)
+        assert file.read_bytes() == b"later"
+
+
+def test_an_error_is_an_answer_of_a_disk(disk: Path) -> None:
+    fill(disk)
+    with pytest.raises(OSError, match="No space left"):
+        while_answering(lambda: (disk / "x").write_bytes(bytes(9999)), disk, "x", 0.5)
+    with pytest.raises(KeyError, match="its own"):
+        while_answering(lambda: {}["its own"], disk, "x", 0.5)
+
+
+def test_a_disk_that_does_not_answer_is_not_asked_about_an_error_that_says_so(
+    tmp_path: Path,
+) -> None:
+    """Whose text comes from a rank, or from the disk's own silence; the test would never end."""
+    with stalling_disk(tmp_path / "disk") as disk:
+        disk.stop()
+        for error in (Silence("the disk has not answered"), WorkerFailed("rank 0: Silence", "")):
+            with pytest.raises(type(error)), writing(disk.path, "x"):
+                raise error
+
+
+def test_a_lock_is_seen_while_it_is_held(tmp_path: Path) -> None:
+    file = tmp_path / "lock"
+    with file.open("a") as opened:
+        assert not is_locked(file)
+        assert take_lock(opened, tmp_path, "run.dir")
+        assert is_locked(file)
+    assert not is_locked(file)
+
+
 def test_what_is_no_error_of_the_disk_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(ConnectionRefusedError), writing(tmp_path, "x"):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "refused")
@@ -299,7 +440,8 @@ def test_a_folder_that_is_removed_is_told_at_once(
     tmp_path: Path, change: Callable[[Path], None], at_end: bool
 ) -> None:
     console, text = plain()
-    with pytest.raises(FolderGone) as caught, RunLog(recipe_in(tmp_path), console) as log:
+    recipe = recipe_in(tmp_path, "run.trackers=[]")
+    with pytest.raises(FolderGone) as caught, RunLog(recipe, console) as log:
         a_step(log, 1)
         change(tmp_path / "try")
         if not at_end:

@@ -75,9 +75,15 @@ class Snapshots:
         # without parents: the run's folder is not made again if somebody removed it
         self.folder.mkdir(exist_ok=True)
         for left in self._partials():
-            self._say(f"checkpoint {left} was never completed and is removed")
-            _remove(left)
-        partial = self.folder / f".{_name(step)}{PARTIAL}{secrets.token_hex(4)}"
+            try:
+                _remove(left)
+            except OSError as error:
+                self._say(
+                    f"checkpoint {left} is not complete and cannot be removed ({error.strerror})"
+                )
+            else:
+                self._say(f"checkpoint {left} is not complete and is removed")
+        partial = self._hidden(self.folder / _name(step))
         partial.mkdir()
         return partial
 
@@ -99,21 +105,43 @@ class Snapshots:
         files = {partial / name for name in (*digests_by_name, MANIFEST)}
         for path in files | {file.parent for file in files}:
             _sync(path)
-        if os.path.lexists(final):  # keep it under a hidden name until the new one is in its place
-            final.rename(self.folder / f".{final.name}{PARTIAL}{secrets.token_hex(4)}")
-        partial.rename(final)
-        _sync(self.folder)
-        for left in self._partials():
-            _remove(left)
-        folders = [folder for _, folder in self._complete()]
-        later = folders[: folders.index(final)]  # of steps after the one that the run resumed from
-        for old in [*later, *folders[len(later) + keep :]]:
-            _remove(old)
+        self._put_in_place(partial, final)
+        try:
+            self._remove_old(final, keep)
+        except OSError as error:
+            self._say(f"an old checkpoint in {self.folder} is not removed ({error.strerror})")
         return final
 
     def abandon(self, partial: Path) -> None:
         """Remove a folder that will not be completed."""
         shutil.rmtree(partial, ignore_errors=True)
+
+    def _put_in_place(self, partial: Path, final: Path) -> None:
+        """Give a complete folder its name; one that has it is kept under a hidden name until then."""
+        hidden = None
+        if os.path.lexists(final):
+            hidden = final.rename(self._hidden(final))
+        try:
+            partial.rename(final)
+        except OSError:
+            if hidden:
+                hidden.rename(final)
+            raise
+        _sync(self.folder)
+
+    def _remove_old(self, final: Path, keep: int) -> None:
+        """Remove what is not complete, what is of later steps, and all but the last `keep`. Raises OSError."""
+        folders = [folder for _, folder in self._complete()]
+        later = folders[: folders.index(final)]  # of steps after the one that the run resumed from
+        for old in [*later, *folders[len(later) + keep :]]:
+            # a folder that is removed in part has no name of a complete one
+            old.rename(self._hidden(old))
+        for left in self._partials():
+            _remove(left)
+
+    def _hidden(self, folder: Path) -> Path:
+        """A hidden name for a folder, as incomplete ones have."""
+        return self.folder / f".{folder.name}{PARTIAL}{secrets.token_hex(4)}"
 
     def newest(self, step: int | None = None) -> Snapshot | None:
         """The newest checkpoint whose checksums hold, or that of `step`; None where there is none."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from megarl.disk import output_error
 from megarl.printable import OutputFailed, show
@@ -19,20 +21,37 @@ def say_all(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        _drop_output()
+        _drop(sys.stdout)
     except OSError as error:
         raise OutputFailed(error.errno, error.strerror) from error
 
 
 def tell_output_failed(error: OutputFailed) -> None:
     """Say on standard error why the command ends."""
-    _drop_output()
-    show(f"megarl: the output cannot be written ({error.strerror})", sys.stderr)
+    _drop(sys.stdout)
+    last_word(f"megarl: the output cannot be written ({error.strerror})")
 
 
-def _drop_output() -> None:
-    """Let nothing more be written to standard output, which would fail once more as Python ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def last_word(text: object) -> None:
+    """Say on standard error how the command ends; where that cannot be written either, the exit code says it alone."""
+    try:
+        show(text, sys.stderr)
+    except OutputFailed:
+        _drop(sys.stderr)
+
+
+def leave_at_once(raised: BaseException | None) -> None:
+    """Exit without waiting for threads that a disk without an answer may hold for ever. raised: what ends Python."""
+    code = raised.code if isinstance(raised, SystemExit) else 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else 0)
+
+
+def _drop(stream: TextIO) -> None:
+    """Let nothing more be written to a stream, which would fail once more as Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def check_picture(path: Path, *, is_search: bool) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -22,19 +21,31 @@ from rich.text import Text
 from megarl.algos import ALGORITHMS
 from megarl.config import Recipe
 from megarl.config.yaml_text import options_comment
-from megarl.disk import folder_gone, take_lock, writing
+from megarl.disk import begin, has_ended, take_lock, writing
 from megarl.printable import json_line, one_line, printable
+from megarl.tracking.appended_files import RunFiles
 from megarl.tracking.curve import draw_curve
+from megarl.tracking.draining import FAILED, FINISHED, LOCK, NOTHING, DrainRequests, saved
 from megarl.tracking.health import Health
-from megarl.tracking.metrics import Advantages, idle_metrics, pick_samples
+from megarl.tracking.metrics import Advantages, fault_metrics, idle_metrics, pick_samples
+from megarl.tracking.patient_stream import PatientStream
 from megarl.tracking.record_lines import read_lines
 from megarl.tracking.secrets import without_secrets
 from megarl.tracking.step_notes import step_notes
 from megarl.tracking.trackers import Trackers
 from megarl.tracking.trackers.interface import State, TrackedRun, code_commit
-from megarl.types import EndedEarly, GroupSummary, Metrics, UserError, UserErrors
+from megarl.types import (
+    DiskFault,
+    EndedEarly,
+    GroupSummary,
+    Metrics,
+    Silence,
+    UserError,
+    UserErrors,
+)
 
 _PLAIN_WIDTH = 160  # of a log file, where rich would otherwise fold lines at 80
+_UNLOCK_S = 5.0
 _TABLE = ("eval/accuracy", "reward/mean", "reward/accuracy", "rollout/response_length_mean")
 _WORST_DIFF = "rollout/logprob_diff_max"
 _SHOWN = (  # metric, its name in the progress line, format, colour
@@ -79,7 +90,7 @@ class Record:
         self.advantages = advantages
 
     def failed(self, groups: Sequence[GroupSummary]) -> None:
-        """Add scored groups, whose failed rewards, failed calls and refused fields are for the terminal."""
+        """Add scored groups, whose faults are metrics; failures and refused fields are for the terminal, too."""
         self.scored += groups
 
     def sampled(self, seconds: float) -> None:
@@ -91,6 +102,7 @@ class Record:
         step_s = time.perf_counter() - self._began
         if self._sampled_s is not None:
             self.add(idle_metrics(self._phases, step_s, self._sampled_s))
+        self.add(fault_metrics(self.scored))
         other_s = step_s - sum(self._phases.values())
         times = self._phases | {"time/other_s": other_s, "time/step_s": step_s}
         numbers = {name: float(value) for name, value in (self.metrics | times).items()}
@@ -111,13 +123,14 @@ class RunLog:
         *,
         resume: bool = False,
         step: int = -1,
+        can_drain: bool = False,
     ) -> None:
-        """resume: write on in the folder of this name, after the records up to `step`; -1: set its records aside."""
+        """resume: write on in the folder of this name, after the records up to `step`; -1: set its records aside.
+
+        can_drain: whether the run hears `megarl drain`, by `drain`.
+        """
         self._recipe = recipe
-        default_console = Console()
-        if not default_console.is_terminal:
-            default_console = Console(width=_PLAIN_WIDTH)
-        self._console = console or default_console
+        self._console = console or _console()
         parent = Path(recipe.run.dir)
         name = recipe.run.name
         with writing(parent, f"the run's folder {name}"):
@@ -129,6 +142,19 @@ class RunLog:
             self._lock = _locked(self.folder)
         if resume and step < 0:
             _set_aside(self.folder)
+        self._in_force: Mapping[str, Any] | None = None
+        self._go_on_after(step)
+        self.drain = DrainRequests(self.folder) if can_drain else None
+        self._began = time.perf_counter()
+        if self.folder.name != name:
+            self.say(f"{recipe.run.dir}/{name} exists and is kept")
+        self.say(
+            f"this run {f'goes on after step {step}' if step >= 0 else 'is written'} in {self.folder}"
+        )
+
+    def _go_on_after(self, step: int) -> None:
+        """Open the files and the trackers, with the records up to `step`."""
+        recipe = self._recipe
         self._history = self._begin(step)
         algorithm = ALGORITHMS[recipe.algorithm.name]
         learns_from_rewards = algorithm.learns_from == "rewards" and not algorithm.has_teacher
@@ -139,14 +165,20 @@ class RunLog:
             self.folder.name, self.folder, recipe.run.project, shown, commit, first_step=step + 1
         )
         self._trackers = Trackers(recipe.run.trackers, tracked, self.say)
-        self._began = time.perf_counter()
         self._training_began: float | None = None
         self._first_step = max(step, 0) + 1
-        if self.folder.name != name:
-            self.say(f"{recipe.run.dir}/{name} exists and is kept")
-        self.say(
-            f"this run {f'goes on after step {step}' if step >= 0 else 'is written'} in {self.folder}"
-        )
+
+    def go_back(self, step: int) -> None:
+        """Take back all records after `step`, as a run that is killed and resumes does; -1: set all aside."""
+        if all(record["step"] <= step for record in self._history):
+            return
+        self._close(None)
+        self._trackers.close("stopped")
+        if step < 0:
+            _set_aside(self.folder)
+        self._go_on_after(step)
+        if self._in_force is not None:
+            self.write_options(self._in_force)
 
     def _begin(self, step: int) -> list[Metrics]:
         """Write the recipe, and open records and samples, cut off after `step`; returns the records that stay."""
@@ -164,9 +196,7 @@ class RunLog:
                 partial = file.with_suffix(".partial")
                 partial.write_bytes(b"".join(raw for raw, _ in lines))
                 partial.replace(file)
-        self._records_file = records.open("a", encoding="utf-8")
-        self._own = os.fstat(self._records_file.fileno())
-        self._samples_file = samples.open("a", encoding="utf-8")
+        self._files = RunFiles(records, samples, self.say, self._recipe.run.timeout_s)
         # JSON has null in place of numbers that are not finite.
         return [
             {name: math.nan if value is None else value for name, value in record.items()}
@@ -182,48 +212,46 @@ class RunLog:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        with self._lock:
-            try:
-                # of two errors the first is the cause
-                with suppress(Exception) if error else ExitStack():
-                    self._close()
-            finally:
-                self._trackers.close(_state(error or sys.exception()))
+        try:
+            self._close(error)
+        finally:
+            self._trackers.close(_state(error or sys.exception()))
+            if self.drain:
+                self.drain.close(_outcome(error or sys.exception()))
+            # of a disk that does not answer, the end of this process closes it
+            has_ended(begin(self._lock.close), 0.0 if self._files.is_silent else _UNLOCK_S)
         if any("eval/accuracy" in record or "reward/mean" in record for record in self._history):
             self._draw()
             if error is None:
                 self._console.print(self._closing_table())
 
-    def _close(self) -> None:
-        """Close every file. Raises UserError where a file is not whole on the disk, or was removed."""
-        with ExitStack() as files:
-            for file in (self._records_file, self._samples_file):
-                files.enter_context(writing(self.folder, Path(file.name).name))
-                files.callback(file.close)
-            self._refuse_if_gone()
+    def _close(self, error: BaseException | None) -> None:
+        """Write what waits. Raises the disk's error; of two errors the first is the cause, and the other is said."""
+        try:
+            self._files.close(is_early=error is not None)
+        except (DiskFault, Silence) as fault:
+            if error is None:
+                raise
+            self.say(str(fault))
+        except Exception:
+            if error is None:
+                raise
 
     def _draw(self) -> None:
         picture = self.folder / "curve.png"
-        if self._is_gone():
+        if self._files.is_silent or self._files.is_gone():
             return
         try:
             with writing(self.folder, picture.name):
                 draw_curve(self._history, picture, self._recipe.run.name)
         except Exception as error:  # no reason to fail the run
-            picture.unlink(missing_ok=True)
+            with suppress(OSError):
+                picture.unlink(missing_ok=True)
             self.say(f"{picture.name} is not drawn: {error}")
-
-    def _is_gone(self) -> bool:
-        """Whether the folder was removed or replaced, so that what is written is lost."""
-        path = self.folder / "metrics.jsonl"
-        return not (path.exists() and os.path.samestat(path.stat(), self._own))
-
-    def _refuse_if_gone(self) -> None:
-        if self._is_gone():
-            raise folder_gone(self.folder, "metrics.jsonl")
 
     def write_options(self, in_force: Mapping[str, Any]) -> None:
         """Append Megatron's options that the training ranks run with to the saved recipe, as a comment."""
+        self._in_force = in_force
         with (
             writing(self.folder, "recipe.yaml"),
             (self.folder / "recipe.yaml").open("a", encoding="utf-8") as file,
@@ -283,16 +311,9 @@ class RunLog:
     def _write(self, record: Record) -> Metrics:
         metrics = record.close()
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._refuse_if_gone()
-        with writing(self.folder, "metrics.jsonl"):
-            self._records_file.write(json.dumps(finite) + "\n")
-            self._records_file.flush()
         samples = pick_samples(record.groups, self._recipe.run.sample_log_count, record.advantages)
-        with writing(self.folder, "samples.jsonl"):
-            for sample in samples:
-                line = json_line({"step": record.step, **sample})
-                self._samples_file.write(line + "\n")
-            self._samples_file.flush()
+        lines = [json_line({"step": record.step, **sample}) + "\n" for sample in samples]
+        self._files.write(record.step, json.dumps(finite) + "\n", "".join(lines))
         if "eval/accuracy" in metrics:  # the samples of every step are too many for a service
             self._trackers.table(record.step, samples)
         for line in step_notes(record.step, record.scored):
@@ -343,6 +364,15 @@ class RunLog:
         return table
 
 
+def _console() -> Console:
+    """Standard output: a terminal, or a log."""
+    console = Console()
+    if console.is_terminal:
+        return console
+    log: Any = PatientStream(sys.stdout)
+    return Console(width=_PLAIN_WIDTH, file=log)
+
+
 def _new_folder(parent: Path, name: str) -> Path:
     """Make `parent/name`, or name-2, name-3...: an older run is never overwritten."""
     parent.mkdir(parents=True, exist_ok=True)
@@ -357,7 +387,7 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 def _locked(folder: Path) -> IO[str]:
     """The folder's lock file, locked: two processes of one run would overwrite each other's files."""
-    lock = (folder / ".lock").open("a", encoding="utf-8")  # truncates nothing, where it is a link
+    lock = (folder / LOCK).open("a", encoding="utf-8")  # truncates nothing, where it is a link
     try:
         is_ours = take_lock(lock, folder.parent, "run.dir")
     except UserError:
@@ -388,6 +418,15 @@ def _state(error: BaseException | None) -> State:
     if isinstance(error, EndedEarly | KeyboardInterrupt):
         return "stopped"
     return "failed"
+
+
+def _outcome(error: BaseException | None) -> str:
+    """The same for whoever has asked the run to end after its step."""
+    if error is None:
+        return FINISHED
+    if isinstance(error, EndedEarly):
+        return NOTHING if error.step is None else saved(error.step)
+    return FAILED
 
 
 def _clock(seconds: float) -> str:

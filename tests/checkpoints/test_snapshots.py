@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoints.snapshots import MANIFEST, RUN, Digest, Snapshots, digest
+from tests.small_disk import mount_over, read_only, small_disk
 
 
 def write(snapshots: Snapshots, step: int, keep: int = 3) -> Path:
@@ -88,7 +89,7 @@ def test_a_half_written_one_is_removed_and_told(snapshots: Snapshots, said: list
     )
     snapshots.begin(3)
     assert not left.exists()
-    assert len(said) == 1 and "never completed" in said[0]
+    assert len(said) == 1 and "is not complete and is removed" in said[0]
 
 
 def truncate(folder: Path) -> None:
@@ -216,6 +217,43 @@ def test_what_lies_in_the_place_of_a_checkpoint_gives_way_to_it(
     assert newest is not None and newest.folder == again and not said
 
 
+def test_a_disk_that_turns_read_only_leaves_no_half_of_a_checkpoint(
+    tmp_path: Path, said: list[str]
+) -> None:
+    """Neither of the new one nor of an old one of the same step; an old one that must stay costs no new one."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        snapshots = Snapshots(disk / "checkpoints", said.append)
+        first = write(snapshots, 1)
+        partial = snapshots.begin(1)
+        (partial / "rank-0.pt").write_bytes(b"new")
+        with read_only(disk), pytest.raises(OSError, match="Read-only file system"):
+            snapshots.commit(partial, {"step": 1}, {}, keep=1)
+        newest = snapshots.newest()
+        assert newest is not None and newest.folder == first and newest.run["taken"] == 7
+        assert said == []
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(
+    tmp_path: Path, said: list[str]
+) -> None:
+    """What is left of it has no name of a complete one."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        snapshots = Snapshots(disk / "checkpoints", said.append)
+        mount_over(write(snapshots, 1) / "deep", "ro")
+        write(snapshots, 2, keep=1)
+        newest = snapshots.newest()
+        assert newest is not None and newest.step == 2
+        assert said == [
+            f"an old checkpoint in {snapshots.folder} is not removed (Read-only file system)"
+        ]
+        names = [path.name.partition(".partial")[0] for path in snapshots.folder.iterdir()]
+        assert sorted(names) == [".step-000001", "step-000002"]
+        write(snapshots, 3, keep=1)
+        assert "is not complete and cannot be removed (Read-only file system)" in said[1]
+        newest = snapshots.newest()
+        assert newest is not None and newest.step == 3
+
+
 @pytest.mark.parametrize("name", [".step-000001.partial-abcd1234", "step-000001"])
 def test_a_link_is_removed_without_what_it_leads_to(
     snapshots: Snapshots, tmp_path: Path, name: str
@@ -242,7 +280,7 @@ def test_a_file_of_a_hidden_name_is_removed_and_told_and_another_file_stays(
     for file in (left, of_user):
         file.write_bytes(b"")
     write(snapshots, 2)
-    assert said == [f"checkpoint {left} was never completed and is removed"]
+    assert said == [f"checkpoint {left} is not complete and is removed"]
     assert of_user.exists()
 
 

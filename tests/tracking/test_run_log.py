@@ -23,6 +23,7 @@ from megarl.config.loading import load_recipe
 from megarl.tracking.metrics import rollout_metrics
 from megarl.tracking.run_log import RunLog
 from megarl.types import UserError
+from megarl.types.worker_faults import ServiceFaults, WorkerFaults
 from tests.tracking.test_metrics import group
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -68,6 +69,8 @@ def run_of_four(folder: Path, console: Console | None = None) -> Path:
     return log.folder
 
 
+DOWN = ServiceFaults("judge", 40, 2, outages=1, down_s=31.2, reason="status 503")
+BACK = ServiceFaults("judge", 1, recoveries=1, down_s=5.0, reason="status 503")
 MANY = {"a\nstep 9": 1, "seed": 2, **{f"x{number}": 1 for number in range(9)}}
 
 
@@ -86,6 +89,25 @@ MANY = {"a\nstep 9": 1, "seed": 2, **{f"x{number}": 1 for number in range(9)}}
             {"failed_calls": ("price returned \x1b]0;x\x07\r\nstep 9: no", "x")},
             2,
             r"step 1: 4 calls of tools failed, the first: price returned \x1b]0;x\x07\r\nstep 9: no",
+        ),
+        ({"faults": {"reward": WorkerFaults(2, (ServiceFaults("judge", retries=3),))}}, 2, ""),
+        (
+            {"faults": {"reward": WorkerFaults(0, (DOWN,))}},
+            2,
+            "step 1: judge is down (status 503; 62 s, summed over engines): 80 tries were repeated, 4 calls "
+            "had no answer",
+        ),
+        (
+            {"faults": {"reward": WorkerFaults(0, (DOWN, BACK)), "episode": WorkerFaults(1)}},
+            1,
+            "step 1: judge was down, and answers again (status 503; 36 s, summed over engines): 41 tries were "
+            "repeated, 2 calls had no answer",
+        ),
+        (
+            {"faults": {"episode": WorkerFaults(0, (replace(BACK, service="a\nstep 9", lost=1),))}},
+            1,
+            r"step 1: a\nstep 9 was down, and answers again (status 503; 5 s, summed over engines): 1 try was "
+            "repeated, 1 call had no answer",
         ),
         (
             {"refused_fields": {"seed": 1}},
@@ -276,8 +298,7 @@ def test_a_sick_run_is_told_once_also_over_a_resume(tmp_path: Path) -> None:
     log = RunLog(recipe_in(tmp_path, UNTRACKED), console)
     for step, (reward, std) in enumerate([(0.5, 0.5), (0.0, 0.0), (0.0, 0.0)], start=1):
         sick_step(log, step, reward, std)
-    with log._lock:
-        log._records_file.close()
+    log._lock.close()
     lines = text.getvalue().splitlines()
     (index,) = [number for number, line in enumerate(lines) if "teach nothing" in line]
     assert lines[index - 1].startswith("step 2/4")
@@ -320,8 +341,7 @@ def went(folder: Path, steps: int, **how: Any) -> None:
         with log.step(step) as record:
             record.add({"reward/mean": step / 10, "eval/accuracy": math.nan})
             record.samples([group(f"prompt\u2028{step}", [1.0], [3])])
-    with log._lock:  # what a kill leaves: nothing is closed in order
-        log._records_file.close()
+    log._lock.close()  # what a kill leaves: nothing is closed in order
 
 
 def test_a_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
@@ -351,6 +371,35 @@ def test_a_run_without_a_checkpoint_begins_anew_in_its_folder(tmp_path: Path) ->
         "nothing is lost"
     )
     assert (folder / "samples.1.jsonl").exists() and (folder / "events.1").exists()
+
+
+def test_a_run_that_goes_back_has_the_files_of_one_that_was_killed_and_resumed(
+    tmp_path: Path,
+) -> None:
+    log = RunLog(recipe_in(tmp_path), quiet())
+    folder = tmp_path / "try"
+    with log:
+        log.write_options({"tp": 2})
+
+        def write(*numbers: int) -> None:
+            for number in numbers:
+                with log.step(number) as record:
+                    record.add({"reward/mean": number / 10})
+                    record.samples([group(f"prompt {number}", [1.0], [3])])
+
+        write(1, 2, 3)
+        log.go_back(3)
+        with (folder / "metrics.jsonl").open() as kept:
+            log.go_back(1)
+            assert kept.read().count("step") == 3 + 3, "a file that is replaced is not emptied"
+        write(2, 3)
+        assert [line["step"] for line in json_lines(folder / "metrics.jsonl")] == [1, 2, 3]
+        assert [line["step"] for line in json_lines(folder / "samples.jsonl")] == [1, 2, 3]
+        assert "tp: 2" in (folder / "recipe.yaml").read_text()
+        log.go_back(-1)
+        write(1)
+    assert [line["step"] for line in json_lines(folder / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in json_lines(folder / "metrics.1.jsonl")] == [1, 2, 3]
 
 
 def test_two_processes_do_not_write_one_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from megarl.tracking.appended_files import AppendedFile
 from megarl.tracking.trackers.interface import SampleRow, State, TrackedRun, Tracker
 from megarl.types import Metrics
 
@@ -42,8 +44,10 @@ class TensorboardFile(Tracker):
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}"
         number = len(list(folder.glob(f"{name}.*")))
         self._run = run
-        self._file = (folder / f"{name}.{number}").open("xb")
-        self._records = RecordWriter(self._file)
+        self._record_writer: Any = RecordWriter
+        path = folder / f"{name}.{number}"
+        path.touch(exist_ok=False)
+        self._file = AppendedFile(path)
         self._write(file_version="brain.Event:2")
 
     def open(self) -> str:
@@ -71,7 +75,7 @@ class TensorboardFile(Tracker):
         )
 
     def close(self, state: State) -> None:
-        self._file.close()
+        self._file.write()
 
     def _strings(self, step: int, tag: str, table: list[list[str]]) -> None:
         """Write text; TensorBoard shows several rows as a table with the first row as its head."""
@@ -83,5 +87,10 @@ class TensorboardFile(Tracker):
         self._write(step=step, summary=self._summary.Summary(value=[value]))
 
     def _write(self, **fields: Any) -> None:
-        self._records.write(self._event.Event(wall_time=time.time(), **fields).SerializeToString())
-        self._records.flush()
+        """Append an event. Raises OSError: then it is written before the next one."""
+        event = self._event.Event(wall_time=time.time(), **fields)
+        data = io.BytesIO()
+        self._record_writer(data).write(event.SerializeToString())
+        # half a record would end the file for TensorBoard
+        self._file.put(event.step, data.getvalue())
+        self._file.write()
