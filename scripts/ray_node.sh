@@ -11,6 +11,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/launch_env.sh"
 
 FIRST_PORT=20000 LAST_PORT=32000 # below those that the kernel gives to connections
+HEAD_S=900                       # for Slurm to notice that the first node of the job is dead
 
 name=${SLURMD_NODENAME:-$(hostname)}
 kept=${MEGARL_LOGS:+$MEGARL_LOGS/$name}
@@ -60,6 +61,22 @@ left_behind() {
     grep -lsxzF "$wanted" /proc/[0-9]*/environ | cut -d / -f 3
 }
 
+# A job that was submitted with --no-kill keeps its other nodes when the first one dies, where its script was: one of them
+# has to queue it again. Every worker's Ray ends then; Slurm takes the dead node out of the job after its SlurmdTimeout.
+queue_again_without_head() {
+    local job=${SLURM_JOB_ID:-} names deadline=$((SECONDS + HEAD_S))
+    [[ $role == worker && -n $job ]] && command -v scontrol >/dev/null || return 0
+    while [[ -z $is_ended ]] && ((SECONDS < deadline)); do
+        names=$(scontrol show hostnames "$(squeue --noheader --jobs="$job" --format=%N)" 2>/dev/null) || names=''
+        if [[ -n $names ]] && ! grep -qxF "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)" <<<"$names"; then
+            scontrol requeue "$job" || true
+            return
+        fi
+        sleep 5 &
+        wait $! || true # a signal ends it
+    done
+}
+
 [[ $# -ge 2 && $1 =~ ^(head|worker)$ ]] || stop "usage: ray_node.sh head FILE | worker HOST:PORT [ray start's options]"
 role=$1 meets=$2
 shift 2
@@ -80,6 +97,8 @@ export RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES=1 # an engine takes several G
 export RAY_memory_usage_threshold="${RAY_memory_usage_threshold:-0.99}"
 gpus=$(num_gpus)
 ((gpus > 0)) || give_up "this node has no GPU: MEGARL_GPUS_PER_NODE says how many it is to give all the same"
+listed=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') || listed=0
+((listed == 0 || listed >= gpus)) || give_up "this node is to give $gpus GPUs, and nvidia-smi lists $listed"
 room=${MEGARL_RAY_DIR:-/tmp}
 for left in "$room/megarl-${SLURM_JOB_ID:-none}"-*; do # by a life of this job that was killed here
     [[ ! -f $left/address || $(<"$left/address") != "$address" ]] || rm -rf "$left"
@@ -96,6 +115,8 @@ store_bytes=$(awk '/^MemTotal/ { tenth = $2 * 102; most = 2 ^ 35; printf "%d", t
 options=(--block --node-ip-address="$address" --num-gpus="$gpus" --num-cpus="$gpus" --temp-dir="$sockets"
     --object-store-memory="${MEGARL_OBJECT_STORE_BYTES:-$store_bytes}"
     --min-worker-port=0 --max-worker-port=0 --disable-usage-stats)
+# By which megarl tells Slurm's name of a node from its address.
+[[ ! $name =~ ^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$ ]] || options+=(--labels="megarl-node=$name")
 if [[ $role == head ]]; then
     options+=(--head --port=0 --ray-client-server-port="$(free_port "$address")" --include-dashboard=false)
 else
@@ -144,5 +165,6 @@ if [[ -n $has_failed ]]; then
     where="in $folder there"
     [[ ! -d $kept ]] || where="in $kept"
     say "Ray ended on $address (exit code $code); what it wrote is $where"
+    queue_again_without_head
 fi
 exit "$code"

@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 
 from megarl import device
-from megarl.cluster.ray_session import Cluster, WorkerFailed
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.ray_session import Cluster
 from megarl.config.hardware import FOLDER, Hardware, load_hardware
 from megarl.doctor.facts import NodeFacts, RankRates
 from megarl.doctor.findings import Finding, of_errors

@@ -165,12 +165,21 @@ def _places(recipe: Recipe, nodes: Sequence[NodeFacts]) -> Problems:
     each = placement.gpus_per_node
     num_nodes = -(-placement.gpus // each)
     fit = [node for node in nodes if node.ray_gpus == each]
-    if nodes[0].ray_gpus is not None and len(fit) < num_nodes:
+    if nodes[0].ray_gpus is None:
+        return
+    if len(fit) < num_nodes:
         yield (
             "error",
             "placement.gpus",
             f"{placement.gpus} GPUs are {num_nodes} nodes of {each}, Ray has {len(fit)} with as many GPUs",
             "start Ray on more nodes, or correct placement.gpus_per_node",
+        )
+    elif len(fit) < num_nodes + placement.spare_nodes:
+        yield (
+            "error",
+            "placement.spare_nodes",
+            f"{num_nodes} nodes of {each} GPUs and {placement.spare_nodes} spare, Ray has {len(fit)} with as many GPUs",
+            "start Ray on more nodes, or lower it",
         )
 
 

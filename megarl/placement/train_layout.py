@@ -93,9 +93,13 @@ class TrainLayout:
         """The pipeline's bubble, in micro-batches' time: while it fills and drains (Narayanan et al. 2021, 2.2)."""
         return (self.pp - 1) / self.vpp
 
+    def virtual_stages(self, pp_rank: int) -> range:
+        """The numbers of a pipeline stage's model chunks among all virtual stages, in the order of the layers."""
+        return range(pp_rank, self.pp * self.vpp, self.pp)
+
     def layers(self, pp_rank: int, num_layers: int, chunk: int = 0) -> range:
         """The global layer numbers (from 0) of one model chunk of a pipeline stage."""
-        stage = chunk * self.pp + pp_rank
+        stage = self.virtual_stages(pp_rank)[chunk]
         if self.stage_layers:
             start = sum(self.stage_layers[:stage])
             return range(start, start + self.stage_layers[stage])

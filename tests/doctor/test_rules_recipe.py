@@ -44,6 +44,12 @@ def test_too_few_gpus_and_nodes_are_named() -> None:
     assert nodes.line(2).startswith(
         "error: placement.gpus: 16 GPUs are 2 nodes of 8, Ray has 1 with as many GPUs; "
     )
+    spare = recipe(*NODES, "placement.spare_nodes=1")
+    (nodes,) = judged(spare, sound(ray_gpus=8), sound(ray_gpus=8))
+    assert nodes.line(2).startswith(
+        "error: placement.spare_nodes: 2 nodes of 8 GPUs and 1 spare, Ray has 2 with as many GPUs; "
+    )
+    assert judged(spare, *[sound(ray_gpus=8)] * 3) == []
     assert judged(recipe("placement.gpus=16"), sound(gpus=())) == [], "on CPU they are simulated"
 
 

@@ -7,19 +7,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.config.hardware import load_hardware
 from megarl.device import DEVICE, is_loopback
 from megarl.training.flops import peak_flops
+from tests.ray_nodes import RayNodes, inherited
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +25,6 @@ FIRST, SECOND = "127.0.0.2", "127.0.0.3"
 HEAD = os.environ.get("RAY_ADDRESS", "").rpartition(":")[0]
 JOINS_OTHERS = HEAD != "" and not is_loopback(HEAD)
 _LIMIT_S = 300.0
-_POLL_S = 0.2
-
-
-def inherited(*prefixes: str) -> dict[str, str]:
-    """The environment without variables that begin so."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
 
 
 def megarl(
@@ -46,38 +37,17 @@ def megarl(
     )
 
 
-@dataclass
-class Nodes:
+class Nodes(RayNodes):
     """Two nodes of two simulated GPUs each; the second has a package more, and a variable of NCCL's."""
 
-    folder: Path
-    disk: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    address: str = ""
-
-    def __post_init__(self) -> None:
-        self.token = self.folder / "token"
-        self.token.write_text("5" * 64)
-        self.token.chmod(0o600)
+    def start_both(self) -> None:
         extra = self.folder / "site" / "apex-0.1.dist-info"
         extra.mkdir(parents=True)
         (extra / "METADATA").write_text("Metadata-Version: 2.1\nName: apex\nVersion: 0.1\n")
-
-    def start(self) -> None:
-        meets = self.folder / "address"
-        self._node(FIRST, "head", str(meets))
-        self.wait(meets.exists)
-        self.address = meets.read_text().strip()
+        self.start_head(FIRST)
         site = os.pathsep.join([str(ROOT), str(self.folder / "site")])
-        self._node(SECOND, "worker", self.address, PYTHONPATH=site, NCCL_IB_HCA="mlx5_1")
-        self.wait(lambda: self._num_joined() == 2)
-
-    def wait(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _LIMIT_S
-        while not holds():
-            assert all(process.poll() is None for process in self.processes), self._logs()
-            assert time.monotonic() < deadline, self._logs()
-            time.sleep(_POLL_S)
+        self.join(SECOND, PYTHONPATH=site, NCCL_IB_HCA="mlx5_1")
+        self.wait_for(2)
 
     def doctor(
         self, *arguments: str, token: Path | None = None
@@ -85,56 +55,16 @@ class Nodes:
         joins = {"RAY_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(token or self.token)}
         return megarl(self.folder, self.environment() | joins, "doctor", *arguments)
 
-    def environment(self) -> dict[str, str]:
-        """Of a node, and of the command on one."""
-        return inherited("RAY_", "MEGARL_") | {
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-            "PYTHONPATH": str(ROOT),
-            "RAY_AUTH_TOKEN_PATH": str(self.token),
-            "RAY_AUTH_MODE": "token",
-            "MEGARL_GPUS_PER_NODE": "2",
-            "MEGARL_RAY_DIR": str(self.disk),
-            "MEGARL_OBJECT_STORE_BYTES": str(2**27),
-            "OMP_NUM_THREADS": "1",
-        }
-
-    def _node(self, own_address: str, *arguments: str, **environment: str) -> None:
-        variables = self.environment() | {"MEGARL_NODE_ADDRESS": own_address, **environment}
-        command = ["bash", str(ROOT / "scripts/ray_node.sh"), *arguments]
-        with (self.folder / f"{own_address}.log").open("wb") as log:
-            self.processes.append(
-                subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
-            )
-
-    def _num_joined(self) -> int:
-        command = [str(Path(sys.executable).parent / "ray"), "status", "--address", self.address]
-        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
-        return sum(line.strip().startswith("1 node_") for line in done.stdout.splitlines())
-
-    def _logs(self) -> str:
-        return "\n".join(file.read_text() for file in self.folder.glob("*.log"))
-
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    with tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as disk:
-        two_nodes = Nodes(tmp_path_factory.mktemp("doctor"), Path(disk))
-        try:
-            two_nodes.start()
-            yield two_nodes
-        finally:
-            for process in two_nodes.processes:
-                tree = []
-                if process.poll() is None:
-                    tree = psutil.Process(process.pid).children(recursive=True)
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(60)
-                for child in tree:
-                    with suppress(psutil.NoSuchProcess):
-                        child.kill()
-                process.kill()
-                process.wait()
+    folder = tmp_path_factory.mktemp("doctor")
+    with (
+        tempfile.TemporaryDirectory(prefix="d-", dir="/tmp") as disk,
+        Nodes(folder, Path(disk), gpus=2) as two_nodes,
+    ):
+        two_nodes.start_both()
+        yield two_nodes
 
 
 def test_this_machine_measures_itself_and_a_plan_takes_it(inputs: Path, tmp_path: Path) -> None:

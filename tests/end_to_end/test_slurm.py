@@ -1,4 +1,4 @@
-"""megarl.sbatch under a real Slurm of two nodes, which are Ray nodes of this machine with addresses of their own."""
+"""megarl.sbatch under a real Slurm of three nodes, which are Ray nodes of this machine with addresses of their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIMIT_S = 400.0
 
 
 class Job:
-    """A run of the quickstart on both nodes, in a folder of its own."""
+    """A run of the quickstart on two nodes, the first that are free, in a folder of its own."""
 
     def __init__(self, slurm: Slurm, inputs: Path, folder: Path, disk: str) -> None:
         """disk: a short path, for what the nodes have of their own."""
@@ -158,6 +158,11 @@ def is_pending(process: psutil.Process, number: signal.Signals) -> bool:
     return bool(int(pending, 16) >> (number - 1) & 1)
 
 
+def nodes_of(job: Job, slurm: Slurm) -> tuple[str, ...]:
+    names = slurm.call("scontrol", "show", "hostnames", slurm.field(job.id, "NodeList"))
+    return tuple(names.split())
+
+
 # four minutes; tests/slurm/test_job.py has the script's answer, test_resume.py the driver's
 @pytest.mark.nightly
 def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: Slurm) -> None:
@@ -195,19 +200,20 @@ def test_a_job_goes_on_after_the_signal_before_its_time_limit(job: Job, slurm: S
 # three minutes of Slurm's own waiting; tests/slurm/test_job.py has the script's answers
 @pytest.mark.nightly
 def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> None:
-    """Each engine lies inside a node; when the second is gone the job is queued again, and goes on when it is back."""
+    """Each engine lies inside a node; when the second is gone the job goes on without it, also where it is back."""
     job.submit(
         "rollout.engine.count=2", "checkpoint.every=1", "checkpoint.asynchronous=false", node_gpus=2
     )
     job.wait_for_step(1)
     job.driver().suspend()  # so that the run is where it is for as long as we look
-    for address in NODES:
+    for address in NODES[:2]:
         # An engine's ranks are forked, on CPU, from a server that is the child of its worker.
-        ranks = [
-            sum(len(server.children()) for server in worker.children())
+        lines = [
+            [line_of(child) for server in worker.children() for child in server.children()]
             for worker in job.below_raylet(address)
         ]
-        assert sorted(ranks) == [0, 0, 2], "two training ranks, and both ranks of an engine"
+        ranks = [sum("sglang.preload" in line for line in of_worker) for of_worker in lines]
+        assert sorted(ranks) == [0, 0, 2], f"two training ranks, both ranks of an engine: {lines}"
     slurm.kill_node(NODES[1], job.on_node(NODES[1]))
     job.driver().resume()
     wait_until(lambda: len(job.said()) == 2, _LIMIT_S, job.log)
@@ -220,7 +226,10 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
 
     logs = f"the logs of its nodes are in {job.jobs / f'{job.id}.logs' / '0'}"
     restarted = "failed (exit code 1) and is queued again, restart 1 of 3"
-    assert job.said() == [logs, restarted, "the run is done"], job.log()
+    *told, exclusion, done = job.said()
+    assert told == [logs, restarted] and done == "the run is done", job.log()
+    assert exclusion.startswith(f"node {NODES[1]} is excluded: it died ("), job.log()
+    assert nodes_of(job, slurm) == (NODES[0], NODES[2])
     assert any(line.startswith("this run goes on after step ") for line in job.log().splitlines())
     assert job.steps() == [1, 2, 3]
     for record in job.records():
@@ -232,6 +241,22 @@ def test_a_job_survives_the_death_of_its_second_node(job: Job, slurm: Slurm) -> 
     assert kept, "what the processes said in the life that failed; the other node died"
     assert list(job.disk.iterdir()) == [], "the next life takes away what the dead node left"
     assert job.processes() == []
+
+
+# two minutes; tests/slurm/test_job.py has the script's answers, tests/cluster/test_node_slots.py the driver's
+@pytest.mark.nightly
+def test_a_node_that_failed_is_left_out_of_the_next_life(job: Job, slurm: Slurm) -> None:
+    """A raylet dies, of which Slurm knows nothing: the node is free, and the job gets another."""
+    job.submit()
+    wait_until(lambda: "starting training ranks" in job.log(), _LIMIT_S, job.log)
+    assert nodes_of(job, slurm) == NODES[:2]
+    (raylet,) = [process for process in job.on_node(NODES[1]) if process.name() == "raylet"]
+    raylet.kill()
+    wait_until(lambda: len(job.said()) == 3, _LIMIT_S, job.log)
+    assert job.said()[2].startswith(f"node {NODES[1]} is excluded: it died ("), job.log()
+    job.wait_for_state("RUNNING")
+    assert nodes_of(job, slurm) == (NODES[0], NODES[2])
+    assert slurm.field(job.id, "ExcNodeList") == NODES[1]
 
 
 @pytest.mark.parametrize("is_training", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-NODES = ("127.0.0.2", "127.0.0.3")
+NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 PROGRAMS = (
     "munged",
     "slurmctld",
@@ -57,6 +57,7 @@ KillWait=60
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=1000 Gres=gpu:2
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=1000 Gres=gpu:2
+NodeName={nodes[2]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=1 RealMemory=1000 Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -151,7 +152,7 @@ class Slurm:
         folder.chmod(0o711)  # munged offers its socket to every user, or not at all
         host = socket.gethostname().partition(".")[0]
         self._conf.write_text(
-            _CONF.format(folder=folder, host=host, nodes=NODES, user=user, ports=_free_ports(3))
+            _CONF.format(folder=folder, host=host, nodes=NODES, user=user, ports=_free_ports(4))
         )
         (folder / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in _GPUS))
         (folder / "state").mkdir()
@@ -164,7 +165,7 @@ class Slurm:
         self._wait(lambda: self._tells("UP", "scontrol", "ping"))
         for node in NODES:
             self.start_node(node)
-        self._wait(lambda: self._tells("2", "sinfo", "-h", "-t", "idle", "-o", "%D"))
+        self._wait(lambda: self._tells("3", "sinfo", "-h", "-t", "idle", "-o", "%D"))
 
     def _spawn(self, name: str, *command: str) -> None:
         with (self._folder / f"{name}.out").open("ab") as out:

@@ -75,6 +75,10 @@ class Desk:
         file = self.room / "heard"
         return file.read_text().splitlines() if file.exists() else []
 
+    def exclusions(self) -> list[str]:
+        """What each life but the first had to leave out, as lists of nodes."""
+        return [life["excluded"] for life in self.lives()[1:]]
+
     def ray(self, address: str) -> dict[str, Any]:
         return json.loads((self.room / f"ray-{address}.json").read_text())
 

@@ -146,6 +146,7 @@ def test_each_job_has_ports_of_its_own(desk: Desk) -> None:
         ("75 75 0", "the run is done", 0),
         ("2", "something is to be mended, see above; it is not queued again", 2),
         ("143", "ended by a signal; it is not queued again", 143),
+        ("79", "ended by megarl drain; it is not queued again, and the same sbatch goes on", 79),
     ],
 )
 def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int) -> None:
@@ -155,7 +156,7 @@ def test_what_is_queued_again(desk: Desk, lives: str, last_line: str, code: int)
     assert exit_code == code, out
     assert out.splitlines()[-1] == f"megarl: job 4711: {last_line}"
     assert len(desk.lives()) == len(lives.split())
-    kept = [str(index) for index, end in enumerate(lives.split()) if end not in ("0", "75")]
+    kept = [str(index) for index, end in enumerate(lives.split()) if end not in ("0", "75", "79")]
     assert {path.name for path in desk.jobs.iterdir()} <= {"4711.logs"}, (
         "neither a token nor a count is left"
     )
@@ -236,6 +237,100 @@ def test_one_node_of_many_that_does_not_start_is_noticed(desk: Desk) -> None:
         in out.splitlines()
     )
     assert list((desk.room / "nodes").iterdir()) == []
+
+
+def told(out: str) -> list[str]:
+    """What the job's script said of nodes."""
+    lines = [line.removeprefix("megarl: job 4711: ") for line in out.splitlines()]
+    return [line for line in lines if line.startswith("node ")]
+
+
+def test_bad_nodes_add_up_over_restarts(desk: Desk) -> None:
+    """A fault makes a node bad at once, a suspicion the second time; a node that is down is none of those left."""
+    out = desk.done("r.yaml", lives="1!3 1?4 1!9 1?4 1 0", MEGARL_MAX_RESTARTS="5")
+    assert desk.exclusions() == [
+        "127.0.0.3",
+        "127.0.0.3",
+        "127.0.0.3,127.0.0.9",
+        "127.0.0.3,127.0.0.4,127.0.0.9",
+        "127.0.0.3,127.0.0.4,127.0.0.9",
+    ]
+    first, second, *_ = told(out)
+    assert first == second == "node 127.0.0.3 is excluded: it fell in life 0"
+    assert "node 127.0.0.4 is excluded: it fell in life 3" in told(out)
+    assert {path.name for path in desk.jobs.iterdir()} == {"4711.logs"}
+
+
+def test_as_many_are_excluded_as_may_be_the_newest_first(desk: Desk) -> None:
+    out = desk.done("r.yaml", nodes=1, lives="1!3 1!4 1!5 0", MEGARL_MAX_EXCLUDED="2")
+    assert desk.exclusions()[-1] == "127.0.0.4,127.0.0.5"
+    assert told(out)[-1] == "node 127.0.0.3 is not excluded, 2 others are: it fell in life 0"
+
+
+def test_the_job_keeps_as_many_nodes_as_it_needs(desk: Desk) -> None:
+    """Of four, one is down: the job would wait for ever."""
+    out = desk.done("r.yaml", nodes=2, lives="1!3 1!4 0", FAKE_LAST_NODE="5")
+    assert desk.exclusions() == ["127.0.0.3", "127.0.0.4"]
+    assert told(out)[1:] == [
+        "node 127.0.0.4 is excluded: it fell in life 1",
+        "node 127.0.0.3 is not excluded, too few would be left: it fell in life 0",
+    ]
+
+
+def test_what_others_exclude_stays_and_what_they_forgive_is_forgiven(
+    desk: Desk, tmp_path: Path
+) -> None:
+    """The user excluded a node at the start; then a line is taken out of the file by hand, as soon as it is there."""
+    (desk.room / "excluded").write_text("127.0.0.7\n")
+    forgiving = tmp_path / "bin"
+    forgiving.mkdir()
+    forgive = f"[[ $SLURM_RESTART_COUNT != 1 ]] || rm {desk.jobs}/4711.bad_nodes"
+    stub(forgiving, "megarl", f'{forgive}\nexec {SLURM / "stubs" / "megarl"} "$@"')
+    path = os.pathsep.join([str(forgiving), desk.path])
+    desk.done("r.yaml", lives="1!3 1!4 0", PATH=path)
+    assert desk.exclusions() == ["127.0.0.3,127.0.0.7", "127.0.0.4,127.0.0.7"]
+
+
+def test_a_node_that_is_none_of_slurms_excludes_no_other(desk: Desk) -> None:
+    out = desk.done("r.yaml", lives="1!77 0")
+    assert desk.exclusions() == [""]
+    assert "127.0.0.77 is no node of partition all and is not excluded: it fell in life 0" in out
+
+
+def test_a_node_that_does_not_start_twice_is_excluded(desk: Desk) -> None:
+    out = desk.done("r.yaml", nodes=3, FAKE_BROKEN="127.0.0.4", MEGARL_MAX_RESTARTS="2", code=1)
+    assert (desk.room / "excluded").read_text() == "127.0.0.4\n"
+    reason = "127.0.0.4: Ray ended (exit code 7), this node is broken"
+    assert told(out) == [f"node 127.0.0.4 is excluded: {reason}"]
+
+
+def test_a_node_with_fewer_gpus_than_slurm_says_does_not_start(desk: Desk, tmp_path: Path) -> None:
+    first = tmp_path / "bin"
+    first.mkdir()
+    stub(first, "nvidia-smi", "echo GPU 0: NVIDIA H800")
+    path = os.pathsep.join([str(first), desk.path])
+    out = desk.done("r.yaml", nodes=1, MEGARL_MAX_RESTARTS="0", PATH=path, code=1)
+    assert "127.0.0.2: this node is to give 2 GPUs, and nvidia-smi lists 1" in out
+
+
+def test_the_death_of_the_first_node_with_the_script_is_suspicious(desk: Desk) -> None:
+    for life, node in (("killed", "127.0.0.8"), ("kill-2", "127.0.0.8")):
+        folder = desk.jobs / f"4711-{life}"
+        folder.mkdir(parents=True)
+        (folder / "head").write_text(f"{node}\n")
+    out = desk.done("r.yaml", lives="1 0")
+    assert told(out) == ["node 127.0.0.8 is excluded: the job's script ended there without a word"]
+
+
+def test_a_node_that_died_counts_as_no_failure_where_the_run_went_on(
+    desk: Desk, tmp_path: Path
+) -> None:
+    arguments = ["recipes/quickstart.yaml", f"run.dir={tmp_path}", "run.name=x", "--dry-run"]
+    saves = str(tmp_path / "x" / "checkpoints")
+    lives = "1+!3 1+!4 1+!5 1!6"
+    out = desk.done(*arguments, lives=lives, FAKE_SAVES=saves, MEGARL_MAX_RESTARTS="1", code=1)
+    assert out.count("is queued again, restart 1 of 1") == 3
+    assert out.splitlines()[-1].endswith("is not queued again after 1 restarts")
 
 
 def test_the_logs_of_a_run_that_failed_outlive_its_nodes(desk: Desk) -> None:

@@ -1,0 +1,175 @@
+"""The nodes of a run: which of them each GPU slot is on, which are spare, and which have died."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.cluster import ray_environment  # noqa: F401  # isort: skip  (before Ray)
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megarl.cluster.topology import bundles_by_address
+from megarl.types import UserError
+
+NAME_LABEL = "megarl-node"  # of a Ray node; scripts/ray_node.sh sets it
+_PLACING_S = 60.0  # how long to wait for the GPUs of a running cluster
+_PROBE_S = 3.0  # how long a raylet may take to accept a connection
+_PROBES = 32  # at a time
+
+
+class NodesLost(Exception):
+    """Nodes have died, or another run holds them."""
+
+
+@dataclass(frozen=True)
+class ReservedNode:
+    """A node that the run holds.
+
+    address: IPv4; name: Slurm's name of the node, or its host name; port: of its raylet; bundle: its number in the
+    placement group.
+    """
+
+    node_id: str
+    address: str
+    name: str
+    port: int
+    bundle: int
+
+    @staticmethod
+    def of(node: Mapping[str, Any], bundle: int) -> ReservedNode:
+        """node: an entry of `ray.nodes()`."""
+        return ReservedNode(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            name=node["Labels"].get(NAME_LABEL) or node["NodeManagerHostname"],
+            port=node["NodeManagerPort"],
+            bundle=bundle,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+class NodeSlots:
+    """The nodes of a run, with `node_gpus` GPU slots each: slot s is on node s // node_gpus of `in_use`.
+
+    Each node, also a spare one, is a bundle of one placement group, with all of the node's GPUs, so that no other run
+    takes a spare. When a node dies Ray leaves the other bundles where they are, and moves the lost one to a node that
+    joins the cluster later: that is a spare node then.
+    """
+
+    def __init__(self, node_gpus: int) -> None:
+        self._node_gpus = node_gpus
+        self._group: PlacementGroup
+        self._replaced: set[str] = set()  # ids of nodes that a spare has replaced, dead or not
+        # in the order of the slots: sorted by address, until a spare node replaces one
+        self.in_use: list[ReservedNode] = []
+        self.died_before: list[ReservedNode] = []  # missing when the others were reserved
+
+    def reserve(self, gpus: int, num_spares: int = 0) -> None:
+        """Take the nodes for so many slots, and spare ones; fewer of those where nodes have died.
+
+        Raises UserError where Ray has no such nodes, NodesLost where nodes have died or another run holds them.
+        """
+        if not (count := -(-gpus // self._node_gpus)):
+            return
+        num_nodes = self._num_to_reserve(gpus, count, num_spares)
+        self._group = placement_group(
+            [{"GPU": self._node_gpus}] * num_nodes, strategy="STRICT_SPREAD"
+        )
+        ready = self._group.ready()
+        if not ray.wait([ready], timeout=_PLACING_S)[0]:
+            raise NodesLost(
+                f"{num_nodes} nodes of the Ray cluster were not free for {_PLACING_S:.0f} s: another run has one"
+            )
+        ray.get(ready)
+        self.in_use = self._reserved()[:count]
+
+    def _num_to_reserve(self, gpus: int, count: int, num_spares: int) -> int:
+        nodes = ray.nodes()
+        num_fit = sum(
+            node["Alive"] and node["Resources"].get("GPU", 0) == self._node_gpus for node in nodes
+        )
+        wanted = count + num_spares
+        if num_fit >= wanted:
+            return wanted
+        key = "placement.gpus" if num_fit < count else "placement.spare_nodes"
+        problem = f"{gpus} GPUs are {count} nodes of {self._node_gpus}"
+        if num_spares:
+            problem += f", with {num_spares} spare {wanted}"
+        problem += f", Ray has {num_fit} with as many GPUs"
+        self.died_before = [ReservedNode.of(node, -1) for node in nodes if not node["Alive"]]
+        if num_fit + len(self.died_before) < wanted:
+            hint = "start Ray on more nodes, lower it, or correct placement.gpus_per_node"
+            raise UserError(key, problem, hint)
+        if num_fit < count:
+            raise NodesLost(f"{problem}: other nodes have died")
+        return num_fit
+
+    def _reserved(self) -> list[ReservedNode]:
+        """The live nodes that hold a bundle, sorted by address."""
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        node_ids = placement_group_table(self._group)["bundles_to_node_id"]
+        of_bundle = {
+            bundle: alive[node_id] for bundle, node_id in node_ids.items() if node_id in alive
+        }
+        addresses = {bundle: node["NodeManagerAddress"] for bundle, node in of_bundle.items()}
+        return [
+            ReservedNode.of(of_bundle[bundle], bundle) for bundle in bundles_by_address(addresses)
+        ]
+
+    def node_of(self, slot: int) -> ReservedNode:
+        return self.in_use[slot // self._node_gpus]
+
+    def strategy(self, slot: int) -> PlacementGroupSchedulingStrategy:
+        """Ray's scheduling of a process on the slot."""
+        return PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=self.node_of(slot).bundle
+        )
+
+    def spares(self) -> list[ReservedNode]:
+        """The nodes that no slot is on, in the order in which they replace others: by address."""
+        if not self.in_use:
+            return []
+        taken = self._replaced | {node.node_id for node in self.in_use}
+        return _reachable(node for node in self._reserved() if node.node_id not in taken)
+
+    def dead(self) -> list[ReservedNode]:
+        """The nodes with slots that Ray has lost, or whose raylet accepts no connection: Ray takes its time."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        well = _reachable(node for node in self.in_use if node.node_id in alive)
+        return [node for node in self.in_use if node not in well]
+
+    def replace(self, address: str) -> ReservedNode:
+        """Put the slots of a node on the first spare node, which is returned. Raises NodesLost where none is left.
+
+        The node need not be dead; it is never a spare node itself.
+        """
+        place = [node.address for node in self.in_use].index(address)
+        spares = self.spares()
+        if not spares:
+            raise NodesLost(f"no spare node is left to replace {self.in_use[place]}")
+        self._replaced.add(self.in_use[place].node_id)
+        self.in_use[place] = spares[0]
+        return spares[0]
+
+
+def _reachable(nodes: Iterable[ReservedNode]) -> list[ReservedNode]:
+    """Those whose raylet accepts a connection, in order."""
+    asked = list(nodes)
+    with ThreadPoolExecutor(max_workers=_PROBES) as pool:
+        answers = list(pool.map(_answers, asked))
+    return [node for node, answered in zip(asked, answers, strict=True) if answered]
+
+
+def _answers(node: ReservedNode) -> bool:
+    try:
+        socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
+    except OSError:
+        return False
+    return True

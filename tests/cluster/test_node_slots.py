@@ -1,0 +1,141 @@
+"""Real Ray nodes that die: which nodes a run then has, and who is blamed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ray_nodes import ROOT, RayNodes
+
+pytestmark = pytest.mark.slow
+
+FIRST, SECOND, THIRD = (f"127.0.0.{number}" for number in (2, 3, 4))
+
+# A run with two slots and a spare node. It prints what it sees; where it waits for a line, the test does what it said.
+_RUN = """
+import sys, time
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.ray_session import Cluster
+
+def tell(*words):
+    print("run:", *words, flush=True)
+
+def wait_for(deed):
+    tell("do", deed)
+    sys.stdin.readline()
+
+def start(cluster, name, slot):
+    worker = cluster.worker(name, slot)
+    cluster.gather({worker.start("tests.cluster.idle:Idle", slot): name}, among=[worker])
+    (placed,) = cluster.gather({worker.own_placement(0): name}, among=[worker])
+    tell(name, "slot", slot, placed.address)
+    return worker
+
+with Cluster(2, node_gpus=1, spare_nodes=1) as cluster:
+    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *cluster.dead_nodes())
+    first = start(cluster, "rank 0", 0)
+    start(cluster, "rank 1", 1)
+    second = cluster.nodes[1]
+    wait_for("kill " + second)
+    began = time.monotonic()
+    try:
+        cluster.gather({first.call("hang"): "rank 0"})
+    except WorkerFailed as failed:
+        tell("failed", failed)
+        tell("faulty", *cluster.faulty_nodes(failed), "dead", *cluster.dead_nodes())
+        tell("seconds", time.monotonic() - began)
+    tell("replaced by", cluster.replace_node(second))
+    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *cluster.dead_nodes())
+    start(cluster, "rank 1 again", 1)
+    try:
+        cluster.replace_node(cluster.nodes[1])
+    except WorkerFailed as failed:
+        tell("refused", failed)
+    wait_for("start " + second)
+    while not cluster.spare_nodes:
+        time.sleep(0.1)
+    tell("replaced by", cluster.replace_node(cluster.nodes[1]))
+    tell("nodes", *cluster.nodes, "spare", *cluster.spare_nodes, "dead", *cluster.dead_nodes())
+    start(cluster, "rank 1 once more", 1)
+    for _ in range(2):  # two processes that end before they are up
+        ghost = cluster.worker("ghost", 0)
+        ghost.kill()
+        try:
+            cluster.gather({ghost.call("hang"): "ghost"}, among=[ghost])
+        except WorkerFailed as failed:
+            tell("faulty", *cluster.faulty_nodes(failed))
+            tell("faulty still", *cluster.faulty_nodes(failed))
+"""
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[RayNodes]:
+    with (
+        tempfile.TemporaryDirectory(prefix="n-", dir="/tmp") as disk,
+        RayNodes(tmp_path, Path(disk), gpus=1) as three,
+    ):
+        three.start(FIRST, SECOND, THIRD)
+        yield three
+
+
+def test_a_spare_node_takes_the_slots_of_a_node_that_died(nodes: RayNodes, tmp_path: Path) -> None:
+    """Also of a node that lives and is at fault; a node that comes back is a spare one then."""
+    report = tmp_path / "bad_nodes"
+    environment = nodes.environment() | {
+        "RAY_ADDRESS": nodes.address,
+        "PYTHONPATH": str(ROOT),
+        "MEGARL_BAD_NODES": str(report),
+    }
+    run = subprocess.Popen(
+        [sys.executable, "-c", _RUN],
+        env=environment,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdin and run.stdout
+    deeds = {f"kill {SECOND}": nodes.kill, f"start {SECOND}": nodes.join}
+    told = []
+    for line in run.stdout:
+        mark, _, words = line.strip().partition("run: ")
+        if mark:
+            continue  # Ray has its own word on a raylet's end
+        if words.removeprefix("do ") in deeds:
+            deeds[words.removeprefix("do ")](SECOND)
+            run.stdin.write("\n")
+            run.stdin.flush()
+        else:
+            told.append(words)
+    assert run.wait(60) == 0, told
+    seconds = next(line for line in told if line.startswith("seconds "))
+    told.remove(seconds)
+    print(seconds)
+    assert told == [
+        f"nodes {FIRST} {SECOND} spare {THIRD} dead",
+        f"rank 0 slot 0 {FIRST}",
+        f"rank 1 slot 1 {SECOND}",
+        "failed rank 1: its process died",
+        f"faulty {SECOND} dead {SECOND}",
+        f"replaced by {THIRD}",
+        f"nodes {FIRST} {THIRD} spare dead",
+        f"rank 1 again slot 1 {THIRD}",
+        f"refused no spare node is left to replace {THIRD}.slurm ({THIRD})",
+        f"replaced by {SECOND}",
+        f"nodes {FIRST} {SECOND} spare dead",
+        f"rank 1 once more slot 1 {SECOND}",
+        "faulty",
+        "faulty still",
+        f"faulty {FIRST}",
+        f"faulty still {FIRST}",
+    ]
+    unstarted = f"{FIRST}.slurm\tsuspicion\tghost did not start"
+    assert report.read_text().splitlines() == [
+        f"{SECOND}.slurm\tfault\tit died (rank 1: its process died)",
+        *[unstarted] * 2,
+    ], "by the name that Slurm has for a node"

@@ -1,0 +1,131 @@
+"""Ray nodes of this machine, each with an address of its own, started as on a cluster: by scripts/ray_node.sh."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+_LIMIT_S = 300.0
+_POLL_S = 0.1
+_END_S = 60.0
+
+
+def inherited(*prefixes: str) -> dict[str, str]:
+    """The environment without variables that begin so."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
+
+
+class RayNodes:
+    """Nodes of simulated GPUs, the first of them the head of their cluster. Used by `with`."""
+
+    def __init__(self, folder: Path, disk: Path, gpus: int) -> None:
+        """folder: empty, for the token and the logs. disk: a short path, for what the nodes have of their own."""
+        self.folder = folder
+        self._disk = disk
+        self._gpus = gpus
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self.address = ""  # of the head, as RAY_ADDRESS
+        self.token = folder / "token"
+        self.token.write_text("5" * 64)
+        self.token.chmod(0o600)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The head last: the other nodes would wait for it."""
+        for address in reversed(list(self._nodes)):
+            node = self._nodes[address]
+            tree = _tree(node)
+            node.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(_END_S)
+            _kill(tree)
+            node.wait()
+
+    def environment(self) -> dict[str, str]:
+        """Of a node, and of a command on one."""
+        return inherited("RAY_", "MEGARL_") | {
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "RAY_AUTH_TOKEN_PATH": str(self.token),
+            "RAY_AUTH_MODE": "token",
+            "MEGARL_GPUS_PER_NODE": str(self._gpus),
+            "MEGARL_RAY_DIR": str(self._disk),
+            "MEGARL_OBJECT_STORE_BYTES": str(2**27),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, head: str, *others: str) -> None:
+        """Start nodes of these addresses, and wait until all have joined."""
+        self.start_head(head)
+        for address in others:
+            self.join(address)
+        self.wait_for(1 + len(others))
+
+    def start_head(self, address: str) -> None:
+        file = self.folder / "address"
+        self._start(address, "head", str(file), {})
+        self._wait(file.exists)
+        self.address = file.read_text().strip()
+
+    def join(self, address: str, **environment: str) -> None:
+        self._start(address, "worker", self.address, environment)
+
+    def wait_for(self, count: int) -> None:
+        """Wait until Ray knows so many live nodes."""
+        self._wait(lambda: self._num_alive() == count)
+
+    def kill(self, address: str) -> None:
+        """All processes of a node, as where its power fails; the raylet goes first, and so reports no other's end."""
+        node = self._nodes.pop(address)
+        tree = _tree(node)
+        tree.sort(key=lambda process: process.name() != "raylet")
+        _kill(tree)
+        node.wait()
+
+    def log(self) -> str:
+        return "\n".join(file.read_text() for file in self.folder.glob("*.log"))
+
+    def _start(self, address: str, role: str, meets: str, environment: dict[str, str]) -> None:
+        own = {"MEGARL_NODE_ADDRESS": address, "SLURMD_NODENAME": f"{address}.slurm"}
+        variables = self.environment() | own | environment
+        command = ["bash", str(ROOT / "scripts/ray_node.sh"), role, meets]
+        with (self.folder / f"{address}.log").open("ab") as log:
+            self._nodes[address] = subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdout=log, stderr=log
+            )
+
+    def _wait(self, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _LIMIT_S
+        while not holds():
+            assert all(node.poll() is None for node in self._nodes.values()), self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(_POLL_S)
+
+    def _num_alive(self) -> int:
+        command = [str(Path(sys.executable).parent / "ray"), "status", "--address", self.address]
+        done = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
+        return sum(line.strip().startswith("1 node_") for line in done.stdout.splitlines())
+
+
+def _tree(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    if node.poll() is not None:
+        return []
+    process = psutil.Process(node.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
