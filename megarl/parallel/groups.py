@@ -23,6 +23,8 @@ from megarl import device
 from megarl.algos.statistics import Statistic, Statistics
 from megarl.placement.train_layout import TrainLayout
 
+TOLD_BYTES = 512
+
 
 def join(store: Store, rank: int, layout: TrainLayout, seed: int, timeout_s: float) -> None:
     """Join the training world, build Megatron's groups and seed every generator; blocks until all ranks have joined."""
@@ -182,8 +184,29 @@ def over_dp(values: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SU
 
 
 def _reduced(
-    values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    values: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     reduced = values.to(device.DEVICE, copy=True)
     dist.all_reduce(reduced, op=op, group=group)
     return reduced.to(values.device)
+
+
+def all_agree(flag: torch.Tensor) -> bool:
+    """Whether the number of every rank of the world is not 0; waits for the device."""
+    return bool(_reduced(flag.to(device.DEVICE), dist.ReduceOp.MIN, dist.group.WORLD).item())
+
+
+def gathered(values: torch.Tensor) -> torch.Tensor:
+    """[ranks of the world, ...]: the values of each, which have one shape on all of them."""
+    own = values.to(device.DEVICE).reshape(-1)
+    table = own.new_empty(dist.get_world_size() * len(own))
+    dist.all_gather_into_tensor(table, own)
+    return table.view(dist.get_world_size(), *values.shape)
+
+
+def told(text: str, rank: int) -> str:
+    """The text of one rank of the world, cut to TOLD_BYTES, on all of them."""
+    content = text.encode()[:TOLD_BYTES].ljust(TOLD_BYTES, b"\0")
+    told_bytes = torch.tensor([*content], dtype=torch.uint8, device=device.DEVICE)
+    dist.broadcast(told_bytes, rank)
+    return bytes(told_bytes.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -59,5 +59,15 @@ def onload_params(offloaded: Offloaded) -> None:
         _bytes(storage).copy_(on_host)
 
 
+def contents(tensor: torch.Tensor, offloaded: Offloaded) -> torch.Tensor:
+    """The tensor, or a view of its content on the host while its memory is freed."""
+    own = tensor.untyped_storage()
+    for storage, on_host in offloaded:
+        if storage._cdata == own._cdata:
+            whole = on_host.view(tensor.dtype)
+            return whole.as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    return tensor.detach()
+
+
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

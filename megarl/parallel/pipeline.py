@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
 from megarl.parallel import groups, lora
 from megarl.parallel.cp_gather import gather_row, gather_whole
+from megarl.parallel.finiteness import Finiteness
 from megarl.parallel.logprobs import hidden_logprobs
 from megarl.parallel.model import Chunk, Score
 from megarl.parallel.packing import PackedRow
@@ -52,11 +53,13 @@ class Pass(Generic[Result]):
 class Pipeline:
     """The model chunks of a training rank, with their routing.
 
-    aux_loss, z_loss and mtp_loss: weights of the auxiliary losses, each a mean over tokens.
+    finiteness: sees what the passes compute. aux_loss, z_loss and mtp_loss: weights of the auxiliary losses, each a
+    mean over tokens.
     """
 
     chunks: Sequence[DistributedDataParallel | Chunk]
     routing: Routing
+    finiteness: Finiteness
     vocab_size: int
     aux_loss: float
     z_loss: float
@@ -147,6 +150,7 @@ class Pipeline:
                 attention_mask=None,
                 packed_seq_params=packing,
             )
+        self.finiteness.see_output(_module(model), output)
         return output, partial(self._loss, _module(model), row, on_outputs, norms, temperature)
 
     def _loss(
@@ -169,6 +173,8 @@ class Pipeline:
             loss_sum = loss_sum + self._mtp_loss(chunk, row, ahead) * (
                 norms.denominator / norms.loss_tokens
             )
+        if norms:
+            self.finiteness.see_loss(loss_sum)
         return loss_sum, torch.zeros((), dtype=torch.int, device=loss_sum.device), result
 
     def _scores(self, head: Score, hidden: torch.Tensor, row: PackedRow) -> torch.Tensor:

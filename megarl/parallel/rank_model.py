@@ -21,11 +21,15 @@ from megarl.parallel import (
     model,
     optimizer,
     shared_weights,
+    state_bytes,
 )
+from megarl.parallel.finiteness import Finiteness
 from megarl.parallel.local_spec import use_local_layers
 from megarl.parallel.options import effective_options
 from megarl.parallel.packing import Split
+from megarl.parallel.param_names import named_buffers, named_parameters
 from megarl.parallel.pipeline import Pipeline
+from megarl.parallel.replicas import Replicated, replicated_gradients, replicated_weights
 from megarl.parallel.routing import Routing
 from megarl.parallel.tp_attributes import set_tp_attributes
 from megarl.placement.roles import Role
@@ -68,6 +72,7 @@ class RankModel:
         self.shape = shape
         self.layout = layout
         self._train = train
+        self._asynchronous = recipe.checkpoint.asynchronous
         self.at = layout.coords(rank)
         self.is_last_stage = self.at.pp == layout.pp - 1
         self.split = Split(layout.tp, layout.cp, self.at.cp, layout.tokens_align)
@@ -86,13 +91,27 @@ class RankModel:
         self._unwrapped: Sequence[torch.nn.Module] = chunks
         self._trains = role.trains
         self._is_published = is_published
+        self._is_offloaded = False
         self._offloaded: host_offload.Offloaded = []
         self._shared: frozenset[str] = frozenset()  # weights that are in another process's memory
+        self._saving: dist_checkpoint.Pending | None = None
         self.chunks: Sequence[Any] = chunks
+        self.finiteness = Finiteness(chunks, layout.virtual_stages(self.at.pp))
         if role.trains:
             self.chunks = model.wrap(config, chunks, train)
-        self.pipeline = Pipeline(
-            self.chunks, routing, shape.vocab_size, train.aux_loss, train.z_loss, train.mtp_loss
+            self.finiteness.watch_gradients(self.chunks)
+        self.pipeline = self._pipeline(routing)
+
+    def _pipeline(self, routing: Routing) -> Pipeline:
+        train = self._train
+        return Pipeline(
+            self.chunks,
+            routing,
+            self.finiteness,
+            self.shape.vocab_size,
+            train.aux_loss,
+            train.z_loss,
+            train.mtp_loss,
         )
 
     def make_optimizer(self) -> None:
@@ -125,6 +144,15 @@ class RankModel:
         """All decoder layers with experts, in the whole model."""
         return [layer for layer in range(self.shape.num_layers) if not self.shape.is_dense(layer)]
 
+    def replicated_weights(self) -> Replicated:
+        """The weights that other ranks hold too; without those to which each rank adds its adapters."""
+        only_trained = self.adapters is not None and self.adapters.are_in_weights
+        return replicated_weights(self._unwrapped, only_trained=only_trained)
+
+    def replicated_gradients(self) -> Replicated:
+        """The gradients that other ranks hold too, between a backward pass and the step."""
+        return replicated_gradients(self._unwrapped)
+
     def zero_grad(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -134,6 +162,7 @@ class RankModel:
 
         Raises FloatingPointError when it is not finite.
         """
+        self._wait_for_save()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         _, grad_norm, _ = self.optimizer.step()
@@ -143,19 +172,48 @@ class RankModel:
         return float(grad_norm)
 
     def save(self, folder: Path) -> dist_checkpoint.Pending:
-        """Begin to write everything that a resumed run needs."""
-        return dist_checkpoint.save(folder, self.chunks, self.optimizer)
+        """Write everything that a resumed run needs, or with `checkpoint.asynchronous` begin to."""
+        self._saving = dist_checkpoint.save(
+            folder, self.chunks, self.optimizer, asynchronous=self._asynchronous
+        )
+        return self._saving
+
+    def _wait_for_save(self) -> None:
+        """Before the optimizer's state changes, which a save may be reading."""
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None
 
     def load(self, folder: Path) -> None:
         """Resume from what `save` wrote, in this layout or another."""
+        self._wait_for_save()
         dist_checkpoint.load(folder, self.chunks, self.optimizer)
 
     def load_weights(self, folder: Path) -> None:
         """The weights alone of what `save` wrote, in any layout."""
         dist_checkpoint.load_weights(folder, self.chunks)
 
+    def state_bytes(self) -> state_bytes.StateBytes:
+        """What this rank trains, its buffers and its optimizer's state, wherever their memory is now."""
+        trained: list[torch.Tensor] = [
+            param for _, param in named_parameters(self._unwrapped) if param.requires_grad
+        ]
+        trained += [
+            buffer for name, buffer in named_buffers(self._unwrapped) if name not in self._shared
+        ]
+        own = [host_offload.contents(tensor, self._offloaded) for tensor in trained]
+        return state_bytes.StateBytes(
+            own + state_bytes.optimizer_tensors(self.optimizer, self._unwrapped)
+        )
+
     def offload(self) -> None:
-        """Free the gradients, move parameters that no engine maps to the host, and on a GPU the optimizer's state."""
+        """Free the gradients, move parameters that no engine maps to the host, and on a GPU the optimizer's state.
+
+        Nothing happens where that is done already.
+        """
+        if self._is_offloaded:
+            return
+        self._is_offloaded = True
         if self._trains:
             for chunk in self.chunks:
                 chunk.offload_grad_buffers(empty_cache=False)
@@ -172,6 +230,9 @@ class RankModel:
 
     def onload(self) -> None:
         """Undo offload; gradients come back as zeros."""
+        if not self._is_offloaded:
+            return
+        self._is_offloaded = False
         if not self._is_published:
             host_offload.onload_params(self._offloaded)
             self._offloaded = []

@@ -20,6 +20,7 @@ from megarl.types import (
     episode_dict,
 )
 from megarl.types.episodes import DropReason
+from megarl.types.worker_faults import WorkerFaults, all_faults
 
 # The advantage of a sample by its places in the step's groups and in its group; None: the algorithm gives it none.
 Advantages = Mapping[tuple[int, int], float | None]
@@ -172,6 +173,33 @@ def failed_share(groups: Sequence[GroupSummary]) -> float:
     """Of all samples, those whose reward failed, in the groups or dropped from them."""
     asked = sum(len(group.rewards_G) + group.num_dropped for group in groups)
     return sum(len(group.failures) for group in groups) / max(asked, 1)
+
+
+def fault_metrics(groups: Sequence[GroupSummary]) -> Metrics:
+    """Of a step's worker processes and the services that they call; {} where nothing went wrong.
+
+    `workers_replaced`: processes that were ended; `retries`: tries of calls that were made again; `calls_lost`: calls
+    without an answer; `breaker_open_s`: seconds in which calls were held back, summed over engines.
+    """
+    metrics: Metrics = {}
+    for room, faults in faults_by_room(groups).items():
+        services = faults.services
+        metrics |= {
+            f"{room}/workers_replaced": float(faults.ended),
+            f"{room}/retries": float(sum(service.retries for service in services)),
+            f"{room}/calls_lost": float(sum(service.lost for service in services)),
+            f"{room}/breaker_open_s": sum(service.down_s for service in services),
+        }
+    return metrics
+
+
+def faults_by_room(groups: Sequence[GroupSummary]) -> dict[str, WorkerFaults]:
+    """The faults of all groups together, `reward` and `episode`."""
+    parts: dict[str, list[WorkerFaults]] = {}
+    for group in groups:
+        for room, faults in group.faults.items():
+            parts.setdefault(room, []).append(faults)
+    return {room: all_faults(faults) for room, faults in sorted(parts.items())}
 
 
 def train_metrics(updates: Sequence[Statistics], room: str = "train") -> Metrics:

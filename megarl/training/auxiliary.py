@@ -120,7 +120,7 @@ class AuxiliaryRank(TrainingRank):
         """One update. old: of `values_of`, before the step's updates; rewards: of each token, if there are any.
 
         Returns grad_norm, and on the last stage the loss and its statistics over all data-parallel ranks. Raises
-        FloatingPointError when the gradient is not finite.
+        SilentFault as the guard of updates.
         """
         hyperparameters = self._hyperparameters
         has_scores = self._kind.has_scores

@@ -27,10 +27,16 @@ from megarl.algos.ratios import bounded
 from megarl.algos.statistics import UPDATE_MEAN, Statistic, Statistics, parts
 from megarl.checkpoints.hf_export import Export, export_hf
 from megarl.parallel import groups, host_offload, model
-from megarl.parallel.packing import PackedRow
+from megarl.parallel.packing import PackedRow, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.routing import Choices
-from megarl.placement.roles import Role, reference_copy, sent_lora, trains_merged
+from megarl.placement.roles import (
+    Role,
+    is_reporting_rank,
+    reference_copy,
+    sent_lora,
+    trains_merged,
+)
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import share_params
 from megarl.resharding.payloads import ReshardStep, exchanged
@@ -40,6 +46,7 @@ from megarl.training.batching import TokenValues, Update, refs_of, values_by_rea
 from megarl.training.calls import TokenValuesCall, TokenValuesResult, TrainCall
 from megarl.training.merged_weights import MergedWeights
 from megarl.training.rank import TrainingRank, norms_of
+from megarl.training.row_diffs import RowDiffs, row_diffs
 from megarl.training.shares import HostChoices, Logprobs, UpdateShare, on_host, with_logprobs
 from megarl.training.train_sequences import train_sequences
 from megarl.types import FloatArray, Hyperparameters, SampleGroup, regrouped
@@ -64,6 +71,8 @@ class PolicyRank(TrainingRank):
         self.communicator_bytes = lambda: self._model.communicator_bytes
         self._exchanges: Exchanges | None = None
         self._merged: MergedWeights | None = None
+        # of the updates of the step; None where nothing reads them
+        self._row_diffs: list[RowDiffs] | None = None
         adapters = self._model.adapters
         size = role.lora
         if adapters and size and trains_merged(recipe):
@@ -77,6 +86,10 @@ class PolicyRank(TrainingRank):
 
     def load_weights(self, folder: Path) -> None:
         super().load_weights(folder)
+        self._write_merged()
+
+    def finish_restore(self, small: bytes) -> None:
+        super().finish_restore(small)
         self._write_merged()
 
     def _write_merged(self) -> None:
@@ -113,8 +126,17 @@ class PolicyRank(TrainingRank):
             )
         loss = ALGORITHMS[algorithm].loss(hyperparameters)
         diffs = self._replay_diffs(shares[0])
+        is_sampled = ALGORITHMS[algorithm].learns_from != "demonstrations"
+        if is_sampled and is_reporting_rank(self.layout, self.rank):
+            self._row_diffs = []
+        else:
+            self._row_diffs = None
         first, *rest = [self.train_step(share, call.lr, loss) for share in shares]
         return [first | diffs, *rest]
+
+    def row_diffs(self) -> RowDiffs:
+        """Of the rows of the last `train` on this data-parallel rank; none on ranks that do not report."""
+        return RowDiffs.joined(self._row_diffs or [])
 
     def _hyperparameters(self, algorithm: str) -> Hyperparameters:
         return hyperparameters_of(algorithm, self._recipe.algorithm)
@@ -267,12 +289,15 @@ class PolicyRank(TrainingRank):
 
         The gradient is that of the loss sums over all ranks / denominator. Returns grad_norm (before clipping) and the
         statistics of `_routing_stats`, and on the last stage the loss, `policy_statistics` and the loss's statistics,
-        over all data-parallel ranks. Raises FloatingPointError when the gradient is not finite.
+        over all data-parallel ranks. Raises SilentFault as the guard of updates.
         """
+
+        passed: list[tuple[PackedRow, torch.Tensor]] = []
 
         def row_loss(row: PackedRow, logp_T: torch.Tensor, entropy_T: torch.Tensor) -> LossResult:
             if row.old_logp_T is None:
                 old_logp_T = logp_T.detach()
+                passed.append((row, old_logp_T))
             else:
                 old_logp_T = row.old_logp_T
             loss_sum, stats = loss(logp_T, entropy_T, old_logp_T, row.targets)
@@ -286,6 +311,10 @@ class PolicyRank(TrainingRank):
         statistics, routing_sums = self._update(
             rows, row_loss, share.norms, lr, choices=share.choices, temperature=share.temperature
         )
+        if self._row_diffs is not None:
+            own_logp = [logp_T for row, of_row_T in passed for logp_T in unpack(row, of_row_T)]
+            sequences = [sequence for batch in share.micro_batches for sequence in batch]
+            self._row_diffs.append(row_diffs(sequences, share.old_logp or own_logp))
         self._write_merged()
         return statistics | self._routing_stats(routing_sums, share.norms)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,8 @@ from megarl.algos.losses import LossResult
 from megarl.algos.statistics import GRAD_NORM, LOSS, Statistics
 from megarl.checkpoints import hf_import, peft
 from megarl.checkpoints.snapshots import Digest, digests
-from megarl.disk import visible_folder, writing
-from megarl.parallel import groups, host_offload, model
+from megarl.disk import DiskPulse, visible_folder, writing
+from megarl.parallel import groups, host_offload, model, state_bytes
 from megarl.parallel.packing import PackedRow, pack, unpack
 from megarl.parallel.pipeline import Norms
 from megarl.parallel.rank_model import RankModel
@@ -25,9 +28,12 @@ from megarl.placement.roles import Role
 from megarl.resharding import lora_map, megatron_map
 from megarl.resharding.memory_handles import SourceHandles, map_params
 from megarl.training.batching import Update
-from megarl.types import FloatArray, TrainSequence, regrouped
+from megarl.training.update_guard import UpdateGuard
+from megarl.types import ByteArray, FloatArray, TrainSequence, regrouped
 
 MicroBatches = Sequence[Sequence[TrainSequence]]
+_LOOK_S = 0.02  # a checkpoint ends so much later, at most, because its disk is attended to
+_SHORT_S = 1.0  # no disk is asked about a call that does not take longer
 
 
 class TrainingRank:
@@ -57,6 +63,7 @@ class TrainingRank:
         self.shape = shape
         self.layout = role.layout
         self._recipe = recipe
+        self._num_disk_calls = 0
         self._store = device.join_store(meet, recipe.run.timeout_s)
         of_rank = shape, self.layout, rank
         self._model = RankModel(
@@ -67,6 +74,7 @@ class TrainingRank:
             is_published=is_published,
             pairs=lora_map.pairs(*of_rank, size, model.TRANSFORMER_ENGINE) if size else (),
         )
+        self._guard = UpdateGuard(self._model, self.layout, recipe.run.compare_replicas_every)
         self._pack = partial(pack, split=self._model.split, device=device.DEVICE)
         shards = megatron_map.shards(shape, self.layout, rank, model.TRANSFORMER_ENGINE)
         if is_published or not size:
@@ -77,6 +85,7 @@ class TrainingRank:
             peft.load_head(recipe.lora.path, shards, self.params())
         if role.trains:
             self._model.make_optimizer()
+        self._state: state_bytes.StateBytes | None = None
         self._reference: dict[str, torch.Tensor] = {}
         if reference:
             self._reference = host_offload.host_buffers_like(self.params())
@@ -108,18 +117,80 @@ class TrainingRank:
     def save(self, folder: Path) -> None:
         """Begin to write this rank's part of a checkpoint into an empty folder; training may go on meanwhile.
 
-        Raises UserError, as `finish_save`, where the disk is full or the folder is gone.
+        Raises UserError, as `finish_save`, where the disk is full or the folder is gone; training may go on then, too.
         """
         # threads and files of this process: no call could return them
         self._saved_in = folder
-        with writing(visible_folder(folder), "a checkpoint"):
+        with self._disk_call():
             self._pending = self._model.save(folder)
+
+    def has_saved(self) -> bool:
+        """Whether `finish_save` would wait for no file of this rank."""
+        return self._pending.is_written()
 
     def finish_save(self) -> dict[str, Digest]:
         """Wait until the files of all ranks are written; the digests of this rank's own."""
-        with writing(visible_folder(self._saved_in), "a checkpoint"):
+        with self._disk_call():
             self._pending.finish()
             return digests(self._saved_in, self._pending.files)
+
+    async def attend_disk(self, calls: int, folder: Path) -> None:
+        """Return when so many calls of `save` and `finish_save` have ended, from the first.
+
+        Raises Silence where the folder's disk, as this node sees it, has not answered for run.timeout_s meanwhile:
+        such a call would never end.
+        """
+        began = time.monotonic()
+        pulse = None
+        while self._num_disk_calls < calls:
+            await asyncio.sleep(_LOOK_S)
+            if pulse:
+                pulse.check("a checkpoint")
+            elif time.monotonic() - began > _SHORT_S:
+                pulse = DiskPulse(visible_folder(folder), self._recipe.run.timeout_s - _SHORT_S)
+
+    @contextmanager
+    def _disk_call(self) -> Iterator[None]:
+        try:
+            with writing(visible_folder(self._saved_in), "a checkpoint"):
+                yield
+        finally:
+            self._num_disk_calls += 1
+
+    def begin_copy(self) -> tuple[int, bytes]:
+        """Begin to hand out a copy of the state, by `copied_bytes`; its size in bytes, and its small parts.
+
+        The rank must not compute until all of it is copied. Not collective, as all that concerns copies.
+        """
+        self._state = self._model.state_bytes()
+        return self._state.num_bytes, state_bytes.small_state(self._model.optimizer)
+
+    def copied_bytes(self, start: int, end: int) -> ByteArray:
+        """A part of the copy that was begun."""
+        assert self._state
+        return self._state.read(start, end)
+
+    def end_copy(self) -> None:
+        """Let go of the tensors of a copy, so that their memory can be freed."""
+        self._state = None
+
+    def begin_restore(self, num_bytes: int) -> None:
+        """Begin to take a copy of a rank in this place of the same layout. Raises RuntimeError for another size."""
+        self._state = self._model.state_bytes()
+        if self._state.num_bytes != num_bytes:
+            raise RuntimeError(
+                f"a copy of {num_bytes} bytes is not of this rank, which has {self._state.num_bytes}"
+            )
+
+    def restore_bytes(self, start: int, content: ByteArray) -> None:
+        """Take a part of the copy."""
+        assert self._state
+        self._state.write(start, content)
+
+    def finish_restore(self, small: bytes) -> None:
+        """Take the small parts, after all bytes."""
+        state_bytes.set_small_state(self._model.optimizer, small)
+        self.end_copy()
 
     def token_outputs(
         self,
@@ -155,7 +226,7 @@ class TrainingRank:
         """One optimizer update. loss: of a packed row and the pipeline's outputs for it; options: as of `Pipeline.run`.
 
         Returns grad_norm (before clipping), and on the last stage the loss and its statistics over all data-parallel
-        ranks; and the routers' sums on this rank. Raises FloatingPointError when the gradient is not finite.
+        ranks; and the routers' sums on this rank. Raises as the guard, before the optimizer's step.
         """
 
         def on_outputs(*row_and_outputs: Any) -> LossResult:
@@ -164,6 +235,7 @@ class TrainingRank:
 
         self._model.zero_grad()
         done = self._model.pipeline.run(rows, on_outputs, norms=norms, **options)
+        self._guard.check()
         grad_norm = self._model.step(lr)
         statistics: Statistics = {}
         if self._model.is_last_stage:

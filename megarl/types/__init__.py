@@ -13,17 +13,24 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
+from megarl.types.arrays import ByteArray as ByteArray
 from megarl.types.episodes import TRUNCATED as TRUNCATED
 from megarl.types.episodes import EpisodeEnd as EpisodeEnd
 from megarl.types.episodes import EpisodeFacts, EpisodeProgress, Transcript
 from megarl.types.episodes import TranscriptCall as TranscriptCall
 from megarl.types.episodes import TranscriptEntry as TranscriptEntry
 from megarl.types.episodes import episode_dict as episode_dict
+from megarl.types.errors import DiskFault as DiskFault
+from megarl.types.errors import Drained as Drained
 from megarl.types.errors import EndedEarly as EndedEarly
 from megarl.types.errors import FolderGone as FolderGone
+from megarl.types.errors import ProcessLost as ProcessLost
 from megarl.types.errors import Silence as Silence
 from megarl.types.errors import UserError as UserError
 from megarl.types.errors import UserErrors as UserErrors
+from megarl.types.faults import FaultMember as FaultMember
+from megarl.types.faults import SilentFault as SilentFault
+from megarl.types.sample_rows import UNKNOWN_ENGINE as UNKNOWN_ENGINE
 from megarl.types.sample_rows import Row as Row
 from megarl.types.sample_rows import RowSummary as RowSummary
 from megarl.types.sample_rows import SamplePart as SamplePart
@@ -33,6 +40,7 @@ from megarl.types.sample_rows import with_part as with_part
 from megarl.types.sequences import TrainSequence as TrainSequence
 from megarl.types.sequences import regrouped as regrouped
 from megarl.types.sequences import sample_numbers as sample_numbers
+from megarl.types.worker_faults import WorkerFaults
 
 Metrics = dict[str, float]
 # What a loss is the mean of: tokens of the whole update; sequences' token means; sequences' token sums; the same over a
@@ -126,7 +134,8 @@ class GroupSummary:
     """What the controller keeps of a group: the samples themselves stay in the object store.
 
     rows: of each sample. failures: descriptions of the failed reward results; num_dropped of their samples are not in
-    the group. verifications, prefills: of all samples but the baseline.
+    the group. verifications, prefills: of all samples but the baseline. faults: of the engine's worker processes since
+    its group before, by the room of their metrics, `reward` or `episode`.
 
     Of episodes alone: turn_rewards_G, the sum of the rewards of a sample's turns, None where no turn has any; facts, of
     each sample, None where it is no episode; transcripts, of the first samples, as many as samples.jsonl may show;
@@ -149,6 +158,7 @@ class GroupSummary:
     refused_fields: Mapping[str, int] = field(default_factory=dict)
     verifications: int = 0
     prefills: int = 0
+    faults: Mapping[str, WorkerFaults] = field(default_factory=dict)
     turn_rewards_G: FloatArray | None = None
     facts: tuple[EpisodeFacts | None, ...] = ()
     transcripts: tuple[Transcript, ...] = ()

@@ -24,6 +24,10 @@ class UserError(Exception):
         return one_line(f"{self.where}: {self.problem}; {self.hint}")
 
 
+class DiskFault(UserError):
+    """A file cannot be written: its disk is full, read-only or broken. A run may go on without the file for a while."""
+
+
 class FolderGone(UserError):
     """The folder that a run writes was removed or replaced meanwhile: the run has failed, and the CLI exits with 1."""
 
@@ -39,12 +43,18 @@ class UserErrors(Exception):
         return "\n".join(str(error) for error in self.errors)
 
 
+class ProcessLost(Exception):
+    """What raised it can serve no further call: another process must take its place."""
+
+
 class Silence(Exception):
-    """A process of the run is alive and has made no progress for run.timeout_s."""
+    """A process of the run is alive and has made no progress for too long; or a disk has not answered."""
 
 
 class EndedEarly(Exception):
     """A run that was asked to end soon has; the CLI exits with 75. `step`: the last one trained and saved, if any."""
+
+    _how = "ended early by SIGUSR1"
 
     def __init__(self, step: int | None) -> None:
         super().__init__(step)
@@ -55,4 +65,10 @@ class EndedEarly(Exception):
             saved = "nothing new to save"
         else:
             saved = f"the checkpoint of step {self.step} is complete"
-        return f"ended early by SIGUSR1, {saved}: the same command with --resume goes on"
+        return f"{self._how}, {saved}: the same command with --resume goes on"
+
+
+class Drained(EndedEarly):
+    """The same by `megarl drain`, after the step that was running; the CLI exits with 79: nothing starts it again."""
+
+    _how = "ended by megarl drain"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,21 @@ import numpy.typing as npt
 
 from megarl.types.arrays import BoolArray, FloatArray, IntArray
 
+UNKNOWN_ENGINE = -1
+
 
 @dataclass(frozen=True)
 class SamplePart:
     """Tokens of a response, one after another, that one version of the weights sampled.
 
-    Tokens that the model did not sample belong to the part of the turn before them.
+    Tokens that the model did not sample belong to the part of the turn before them. engine: the number of the engine
+    that sampled them, UNKNOWN_ENGINE where several did or no engine is known, as after a checkpoint. Equal tokens of
+    other engines are an equal part.
     """
 
     version: int
     num_tokens: int
+    engine: int = field(default=UNKNOWN_ENGINE, compare=False)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,9 @@ class RowSummary:
 def with_part(parts: tuple[SamplePart, ...], new: SamplePart) -> tuple[SamplePart, ...]:
     """Parts with a new one after them, which lengthens the last where both are of one version."""
     if parts and parts[-1].version == new.version:
-        return *parts[:-1], SamplePart(new.version, parts[-1].num_tokens + new.num_tokens)
+        last = parts[-1]
+        engine = last.engine if last.engine == new.engine else UNKNOWN_ENGINE
+        return *parts[:-1], SamplePart(new.version, last.num_tokens + new.num_tokens, engine)
     return *parts, new
 
 

@@ -34,11 +34,6 @@ def edited(checkpoint_path: Path, tmp_path: Path) -> Any:
     return edit
 
 
-def test_facts_as_transformers_5_writes_them(checkpoint_path: Path) -> None:
-    facts = hf_facts(checkpoint_path)
-    assert (facts.rms_norm_eps, facts.rope_theta, facts.norm_topk_prob) == (1e-5, 50_000.0, True)
-
-
 def test_facts_as_transformers_4_wrote_them(edited: Any) -> None:
     assert (
         hf_facts(edited(rope_parameters=None, rope_theta=123.0, rope_scaling=None)).rope_theta
@@ -69,40 +64,6 @@ def config(path: Path, options: dict[str, Any]) -> Any:
     return transformer_config(
         hf_facts(path), model_shape(path), TrainLayout(4, 2, 2, 2), torch.bfloat16, train
     )
-
-
-def test_config_follows_checkpoint_and_layout(checkpoint_path: Path) -> None:
-    megatron_config = config(checkpoint_path, {})
-    assert (
-        megatron_config.num_layers,
-        megatron_config.hidden_size,
-        megatron_config.num_query_groups,
-        megatron_config.kv_channels,
-    ) == (
-        4,
-        64,
-        2,
-        32,
-    )
-    assert (
-        megatron_config.num_moe_experts,
-        megatron_config.moe_router_topk,
-        megatron_config.moe_ffn_hidden_size,
-    ) == (8, 2, 32)
-    assert (
-        megatron_config.layernorm_epsilon,
-        megatron_config.moe_router_pre_softmax,
-        megatron_config.sequence_parallel,
-    ) == (
-        1e-5,
-        False,
-        True,
-    )
-    assert (
-        megatron_config.expert_model_parallel_size,
-        megatron_config.expert_tensor_parallel_size,
-    ) == (2, 1)
-    assert megatron_config.params_dtype is megatron_config.pipeline_dtype is torch.bfloat16
 
 
 def test_unnormalised_routing_takes_the_softmax_first(edited: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -90,29 +89,7 @@ def hybrids() -> int:
     return sum(isinstance(instance, HybridDeviceOptimizer) for instance in gc.get_objects())
 
 
-def keep_track(gathered: list[weakref.ref[torch.Tensor]]) -> None:
-    """Of what Megatron gathers for a save, in this process."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    plain: Any = DistributedOptimizer.get_parameter_state_dp_zero
-
-    def tracking(self: Any, **options: Any) -> Any:
-        state_dict = plain(self, **options)
-        kinds = [
-            kind
-            for value in state_dict.values()
-            if isinstance(value, dict)
-            for kind in value.values()
-        ]
-        gathered.extend(weakref.ref(kind[name]) for kind in kinds for name in STATE)
-        return state_dict
-
-    DistributedOptimizer.get_parameter_state_dp_zero = tracking  # type: ignore[method-assign]
-
-
 def train_and_save(trainer: Any, folder: Path) -> dict[str, Any]:
-    gathered: list[weakref.ref[torch.Tensor]] = []
-    keep_track(gathered)
     optimizers = trainer._model.optimizer.chained_optimizers
     groups = [
         group for optimizer in optimizers for group in optimizer.shard_fp32_from_float16_groups
@@ -122,7 +99,6 @@ def train_and_save(trainer: Any, folder: Path) -> dict[str, Any]:
         "before": steps_in_turn(trainer, 3), "saved": state(trainer),
     }  # fmt: skip
     pending = trainer._model.save(folder)
-    facts |= {"gathered": len(gathered), "alive": sum(ref() is not None for ref in gathered)}
     facts |= {
         "after": steps_in_turn(trainer, 2),
         "ended": state(trainer),
@@ -200,12 +176,6 @@ def test_it_has_no_masters_beside_the_weights_and_keeps_one_of_itself(runs: Any)
     assert {(rank["beside"] > 0, rank["hybrids"]) for rank in runs[False][1]} == {(True, 0)}
     # of dense weights, of experts
     assert {(rank["beside"], rank["hybrids"]) for rank in runs[True][1]} == {(0, 2)}
-
-
-def test_what_was_gathered_for_a_save_is_gone_when_training_goes_on(runs: Any) -> None:
-    assert {
-        (rank["gathered"] > 0, rank["alive"]) for _, ranks in runs.values() for rank in ranks
-    } == {(True, 0)}
 
 
 @pytest.mark.parametrize(("source", "target"), [(True, True), (True, False), (False, True)])

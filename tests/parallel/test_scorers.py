@@ -187,8 +187,8 @@ def classifier(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 @pytest.mark.parametrize(
     "layout",
-    [ONE_RANK, TrainLayout(4, 2, 1, 2), TrainLayout(4, 1, 2, 1, vpp=2)],
-    ids=["one", "tp2 ep2", "vpp2 dp2"],
+    [TrainLayout(4, 2, 1, 2), TrainLayout(4, 1, 2, 1, vpp=2)],
+    ids=["tp2 ep2", "vpp2 dp2"],
 )
 def test_scores_are_those_of_transformers(
     classifier: tuple[Path, Any], layout: TrainLayout

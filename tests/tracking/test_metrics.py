@@ -30,6 +30,7 @@ from megarl.tracking.metrics import (
     balance_metrics,
     eval_metrics,
     failed_share,
+    fault_metrics,
     idle_metrics,
     pick_samples,
     rollout_metrics,
@@ -47,6 +48,7 @@ from megarl.types import (
     StepSeconds,
     TranscriptEntry,
 )
+from megarl.types.worker_faults import ServiceFaults, WorkerFaults
 from tests.samples.responses import response_rows
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
@@ -70,6 +72,27 @@ def group(
 
 def means(*groups: GroupSummary) -> Metrics:
     return rollout_metrics(groups, compares_samples=False)
+
+
+def test_faults_are_added_up_over_groups_and_engines() -> None:
+    judge = ServiceFaults("judge", retries=3, lost=1, outages=1, down_s=2.5)
+    sandbox = ServiceFaults("sandbox", retries=2, down_s=1.0)
+    quiet = group("p", [1.0], [2])
+    first = replace(quiet, faults={"reward": WorkerFaults(1, (judge, sandbox))})
+    second = replace(
+        quiet, faults={"reward": WorkerFaults(0, (judge,)), "episode": WorkerFaults(4)}
+    )
+    assert fault_metrics([quiet, first, quiet, second]) == {
+        "reward/workers_replaced": 1.0,
+        "reward/retries": 8.0,
+        "reward/calls_lost": 2.0,
+        "reward/breaker_open_s": 6.0,
+        "episode/workers_replaced": 4.0,
+        "episode/retries": 0.0,
+        "episode/calls_lost": 0.0,
+        "episode/breaker_open_s": 0.0,
+    }
+    assert fault_metrics([quiet]) == {}
 
 
 def emptied(of: GroupSummary, num_dropped: int) -> GroupSummary:

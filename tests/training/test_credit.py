@@ -27,17 +27,6 @@ def learnt(one: TrainSequence) -> np.ndarray:
     return one.advantage_T[one.loss_mask_T]
 
 
-def test_a_reward_comes_with_the_last_token() -> None:
-    sequences = [sequence(2, 3, 1.0), sequence(1, 1, -1.0)]
-    values = [np.array([9, 9, 0.5, 0.25, 0.75], np.float32), np.array([9, 0.5], np.float32)]
-    advantages, returns = gae_advantages(sequences, values, gamma=1.0, lam=0.5)
-    # deltas: 0.25 - 0.5, 0.75 - 0.25, 1 - 0.75; each takes half of what comes after it
-    assert advantages[0].tolist() == [0, 0, -0.25 + 0.25 + 0.0625, 0.5 + 0.125, 0.25]
-    assert advantages[1].tolist() == [0, -1.5]
-    assert returns[0].tolist() == [0, 0, 0.5625, 0.875, 1.0]
-    assert returns[1].tolist() == [0, -1.0]
-
-
 def test_long_responses_have_a_longer_memory() -> None:
     """lambda = 1 - 1 / (0.5 x length), but not below 0: 0 of one token or two, 1/3 of three."""
     sequences = [sequence(1, 3, 1.0), sequence(1, 2, 1.0), sequence(1, 1, 1.0)]

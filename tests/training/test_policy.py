@@ -17,7 +17,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.samples.summaries import summary
 from megarl.training.batching import SampleRef, plan_updates
 from megarl.training.calls import TrainCall
-from megarl.types import Prompt, SampleGroup
+from megarl.types import Prompt, SampleGroup, SilentFault
 from tests.parallel.conftest import write_checkpoint
 from tests.parallel.worlds import assign, numbers, part, ragged, recipe, run_world, weighted_loss
 from tests.samples.responses import random_group, with_row
@@ -94,7 +94,7 @@ def explore(trainer: Any) -> dict[str, Any]:
         for name in ("grpo", "gspo")
     }
     facts["idle_share"] = _idle_share()
-    with pytest.raises(FloatingPointError, match="the gradient norm is nan"):
+    with pytest.raises(SilentFault, match="ranks? 0.* computed a loss that is not finite"):
         trainer.train_step(part(batches, 50.0), 1e-3, _infinite_loss)
     return facts
 
@@ -211,13 +211,6 @@ def test_old_logprobs_are_of_the_policy_before_the_updates(world: list[dict[str,
     (only,), (_, second) = world[0]["grpo"]
     assert only["old_kl"] == 0.0
     assert second["old_kl"] > 1e-4
-
-
-def test_metrics_are_the_same_on_every_rank(world: list[dict[str, Any]]) -> None:
-    assert world[0]["first"] == world[1]["first"]
-    assert {"loss", "grad_norm", "entropy", "tokens", DIFF, "logprob_diff_max"} == world[0][
-        "first"
-    ].keys()
 
 
 def test_supervised_steps_learn(world: list[dict[str, Any]]) -> None:
