@@ -12,14 +12,35 @@ from torch.distributed.distributed_c10d import Store
 Vote = Mapping[str, Any]
 
 
+def fail_stage(store: Store, stage: str, error: str) -> Vote:
+    """Let a stage fail for all members, unless it has its outcome already; the outcome that stands."""
+    return _propose(store, stage, {"error": error})
+
+
+def _propose(store: Store, stage: str, outcome: Vote) -> Vote:
+    """Write the outcome unless there is one; returns the outcome that stands."""
+    return json.loads(store.compare_set(f"{stage}/outcome", "", json.dumps(outcome)))
+
+
 class Agreement:
     """One member's side. Every member passes each stage once, under a name that was never used before.
 
     The last member to arrive reads all votes and writes the outcome, which is all that the others read.
     """
 
-    def __init__(self, store: Store, member: int, num_members: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        member: int,
+        num_members: int,
+        timeout_s: float,
+        subject: str = "reshard",
+        names: Sequence[str] = (),
+    ) -> None:
+        """subject, names: what the members agree on, and the name of each member, for error messages."""
         self._store = store
+        self._subject = subject
+        self._names = names or [f"member {number}" for number in range(num_members)]
         self._member = member
         self._num_members = num_members
         self._timeout_s = timeout_s
@@ -40,7 +61,7 @@ class Agreement:
                 outcome = conclude([json.loads(content) for content in votes])
             except RuntimeError as error:
                 outcome = {"error": str(error)}
-            self._propose(stage, outcome)
+            _propose(self._store, stage, outcome)
         outcome = self._outcome(stage)
         if "error" in outcome:
             raise RuntimeError(outcome["error"])
@@ -49,8 +70,8 @@ class Agreement:
     def refuse(self, stage: str, error: str) -> str | None:
         """Fail a stage for all members, present and later; returns the error of another member that was first."""
         self._keys.append(f"{stage}/outcome")
-        own_error = f"reshard: member {self._member} {error}"
-        standing_error = self._propose(stage, {"error": own_error}).get("error")
+        own_error = f"{self._subject}: {self._names[self._member]} {error}"
+        standing_error = fail_stage(self._store, stage, own_error).get("error")
         return None if standing_error == own_error else standing_error
 
     def ask(self, stage: str) -> None:
@@ -76,18 +97,17 @@ class Agreement:
         self._store.set(key, json.dumps(content))
         self._keys.append(key)
 
-    def _propose(self, stage: str, outcome: Vote) -> Vote:
-        """Write the outcome unless there is one; returns the outcome that stands."""
-        return json.loads(self._store.compare_set(f"{stage}/outcome", "", json.dumps(outcome)))
-
     def _outcome(self, stage: str) -> Vote:
         key = f"{stage}/outcome"
         try:
             self._store.wait([key], timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
-            members = range(self._num_members)
-            missing = [member for member in members if not self._store.check([f"{stage}/{member}"])]
+            missing = [
+                name
+                for member, name in enumerate(self._names)
+                if not self._store.check([f"{stage}/{member}"])
+            ]
             raise RuntimeError(
-                f"reshard: members {missing} did not arrive within {self._timeout_s} s"
+                f"{self._subject}: {', '.join(missing)} did not arrive within {self._timeout_s} s"
             ) from error
         return json.loads(self._store.get(key))

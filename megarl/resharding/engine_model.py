@@ -107,6 +107,14 @@ def adapter_slots(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def copied(models: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """What engines of equal layout have in common: the weights of all models, and the slot of our adapter."""
+    tensors = params(joined(models))
+    if hasattr(models[0], SLOT_NUMBER):
+        tensors |= adapter_slots(models[0])
+    return tensors
+
+
 def _unwrapped(name: str) -> str:
     return name.replace(f".{_WRAPPED}.", ".")
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.device import join_store
-from megarl.resharding.agreement import Agreement, Vote
+from megarl.resharding.agreement import Agreement, Vote, fail_stage
 from megarl.resharding.payloads import Params, PayloadName, make_payload
 from megarl.resharding.planner import Planner
 from megarl.resharding.reshard_plan import DIGEST_BITS, MemberPlan
@@ -253,6 +253,16 @@ def conclude(new_group: str, votes: Sequence[Vote]) -> Vote:
         "rounds": [max(rounds) for rounds in rounds_by_stage],
         "group": groups.pop() if have_same_group else new_group,
     }
+
+
+def abandon(
+    store: Store, run_id: str, attempt: int, payloads: Sequence[PayloadName], reason: str
+) -> None:
+    """Fail an attempt for all members, present and later, because one that is gone cannot."""
+    for payload in payloads:
+        prefixed = PrefixStore(_prefix(run_id, payload), store)
+        for stage in ("ready", "prepared", "done"):
+            fail_stage(prefixed, f"{attempt}/{stage}", f"reshard: {reason}")
 
 
 def collect_stats(

@@ -109,9 +109,18 @@ def make_group(
     not connect within timeout_s, or what `ask` raises.
     """
     timeout = timedelta(seconds=timeout_s)
+    # a connection of its own: one on which the group waits for a member answers nobody else, `ask` included
+    store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     if BACKEND == "gloo":
         use_loopback()
-        return dist.ProcessGroupGloo(store, member, num_members, timeout)
+        groups: list[Any] = []
+        # gloo keeps its own limit, and does not see either that a member has failed on its way
+        bounded(
+            lambda: groups.append(dist.ProcessGroupGloo(store, member, num_members, timeout)),
+            math.inf,
+            ask,
+        )
+        return groups.pop()
     options = dist.ProcessGroupNCCL.Options()
     # of NCCL's watchdog, which ends the process: our own timeout comes first
     options._timeout = 2 * timeout

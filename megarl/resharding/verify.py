@@ -7,7 +7,7 @@ a weight by its position; `full` sends the bytes again and compares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any, Literal
@@ -77,7 +77,7 @@ class Verifier:
     def _compare_sums(self) -> list[str]:
         sent = self._flows(sent=True)
         received = self._flows(sent=False)
-        weights = _weights(min(STRIP_BYTES, self.round_bytes) // WORD_BYTES + 1)
+        weights = word_weights(min(STRIP_BYTES, self.round_bytes) // WORD_BYTES + 1)
         theirs = {
             peer: torch.empty(len(copies), dtype=torch.int64, device=DEVICE)
             for peer, copies in received.items()
@@ -98,18 +98,11 @@ class Verifier:
     def _sums(
         self, copies: Sequence[Copy], side: Literal["source", "target"], weights: torch.Tensor
     ) -> torch.Tensor:
-        """A weighted sum modulo 2**64 for each copy."""
+        """The checksum of each copy."""
         sums = torch.zeros(len(copies), dtype=torch.int64, device=DEVICE)
         for index, copy in enumerate(copies):
-            for number, strip in enumerate(_strips(copy, min(STRIP_BYTES, self.round_bytes))):
-                content = self._bytes(strip, side)
-                padding = content.new_zeros(-len(content) % WORD_BYTES)
-                words = (torch.cat([content, padding]) if len(padding) else content).view(
-                    torch.int64
-                )
-                if len(words) > len(weights):  # a row that is longer than a strip
-                    weights = _weights(len(words))
-                sums[index] += (words * weights[: len(words)]).sum() * (2 * number + 1)
+            strips = _strips(copy, min(STRIP_BYTES, self.round_bytes))
+            sums[index] = checksum((self._bytes(strip, side) for strip in strips), weights)
         return sums
 
     def _compare_bytes(self) -> list[str]:
@@ -200,7 +193,25 @@ def _next_strips(strips: Mapping[int, Iterator[Copy]]) -> Iterator[dict[int, Cop
         yield present
 
 
-def _weights(number: int) -> torch.Tensor:
+def checksum(strips: Iterable[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """A sum modulo 2**64 of the 8-byte words of strips of bytes, in which each word has a weight by its position.
+
+    weights: `word_weights` of at least one word; more are made where a strip is longer.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for number, content in enumerate(strips):
+        padding = content.new_zeros(-len(content) % WORD_BYTES)
+        is_aligned = content.storage_offset() % WORD_BYTES == 0
+        if len(padding) or not is_aligned:
+            content = torch.cat([content, padding])
+        words = content.view(torch.int64)
+        if len(words) > len(weights):
+            weights = word_weights(len(words))
+        total += (words * weights[: len(words)]).sum() * (2 * number + 1)
+    return total
+
+
+def word_weights(number: int) -> torch.Tensor:
     """`number` odd pseudorandom 64-bit integers (the finaliser of splitmix64, Steele et al. 2014)."""
     mixed = torch.arange(1, number + 1, dtype=torch.int64, device=DEVICE) * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):

@@ -58,6 +58,7 @@ def recipe(path: str, dtype: str, has_adapters: bool, gpus: int = 1, **train: An
         lora=_lora() if has_adapters else None,
         train=SimpleNamespace(**train_keys(**train)),
         placement=SimpleNamespace(gpus=gpus, train_gpus=None, gpu_of=lambda slot: slot),
+        checkpoint=SimpleNamespace(asynchronous=True),
     )
 
 

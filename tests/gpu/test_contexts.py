@@ -29,7 +29,7 @@ def used_mib() -> int:
 
 @pytest.mark.slow
 def test_an_import_makes_no_context() -> None:
-    with Child("tests.gpu.contexts:Importer") as child:
+    with Child("tests.gpu.contexts:Importer", fresh=True) as child:
         assert child.ask("load", modules=MODULES) is False
 
 
@@ -41,7 +41,7 @@ def test_memory_of_a_context(record: Record) -> None:
     what torch keeps. To check first: `nvidia-smi` before an engine starts: contexts and the policy's parameters;
     SGLang's cache is as large in every start.
     """
-    with Child("tests.gpu.contexts:Importer") as child:
+    with Child("tests.gpu.contexts:Importer", fresh=True) as child:
         before = used_mib()
         child.ask("load", modules=MODULES)
         imported = used_mib()

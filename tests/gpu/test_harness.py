@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from megarl.device import DEVICE
 from tests.gpu import rank, report, results, tiers
 from tests.gpu.child import Child, Failed
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ("pydantic", "ray", "sglang", "transformer_engine", "hypothesis", "typer", "pyarrow")
-SERVED = ("exchange", "lending", "rank", "vocabulary", "contexts")
+SERVED = ("exchange", "lending", "rank", "vocabulary", "contexts", "peers")
 ABOUT = {"date": "2026-01-02", "GPU": "1 x NVIDIA H100"}
 
 
@@ -201,8 +202,9 @@ def test_outcomes_are_written_when_each_test_ends(tmp_path: Path) -> None:
     assert [test["outcome"] for test in report.read(tmp_path)[1]] == ["passed", "failed", "not run"]
 
 
-def test_a_childs_fault_and_its_death_are_told_apart() -> None:
-    with Child("tests.gpu.contexts:Importer") as child:
+@pytest.mark.parametrize("fresh", [True] if DEVICE == "cuda" else [True, False])
+def test_a_childs_fault_and_its_death_are_told_apart(fresh: bool) -> None:
+    with Child("tests.gpu.contexts:Importer", fresh=fresh) as child:
         with pytest.raises(Failed, match="no_such_module") as raised:
             child.ask("load", modules=["no_such_module"])
         assert raised.value.kind == "ModuleNotFoundError"

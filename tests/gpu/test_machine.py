@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import re
@@ -42,6 +43,29 @@ def test_hidden_gpus_are_an_error_and_a_wish_for_the_cpu_is_none() -> None:
 
     assert said(CUDA_VISIBLE_DEVICES="").startswith("CUDA_VISIBLE_DEVICES: ''")
     assert said(CUDA_VISIBLE_DEVICES="", MEGARL_DEVICE="cpu") == ""
+
+
+@needs_gpu
+def test_cuda_calls_broken_hardware_what_we_look_for() -> None:
+    """Unverified on a GPU.
+
+    cluster/node_faults.py hardware_error: CUDA's texts are written from its documentation. To check first: the texts
+    that `cudaGetErrorString` has for these numbers.
+    """
+    pytest.importorskip("ray", reason="nodes are Ray's")
+    from megarl.cluster.node_faults import hardware_error
+
+    torch.cuda.init()
+    loaded = re.search(r"/\S*libcudart\S*", Path("/proc/self/maps").read_text())
+    assert loaded
+    library = ctypes.CDLL(loaded[0])
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    texts = {
+        number: f"CUDA error: {library.cudaGetErrorString(number).decode()}"
+        for number in (46, 100, 214, 220, 714, 721, 802, 999, 2, 700, 719)
+    }
+    software = {number for number, text in texts.items() if hardware_error(text) is None}
+    assert software == {2, 700, 719}, texts
 
 
 @needs_gpu

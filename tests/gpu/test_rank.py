@@ -13,16 +13,13 @@ from megarl.device import DEVICE
 from tests.gpu import tiny
 from tests.gpu.child import ON_CPU, Child
 from tests.gpu.conftest import Record
+from tests.gpu.simulated.world import SETTINGS
 
 pytestmark = pytest.mark.slow
 
 ON_GPU = DEVICE == "cuda"
 HAS_ENGINE = ON_GPU and importlib.util.find_spec("transformer_engine") is not None
 STEPS = 4
-SETTINGS: dict[str, dict[str, Any]] = {
-    "qwen3-moe": {"weight_decay": 0.1, "aux_loss": 0.02, "z_loss": 1e-3},
-    "deepseek-v3": {"weight_decay": 0.1, "mtp_loss": 0.1, "router_bias_rate": 1e-3},
-}
 # a step after a resume, where the device sums in any order: bfloat16, float32
 RESUMED = 0.01 if HAS_ENGINE else 1e-5
 REPEATABLE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -226,8 +223,8 @@ def test_a_rank_is_resumed_with_all_its_generators(
     parallel/dist_checkpoint.py: device tensors staged on the host; a fused optimizer, or one on the host, saved
     before its first step (`critic_warmup_steps`); TransformerEngine's FusedAdam and `_extra_state`; the CUDA
     generator. Simulated: saved, resumed and stepped again in each layout of `parallel/model.py`. To check first:
-    exact resume on one GPU, with `optimizer_offload` too; a host's memory while a checkpoint is gathered and
-    written, against `megarl plan`.
+    exact resume on one GPU, with `optimizer_offload` too; a host's memory while a checkpoint is written, against
+    `megarl plan`.
     """
     folder = tmp_path / "saved"
     folder.mkdir()

@@ -36,6 +36,8 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/parallel/test_dist_checkpoint.py",
         "tests/resharding/test_verify.py",
         "tests/resharding/test_end_to_end.py",
+        "tests/gpu/test_peer_copy.py",
+        "tests/rollout/sglang/test_peer_copy.py",
         "tests/rollout/sglang/test_deepep.py",
         "tests/rollout/sglang/test_nodes.py",
         "tests/cluster/test_topology.py",
@@ -46,6 +48,7 @@ TIERS: dict[int, tuple[str, ...]] = {
         "tests/end_to_end/test_slurm.py",
         "tests/parallel/test_parity.py",
         "tests/parallel/test_lora.py",
+        "tests/training/test_update_guard.py",
     ),
 }
 # The conftest above tests/gpu imports what machines of tier 1 lack; the harness is tested where all tests run.

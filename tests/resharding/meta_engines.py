@@ -41,7 +41,7 @@ GROUPS = ("tp", "pp", "attn_tp", "attn_cp", "moe_ep", "moe_tp", "moe_dp")
 class Request:
     """One TP rank of one engine. folder: has the model's config.json. sglang: as the recipe's rollout.engine.sglang.
 
-    lora: adapters, of which the slots alone are asked for.
+    lora: adapters, of which the slots alone are asked for. loads: what SGLang's loader makes of weights is.
     """
 
     folder: str
@@ -49,6 +49,7 @@ class Request:
     rank: int
     sglang: Mapping[str, Any] = field(default_factory=dict)
     lora: LoraSize | None = None
+    loads: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Built:
     params: the weights, on the meta device. constants: the value of each constant after it was written. cache_scales:
     what SGLang's attention layers multiply with once SGLang has processed those constants. unknown: why the model
     cannot be written, or "". derived: the shape and type of each tensor of layer 0, and of the draft's layer, that is
-    derived from weights. wrong_slots: as meta_slots.py finds them. error: the traceback of SGLang's refusal, or "".
+    derived from weights. wrong: as meta_slots.py finds it. error: the traceback of SGLang's refusal, or "".
     """
 
     params: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Built:
     cache_scales: list[float] = field(default_factory=list)
     unknown: str = ""
     derived: dict[str, tuple[list[int], str]] = field(default_factory=dict)
-    wrong_slots: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -206,7 +207,9 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         models, server = _models(request)
         if request["lora"]:
-            return {"params": {}, "wrong_slots": meta_slots.wrong_slots(models[0], server, request)}
+            return {"params": {}, "wrong": meta_slots.wrong_slots(models[0], server, request)}
+        if request["loads"]:
+            return {"params": {}, "wrong": meta_slots.wrong_weights(models, request)}
         with torch.device("meta"), _OnMeta():
             return _examine(models)
     except Exception:  # whatever SGLang's authors chose to raise

@@ -1,11 +1,11 @@
-"""SGLang's own loader of adapters against the map of its slots, on small models of meta_engines.py, moved to the CPU.
+"""SGLang's own loaders of weights and of adapters against the maps, on small models of meta_engines.py, on the CPU.
 
 Run in its child process alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,47 @@ from megarl.cpu import sglang_patches
 from megarl.model.hf_config import model_shape
 from megarl.model.lora_pairs import LoraSize, factor_name
 from megarl.model.shape import ModelShape
-from megarl.model.tensors import STACK
+from megarl.model.tensors import STACK, hf_tensors, tensors
 from megarl.placement.engine_layout import EngineLayout
-from megarl.resharding import engine_model, lora_map, lora_slots
+from megarl.resharding import engine_model, lora_map, lora_slots, sglang_map
+from megarl.resharding.shards import views
 from megarl.rollout.sglang import adapter_slot
-from tests.resharding.worlds import Pair, factor, fill, same_bits
+from tests.resharding.worlds import Pair, factor, fill, logical, same_bits
 
 DTYPE = torch.bfloat16
+
+
+def wrong_weights(models: Sequence[Any], request: Mapping[str, Any]) -> list[str]:
+    """Names of parameters in which SGLang's loader puts other numbers than the map says; models: with the draft."""
+    from sglang.srt.speculative.pp_draft_embedding import resolve_target_embed_and_head
+
+    shape, engine = model_shape(request["folder"]), EngineLayout(**request["engine"])
+    for model in models:
+        attributes = {name: vars(param) for name, param in model.named_parameters()}
+        for name, param in model.to_empty(device="cpu").named_parameters():
+            vars(param).update(attributes[name])  # how each is loaded
+    for draft in models[1:]:
+        draft.set_embed_and_head(*resolve_target_embed_and_head(models[0]))
+    for model in models:
+        model.load_weights(_weights(shape))
+    params, wrong = engine_model.params(engine_model.joined(models)), []
+    for shard in sglang_map.shards(shape, engine, request["rank"]):
+        content = logical(shard.name, shard.box, 1, DTYPE)
+        places = views(params, shard.param, shard.at, shard.size)
+        parts = [content] if len(places) == 1 else content.split(1)
+        if any(not torch.equal(*pair) for pair in zip(places, parts, strict=True)):
+            wrong.append(f"{shard.param}: {shard.name}")
+    return wrong
+
+
+def _weights(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the checkpoint's files."""
+    sizes = hf_tensors(shape)
+    for name, (items, rows, cols) in tensors(shape).items():
+        content = logical(name, ((0, items), (0, rows), (0, cols)), 1, DTYPE)
+        for item, matrix in enumerate(content):
+            each = name.format(item)
+            yield each, matrix.reshape(sizes[each])
 
 
 def wrong_slots(model: torch.nn.Module, server: Any, request: Mapping[str, Any]) -> list[str]:

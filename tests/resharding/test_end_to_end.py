@@ -26,8 +26,7 @@ from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megarl.checkpoints.hf_export import Export, export_hf
-from megarl.cpu import sglang_patches
-from megarl.device import DEVICE, Address, address_of, host_store, join_store
+from megarl.device import Address, address_of, host_store, join_store
 from megarl.model.hf_config import model_shape
 from megarl.parallel.model import TRANSFORMER_ENGINE
 from megarl.placement.engine_layout import EngineLayout
@@ -36,7 +35,6 @@ from megarl.resharding.member import Member, collect_stats
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.verify import VerifyMode
-from megarl.rollout.sglang import scheduler
 from megarl.rollout.sglang.arguments import EngineSettings
 from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from tests.parallel import checkpoints, worlds
@@ -45,14 +43,14 @@ from tests.tiny_engines import Reference, write_tokenizer
 pytestmark = pytest.mark.slow
 
 TRAIN = TrainLayout(4, 2, 2, 2)
-ENGINES: dict[str, tuple[EngineLayout, VerifyMode]] = {
-    "tp2": (EngineLayout(1, 2, 1), "full"),
-    "tp2-ep2-dp2, whole": (
+# with the engine of each; test_matrix.py has the exchanges of others, rollout/sglang/test_families.py their engines
+FAMILIES: dict[str, tuple[EngineLayout, VerifyMode]] = {
+    "qwen3-moe": (EngineLayout(1, 2, 1), "full"),
+    "deepseek-v3": (
         EngineLayout(1, 2, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True),
         "checksum",
     ),
 }
-FAMILIES = {"qwen3-moe": 0, "deepseek-v3": 1}  # with how many multi-token prediction layers
 PROMPTS = [[3, 7, 15, 8, 18, 4], [9, 9, 9], [3, *range(20, 44), 4]]
 TOLERANCE = 1e-4
 TIMEOUT_S = 60.0
@@ -116,7 +114,8 @@ class World:
     """A Megatron world of processes that wait for orders, and what it has exported."""
 
     def __init__(self, family: str, folder: Path) -> None:
-        self.source = checkpoints.write(folder / "source", family, mtp_layers=FAMILIES[family])
+        self.family, num_mtp_layers = family, int(family == "deepseek-v3")
+        self.source = checkpoints.write(folder / "source", family, mtp_layers=num_mtp_layers)
         write_tokenizer(self.source)
         self.exported = folder / "exported"
         self.host = host_store(TIMEOUT_S)
@@ -165,13 +164,13 @@ class World:
 
 
 class Served:
-    """An engine of one layout on the slots of a world, and transformers with the weights that it must have."""
+    """An engine on the slots of a world."""
 
-    def __init__(self, world: World, case: str) -> None:
-        layout, verify = ENGINES[case]
-        self.world, self.layout, self._attempts = world, layout, count()
+    def __init__(self, world: World) -> None:
+        layout, verify = FAMILIES[world.family]
+        self.world, self._attempts = world, count()
         common = Session(
-            meet=address_of(world.host), run_id=case, shape=model_shape(world.source), train=TRAIN,
+            meet=address_of(world.host), run_id="test", shape=model_shape(world.source), train=TRAIN,
             engine=layout, transformer_engine=TRANSFORMER_ENGINE, dtype="float32", round_bytes=200_000,
             timeout_s=TIMEOUT_S, gpus_per_node=2, verify=verify,
         )  # fmt: skip
@@ -225,21 +224,6 @@ class Served:
         return float(max(diffs))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_fork_server() -> Iterator[None]:
-    """For all engines: its imports are most of an engine's start."""
-    threads = torch.get_num_threads()
-    # the models are too small to share out, and the engines want the cores
-    torch.set_num_threads(1)
-    scheduler.set_environment()
-    if DEVICE == "cpu":
-        sglang_patches.start_fork_server("megarl.rollout.sglang.preload")
-    yield
-    if DEVICE == "cpu":
-        sglang_patches.stop_fork_server()
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -255,9 +239,9 @@ def reference(world: World) -> Reference:
     return Reference(world.exported)
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def served(world: World, request: pytest.FixtureRequest) -> Iterator[Served]:
-    serving = Served(world, request.param)
+@pytest.fixture(scope="module")
+def served(world: World, fork_server: None) -> Iterator[Served]:
+    serving = Served(world)
     yield serving
     serving.engine.shutdown()
 

@@ -33,10 +33,11 @@ from megarl.resharding.memory_handles import (
     share_params,
 )
 from megarl.resharding.payloads import PayloadName
+from megarl.resharding.peer_copy import PeerCopy, copy_messages
 from megarl.resharding.planner import Planner
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.sglang_map import DRAFT
-from megarl.rollout.sglang.weight_loader import load
+from megarl.rollout.sglang.weight_loader import load, send
 from megarl.types import UserError
 from tests.leftovers import left_since, shared_files
 from tests.resharding.worlds import (
@@ -107,10 +108,13 @@ def trainer(pipe: Connection, pair: Pair, rank: int) -> None:
         pipe.send("done")
 
 
-def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: str) -> None:
+def engine_rank(
+    pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: str, name: str = "engine"
+) -> None:
+    """name: of the engine, among those that were started on its slots."""
     at = pair.engine.member(slot)
     assert at
-    store = PrefixStore(f"engine{at[0]}", join_store(meet, TIMEOUT_S))
+    store = PrefixStore(f"{name}{at[0]}", join_store(meet, TIMEOUT_S))
     dist.init_process_group("gloo", store=store, rank=at[1], world_size=pair.engine.tp)
     shards, mla = pair.target_shards(slot), pair.shape.mla
     models = made_models(make_params(shards, getattr(torch, dtype)), mla.nope_dim if mla else 0)
@@ -123,6 +127,9 @@ def engine_rank(pipe: Connection, meet: Address, pair: Pair, slot: int, dtype: s
                 pipe.send("done")
             elif order == "buffer":
                 model.get_submodule(arguments[0]).register_buffer("table", torch.zeros(2))
+                pipe.send("done")
+            elif order == "send":
+                send(models, *arguments)
                 pipe.send("done")
             elif order == "starve":
                 Planner.executor = starving  # type: ignore[method-assign]
@@ -193,7 +200,8 @@ class World:
             verify=pair.verify,
         )  # fmt: skip
         self.sessions = sessions(common, self.handles)
-        self.first = True
+        # the engines that get them
+        self.new_engines = {*range(pair.engine.count)}
         for rank, session in self.sessions.trainers.items():
             self.trainers[rank].ask(("join", session))
 
@@ -203,6 +211,15 @@ class World:
         self.trainers[rank] = Process(trainer, self.pair, rank)
         self.handles[rank] = self.trainers[rank].answer()
         self.start()
+
+    def restart_engine(self, slot: int) -> None:
+        """Another process in the place of an engine of one rank, without weights."""
+        self.engines[slot].end()
+        meet = address_of(self.store)
+        self.engines[slot] = Process(
+            engine_rank, meet, self.pair, slot, self.pair.dtype, f"restarted{self.attempt}-"
+        )
+        self.new_engines.add(slot - self.pair.engine.first)
 
     def fill(self, version: int) -> None:
         for child in self.trainers:
@@ -217,10 +234,10 @@ class World:
             at = self.pair.engine.member(slot)
             assert at
             message = self.sessions.engine_message(
-                at[0], version, self.attempt, self.first, WEIGHTS
+                at[0], version, self.attempt, at[0] in self.new_engines, WEIGHTS
             )
             child.send(("load", message, None))
-        self.first = False
+        self.new_engines.clear()
         for rank in self.sessions.trainers:
             self.trainers[rank].send(("run", version, self.attempt))
         for rank in self.sessions.trainers:
@@ -280,6 +297,25 @@ def test_a_training_rank_that_was_restarted_is_mapped_anew() -> None:
         members.fill(1)
         assert not members.reshard(1)[0]
         members.restart_trainer(1)
+        members.fill(2)
+        assert not members.reshard(2)[0]
+
+
+def test_an_engine_that_was_restarted_is_copied_and_then_takes_part() -> None:
+    """Its weights are those of another engine, draft model and derived tensors included, until the next reshard."""
+    engine = EngineLayout(2, 1, 1, draft=1)
+    with world(Pair(MLA, TrainLayout(2, 1, 2, 1), engine, verify="checksum")) as members:
+        members.fill(1)
+        assert not members.reshard(1)[0]
+        members.restart_engine(1)
+        copy = PeerCopy(
+            meet=address_of(members.store), run_id="test", attempt=1, version=1, target=1, sources=(0,),
+            layout=engine, verify="checksum", round_bytes=16_000, timeout_s=TIMEOUT_S,
+        )  # fmt: skip
+        sources, target = copy_messages(copy)
+        members.engines[0].send(("send", sources[0], 1))
+        assert members.engines[1].ask(("load", {**target, "version": 1}, None)) == []
+        assert members.engines[0].answer() == "done"
         members.fill(2)
         assert not members.reshard(2)[0]
 
@@ -421,7 +457,9 @@ def test_members_that_were_told_different_things_do_not_begin() -> None:
 
 def test_a_member_that_does_not_come_is_named() -> None:
     agreement = Agreement(host_store(TIMEOUT_S), member=1, num_members=3, timeout_s=0.2)
-    with pytest.raises(RuntimeError, match=r"members \[0, 2\] did not arrive within 0.2 s"):
+    with pytest.raises(
+        RuntimeError, match=r"reshard: member 0, member 2 did not arrive within 0.2 s"
+    ):
         agreement.reach("1/ready", {}, lambda votes: {})
 
 

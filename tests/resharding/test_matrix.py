@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.model.lora_pairs import LoraSize
-from megarl.model.shape import MlaShape, ModelShape
+from megarl.model.shape import ModelShape
 from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import DIRECT_BYTES, messages
@@ -21,12 +21,9 @@ from megarl.resharding.verify import MODES
 from tests.resharding.worlds import DENSE, FP8_MLA, MLA, MOE, TIMEOUT_S, Pair, Pool, Slot
 
 TWO_KV_HEADS = replace(MOE, num_kv_heads=2)
-SIX_LAYERS = replace(MOE, num_layers=6)
 FEW_WORDS = replace(MOE, vocab_size=130)  # the last training ranks hold padding alone
 LARGE = ModelShape(2, 256, 8, 4, 32, 500, 4, 2, 512)  # pieces that go without being packed
-QWEN2 = replace(DENSE, qk_norm=False, qkv_bias=True)
 TIED = replace(DENSE, tied=True)
-WHOLE_QUERIES = replace(MLA, mla=MlaShape(None, 8, 8, 4, 8))
 
 
 def train(world_size: int, tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> TrainLayout:
@@ -41,28 +38,19 @@ FP8_MTP = replace(FP8_MLA, num_mtp_layers=1, moe_ffn_size=512, ffn_size=512)
 LORA = LoraSize(3, 2, 6.0, ())
 IN_SLOTS = replace(LORA, sync="adapters")
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
+# Each kind of wire, message, type and payload, with layouts that make them; test_reshard_plan.py carries out plans of
+# all kinds of layouts, and the executor only does what a plan says.
 PAIRS = {
     "one rank": Pair(MOE, train(1), engine(1)),
     "TP2 PP2 EP2 DP2 to two TP4 on two nodes": Pair(MOE, train(8, 2, 2, 2), engine(2, 4), gpus_per_node=4),
-    "PP4 to TP4 EP2 on two nodes": Pair(MOE, train(4, pp=4), engine(1, 4, 2), gpus_per_node=2),
     "uneven PP3 to three engines": Pair(MOE, train(3, pp=3, stage_layers=(1, 2, 1)), engine(3), **BF16),
-    "PP2 VPP2 EP2 to two TP2": Pair(MOE, train(4, pp=2, ep=2, vpp=2), engine(2, 2)),
-    "uneven PP2 VPP2 to TP2": Pair(SIX_LAYERS, train(2, pp=2, vpp=2, stage_layers=(1, 2, 2, 1)), engine(1, 2)),
-    "EP4 to TP4 EP2 with MoE-TP2": Pair(MOE, train(4, ep=4), engine(1, 4, 2)),
     "TP4 EP2 ETP2 to TP4 EP4": Pair(MOE, train(4, tp=4, ep=2, expert_tp=2), engine(1, 4, 4)),
     "TP2 CP2 EP2 to TP8 with copied kv heads": Pair(MOE, train(8, 2, ep=2, cp=2), engine(1, 8), round_bytes=64_000),
-    "CP2 DP2 to four engines": Pair(MOE, train(4, cp=2), engine(4)),
-    "engine TP8 over two kv heads": Pair(TWO_KV_HEADS, train(8, tp=2, ep=4), engine(1, 8), round_bytes=64_000),
-    "both sides TP4 over two kv heads": Pair(TWO_KV_HEADS, train(4, tp=4, ep=4), engine(1, 4, 4)),
     "16 ranks to four TP4 EP4 on four nodes": Pair(
         MOE, train(16, 2, 2, 4), engine(4, 4, 4), gpus_per_node=4, round_bytes=64_000
     ),
     "16 ranks with CP2 VPP2 to two TP8 on two nodes": Pair(
         MOE, train(16, 2, 2, 2, cp=2, vpp=2), engine(2, 8, 8), gpus_per_node=8, round_bytes=64_000, **BF16
-    ),
-    "TP12 over three nodes": Pair(
-        replace(MOE, num_heads=12, num_kv_heads=12, num_experts=12, moe_ffn_size=24),
-        train(12, pp=4, ep=3), engine(1, 12), gpus_per_node=4, round_bytes=64_000,
     ),
     "nodes that no engine fills": Pair(MOE, train(6, pp=2, ep=1), engine(2, 2), gpus_per_node=3),
     "DP attention with EP4 on two nodes": Pair(
@@ -71,20 +59,12 @@ PAIRS = {
     "engines on nodes of their own": Pair(MOE, train(8, 2, 2, 2), engine(2, 4, first=8), gpus_per_node=4),
     "an engine over the end of the training ranks": Pair(MOE, train(2, pp=2), engine(1, 4, 2, first=1)),
     "more engine slots than training ranks": Pair(MOE, train(2, tp=2, ep=2), engine(2, 2, 2), gpus_per_node=2),
-    "TransformerEngine's names, PP2 VPP2": Pair(
-        MOE, train(4, 2, pp=2, vpp=2), engine(1, 4, 2), transformer_engine=True, **BF16
-    ),
     "one large round": Pair(MOE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 29, **BF16),
     "large tensors, TransformerEngine's names, to EP4": Pair(
         LARGE, train(4, 2, 2, 2), engine(1, 4, 4), transformer_engine=True, round_bytes=1 << 20, **BF16
     ),
-    "large tensors on two nodes": Pair(LARGE, train(4, 1, 2, 2), engine(2, 2, 2), round_bytes=1 << 20, gpus_per_node=2),
     "padding ranks": Pair(FEW_WORDS, train(4, tp=4, ep=4), engine(1, 4)),
-    "Qwen2 TP2 PP2 to TP4": Pair(QWEN2, train(4, tp=2, pp=2), engine(1, 4)),
-    "Qwen3 TP4 PP2 to four TP2 on two nodes": Pair(DENSE, train(8, tp=4, pp=2), engine(4, 2), gpus_per_node=4),
     "tied PP2": Pair(TIED, train(4, tp=2, pp=2), engine(2, 2)),
-    "MLA uneven PP2 to TP4": Pair(MLA, train(4, 2, pp=2, ep=2, stage_layers=(3, 1)), engine(1, 4)),
-    "MLA without query compression": Pair(WHOLE_QUERIES, train(2, tp=2, ep=2), engine(1, 2)),
     "MLA on two nodes, TransformerEngine's names": Pair(
         MLA, train(16, 2, 2, 4), engine(2, 8, 4), transformer_engine=True, gpus_per_node=8, round_bytes=64_000
     ),
@@ -93,9 +73,6 @@ PAIRS = {
     ),
     "fp8 MLA with drafts": Pair(
         FP8_MTP, train(4, 2, 2, 2), engine(1, 4, 4, dp=4, fp8=True, draft=1), round_bytes=1 << 20, **BF16
-    ),
-    "fp8 MLA on two nodes": Pair(
-        FP8_MLA, train(4, 2, 2, 2), engine(2, 2, 2, fp8=True), round_bytes=1 << 20, gpus_per_node=2, **BF16
     ),
     "fp8 MLA beside the training ranks": Pair(
         FP8_MLA, train(2, pp=2), engine(1, 2, 1, fp8=True, first=2), round_bytes=1 << 20, gpus_per_node=2, **BF16
@@ -108,15 +85,9 @@ PAIRS = {
         LARGE, train(4, 2, 2, 2), engine(1, 4), round_bytes=1 << 20, lora=replace(LORA, targets=("k_proj", "up_proj"))
     ),
     "frozen weights under adapters": Pair(MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=IN_SLOTS),
-    "slots of TP4 over two kv heads to TP2": Pair(
-        TWO_KV_HEADS, train(4, tp=4, ep=2, expert_tp=2), engine(1, 2), lora=IN_SLOTS, payload="factors"
-    ),
     "slots of TP2 PP2 to TP4 over two kv heads": Pair(
         TWO_KV_HEADS, train(4, tp=2, pp=2), engine(1, 4), payload="factors",
         lora=replace(IN_SLOTS, rank=2, expert_rank=3)
-    ),
-    "slots of MLA, TP2 PP2 EP2 to TP2 EP2": Pair(
-        MLA, train(4, 2, 2, 2), engine(2, 2, 2), lora=IN_SLOTS, payload="factors", transformer_engine=True, **BF16
     ),
     "slots of MLA to DP attention beside the training ranks": Pair(
         MLA, train(4, pp=2, ep=2, vpp=2), engine(1, 4, 4, dp=4, first=4), lora=IN_SLOTS, payload="factors",

@@ -135,12 +135,25 @@ SMALL_QWEN3 = {
     "hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 16, "num_attention_heads": 8, "head_dim": 32,
     "num_key_value_heads": 2, "vocab_size": 512,
 }  # fmt: skip
-ADAPTED = {
+SMALL_DENSE = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 151,
+}  # fmt: skip
+SMALL_MODELS = {
     "deepseek-v3, small": DEEPSEEK | SMALL,
+    "moonlight, small": DEEPSEEK | SMALL | {"q_lora_rank": None},
     "qwen3-moe, small": published("qwen3-30b-a3b", **SMALL_QWEN3),
     "llama, small": CONFIGS["llama-3.1-8b"]
     | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512},
+    "qwen2, small": dense("Qwen2", **SMALL_DENSE, tie_word_embeddings=False),
+    "qwen3, small": dense("Qwen3", **SMALL_DENSE, head_dim=32, tie_word_embeddings=True),
 }
+LOADED = [
+    ("deepseek-v3, small", layout(4, 2)), ("deepseek-v3, small", layout(4, 4, 4)),
+    ("deepseek-v3, small", layout(8, 2, 2, **DENSE)), ("deepseek-v3, small", layout(8, 2, 2, **SHARED)),
+    ("deepseek-v3, small", layout(8, 2, 2, draft=3, **WHOLE)), ("deepseek-v3, small", layout(4, 4, 2, **DEEPEP)),
+    ("moonlight, small", layout(2)), ("qwen3-moe, small", layout(8, 4)), ("qwen3-moe, small", layout(4, 2, 2, **HEAD)),
+    ("llama, small", layout(2)), ("qwen2, small", layout(4)), ("qwen3, small", layout(2)),
+]  # fmt: skip
 ALL, SOME = (
     LoraSize(4, 4, 4.0, (), sync="adapters"),
     LoraSize(4, 4, 4.0, ("q_proj", "up_proj"), sync="adapters"),
@@ -164,6 +177,11 @@ def slots() -> list[tuple[str, EngineLayout, LoraSize, int]]:
     ]
 
 
+def loaded() -> list[tuple[str, EngineLayout, int]]:
+    """All ranks of the engines that load weights."""
+    return [(model, engine, rank) for model, engine in LOADED for rank in range(engine.tp)]
+
+
 class Models:
     """The folders with the configs, and what one child process built of all cases and of some others."""
 
@@ -178,16 +196,19 @@ class Models:
             Request(paths[model], replace(engine, fp8=True), 0)
             for model, engine in CUT_TILES.items()
         ]
-        adapted = {name: write_config(folder / name, config) for name, config in ADAPTED.items()}
+        small = {name: write_config(folder / name, config) for name, config in SMALL_MODELS.items()}
         requests += [
-            Request(adapted[model], engine, rank, lora=size)
-            for model, engine, size, rank in slots()
+            Request(small[model], engine, rank, lora=size) for model, engine, size, rank in slots()
+        ]
+        requests += [
+            Request(small[model], engine, rank, loads=True) for model, engine, rank in loaded()
         ]
         builds = build(requests)
         self.built = dict(zip(cases(), builds, strict=False))
         self.fp8_cache, *cut = builds[len(cases()) :]
         self.cut = dict(zip(CUT_TILES, cut, strict=False))
-        self.slots = cut[len(CUT_TILES) :]
+        self.slots = cut[len(CUT_TILES) :][: len(slots())]
+        self.loaded = cut[len(CUT_TILES) + len(slots()) :]
 
     def shards(self, case: Case) -> list[Shard]:
         return sglang_map.shards(self.shapes[case.model], case.engine, case.rank)
@@ -291,6 +312,8 @@ def test_a_cut_tile_is_refused_by_us_before_sglang_refuses_it(models: Models, mo
     assert "is not divisible by weight quantization block" in models.cut[model].error
 
 
-def test_sglangs_own_loader_fills_the_slots_as_the_map_does(models: Models) -> None:
-    for case, built in zip(slots(), models.slots, strict=True):
-        assert not built.error and not built.wrong_slots, (case, built.error, built.wrong_slots[:5])
+def test_sglangs_own_loaders_fill_weights_and_slots_as_the_maps_do(models: Models) -> None:
+    """Each number of a checkpoint; how adapters are filled, which have slots of their own."""
+    builds = zip([*slots(), *loaded()], [*models.slots, *models.loaded], strict=True)
+    for case, built in builds:
+        assert not built.error and not built.wrong, (case, built.error, built.wrong[:5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
+from megarl.device import address_of, host_store, join_store
 from megarl.resharding import transport
 from megarl.resharding.agreement import Agreement
 
@@ -127,6 +129,22 @@ def test_what_blocks_for_ever_ends_with_a_peers_words(monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match=r"did not end within 0\.05 s"):
         transport.bounded(never.wait, 0.05, lambda: None)
     never.set()
+
+
+def test_a_group_whose_member_does_not_come_ends_with_a_peers_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "PEER_CHECK_S", 0.01)
+    server = host_store(60.0)
+    store = join_store(address_of(server), 60.0)
+    Agreement(PrefixStore("a", server), 1, 2, 60.0).refuse("done", "has left: it was killed")
+    ask = partial(Agreement(PrefixStore("a", store), 0, 2, 60.0).ask, "done")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="member 1 has left: it was killed"):
+        transport.make_group(PrefixStore("group", store), 0, 2, 30.0, ask)
+    assert time.monotonic() - started < 15.0
+    # ends the thread that still waits
+    transport.make_group(PrefixStore("group", join_store(address_of(server), 60.0)), 1, 2, 30.0)
 
 
 def test_what_ends_says_how() -> None:

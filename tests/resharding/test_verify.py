@@ -12,7 +12,7 @@ from megarl.placement.engine_layout import EngineLayout
 from megarl.placement.train_layout import TrainLayout
 from megarl.resharding.execute import Params
 from megarl.resharding.transport import PeerCheck
-from megarl.resharding.verify import VerifyMode, _strips, _weights
+from megarl.resharding.verify import VerifyMode, _strips, word_weights
 from tests.resharding.worlds import FP8_MOE, MOE, Opened, Pair, Pool, Slot
 
 pytestmark = pytest.mark.slow
@@ -146,7 +146,7 @@ def leave_alone(slot: Slot) -> None:
 
 
 def test_weights_are_odd_and_differ() -> None:
-    weights = _weights(100_000)
+    weights = word_weights(100_000)
     assert bool((weights & 1 == 1).all()) and len(weights.unique()) == 100_000
 
 

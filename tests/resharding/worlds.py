@@ -268,9 +268,13 @@ class FailingGroup:
         return getattr(self._group, name)
 
     def send(self, *arguments: Any) -> Any:
+        self.count()
+        return self._group.send(*arguments)
+
+    def count(self) -> None:
         self._sends -= 1
         if self._sends >= 0:
-            return self._group.send(*arguments)
+            return
         if self._kill:
             os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("the cable is broken")

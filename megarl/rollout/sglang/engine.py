@@ -8,7 +8,8 @@ import io
 import json
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,11 +17,12 @@ import numpy as np
 import torch
 
 from megarl.device import DEVICE
+from megarl.resharding.peer_copy import PeerCopy, abandon, await_target
 from megarl.rollout.load_balancing import Capacity, CompletedSample
 from megarl.rollout.sglang.adapter_slot import ADAPTER_NAME
 from megarl.rollout.sglang.arguments import EngineSettings
-from megarl.rollout.sglang.host import EngineError, Host
-from megarl.types import Row, Sample, SamplePart, with_part
+from megarl.rollout.sglang.host import EngineError, EngineLost, Host
+from megarl.types import FaultMember, Row, Sample, SamplePart, SilentFault, with_part
 from megarl.types.sampling import Sampling, sample_seed
 
 WEIGHT_LOADER = "megarl.rollout.sglang.weight_loader.load"
@@ -48,6 +50,7 @@ class Engine:
         self._stale: str | None = None  # the reason why the weights cannot be sampled from
         if not settings.load_weights:
             self._stale = "the engine has no weights: none were resharded into it yet"
+        self._is_released = False  # whether the weights have no memory
 
     @property
     def version(self) -> int:
@@ -65,7 +68,8 @@ class Engine:
 
         The logprobs are those of softmax(logits / temperature), not truncated, so that the trainer's logprobs of the
         same tokens equal them. Those of greedy samples are of temperature 1.
-        Raises EngineError when a scheduler has died or a reshard has failed.
+        Raises EngineError when a scheduler has died or a reshard has failed, SilentFault for a log-probability that is
+        not finite.
         """
         if self._stale is not None:
             raise EngineError(self._stale)
@@ -147,27 +151,46 @@ class Engine:
         Raises EngineError with what a loader raised, and on which rank; the engine then refuses to generate until a
         reshard succeeds.
         """
-        self._stale = (
-            f"the engine has half-written weights: the reshard to version {version} did not finish"
-        )
-        failure = await self._host.run(
-            self._sglang_reshard({**message, "version": version}, str(version))
-        )
-        if failure is not None:
-            problem = f"the reshard to version {version} failed: {failure}"
-            self._stale = f"the engine has half-written weights: {problem}"
-            raise EngineError(problem)
-        self._stale = None
+        await self._write(message, version, "reshard")
 
-    async def check(self) -> None:
-        """Raises EngineError when a scheduler has died; a failed reshard does not count."""
-        await self._host.run(asyncio.sleep(0))
+    async def receive_copy(self, message: Mapping[str, Any], version: int) -> None:
+        """As `reshard`, with the weights of other engines; message: the target's of `copy_messages`."""
+        copy = PeerCopy.from_json(message["copy"])
+        async with self._in_copy(copy, copy.target):
+            await self._write(message, version, "copy")
+
+    async def send_copy(self, message: Mapping[str, Any]) -> None:
+        """Send the weights to another engine: every scheduler does so between two batches, whatever requests run.
+
+        message: a source's of `copy_messages`. Returns when the target has them. Raises EngineError where the copy
+        fails, by whatever member's fault; this engine then samples on.
+        """
+        copy = PeerCopy.from_json(message["copy"])
+        async with self._in_copy(copy, copy.engines[message["member"]]):
+            self._refuse_to_send()
+            await asyncio.to_thread(await_target, copy)
+            failure = await self._host.run(self._sglang_send(message))
+            if failure is not None:
+                raise EngineError(f"the copy to engine {copy.target} failed: {failure}")
+
+    async def forget_ranks(self) -> None:
+        """Every scheduler unmaps the parameters of the training rank on its GPU, which is gone, and ends its groups.
+
+        Its own weights stay. The next reshard needs new sessions. Raises EngineError.
+        """
+        if failure := await self._host.run(self._sglang_call("forget_ranks", {})):
+            raise EngineError(f"the weights of lost training ranks are still mapped: {failure}")
+
+    async def fail(self) -> None:
+        """Raises EngineLost when a scheduler has died or hangs; does not return. A failed reshard does not count."""
+        await self._host.fail()
 
     async def release_memory(self) -> None:
         """Release the GPU memory of weights and KV cache for training; does nothing on CPU.
 
         It waits for running requests. Raises EngineError where they do not end within run.timeout_s.
         """
+        self._is_released = True
         if DEVICE != "cpu":
             from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
@@ -182,6 +205,8 @@ class Engine:
 
             request = ResumeMemoryOccupationReqInput(tags=list(tags))
             await self._host.run(self._manager.resume_memory_occupation(request))
+        if "weights" in tags:
+            self._is_released = False
 
     def shutdown(self) -> None:
         """End and reap the schedulers, and remove all files; may be called again."""
@@ -219,6 +244,62 @@ class Engine:
             rid=requests,
         )
 
+    @asynccontextmanager
+    async def _in_copy(self, copy: PeerCopy, index: int) -> AsyncIterator[None]:
+        """Check the layout before a copy, and tell its members if this engine, which is `index`, fails in it.
+
+        Raises EngineError.
+        """
+        try:
+            own = replace(self._settings.layout, count=1, first=0)
+            if replace(copy.layout, count=1, first=0) != own:
+                raise EngineError(f"the copy is of engines of {copy.layout}, this one is {own}")
+            yield
+        except Exception as error:
+            cause = (str(error) or type(error).__name__).splitlines()[-1]
+            # a store that is gone has no members that wait
+            with suppress(RuntimeError):
+                await asyncio.to_thread(abandon, copy, index, cause)
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(cause) from error
+
+    def _refuse_to_send(self) -> None:
+        """Raises EngineError where the engine's weights are not whole, or their memory is released."""
+        if self._stale is not None:
+            raise EngineError(self._stale)
+        if self._is_released:
+            raise EngineError("the engine has released the memory of its weights")
+
+    async def _write(self, message: Mapping[str, Any], version: int, what: str) -> None:
+        self._stale = (
+            f"the engine has half-written weights: the {what} to version {version} did not finish"
+        )
+        failure = await self._host.run(
+            self._sglang_reshard({**message, "version": version}, str(version))
+        )
+        if failure is not None:
+            problem = f"the {what} to version {version} failed: {failure}"
+            self._stale = f"the engine has half-written weights: {problem}"
+            raise EngineError(problem)
+        self._stale = None
+
+    async def _sglang_send(self, message: Mapping[str, Any]) -> str | None:
+        """Have all schedulers send a copy; returns an error's text or None."""
+        # again, now in the order in which the schedulers get updates and releases
+        self._refuse_to_send()
+        return await self._sglang_call("send_copy", {"message": json.dumps(message)})
+
+    async def _sglang_call(self, method: str, parameters: dict[str, Any]) -> str | None:
+        """Have all schedulers call one of our own methods; returns an error's text or None."""
+        from sglang.srt.managers.io_struct import RpcReqInput
+
+        self._manager.auto_create_handle_loop()
+        request = RpcReqInput(method=method, parameters=parameters)
+        answers = await self._manager.send_weights_to_remote_instance_communicator(request)
+        failures = [answer.message for answer in answers if not answer.success]
+        return failures[0] if failures else None
+
     async def _sglang_idle(self) -> None:
         """Return when all schedulers are idle, without a KV cache.
 
@@ -235,7 +316,7 @@ class Engine:
             for answer in await self._manager.flush_cache_communicator(FlushCacheReqInput())
         ):
             if time.monotonic() > until:
-                raise EngineError(
+                raise EngineLost(
                     f"requests still run {timeout_s:g} s (run.timeout_s) after the engine was to release its memory"
                 )
             await asyncio.sleep(0.01)
@@ -281,13 +362,16 @@ class Engine:
         new_logp_T = np.asarray(
             [logp for logp, *_ in meta["output_token_logprobs"]], dtype=np.float32
         )
+        if not np.isfinite(new_logp_T).all():
+            raise self._not_finite()
         # a reshard waits for running requests: one version made all tokens
         (span,) = meta["weight_versions"]
+        part = SamplePart(int(span["version"]), len(new_ids_T), self._settings.number)
         row = Row.response(
             before.prompt_ids,
             np.concatenate([before.response_ids_T, new_ids_T]),
             np.concatenate([before.engine_logp_T, new_logp_T]),
-            with_part(before.parts, SamplePart(int(span["version"]), len(new_ids_T))),
+            with_part(before.parts, part),
         )
         if self._settings.routed_experts:
             experts = self._experts(meta, before, row.num_tokens - 1 - rows)
@@ -304,6 +388,11 @@ class Engine:
             prefills=sample.prefills + 1,
             is_open=is_open,
         )
+
+    def _not_finite(self) -> SilentFault:
+        number = self._settings.number
+        what = "returned a log-probability that is not a finite number"
+        return SilentFault("engine", what, [FaultMember(number, f"engine {number}")])
 
     def _experts(self, meta: Mapping[str, Any], row: Row, num_rows: int) -> np.ndarray:
         """The row's routed experts, then those of `num_rows` further tokens, from SGLang's base64 int32."""
@@ -324,24 +413,17 @@ class Schedulers:
 
     def __init__(self, settings: EngineSettings, weight_loader: str = WEIGHT_LOADER) -> None:
         self._host = Host(settings, weight_loader)
-        self._is_down = False
 
     def pids(self) -> list[int]:
         """The scheduler processes, by tensor-parallel rank."""
         return self._host.pids()
 
     async def fail(self) -> None:
-        """Raises EngineError when a scheduler has died; does not return."""
-        try:
-            await self._host.run(asyncio.Event().wait())
-        except EngineError:
-            if not self._is_down:
-                raise
-        await asyncio.Event().wait()
+        """Raises EngineLost when a scheduler has died or hangs; does not return."""
+        await self._host.fail()
 
     def shutdown(self) -> None:
         """End and reap the schedulers, and remove all files."""
-        self._is_down = True
         self._host.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -212,8 +213,12 @@ def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) 
     Each attention DP group gets its own seed: with SGLang's single one all would draw the same samples of a prompt. The
     ranks of a group share the seed, because each of them samples the group's tokens. The process exits on an exception:
     SGLang would send SIGQUIT to the parent, which would kill the actor silently. The rounds of the event loop are
-    counted: SGLang's watchdog counts only forward passes, and sends SIGQUIT.
+    counted: SGLang's watchdog counts only forward passes, and sends SIGQUIT. Calls of methods (RPC) are the copies of
+    weights to new engines, which all ranks send in the same round, and the unmapping of training ranks' weights. The
+    answer is one that goes to the tokenizer manager, as the leader of every attention group sends it: the socket of
+    SGLang's own answer is only for one.
     """
+    from sglang.srt.managers.io_struct import SendWeightsToRemoteInstanceReqOutput
     from sglang.srt.runtime_context import get_parallel
     from sglang.srt.utils import set_random_seed
 
@@ -239,16 +244,63 @@ def _patch_scheduler(scheduler: Any, rounds: LoopCounter, *, has_adapter: bool) 
             rounds.count()
             return super().ingest_requests(*args, **kwargs)
 
+        def handle_rpc_request(self, recv_req: Any) -> SendWeightsToRemoteInstanceReqOutput:
+            with rounds.exempt():
+                if recv_req.method == "forget_ranks":
+                    failure = _forget_ranks()
+                else:
+                    failure = _send_copy(self, recv_req.parameters["message"])
+                reasons = _reasons(failure)
+            return SendWeightsToRemoteInstanceReqOutput(success=not reasons, message=reasons)
+
     scheduler.Scheduler = PatchedScheduler
 
 
-def _report_failed_loads(rounds: LoopCounter) -> None:
-    """Answer a weight update whose loader raised with the error; SGLang's scheduler would end.
+def _send_copy(scheduler: Any, content: str) -> str:
+    """Send this rank's weights to a new engine; why that failed, else "". content: the message as JSON."""
+    from sglang.srt.runtime_context import get_serving
 
-    The ranks exchange their errors, because only rank 0 answers.
-    """
+    from megarl.rollout.sglang import weight_loader
+
+    models = [runner.model for _, runner in scheduler.weight_updater._select_runners()]
+    try:
+        weight_loader.send(models, json.loads(content), int(get_serving().weight_version))
+    except Exception as error:
+        traceback.print_exc()
+        return _in_one_line(error)
+    return ""
+
+
+def _forget_ranks() -> str:
+    """Unmap the weights of the training rank on this GPU; why that failed, else ""."""
+    from megarl.rollout.sglang import weight_loader
+
+    try:
+        weight_loader.forget_ranks()
+    except Exception as error:
+        traceback.print_exc()
+        return _in_one_line(error)
+    return ""
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _reasons(failure: str) -> str:
+    """Why any tensor-parallel rank failed, because only rank 0 answers; "" if none did. failure: of this one."""
     import torch.distributed as dist
     from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    own = failure and f"tensor-parallel rank {group.rank_in_group}: {failure}"
+    failures = [own] * group.world_size
+    dist.all_gather_object(failures, own, group=group.cpu_group)
+    return "; ".join(filter(None, failures))
+
+
+def _report_failed_loads(rounds: LoopCounter) -> None:
+    """Answer a weight update whose loader raised with the error; SGLang's scheduler would end."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
     updater: Any = weight_updater.WeightUpdater
@@ -261,12 +313,8 @@ def _report_failed_loads(rounds: LoopCounter) -> None:
         except Exception as error:
             traceback.print_exc()
             success = False
-            message = " ".join(f"{type(error).__name__}: {error}".split())
-        group = get_tp_group()
-        failure = "" if success else f"tensor-parallel rank {group.rank_in_group}: {message}"
-        failures = [failure] * group.world_size
-        dist.all_gather_object(failures, failure, group=group.cpu_group)
-        reasons = "; ".join(filter(None, failures))
+            message = _in_one_line(error)
+        reasons = _reasons("" if success else message)
         return (not reasons, reasons or message)
 
     updater.update_weights_from_tensor = update

@@ -1,4 +1,4 @@
-"""SGLang's custom weight loader: the scheduler process of an engine as a member of every exchange of a run.
+"""SGLang's custom weight loader: the scheduler process of an engine as a member of every exchange and copy of a run.
 
 Frozen weights that are published in fp8 tiles come from the checkpoint's files instead: what training has of them is
 dequantised, and to quantise it again would move the scales.
@@ -6,6 +6,7 @@ dequantised, and to quantise it again would move the scales.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +20,16 @@ from megarl.checkpoints.hf_import import load_hf
 from megarl.resharding import engine_model, sglang_map
 from megarl.resharding.exchanges import Exchanges
 from megarl.resharding.memory_handles import map_params
+from megarl.resharding.peer_copy import TARGET, CopyMember, PeerCopy
 from megarl.resharding.session import Session
 from megarl.resharding.shards import first_of
-from megarl.resharding.verify import VerifyError
+from megarl.resharding.verify import VerifyError, VerifyMode
 
 _exchanges: dict[str, Exchanges] = {}  # of this process, by run id
 # of this process, by run id and attempt: the models for which SGLang has called `load` up to now
 _loaded: defaultdict[tuple[str, int], list[torch.nn.Module]] = defaultdict(list)
+# of this process: the versions that were begun since the last one that was written whole
+_begun: list[int] = []
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -33,7 +37,8 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
     With drafts SGLang calls it twice in one update, for the target model and then for the draft model
     (managers/scheduler_components/weight_updater.py); the second call writes and verifies both in one exchange.
-    named_tensors is [("session", uint8 tensor of UTF-8 JSON)], the JSON being `Sessions.engine_message`.
+    named_tensors is [("session", uint8 tensor of UTF-8 JSON)], the JSON being `Sessions.engine_message` or the
+    target's message of `copy_messages`.
     """
     ((_, encoded),) = named_tensors
     message = json.loads(encoded.cpu().numpy().tobytes())
@@ -41,7 +46,52 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     models.append(model)
     if len(models) == message["models"]:
         _loaded.clear()  # with what earlier attempts have left
-        _exchange(message, models)
+        _begun.append(message["version"])
+        if "copy" in message:
+            _receive(message, models)
+        else:
+            _exchange(message, models)
+        _begun.clear()
+
+
+def send(models: Sequence[torch.nn.Module], message: Mapping[str, Any], version: int) -> None:
+    """Send this rank's weights to a new engine; collective with that, and run between two batches of this one.
+
+    models: as SGLang calls `load` for them. message: a source's of `copy_messages`. version: of these weights. Raises
+    as `CopyMember.run`; nothing is changed here.
+    """
+    error = _layout_error(engine_model.joined(models), models)
+    if _begun:
+        error = RuntimeError(f"the engine has half-written weights of version {_begun[-1]}")
+    # SGLang's KV cache leaves room for one communicator; the next exchange makes a new one
+    for exchanges in _exchanges.values():
+        exchanges.close()
+    copy = PeerCopy.from_json(message["copy"])
+    member = CopyMember(copy, message["member"], dist.get_rank())
+    member.run(engine_model.copied(models), version, error)
+
+
+def _receive(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
+    """Take the weights of other engines as the target of a copy."""
+    copy = PeerCopy.from_json(message["copy"])
+    whole = engine_model.joined(models)
+    member = CopyMember(copy, TARGET, dist.get_rank())
+    member.run(engine_model.copied(models), message["version"], _layout_error(whole, models))
+    _finish(whole, models, copy.verify)
+
+
+def forget_ranks() -> None:
+    """End the exchanges with training ranks that are gone, and unmap their parameters; this engine's weights stay."""
+    for exchanges in _exchanges.values():
+        exchanges.close()
+    _exchanges.clear()
+    # a member is in cycles with its plan
+    gc.collect()
+
+
+def _layout_error(whole: torch.nn.Module, models: Sequence[torch.nn.Module]) -> Exception | None:
+    """The reason why the weights of these models are not known to be all that they compute with; else None."""
+    return engine_model.unknown_layout(whole) or engine_model.draft_error(models)
 
 
 def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> None:
@@ -65,8 +115,8 @@ def _exchange(message: Mapping[str, Any], models: Sequence[torch.nn.Module]) -> 
                 version, attempt, engine_model.adapter_slots(models[0]), error=unread
             )
             continue
-        error = engine_model.unknown_layout(whole) or engine_model.draft_error(models)
-        finish = partial(_finish, whole, models, exchanges.session)
+        error = _layout_error(whole, models)
+        finish = partial(_finish, whole, models, exchanges.session.verify)
         if step == "read":
             unread = error or _error_of_reading(whole, exchanges.session, finish)
             continue
@@ -92,12 +142,12 @@ def _error_of_reading(
     return None
 
 
-def _finish(whole: torch.nn.Module, models: Sequence[torch.nn.Module], session: Session) -> None:
+def _finish(whole: torch.nn.Module, models: Sequence[torch.nn.Module], verify: VerifyMode) -> None:
     """Write what the engine derives from its weights. whole: of all its models."""
     engine_model.write_constants(whole)
     for model in models:
         engine_model.refresh_derived(model)
-    if session.verify == "off":
+    if verify == "off":
         return
     if errors := engine_model.constant_errors(whole) + engine_model.derived_errors(whole):
         raise VerifyError(first_of(errors))

@@ -45,7 +45,7 @@ class Gpu:
 
 
 def test_it_refuses_and_computes_as_a_gpu_does() -> None:
-    with Child("tests.gpu.simulated.test_tensors:Gpu", ENVIRONMENT) as gpu:
+    with Child("tests.gpu.simulated.test_tensors:Gpu", ENVIRONMENT, fresh=True) as gpu:
         assert gpu.ask("facts") == [
             "cuda:0",
             "torch.cuda.FloatTensor",

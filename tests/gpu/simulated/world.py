@@ -59,6 +59,7 @@ def world(path: Path, gpus: int, **given: Any) -> Iterator[World]:
             Child(
                 "tests.gpu.simulated.rank:SimulatedRank",
                 ENVIRONMENT,
+                fresh=True,
                 folder=str(path),
                 rank=rank,
                 gpus=gpus,

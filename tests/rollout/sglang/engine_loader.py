@@ -18,8 +18,8 @@ from megarl.resharding.shards import verify_params
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     """The message's keys: shape and engine (verify the map of this rank), scale, refresh (False: derive nothing anew),
-    fail_on (a rank, which raises when it has scaled half of its parameters), rest_s (seconds to take), and
-    rest_in_next_round_s (seconds that the next forward pass takes)."""
+    fail_on (a rank, which raises when it has scaled half of its parameters), rest_s (seconds to take), slots (fill the
+    adapter's with waves of this height), and rest_in_next_round_s (seconds that the next forward pass takes)."""
     (name, content), *_ = named_tensors
     message = json.loads(bytes(content.tolist()))
     params = list(engine_model.params(model).values())
@@ -38,6 +38,10 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
             raise ValueError(f"shard of {name} is wrong")
         for parameter in params[half:]:
             parameter.mul_(message.get("scale", 1.0))
+    if height := message.get("slots"):
+        for tensor in engine_model.adapter_slots(model).values():
+            waves = torch.arange(tensor.numel()).sin().mul(height)
+            tensor.copy_(waves.view(tensor.shape))
     if message.get("refresh", True):
         engine_model.refresh_derived(model)
     if errors := engine_model.derived_errors(model):

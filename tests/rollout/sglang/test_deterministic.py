@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -159,15 +158,6 @@ async def in_phases(
     return groups
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The models are too small to share out, and the engine wants the cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -214,13 +204,12 @@ def test_samples_repeat_in_another_engine_and_in_any_company(
     plain = groups[0][0]
     for in_parts in parts:
         check_continued(in_parts, plain)
-    with one_thread():
-        reference = Reference(folder)
-        for groups_of_kind in (plain, groups[1][0], *parts):
-            check_experts(reference, groups_of_kind)
-        for (temperature, _), sampled in zip(kinds, groups[0], strict=True):
-            if temperature:
-                assert worst_diff(sampled, reference, temperature, PROMPTS) < TOLERANCE
+    reference = Reference(folder)
+    for groups_of_kind in (plain, groups[1][0], *parts):
+        check_experts(reference, groups_of_kind)
+    for (temperature, _), sampled in zip(kinds, groups[0], strict=True):
+        if temperature:
+            assert worst_diff(sampled, reference, temperature, PROMPTS) < TOLERANCE
 
 
 def check_continued(groups: Sequence[Sequence[Sample]], whole: Sequence[Sequence[Sample]]) -> None:
@@ -262,13 +251,12 @@ def test_experts_of_cached_tokens_are_told_too(
     first: equality with transformers' routers.
     """
     engine = build_engine(2, 2, routed_experts=True)
-    with one_thread():
-        reference = Reference(checkpoint)
-        for _ in range(2):
-            check_experts(reference, asyncio.run(alone(engine, KINDS[0])))
-        # with what was sampled in the cache
-        check_experts(reference, asyncio.run(in_phases(engine, KINDS[0], 7)))
-        check_versions(reference, engine)
+    reference = Reference(checkpoint)
+    for _ in range(2):
+        check_experts(reference, asyncio.run(alone(engine, KINDS[0])))
+    # with what was sampled in the cache
+    check_experts(reference, asyncio.run(in_phases(engine, KINDS[0], 7)))
+    check_versions(reference, engine)
     engine.shutdown()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megarl.model.hf_config import model_shape
 from megarl.placement.engine_layout import EngineLayout
@@ -26,7 +25,6 @@ CASES = {
         EngineLayout(1, 2, 2, dp=2, whole_dense=True, whole_shared=True, group_head=True),
     ),
     "deepseek-v3 tp2": ("deepseek-v3", EngineLayout(1, 2, 1)),
-    "qwen3-moe tp2 ep2": ("qwen3-moe", EngineLayout(1, 2, 2)),
     "qwen3-moe tp2 dp2": (
         "qwen3-moe",
         EngineLayout(1, 2, 1, dp=2, whole_dense=True, group_head=True),
@@ -65,13 +63,9 @@ def served(
     tmp_path_factory: pytest.TempPathFactory,
     build_engine: Callable[..., Engine],
 ) -> Iterator[Served]:
-    threads = torch.get_num_threads()
-    # the models are too small to share out, and the engine wants the cores
-    torch.set_num_threads(1)
     serving = Served(request.param, tmp_path_factory.mktemp("model"), build_engine)
     yield serving
     serving.engine.shutdown()
-    torch.set_num_threads(threads)
 
 
 def test_the_layout_is_one_that_is_accepted(served: Served) -> None:

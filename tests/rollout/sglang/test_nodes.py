@@ -1,4 +1,4 @@
-"""One engine on two nodes, an attention group on each: it samples, takes weights, and dies as one."""
+"""One engine on two nodes, an attention group on each: it samples, takes and sends weights, and dies as one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from megarl.device import address_of, host_store
+from megarl.placement.engine_layout import EngineLayout
 from megarl.rollout.sglang.arguments import NodeSpan
 from megarl.rollout.sglang.engine import Engine, EngineError, Sampling
 from megarl.rollout.sglang.relay import new_endpoint
 from tests.rollout.sglang.test_engine import PROMPTS, TOLERANCE, sample_all, worst_diff
+from tests.rollout.sglang.test_peer_copy import Pair, empty_engine
 from tests.tiny_engines import tiny_settings
 
 pytestmark = pytest.mark.slow
@@ -63,7 +65,21 @@ def nodes(build_engine: Callable[..., Engine], checkpoint: Path) -> Iterator[Nod
         folder.cleanup()
 
 
-def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) -> None:
+def check_copy(source: Engine, checkpoint: Path, reference: Any) -> None:
+    """The ranks of both nodes send their weights, of version 2, to a new engine."""
+    target = empty_engine(first_gpu=2, tp=2, ep=2, dp=2, model_path=str(checkpoint))
+    try:
+        pair = Pair(source, target, EngineLayout(1, 2, 2, dp=2), host_store(120))
+        assert asyncio.run(pair.run(pair.copy(attempt=1, version=2))) == [None, None]
+        groups = asyncio.run(sample_all(target, Sampling(4, 12)))
+        assert worst_diff(groups, reference) < TOLERANCE
+    finally:
+        target.shutdown()
+
+
+def test_it_samples_takes_weights_and_dies_as_one(
+    nodes: Nodes, checkpoint: Path, reference: Any
+) -> None:
     """Unverified on a GPU.
 
     rollout/sglang/relay.py, engines over several nodes: SGLang's ranks of one engine on several nodes over NCCL, an
@@ -88,6 +104,7 @@ def test_it_samples_takes_weights_and_dies_as_one(nodes: Nodes, reference: Any) 
     with pytest.raises(EngineError, match=r"rank 1: ValueError: shard of session"):
         asyncio.run(nodes.engine.reshard({"fail_on": 1}, 2))
     asyncio.run(nodes.engine.reshard({}, 2))
+    check_copy(nodes.engine, checkpoint, reference)
 
     os.kill(nodes.scheduler, signal.SIGKILL)
     assert nodes.part.stdout

@@ -15,7 +15,7 @@ from megarl.checkpoints import hf_export
 from megarl.checkpoints.hf_import import load_hf
 from megarl.checkpoints.quantised import fp8_checkpoint
 from megarl.config.models import LoraConfig
-from megarl.device import Address
+from megarl.device import Address, address_of, host_store
 from megarl.model.lora_pairs import LoraSize
 from megarl.model.quantisation import Quantisation
 from megarl.placement.engine_layout import EngineLayout
@@ -23,6 +23,7 @@ from megarl.placement.train_layout import TrainLayout
 from megarl.resharding import sglang_map
 from megarl.resharding.memory_handles import SourceHandles
 from megarl.resharding.payloads import reshard_steps
+from megarl.resharding.peer_copy import TARGET, CopyMember, PeerCopy, copy_messages
 from megarl.resharding.session import Session, sessions
 from megarl.resharding.shards import LayoutError
 from megarl.rollout.sglang import weight_loader
@@ -62,7 +63,9 @@ def test_fp8_checkpoint_are_read_as_they_are(
             ],
         )
 
+    monkeypatch.setattr(weight_loader, "_begun", [])
     load()
+    assert weight_loader._begun == []
     params = dict(model.named_parameters())
     assert params.keys() == expected.keys()
     for name, param in params.items():
@@ -70,6 +73,24 @@ def test_fp8_checkpoint_are_read_as_they_are(
     model.get_submodule("model").use_triton_kernels = True  # type: ignore[assignment]
     with pytest.raises(LayoutError, match="stores experts in an unmapped layout"):
         load()
+    assert weight_loader._begun == [message["version"]]
+
+
+def test_weights_that_are_not_whole_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the engine's host knows of the update that failed here; the target hears why."""
+    store = host_store(30.0)
+    copy = PeerCopy(
+        meet=address_of(store), run_id="part", attempt=1, version=4, target=1, sources=(0,),
+        layout=EngineLayout(1, 1, 1), verify="off", round_bytes=1 << 20, timeout_s=30.0,
+    )  # fmt: skip
+    monkeypatch.setattr(weight_loader.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(weight_loader, "_begun", [5])
+    model = Model({"weight": torch.ones(4)}, 0)
+    words = "the engine has half-written weights of version 5"
+    with pytest.raises(RuntimeError, match=f"^{words}$"):
+        weight_loader.send([model], copy_messages(copy)[0][0], version=4)
+    with pytest.raises(RuntimeError, match=f"engine 0, TP rank 0 cannot take part: {words}"):
+        CopyMember(copy, TARGET, tp_rank=0).run({"weight": torch.ones(4)}, version=4)
 
 
 def test_what_a_reshard_does() -> None:
